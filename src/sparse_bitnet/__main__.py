@@ -1,0 +1,5 @@
+"""`python -m sparse_bitnet` is `sparse-bitnet`."""
+
+from sparse_bitnet.cli.main import main
+
+main()

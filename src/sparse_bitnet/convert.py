@@ -1,0 +1,120 @@
+"""From a model of `nn.Linear` to one of `SparseBitLinear`, in place, and its per-step selection."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.layer import SparseBitConfig, SparseBitLinear
+
+FORMAT_VERSION = 1
+"""Version of the `quantization_config` entry that a converted model's config carries."""
+
+FilterFn = Callable[[nn.Module, str], bool]
+
+
+def convert_(
+    model: nn.Module, config: SparseBitConfig, filter_fn: FilterFn | None = None
+) -> nn.Module:
+    """Replace linear layers by `SparseBitLinear`, sharing their parameters; returns `model`.
+
+    Args:
+        model: a transformers model or any module made of `nn.Linear`.
+        config: the format of every converted layer.
+        filter_fn: (module, full name) -> whether to convert this `nn.Linear`. By default every
+            linear of the blocks, never an embedding, an output head or a weight tied to one
+            (`is_block_linear`).
+
+    A layer already converted takes the new config, a layer that stands at several places stays one.
+    A transformers model's config gets the `quantization_config` with which it saves and loads.
+
+    Raises `UserError` when nothing matches, a pattern does not divide a layer, or `model` is itself a
+    linear layer; the model is then unchanged.
+    """
+    if isinstance(model, nn.Linear):
+        raise UserError("convert_: a bare linear layer has no place to be replaced in; wrap it")
+    chosen = _block_linears(model) if filter_fn is None else filter_fn
+    targets = {
+        name: module
+        for name, module in model.named_modules(remove_duplicate=False)
+        if type(module) in (nn.Linear, SparseBitLinear) and chosen(module, name)
+    }
+    if not targets:
+        raise UserError(
+            f"convert_: no linear layer to convert in {type(model).__name__}; pass filter_fn"
+        )
+    for name, module in targets.items():
+        config.pattern.check_divides(module.in_features, name)
+    layers: dict[nn.Module, SparseBitLinear] = {}
+    for name, module in targets.items():
+        parent, _, child = name.rpartition(".")
+        if module not in layers:
+            layers[module] = SparseBitLinear.from_linear(module, config, name)
+        setattr(model.get_submodule(parent), child, layers[module])
+    if hasattr(getattr(model, "config", None), "to_dict"):
+        model.config.quantization_config = quantization_config(model, config)
+    return model
+
+
+def quantization_config(model: nn.Module, config: SparseBitConfig) -> dict:
+    """The entry of a transformers config.json: method, version, format, and what stays dense."""
+    dense = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    return {
+        "quant_method": "sparse_bitnet",
+        "version": FORMAT_VERSION,
+        "format": config.to_dict(),
+        "modules_to_not_convert": dense,
+    }
+
+
+def sparse_layers(model: nn.Module) -> dict[str, SparseBitLinear]:
+    """Every `SparseBitLinear` by full name, in the order of `named_modules`."""
+    return {
+        name.replace("_orig_mod.", ""): module
+        for name, module in model.named_modules()
+        if isinstance(module, SparseBitLinear)
+    }
+
+
+@contextmanager
+def selected(model: nn.Module) -> Iterator[None]:
+    """Mask and codes of all layers, computed once and used by every forward inside the block.
+
+    Put it around the micro-batches of one optimiser step (and their activation recomputation), around
+    an evaluation or around `generate`. Weights must not change inside: a layer whose weight does
+    selects anew in every forward. Nested use is a no-op. In evaluation mode the masks and flip
+    counts of the training steps are left as they were.
+    """
+    layers = [layer for layer in sparse_layers(model).values() if not layer.is_selected]
+    try:
+        for layer in layers:
+            layer.select_()
+        yield
+    finally:
+        for layer in layers:
+            layer.release_()
+
+
+def set_dense_phase_(model: nn.Module, dense: bool) -> None:
+    """Switch all masks off (dense-to-sparse, first phase) or on again."""
+    for layer in sparse_layers(model).values():
+        layer.dense_phase = dense
+
+
+def _block_linears(model: nn.Module) -> FilterFn:
+    """Linears inside the repeated blocks; of a model without blocks, all but heads and ties."""
+    embeddings = {
+        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
+    }
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    blocks = {
+        name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and name
+    }
+
+    def is_block_linear(module: nn.Module, name: str) -> bool:
+        if module is head or id(module.weight) in embeddings:
+            return False
+        return not blocks or any(name.startswith(f"{block}.") for block in blocks)
+
+    return is_block_linear

@@ -1,0 +1,113 @@
+"""Writing that leaves either the old content or the whole new one, never a half.
+
+Everything is written under a temporary name beside its target, flushed to the disk and renamed. A
+process killed at any moment leaves at most a `.tmp-*` neighbour, which readers never look at and the
+next writer removes.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from sparse_bitnet.errors import UserError
+
+TEMPORARY_PREFIX = ".tmp-"
+REPLACED_PREFIX = f"{TEMPORARY_PREFIX}replaced-"
+
+
+def write_atomic(path: Path | str, data: bytes | str) -> None:
+    """Replace `path` by `data` in one step.
+
+    Raises `UserError` when the disk is full or the folder cannot be written; `path` is then as before.
+    """
+    path = Path(path)
+    content = data.encode() if isinstance(data, str) else data
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{path.name}")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+@contextmanager
+def atomic_folder(path: Path | str) -> Iterator[Path]:
+    """Yield a temporary folder that becomes `path` when the block ends without an exception.
+
+    A folder already at `path` is replaced. On any exception the temporary folder is removed and
+    `path` is as before; an `OSError` (disk full, no permission) becomes a `UserError`. Replacing takes
+    two renames: a process killed between them leaves `path` under its temporary name, from which
+    `remove_leftovers` brings it back.
+
+    Raises `UserError` also when `path` is a file.
+    """
+    path = Path(path)
+    if path.name in ("", "..") or (path.exists() and not path.is_dir()):
+        raise UserError(f"cannot write {path}: not a name for a folder of its own")
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{path.name}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        yield temporary
+        _sync_tree(temporary)
+        _replace_folder(temporary, path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a killed writer left behind in `folder`, where no other may be writing now.
+
+    A folder that was just being replaced is put back.
+    """
+    for leftover in folder.glob(f"{TEMPORARY_PREFIX}*"):
+        replaced = re.fullmatch(rf"{re.escape(REPLACED_PREFIX)}\d+-(.+)", leftover.name)
+        if replaced and not (folder / replaced[1]).exists():
+            os.rename(leftover, folder / replaced[1])
+        elif leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
+
+
+def _replace_folder(temporary: Path, path: Path) -> None:
+    if path.exists():
+        # rename() does not replace a folder that holds files: move the old one aside first.
+        old = path.with_name(f"{REPLACED_PREFIX}{os.getpid()}-{path.name}")
+        os.rename(path, old)
+        try:
+            os.rename(temporary, path)
+        except OSError:
+            os.rename(old, path)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        os.rename(temporary, path)
+    _sync_folder(path.parent)
+
+
+def _sync_tree(folder: Path) -> None:
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with open(os.path.join(root, name), "rb") as file:
+                os.fsync(file.fileno())
+        _sync_folder(Path(root))
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

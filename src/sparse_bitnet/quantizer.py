@@ -1,0 +1,134 @@
+"""Ternary weights (absmean) and int8 activations (absmax, per token), as BitNet b1.58 defines them.
+
+`quantize_x` returns (codes, scale) with value = codes * scale; `fake_quantize_x` returns the values
+as floats and passes the gradient straight through. Everything is computed in float32 whatever the
+type of the input, so a bfloat16 master and its float32 copy give the same codes.
+"""
+
+import torch
+from torch import Tensor
+
+from sparse_bitnet.sparsity import nm_mask_reference
+
+SCALE_FLOOR = 1e-5
+"""Smallest weight scale, and smallest absolute maximum of a token."""
+
+
+def absmean(weight: Tensor) -> Tensor:
+    """mean(|weight|) over the whole matrix, at least 1e-5: the ternary weight scale.
+
+    The sum is accumulated in float64 and rounded to float32 once, so that another order of summation
+    (threads, shards, kernels) gives another float32 only when the exact mean lies within about
+    numel * 2**-53 of a rounding boundary, relatively. An empty weight has the floor as its scale.
+    Returns a float32 scalar tensor without gradient.
+    """
+    return torch.ops.sparse_bitnet.absmean(weight.detach())
+
+
+def quantize_ternary(weight: Tensor, weight_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """codes = clip(round_half_even(weight / weight_scale), -1, 1).
+
+    Args:
+        weight: float tensor of any shape.
+        weight_scale: float32 scalar; `absmean(weight)` when not given.
+
+    Returns (int8 codes of the shape of `weight`, float32 scalar scale).
+    """
+    scale = absmean(weight) if weight_scale is None else weight_scale
+    codes, _ = torch.ops.sparse_bitnet.select_ternary(weight.detach(), scale, 1, 1)
+    return codes, scale
+
+
+def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Symmetric int8 per token: 127 / max(|x|) over the last dimension, maximum at least 1e-5.
+
+    Args:
+        x: float tensor [..., features].
+
+    Returns (int8 codes [..., features], float32 activation_scale [..., 1]).
+    """
+    return torch.ops.sparse_bitnet.quantize_int8(x.detach())
+
+
+def fake_quantize_ternary(weight: Tensor) -> Tensor:
+    """The ternary weight as floats of the dtype of `weight`; the gradient is the identity."""
+    codes, scale = quantize_ternary(weight)
+    return straight_through(weight, (codes * scale).to(weight.dtype))
+
+
+def fake_quantize_int8(x: Tensor) -> Tensor:
+    """The int8 activation as floats of the dtype of `x`; the gradient is the identity."""
+    codes, scale = quantize_int8(x)
+    return straight_through(x, (codes * scale).to(x.dtype))
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, latent: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def straight_through(latent: Tensor, value: Tensor) -> Tensor:
+    """`value` in the forward pass, the identity onto `latent` in the backward pass.
+
+    Exact in both directions, unlike `latent + (value - latent).detach()`, which rounds twice.
+    """
+    return _StraightThrough.apply(latent, value)
+
+
+def absmean_reference(weight: Tensor) -> Tensor:
+    # Row sums first: a float64 copy of a whole matrix would be twice its size.
+    magnitudes = weight.abs()
+    if weight.dim() > 1:
+        magnitudes = magnitudes.flatten(0, -2).sum(-1, dtype=torch.float64)
+    total = magnitudes.sum(dtype=torch.float64)
+    return (total / max(weight.numel(), 1)).float().clamp_min(SCALE_FLOOR)
+
+
+def select_ternary_reference(
+    weight: Tensor, weight_scale: Tensor, n: int, m: int
+) -> tuple[Tensor, Tensor]:
+    weight = weight.contiguous()
+    mask = nm_mask_reference(weight, n, m)
+    codes = (weight.float() / weight_scale).round().clamp(-1, 1).to(torch.int8)
+    return codes * mask, mask
+
+
+def quantize_int8_reference(x: Tensor) -> tuple[Tensor, Tensor]:
+    values = x.float().contiguous()
+    absmax = values.abs().amax(-1, keepdim=True).clamp_min(SCALE_FLOOR)
+    codes = (values * (127.0 / absmax)).round().clamp(-128, 127).to(torch.int8)
+    return codes, absmax / 127.0
+
+
+_LIBRARY = torch.library.Library("sparse_bitnet", "FRAGMENT")
+_LIBRARY.define("absmean(Tensor weight) -> Tensor")
+_LIBRARY.define(
+    "select_ternary(Tensor weight, Tensor weight_scale, int n, int m) -> (Tensor codes, Tensor mask)"
+)
+_LIBRARY.define("quantize_int8(Tensor x) -> (Tensor codes, Tensor activation_scale)")
+_LIBRARY.impl("absmean", absmean_reference, "CompositeExplicitAutograd")
+_LIBRARY.impl("select_ternary", select_ternary_reference, "CompositeExplicitAutograd")
+_LIBRARY.impl("quantize_int8", quantize_int8_reference, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("sparse_bitnet::absmean", lib=_LIBRARY)
+def _(weight: Tensor) -> Tensor:
+    return torch.empty((), dtype=torch.float32, device=weight.device)
+
+
+@torch.library.register_fake("sparse_bitnet::select_ternary", lib=_LIBRARY)
+def _(weight: Tensor, weight_scale: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
+    codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    return codes, torch.empty_like(codes, dtype=torch.bool)
+
+
+@torch.library.register_fake("sparse_bitnet::quantize_int8", lib=_LIBRARY)
+def _(x: Tensor) -> tuple[Tensor, Tensor]:
+    codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    scale = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+    return codes, scale
