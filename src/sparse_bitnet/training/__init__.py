@@ -1,0 +1,1 @@
+"""Pretraining: configuration, recipes, schedule, loss, loop, checkpoints, metrics."""

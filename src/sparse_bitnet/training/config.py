@@ -1,0 +1,221 @@
+"""Everything a training run depends on, as one flat dataclass. Free of torch, so `--help` is quick."""
+
+import dataclasses
+import json
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from sparse_bitnet.errors import UserError
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    """One training run. Two runs with equal configs write the same bytes on one machine."""
+
+    model: str = "qwen2.5-1m"
+    """Preset name (`sparse-bitnet models` lists them). Not used with --init."""
+
+    format: str = "ternary-6:8"
+    """Weight format and N:M pattern, for example ternary-6:8, full-2:4, ternary-8:8 (dense)."""
+
+    init: str | None = None
+    """Folder or hub id of weights to start from instead of random ones."""
+
+    data: str = "data"
+    """Folder written by `sparse-bitnet prepare`."""
+
+    out: str = "run"
+    """Run folder. A folder that holds a run of this config is continued."""
+
+    seed: int = 0
+    """Of the initial weights."""
+
+    data_seed: int = 0
+    """Of the order of the training sequences."""
+
+    steps: int = 1000
+    """Optimiser steps."""
+
+    batch_size: int = 16
+    """Sequences per optimiser step, over all ranks."""
+
+    micro_batch_size: int | None = None
+    """Sequences per forward; batch_size is a multiple of it. Default: the whole batch at once."""
+
+    sequence_length: int = 256
+    """Tokens per sequence."""
+
+    sparse_fraction: float = 1.0
+    """Share of the steps, at the end of training, that use the mask (dense-to-sparse, rho)."""
+
+    learning_rate: float = 3e-3
+    """Peak learning rate."""
+
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """Cosine decay, or warm-up, stable, decay."""
+
+    warmup_fraction: float = 0.05
+    """Share of the steps with a linearly rising learning rate."""
+
+    decay_fraction: float = 0.2
+    """Share of the steps with a falling learning rate at the end (wsd only)."""
+
+    final_learning_rate_fraction: float = 0.1
+    """Last learning rate over the peak."""
+
+    beta1: float = 0.9
+    """AdamW's first moment decay."""
+
+    beta2: float = 0.95
+    """AdamW's second moment decay."""
+
+    epsilon: float = 1e-8
+    """AdamW's epsilon."""
+
+    weight_decay: float = 0.1
+    """Decoupled decay of matrices; biases and norms have none."""
+
+    decay_embeddings: bool = False
+    """Whether the embedding matrix decays too."""
+
+    gradient_clip: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+
+    precision: Literal["auto", "bf16", "float32"] = "auto"
+    """Compute type; masters are float32. auto: bf16 where the device has fast bf16 products."""
+
+    compile: bool = False
+    """torch.compile the blocks."""
+
+    activation_checkpointing: bool = False
+    """Recompute each block in the backward pass instead of storing its activations."""
+
+    loss_chunk_tokens: int = 2048
+    """Tokens whose logits exist at one time in the loss."""
+
+    threads: int | None = None
+    """CPU threads; default: all cores. Byte-identical runs need the same number."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train."""
+
+    validation_every: int = 0
+    """Steps between validations; 0: only at the end."""
+
+    validation_tokens: int = 131072
+    """Most validation tokens to score; 0: all."""
+
+    layer_metrics_every: int = 50
+    """Steps between rows with the flip rate of every layer; 0: never."""
+
+    checkpoint_every: int = 500
+    """Steps between checkpoints; the last step always has one."""
+
+    keep_checkpoints: int = 2
+    """How many checkpoints to keep; 0: all."""
+
+    tensorboard: bool = False
+    """Also write TensorBoard events to OUT/tensorboard."""
+
+    wandb: bool = False
+    """Also log to Weights & Biases (needs the `wandb` extra)."""
+
+    def __post_init__(self) -> None:
+        positive = ("steps", "batch_size", "sequence_length", "loss_chunk_tokens", "learning_rate")
+        for name in positive:
+            _require(getattr(self, name) > 0, name, getattr(self, name), "must be above 0")
+        for name in ("sparse_fraction", "warmup_fraction", "decay_fraction"):
+            _require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "lies in 0..1")
+        for name in ("beta1", "beta2"):
+            _require(0 <= getattr(self, name) < 1, name, getattr(self, name), "lies in 0..1")
+        for name in (
+            "validation_every",
+            "validation_tokens",
+            "layer_metrics_every",
+            "checkpoint_every",
+            "keep_checkpoints",
+            "weight_decay",
+            "gradient_clip",
+        ):
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "cannot be negative")
+        for field in dataclasses.fields(self):
+            choices = (
+                typing.get_args(field.type) if typing.get_origin(field.type) is Literal else ()
+            )
+            if choices and getattr(self, field.name) not in choices:
+                _require(False, field.name, getattr(self, field.name), f"choose one of {choices}")
+        if self.micro_batch_size is not None and (
+            self.micro_batch_size < 1 or self.batch_size % self.micro_batch_size
+        ):
+            raise UserError(
+                f"micro_batch_size={self.micro_batch_size} does not divide "
+                f"batch_size={self.batch_size}"
+            )
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch_size * self.sequence_length
+
+    @property
+    def first_sparse_step(self) -> int:
+        """First step (from 1) that uses the mask; steps + 1 when none does."""
+        return self.steps - round(self.steps * self.sparse_fraction) + 1
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, where: str) -> Self:
+        """Read `to_json`'s text. Raises `UserError` for unknown or missing keys, naming `where`."""
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{where}: not valid JSON ({error})") from error
+        names = {field.name for field in dataclasses.fields(cls)}
+        if unknown := sorted(values.keys() - names):
+            raise UserError(
+                f"{where}: unknown keys {', '.join(unknown)} (written by another version?)"
+            )
+        if missing := sorted(names - values.keys()):
+            raise UserError(f"{where}: missing keys {', '.join(missing)}")
+        return cls(**values)
+
+    def difference(self, other: Self) -> dict[str, tuple[Any, Any]]:
+        """Fields that change what is computed, with both values; where to and how often is left out."""
+        return {
+            field.name: (getattr(self, field.name), getattr(other, field.name))
+            for field in dataclasses.fields(self)
+            if field.name not in WITHOUT_EFFECT_ON_WEIGHTS
+            and getattr(self, field.name) != getattr(other, field.name)
+        }
+
+
+WITHOUT_EFFECT_ON_WEIGHTS = frozenset(
+    (
+        "data",
+        "out",
+        "validation_every",
+        "validation_tokens",
+        "layer_metrics_every",
+        "checkpoint_every",
+        "keep_checkpoints",
+        "tensorboard",
+        "wandb",
+    )
+)
+"""Fields that may change between the parts of one run: the data is compared by its content instead."""
+
+
+def _require(condition: bool, name: str, value: object, reason: str) -> None:
+    if not condition:
+        raise UserError(f"{name}={value}: {reason}")
+
+
+def read_config(run: Path) -> TrainConfig:
+    """The config of a run folder. Raises `UserError` when the folder holds no run."""
+    path = run / "config.json"
+    if not path.is_file():
+        raise UserError(f"{run} is not a run folder: it has no config.json")
+    return TrainConfig.from_json(path.read_text(), str(path))

@@ -1,0 +1,65 @@
+"""Where a run computes and in which type."""
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.training.config import TrainConfig
+
+CPU_FLAGS_WITH_FAST_BF16 = ("avx512_bf16", "amx_bf16")
+
+
+def resolve_device(name: str) -> torch.device:
+    """ "auto" is CUDA where there is one. Raises `UserError` when CUDA is asked for and absent."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda: torch sees no CUDA device; use --device cpu")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def cpu_has_fast_bf16() -> bool:
+    """Whether bfloat16 products run on the CPU's own instructions (elsewhere they are emulated)."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.is_file():
+        return False
+    flags = cpuinfo.read_text().partition("flags")[2].partition("\n")[0].split()
+    return any(flag in flags for flag in CPU_FLAGS_WITH_FAST_BF16)
+
+
+def resolve_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """Compute type: "auto" is bfloat16 where the device is fast at it, else float32."""
+    if precision == "auto":
+        fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else cpu_has_fast_bf16()
+        precision = "bf16" if fast else "float32"
+    return torch.bfloat16 if precision == "bf16" else torch.float32
+
+
+def autocast(device: torch.device | str, dtype: torch.dtype) -> AbstractContextManager:
+    """torch.autocast to a 16-bit type; nothing for float32."""
+    if dtype == torch.float32:
+        return nullcontext()
+    return torch.autocast(torch.device(device).type, dtype=dtype)
+
+
+def prepare_device(config: TrainConfig) -> tuple[torch.device, torch.dtype]:
+    """Set thread count and determinism for a run; returns where and in which type to compute."""
+    device = resolve_device(config.device)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    if device.type == "cuda":
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    return device, resolve_dtype(config.precision, device)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory this process has held: on the GPU if it computes there, else resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+    import sys
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,119 @@
+"""Cross-entropy of a large vocabulary without ever holding all its logits.
+
+For 16 x 2048 tokens and 151,936 words float32 logits take 20 GB, and their gradient as much again.
+Here a chunk of tokens at a time goes through the head; its gradient with respect to hidden states and
+head is formed at once, and the logits are dropped before the next chunk.
+"""
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparse_bitnet.convert import selected
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.training.device import autocast
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, chunk_tokens):
+        device = hidden.device.type
+        autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
+        needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        head = weight.to(dtype)
+        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        grad_hidden = torch.empty_like(hidden) if needs_grad else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad else None
+        with torch.autocast(device, enabled=False):
+            for start in range(0, hidden.shape[0], chunk_tokens):
+                rows = slice(start, start + chunk_tokens)
+                x, y = hidden[rows].to(dtype), labels[rows]
+                target = y.clamp_min(0).unsqueeze(-1)
+                scored = (y >= 0).unsqueeze(-1)
+                log_probabilities = (x @ head.t()).float().log_softmax(-1)
+                picked = log_probabilities.gather(-1, target) * scored
+                total -= picked.sum(dtype=torch.float64)
+                if not needs_grad:
+                    continue
+                grad = log_probabilities.exp_()
+                grad.scatter_add_(-1, target, -torch.ones_like(picked))
+                grad = grad.mul_(scored).to(dtype)
+                grad_hidden[rows] = grad @ head
+                grad_weight += grad.t() @ x
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.weight_dtype = weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        grad_hidden, grad_weight = ctx.saved_tensors
+        scale = gradient.float()
+        return grad_hidden * scale, (grad_weight * scale).to(ctx.weight_dtype), None, None
+
+
+def chunked_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk_tokens: int = 2048
+) -> Tensor:
+    """Sum of the token losses, in nats.
+
+    Args:
+        hidden: last hidden states [tokens, hidden_size].
+        weight: the head [vocab_size, hidden_size].
+        labels: int64 [tokens], -100 where a token is not scored.
+        chunk_tokens: tokens whose logits (float32) exist at a time.
+
+    Returns a float64 scalar, differentiable in `hidden` and `weight`. Peak memory is
+    chunk_tokens * vocab_size * 8 bytes above the gradients.
+    """
+    return _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk_tokens)
+
+
+def causal_lm_loss(
+    model: nn.Module, input_ids: Tensor, labels: Tensor, *, chunk_tokens: int = 2048
+) -> Tensor:
+    """Summed next-token loss of a transformers causal LM.
+
+    `labels[b, t]` is the token that follows `input_ids[b, t]` (already shifted), both
+    [batch, sequence] int64. Returns a float64 scalar.
+    """
+    hidden = model.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
+    head = model.get_output_embeddings()
+    flat = hidden.flatten(0, 1)
+    if getattr(head, "bias", None) is None:
+        return chunked_cross_entropy(flat, head.weight, labels.flatten(), chunk_tokens=chunk_tokens)
+    logits = head(flat).float()
+    return F.cross_entropy(logits, labels.flatten(), reduction="sum").double()
+
+
+@torch.no_grad()
+def mean_token_loss(
+    model: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    chunk_tokens: int = 2048,
+) -> tuple[float, int]:
+    """Exact token-weighted mean loss in nats, and how many tokens were scored.
+
+    Runs the trained forward (mask and codes selected once) in evaluation mode under autocast to
+    `dtype`; `batches` yields (input_ids, labels) as `causal_lm_loss` takes them. The model's mode is
+    restored.
+    """
+    was_training = model.training
+    model.eval()
+    total, scored = 0.0, 0
+    try:
+        with selected(model), autocast(device, dtype):
+            for input_ids, labels in batches:
+                input_ids, labels = input_ids.to(device), labels.to(device)
+                total += causal_lm_loss(model, input_ids, labels, chunk_tokens=chunk_tokens).item()
+                scored += int((labels >= 0).sum())
+    finally:
+        model.train(was_training)
+    if scored == 0:
+        raise UserError("no token to score: the evaluation data is empty")
+    return total / scored, scored

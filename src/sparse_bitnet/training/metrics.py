@@ -1,0 +1,137 @@
+"""What a step reports, and the files it goes to.
+
+`metrics.jsonl` holds what the seed determines, so two runs of one config write the same bytes;
+`timing.jsonl` holds what the machine determines.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from sparse_bitnet.layer import SparseBitLinear
+from sparse_bitnet.training.config import TrainConfig
+
+METRICS_FILE = "metrics.jsonl"
+TIMING_FILE = "timing.jsonl"
+
+
+def selection_metrics(layers: dict[str, SparseBitLinear], by_layer: bool) -> dict[str, Any]:
+    """Flip rate and zero fraction over all selected layers together, and per layer on request.
+
+    flip_rate is None until a mask has a predecessor; 0 for a dense model. zero_fraction counts zeros
+    among the effective weights (codes, or masked full-precision weights).
+    """
+    size = sum(layer.weight.numel() for layer in layers.values())
+    flips = {name: layer.mask_flips for name, layer in layers.items()}
+    counted = [flip for flip in flips.values() if flip is not None]
+    masked = any(layer.mask is not None for layer in layers.values())
+    zeros = _total([_zeros(layer) for layer in layers.values()])
+    row: dict[str, Any] = {
+        "flip_rate": _total(counted) / size if counted or not masked else None,
+        "zero_fraction": zeros / size,
+    }
+    if by_layer and counted:
+        row["flip_rate_by_layer"] = {
+            name: flip.item() / layers[name].weight.numel()
+            for name, flip in flips.items()
+            if flip is not None
+        }
+    return row
+
+
+def _zeros(layer: SparseBitLinear) -> Tensor:
+    if layer.codes is not None:
+        return layer.codes.numel() - torch.count_nonzero(layer.codes)
+    if layer.mask is not None:
+        return layer.mask.numel() - torch.count_nonzero(layer.mask)
+    return torch.zeros((), dtype=torch.int64, device=layer.weight.device)
+
+
+def _total(counts: list[Tensor]) -> int:
+    return int(torch.stack(counts).sum()) if counts else 0
+
+
+class RowSink(Protocol):
+    """Where rows go: a file, TensorBoard, Weights & Biases."""
+
+    def write(self, row: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """Appends one JSON object a line; the file holds whole lines up to `after_step` on opening."""
+
+    def __init__(self, path: Path, after_step: int) -> None:
+        kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= after_step]
+        text = "".join(kept)
+        if path.exists() and path.read_text() != text:
+            path.write_text(text)
+        self._file = open(path, "a", encoding="utf-8")
+
+    def write(self, row: dict[str, Any]) -> None:
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _whole_lines(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """All whole rows of a JSON-lines file; a last line cut short by a kill is left out."""
+    return [json.loads(line) for line in _whole_lines(path)]
+
+
+class TensorBoard:
+    """Scalars of every row as TensorBoard events."""
+
+    def __init__(self, folder: Path, after_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=after_step + 1)
+
+    def write(self, row: dict[str, Any]) -> None:
+        for key, value in _scalars(row):
+            self._writer.add_scalar(key, value, row["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """Scalars of every row to W&B, one run per run folder."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        import dataclasses
+
+        import wandb
+
+        name = Path(config.out).resolve().name
+        self._run = wandb.init(
+            name=name, id=name, resume="allow", config=dataclasses.asdict(config)
+        )
+
+    def write(self, row: dict[str, Any]) -> None:
+        self._run.log(dict(_scalars(row)), step=row["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _scalars(row: dict[str, Any]) -> list[tuple[str, float]]:
+    scalars = [
+        (key, float(value))
+        for key, value in row.items()
+        if key != "step" and isinstance(value, int | float)
+    ]
+    by_layer = row.get("flip_rate_by_layer", {})
+    return scalars + [(f"flip_rate/{name}", value) for name, value in by_layer.items()]

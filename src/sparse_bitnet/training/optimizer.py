@@ -1,0 +1,27 @@
+"""AdamW with its parameter groups."""
+
+import torch
+
+from sparse_bitnet.training.config import TrainConfig
+
+
+def build_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW whose weight decay applies to the matrices of the blocks, and to embeddings on request."""
+    embeddings = {
+        id(module.weight)
+        for module in (model.get_input_embeddings(), model.get_output_embeddings())
+        if module
+    }
+    decayed, plain = [], []
+    for parameter in model.parameters():
+        matrix = parameter.dim() >= 2
+        decays = matrix and (config.decay_embeddings or id(parameter) not in embeddings)
+        (decayed if decays else plain).append(parameter)
+    groups = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW(
+        groups, lr=config.learning_rate, betas=betas, eps=config.epsilon, fused=True
+    )

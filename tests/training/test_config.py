@@ -1,0 +1,81 @@
+"""TrainConfig: validation, JSON, and what may differ between the parts of one run."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.training.config import TrainConfig, read_config
+from sparse_bitnet.training.recipes import RECIPES
+
+
+def test_json_round_trip():
+    config = TrainConfig(steps=7, format="full-2:4", sparse_fraction=0.25)
+    assert TrainConfig.from_json(config.to_json(), "here") == config
+
+
+def test_unknown_and_missing_keys_are_named():
+    text = TrainConfig().to_json()
+    with pytest.raises(UserError, match="unknown keys colour"):
+        TrainConfig.from_json(text.replace("{", '{"colour": 1,', 1), "config.json")
+    with pytest.raises(UserError, match="missing keys steps"):
+        TrainConfig.from_json(text.replace('  "steps": 1000,\n', ""), "config.json")
+    with pytest.raises(UserError, match="not valid JSON"):
+        TrainConfig.from_json("{", "config.json")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("steps", 0),
+        ("learning_rate", -1.0),
+        ("sparse_fraction", 1.5),
+        ("beta2", 1.0),
+        ("schedule", "linear"),
+        ("precision", "fp8"),
+        ("micro_batch_size", 3),
+        ("keep_checkpoints", -1),
+    ],
+)
+def test_bad_values_are_one_line(field, value):
+    with pytest.raises(UserError, match=field) as caught:
+        TrainConfig(**{field: value})
+    assert "\n" not in str(caught.value)
+
+
+def test_difference_ignores_where_and_how_often():
+    base = TrainConfig()
+    assert base.difference(dataclasses.replace(base, out="elsewhere", checkpoint_every=1)) == {}
+    other = dataclasses.replace(base, learning_rate=1e-4, format="full-6:8")
+    assert base.difference(other).keys() == {"learning_rate", "format"}
+
+
+def test_first_sparse_step():
+    assert TrainConfig(steps=100).first_sparse_step == 1
+    assert TrainConfig(steps=100, sparse_fraction=0.25).first_sparse_step == 76
+    assert TrainConfig(steps=100, sparse_fraction=0.0).first_sparse_step == 101
+
+
+def test_paper_recipe_is_the_papers_table():
+    config = RECIPES["paper"]()
+    assert (config.beta1, config.beta2, config.epsilon) == (0.9, 0.95, 1e-5)
+    assert (config.learning_rate, config.warmup_fraction, config.schedule) == (1e-5, 0.5, "cosine")
+    assert (config.weight_decay, config.gradient_clip) == (0.1, 1.0)
+    assert (config.micro_batch_size, config.batch_size, config.sequence_length) == (16, 64, 2048)
+    assert config.precision == "bf16"
+    assert config.steps * config.tokens_per_step == pytest.approx(50e9, rel=1e-5)
+
+
+def test_not_a_run_folder(tmp_path):
+    with pytest.raises(UserError, match="not a run folder"):
+        read_config(tmp_path)
+
+
+def test_config_modules_do_not_import_torch():
+    code = (
+        "import sys, sparse_bitnet.training.config, sparse_bitnet.training.recipes, "
+        "sparse_bitnet.training.schedule; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

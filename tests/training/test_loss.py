@@ -1,0 +1,83 @@
+"""Chunked cross-entropy against torch's own, forward and backward."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.models import build_model
+from sparse_bitnet.training.loss import causal_lm_loss, chunked_cross_entropy, mean_token_loss
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
+@pytest.mark.parametrize("ignored", [False, True])
+def test_equals_torch(chunk, ignored):
+    torch.manual_seed(0)
+    hidden = torch.randn(37, 16, requires_grad=True)
+    weight = torch.randn(53, 16, requires_grad=True)
+    labels = torch.randint(0, 53, (37,))
+    if ignored:
+        labels[::3] = -100
+    expected = F.cross_entropy(hidden @ weight.t(), labels, reduction="sum", ignore_index=-100)
+    expected_grads = torch.autograd.grad(expected * 0.5, (hidden, weight))
+    loss = chunked_cross_entropy(hidden, weight, labels, chunk_tokens=chunk)
+    grads = torch.autograd.grad(loss * 0.5, (hidden, weight))
+    assert loss.dtype == torch.float64
+    torch.testing.assert_close(loss.float(), expected, rtol=1e-6, atol=0)
+    for grad, wanted in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(grad, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_autocast_stays_close():
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(64, 32), torch.randn(100, 32) * 0.1
+    labels = torch.randint(0, 100, (64,))
+    exact = chunked_cross_entropy(hidden, weight, labels)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rounded = chunked_cross_entropy(hidden, weight, labels)
+    assert rounded.item() == pytest.approx(exact.item(), rel=2**-8)
+
+
+def test_only_one_chunk_of_logits_exists_at_a_time():
+    tokens, vocab, chunk = 512, 4096, 32
+    hidden = torch.randn(tokens, 8, requires_grad=True)
+    weight = torch.randn(vocab, 8, requires_grad=True)
+    labels = torch.randint(0, vocab, (tokens,))
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                largest = max(largest, out.numel())
+            return out
+
+    with Watch():
+        chunked_cross_entropy(hidden, weight, labels, chunk_tokens=chunk).backward()
+    assert largest == chunk * vocab
+
+
+def test_model_loss_equals_transformers():
+    model = build_model("qwen2.5-1m", SparseBitConfig.parse("ternary-6:8"), vocab_size=256)
+    tokens = torch.randint(0, 256, (2, 33))
+    expected = model(input_ids=tokens, labels=tokens).loss
+    total = causal_lm_loss(model, tokens[:, :-1], tokens[:, 1:], chunk_tokens=16)
+    assert (total / 64).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_mean_token_loss_weights_by_token_and_restores_the_mode():
+    model = build_model("qwen2.5-1m", SparseBitConfig.parse("ternary-6:8"), vocab_size=256).train()
+    tokens = torch.randint(0, 256, (3, 17))
+    labels = tokens[:, 1:].clone()
+    labels[1, 4:] = -100
+    whole, count = mean_token_loss(model, [(tokens[:, :-1], labels)])
+    parts, _ = mean_token_loss(
+        model, [(tokens[i : i + 1, :-1], labels[i : i + 1]) for i in range(3)]
+    )
+    assert count == 16 + 4 + 16
+    assert whole == pytest.approx(parts, rel=1e-6)
+    assert model.training
+    with pytest.raises(UserError, match="no token"):
+        mean_token_loss(model, [])

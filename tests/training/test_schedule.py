@@ -1,0 +1,40 @@
+"""Learning rate and dense-to-sparse phase, step by step."""
+
+import pytest
+
+from sparse_bitnet.training.config import TrainConfig
+from sparse_bitnet.training.schedule import is_sparse, learning_rate
+
+
+def rates(config: TrainConfig) -> list[float]:
+    return [learning_rate(config, step) for step in range(1, config.steps + 1)]
+
+
+def test_cosine_rises_to_the_peak_and_falls_to_its_floor():
+    config = TrainConfig(steps=100, learning_rate=1.0, warmup_fraction=0.1)
+    values = rates(config)
+    assert values[:10] == pytest.approx([0.1 * k for k in range(1, 11)])
+    assert max(values) == values[9] == 1.0
+    assert values[-1] == pytest.approx(0.1)
+    assert all(a > b for a, b in zip(values[10:], values[11:], strict=False))
+
+
+def test_wsd_holds_the_peak_then_falls_in_a_straight_line():
+    config = TrainConfig(
+        steps=100, learning_rate=1.0, schedule="wsd", warmup_fraction=0.1, decay_fraction=0.2
+    )
+    values = rates(config)
+    assert set(values[9:80]) == {1.0}
+    steps = [a - b for a, b in zip(values[79:-1], values[80:], strict=True)]
+    assert steps == pytest.approx([0.9 / 20] * 20)
+
+
+def test_no_warmup():
+    assert learning_rate(TrainConfig(steps=3, warmup_fraction=0.0, learning_rate=1.0), 1) <= 1.0
+
+
+@pytest.mark.parametrize(("fraction", "sparse_steps"), [(0.0, 0), (0.25, 2), (0.5, 4), (1.0, 8)])
+def test_the_last_share_of_the_steps_is_sparse(fraction, sparse_steps):
+    config = TrainConfig(steps=8, sparse_fraction=fraction)
+    flags = [is_sparse(config, step) for step in range(1, 9)]
+    assert flags == [False] * (8 - sparse_steps) + [True] * sparse_steps
