@@ -1,0 +1,72 @@
+"""`sparse-bitnet env`: what is installed, where it runs, which kernels are in use and why."""
+
+import os
+import platform
+from importlib import metadata
+
+PACKAGES = (
+    "sparse-bitnet",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "datasets",
+    "accelerate",
+    "numpy",
+    "lm_eval",
+    "triton",
+)
+
+
+def main(arguments: list[str]) -> None:
+    """Print versions, devices and kernels; attach it to a bug report."""
+    import tyro
+
+    tyro.cli(_nothing, args=arguments, prog="sparse-bitnet env", description=main.__doc__)
+    for name, value in environment().items():
+        print(f"{name:<14} {value}")
+    print("\nkernels")
+    from sparse_bitnet.kernels import status
+
+    for kernel in status():
+        in_use = "in use" if kernel.in_use else "not used"
+        print(f"  {kernel.name:<12} {in_use:<9} {kernel.reason}")
+
+
+def environment() -> dict[str, str]:
+    """Versions and devices, for reports and result files."""
+    import torch
+
+    from sparse_bitnet.training.device import cpu_has_fast_bf16
+
+    rows = {name: _version(name) for name in PACKAGES}
+    rows["python"] = platform.python_version()
+    rows["system"] = f"{platform.system()} {platform.release()} {platform.machine()}"
+    rows["cpu"] = (
+        f"{os.cpu_count()} cores, {torch.get_num_threads()} torch threads, "
+        f"{torch.backends.cpu.get_cpu_capability()}, "
+        f"{'fast' if cpu_has_fast_bf16() else 'no fast'} bfloat16"
+    )
+    if torch.cuda.is_available():
+        rows["gpu"] = ", ".join(_gpu(index) for index in range(torch.cuda.device_count()))
+    else:
+        rows["gpu"] = "none visible to torch"
+    return rows
+
+
+def _gpu(index: int) -> str:
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"{torch.cuda.get_device_name(index)} (sm_{major}{minor})"
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,61 @@
+"""`sparse-bitnet VERB ...`: a table of verbs and nothing else, so that `--help` is immediate."""
+
+import importlib
+import os
+import sys
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "quickstart": ("sparse_bitnet.cli.quickstart:main", "the paper's four models in five minutes"),
+    "prepare": ("sparse_bitnet.cli.prepare:main", "tokenise text into memory-mapped shards"),
+    "train": ("sparse_bitnet.cli.train:main", "train a model, or continue a run"),
+    "evaluate": ("sparse_bitnet.cli.evaluate:main", "held-out perplexity of a checkpoint"),
+    "generate": ("sparse_bitnet.cli.generate:main", "continue a prompt with a checkpoint"),
+    "models": ("sparse_bitnet.cli.models:main", "list the model presets"),
+    "env": ("sparse_bitnet.cli.env:main", "versions, devices, and which kernels are in use"),
+}
+
+
+def usage() -> str:
+    lines = ["usage: sparse-bitnet COMMAND [OPTIONS]", "", "commands:"]
+    lines += [f"  {name:<12}{summary}" for name, (_, summary) in COMMANDS.items()]
+    lines += ["", "`sparse-bitnet COMMAND --help` lists a command's options."]
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run one verb. Exit codes: 0 done, 2 bad input (one line on stderr), 130 interrupted."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage())
+        return
+    if arguments[0] in ("-V", "--version"):
+        from sparse_bitnet import __version__
+
+        print(__version__)
+        return
+    verb, *rest = arguments
+    if verb not in COMMANDS:
+        _fail(f"unknown command {verb!r}; `sparse-bitnet --help` lists them")
+    # Downloads' progress bars and advice of libraries would drown our own output.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    module, _, function = COMMANDS[verb][0].partition(":")
+    from sparse_bitnet.errors import UserError
+
+    try:
+        getattr(importlib.import_module(module), function)(rest)
+    except UserError as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader of our output has gone (`| head`); a second error at exit would be noise.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+
+
+def _fail(message: str) -> None:
+    print(f"sparse-bitnet: {message}", file=sys.stderr)
+    sys.exit(2)

@@ -1,0 +1,34 @@
+"""`sparse-bitnet models`: the presets and their sizes."""
+
+
+def main(arguments: list[str]) -> None:
+    """Print every preset with its shape and parameter counts."""
+    import tyro
+    from rich.console import Console
+    from rich.table import Table
+
+    from sparse_bitnet.models import PRESETS
+
+    tyro.cli(_nothing, args=arguments, prog="sparse-bitnet models", description=main.__doc__)
+    table = Table(title="Model presets (Qwen2.5 family)")
+    for column in ("preset", "hidden", "ffn", "layers", "heads", "kv heads", "vocabulary"):
+        table.add_column(column, justify="left" if column == "preset" else "right")
+    table.add_column("block weights", justify="right")
+    table.add_column("embedding", justify="right")
+    for name, shape in PRESETS.items():
+        table.add_row(
+            name,
+            str(shape.hidden_size),
+            str(shape.intermediate_size),
+            str(shape.num_hidden_layers),
+            str(shape.num_attention_heads),
+            str(shape.num_key_value_heads),
+            f"{shape.vocab_size:,}",
+            f"{shape.block_weights:,}",
+            f"{shape.vocab_size * shape.hidden_size:,}",
+        )
+    Console().print(table)
+
+
+def _nothing() -> None:
+    pass
