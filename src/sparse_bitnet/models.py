@@ -8,7 +8,7 @@ in 2, 4, 8, 16, 32 fits.
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sparse_bitnet.convert import convert_
 from sparse_bitnet.errors import UserError
@@ -29,6 +29,8 @@ class Shape:
     num_key_value_heads: int
     vocab_size: int = 151936
     max_position_embeddings: int = 32768
+    published: bool = False
+    """A published model keeps its vocabulary; a small preset takes the tokenizer's."""
 
     @property
     def block_weights(self) -> int:
@@ -39,7 +41,7 @@ class Shape:
         return self.num_hidden_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
 
 
-def _shape(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, **more: int) -> Shape:
+def _shape(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, **more: Any) -> Shape:
     return Shape(
         hidden_size=hidden,
         intermediate_size=ffn,
@@ -51,14 +53,16 @@ def _shape(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, **more
 
 
 PRESETS: dict[str, Shape] = {
-    # Block weights 0.8 M, 2.7 M, 9.4 M and 30 M; the vocabulary adds hidden * vocab_size.
+    # Block weights 0.2 M to 30 M, the vocabulary adds hidden * vocab_size: their sum is the name.
+    "qwen2.5-0.3m": _shape(64, 192, 4, 2, 1, vocab_size=2048, max_position_embeddings=2048),
+    "qwen2.5-0.6m": _shape(96, 256, 4, 3, 1, vocab_size=2048, max_position_embeddings=2048),
     "qwen2.5-1m": _shape(128, 352, 4, 4, 2, vocab_size=2048, max_position_embeddings=2048),
     "qwen2.5-3m": _shape(192, 544, 6, 6, 2, vocab_size=4096, max_position_embeddings=2048),
     "qwen2.5-10m": _shape(320, 896, 8, 5, 1, vocab_size=8192, max_position_embeddings=4096),
     "qwen2.5-30m": _shape(512, 1408, 10, 8, 2, vocab_size=16384, max_position_embeddings=4096),
-    "qwen2.5-0.5b": _shape(896, 4864, 24, 14, 2),
-    "qwen2.5-1.5b": _shape(1536, 8960, 28, 12, 2),
-    "qwen2.5-3b": _shape(2048, 11008, 36, 16, 2),
+    "qwen2.5-0.5b": _shape(896, 4864, 24, 14, 2, published=True),
+    "qwen2.5-1.5b": _shape(1536, 8960, 28, 12, 2, published=True),
+    "qwen2.5-3b": _shape(2048, 11008, 36, 16, 2, published=True),
 }
 
 
@@ -72,6 +76,7 @@ def preset_config(name: str, *, vocab_size: int | None = None) -> "Qwen2Config":
     if name not in PRESETS:
         raise UserError(f"model {name!r} is not a preset: choose one of {', '.join(PRESETS)}")
     sizes = dataclasses.asdict(PRESETS[name])
+    del sizes["published"]
     if vocab_size is not None:
         sizes["vocab_size"] = vocab_size
     return Qwen2Config(

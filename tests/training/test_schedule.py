@@ -1,5 +1,7 @@
 """Learning rate and dense-to-sparse phase, step by step."""
 
+from itertools import pairwise
+
 import pytest
 
 from sparse_bitnet.training.config import TrainConfig
@@ -16,7 +18,7 @@ def test_cosine_rises_to_the_peak_and_falls_to_its_floor():
     assert values[:10] == pytest.approx([0.1 * k for k in range(1, 11)])
     assert max(values) == values[9] == 1.0
     assert values[-1] == pytest.approx(0.1)
-    assert all(a > b for a, b in zip(values[10:], values[11:], strict=False))
+    assert all(a > b for a, b in pairwise(values[10:]))
 
 
 def test_wsd_holds_the_peak_then_falls_in_a_straight_line():
@@ -25,7 +27,7 @@ def test_wsd_holds_the_peak_then_falls_in_a_straight_line():
     )
     values = rates(config)
     assert set(values[9:80]) == {1.0}
-    steps = [a - b for a, b in zip(values[79:-1], values[80:], strict=True)]
+    steps = [a - b for a, b in pairwise(values[79:])]
     assert steps == pytest.approx([0.9 / 20] * 20)
 
 

@@ -1,33 +1,44 @@
 """`sparse-bitnet train`: a recipe plus overrides."""
 
+import dataclasses
 import sys
+from pathlib import Path
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.training.config import TrainConfig
+from sparse_bitnet.training.config import TrainConfig, read_config
 from sparse_bitnet.training.recipes import RECIPES
 
 
 def main(arguments: list[str]) -> None:
-    """Train, or continue the run in --out. `--recipe NAME` sets the defaults of all other options."""
-    import tyro
-
+    """Train, or continue the run in --out: a run's own config is the default of its options."""
     recipe, rest = split_recipe(arguments)
-    config = tyro.cli(
-        TrainConfig,
-        default=RECIPES[recipe](),
-        args=rest,
-        prog="sparse-bitnet train",
-        description=(
-            f"Train, or continue the run in --out. Recipe in use: {recipe} "
-            f"(--recipe {{{','.join(RECIPES)}}}); every option below overrides it."
-        ),
-    )
+    config = parse(rest, RECIPES[recipe or "default"](), recipe or "default")
+    out = Path(config.out)
+    if recipe is None and (out / "config.json").is_file():
+        stored = dataclasses.replace(read_config(out), out=config.out)
+        config = parse(rest, stored, f"that of {out}")
     run(config)
 
 
-def split_recipe(arguments: list[str]) -> tuple[str, list[str]]:
-    """Take `--recipe NAME` (or `--recipe=NAME`) out of the arguments."""
-    rest, recipe = list(arguments), "default"
+def parse(arguments: list[str], default: TrainConfig, recipe: str) -> TrainConfig:
+    """The config that `default` and the options make."""
+    import tyro
+
+    return tyro.cli(
+        TrainConfig,
+        default=default,
+        args=arguments,
+        prog="sparse-bitnet train",
+        description=(
+            "Train, or continue the run in --out (its config is then the default). Recipe in use: "
+            f"{recipe} (--recipe {{{','.join(RECIPES)}}}); every option below overrides it."
+        ),
+    )
+
+
+def split_recipe(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """Take `--recipe NAME` (or `--recipe=NAME`) out of the arguments; None when there is none."""
+    rest, recipe = list(arguments), None
     for index, argument in enumerate(rest):
         if argument.startswith("--recipe="):
             recipe = argument.partition("=")[2]
@@ -37,7 +48,7 @@ def split_recipe(arguments: list[str]) -> tuple[str, list[str]]:
             recipe = rest[index + 1] if index + 1 < len(rest) else ""
             del rest[index : index + 2]
             break
-    if recipe not in RECIPES:
+    if recipe is not None and recipe not in RECIPES:
         raise UserError(f"recipe {recipe!r} is unknown: choose one of {', '.join(RECIPES)}")
     return recipe, rest
 

@@ -23,6 +23,9 @@ class TrainConfig:
     init: str | None = None
     """Folder or hub id of weights to start from instead of random ones."""
 
+    vocab_size: int | None = None
+    """Rows of the embedding. Default: the tokenizer's, or a published preset's own 151,936."""
+
     data: str = "data"
     """Folder written by `sparse-bitnet prepare`."""
 
@@ -92,8 +95,8 @@ class TrainConfig:
     activation_checkpointing: bool = False
     """Recompute each block in the backward pass instead of storing its activations."""
 
-    loss_chunk_tokens: int = 2048
-    """Tokens whose logits exist at one time in the loss."""
+    loss_chunk_tokens: int | None = None
+    """Tokens whose logits exist at one time in the loss. Default: by the vocabulary, 512 or more."""
 
     threads: int | None = None
     """CPU threads; default: all cores. Byte-identical runs need the same number."""
@@ -123,7 +126,7 @@ class TrainConfig:
     """Also log to Weights & Biases (needs the `wandb` extra)."""
 
     def __post_init__(self) -> None:
-        positive = ("steps", "batch_size", "sequence_length", "loss_chunk_tokens", "learning_rate")
+        positive = ("steps", "batch_size", "sequence_length", "learning_rate")
         for name in positive:
             _require(getattr(self, name) > 0, name, getattr(self, name), "must be above 0")
         for name in ("sparse_fraction", "warmup_fraction", "decay_fraction"):
@@ -146,6 +149,8 @@ class TrainConfig:
             )
             if choices and getattr(self, field.name) not in choices:
                 _require(False, field.name, getattr(self, field.name), f"choose one of {choices}")
+        if self.loss_chunk_tokens is not None and self.loss_chunk_tokens < 1:
+            raise UserError(f"loss_chunk_tokens={self.loss_chunk_tokens}: must be above 0")
         if self.micro_batch_size is not None and (
             self.micro_batch_size < 1 or self.batch_size % self.micro_batch_size
         ):

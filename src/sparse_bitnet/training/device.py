@@ -45,8 +45,9 @@ def autocast(device: torch.device | str, dtype: torch.dtype) -> AbstractContextM
 
 
 def prepare_device(config: TrainConfig) -> tuple[torch.device, torch.dtype]:
-    """Set thread count and determinism for a run; returns where and in which type to compute."""
+    """Set seed, thread count and determinism; returns where and in which type to compute."""
     device = resolve_device(config.device)
+    torch.manual_seed(config.seed)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     if device.type == "cuda":

@@ -17,7 +17,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import write_atomic
 from sparse_bitnet.hub import save_pretrained
 from sparse_bitnet.layer import SparseBitConfig
-from sparse_bitnet.models import build_model
+from sparse_bitnet.models import PRESETS, build_model
 from sparse_bitnet.training import checkpoint as checkpoints
 from sparse_bitnet.training import metrics
 from sparse_bitnet.training.config import TrainConfig
@@ -97,7 +97,7 @@ class _Trainer:
             config.model,
             SparseBitConfig.parse(config.format),
             seed=config.seed,
-            vocab_size=self.dataset.vocab_size,
+            vocab_size=config.vocab_size or self._default_vocab_size(),
             init=config.init,
         )
         self.dataset.check_vocab(model.get_input_embeddings().num_embeddings)
@@ -117,6 +117,11 @@ class _Trainer:
             for block in model.get_decoder().layers:
                 block.compile()
         return model
+
+    def _default_vocab_size(self) -> int | None:
+        """None keeps the preset's own."""
+        preset = PRESETS.get(self.config.model)
+        return None if preset is None or preset.published else self.dataset.vocab_size
 
     def _open_sinks(self) -> list[metrics.RowSink]:
         sinks: list[metrics.RowSink] = [

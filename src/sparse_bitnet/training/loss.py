@@ -55,7 +55,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def chunked_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk_tokens: int = 2048
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk_tokens: int | None = None
 ) -> Tensor:
     """Sum of the token losses, in nats.
 
@@ -63,16 +63,22 @@ def chunked_cross_entropy(
         hidden: last hidden states [tokens, hidden_size].
         weight: the head [vocab_size, hidden_size].
         labels: int64 [tokens], -100 where a token is not scored.
-        chunk_tokens: tokens whose logits (float32) exist at a time.
+        chunk_tokens: tokens whose logits exist at a time; by default `default_chunk_tokens`.
 
-    Returns a float64 scalar, differentiable in `hidden` and `weight`. Peak memory is
-    chunk_tokens * vocab_size * 8 bytes above the gradients.
+    Returns a float64 scalar, differentiable in `hidden` and `weight`. Peak memory above the gradients
+    is at most 16 bytes per logit of one chunk and one more float32 copy of the head's gradient.
     """
+    chunk_tokens = chunk_tokens or default_chunk_tokens(weight.shape[0])
     return _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk_tokens)
 
 
+def default_chunk_tokens(vocab_size: int) -> int:
+    """About 4 M logits, which stay in a CPU's cache, but enough tokens to be worth reading the head."""
+    return max(512, 2**22 // vocab_size)
+
+
 def causal_lm_loss(
-    model: nn.Module, input_ids: Tensor, labels: Tensor, *, chunk_tokens: int = 2048
+    model: nn.Module, input_ids: Tensor, labels: Tensor, *, chunk_tokens: int | None = None
 ) -> Tensor:
     """Summed next-token loss of a transformers causal LM.
 
@@ -95,7 +101,7 @@ def mean_token_loss(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
-    chunk_tokens: int = 2048,
+    chunk_tokens: int | None = None,
 ) -> tuple[float, int]:
     """Exact token-weighted mean loss in nats, and how many tokens were scored.
 

@@ -1,0 +1,61 @@
+"""A small prepared folder of real text, and configs that train on it in a second or two."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparse_bitnet.data.prepare import prepare
+from sparse_bitnet.data.sources import parse_source
+from sparse_bitnet.models import PRESETS, Shape
+from sparse_bitnet.training.config import TrainConfig
+
+
+@pytest.fixture(autouse=True)
+def tiny_preset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smallest preset, smaller still: a step takes milliseconds."""
+    tiny = Shape(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=128,
+    )
+    monkeypatch.setitem(PRESETS, "qwen2.5-1m", tiny)
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prepared")
+    texts = folder / "texts"
+    texts.mkdir()
+    package = Path(pytest.__file__).parent.parent / "_pytest"
+    for number, source in enumerate(sorted(package.glob("*.py"))[:24]):
+        (texts / f"{number:02d}.txt").write_text(source.read_text()[:20_000])
+    data = folder / "data"
+    prepare(parse_source(f"{texts}/*.txt", validation_fraction=0.2), data, vocab_size=300)
+    return data
+
+
+@pytest.fixture
+def small_run(prepared: Path, tmp_path: Path) -> Any:
+    """`small_run(**changes)`: the config of a tiny model over a few steps, into a fresh folder."""
+
+    def config(**changes: Any) -> TrainConfig:
+        values: dict[str, Any] = {
+            "data": str(prepared),
+            "out": str(tmp_path / "run"),
+            "steps": 6,
+            "batch_size": 4,
+            "micro_batch_size": 2,
+            "sequence_length": 32,
+            "precision": "float32",
+            "checkpoint_every": 2,
+            "validation_tokens": 256,
+            "layer_metrics_every": 3,
+            "threads": 1,
+        }
+        return TrainConfig(**{**values, **changes})
+
+    return config

@@ -1,0 +1,277 @@
+"""The loop: what it logs, that it learns, and that stopping at any moment changes nothing."""
+
+import dataclasses
+import filecmp
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.hub import from_pretrained
+from sparse_bitnet.models import PRESETS
+from sparse_bitnet.training import loop
+from sparse_bitnet.training.checkpoint import list_checkpoints
+from sparse_bitnet.training.config import TrainConfig
+from sparse_bitnet.training.loop import train
+from sparse_bitnet.training.metrics import read_rows
+from sparse_bitnet.training.run_folder import Interrupted, run_lock
+
+
+def rows(run: Path | str) -> list[dict]:
+    return read_rows(Path(run) / "metrics.jsonl")
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    """Weights, optimiser, masks, random state and logs are the same bytes."""
+    last_a, last_b = list_checkpoints(a)[-1].path, list_checkpoints(b)[-1].path
+    files = ["model.safetensors", "optimizer.safetensors", "state.safetensors", "state.json"]
+    for name in files:
+        assert filecmp.cmp(last_a / name, last_b / name, shallow=False), name
+    for name in ("metrics.jsonl", "final/model.safetensors"):
+        assert filecmp.cmp(a / name, b / name, shallow=False), name
+
+
+def test_a_run_logs_every_step_and_learns(small_run):
+    config = small_run(steps=60, learning_rate=1e-2, checkpoint_every=0)
+    seen = []
+    result = train(config, on_step=seen.append)
+    steps = [row for row in rows(config.out) if "loss" in row]
+    assert [row["step"] for row in steps] == list(range(1, 61)) == [row["step"] for row in seen]
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
+    assert steps[0]["flip_rate"] is None
+    assert 0 < steps[1]["flip_rate"] < 0.2
+    assert 0.25 < steps[0]["zero_fraction"] < 0.75
+    assert steps[2]["tokens"] == 3 * 4 * 32
+    by_layer = [row["step"] for row in steps if "flip_rate_by_layer" in row]
+    assert by_layer == list(range(3, 61, 3))
+    assert {"tokens_per_second", "peak_memory_bytes", "seconds"} <= seen[-1].keys()
+    assert result.validation_tokens == 256
+    assert rows(config.out)[-1]["validation_perplexity"] == result.validation_perplexity
+    assert train(config) == result, "a finished run returns its result"
+
+
+def test_overall_flip_rate_is_the_weighted_mean_of_the_layers(small_run):
+    config = small_run(steps=3, checkpoint_every=0)
+    train(config)
+    row = rows(config.out)[2]
+    model = from_pretrained(Path(config.out) / "final")
+    sizes = {
+        name: dict(model.named_modules())[name].weight.numel() for name in row["flip_rate_by_layer"]
+    }
+    total = sum(row["flip_rate_by_layer"][name] * size for name, size in sizes.items())
+    assert row["flip_rate"] == pytest.approx(total / sum(sizes.values()))
+
+
+def test_final_folder_is_the_trained_model(small_run):
+    config = small_run()
+    result = train(config)
+    model = from_pretrained(Path(config.out) / "final")
+    loss, tokens = loop.validation_loss(
+        model, config, device=torch.device("cpu"), dtype=torch.float32
+    )
+    assert (loss, tokens) == (result.validation_loss, result.validation_tokens)
+    assert model.config.eos_token_id is not None
+
+
+@pytest.mark.parametrize("format", ["full-8:8", "full-6:8", "ternary-8:8", "ternary-6:8"])
+def test_the_four_cells_start_alike_and_see_the_same_batches(small_run, format, monkeypatch):
+    batches = []
+    original = loop.TokenLoader.batch
+    monkeypatch.setattr(
+        loop.TokenLoader,
+        "batch",
+        lambda self, step: batches.append(original(self, step)) or batches[-1],
+    )
+    config = small_run(format=format, steps=1, checkpoint_every=0)
+    trainer = loop._Trainer(config, Path(config.out).parent, None)
+    start = {name: value.clone() for name, value in trainer.model.named_parameters()}
+    reference = loop._Trainer(small_run(format="full-8:8"), Path(config.out).parent, None)
+    for name, value in reference.model.named_parameters():
+        assert torch.equal(start[name], value), name
+    trainer._forward_backward(1)
+    reference._forward_backward(1)
+    assert torch.equal(batches[0][0], batches[1][0])
+
+
+def test_micro_batches_give_the_gradient_of_the_whole_batch(small_run, tmp_path):
+    norms = []
+    for micro in (1, 2, 4):
+        config = small_run(micro_batch_size=micro, steps=1, out=str(tmp_path / str(micro)))
+        train(config)
+        norms.append(rows(config.out)[0]["gradient_norm"])
+    assert norms == pytest.approx([norms[0]] * 3, rel=1e-4)
+
+
+def test_dense_to_sparse_switches_the_mask_on(small_run):
+    config = small_run(steps=8, sparse_fraction=0.5, checkpoint_every=0)
+    train(config)
+    steps = [row for row in rows(config.out) if "loss" in row]
+    assert [row["sparse"] for row in steps] == [False] * 4 + [True] * 4
+    assert {row["flip_rate"] for row in steps[1:4]} == {0.0}
+    assert steps[4]["flip_rate"] == 0.25, "a mask of ones becomes one of three quarters"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation_checkpointing": True},
+        {"schedule": "wsd"},
+        {"format": "ternary-2:4,mask_gradient=masked"},
+        {"format": "full-6:8"},
+        {"precision": "bf16"},
+    ],
+)
+def test_options_train(small_run, options):
+    config = small_run(**options, checkpoint_every=0)
+    assert train(config).steps == 6
+
+
+def test_activation_checkpointing_changes_nothing(small_run, tmp_path):
+    for flag in (False, True):
+        train(small_run(activation_checkpointing=flag, out=str(tmp_path / str(flag))))
+    a, b = tmp_path / "False", tmp_path / "True"
+    assert filecmp.cmp(a / "metrics.jsonl", b / "metrics.jsonl", shallow=False)
+
+
+def test_the_same_seed_gives_the_same_bytes(small_run, tmp_path):
+    for name in ("a", "b"):
+        train(small_run(out=str(tmp_path / name)))
+    assert_same_run(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize("sparse_fraction", [1.0, 0.5])
+def test_interrupting_and_continuing_gives_the_same_bytes(small_run, tmp_path, sparse_fraction):
+    changes = {"steps": 7, "sparse_fraction": sparse_fraction}
+    whole = small_run(out=str(tmp_path / "whole"), **changes)
+    train(whole)
+    parts = small_run(out=str(tmp_path / "parts"), **changes)
+    for stop_after in (1, 3, 4):
+
+        def interrupt(row, stop_after=stop_after):
+            if row["step"] == stop_after:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        with pytest.raises(Interrupted, match=f"after step {stop_after}"):
+            train(parts, on_step=interrupt)
+    train(parts)
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+@pytest.mark.slow
+def test_kill_9_at_random_moments_gives_the_same_bytes(small_run, tmp_path):
+    whole = small_run(steps=30, out=str(tmp_path / "whole"))
+    train(whole)
+    killed = small_run(steps=30, out=str(tmp_path / "killed"))
+    config = tmp_path / "config.json"
+    config.write_text(killed.to_json())
+    code = (
+        "import sys, pathlib\n"
+        "from sparse_bitnet.models import PRESETS, Shape\n"
+        f"PRESETS['qwen2.5-1m'] = {PRESETS['qwen2.5-1m']!r}\n"
+        "from sparse_bitnet.training.config import TrainConfig\n"
+        "from sparse_bitnet.training.loop import train\n"
+        "text = pathlib.Path(sys.argv[1]).read_text()\n"
+        "config = TrainConfig.from_json(text, 'config')\n"
+        "train(config, on_step=lambda row: print(row['step'], flush=True))\n"
+    )
+    chance = random.Random(0)
+    kills = 0
+    for _ in range(4):
+        child = subprocess.Popen(
+            [sys.executable, "-c", code, str(config)], stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(chance.randint(2, 8)):
+            child.stdout.readline()
+        time.sleep(chance.random() * 0.05)
+        child.kill()
+        kills += child.wait() == -signal.SIGKILL
+        child.stdout.close()
+    assert kills >= 3
+    train(killed)
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+
+
+def test_a_run_of_another_config_is_refused(small_run):
+    config = small_run(steps=2)
+    train(config)
+    with pytest.raises(UserError, match=r"another config \(learning_rate 0.003 -> 0.1\)"):
+        train(dataclasses.replace(config, learning_rate=0.1))
+
+
+def test_a_folder_that_is_not_a_run_is_refused(small_run, tmp_path):
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "dear.txt").write_text("x")
+    with pytest.raises(UserError, match="neither empty nor a run folder"):
+        train(small_run(out=str(tmp_path / "letters")))
+    assert [path.name for path in (tmp_path / "letters").iterdir()] == ["dear.txt"]
+
+
+def test_a_folder_in_use_is_refused(small_run):
+    config = small_run(steps=1)
+    run = Path(config.out)
+    run.mkdir()
+    (run / "config.json").write_text(config.to_json())
+    with run_lock(run), pytest.raises(UserError, match="in use by another"):
+        train(config)
+
+
+def test_a_loss_that_is_not_finite_stops_with_step_checkpoint_and_batch(small_run, monkeypatch):
+    config = small_run(steps=5)
+    calls = []
+
+    def poisoned(*args, **kwargs):
+        calls.append(1)
+        loss = loop_loss(*args, **kwargs)
+        return loss * float("nan") if len(calls) > 5 else loss
+
+    loop_loss = loop.causal_lm_loss
+    monkeypatch.setattr(loop, "causal_lm_loss", poisoned)
+    with pytest.raises(UserError, match="step 3: loss nan") as caught:
+        train(config)
+    message = str(caught.value)
+    assert "step-00000002" in message
+    assert '"windows": [' in message
+    assert "\n" not in message
+    assert [row["step"] for row in rows(config.out)] == [1, 2]
+
+
+def test_too_long_sequences_are_refused(small_run):
+    with pytest.raises(UserError, match="positions for 128"):
+        train(small_run(sequence_length=256))
+
+
+def test_a_vocabulary_too_small_for_the_data_is_refused(small_run):
+    with pytest.raises(UserError, match="vocabulary"):
+        train(small_run(vocab_size=100))
+
+
+def test_tensorboard_events_are_written(small_run):
+    pytest.importorskip("tensorboard")
+    config = small_run(steps=3, tensorboard=True)
+    train(config)
+    assert list((Path(config.out) / "tensorboard").glob("events*"))
+
+
+def test_training_starts_from_existing_weights(small_run, tmp_path):
+    first = small_run(format="full-8:8", out=str(tmp_path / "dense"))
+    train(first)
+    config = small_run(
+        init=str(tmp_path / "dense" / "final"), out=str(tmp_path / "sparse"), steps=1
+    )
+    train(config)
+    assert json.loads((tmp_path / "sparse" / "result.json").read_text())["format"] == "ternary-6:8"
+
+
+def test_config_of_a_run_is_saved_whole(small_run):
+    config = small_run(steps=1)
+    train(config)
+    stored = TrainConfig.from_json((Path(config.out) / "config.json").read_text(), "here")
+    assert stored == config
