@@ -1,0 +1,105 @@
+"""`sparse-bitnet prepare`: tokenise text into memory-mapped shards."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from sparse_bitnet.errors import UserError
+
+
+@dataclass(kw_only=True)
+class PrepareConfig:
+    """How to tokenise, which part to hold out, where to stop."""
+
+    tokenizer: str | None = None
+    """Folder or hub id of a transformers tokenizer. Give this or --vocab-size."""
+
+    vocab_size: int | None = None
+    """Train a byte-level BPE tokenizer of this size on the text instead."""
+
+    eos_token: str | None = None
+    """Token to end each document with, where the tokenizer's own choice is not the one wanted."""
+
+    column: str | None = None
+    """Column of the text, "text" if not given; RefinedWeb's is "content". A .txt file is one document."""
+
+    validation: str | None = None
+    """Another source (written like SOURCE) for the validation text."""
+
+    validation_fraction: float | None = None
+    """Part of the documents to hold out for validation, chosen by hash. If not given: 0.03 of Python
+    files, 0.01 of local documents, 0.0005 of a hub data set."""
+
+    limit_documents: int | None = None
+    """Stop after this many documents of SOURCE."""
+
+    limit_bytes: int | None = None
+    """Stop after this many bytes of text of SOURCE."""
+
+    shard_tokens: int = 1 << 27
+    """Tokens in one file."""
+
+
+def main(arguments: list[str]) -> None:
+    """Prepare data and print what the folder holds."""
+    import tyro
+
+    def entry(
+        source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")],
+        out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")],
+        config: Annotated[PrepareConfig, tyro.conf.arg(name="")],
+    ) -> None:
+        """Tokenise SOURCE into the folder OUT, ready for `sparse-bitnet train --data OUT`.
+
+        Run again after an interruption, the same command goes on; in a finished folder it does
+        nothing.
+
+        Args:
+            source: python-stdlib; python-packages; a .jsonl, .jsonl.zst, .parquet or .txt file, a
+                folder or a quoted glob of them, several separated by commas; or a hub data set,
+                hub:OWNER/NAME[/CONFIG][@SPLIT].
+            out: folder to write.
+            config: the options.
+        """
+        run(source, out, config)
+
+    tyro.cli(entry, args=arguments, prog="sparse-bitnet prepare")
+
+
+def run(spec: str, out: str, config: PrepareConfig) -> None:
+    """Prepare data and print what the folder holds. Raises `UserError` as `prepare` does."""
+    from sparse_bitnet.data.documents import VALIDATION
+    from sparse_bitnet.data.manifest import MANIFEST
+    from sparse_bitnet.data.prepare import prepare
+    from sparse_bitnet.data.sources import parse_source
+
+    if (config.tokenizer is None) == (config.vocab_size is None):
+        raise UserError("give either --tokenizer PATH_OR_HUB_ID or --vocab-size N")
+    started = time.monotonic()
+    complete = (Path(out) / MANIFEST).exists()
+    source = parse_source(
+        spec,
+        column=config.column,
+        validation=config.validation,
+        validation_fraction=config.validation_fraction,
+        limit_documents=config.limit_documents,
+        limit_bytes=config.limit_bytes,
+    )
+    manifest = prepare(
+        source,
+        out,
+        tokenizer=config.tokenizer,
+        vocab_size=config.vocab_size,
+        eos_token=config.eos_token,
+        shard_tokens=config.shard_tokens,
+    )
+    for name, split in manifest.splits.items():
+        print(
+            f"{name}: {split.documents:,} documents, {split.text_bytes / 1e6:,.2f} MB of text, "
+            f"{split.tokens:,} tokens in {len(split.shards)} shards"
+        )
+    what = "already there" if complete else f"written in {time.monotonic() - started:.1f} s"
+    print(f"{out}: vocabulary {manifest.vocab_size:,}, {manifest.dtype}, {what}")
+    if not manifest.splits[VALIDATION].tokens:
+        print("no validation text: add --validation SOURCE or a larger --validation-fraction")

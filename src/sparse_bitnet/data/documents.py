@@ -1,0 +1,135 @@
+"""What every source of text yields, and the two ways in which sources are combined."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from sparse_bitnet.errors import UserError
+
+TRAIN, VALIDATION = SPLITS = ("train", "validation")
+
+State = Any
+"""A JSON value that only the source which made it understands: where to go on."""
+
+
+class Document(NamedTuple):
+    """One text of a source."""
+
+    text: str
+    split: str
+    """`TRAIN` or `VALIDATION`."""
+    state: State
+    """`TextSource.documents(state)` goes on after this document; None: it cannot, here."""
+    progress: float | None
+    """Fraction of the source read so far, None where its size is unknown."""
+
+
+class TextSource(Protocol):
+    """Text to prepare. It is read in one pass and a fixed order; both splits come mixed.
+
+    A document's split follows from a hash of what it is, never from its position, so that a longer
+    or shorter preparation of the same text puts every document on the same side.
+    """
+
+    @property
+    def name(self) -> str:
+        """A short name, for messages."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """What the text is, as JSON: equal for equal text. Written to the manifest."""
+        ...
+
+    def documents(self, state: State = None) -> Iterator[Document]:
+        """Yield the documents from the beginning, or from after the one that carried `state`.
+
+        Raises `UserError` for text that cannot be read, and where there is none.
+        """
+        ...
+
+
+def uniform_hash(content: bytes) -> float:
+    """A number in [0, 1) that is fixed by the content; below a fraction means validation."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=6).digest()) / 2**48
+
+
+def split_of(content: bytes, validation_fraction: float) -> str:
+    """The split of the document with this content (or this path, where that identifies it)."""
+    return VALIDATION if uniform_hash(content) < validation_fraction else TRAIN
+
+
+def check_fraction(validation_fraction: float) -> None:
+    """Raise `UserError` for a fraction that leaves no training text."""
+    if not 0 <= validation_fraction < 1:
+        raise UserError(
+            f"validation fraction {validation_fraction} is not in [0, 1): 0.01 means one percent"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitedSource:
+    """The first part of a source: at most so many documents, and so many bytes of text.
+
+    The document that reaches `bytes` is the last one; it is not cut.
+    """
+
+    source: TextSource
+    documents_limit: int | None = None
+    bytes_limit: int | None = None
+
+    def __post_init__(self) -> None:
+        for what, limit in (("documents", self.documents_limit), ("bytes", self.bytes_limit)):
+            if limit is not None and limit < 1:
+                raise UserError(f"a limit of {limit} {what} leaves nothing to prepare")
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            **self.source.describe(),
+            "limit_documents": self.documents_limit,
+            "limit_bytes": self.bytes_limit,
+        }
+
+    def documents(self, state: State = None) -> Iterator[Document]:
+        inner, count, size = state or (None, 0, 0)
+        documents_limit = self.documents_limit or float("inf")
+        bytes_limit = self.bytes_limit or float("inf")
+        if count >= documents_limit or size >= bytes_limit:
+            return
+        for document in self.source.documents(inner):
+            count += 1
+            size += len(document.text.encode())
+            position = None if document.state is None else [document.state, count, size]
+            parts = [document.progress or 0.0, count / documents_limit, size / bytes_limit]
+            yield document._replace(state=position, progress=min(1.0, max(parts)))
+            if count >= documents_limit or size >= bytes_limit:
+                return
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairedSource:
+    """Training text of one source and validation text of another, whatever their own splits say."""
+
+    train: TextSource
+    validation: TextSource
+
+    @property
+    def name(self) -> str:
+        return f"{self.train.name}; validation: {self.validation.name}"
+
+    def describe(self) -> dict[str, Any]:
+        return {"train": self.train.describe(), "validation": self.validation.describe()}
+
+    def documents(self, state: State = None) -> Iterator[Document]:
+        part, inner = state or (0, None)
+        sources = (self.train, self.validation)
+        for number in range(part, len(sources)):
+            for document in sources[number].documents(inner if number == part else None):
+                position = None if document.state is None else [number, document.state]
+                # The sizes of the two are not comparable: only the long one has a time left.
+                progress = document.progress if number == 0 else None
+                yield document._replace(split=SPLITS[number], state=position, progress=progress)

@@ -1,0 +1,109 @@
+"""The manifest of a folder of prepared data, and the format of that folder.
+
+    manifest.json                        what the data is; written last: its presence means "complete"
+    train-00000.bin, train-00001.bin ... token ids, little endian and nothing else: uint16 where the
+    validation-00000.bin ...             vocabulary has at most 65,536 tokens, uint32 above
+    tokenizer/                           the tokenizer, as transformers saves it
+    .verified.json                       which shards' checksums were found right (`checksums`)
+    preparation.json, *.partial          only while the preparation is under way (`prepare`)
+
+All shards of a split but the last hold the same number of tokens. Documents follow one another, each
+ended by the end token, and may go on in the next shard. Checksums are CRC-32 of the whole file.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.files import write_atomic
+
+MANIFEST = "manifest.json"
+PREPARATION = "preparation.json"
+VERIFIED = ".verified.json"
+TOKENIZER = "tokenizer"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of tokens."""
+
+    file: str
+    tokens: int
+    crc32: str
+    """Eight hexadecimal digits."""
+
+
+@dataclass(frozen=True)
+class SplitManifest:
+    """The contents of one split."""
+
+    documents: int
+    tokens: int
+    """Sum of the shards' tokens; counts the end token of each document."""
+    text_bytes: int
+    """UTF-8 bytes of the documents."""
+    shards: tuple[Shard, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a folder of prepared data holds and how it was made."""
+
+    version: int
+    settings: dict[str, Any]
+    """What was asked for: source, tokenizer, tokens in a shard."""
+    tokenizer_hash: str
+    """`tokenizer.tokenizer_hash` of the tokenizer in the folder `tokenizer/`."""
+    vocab_size: int
+    dtype: str
+    """"uint16" or "uint32"."""
+    eos_token_id: int
+    splits: dict[str, SplitManifest]
+
+    def write(self, folder: Path) -> None:
+        """Write `manifest.json`; the last step of a preparation."""
+        write_atomic(folder / MANIFEST, json.dumps(asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """Read `manifest.json`.
+
+        Raises `UserError` where there is none, it is damaged, or of another version.
+        """
+        path = folder / MANIFEST
+        try:
+            content = json.loads(path.read_bytes())
+        except FileNotFoundError as error:
+            if (folder / PREPARATION).exists():
+                raise UserError(
+                    f"{folder}: the preparation was not finished; run the same prepare command again"
+                ) from error
+            raise UserError(f"{folder}: no prepared data here (no {MANIFEST})") from error
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path}: damaged ({error}); prepare the data again") from error
+        version = content.get("version") if isinstance(content, dict) else None
+        if version != VERSION:
+            raise UserError(
+                f"{path}: version {version} of the format; this program reads {VERSION}; "
+                "prepare the data again"
+            )
+        try:
+            content["splits"] = {
+                name: SplitManifest(
+                    **{**split, "shards": tuple(Shard(**s) for s in split["shards"])}
+                )
+                for name, split in content["splits"].items()
+            }
+            return cls(**content)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{path}: damaged ({error}); prepare the data again") from error
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smallest of little-endian uint16 and uint32 that holds every token id."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")

@@ -1,0 +1,246 @@
+"""Tokenise a source into shards, once; an interrupted preparation goes on where it was.
+
+The state is saved at every finished shard and every 10 seconds (`preparation_state`). A process killed
+at any moment loses at most that much work, and what it has written in the end, after going on, is byte
+for byte what it would have written without a stop.
+"""
+
+import json
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from sparse_bitnet.data.checksums import record_written
+from sparse_bitnet.data.documents import SPLITS, TRAIN, Document, TextSource
+from sparse_bitnet.data.manifest import (
+    MANIFEST,
+    PREPARATION,
+    TOKENIZER,
+    VERSION,
+    Manifest,
+    SplitManifest,
+    token_dtype,
+)
+from sparse_bitnet.data.preparation_progress import Show, preparation_progress
+from sparse_bitnet.data.preparation_state import PreparationState, begin, check_settings, locked
+from sparse_bitnet.data.shards import ShardWriter
+from sparse_bitnet.data.tokenizer import (
+    load_tokenizer,
+    tokenizer_hash,
+    train_tokenizer,
+    vocabulary_size,
+)
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.files import atomic_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+DEFAULT_SHARD_TOKENS = 1 << 27
+
+TOKENIZER_SAMPLE_BYTES = 32_000_000
+"""A new tokenizer is trained on the first training documents, up to so many bytes."""
+
+_BATCH_BYTES = 2_000_000
+_CHECKPOINT_SECONDS = 10.0
+
+# Two batches in the tokenizer's thread pool at once: one long document does not leave a core idle.
+_BATCHES_IN_FLIGHT = 2
+
+
+def prepare(
+    source: TextSource,
+    out: Path | str,
+    *,
+    tokenizer: "PreTrainedTokenizerFast | Path | str | None" = None,
+    vocab_size: int | None = None,
+    eos_token: str | None = None,
+    shard_tokens: int = DEFAULT_SHARD_TOKENS,
+    progress: bool | None = None,
+) -> Manifest:
+    """Tokenise `source` into the folder `out`; the end token follows each document.
+
+    A folder that already holds this very preparation is left as it is; an unfinished one is continued.
+    Text that spells a special token is tokenised as text, so a document cannot end early.
+
+    Args:
+        source: the text, from `sources.parse_source`.
+        out: folder, made if needed; see `manifest` for what it then holds.
+        tokenizer: a fast transformers tokenizer, its folder, or its hub id; or
+        vocab_size: train a byte-level BPE of this size on the first 32 MB of training text.
+        eos_token: end token to use instead of the choice saved in the tokenizer's folder.
+        shard_tokens: tokens in each file but the last.
+        progress: show it on stderr; None: where that is a terminal.
+
+    Raises:
+        UserError: bad text or tokenizer, no training text, a full disk, a folder in use, or one that
+            holds something else or was prepared with other settings (the message says which).
+    """
+    out = Path(out)
+    if (tokenizer is None) == (vocab_size is None):
+        raise UserError("give either a tokenizer or the vocabulary size of a new one")
+    if eos_token is not None and not isinstance(tokenizer, str | Path):
+        raise UserError("an end token can be chosen for a tokenizer that is loaded only")
+    if shard_tokens < 1:
+        raise UserError(f"a shard of {shard_tokens} tokens is too small")
+    if isinstance(tokenizer, str | Path):
+        tokenizer = load_tokenizer(tokenizer, eos_token=eos_token)
+    settings = json.loads(
+        json.dumps(
+            {
+                "source": source.describe(),
+                "tokenizer": {"hash": tokenizer_hash(tokenizer)}
+                if tokenizer is not None
+                else {"vocab_size": vocab_size, "sample_bytes": TOKENIZER_SAMPLE_BYTES},
+                "shard_tokens": shard_tokens,
+            }
+        )
+    )
+    if (out / MANIFEST).exists():
+        manifest = Manifest.read(out)
+        check_settings(out, manifest.settings, settings)
+        # There only if the process died between its last two steps.
+        (out / PREPARATION).unlink(missing_ok=True)
+        return manifest
+    with locked(out), preparation_progress(progress) as show:
+        start = begin(out, settings)
+        if not (out / TOKENIZER).exists():
+            if tokenizer is None:
+                assert vocab_size is not None
+                show("training a tokenizer", None, 0)
+                tokenizer = train_tokenizer(_sample(source), vocab_size)
+            with atomic_folder(out / TOKENIZER) as folder:
+                tokenizer.save_pretrained(folder)
+        return _Preparation(source, out, start, show).run()
+
+
+class _Batch(NamedTuple):
+    documents: list[Document]
+    text_bytes: dict[str, int]
+
+    @property
+    def last(self) -> Document:
+        return self.documents[-1]
+
+
+class _Preparation:
+    """One run: the writers, and what has been written so far."""
+
+    def __init__(self, source: TextSource, out: Path, state: PreparationState, show: Show) -> None:
+        self.source, self.out, self.state, self.show = source, out, state, show
+        self.tokenizer = load_tokenizer(out / TOKENIZER)
+        self.backend = self.tokenizer.backend_tokenizer
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.backend.encode_special_tokens = True
+        self.vocab_size = vocabulary_size(self.tokenizer)
+        self.dtype = token_dtype(self.vocab_size)
+        shard_tokens = state.settings["shard_tokens"]
+        self.writers = {
+            split: ShardWriter(out, split, self.dtype, shard_tokens, state.writers.get(split))
+            for split in SPLITS
+        }
+        self.checkpointed = time.monotonic()
+
+    def run(self) -> Manifest:
+        pending: deque[tuple[_Batch, Future[dict[str, np.ndarray]]]] = deque()
+        try:
+            with ThreadPoolExecutor(_BATCHES_IN_FLIGHT) as pool:
+                for batch in _batches(self.source.documents(self.state.source)):
+                    pending.append((batch, pool.submit(self._encode, batch)))
+                    if len(pending) > _BATCHES_IN_FLIGHT:
+                        self._write(*pending.popleft())
+                while pending:
+                    self._write(*pending.popleft())
+            return self._finish()
+        finally:
+            for writer in self.writers.values():
+                writer.close()
+
+    def _encode(self, batch: _Batch) -> dict[str, np.ndarray]:
+        texts = [document.text for document in batch.documents]
+        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+        end = [self.tokenizer.eos_token_id]
+        tokens: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
+        for document, encoding in zip(batch.documents, encodings, strict=True):
+            tokens[document.split].append(np.array(encoding.ids + end, self.dtype))
+        return {split: np.concatenate(parts) for split, parts in tokens.items() if parts}
+
+    def _write(self, batch: _Batch, encoded: "Future[dict[str, np.ndarray]]") -> None:
+        shards = sum(len(writer.shards) for writer in self.writers.values())
+        for split, tokens in encoded.result().items():
+            self.writers[split].append(tokens)
+            self.state.counts[split]["text_bytes"] += batch.text_bytes[split]
+        for document in batch.documents:
+            self.state.counts[document.split]["documents"] += 1
+        self.state.source = batch.last.state
+        finished_shard = sum(len(writer.shards) for writer in self.writers.values()) > shards
+        if finished_shard or time.monotonic() - self.checkpointed > _CHECKPOINT_SECONDS:
+            self._checkpoint()
+        self.show(
+            "tokenising",
+            batch.last.progress,
+            sum(count["text_bytes"] for count in self.state.counts.values()),
+        )
+
+    def _checkpoint(self) -> None:
+        if self.state.source is None:  # the source cannot go on from here: after the next batch
+            return
+        self.state.writers = {split: writer.checkpoint() for split, writer in self.writers.items()}
+        self.state.write(self.out)
+        self.checkpointed = time.monotonic()
+
+    def _finish(self) -> Manifest:
+        if not self.writers[TRAIN].tokens:
+            raise UserError(
+                f"{self.source.name}: no training text; give more documents or a smaller "
+                "--validation-fraction"
+            )
+        splits = {}
+        for split, writer in self.writers.items():
+            tokens, shards = writer.tokens, writer.finish()
+            splits[split] = SplitManifest(tokens=tokens, shards=shards, **self.state.counts[split])
+        record_written(self.out, [shard for split in splits.values() for shard in split.shards])
+        manifest = Manifest(
+            version=VERSION,
+            settings=self.state.settings,
+            # Half a second for a large vocabulary, and not changed by saving.
+            tokenizer_hash=self.state.settings["tokenizer"].get("hash")
+            or tokenizer_hash(self.tokenizer),
+            vocab_size=self.vocab_size,
+            dtype=self.dtype.name,
+            eos_token_id=self.tokenizer.eos_token_id,
+            splits=splits,
+        )
+        manifest.write(self.out)
+        (self.out / PREPARATION).unlink()
+        return manifest
+
+
+def _batches(documents: Iterator[Document]) -> Iterator[_Batch]:
+    """Documents of 2 MB together or a little more; each batch but the last ends where a source can
+    go on."""
+    batch = _Batch([], dict.fromkeys(SPLITS, 0))
+    for document in documents:
+        batch.documents.append(document)
+        batch.text_bytes[document.split] += len(document.text.encode())
+        if sum(batch.text_bytes.values()) >= _BATCH_BYTES and document.state is not None:
+            yield batch
+            batch = _Batch([], dict.fromkeys(SPLITS, 0))
+    if batch.documents:
+        yield batch
+
+
+def _sample(source: TextSource) -> Iterator[str]:
+    size = 0
+    for document in source.documents():
+        if document.split == TRAIN:
+            yield document.text
+            size += len(document.text.encode())
+            if size >= TOKENIZER_SAMPLE_BYTES:
+                return

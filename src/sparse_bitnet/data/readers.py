@@ -1,0 +1,181 @@
+"""Documents of one local file: `.jsonl`, `.jsonl.zst`, `.parquet` (one column) and `.txt`.
+
+A `.txt` file is one document; the others hold one document per line or row. Every record carries the
+place right after it, so that reading can go on there later without parsing what came before.
+"""
+
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from sparse_bitnet.errors import UserError
+
+
+class Place(NamedTuple):
+    """Where in a file reading goes on."""
+
+    record: int = 0
+    """Lines or rows before this place."""
+    offset: int = 0
+    """Bytes before it: decompressed ones for `.jsonl.zst`, always 0 for `.parquet`."""
+
+
+BEGINNING = Place()
+
+
+class Record(NamedTuple):
+    """One document of a file."""
+
+    text: str
+    end: Place
+    bytes_read: int
+    """Bytes of the file as it lies on disk that were read so far, for the progress display."""
+
+
+Reader = Callable[[Path, str, Place], Iterator[Record]]
+
+
+def read_records(path: Path, column: str, start: Place = BEGINNING) -> Iterator[Record]:
+    """Yield the documents of one file from `start` on; empty ones are left out.
+
+    Raises `UserError`, naming the file and where possible the line, for an unknown suffix, binary or
+    undecodable text, a broken JSON line, a missing or unreadable column and a truncated file.
+    """
+    try:
+        yield from _reader(path)(path, column, start)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def is_readable(path: Path) -> bool:
+    """Whether the file's name ends in one of the known suffixes."""
+    return path.name.endswith(tuple(READERS))
+
+
+def _reader(path: Path) -> Reader:
+    for suffix, reader in READERS.items():
+        if path.name.endswith(suffix):
+            return reader
+    raise UserError(f"{path}: unknown kind of file; known are {', '.join(READERS)}")
+
+
+def _read_text(path: Path, column: str, start: Place) -> Iterator[Record]:
+    content = path.read_bytes()
+    if start.record == 0 and (text := decode(content, str(path))).strip():
+        yield Record(text, Place(1, len(content)), len(content))
+
+
+def _read_jsonl(path: Path, column: str, start: Place) -> Iterator[Record]:
+    with open(path, "rb") as file:
+        file.seek(start.offset)
+        yield from _parse_lines(path, file, column, start, file.tell)
+
+
+def _read_jsonl_zst(path: Path, column: str, start: Place) -> Iterator[Record]:
+    import pyarrow
+
+    # pyarrow reports a truncated file and reads several frames; zstandard's own stream reader
+    # takes a truncated file for a shorter one.
+    with (
+        pyarrow.OSFile(str(path)) as compressed,
+        pyarrow.CompressedInputStream(compressed, "zstd") as stream,
+    ):
+        file = io.BufferedReader(stream, 1 << 20)
+        remaining = start.offset
+        while remaining and (skipped := len(file.read(min(remaining, 1 << 20)))):
+            remaining -= skipped
+        yield from _parse_lines(path, file, column, start, compressed.tell)
+
+
+def _parse_lines(
+    path: Path, file: BinaryIO, column: str, start: Place, tell: Callable[[], int]
+) -> Iterator[Record]:
+    offset = start.offset
+    for number, line in enumerate(file, start.record + 1):
+        offset += len(line)
+        where = f"{path}:{number}"
+        if line.isspace():
+            continue
+        try:
+            row = json.loads(decode(line, where))
+        except json.JSONDecodeError as error:
+            raise UserError(f"{where}: not a JSON line: {error}") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{where}: expected a JSON object with the column {column!r}")
+        if column not in row:
+            raise UserError(missing_column(where, column, row))
+        if text := check_text(row[column], column, where):
+            yield Record(text, Place(number, offset), tell())
+
+
+def _read_parquet(path: Path, column: str, start: Place) -> Iterator[Record]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if column not in names:
+                raise UserError(missing_column(str(path), column, names))
+            size, rows = path.stat().st_size, file.metadata.num_rows
+            row = 0
+            for group in range(file.num_row_groups):
+                group_rows = file.metadata.row_group(group).num_rows
+                if row + group_rows <= start.record:
+                    row += group_rows
+                    continue
+                for batch in file.iter_batches(256, row_groups=[group], columns=[column]):
+                    for value in batch.column(0).to_pylist():
+                        row += 1
+                        if row > start.record and (
+                            text := check_text(value, column, f"{path}, row {row}")
+                        ):
+                            yield Record(text, Place(row), size * row // rows)
+    except pyarrow.ArrowException as error:
+        raise UserError(f"{path}: not a readable parquet file: {first_line(error)}") from error
+
+
+READERS: dict[str, Reader] = {
+    ".jsonl": _read_jsonl,
+    ".jsonl.zst": _read_jsonl_zst,
+    ".parquet": _read_parquet,
+    ".txt": _read_text,
+}
+
+
+def decode(content: bytes, where: str) -> str:
+    """UTF-8 text, without a byte-order mark; `UserError` naming `where` for anything else."""
+    if b"\0" in content:
+        raise UserError(f"{where}: binary data (a NUL byte); expected UTF-8 text")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{where}: not UTF-8 text (byte {error.start}: {error.reason}); convert it first"
+        ) from error
+
+
+def check_text(value: object, column: str, where: str) -> str:
+    """The column's text, "" for null; `UserError` where it is no text that UTF-8 can hold."""
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise UserError(f"{where}: column {column!r} holds {type(value).__name__}, not text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: column {column!r} holds a lone surrogate, not text") from error
+    return value
+
+
+def missing_column(where: str, column: str, columns: Iterable[str]) -> str:
+    """The message for a column that is not there; names those that are."""
+    names = ", ".join(columns) or "none"
+    return f"{where}: no column {column!r}; choose one with --column: {names}"
+
+
+def first_line(error: Exception) -> str:
+    """An exception's message, cut to the one line that an error message may have."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

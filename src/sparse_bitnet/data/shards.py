@@ -1,0 +1,254 @@
+"""Token shards: the writer, and the memory-mapped reader. `manifest` describes the format.
+
+**Damage is found on opening.** A shard's size is compared with the manifest at every opening. Its
+checksum is too, unless `.verified.json` says that this very file (same size, same time of change in
+ns) was found right before; `prepare` writes that record. Data up to 256 MB is checked at every
+opening all the same, in about 0.1 s. So 100 GB open at once, and are read through (1 to 3 GB/s a core)
+only after they were copied or changed; damage below the file system, which leaves the time of change
+as it was, is found in large data by `TokenDataset.verify()`.
+"""
+
+import hashlib
+import mmap
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import numpy as np
+
+from sparse_bitnet.data.checksums import changed_shards, check_size, file_crc32, verify_shards
+from sparse_bitnet.data.manifest import Manifest, Shard, token_dtype
+from sparse_bitnet.errors import UserError
+
+ALWAYS_VERIFIED_BYTES = 256_000_000
+
+
+class ShardWriter:
+    """Writes the tokens of one split as shards of `shard_tokens` tokens each.
+
+    A shard is `NAME.partial` until it is full. `checkpoint()` returns a state from which another
+    writer of the same folder goes on, whatever was written or renamed after it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        split: str,
+        dtype: np.dtype,
+        shard_tokens: int,
+        state: dict[str, Any] | None = None,
+    ) -> None:
+        self._folder, self._split, self._dtype = folder, split, dtype
+        self._shard_tokens = shard_tokens
+        state = state or {"shards": [], "open": {"tokens": 0, "crc32": 0}}
+        self.shards = [Shard(**shard) for shard in state["shards"]]
+        self._open_tokens: int = state["open"]["tokens"]
+        self._crc32: int = state["open"]["crc32"]
+        with _writing(self._path):
+            self._roll_back()
+            self._file: BinaryIO = open(self._partial, "ab")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens written so far."""
+        return sum(shard.tokens for shard in self.shards) + self._open_tokens
+
+    def append(self, tokens: np.ndarray) -> None:
+        """Add token ids (one dimension, any integer type). Raises `UserError` when the disk is full."""
+        content = np.ascontiguousarray(tokens, self._dtype)
+        while content.size:
+            part = content[: self._shard_tokens - self._open_tokens]
+            content = content[part.size :]
+            with _writing(self._path):
+                self._file.write(part.data)
+            self._crc32 = zlib.crc32(part.data, self._crc32)
+            self._open_tokens += part.size
+            if self._open_tokens == self._shard_tokens:
+                self._close_shard()
+                with _writing(self._path):
+                    self._file = open(self._partial, "ab")
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Bring everything to the disk and return the state, as JSON."""
+        with _writing(self._path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        return {
+            "shards": [asdict(shard) for shard in self.shards],
+            "open": {"tokens": self._open_tokens, "crc32": self._crc32},
+        }
+
+    def finish(self) -> tuple[Shard, ...]:
+        """Close the last shard; returns all of them."""
+        if self._open_tokens:
+            self._close_shard()
+        else:
+            self.close()
+            self._partial.unlink()
+        return tuple(self.shards)
+
+    def close(self) -> None:
+        """Close the file, leaving the last shard open for a writer that goes on."""
+        self._file.close()
+
+    @property
+    def _path(self) -> Path:
+        return self._folder / f"{self._split}-{len(self.shards):05}.bin"
+
+    @property
+    def _partial(self) -> Path:
+        return self._path.with_suffix(".partial")
+
+    def _close_shard(self) -> None:
+        with _writing(self._path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            os.replace(self._partial, self._path)
+        self.shards.append(Shard(self._path.name, self._open_tokens, f"{self._crc32:08x}"))
+        self._open_tokens = self._crc32 = 0
+
+    def _roll_back(self) -> None:
+        """Bring the files back to the state: remove what was written after it."""
+        for shard in self.shards:
+            check_size(self._folder, shard, self._dtype)
+        if self._path.exists():  # completed after the state was written
+            os.replace(self._path, self._partial)
+        kept = {shard.file for shard in self.shards} | {self._partial.name}
+        for path in self._folder.glob(f"{self._split}-*"):
+            if path.suffix in (".bin", ".partial") and path.name not in kept:
+                path.unlink()
+        self._partial.touch()
+        os.truncate(self._partial, self._open_tokens * self._dtype.itemsize)
+        if file_crc32(self._partial) != self._crc32:
+            raise UserError(
+                f"{self._partial}: damaged since the preparation stopped; remove {self._folder} and "
+                "prepare again"
+            )
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"cannot write {path}: {error.strerror or error}; the same command goes on from here"
+        ) from error
+
+
+class TokenDataset:
+    """The tokens of one split of a folder of prepared data, as one long sequence.
+
+    `dataset[i:j]` is an array of token ids, uint16 or uint32 [j - i], read-only and without a copy
+    where it lies in one shard; `len(dataset)` counts tokens.
+    """
+
+    def __init__(self, folder: Path, split: str, manifest: Manifest) -> None:
+        """Use `TokenDataset.open`, which checks the files."""
+        self.folder = folder
+        self.split = split
+        self.manifest = manifest
+        self.vocab_size = manifest.vocab_size
+        self.eos_token_id = manifest.eos_token_id
+        self.dtype = token_dtype(manifest.vocab_size)
+        self.shards = manifest.splits[split].shards
+        self._ends = np.cumsum([shard.tokens for shard in self.shards])
+        self._maps: dict[int, np.ndarray] = {}
+
+    @classmethod
+    def open(
+        cls,
+        folder: str | os.PathLike[str],
+        split: str = "train",
+        *,
+        verify: Literal["changed", "always", "never"] = "changed",
+    ) -> "TokenDataset":
+        """Open a split and check its shards.
+
+        Args:
+            folder: what `prepare` wrote.
+            split: "train" or "validation".
+            verify: which checksums to compare (sizes always are): "changed", those of small data and
+                of shards not yet found right; "always"; "never", for the other processes of a run in
+                which one verifies.
+
+        Raises:
+            UserError: not prepared data, unfinished, of another version, without tokens in this
+                split; or a shard is missing, truncated or corrupt: the message names it.
+        """
+        folder = Path(folder)
+        manifest = Manifest.read(folder)
+        if split not in manifest.splits or not manifest.splits[split].tokens:
+            hint = "; prepare with --validation or a larger --validation-fraction"
+            raise UserError(f"{folder}: no {split} text{hint if split == 'validation' else ''}")
+        dataset = cls(folder, split, manifest)
+        for shard in dataset.shards:
+            check_size(folder, shard, dataset.dtype)
+        small = len(dataset) * dataset.dtype.itemsize <= ALWAYS_VERIFIED_BYTES
+        if verify == "always" or (verify == "changed" and small):
+            dataset.verify()
+        elif verify == "changed":
+            verify_shards(folder, changed_shards(folder, dataset.shards))
+        return dataset
+
+    def verify(self) -> None:
+        """Compare every shard with its checksum. Raises `UserError` naming a corrupt one."""
+        verify_shards(self.folder, self.shards)
+
+    def check_vocab(self, model_vocab_size: int) -> None:
+        """Raise `UserError` where the data holds token ids that the model's embedding does not."""
+        if self.vocab_size > model_vocab_size:
+            raise UserError(
+                f"{self.folder}: the tokenizer's vocabulary has {self.vocab_size:,} tokens, the model's "
+                f"{model_vocab_size:,}; prepare the data with the model's tokenizer"
+            )
+
+    def identity(self) -> dict[str, Any]:
+        """What these tokens are, as JSON: equal for equal data, wherever it lies."""
+        content = hashlib.blake2b(digest_size=16)
+        for shard in self.shards:
+            content.update(f"{shard.tokens} {shard.crc32} ".encode())
+        return {
+            "split": self.split,
+            "tokens": len(self),
+            "vocab_size": self.vocab_size,
+            "tokenizer_hash": self.manifest.tokenizer_hash,
+            "content": content.hexdigest(),
+        }
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, tokens: slice) -> np.ndarray:
+        start, stop, step = tokens.indices(len(self))
+        assert step == 1, "only contiguous slices"
+        if start >= stop:
+            return np.empty(0, self.dtype)
+        number = int(np.searchsorted(self._ends, start, "right"))
+        parts = []
+        while start < stop:
+            before = int(self._ends[number]) - self.shards[number].tokens
+            end = min(stop, int(self._ends[number]))
+            parts.append(self._map(number)[start - before : end - before])
+            start, number = end, number + 1
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without it, a process that receives the data set would receive a copy of the mapped tokens.
+        return TokenDataset, (self.folder, self.split, self.manifest)
+
+    def _map(self, number: int) -> np.ndarray:
+        if number not in self._maps:
+            with open(self.folder / self.shards[number].file, "rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            # Windows are read in random order: reading ahead, 4 MB on some systems for the 4 kB of a
+            # window, made a batch of 64 windows of 100 GB take 2.5 s instead of milliseconds.
+            if hasattr(mmap, "MADV_RANDOM"):
+                mapped.madvise(mmap.MADV_RANDOM)
+            self._maps[number] = np.frombuffer(mapped, self.dtype)
+        return self._maps[number]

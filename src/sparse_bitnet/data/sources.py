@@ -1,0 +1,273 @@
+"""The sources of text: installed Python files, local files, data sets of the Hugging Face hub."""
+
+import glob
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparse_bitnet.data.documents import (
+    Document,
+    LimitedSource,
+    PairedSource,
+    State,
+    TextSource,
+    check_fraction,
+    split_of,
+)
+from sparse_bitnet.data.python_files import PythonSource
+from sparse_bitnet.data.readers import (
+    BEGINNING,
+    READERS,
+    Place,
+    check_text,
+    first_line,
+    is_readable,
+    missing_column,
+    read_records,
+)
+from sparse_bitnet.errors import UserError
+
+
+def parse_source(
+    spec: str,
+    *,
+    column: str | None = None,
+    validation: str | None = None,
+    validation_fraction: float | None = None,
+    limit_documents: int | None = None,
+    limit_bytes: int | None = None,
+) -> TextSource:
+    """The source that a command line names.
+
+    `spec` is "python-stdlib"; "python-packages"; a path, glob or folder, or several separated by
+    commas; "hub:OWNER/NAME[/CONFIG][@SPLIT]"; or OWNER/NAME where no such path exists.
+
+    Args:
+        column: of the text in .jsonl, .parquet and hub data sets; default "text".
+        validation: another source, whose documents are the validation text.
+        validation_fraction: of the documents, by hash; default 0.03 for Python files, 0.01 for
+            local files, 0.0005 for hub data sets.
+        limit_documents, limit_bytes: stop after the first so many; `validation` is not limited.
+
+    Raises:
+        UserError: for a name that matches nothing, an empty or unknown file, and contradictions.
+    """
+    if validation is not None and validation_fraction is not None:
+        raise UserError("give --validation or --validation-fraction, not both")
+    if column is not None and {spec, validation} <= {"python-stdlib", "python-packages", None}:
+        raise UserError(f"{spec} has no columns; leave out --column")
+    source = _parse(spec, column, 0.0 if validation is not None else validation_fraction)
+    if limit_documents is not None or limit_bytes is not None:
+        source = LimitedSource(
+            source=source, documents_limit=limit_documents, bytes_limit=limit_bytes
+        )
+    if validation is None:
+        return source
+    return PairedSource(train=source, validation=_parse(validation, column, 0.0))
+
+
+def _parse(spec: str, column: str | None, validation_fraction: float | None) -> TextSource:
+    options: dict[str, Any] = {}
+    if validation_fraction is not None:
+        options["validation_fraction"] = validation_fraction
+    if spec == "python-stdlib":
+        return PythonSource.standard_library(**options)
+    if spec == "python-packages":
+        return PythonSource.installed_packages(**options)
+    if column is not None:
+        options["column"] = column
+    if spec.startswith("hub:"):
+        return HubSource.parse(spec.removeprefix("hub:"), **options)
+    if _looks_like_hub_name(spec):
+        return HubSource.parse(spec, **options)
+    return FileSource.matching([spec] if os.path.exists(spec) else spec.split(","), **options)
+
+
+def _looks_like_hub_name(spec: str) -> bool:
+    owner, slash, name = spec.partition("/")
+    return (
+        bool(owner and slash and name)
+        and not any(character in spec for character in "*?[,~\\")
+        and not name.endswith("/")
+        and owner not in (".", "..")
+        and not is_readable(Path(spec))
+        and not os.path.exists(spec)
+        # A typing error below an existing folder is no hub name.
+        and not os.path.isdir(owner)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileSource:
+    """Local files in the order given; see `readers` for the kinds.
+
+    A document goes to validation by the hash of its text, so copies of it stay on one side.
+    """
+
+    name: str
+    paths: tuple[Path, ...]
+    column: str = "text"
+    validation_fraction: float = 0.01
+
+    def __post_init__(self) -> None:
+        check_fraction(self.validation_fraction)
+        for path in self.paths:
+            if not path.exists():
+                raise UserError(f"no such file: {path}")
+            if path.stat().st_size == 0:
+                raise UserError(f"{path}: the file is empty")
+            if not is_readable(path):
+                raise UserError(f"{path}: unknown kind of file; known are {', '.join(READERS)}")
+
+    @classmethod
+    def matching(cls, patterns: Sequence[str], **options: Any) -> "FileSource":
+        """Every file that the paths, globs (`**` included) and folders name, each once.
+
+        A folder stands for all files of the known kinds below it; what a pattern matches is taken
+        in sorted order. Raises `UserError` for a pattern that matches nothing.
+        """
+        paths: dict[Path, None] = {}
+        for pattern in patterns:
+            paths.update(dict.fromkeys(_expand(pattern)))
+        return cls(name=", ".join(patterns), paths=tuple(paths), **options)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "kind": "files",
+            "files": [_fingerprint(path) for path in self.paths],
+            "column": self.column,
+            "validation_fraction": self.validation_fraction,
+        }
+
+    def documents(self, state: State = None) -> Iterator[Document]:
+        first, place = (state[0], Place(*state[1:])) if state else (0, BEGINNING)
+        sizes = [path.stat().st_size for path in self.paths]
+        before, total = sum(sizes[:first]), sum(sizes)
+        for number in range(first, len(self.paths)):
+            start = place if number == first else BEGINNING
+            end = start
+            for text, end, read in read_records(self.paths[number], self.column, start):
+                split = split_of(text.encode(), self.validation_fraction)
+                yield Document(text, split, [number, *end], (before + read) / total)
+            if end == BEGINNING:
+                raise UserError(f"{self.paths[number]}: no text in this file")
+            before += sizes[number]
+
+
+def _expand(pattern: str) -> list[Path]:
+    path = Path(pattern).expanduser()
+    if path.is_dir():
+        found = sorted(file for file in path.rglob("*") if file.is_file() and is_readable(file))
+    elif path.exists() or not glob.has_magic(pattern):
+        found = [path]
+    else:
+        found = sorted(map(Path, glob.glob(str(path), recursive=True)))
+        found = [file for file in found if file.is_file()]
+    if not found:
+        raise UserError(f"no file matches {pattern!r}")
+    return found
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    """Name, size and a hash of both ends: cheap at any size, the same wherever the file lies."""
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            head = file.read(1 << 16)
+            file.seek(max(0, size - (1 << 16)))
+            tail = file.read()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    digest = hashlib.blake2b(head + tail, digest_size=16).hexdigest()
+    return {"name": path.name, "bytes": size, "ends": digest}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubSource:
+    """A data set of the Hugging Face hub (or a local folder of one), streamed.
+
+    RefinedWeb is `HubSource(name="tiiuae/falcon-refinedweb", column="content")`.
+    """
+
+    name: str
+    config: str | None = None
+    split: str = "train"
+    column: str = "text"
+    validation_fraction: float = 0.0005
+
+    def __post_init__(self) -> None:
+        check_fraction(self.validation_fraction)
+
+    @classmethod
+    def parse(cls, spec: str, **options: Any) -> "HubSource":
+        """`OWNER/NAME[/CONFIG][@SPLIT]`, or the path of a local folder."""
+        if os.path.isdir(spec):
+            return cls(name=spec, **options)
+        path, _, split = spec.partition("@")
+        parts = path.split("/")
+        if len(parts) > 3 or not all(parts):
+            raise UserError(f"not a hub data set: {spec!r}; expected OWNER/NAME[/CONFIG][@SPLIT]")
+        config = parts[2] if len(parts) == 3 else None
+        return cls(name="/".join(parts[:2]), config=config, split=split or "train", **options)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "kind": "hub",
+            "name": self.name,
+            "config": self.config,
+            "split": self.split,
+            "column": self.column,
+            "validation_fraction": self.validation_fraction,
+        }
+
+    def documents(self, state: State = None) -> Iterator[Document]:
+        stream = self._open()
+        if state:
+            stream.load_state_dict(state)
+        found = state is not None
+        characters = 0
+        rows = iter(stream)
+        while (row := self._next(rows)) is not None:
+            if self.column not in row:
+                raise UserError(missing_column(self.name, self.column, row))
+            if not (text := check_text(row[self.column], self.column, self.name)):
+                continue
+            found = True
+            characters += len(text)
+            position = None
+            # A state is a few nested dictionaries: cheap for each MB of text, not for each document.
+            if characters >= 1 << 20:
+                position, characters = stream.state_dict(), 0
+            split = split_of(text.encode(), self.validation_fraction)
+            yield Document(text, split, position, None)
+        if not found:
+            raise UserError(f"{self.name}: no documents")
+
+    def _open(self) -> Any:
+        import datasets
+
+        # Whatever the network, the hub client or a broken file raises, the user's question is which
+        # data set and why.
+        try:
+            stream = datasets.load_dataset(self.name, self.config, split=self.split, streaming=True)
+        except Exception as error:
+            raise UserError(
+                f"cannot open the hub data set {self.name!r} (no local path has that name either): "
+                f"{first_line(error)}"
+            ) from error
+        if (names := stream.column_names) is None:
+            return stream
+        if self.column not in names:
+            raise UserError(missing_column(self.name, self.column, names))
+        return stream.select_columns([self.column])
+
+    def _next(self, rows: Iterator[dict[str, Any]]) -> dict[str, Any] | None:
+        try:
+            return next(rows, None)
+        except Exception as error:
+            raise UserError(
+                f"reading {self.name!r} stopped: {first_line(error)}; the same command goes on from here"
+            ) from error

@@ -1,0 +1,143 @@
+"""Tokenizers: load one exactly as it was saved, or train a byte-level BPE of a given size."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparse_bitnet.data.readers import first_line
+from sparse_bitnet.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+END_OF_TEXT = "<|endoftext|>"
+
+SMALLEST_VOCABULARY = 257
+"""Every byte and the end-of-text token."""
+
+# Qwen2's pattern: transformers builds a Qwen2Tokenizer with this one and with NFC whatever
+# tokenizer.json says, so only a tokenizer that has both is the same through every door.
+_QWEN2_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def load_tokenizer(
+    path_or_hub_id: str | os.PathLike[str], *, eos_token: str | None = None
+) -> "PreTrainedTokenizerFast":
+    """A fast transformers tokenizer from a folder or from the Hugging Face hub.
+
+    Where there is a `tokenizer.json`, it is taken as it stands. `AutoTokenizer` would rebuild it from
+    the `config.json` beside it (in the folder of a Qwen2 model: as a Qwen2Tokenizer, with Qwen2's
+    pre-tokenizer and normaliser) and so may tokenise differently from what the model was trained on.
+
+    Args:
+        path_or_hub_id: folder, or hub id such as "Qwen/Qwen2.5-0.5B".
+        eos_token: the token that ends a document, where the saved choice is not the one wanted (an
+            instruction-tuned model's ends a turn).
+
+    Raises:
+        UserError: nothing there, not a fast tokenizer, or no (such) end token.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    folder = Path(path_or_hub_id)
+    if not folder.is_dir():
+        folder = _download(str(path_or_hub_id))
+    exact = (folder / "tokenizer.json").exists()
+    try:
+        tokenizer: Any = (PreTrainedTokenizerFast if exact else AutoTokenizer).from_pretrained(
+            folder
+        )
+    except Exception as error:
+        raise UserError(
+            f"no readable tokenizer in {path_or_hub_id}: {first_line(error)}"
+        ) from error
+    if not tokenizer.is_fast:
+        raise UserError(f"{path_or_hub_id}: not a fast tokenizer; save it with a tokenizer.json")
+    if eos_token is not None:
+        if eos_token not in tokenizer.get_vocab():
+            raise UserError(f"{path_or_hub_id}: the vocabulary has no token {eos_token!r}")
+        tokenizer.eos_token = eos_token
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"{path_or_hub_id}: the tokenizer names no end-of-text token; choose one with --eos-token"
+        )
+    return tokenizer
+
+
+def _download(hub_id: str) -> Path:
+    import huggingface_hub
+
+    patterns = [
+        "tokenizer*",
+        "vocab*",
+        "merges.txt",
+        "special_tokens_map.json",
+        "added_tokens.json",
+    ]
+    # One request that answers at once where there is no network; transformers would ask for each
+    # possible file, with retries, for minutes.
+    try:
+        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=patterns))
+    except Exception as error:
+        raise UserError(
+            f"no tokenizer {hub_id!r}: no such folder, and the hub gives none ({first_line(error)})"
+        ) from error
+
+
+def train_tokenizer(documents: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
+    """Train a byte-level BPE: Qwen2's pre-tokenizer and NFC, `<|endoftext|>` (id 0) as end and padding.
+
+    The same documents in the same order give the same tokenizer. Text too small for `vocab_size`
+    gives a smaller vocabulary. Raises `UserError` for a `vocab_size` below 257.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise UserError(
+            f"vocabulary size {vocab_size} is too small: 256 bytes and {END_OF_TEXT} need "
+            f"{SMALLEST_VOCABULARY}"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_QWEN2_PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
+    )
+
+
+def tokenizer_hash(tokenizer: "PreTrainedTokenizerFast") -> str:
+    """32 hexadecimal digits, equal for tokenizers that make the same tokens of every document.
+
+    Covers vocabulary, merges, normaliser, pre-tokenizer, added tokens and the end token; not the chat
+    template, truncation and padding. Saving and loading does not change it.
+    """
+    content: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
+    del content["truncation"], content["padding"]
+    content["eos_token_id"] = tokenizer.eos_token_id
+    canonical = json.dumps(content, sort_keys=True, ensure_ascii=False)
+    return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
+
+
+def vocabulary_size(tokenizer: "PreTrainedTokenizerFast") -> int:
+    """One more than the largest token id, which `len(tokenizer)` is not where ids have gaps."""
+    return max(tokenizer.get_vocab().values()) + 1

@@ -1,0 +1,368 @@
+import errno
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from texts import contents, some_texts, write_jsonl
+
+from sparse_bitnet.data import prepare as prepare_module
+from sparse_bitnet.data.documents import Document, State
+from sparse_bitnet.data.manifest import Manifest
+from sparse_bitnet.data.prepare import prepare
+from sparse_bitnet.data.shards import TokenDataset
+from sparse_bitnet.data.sources import parse_source
+from sparse_bitnet.data.tokenizer import load_tokenizer, tokenizer_hash
+from sparse_bitnet.errors import UserError
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    return write_jsonl(tmp_path / "text.jsonl", some_texts(300))
+
+
+def test_what_is_written(prepared: Path) -> None:
+    manifest = Manifest.read(prepared)
+    tokenizer = load_tokenizer(prepared / "tokenizer")
+    assert manifest.tokenizer_hash == tokenizer_hash(tokenizer)
+    assert (manifest.dtype, manifest.vocab_size, manifest.eos_token_id) == ("uint16", 300, 0)
+    found = []
+    for split, info in manifest.splits.items():
+        dataset = TokenDataset.open(prepared, split, verify="always")
+        tokens = dataset[:]
+        assert len(tokens) == info.tokens
+        assert [shard.tokens for shard in info.shards[:-1]] == [1000] * (len(info.shards) - 1)
+        parts = np.split(tokens, np.flatnonzero(tokens == 0) + 1)
+        assert len(parts) == info.documents + 1
+        assert parts.pop().size == 0
+        texts = [tokenizer.decode(part[:-1]) for part in parts]
+        assert sum(len(text.encode()) for text in texts) <= info.text_bytes
+        found += texts
+    nfc = tokenizer.backend_tokenizer.normalizer.normalize_str
+    assert sorted(found) == sorted(nfc(text) for text in some_texts(300))
+    assert sorted(contents(prepared)) == [
+        "manifest.json",
+        "tokenizer/tokenizer.json",
+        "tokenizer/tokenizer_config.json",
+        *[f"train-{n:05}.bin" for n in range(len(manifest.splits["train"].shards))],
+        *[f"validation-{n:05}.bin" for n in range(len(manifest.splits["validation"].shards))],
+    ]
+
+
+def test_new_tokenizer_is_trained_on_training_text(text: Path, tmp_path: Path) -> None:
+    source = parse_source(str(text), validation_fraction=0.1)
+    manifests = [prepare(source, tmp_path / name, vocab_size=280) for name in ("a", "b")]
+    assert manifests[0] == manifests[1]
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    assert manifests[0].vocab_size == 280
+    assert manifests[0].settings["tokenizer"]["vocab_size"] == 280
+
+
+def test_special_tokens_in_the_text_are_text(tmp_path: Path, tokenizer_folder: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["before <|endoftext|> after", "next"])
+    source = parse_source(str(path), validation_fraction=0.0)
+    prepare(source, tmp_path / "out", tokenizer=tokenizer_folder)
+    tokens = TokenDataset.open(tmp_path / "out")[:]
+    assert (tokens == 0).sum() == 2
+    text = load_tokenizer(tokenizer_folder).decode(tokens)
+    assert text == "before <|endoftext|> after<|endoftext|>next<|endoftext|>"
+
+
+def test_truncation_and_padding_saved_with_a_tokenizer_are_ignored(
+    text: Path, tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    tokenizer = load_tokenizer(tokenizer_folder)
+    tokenizer.backend_tokenizer.enable_truncation(3)
+    tokenizer.backend_tokenizer.enable_padding(length=500)
+    source = parse_source(str(text))
+    first = prepare(source, tmp_path / "a", tokenizer=tokenizer)
+    assert first == prepare(source, tmp_path / "b", tokenizer=str(tokenizer_folder))
+
+
+def test_end_token_can_be_chosen(text: Path, tmp_path: Path, tokenizer_folder: Path) -> None:
+    source = parse_source(str(text))
+    manifest = prepare(source, tmp_path / "out", tokenizer=tokenizer_folder, eos_token="z")
+    expected = load_tokenizer(tokenizer_folder).get_vocab()["z"]
+    assert manifest.eos_token_id == expected
+    assert load_tokenizer(tmp_path / "out" / "tokenizer").eos_token_id == expected
+    assert TokenDataset.open(tmp_path / "out")[-1:][0] == expected
+
+
+def test_a_finished_folder_is_left_alone(
+    text: Path, tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = parse_source(str(text))
+    first = prepare(source, tmp_path / "out", tokenizer=tokenizer_folder)
+    before = contents(tmp_path / "out")
+    monkeypatch.setattr(prepare_module, "_Preparation", None)
+    assert prepare(source, tmp_path / "out", tokenizer=tokenizer_folder) == first
+    assert contents(tmp_path / "out") == before
+
+
+def test_other_settings_are_refused_and_named(
+    text: Path, tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    out = tmp_path / "out"
+    prepare(parse_source(str(text)), out, tokenizer=tokenizer_folder)
+    other_text = write_jsonl(tmp_path / "other.jsonl", some_texts(3))
+    for spec, options, message in [
+        (text, {"shard_tokens": 7}, r"shard_tokens is 134217728 there, 7 here; choose another"),
+        (text, {"eos_token": "z"}, r"tokenizer\.hash is "),
+        (other_text, {}, r"source\.files is "),
+    ]:
+        with pytest.raises(UserError, match=f"prepared with other settings: {message}"):
+            prepare(parse_source(str(spec)), out, **{"tokenizer": tokenizer_folder, **options})
+    source = parse_source(str(text), validation_fraction=0.5)
+    with pytest.raises(UserError, match=r"source\.validation_fraction is 0\.01 there, 0\.5 here"):
+        prepare(source, out, tokenizer=tokenizer_folder)
+    with pytest.raises(UserError, match=r"tokenizer\.vocab_size is null there, 300 here"):
+        prepare(parse_source(str(text)), out, vocab_size=300)
+
+
+class Stopped(BaseException):
+    """Stands for the death of the process."""
+
+
+def stop_at(
+    monkeypatch: pytest.MonkeyPatch, operation: int, failure: BaseException | None = None
+) -> None:
+    """Let the `operation`-th step that reaches the disk fail."""
+    steps = itertools.count(1)
+
+    def watched(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            if next(steps) == operation:
+                raise failure or Stopped
+            return real(*arguments)
+
+        return call
+
+    for name in ("replace", "fsync"):
+        monkeypatch.setattr(os, name, watched(getattr(os, name)))
+
+
+@pytest.mark.parametrize("kind", ["files", "hub"])
+def test_stopped_at_any_disk_operation(
+    text: Path, tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Stop, continue, compare with a preparation never stopped; for every place to stop at."""
+    monkeypatch.setattr(prepare_module, "_BATCH_BYTES", 4000)
+    source: Any = parse_source(str(text), validation_fraction=0.1)
+    if kind == "hub":
+        source = SeldomResumable(source)
+    options: dict[str, Any] = {"tokenizer": tokenizer_folder, "shard_tokens": 3000}
+    prepare(source, tmp_path / "whole", **options)
+    whole = contents(tmp_path / "whole")
+    operation, stopped, resumed = 0, True, 0
+    while stopped:
+        operation += 5 if kind == "files" else 7
+        out = tmp_path / f"out{operation}"
+        with monkeypatch.context() as patch:
+            stop_at(patch, operation)
+            try:
+                prepare(source, out, **options)
+                stopped = False
+            except Stopped:
+                pass
+        if stopped and not (out / "manifest.json").exists():
+            with pytest.raises(UserError, match=r"not finished|no prepared data"):
+                TokenDataset.open(out)
+        state = out / "preparation.json"
+        resumed += state.exists() and json.loads(state.read_text())["source"] is not None
+        prepare(source, out, **options)
+        assert contents(out) == whole, f"stopped at operation {operation}"
+        shutil.rmtree(out)
+    assert operation > 30
+    assert resumed > 2
+
+
+class SeldomResumable:
+    """A source that can go on after every 13th document only, as hub data sets do."""
+
+    name = "seldom"
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+
+    def describe(self) -> dict[str, Any]:
+        return self.source.describe()
+
+    def documents(self, state: State = None) -> Iterator[Document]:
+        for number, document in enumerate(self.source.documents(state), 1):
+            yield document._replace(state=document.state if number % 13 == 0 else None)
+
+
+KILLED = """
+import sys, time
+from sparse_bitnet.data import prepare as module
+from sparse_bitnet.data.sources import parse_source
+
+module._BATCH_BYTES = 4000
+write = module._Preparation._write
+def slow_write(*arguments):
+    write(*arguments)
+    time.sleep(0.05)
+module._Preparation._write = slow_write
+source = parse_source(sys.argv[1], validation_fraction=0.1)
+module.prepare(source, sys.argv[2], vocab_size=300, shard_tokens=2000)
+"""
+
+
+def test_killed(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(text), str(out)])
+    deadline = time.monotonic() + 60
+    while not (out / "train-00001.bin").exists():
+        assert process.poll() is None, "finished before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    source = parse_source(str(text), validation_fraction=0.1)
+    with pytest.raises(UserError, match="run the same prepare command again"):
+        TokenDataset.open(out)
+    first = (out / "train-00000.bin").stat()
+    manifest = prepare(source, out, vocab_size=300, shard_tokens=2000)
+    assert (out / "train-00000.bin").stat().st_mtime_ns == first.st_mtime_ns  # not done again
+    assert manifest == prepare(source, tmp_path / "whole", vocab_size=300, shard_tokens=2000)
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_unfinished_with_other_settings(
+    text: Path, tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare_module, "_BATCH_BYTES", 4000)
+    source, out = parse_source(str(text)), tmp_path / "out"
+    with monkeypatch.context() as patch:
+        stop_at(patch, 40)
+        with pytest.raises(Stopped):
+            prepare(source, out, tokenizer=tokenizer_folder, shard_tokens=1000)
+    with pytest.raises(UserError, match="shard_tokens is 1000 there, 999 here"):
+        prepare(source, out, tokenizer=tokenizer_folder, shard_tokens=999)
+
+
+def test_a_mistyped_first_try_does_not_block_the_folder(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for column, vocab_size in (("content", 280), ("words", 290)):
+        with pytest.raises(UserError, match=f"no column '{column}'.*: text, n"):
+            prepare(parse_source(str(text), column=column), out, vocab_size=vocab_size)
+    assert prepare(parse_source(str(text)), out, vocab_size=300).vocab_size == 300
+
+
+def test_tokenizer_of_an_abandoned_try_is_not_used(text: Path, tmp_path: Path) -> None:
+    out, source = tmp_path / "out", parse_source(str(text))
+    all_out = parse_source(str(text), validation_fraction=0.9999999)
+    with pytest.raises(UserError, match="no training text; give more documents or a smaller"):
+        prepare(all_out, out, vocab_size=280)
+    assert (out / "tokenizer").exists()
+    assert prepare(source, out, vocab_size=300) == prepare(source, tmp_path / "b", vocab_size=300)
+    assert contents(out) == contents(tmp_path / "b")
+
+
+@pytest.mark.parametrize("operation", [1, 4, 9, 16, 25])
+def test_full_disk(
+    text: Path,
+    tmp_path: Path,
+    tokenizer_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    operation: int,
+) -> None:
+    source, out = parse_source(str(text)), tmp_path / "out"
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with monkeypatch.context() as patch:
+        stop_at(patch, operation, full)
+        with pytest.raises(UserError, match=r"cannot write .*: No space left on device"):
+            prepare(source, out, tokenizer=tokenizer_folder, shard_tokens=1000)
+    prepare(source, out, tokenizer=tokenizer_folder, shard_tokens=1000)
+    prepare(source, tmp_path / "whole", tokenizer=tokenizer_folder, shard_tokens=1000)
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_folders_that_are_refused(text: Path, tmp_path: Path, tokenizer_folder: Path) -> None:
+    source = parse_source(str(text))
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.tex").write_text("mine")
+    with pytest.raises(UserError, match="not empty, and not prepared data; choose another folder"):
+        prepare(source, other, tokenizer=tokenizer_folder)
+    assert [path.name for path in other.iterdir() if path.name[0] != "."] == ["thesis.tex"]
+    with pytest.raises(UserError, match=r"cannot write .*thesis\.tex"):
+        prepare(source, other / "thesis.tex", tokenizer=tokenizer_folder)
+
+
+def test_folder_in_use(text: Path, tmp_path: Path, tokenizer_folder: Path) -> None:
+    from filelock import FileLock
+
+    (tmp_path / "out").mkdir()
+    with FileLock(tmp_path / "out" / ".lock"):
+        with pytest.raises(UserError, match="another process is preparing data there"):
+            prepare(parse_source(str(text)), tmp_path / "out", tokenizer=tokenizer_folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "give either a tokenizer or the vocabulary size"),
+        ({"tokenizer": "x", "vocab_size": 300}, "give either a tokenizer or the vocabulary size"),
+        ({"vocab_size": 300, "eos_token": "z"}, "for a tokenizer that is loaded only"),
+        ({"vocab_size": 300, "shard_tokens": 0}, "a shard of 0 tokens is too small"),
+        ({"vocab_size": 100}, "vocabulary size 100 is too small"),
+    ],
+)
+def test_bad_options(text: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        prepare(parse_source(str(text)), tmp_path / "out", **options)
+
+
+def test_progress_line(
+    text: Path, tmp_path: Path, tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare(parse_source(str(text)), tmp_path / "quiet", tokenizer=tokenizer_folder)
+    assert capsys.readouterr().err == ""
+    prepare(parse_source(str(text)), tmp_path / "shown", vocab_size=300, progress=True)
+    shown = capsys.readouterr().err
+    assert "MB/s" in shown
+    assert "100%" in shown
+
+
+def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "sparse_bitnet", "prepare", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_command_line(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], tokenizer_folder: Path
+) -> None:
+    from sparse_bitnet.cli.prepare import main
+
+    out = str(tmp_path / "out")
+    command = [str(text), out, "--tokenizer", str(tokenizer_folder), "--validation-fraction", "0.1"]
+    main(command)
+    printed = capsys.readouterr().out
+    manifest = Manifest.read(Path(out))
+    assert f"train: {manifest.splits['train'].documents} documents" in printed
+    assert "vocabulary 300, uint16, written in" in printed
+    main(command)
+    assert "already there" in capsys.readouterr().out
+    main([str(text), f"{out}2", "--vocab-size", "300", "--validation-fraction", "0"])
+    assert "no validation text: add --validation SOURCE" in capsys.readouterr().out
+    with pytest.raises(UserError, match="give either --tokenizer PATH_OR_HUB_ID or --vocab-size N"):
+        main([str(text), out])
+
+
+def test_command_line_error_is_one_line(tmp_path: Path) -> None:
+    result = run_command(
+        str(tmp_path / "absent.jsonl"), str(tmp_path / "out"), "--vocab-size", "300"
+    )
+    assert result.returncode == 2
+    assert result.stderr == f"sparse-bitnet: no such file: {tmp_path}/absent.jsonl\n"
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,246 @@
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+
+from sparse_bitnet.data import checksums, shards
+from sparse_bitnet.data.manifest import Manifest, SplitManifest, token_dtype
+from sparse_bitnet.data.shards import ShardWriter, TokenDataset
+from sparse_bitnet.errors import UserError
+
+
+def write(folder: Path, tokens: np.ndarray, shard_tokens: int, vocab_size: int = 1000) -> None:
+    writer = ShardWriter(folder, "train", token_dtype(vocab_size), shard_tokens)
+    for part in np.array_split(tokens, 7):
+        writer.append(part)
+    split = SplitManifest(1, len(tokens), 0, writer.finish())
+    empty = SplitManifest(0, 0, 0, ())
+    dtype = token_dtype(vocab_size).name
+    splits = {"train": split, "validation": empty}
+    Manifest(1, {}, "hash", vocab_size, dtype, 0, splits).write(folder)
+
+
+@pytest.fixture
+def data(prepared: Path, tmp_path: Path) -> Path:
+    """A copy of prepared data, to be damaged."""
+    return shutil.copytree(prepared, tmp_path / "data")
+
+
+@hypothesis.given(
+    length=st.integers(1, 300),
+    shard_tokens=st.integers(20, 120),
+    data=st.data(),
+    wide=st.booleans(),
+)
+@hypothesis.settings(max_examples=25)
+def test_slices_across_shards(
+    tmp_path_factory: pytest.TempPathFactory,
+    length: int,
+    shard_tokens: int,
+    data: st.DataObject,
+    wide: bool,
+) -> None:
+    folder = tmp_path_factory.mktemp("shards")
+    vocab_size = 70_000 if wide else 1 << 16
+    tokens = np.random.default_rng(length).integers(0, vocab_size, length)
+    write(folder, tokens, shard_tokens, vocab_size)
+    dataset = TokenDataset.open(folder)
+    assert len(dataset) == length
+    assert dataset[:].dtype == (np.uint32 if wide else np.uint16)
+    assert len(dataset.shards) == -(-length // shard_tokens)
+    assert np.array_equal(dataset[:], tokens)
+    start = data.draw(st.integers(-length, length))
+    stop = data.draw(st.integers(-length, 2 * length))
+    assert np.array_equal(dataset[start:stop], tokens[start:stop])
+
+
+def test_bytes_on_disk_are_little_endian(tmp_path: Path) -> None:
+    write(tmp_path, np.array([1, 0x1234]), 10, 1 << 16)
+    assert (tmp_path / "train-00000.bin").read_bytes() == b"\x01\x00\x34\x12"
+    write(tmp_path, np.array([1, 0x12345]), 10, 1 << 17)
+    assert (tmp_path / "train-00000.bin").read_bytes() == b"\x01\x00\x00\x00\x45\x23\x01\x00"
+
+
+@hypothesis.given(
+    stop=st.integers(0, 60), further=st.integers(0, 60), shard_tokens=st.integers(8, 40)
+)
+@hypothesis.settings(max_examples=25)
+def test_writer_goes_on_from_a_checkpoint(
+    tmp_path_factory: pytest.TempPathFactory, stop: int, further: int, shard_tokens: int
+) -> None:
+    folder = tmp_path_factory.mktemp("writer")
+    tokens = np.arange(120)
+    writer = ShardWriter(folder, "train", token_dtype(1000), shard_tokens)
+    writer.append(tokens[:stop])
+    state = json.loads(json.dumps(writer.checkpoint()))
+    writer.append(tokens[stop : stop + further])  # lost, with the shards it completed
+    writer.close()
+    writer = ShardWriter(folder, "train", token_dtype(1000), shard_tokens, state)
+    assert writer.tokens == stop
+    writer.append(tokens[stop:])
+    written = writer.finish()
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == [shard.file for shard in written]
+    content = b"".join((folder / name).read_bytes() for name in names)
+    assert np.array_equal(np.frombuffer(content, "<u2"), tokens)
+    for shard in written:
+        assert shard.crc32 == f"{checksums.file_crc32(folder / shard.file):08x}"
+
+
+def test_writer_refuses_a_changed_partial_shard(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path, "train", token_dtype(1000), 100)
+    writer.append(np.arange(50))
+    state = writer.checkpoint()
+    writer.close()
+    (tmp_path / "train-00000.partial").write_bytes(bytes(100))
+    with pytest.raises(UserError, match=r"train-00000\.partial: damaged"):
+        ShardWriter(tmp_path, "train", token_dtype(1000), 100, state)
+
+
+def flip_a_bit(path: Path, *, keep_time: bool = False) -> None:
+    status = path.stat()
+    with open(path, "r+b") as file:
+        file.seek(status.st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 4]))
+    if keep_time:
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_corrupt_shard_is_named_on_opening(
+    data: Path, monkeypatch: pytest.MonkeyPatch, small: bool
+) -> None:
+    if not small:
+        monkeypatch.setattr(shards, "ALWAYS_VERIFIED_BYTES", 0)
+        TokenDataset.open(data)  # the copy is now known to be right
+    flip_a_bit(data / "train-00001.bin", keep_time=small)
+    with pytest.raises(UserError, match=r"train-00001\.bin: corrupt \(checksum"):
+        TokenDataset.open(data)
+    TokenDataset.open(data, "validation")
+    TokenDataset.open(data, verify="never")
+
+
+@pytest.mark.parametrize(("change", "message"), [(-1, "truncated"), (2, "too long")])
+def test_wrong_size_is_named_on_opening(data: Path, change: int, message: str) -> None:
+    path = data / "train-00002.bin"
+    os.truncate(path, path.stat().st_size + change)
+    for verify in ("changed", "never", "always"):
+        with pytest.raises(UserError, match=rf"train-00002\.bin: {message} \("):
+            TokenDataset.open(data, verify=verify)
+
+
+def test_missing_shard(data: Path) -> None:
+    (data / "train-00000.bin").unlink()
+    with pytest.raises(UserError, match=r"train-00000\.bin: this shard is missing"):
+        TokenDataset.open(data)
+
+
+def test_large_data_is_read_once(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    def recording(path: Path) -> int:
+        read.append(path.name)
+        return checksums_of(path)
+
+    checksums_of = checksums.file_crc32
+    monkeypatch.setattr(checksums, "file_crc32", recording)
+    monkeypatch.setattr(shards, "ALWAYS_VERIFIED_BYTES", 0)
+    names = [shard.file for shard in TokenDataset.open(data, verify="never").shards]
+    (data / ".verified.json").unlink()
+    TokenDataset.open(data)
+    assert sorted(read) == names
+    read.clear()
+    TokenDataset.open(data)
+    assert read == []
+    (data / names[1]).touch()
+    TokenDataset.open(data)
+    assert read == names[1:2]
+    TokenDataset.open(data, verify="always")
+    assert sorted(read[1:]) == names
+    # A silent change, without a new time: only asking finds it.
+    flip_a_bit(data / names[0], keep_time=True)
+    dataset = TokenDataset.open(data)
+    with pytest.raises(UserError, match=f"{names[0]}: corrupt"):
+        dataset.verify()
+
+
+def test_fresh_data_needs_no_reading(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "ALWAYS_VERIFIED_BYTES", 0)
+    monkeypatch.delattr(checksums, "zlib")
+    TokenDataset.open(prepared)
+    TokenDataset.open(prepared, "validation")
+
+
+def test_damaged_record_means_reading(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "ALWAYS_VERIFIED_BYTES", 0)
+    for content in ("{", "[]"):
+        (data / ".verified.json").write_text(content)
+        TokenDataset.open(data)
+        assert "train-00000.bin" in json.loads((data / ".verified.json").read_text())
+
+
+def test_folder_that_cannot_be_written(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise UserError("read-only")
+
+    monkeypatch.setattr(checksums, "write_atomic", refuse)
+    (data / ".verified.json").unlink()
+    TokenDataset.open(data)
+
+
+def test_manifest_errors(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no prepared data here"):
+        TokenDataset.open(tmp_path / "nowhere")
+    path = data / "manifest.json"
+    good = json.loads(path.read_text())
+    for content, message in {
+        "{broken": r"manifest\.json: damaged",
+        "[]": "version None of the format; this program reads 1",
+        json.dumps({**good, "version": 2}): "version 2 of the format; this program reads 1",
+        json.dumps({**good, "surplus": 2}): r"manifest\.json: damaged .*surplus",
+        json.dumps({"version": 1}): r"manifest\.json: damaged",
+    }.items():
+        path.write_text(content)
+        with pytest.raises(UserError, match=message):
+            TokenDataset.open(data)
+    path.rename(data / "preparation.json")
+    with pytest.raises(UserError, match="was not finished; run the same prepare command again"):
+        TokenDataset.open(data)
+
+
+def test_split_without_text(tmp_path: Path) -> None:
+    write(tmp_path, np.arange(10), 5)
+    with pytest.raises(UserError, match="no validation text; prepare with --validation or"):
+        TokenDataset.open(tmp_path, "validation")
+    with pytest.raises(UserError, match="no test text"):
+        TokenDataset.open(tmp_path, "test")
+
+
+def test_vocabulary_must_fit_the_model(prepared: Path) -> None:
+    dataset = TokenDataset.open(prepared)
+    dataset.check_vocab(300)
+    dataset.check_vocab(151_936)
+    with pytest.raises(UserError, match="vocabulary has 300 tokens, the model's 299"):
+        dataset.check_vocab(299)
+
+
+def test_identity(prepared: Path, data: Path) -> None:
+    train, validation = (TokenDataset.open(prepared, split) for split in ("train", "validation"))
+    assert TokenDataset.open(data).identity() == train.identity() != validation.identity()
+    assert json.loads(json.dumps(train.identity())) == train.identity()
+
+
+def test_pickling_carries_no_tokens(prepared: Path) -> None:
+    dataset = TokenDataset.open(prepared)
+    tokens = dataset[:]
+    content = pickle.dumps(dataset)
+    assert len(content) < 4000
+    assert np.array_equal(pickle.loads(content)[:], tokens)

@@ -1,0 +1,233 @@
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from texts import some_texts, write_jsonl
+
+from sparse_bitnet.data.documents import TRAIN, VALIDATION, TextSource
+from sparse_bitnet.data.sources import HubSource, parse_source
+from sparse_bitnet.errors import UserError
+
+
+def texts_of(source: TextSource, split: str | None = None) -> list[str]:
+    return [d.text for d in source.documents() if split is None or d.split == split]
+
+
+def check_resumes(source: TextSource) -> None:
+    """From every state, written to JSON and read back, the rest follows."""
+    documents = list(source.documents())
+    for number, document in enumerate(documents, 1):
+        if document.state is not None:
+            state = json.loads(json.dumps(document.state))
+            rest = [(d.text, d.split) for d in source.documents(state)]
+            assert rest == [(d.text, d.split) for d in documents[number:]]
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Path:
+    """A folder with one file of each kind, and one that is no text."""
+    folder = tmp_path / "mixed"
+    (folder / "sub").mkdir(parents=True)
+    write_jsonl(folder / "a.jsonl", some_texts(20, seed=1))
+    (folder / "b.jsonl.zst").write_bytes(zstandard.compress((folder / "a.jsonl").read_bytes()))
+    table = pyarrow.table({"text": some_texts(20, seed=2)})
+    pyarrow.parquet.write_table(table, folder / "c.parquet")
+    (folder / "sub" / "d.txt").write_text("A whole book.")
+    (folder / "README.md").write_text("no text")
+    return folder
+
+
+def test_folder_glob_and_list_of_every_kind(mixed: Path) -> None:
+    a, c = some_texts(20, seed=1), some_texts(20, seed=2)
+    everything = parse_source(str(mixed))
+    assert texts_of(everything) == [*a, *a, *c, "A whole book."]
+    assert texts_of(parse_source(f"{mixed}/**/*.txt")) == ["A whole book."]
+    listed = parse_source(f"{mixed}/c.parquet,{mixed}/a.jsonl,{mixed}/*.parquet")
+    assert texts_of(listed) == [*c, *a]
+    check_resumes(everything)
+
+
+def test_progress_rises_to_one(mixed: Path) -> None:
+    progress = [document.progress for document in parse_source(str(mixed)).documents()]
+    assert progress == sorted(progress)
+    assert progress[-1] == 1.0
+
+
+def test_split_of_files_follows_the_text_alone(tmp_path: Path) -> None:
+    texts = some_texts(2000)
+    forward = write_jsonl(tmp_path / "forward.jsonl", texts)
+    backward = write_jsonl(tmp_path / "backward.jsonl", texts[::-1])
+    first = parse_source(str(forward), validation_fraction=0.1)
+    second = parse_source(str(backward), validation_fraction=0.1)
+    validation = texts_of(first, VALIDATION)
+    assert 150 < len(validation) < 250
+    assert set(validation) == set(texts_of(second, VALIDATION))
+    assert len(texts_of(first, TRAIN)) == 2000 - len(validation)
+
+
+def test_separate_validation(tmp_path: Path) -> None:
+    train = write_jsonl(tmp_path / "train.jsonl", some_texts(50, seed=1))
+    held_out = write_jsonl(tmp_path / "held-out.jsonl", some_texts(30, seed=2))
+    source = parse_source(str(train), validation=str(held_out), limit_documents=10)
+    assert texts_of(source, TRAIN) == some_texts(50, seed=1)[:10]
+    assert texts_of(source, VALIDATION) == some_texts(30, seed=2)
+    check_resumes(source)
+    assert source.describe()["validation"]["files"][0]["name"] == "held-out.jsonl"
+
+
+@pytest.mark.parametrize(("documents", "size"), [(7, None), (None, 500), (9, 500), (3, 10**9)])
+def test_limits(tmp_path: Path, documents: int | None, size: int | None) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", some_texts(40))
+    source = parse_source(str(path), limit_documents=documents, limit_bytes=size)
+    expected, total = [], 0
+    for text in some_texts(40):
+        if len(expected) == documents or (size is not None and total >= size):
+            break
+        expected.append(text)
+        total += len(text.encode())
+    assert texts_of(source) == expected
+    assert list(source.documents())[-1].progress == 1.0
+    check_resumes(source)
+
+
+def test_description_is_of_the_content(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", some_texts(10))
+    before = parse_source(str(path)).describe()
+    (tmp_path / "elsewhere").mkdir()
+    copy = tmp_path / "elsewhere" / "a.jsonl"
+    copy.write_bytes(path.read_bytes())
+    assert parse_source(f"{tmp_path}/elsewhere/*.jsonl").describe() == before
+    copy.write_bytes(path.read_bytes().replace(b"quick", b"quack"))
+    assert parse_source(str(copy)).describe() != before
+    assert parse_source(str(path), validation_fraction=0.2).describe() != before
+    assert parse_source(str(path), limit_bytes=100).describe() != before
+    assert json.loads(json.dumps(before)) == before
+
+
+def test_errors_in_what_is_named(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "image.png").write_bytes(b"x")
+    (tmp_path / "folder").mkdir()
+    for spec, message in {
+        f"{tmp_path}/*.parquet": "no file matches '.*parquet'",
+        f"{tmp_path}/folder": "no file matches '.*folder'",
+        f"{tmp_path}/absent.jsonl": r"no such file: .*absent\.jsonl",
+        f"{tmp_path}/empty.jsonl": r"empty\.jsonl: the file is empty",
+        f"{tmp_path}/image.png": r"image\.png: unknown kind of file; known are \.jsonl",
+        "hub:a/b/c/d": "not a hub data set: 'a/b/c/d'",
+        "hub:": "not a hub data set: ''",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            parse_source(spec)
+
+
+def test_contradicting_options(tmp_path: Path) -> None:
+    path = str(write_jsonl(tmp_path / "a.jsonl", ["x"]))
+    with pytest.raises(UserError, match="not both"):
+        parse_source(path, validation=path, validation_fraction=0.1)
+    with pytest.raises(UserError, match=r"validation fraction 1\.5 is not in"):
+        parse_source(path, validation_fraction=1.5)
+    with pytest.raises(UserError, match="limit of 0 documents"):
+        parse_source(path, limit_documents=0)
+    with pytest.raises(UserError, match="no columns"):
+        parse_source("python-stdlib", column="text")
+    parse_source("python-stdlib", column="text", validation=path)
+
+
+def test_file_without_text(tmp_path: Path) -> None:
+    path = tmp_path / "blank.jsonl"
+    path.write_text("\n\n")
+    with pytest.raises(UserError, match=r"blank\.jsonl: no text in this file"):
+        texts_of(parse_source(str(path)))
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "config", "split"),
+    [
+        ("tiiuae/falcon-refinedweb", "tiiuae/falcon-refinedweb", None, "train"),
+        ("hub:tiiuae/falcon-refinedweb", "tiiuae/falcon-refinedweb", None, "train"),
+        ("hub:allenai/c4/en@validation", "allenai/c4", "en", "validation"),
+        ("hub:wikitext", "wikitext", None, "train"),
+    ],
+)
+def test_hub_names(spec: str, name: str, config: str | None, split: str) -> None:
+    source = parse_source(spec, column="content", validation_fraction=0.0)
+    assert source == HubSource(
+        name=name, config=config, split=split, column="content", validation_fraction=0.0
+    )
+
+
+def test_misspelt_path_below_a_folder_is_no_hub_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("books").mkdir()
+    for spec in ("books/absent", "./absent", "absent/train.jsonl", "~/absent"):
+        with pytest.raises(UserError, match="no such file"):
+            parse_source(spec)
+
+
+def test_hub_data_set_streams_and_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [f"{number} " + "x" * 300_000 for number in range(20)]
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for number, text in enumerate(texts):
+            yield {"content": text, "url": f"http://{number}"}
+            yield {"content": "", "url": ""}
+
+    asked = []
+
+    def load_dataset(*arguments: Any, **options: Any) -> datasets.IterableDataset:
+        asked.append((arguments, options))
+        return datasets.IterableDataset.from_generator(rows)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    source = parse_source("tiiuae/falcon-refinedweb", column="content", validation_fraction=0.2)
+    assert texts_of(source) == texts
+    assert asked == [(("tiiuae/falcon-refinedweb", None), {"split": "train", "streaming": True})]
+    assert sum(document.state is not None for document in source.documents()) == 5
+    check_resumes(source)
+    with pytest.raises(UserError, match="no column 'text'; choose one with --column: content, url"):
+        texts_of(parse_source("tiiuae/falcon-refinedweb"))
+
+
+def test_local_folder_of_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for number in range(2):
+        write_jsonl(folder / f"train-{number}.jsonl", some_texts(30, seed=number), "content")
+    source = parse_source(f"hub:{folder}", column="content")
+    assert texts_of(source) == [*some_texts(30, seed=0), *some_texts(30, seed=1)]
+    with pytest.raises(UserError, match="no column 'text'; choose one with --column: content, n"):
+        texts_of(parse_source(f"hub:{folder}"))
+
+
+def test_hub_offline() -> None:
+    with pytest.raises(UserError, match=r"cannot open the hub data set 'no-one/nothing'") as caught:
+        texts_of(parse_source("no-one/nothing"))
+    assert "\n" not in str(caught.value)
+
+
+def test_hub_breaking_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows() -> Iterator[dict[str, Any]]:
+        yield {"text": "a"}
+        raise ConnectionError("the line\nis dead")
+
+    stream = datasets.IterableDataset.from_generator(rows)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
+    with pytest.raises(UserError, match=r"reading 'a/b' stopped: .*the same command goes on"):
+        texts_of(parse_source("a/b"))
+
+
+def test_hub_without_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = datasets.IterableDataset.from_generator(lambda: iter([{"text": ""}]))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
+    with pytest.raises(UserError, match="a/b: no documents"):
+        texts_of(parse_source("a/b"))
