@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -12,11 +13,10 @@ FORMAT_VERSION = 1
 """Version of the `quantization_config` entry that a converted model's config carries."""
 
 FilterFn = Callable[[nn.Module, str], bool]
+Model = TypeVar("Model", bound=nn.Module)
 
 
-def convert_(
-    model: nn.Module, config: SparseBitConfig, filter_fn: FilterFn | None = None
-) -> nn.Module:
+def convert_(model: Model, config: SparseBitConfig, filter_fn: FilterFn | None = None) -> Model:
     """Replace linear layers by `SparseBitLinear`, sharing their parameters; returns `model`.
 
     Args:
@@ -52,8 +52,9 @@ def convert_(
         if module not in layers:
             layers[module] = SparseBitLinear.from_linear(module, config, name)
         setattr(model.get_submodule(parent), child, layers[module])
-    if hasattr(getattr(model, "config", None), "to_dict"):
-        model.config.quantization_config = quantization_config(model, config)
+    model_config: Any = getattr(model, "config", None)
+    if hasattr(model_config, "to_dict"):
+        model_config.quantization_config = quantization_config(model, config)
     return model
 
 
@@ -107,7 +108,8 @@ def _block_linears(model: nn.Module) -> FilterFn:
     embeddings = {
         id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
     }
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    get_head: Any = getattr(model, "get_output_embeddings", None)
+    head = None if get_head is None else get_head()
     blocks = {
         name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and name
     }

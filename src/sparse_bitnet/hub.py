@@ -13,6 +13,7 @@ from sparse_bitnet.convert import FORMAT_VERSION, convert_, quantization_config,
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import atomic_folder
 from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.models import load_causal_lm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -78,22 +79,7 @@ def from_pretrained(path_or_id: str | Path, **kwargs: Any) -> "PreTrainedModel":
     Raises `UserError`, one line, for whatever keeps it from loading, a missing weight included
     (transformers alone would leave it random).
     """
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
-
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            path_or_id, output_loading_info=True, **kwargs
-        )
-    except UserError:
-        raise
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"cannot load a model from {path_or_id}: {reason}") from error
-    if missing := sorted(info["missing_keys"]):
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise UserError(f"{path_or_id} lacks {missing[0]}{more}: the files are incomplete")
-    return model
+    return load_causal_lm(path_or_id, **kwargs)
 
 
 def check_weights(model: "PreTrainedModel", files: list[str] | None) -> None:
@@ -116,13 +102,18 @@ def check_weights(model: "PreTrainedModel", files: list[str] | None) -> None:
         except SafetensorError as error:
             raise UserError(f"{file} is damaged: {error}") from error
     for name, layer in sparse_layers(model).items():
-        expected, found = list(layer.weight.shape), shapes.get(f"{name.removeprefix(prefix)}.weight")
+        expected, found = (
+            list(layer.weight.shape),
+            shapes.get(f"{name.removeprefix(prefix)}.weight"),
+        )
         if found is None:
             raise UserError(
                 f"checkpoint lacks {name}.weight: the files are incomplete or of another model"
             )
         if found != expected:
-            raise UserError(f"checkpoint's {name}.weight is {found}, its config.json asks {expected}")
+            raise UserError(
+                f"checkpoint's {name}.weight is {found}, its config.json asks {expected}"
+            )
 
 
 def _is_empty(folder: Path) -> bool:
@@ -147,7 +138,7 @@ def register() -> None:
         """The `quantization_config` entry as transformers passes it around."""
 
         def __init__(self, quant_method: str = "sparse_bitnet", **entry: Any) -> None:
-            self.quant_method = quant_method
+            self.quant_method = quant_method  # type: ignore[assignment]
             read_format(entry)
             self.__dict__.update(entry)
 

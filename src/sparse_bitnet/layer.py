@@ -6,12 +6,15 @@ straight-through estimator, paper section 2.3).
 """
 
 import dataclasses
+import functools
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.quantizer import absmean, fake_quantize_int8, quantize_int8, quantize_ternary
@@ -200,7 +203,8 @@ class SparseBitLinear(nn.Linear):
     def _adopt(self, config: SparseBitConfig) -> None:
         self.config = config
         self.dense_phase = False
-        self._selected_weight: tuple[int, int] | None = None
+        self._holds_selection = False
+        self._selected_weight: tuple[int, int, int] | None = None
         self._training_masks: tuple[Tensor | None, Tensor | None] | None = None
         for buffer in ("codes", "mask", "weight_scale", "mask_flips"):
             self.register_buffer(buffer, None, persistent=False)
@@ -212,7 +216,7 @@ class SparseBitLinear(nn.Linear):
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer.in_features, layer.out_features = linear.in_features, linear.out_features
-        layer.register_parameter("weight", linear.weight)
+        layer.register_parameter("weight", cast(nn.Parameter, linear.weight))
         layer.register_parameter("bias", linear.bias)
         layer.training = linear.training
         layer._adopt(config)
@@ -234,12 +238,12 @@ class SparseBitLinear(nn.Linear):
         self.release_()
         codes, mask, weight_scale = self.select()
         if self.training:
-            both = self.mask is not None and mask is not None
-            self.mask_flips = (self.mask ^ mask).sum() if both else None
+            self.mask_flips = _count_flips(self.mask, mask)
         else:
             self._training_masks = (self.mask, self.mask_flips)
         self.codes, self.mask, self.weight_scale = codes, mask, weight_scale
-        self._selected_weight = _identity(self.weight)
+        self._selected_weight = _state_of(self.weight)
+        self._holds_selection = True
 
     def release_(self) -> None:
         """Forget codes and scale; later forwards follow the weight again."""
@@ -247,18 +251,19 @@ class SparseBitLinear(nn.Linear):
             self.mask, self.mask_flips = self._training_masks
             self._training_masks = None
         self.codes = self.weight_scale = None
-        self._selected_weight = None
+        self._holds_selection = False
 
     @property
     def is_selected(self) -> bool:
         """Whether forwards use the result of `select_`.
 
-        False once the weight has been written to or replaced: a selection left behind (by a step that
-        raised, say) never meets another weight. Compiled code cannot look and trusts the caller.
+        False once the weight has been replaced or written to, or an optimiser has made a step: a
+        selection left behind (by a step that raised, say) never meets another weight. Compiled code
+        cannot look and trusts the caller.
         """
-        if self._selected_weight is None or torch.compiler.is_compiling():
-            return self._selected_weight is not None
-        return self._selected_weight == _identity(self.weight)
+        if torch.compiler.is_compiling():
+            return self._holds_selection
+        return self._holds_selection and self._selected_weight == _state_of(self.weight)
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]; computes in the autocast dtype if one is set."""
@@ -284,6 +289,7 @@ class SparseBitLinear(nn.Linear):
         """Bool [out_features, in_features]: where the weight gets its gradient; None is everywhere."""
         gate = selection.mask if self.config.mask_gradient == "masked" else None
         if self.config.ste == "clipped":
+            assert selection.weight_scale is not None
             inside = self.weight.detach().float().abs() <= selection.weight_scale
             gate = inside if gate is None else inside & gate
         return gate
@@ -292,9 +298,26 @@ class SparseBitLinear(nn.Linear):
         return f"{super().extra_repr()}, format={self.config}"
 
 
-def _identity(weight: Tensor) -> tuple[int, int]:
-    # Inference tensors keep no version.
-    return id(weight), 0 if weight.is_inference() else weight._version
+def _count_flips(previous: Tensor | None, current: Tensor | None) -> Tensor | None:
+    return None if previous is None or current is None else (previous ^ current).sum()
+
+
+def _state_of(weight: Tensor) -> tuple[int, int, int]:
+    """Changes whenever the values of `weight` may have."""
+    version = 0 if weight.is_inference() else weight._version  # inference tensors keep none
+    return id(weight), version, _optimizer_steps()[0]
+
+
+@functools.cache
+def _optimizer_steps() -> list[int]:
+    """The count of steps of all optimisers: fused ones write weights without a new version."""
+    steps = [0]
+
+    def count(*_: Any) -> None:
+        steps[0] += 1
+
+    register_optimizer_step_post_hook(count)
+    return steps
 
 
 def _gated(gradient: Tensor, gate: Tensor | None) -> Tensor:
@@ -353,7 +376,9 @@ class _TernaryInt8Linear(torch.autograd.Function):
             y = y + bias
         return y.to(dtype)
 
+    # A second derivative would miss the terms of both straight-through estimators.
     @staticmethod
+    @once_differentiable
     def backward(ctx, gradient):
         x_codes, x_scale, codes, weight_scale, gate = ctx.saved_tensors
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes

@@ -54,8 +54,8 @@ def _shape(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, **more
 
 PRESETS: dict[str, Shape] = {
     # Block weights 0.2 M to 30 M, the vocabulary adds hidden * vocab_size: their sum is the name.
-    "qwen2.5-0.3m": _shape(64, 192, 4, 2, 1, vocab_size=2048, max_position_embeddings=2048),
-    "qwen2.5-0.6m": _shape(96, 256, 4, 3, 1, vocab_size=2048, max_position_embeddings=2048),
+    "qwen2.5-0.3m": _shape(96, 256, 2, 3, 1, vocab_size=1024, max_position_embeddings=2048),
+    "qwen2.5-0.5m": _shape(128, 352, 2, 4, 2, vocab_size=1024, max_position_embeddings=2048),
     "qwen2.5-1m": _shape(128, 352, 4, 4, 2, vocab_size=2048, max_position_embeddings=2048),
     "qwen2.5-3m": _shape(192, 544, 6, 6, 2, vocab_size=4096, max_position_embeddings=2048),
     "qwen2.5-10m": _shape(320, 896, 8, 5, 1, vocab_size=8192, max_position_embeddings=4096),
@@ -113,11 +113,12 @@ def build_model(
     from transformers import Qwen2ForCausalLM
 
     if init is not None:
-        model = load_dense(init)
-        if vocab_size is not None and model.get_input_embeddings().num_embeddings < vocab_size:
+        model = load_causal_lm(init, dtype=torch.float32)
+        embedding: Any = model.get_input_embeddings()
+        if vocab_size is not None and embedding.num_embeddings < vocab_size:
             raise UserError(
-                f"--init {init}: its vocabulary of {model.get_input_embeddings().num_embeddings} is "
-                f"smaller than the tokenizer's {vocab_size}; prepare the data with its own tokenizer"
+                f"--init {init}: its vocabulary of {embedding.num_embeddings} is smaller than the "
+                f"tokenizer's {vocab_size}; prepare the data with its own tokenizer"
             )
         return convert_(model, config)
     transformers_config = preset_config(name, vocab_size=vocab_size)
@@ -127,13 +128,32 @@ def build_model(
     return convert_(model, config)
 
 
-def load_dense(path_or_id: str | Path) -> "PreTrainedModel":
-    """Existing full-precision causal LM weights in float32. Raises `UserError` when unreadable."""
-    import torch
+def load_causal_lm(path_or_id: str | Path, **kwargs: Any) -> "PreTrainedModel":
+    """A causal LM from a folder or hub id, through transformers.
+
+    Args:
+        path_or_id: folder or hub id.
+        kwargs: those of `AutoModelForCausalLM.from_pretrained`.
+
+    Raises `UserError`, one line, for whatever keeps it from loading, a missing weight included
+    (transformers alone would leave it random).
+    """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
+    if str(path_or_id).startswith(("/", ".", "~")) and not Path(path_or_id).is_dir():
+        raise UserError(f"cannot load a model from {path_or_id}: no such folder")
     try:
-        return AutoModelForCausalLM.from_pretrained(path_or_id, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"cannot load weights from {path_or_id}: {reason}") from error
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path_or_id, output_loading_info=True, **kwargs
+        )
+    except UserError:
+        raise
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"cannot load a model from {path_or_id}: {reason}") from error
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UserError(f"{path_or_id} lacks {missing[0]}{more}: the files are incomplete")
+    return model

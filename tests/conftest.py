@@ -1,0 +1,39 @@
+"""What every test shares: poisoned memory, one seed, one thread, reproducible hypothesis."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+hypothesis.settings.register_profile("project", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("project")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """Fresh memory holds NaN, or the largest integer, so that reading it before writing shows."""
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """The tensors here are small, and parallel test workers share the cores."""
+    torch.set_num_threads(1)

@@ -1,0 +1,68 @@
+"""Small layers and models that tests build."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparse_bitnet.layer import SparseBitConfig, SparseBitLinear
+
+# The paper's variants, as named in its section "Optimization design", and sparse full precision.
+VARIANTS = {
+    "baseline": "ternary-6:8",
+    "mask without grad": "ternary-6:8,mask_gradient=masked",
+    "mask from quantized weight": "ternary-6:8,mask_source=ternary",
+    "sparse before quant": "ternary-6:8,scale_source=masked",
+    "full": "full-6:8",
+}
+
+
+def make_layer(
+    text: str, in_features: int = 48, out_features: int = 20, dtype: torch.dtype = torch.float32
+) -> SparseBitLinear:
+    torch.manual_seed(3)
+    config = SparseBitConfig.parse(text)
+    layer = SparseBitLinear(in_features, out_features, dtype=dtype, config=config, name="test")
+    with torch.no_grad():
+        layer.bias.uniform_(-1, 1)
+    return layer
+
+
+MODEL_FAMILIES = ("qwen2", "llama", "qwen3", "gpt_neox")
+
+
+def tiny_config(family: str, **changes: Any) -> Any:
+    """A two-layer transformers config: hidden 64, ffn 96, vocabulary 96."""
+    import transformers
+
+    sizes: dict[str, Any] = {
+        "vocab_size": 96,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    grouped = {"num_key_value_heads": 2}
+    families = {
+        "qwen2": lambda: transformers.Qwen2Config(**(sizes | grouped | changes)),
+        "llama": lambda: transformers.LlamaConfig(**(sizes | grouped | changes)),
+        "qwen3": lambda: transformers.Qwen3Config(**(sizes | grouped | {"head_dim": 16} | changes)),
+        "gpt_neox": lambda: transformers.GPTNeoXConfig(**(sizes | changes)),
+    }
+    return families[family]()
+
+
+def tiny_model(
+    family: str = "qwen2", *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+) -> nn.Module:
+    """A dense causal LM of `tiny_config`."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    config = tiny_config(family, **changes)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)

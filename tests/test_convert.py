@@ -1,0 +1,304 @@
+"""convert_ on the model families, sparse_layers, and one selection per optimiser step."""
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from factories import MODEL_FAMILIES, tiny_model
+from sparse_bitnet.convert import convert_, selected, set_dense_phase_, sparse_layers
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.layer import SparseBitConfig, SparseBitLinear
+
+TERNARY = SparseBitConfig()
+ATTENTION = [f"self_attn.{name}_proj" for name in "qkvo"]
+MLP = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+BLOCK_LAYERS = {
+    "qwen2": ("model.layers", ATTENTION + MLP),
+    "llama": ("model.layers", ATTENTION + MLP),
+    "qwen3": ("model.layers", ATTENTION + MLP),
+    "gpt_neox": (
+        "gpt_neox.layers",
+        [
+            "attention.query_key_value",
+            "attention.dense",
+            "mlp.dense_h_to_4h",
+            "mlp.dense_4h_to_h",
+        ],
+    ),
+}
+
+
+class CountOps(TorchDispatchMode):
+    """How often each of our operators runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "sparse_bitnet":
+            self.calls[function._schema.name.partition("::")[2]] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def batch() -> Tensor:
+    return torch.randint(0, 96, (2, 16))
+
+
+class TestFamilies:
+    @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+    @pytest.mark.parametrize("family", MODEL_FAMILIES)
+    def test_exactly_the_linears_of_the_blocks(self, family: str, tied: bool) -> None:
+        model = tiny_model(family, tie_word_embeddings=tied)
+        assert convert_(model, TERNARY) is model
+        blocks, names = BLOCK_LAYERS[family]
+        expected = {f"{blocks}.{index}.{name}" for index in range(2) for name in names}
+        assert set(sparse_layers(model)) == expected
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        assert type(head) is nn.Linear
+        assert type(embedding) is nn.Embedding
+        assert (head.weight is embedding.weight) == tied
+
+    @pytest.mark.parametrize("family", MODEL_FAMILIES)
+    def test_parameters_stay_the_same_objects(self, family: str) -> None:
+        model = tiny_model(family)
+        before = dict(model.named_parameters())
+        convert_(model, TERNARY)
+        after = dict(model.named_parameters())
+        assert list(before) == list(after)
+        assert all(before[name] is after[name] for name in before)
+        assert list(model.state_dict()) == list(tiny_model(family).state_dict())
+
+    @pytest.mark.parametrize("family", MODEL_FAMILIES)
+    def test_full_dense_changes_no_bit(self, family: str) -> None:
+        model, ids = tiny_model(family), batch()
+        converted = convert_(copy.deepcopy(model), SparseBitConfig.parse("full-8:8"))
+        assert torch.equal(converted(ids).logits, model(ids).logits)
+
+    @pytest.mark.parametrize("family", MODEL_FAMILIES)
+    def test_learns_one_batch(self, family: str) -> None:
+        model, ids = convert_(tiny_model(family), TERNARY), batch()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        losses = []
+        for _ in range(12):
+            with selected(model):
+                loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses[-1] < 0.6 * losses[0]
+
+    @pytest.mark.parametrize("family", MODEL_FAMILIES)
+    def test_generates(self, family: str) -> None:
+        model, ids = convert_(tiny_model(family), TERNARY).eval(), batch()
+        expected = model.generate(ids, max_new_tokens=4, do_sample=False)
+        with selected(model):
+            assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), expected)
+
+
+class TestConvert:
+    def test_any_module_made_of_linears(self) -> None:
+        model = convert_(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), TERNARY)
+        assert set(sparse_layers(model)) == {"0", "2"}
+
+    def test_filter_chooses(self) -> None:
+        model = tiny_model()
+        convert_(model, TERNARY, lambda module, name: name.endswith("up_proj"))
+        assert set(sparse_layers(model)) == {f"model.layers.{i}.mlp.up_proj" for i in range(2)}
+
+    def test_filter_may_take_the_head_too(self) -> None:
+        model = tiny_model(tie_word_embeddings=False)
+        convert_(model, TERNARY, lambda module, name: True)
+        assert "lm_head" in sparse_layers(model)
+
+    def test_converting_again_takes_the_new_config(self) -> None:
+        model = convert_(tiny_model(), TERNARY)
+        names = list(sparse_layers(model))
+        config = SparseBitConfig.parse("full-2:4")
+        convert_(model, config)
+        assert list(sparse_layers(model)) == names
+        assert all(layer.config == config for layer in sparse_layers(model).values())
+        assert model.config.quantization_config["format"] == config.to_dict()
+
+    def test_a_layer_at_two_places_stays_one(self) -> None:
+        shared = nn.Linear(8, 8)
+        model = convert_(nn.Sequential(shared, nn.ReLU(), shared), TERNARY)
+        assert model[0] is model[2]
+        assert isinstance(model[0], SparseBitLinear)
+
+    def test_two_layers_with_one_weight_keep_sharing_it(self) -> None:
+        first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+        second.weight = first.weight
+        model = convert_(nn.Sequential(first, second), TERNARY)
+        assert model[0].weight is model[1].weight
+
+    @pytest.mark.parametrize("bias", [True, False])
+    def test_keeps_mode_bias_type_and_device(self, bias: bool) -> None:
+        linear = nn.Linear(8, 8, bias=bias, dtype=torch.bfloat16, device="meta")
+        model = convert_(nn.Sequential(linear).eval(), TERNARY)
+        assert not model[0].training
+        assert (model[0].bias is not None) == bias
+        assert "bias" in model[0]._parameters
+        assert (model[0].weight.dtype, model[0].weight.device.type) == (torch.bfloat16, "meta")
+
+    def test_other_subclasses_of_linear_are_left_alone(self) -> None:
+        attention = nn.MultiheadAttention(16, 2)
+        before = type(attention.out_proj)
+        convert_(nn.Sequential(attention, nn.Linear(16, 16)), TERNARY)
+        assert type(attention.out_proj) is before
+
+    def test_size_that_does_not_divide_is_refused_by_name_and_changes_nothing(self) -> None:
+        model = tiny_model(intermediate_size=92)
+        with pytest.raises(
+            UserError, match=r"layer model\.layers\.0\.mlp\.down_proj: in_features 92"
+        ):
+            convert_(model, TERNARY)
+        assert not sparse_layers(model)
+        assert getattr(model.config, "quantization_config", None) is None
+
+    def test_nothing_to_convert(self) -> None:
+        with pytest.raises(UserError, match="no linear layer to convert in Sequential"):
+            convert_(nn.Sequential(nn.ReLU()), TERNARY)
+        with pytest.raises(UserError, match="no linear layer to convert"):
+            convert_(tiny_model(), TERNARY, lambda module, name: False)
+
+    def test_a_bare_linear_cannot_be_replaced_in_place(self) -> None:
+        with pytest.raises(UserError, match="wrap it"):
+            convert_(nn.Linear(8, 8), TERNARY)
+
+    def test_names_are_those_of_the_uncompiled_model(self) -> None:
+        model = convert_(tiny_model(), TERNARY)
+        assert list(sparse_layers(torch.compile(model))) == list(sparse_layers(model))
+
+    def test_dense_phase(self) -> None:
+        model, ids = convert_(tiny_model(), TERNARY), batch()
+        dense = convert_(tiny_model(), SparseBitConfig.parse("ternary-8:8"))
+        set_dense_phase_(model, True)
+        assert torch.equal(model(ids).logits, dense(ids).logits)
+        set_dense_phase_(model, False)
+        assert not torch.equal(model(ids).logits, dense(ids).logits)
+
+
+class TestSelected:
+    @pytest.mark.parametrize("use_reentrant", [None, False, True], ids=str)
+    def test_mask_and_codes_are_computed_once_per_optimiser_step(
+        self, use_reentrant: bool | None
+    ) -> None:
+        model = convert_(tiny_model(), TERNARY).train()
+        if use_reentrant is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        layers, micro_batches, steps = len(sparse_layers(model)), 3, 2
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        with CountOps() as counted:
+            for _ in range(steps):
+                with selected(model):
+                    for _ in range(micro_batches):
+                        ids = batch()
+                        model(input_ids=ids, labels=ids).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert counted.calls["absmean"] == counted.calls["select_ternary"] == steps * layers
+        forwards = 1 if use_reentrant is None else 2
+        assert counted.calls["quantize_int8"] == steps * micro_batches * forwards * layers
+
+    def test_without_it_every_forward_selects(self) -> None:
+        model = convert_(tiny_model(), TERNARY)
+        with CountOps() as counted:
+            model(batch())
+            model(batch())
+        assert counted.calls["select_ternary"] == 2 * len(sparse_layers(model))
+
+    @pytest.mark.parametrize("use_reentrant", [False, True])
+    def test_checkpointing_changes_no_gradient(self, use_reentrant: bool) -> None:
+        plain, ids = convert_(tiny_model(), TERNARY).train(), batch()
+        checkpointed = copy.deepcopy(plain)
+        checkpointed.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        for model in (plain, checkpointed):
+            with selected(model):
+                model(input_ids=ids, labels=ids).loss.backward()
+        for ours, theirs in zip(plain.parameters(), checkpointed.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+
+    def test_micro_batches_add_up_to_the_batch(self) -> None:
+        model, ids = convert_(tiny_model(), SparseBitConfig.parse("full-6:8")).double(), batch()
+        whole = copy.deepcopy(model)
+        with selected(whole):
+            whole(input_ids=ids, labels=ids).loss.backward()
+        with selected(model):
+            for part in ids:
+                (model(input_ids=part[None], labels=part[None]).loss / 2).backward()
+        for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-12)
+
+    def test_nested_use_computes_once_and_the_outermost_releases(self) -> None:
+        model = convert_(tiny_model(), TERNARY)
+        with CountOps() as counted, selected(model):
+            with selected(model):
+                model(batch())
+            assert all(layer.is_selected for layer in sparse_layers(model).values())
+        assert counted.calls["select_ternary"] == len(sparse_layers(model))
+        assert not any(layer.is_selected for layer in sparse_layers(model).values())
+
+    def test_releases_when_the_block_or_the_selection_raises(self, monkeypatch) -> None:
+        model = convert_(tiny_model(), TERNARY)
+        layers = list(sparse_layers(model).values())
+        with pytest.raises(RuntimeError, match="of the user"), selected(model):
+            raise RuntimeError("of the user")
+        assert not any(layer.is_selected for layer in layers)
+        original = SparseBitLinear.select
+
+        def out_of_memory(self):
+            if self is layers[3]:
+                raise MemoryError
+            return original(self)
+
+        monkeypatch.setattr(SparseBitLinear, "select", out_of_memory)
+        with pytest.raises(MemoryError), selected(model):
+            pass
+        assert not any(layer.is_selected for layer in layers)
+
+    def test_weights_that_change_inside_are_followed(self) -> None:
+        model, ids = convert_(tiny_model(), TERNARY), batch()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        with selected(model):
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            inside = model(ids).logits
+        assert torch.equal(inside, model(ids).logits)
+
+    def test_evaluation_leaves_flip_counts_alone(self) -> None:
+        ids = batch()
+
+        def flips(evaluate: bool) -> list[list[Tensor | None]]:
+            trained, counts = convert_(tiny_model(), TERNARY).train(), []
+            optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2)
+            for _ in range(3):
+                with selected(trained):
+                    counts.append([layer.mask_flips for layer in sparse_layers(trained).values()])
+                    trained(input_ids=ids, labels=ids).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if evaluate:
+                    with torch.no_grad(), selected(trained.eval()):
+                        trained(ids)
+                    trained.train()
+            return counts
+
+        plain = flips(evaluate=False)
+        assert plain == flips(evaluate=True)
+        assert all(count is None for count in plain[0])
+        assert all(sum(counts) > 0 for counts in plain[1:])
+
+    def test_autocast_model(self) -> None:
+        model, ids = convert_(tiny_model(), TERNARY), batch()
+        with selected(model), torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
+        exact = model(input_ids=ids, labels=ids).loss
+        assert abs(loss.item() - exact.item()) < 0.01 * exact.item()

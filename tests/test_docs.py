@@ -1,0 +1,48 @@
+"""What docs/method.md links to exists under the name it gives."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from sparse_bitnet.layer import SparseBitConfig
+
+METHOD = Path(__file__).resolve().parents[1] / "docs" / "method.md"
+LINKS = re.findall(r"\[`([\w.]+)`\]\(([^)]+)\)", METHOD.read_text(encoding="utf-8"))
+
+
+def defined_names(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.AnnAssign | ast.Assign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names.update(ast.unparse(target) for target in targets)
+    return names
+
+
+@pytest.mark.parametrize(("name", "target"), LINKS, ids=[name for name, _ in LINKS])
+def test_link_names_what_its_file_defines(name: str, target: str) -> None:
+    path = (METHOD.parent / target).resolve()
+    module, _, attribute = name.partition(".")
+    assert path.stem == module
+    assert not attribute or attribute in defined_names(path)
+
+
+def test_every_equation_is_mapped() -> None:
+    rows = METHOD.read_text(encoding="utf-8")
+    assert all(f"| eq. {number}" in rows for number in range(1, 7))
+
+
+def test_text_forms_are_the_ones_that_parse() -> None:
+    forms = re.findall(r"`((?:ternary|full)-\d+:\d+[\w=,]*)`", METHOD.read_text(encoding="utf-8"))
+    assert len(set(forms)) >= 7
+    for form in forms:
+        assert str(SparseBitConfig.parse(form)) == form
+
+
+def test_named_tests_exist() -> None:
+    for name in re.findall(r"`(?:tests/)?(test_\w+\.py)`", METHOD.read_text(encoding="utf-8")):
+        assert (METHOD.parents[1] / "tests" / name).is_file()

@@ -1,0 +1,172 @@
+"""Either the old content or the whole new one, whatever happens in between."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from sparse_bitnet import files
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.files import atomic_folder, remove_leftovers, write_atomic
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing of ours may catch it."""
+
+
+def fail_with(error: BaseException):
+    def fail(*arguments: object) -> None:
+        raise error
+
+    return fail
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+class TestWriteAtomic:
+    @pytest.mark.parametrize("data", [b"\x00\xff", "grüße\n"])
+    def test_writes_bytes_or_text_and_replaces(self, tmp_path: Path, data: bytes | str) -> None:
+        path = tmp_path / "file"
+        path.write_text("old")
+        write_atomic(path, data)
+        assert path.read_bytes() == (data if isinstance(data, bytes) else data.encode())
+        assert os.listdir(tmp_path) == ["file"]
+
+    @pytest.mark.parametrize("call", ["fsync", "replace"])
+    def test_full_disk_is_one_line_and_keeps_the_old(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+    ) -> None:
+        path = tmp_path / "file"
+        path.write_text("old")
+        monkeypatch.setattr(os, call, fail_with(FULL))
+        with pytest.raises(UserError, match=r"cannot write .*file: No space left on device"):
+            write_atomic(path, "new")
+        assert path.read_text() == "old"
+        assert os.listdir(tmp_path) == ["file"]
+
+    def test_killed_half_way_keeps_the_old(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = tmp_path / "file"
+        path.write_text("old")
+        monkeypatch.setattr(os, "replace", fail_with(Killed()))
+        with pytest.raises(Killed):
+            write_atomic(path, "new")
+        assert path.read_text() == "old"
+        monkeypatch.undo()
+        remove_leftovers(tmp_path)
+        assert os.listdir(tmp_path) == ["file"]
+
+    def test_missing_folder_is_one_line(self, tmp_path: Path) -> None:
+        with pytest.raises(UserError, match="cannot write"):
+            write_atomic(tmp_path / "none" / "file", "new")
+
+
+class TestAtomicFolder:
+    @pytest.fixture
+    def old(self, tmp_path: Path) -> Path:
+        path = tmp_path / "folder"
+        path.mkdir()
+        (path / "old").write_text("old")
+        return path
+
+    def test_appears_whole_with_its_parents(self, tmp_path: Path) -> None:
+        path = tmp_path / "a" / "b"
+        with atomic_folder(path) as folder:
+            (folder / "sub").mkdir()
+            (folder / "sub" / "file").write_text("new")
+            assert not path.exists()
+        assert (path / "sub" / "file").read_text() == "new"
+        assert os.listdir(path.parent) == ["b"]
+
+    def test_replaces_the_whole_folder(self, old: Path) -> None:
+        with atomic_folder(old) as folder:
+            (folder / "new").write_text("new")
+            assert os.listdir(old) == ["old"]
+        assert os.listdir(old) == ["new"]
+        assert os.listdir(old.parent) == ["folder"]
+
+    @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()])
+    def test_other_exceptions_pass_and_keep_the_old(self, old: Path, error: BaseException) -> None:
+        def write() -> None:
+            with atomic_folder(old) as folder:
+                (folder / "new").write_text("new")
+                raise error
+
+        with pytest.raises(type(error)):
+            write()
+        assert os.listdir(old) == ["old"]
+        assert os.listdir(old.parent) == ["folder"]
+
+    def test_full_disk_is_one_line_and_keeps_the_old(self, old: Path) -> None:
+        with pytest.raises(UserError, match=r"cannot write .*folder: No space left on device"):
+            with atomic_folder(old):
+                raise FULL
+        assert os.listdir(old) == ["old"]
+        assert os.listdir(old.parent) == ["folder"]
+
+    def test_failing_second_rename_puts_the_old_back(
+        self, old: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        rename, calls = os.rename, []
+
+        def second_fails(source: Path, target: Path) -> None:
+            calls.append(source)
+            if len(calls) == 2:
+                raise FULL
+            rename(source, target)
+
+        monkeypatch.setattr(os, "rename", second_fails)
+        with pytest.raises(UserError), atomic_folder(old):
+            pass
+        assert os.listdir(old) == ["old"]
+
+    @pytest.mark.parametrize("surviving", range(3))
+    def test_killed_at_any_rename_old_or_new_survives(
+        self, old: Path, monkeypatch: pytest.MonkeyPatch, surviving: int
+    ) -> None:
+        """SIGKILL before the first rename, between the two, and before the old one is removed."""
+        rename, calls = os.rename, []
+
+        def killed(*arguments: object, **options: object) -> None:
+            raise Killed
+
+        def rename_then_die(source: Path, target: Path) -> None:
+            if len(calls) == surviving:
+                raise Killed
+            calls.append(source)
+            rename(source, target)
+
+        monkeypatch.setattr(os, "rename", rename_then_die)
+        monkeypatch.setattr(files.shutil, "rmtree", killed)
+        temporary = old.with_name(f"{files.TEMPORARY_PREFIX}{os.getpid()}-folder")
+        temporary.mkdir()
+        (temporary / "new").write_text("new")
+        with pytest.raises(Killed):
+            files._replace_folder(temporary, old)
+        monkeypatch.undo()
+        remove_leftovers(old.parent)
+        assert os.listdir(old) == (["new"] if surviving == 2 else ["old"])
+        assert os.listdir(old.parent) == ["folder"]
+
+    @pytest.mark.parametrize("name", ["file", ".", ".."])
+    def test_what_cannot_be_replaced_is_refused(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        (tmp_path / "file").write_text("mine")
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(UserError, match="not a name for a folder of its own"):
+            with atomic_folder(name):
+                pass
+        assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_leftovers_go_and_other_files_stay(tmp_path: Path) -> None:
+    (tmp_path / ".tmp-1-file").write_text("half")
+    (tmp_path / ".tmp-2-folder").mkdir()
+    (tmp_path / ".tmp-2-replaced-3-name").write_text("half")
+    (tmp_path / "kept").write_text("whole")
+    remove_leftovers(tmp_path)
+    assert os.listdir(tmp_path) == ["kept"]

@@ -1,0 +1,248 @@
+"""Checkpoints through transformers' from_pretrained: bit for bit, or refused with one line."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from factories import MODEL_FAMILIES, tiny_model
+from sparse_bitnet.convert import convert_, sparse_layers
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.hub import from_pretrained, save_pretrained
+from sparse_bitnet.layer import SparseBitConfig
+
+FORMATS = ("ternary-6:8", "full-2:4", "ternary-8:8", "ternary-6:8,mask_gradient=masked,ste=clipped")
+IDS = torch.arange(24).view(2, 12)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that tests copy; never written to."""
+    folder = tmp_path_factory.mktemp("hub") / "saved"
+    save_pretrained(convert_(tiny_model(seed=4), SparseBitConfig()), folder)
+    return folder
+
+
+@pytest.fixture
+def damaged(saved: Path, tmp_path: Path) -> Callable[..., Path]:
+    """`damaged(config=..., tensors=...)`: a copy after the given changes to its parts."""
+
+    def build(
+        config: Callable[[dict[str, Any]], Any] | None = None,
+        tensors: Callable[[dict[str, torch.Tensor]], Any] | None = None,
+    ) -> Path:
+        folder = shutil.copytree(saved, tmp_path / "damaged")
+        if config is not None:
+            values = json.loads((folder / "config.json").read_text())
+            config(values["quantization_config"])
+            (folder / "config.json").write_text(json.dumps(values))
+        if tensors is not None:
+            weights = load_file(folder / "model.safetensors")
+            tensors(weights)
+            save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+
+    return build
+
+
+def assert_same_model(one: torch.nn.Module, other: torch.nn.Module) -> None:
+    first, second = one.state_dict(), other.state_dict()
+    assert list(first) == list(second)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    formats = [{n: layer.config for n, layer in sparse_layers(m).items()} for m in (one, other)]
+    assert formats[0] == formats[1]
+    assert torch.equal(one.eval()(IDS).logits, other.eval()(IDS).logits)
+
+
+class TestRoundTrip:
+    @pytest.mark.parametrize("text", FORMATS)
+    def test_every_format_bit_for_bit(self, text: str, tmp_path: Path) -> None:
+        model = convert_(tiny_model(), SparseBitConfig.parse(text))
+        save_pretrained(model, tmp_path / "out")
+        assert_same_model(from_pretrained(tmp_path / "out"), model)
+
+    @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+    @pytest.mark.parametrize("family", MODEL_FAMILIES)
+    def test_every_family_through_transformers_alone(
+        self, family: str, tied: bool, tmp_path: Path
+    ) -> None:
+        model = convert_(tiny_model(family, tie_word_embeddings=tied), SparseBitConfig())
+        model.save_pretrained(tmp_path)
+        assert_same_model(AutoModelForCausalLM.from_pretrained(tmp_path), model)
+
+    def test_what_a_filter_left_dense_stays_dense(self, tmp_path: Path) -> None:
+        model = convert_(tiny_model(), SparseBitConfig(), lambda m, name: name.endswith("up_proj"))
+        save_pretrained(model, tmp_path / "out")
+        assert_same_model(from_pretrained(tmp_path / "out"), model)
+        base = AutoModel.from_pretrained(tmp_path / "out")
+        assert list(sparse_layers(base)) == [f"layers.{i}.mlp.up_proj" for i in range(2)]
+
+    def test_bfloat16_masters(self, tmp_path: Path) -> None:
+        model = convert_(tiny_model(dtype=torch.bfloat16), SparseBitConfig())
+        save_pretrained(model, tmp_path / "out")
+        loaded = from_pretrained(tmp_path / "out", dtype="auto")
+        assert loaded.dtype == torch.bfloat16
+        assert_same_model(loaded, model)
+
+    def test_several_shards(self, tmp_path: Path) -> None:
+        model = convert_(tiny_model(), SparseBitConfig())
+        model.save_pretrained(tmp_path, max_shard_size="100KB")
+        assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+        assert_same_model(from_pretrained(tmp_path), model)
+
+    def test_reconverted_after_loading_saves_the_new_format(
+        self, saved: Path, tmp_path: Path
+    ) -> None:
+        model = convert_(from_pretrained(saved), SparseBitConfig.parse("full-2:4"))
+        model.save_pretrained(tmp_path)
+        assert_same_model(from_pretrained(tmp_path), model)
+
+    def test_selection_is_not_saved(self, saved: Path, tmp_path: Path) -> None:
+        model = from_pretrained(saved)
+        for layer in sparse_layers(model).values():
+            layer.select_()
+        save_pretrained(model, tmp_path / "out")
+        assert set(load_file(tmp_path / "out/model.safetensors")) == set(
+            load_file(saved / "model.safetensors")
+        )
+
+    def test_tokenizer_goes_along(self, tmp_path: Path) -> None:
+        from tokenizers import Tokenizer, models
+
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
+        save_pretrained(convert_(tiny_model(), SparseBitConfig()), tmp_path / "out", tokenizer)
+        assert (tmp_path / "out/tokenizer.json").is_file()
+
+    def test_dense_checkpoints_load_too(self, tmp_path: Path) -> None:
+        tiny_model().save_pretrained(tmp_path)
+        assert not sparse_layers(from_pretrained(tmp_path))
+
+    def test_config_holds_the_whole_format_and_a_version(self, saved: Path) -> None:
+        entry = json.loads((saved / "config.json").read_text())["quantization_config"]
+        assert entry == {
+            "quant_method": "sparse_bitnet",
+            "version": 1,
+            "format": SparseBitConfig().to_dict(),
+            "modules_to_not_convert": ["lm_head"],
+        }
+
+
+@pytest.mark.parametrize("order", ["sparse_bitnet, transformers", "transformers, sparse_bitnet"])
+def test_a_fresh_process_loads_after_either_order_of_imports(
+    order: str, saved: Path, tmp_path: Path
+) -> None:
+    script = f"""
+import {order}, sys, torch
+torch.set_num_threads(1)
+model = transformers.AutoModelForCausalLM.from_pretrained({str(saved)!r})
+torch.save((model.state_dict(), model(torch.arange(24).view(2, 12)).logits), sys.argv[1])
+"""
+    command = [sys.executable, "-c", script, str(tmp_path / "loaded.pt")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    state, logits = torch.load(tmp_path / "loaded.pt")
+    model = from_pretrained(saved)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert torch.equal(model(IDS).logits, logits)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("load", [from_pretrained, AutoModelForCausalLM.from_pretrained])
+    @pytest.mark.parametrize(
+        ("change", "line"),
+        [
+            (lambda c: c.update(version=2), r"version 2 is not readable .* upgrade sparse-bitnet"),
+            (lambda c: c.update(version="1"), "version 1 is not readable"),
+            (lambda c: c.pop("version"), "quantization_config lacks version"),
+            (lambda c: c.pop("format"), "quantization_config lacks format"),
+            (lambda c: c.pop("modules_to_not_convert"), "lacks modules_to_not_convert"),
+            (lambda c: c.update(modules_to_not_convert="lm_head"), "not a list of names"),
+            (lambda c: c["format"].pop("pattern"), r"config\.json: .* lacks pattern"),
+            (lambda c: c["format"].update(depth=3), "unknown depth"),
+            (lambda c: c.update(format="ternary-6:8"), "not a table of fields"),
+            (lambda c: c["format"].update(weight="binary"), "choose one of"),
+            (
+                lambda c: c["format"].update(pattern="5:6"),
+                r"q_proj: in_features 64 .* multiple of 6",
+            ),
+        ],
+    )
+    def test_config_entry(self, load, change, line: str, damaged) -> None:
+        with pytest.raises(UserError, match=line) as raised:
+            load(damaged(config=change))
+        assert "\n" not in str(raised.value)
+
+    @pytest.mark.parametrize("load", [from_pretrained, AutoModelForCausalLM.from_pretrained])
+    @pytest.mark.parametrize(
+        ("change", "line"),
+        [
+            (
+                lambda t: t.pop("model.layers.1.mlp.up_proj.weight"),
+                r"lacks model\.layers\.1\.mlp\.up_proj\.weight",
+            ),
+            (
+                lambda t: t.update({"model.layers.1.mlp.up_proj.weight": torch.zeros(8, 64)}),
+                r"up_proj\.weight is \[8, 64\], its config\.json asks \[96, 64\]",
+            ),
+        ],
+    )
+    def test_weights_of_converted_layers(self, load, change, line: str, damaged) -> None:
+        with pytest.raises(UserError, match=line):
+            load(damaged(tensors=change))
+
+    @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.self_attn.q_proj.bias"])
+    def test_any_other_missing_weight(self, name: str, damaged) -> None:
+        with pytest.raises(UserError, match=f"lacks {name}: the files are incomplete"):
+            from_pretrained(damaged(tensors=lambda tensors: tensors.pop(name)))
+
+    @pytest.mark.parametrize("load", [from_pretrained, AutoModelForCausalLM.from_pretrained])
+    def test_truncated_file(self, load, damaged) -> None:
+        folder = damaged()
+        file = folder / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:5000])
+        with pytest.raises(UserError, match=r"model\.safetensors is damaged"):
+            load(folder)
+
+    @pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "."])
+    def test_missing_file_or_folder_is_one_line(self, missing: str, damaged) -> None:
+        folder = damaged()
+        shutil.rmtree(folder) if missing == "." else (folder / missing).unlink()
+        with pytest.raises(UserError, match="cannot load a model from") as raised:
+            from_pretrained(folder)
+        assert "\n" not in str(raised.value)
+
+    def test_saving_what_was_not_converted(self, tmp_path: Path) -> None:
+        with pytest.raises(UserError, match="has no SparseBitLinear to save; use convert_ first"):
+            save_pretrained(tiny_model(), tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+    def test_saving_two_formats_at_once(self, tmp_path: Path) -> None:
+        model = convert_(tiny_model(), SparseBitConfig())
+        convert_(model, SparseBitConfig.parse("full-6:8"), lambda m, name: name.endswith("up_proj"))
+        with pytest.raises(UserError, match="one checkpoint holds one format"):
+            save_pretrained(model, tmp_path / "out")
+
+    def test_saving_over_what_is_no_checkpoint(self, tmp_path: Path) -> None:
+        model = convert_(tiny_model(), SparseBitConfig())
+        (tmp_path / "thesis.txt").write_text("years of work")
+        with pytest.raises(UserError, match="holds no checkpoint; choose another folder"):
+            save_pretrained(model, tmp_path)
+        with pytest.raises(UserError, match="holds no checkpoint"):
+            save_pretrained(model, tmp_path / "thesis.txt")
+        assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+    def test_saving_replaces_a_checkpoint_and_fills_an_empty_folder(self, tmp_path: Path) -> None:
+        (tmp_path / "out").mkdir()
+        for text in FORMATS[:2]:
+            model = convert_(tiny_model(), SparseBitConfig.parse(text))
+            save_pretrained(model, tmp_path / "out")
+            assert_same_model(from_pretrained(tmp_path / "out"), model)
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]

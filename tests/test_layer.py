@@ -1,0 +1,284 @@
+"""SparseBitLinear forward, backward and under autocast, with stated bounds of precision."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import reference
+from factories import VARIANTS, make_layer
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.layer import SparseBitConfig, SparseBitLinear
+from sparse_bitnet.quantizer import fake_quantize_int8, fake_quantize_ternary, quantize_int8
+from sparse_bitnet.sparsity import NMPattern, nm_mask
+
+U32 = 2.0**-24
+"""Unit roundoff of float32."""
+U16 = 2.0**-8
+"""Unit roundoff of bfloat16."""
+
+
+def doubles(x: Tensor) -> reference.Array:
+    return x.detach().double().numpy()
+
+
+class TestForward:
+    @pytest.mark.parametrize("variant", VARIANTS)
+    @pytest.mark.parametrize("shape", [(48,), (7, 48), (2, 3, 48)], ids=str)
+    def test_equals_the_float64_reference(self, variant: str, shape: tuple[int, ...]) -> None:
+        layer, x = make_layer(VARIANTS[variant]), torch.randn(shape)
+        arguments = (doubles(x), doubles(layer.weight), doubles(layer.bias), 6, 8, variant)
+        expected = reference.forward(*arguments)
+        # Ternary: x scale, product of the scales, scaling, adding the bias. Full: 48 sums and the bias.
+        effective, _ = reference.effective_weight(doubles(layer.weight), 6, 8, variant)
+        magnitude = np.abs(doubles(x)) @ np.abs(effective).T
+        roundings = 49 if variant == "full" else 4
+        bound = roundings * 1.01 * U32 * (magnitude + np.abs(expected) + 1)
+        assert (np.abs(doubles(layer(x)) - expected) <= bound).all()
+
+    @pytest.mark.parametrize("in_features", [48, 896, 11008])
+    def test_float32_is_the_integer_product_scaled_once_bit_for_bit(self, in_features: int) -> None:
+        layer, x = make_layer("ternary-6:8", in_features), 3 * torch.randn(5, in_features)
+        codes, scale = quantize_int8(x)
+        chosen = layer.select()
+        integers = codes.long() @ chosen.codes.long().t()
+        assert integers.abs().max() < 2**24
+        once = integers.numpy().astype(np.float32) * (scale * chosen.weight_scale).numpy()
+        assert np.array_equal(layer(x).detach().numpy(), once + layer.bias.detach().numpy())
+        exact = integers.double() * scale.double() * chosen.weight_scale.double()
+        layer.bias = None
+        assert ((layer(x).double() - exact).abs() <= 2.01 * U32 * exact.abs()).all()
+
+    @pytest.mark.parametrize("in_features", [48, 896, 4864])
+    def test_bfloat16_rounds_the_integer_product_and_the_result_only(
+        self, in_features: int
+    ) -> None:
+        layer = make_layer("ternary-6:8", in_features, dtype=torch.bfloat16)
+        x = torch.randn(5, in_features, dtype=torch.bfloat16)
+        codes, scale = quantize_int8(x)
+        chosen = layer.select()
+        product = (codes.long() @ chosen.codes.long().t()).double()
+        product = product * scale.double() * chosen.weight_scale.double()
+        exact = product + layer.bias.double()
+        y = layer(x)
+        assert y.dtype == torch.bfloat16
+        bound = 1.01 * U16 * (product.abs() + y.double().abs())
+        assert ((y.double() - exact).abs() <= bound).all()
+
+    def test_float16_sums_of_codes_do_not_overflow(self) -> None:
+        layer = make_layer("ternary-6:8", 2048, dtype=torch.float16)
+        with torch.no_grad():
+            layer.weight.fill_(0.02)
+            layer.bias.zero_()
+        x = torch.ones(2, 2048, dtype=torch.float16)
+        exact = 1536 * layer.select().weight_scale.item()
+        assert (layer(x).double() - exact).abs().max() <= 2 * 2.0**-11 * exact
+
+    def test_equals_fake_quantisation_by_the_letter_of_the_paper(self) -> None:
+        layer, x = make_layer("ternary-6:8", 512), torch.randn(9, 512)
+        weight = fake_quantize_ternary(layer.weight) * nm_mask(layer.weight, NMPattern(6, 8))
+        paper = F.linear(fake_quantize_int8(x), weight, layer.bias)
+        magnitude = F.linear(fake_quantize_int8(x).abs(), weight.abs())
+        assert ((layer(x) - paper).abs() <= 512 * U32 * (magnitude + 1)).all()
+
+    def test_full_dense_is_nn_linear_bit_for_bit(self) -> None:
+        layer, x = make_layer("full-8:8"), torch.randn(4, 48, requires_grad=True)
+        plain = nn.Linear(48, 20)
+        plain.load_state_dict(layer.state_dict())
+        other = x.detach().clone().requires_grad_()
+        y, expected = layer(x), plain(other)
+        assert torch.equal(y, expected)
+        y.square().sum().backward()
+        expected.square().sum().backward()
+        for ours, theirs in (
+            (x.grad, other.grad),
+            (layer.weight.grad, plain.weight.grad),
+            (layer.bias.grad, plain.bias.grad),
+        ):
+            assert torch.equal(ours, theirs)
+
+    @pytest.mark.parametrize("weight", ["ternary", "full"])
+    def test_dense_pattern_is_no_mask(self, weight: str) -> None:
+        x = torch.randn(4, 48)
+        eight, one = make_layer(f"{weight}-8:8"), make_layer(f"{weight}-1:1")
+        assert eight.select().mask is None
+        assert torch.equal(eight(x), one(x))
+        if weight == "ternary":
+            codes, scale = eight.select().codes, eight.select().weight_scale
+            assert torch.equal((codes * scale), fake_quantize_ternary(eight.weight))
+
+    @pytest.mark.parametrize("text", VARIANTS.values())
+    def test_dense_phase_is_the_dense_format(self, text: str) -> None:
+        layer, x = make_layer(text), torch.randn(4, 48)
+        layer.dense_phase = True
+        dense = make_layer("full-8:8" if text.startswith("full") else "ternary-8:8")
+        assert torch.equal(layer(x), dense(x))
+        chosen = layer.select()
+        assert chosen.mask.all()
+        layer.dense_phase = False
+        assert not torch.equal(layer(x), dense(x))
+
+    def test_activation_none_keeps_the_activations(self) -> None:
+        layer, x = make_layer("ternary-6:8,activation=none"), torch.randn(4, 48)
+        chosen = layer.select()
+        assert torch.equal(layer(x), F.linear(x, chosen.codes * chosen.weight_scale, layer.bias))
+
+    def test_activation_int8_with_full_weights(self) -> None:
+        layer, x = make_layer("full-6:8,activation=int8"), torch.randn(4, 48)
+        weight = layer.weight * layer.select().mask
+        assert torch.equal(layer(x), F.linear(fake_quantize_int8(x), weight, layer.bias))
+
+    @pytest.mark.parametrize("text", VARIANTS.values())
+    def test_empty_batches(self, text: str) -> None:
+        layer = make_layer(text)
+        for shape in ((0, 48), (2, 0, 48)):
+            x = torch.randn(shape, requires_grad=True)
+            y = layer(x)
+            assert y.shape == (*shape[:-1], 20)
+            y.sum().backward()
+            assert x.grad.shape == shape
+        assert not layer.weight.grad.any()
+
+    def test_batched_equals_flat(self) -> None:
+        layer, x = make_layer("ternary-6:8"), torch.randn(2, 3, 48)
+        assert torch.equal(layer(x), layer(x.flatten(0, 1)).unflatten(0, (2, 3)))
+
+    def test_strided_input(self) -> None:
+        layer, x = make_layer("ternary-6:8"), torch.randn(48, 5)
+        assert torch.equal(layer(x.t()), layer(x.t().contiguous()))
+
+    def test_nan_input_and_nan_weight_show_in_the_output(self) -> None:
+        layer, x = make_layer("ternary-6:8"), torch.randn(2, 48)
+        x[0, 3] = float("nan")
+        y = layer(x)
+        assert y[0].isnan().all()
+        assert not y[1].isnan().any()
+        with torch.no_grad():
+            layer.weight[0, 0] = float("nan")
+        assert layer(torch.randn(2, 48)).isnan().all()
+
+    def test_a_size_that_does_not_divide_is_refused_by_name(self) -> None:
+        with pytest.raises(UserError, match=r"layer mlp\.up: in_features 12 .* multiple of 8"):
+            SparseBitLinear(12, 4, config=SparseBitConfig(), name="mlp.up")
+
+    def test_state_dict_holds_the_master_only(self) -> None:
+        layer = make_layer("ternary-6:8")
+        layer.select_()
+        assert set(layer.state_dict()) == {"weight", "bias"}
+
+    def test_format_shows_in_repr(self) -> None:
+        assert "format=ternary-6:8" in repr(make_layer("ternary-6:8"))
+
+
+class TestBackward:
+    @pytest.mark.parametrize("variant", VARIANTS)
+    @pytest.mark.parametrize("shape", [(48,), (7, 48), (2, 3, 48)], ids=str)
+    def test_equals_the_float64_reference(self, variant: str, shape: tuple[int, ...]) -> None:
+        layer, x = make_layer(VARIANTS[variant]), torch.randn(shape, requires_grad=True)
+        grad_y = torch.randn(*shape[:-1], 20)
+        layer(x).backward(grad_y)
+        arguments = (doubles(x), doubles(layer.weight), doubles(grad_y), 6, 8, variant)
+        expected = reference.gradients(*arguments)
+        for got, want, terms in zip(
+            (x.grad, layer.weight.grad, layer.bias.grad), expected, (20, 7, 7), strict=True
+        ):
+            bound = (terms + 3) * U32 * (np.abs(want).max() + 1) * 4
+            assert (np.abs(doubles(got) - want) <= bound).all()
+
+    def test_every_weight_learns_pruned_ones_included(self) -> None:
+        layer, x = make_layer("ternary-6:8"), torch.randn(16, 48)
+        layer(x).backward(torch.randn(16, 20))
+        pruned = ~layer.select().mask
+        assert pruned.double().mean() == 0.25
+        assert (layer.weight.grad[pruned] != 0).all()
+
+    def test_gradient_is_that_of_the_effective_weight(self) -> None:
+        layer, x, grad_y = make_layer("full-6:8"), torch.randn(16, 48), torch.randn(16, 20)
+        effective = (layer.weight * layer.select().mask).detach().requires_grad_()
+        F.linear(x, effective, layer.bias).backward(grad_y)
+        layer.zero_grad()
+        layer(x).backward(grad_y)
+        assert torch.equal(layer.weight.grad, effective.grad)
+
+    def test_clipped_ste_stops_outside_one_scale(self) -> None:
+        x, grad_y = torch.randn(16, 48), torch.randn(16, 20)
+        layer, clipped = make_layer("ternary-6:8"), make_layer("ternary-6:8,ste=clipped")
+        layer(x).backward(grad_y)
+        y = clipped(x)
+        y.backward(grad_y)
+        assert torch.equal(y, layer(x))
+        inside = clipped.weight.abs() <= clipped.select().weight_scale
+        assert 0.3 < inside.double().mean() < 0.9
+        assert torch.equal(clipped.weight.grad, layer.weight.grad * inside)
+
+    def test_both_gates_together(self) -> None:
+        x, grad_y = torch.randn(16, 48), torch.randn(16, 20)
+        layer = make_layer("ternary-6:8,mask_gradient=masked,ste=clipped")
+        plain = make_layer("ternary-6:8")
+        layer(x).backward(grad_y)
+        plain(x).backward(grad_y)
+        chosen = layer.select()
+        gate = chosen.mask & (layer.weight.abs() <= chosen.weight_scale)
+        assert torch.equal(layer.weight.grad, plain.weight.grad * gate)
+
+    @pytest.mark.parametrize("frozen", ["weight", "bias", "input"])
+    def test_frozen_parts_get_no_gradient(self, frozen: str) -> None:
+        layer, x = make_layer("ternary-6:8"), torch.randn(4, 48, requires_grad=frozen != "input")
+        if frozen != "input":
+            getattr(layer, frozen).requires_grad_(False)
+        layer(x).sum().backward()
+        gradients = {"weight": layer.weight.grad, "bias": layer.bias.grad, "input": x.grad}
+        assert [name for name, grad in gradients.items() if grad is None] == [frozen]
+
+    def test_a_second_derivative_is_refused(self) -> None:
+        layer, x = make_layer("ternary-6:8"), torch.randn(4, 48, requires_grad=True)
+        (grad_x,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            grad_x.sum().backward()
+
+    def test_bfloat16_gradients_are_close_to_the_reference(self) -> None:
+        layer = make_layer("ternary-6:8", 96, dtype=torch.bfloat16)
+        x = torch.randn(32, 96, dtype=torch.bfloat16, requires_grad=True)
+        grad_y = torch.randn(32, 20, dtype=torch.bfloat16)
+        layer(x).backward(grad_y)
+        arguments = (doubles(x), doubles(layer.weight), doubles(grad_y), 6, 8, "baseline")
+        for got, want in zip(
+            (x.grad, layer.weight.grad, layer.bias.grad),
+            reference.gradients(*arguments),
+            strict=True,
+        ):
+            assert got.dtype == torch.bfloat16
+            # Operand, product and scaling rounded to bfloat16 once each.
+            assert np.abs(doubles(got) - want).max() <= 3 * U16 * np.abs(want).max()
+
+
+class TestAutocast:
+    @pytest.mark.parametrize("text", [*VARIANTS.values(), "ternary-6:8,activation=none"])
+    def test_output_is_bfloat16_and_gradients_have_their_parameters_type(self, text: str) -> None:
+        layer, x = make_layer(text), torch.randn(4, 48, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(x)
+        assert y.dtype == torch.bfloat16
+        y.float().square().sum().backward()
+        assert layer.weight.grad.dtype == layer.bias.grad.dtype == x.grad.dtype == torch.float32
+        exact = layer(x)
+        assert (y.float() - exact).abs().max() <= 4 * U16 * exact.abs().max()
+
+    def test_selection_is_that_of_the_float32_master(self) -> None:
+        layer = make_layer("ternary-6:8")
+        plain = layer.select()
+        with torch.autocast("cpu", torch.bfloat16):
+            under = layer.select()
+        assert all(torch.equal(*pair) for pair in zip(plain, under, strict=True))
+        assert under.weight_scale.dtype == torch.float32
+
+    def test_input_is_quantised_before_it_is_rounded(self) -> None:
+        layer, x = make_layer("ternary-6:8"), torch.randn(64, 48)
+        codes, scale = quantize_int8(x)
+        chosen = layer.select()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(x)
+        integers = (codes.long() @ chosen.codes.long().t()).float().bfloat16()
+        expected = integers * (scale * chosen.weight_scale) + layer.bias
+        assert torch.equal(y, expected.bfloat16())

@@ -1,0 +1,110 @@
+"""SparseBitConfig: its text form, its dict form, and the combinations that it refuses."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.layer import CHOICES, SparseBitConfig
+from sparse_bitnet.sparsity import NMPattern
+
+
+def forms() -> st.SearchStrategy[str]:
+    """Every text that `parse` accepts, each field given or left out."""
+    fields = [name for name in CHOICES if name != "weight"]
+
+    @st.composite
+    def draw_form(draw: st.DrawFn) -> str:
+        m = draw(st.integers(1, 32))
+        text = f"{draw(st.sampled_from(CHOICES['weight']))}-{draw(st.integers(1, m))}:{m}"
+        for field in draw(st.permutations(fields)):
+            if draw(st.booleans()):
+                text += f",{field}={draw(st.sampled_from(CHOICES[field]))}"
+        return text
+
+    return draw_form()
+
+
+ABLATIONS = ("mask_gradient=masked", "mask_source=ternary", "scale_source=masked")
+
+
+class TestConfig:
+    @given(forms())
+    def test_text_form_and_dict_round_trip(self, text: str) -> None:
+        try:
+            config = SparseBitConfig.parse(text)
+        except UserError:
+            return
+        assert SparseBitConfig.parse(str(config)) == config
+        assert SparseBitConfig.from_dict(config.to_dict()) == config
+        assert hash(SparseBitConfig.from_dict(config.to_dict())) == hash(config)
+
+    @pytest.mark.parametrize(
+        "text",
+        ["ternary-6:8", "full-2:4", "ternary-8:8", "full-8:8", "full-6:8,activation=int8"]
+        + [f"ternary-6:8,{ablation}" for ablation in ABLATIONS],
+    )
+    def test_text_form_is_short(self, text: str) -> None:
+        assert str(SparseBitConfig.parse(text)) == text
+
+    def test_the_four_cells(self) -> None:
+        ternary, full = SparseBitConfig.parse("ternary-6:8"), SparseBitConfig.parse("full-6:8")
+        assert (ternary.weight, ternary.activation) == ("ternary", "int8")
+        assert (full.weight, full.activation) == ("full", "none")
+        assert SparseBitConfig.parse("ternary-8:8").pattern.is_dense
+        assert SparseBitConfig() == ternary
+
+    def test_pattern_may_be_text(self) -> None:
+        assert SparseBitConfig(pattern="2:4").pattern == NMPattern(2, 4)
+
+    def test_exactly_the_contradictions_raise(self) -> None:
+        names = ("weight", "mask_source", "scale_source", "mask_gradient", "ste")
+        for values in itertools.product(*(CHOICES[name] for name in names)):
+            fields = dict(zip(names, values, strict=True))
+            for pattern in ("6:8", "8:8"):
+                off_default = {name for name in names[1:] if fields[name] != CHOICES[name][0]}
+                contradicts = (
+                    (fields["weight"] == "full" and off_default - {"mask_gradient"})
+                    or (pattern == "8:8" and off_default - {"ste"})
+                    or {"mask_source", "scale_source"} <= off_default
+                )
+                if contradicts:
+                    with pytest.raises(UserError):
+                        SparseBitConfig(pattern=pattern, **fields)
+                else:
+                    SparseBitConfig(pattern=pattern, **fields)
+
+    @pytest.mark.parametrize(
+        ("text", "reason"),
+        [
+            ("full-6:8,mask_source=ternary", "mask_source=ternary needs weight=ternary"),
+            ("full-6:8,ste=clipped", "ste=clipped needs weight=ternary"),
+            ("ternary-8:8,mask_gradient=masked", "needs a mask, but 8:8 keeps all"),
+            ("ternary-6:8,mask_source=ternary,scale_source=masked", "set at most one of them"),
+            ("ternary-6:8,mask_source=codes", r"choose one of \('master', 'ternary'\)"),
+            ("ternary-6:8,order=mask", "not field=value with one of activation"),
+            ("ternary-6:8,weight=full", "not field=value"),
+            ("ternary-6:8,ste", "'ste' is not field=value"),
+            ("ternary6:8", "write ternary-n:m or full-n:m"),
+            ("bf16-6:8", "write ternary-n:m or full-n:m"),
+            ("ternary-6-8", "write it as n:m"),
+            ("", "write ternary-n:m or full-n:m"),
+        ],
+    )
+    def test_refusals_say_why_in_one_line(self, text: str, reason: str) -> None:
+        with pytest.raises(UserError, match=reason) as raised:
+            SparseBitConfig.parse(text)
+        assert "\n" not in str(raised.value)
+
+    def test_dict_with_missing_unknown_or_no_fields(self) -> None:
+        values = SparseBitConfig().to_dict()
+        with pytest.raises(UserError, match="lacks pattern"):
+            SparseBitConfig.from_dict({k: v for k, v in values.items() if k != "pattern"})
+        with pytest.raises(UserError, match="unknown depth"):
+            SparseBitConfig.from_dict({**values, "depth": "1"})
+        with pytest.raises(UserError, match="not a table of fields"):
+            SparseBitConfig.from_dict("ternary-6:8")  # type: ignore[arg-type]
+        with pytest.raises(UserError, match="pattern=68"):
+            SparseBitConfig.from_dict({**values, "pattern": 68})

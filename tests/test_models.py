@@ -1,0 +1,179 @@
+"""Presets with the published shapes, reproducible initial weights, starting from existing weights."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from factories import tiny_model
+from sparse_bitnet.convert import sparse_layers
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.models import PRESETS, build_model, preset_config
+
+PUBLISHED = {
+    # hidden, ffn, layers, heads, kv heads, parameters with tied embeddings counted once
+    "qwen2.5-0.5b": (896, 4864, 24, 14, 2, 494_032_768),
+    "qwen2.5-1.5b": (1536, 8960, 28, 12, 2, 1_543_714_304),
+    "qwen2.5-3b": (2048, 11008, 36, 16, 2, 3_085_938_688),
+}
+SMALL = [name for name in PRESETS if name not in PUBLISHED]
+FORMATS = ("ternary-6:8", "ternary-8:8", "full-6:8", "full-8:8")
+
+
+def on_meta(name: str) -> nn.Module:
+    from transformers import Qwen2ForCausalLM
+
+    with torch.device("meta"):
+        return Qwen2ForCausalLM(preset_config(name))
+
+
+def parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+class TestPresets:
+    @pytest.mark.parametrize("name", PUBLISHED)
+    def test_published_shape_and_parameter_count(self, name: str) -> None:
+        hidden, ffn, layers, heads, kv_heads, count = PUBLISHED[name]
+        config = preset_config(name)
+        assert (config.hidden_size, config.intermediate_size) == (hidden, ffn)
+        assert config.num_hidden_layers == layers
+        assert (config.num_attention_heads, config.num_key_value_heads) == (heads, kv_heads)
+        assert config.vocab_size == 151936
+        assert config.tie_word_embeddings
+        assert config.rms_norm_eps == 1e-6
+        assert config.rope_parameters["rope_theta"] == 1e6
+        assert parameters(on_meta(name)) == count
+
+    @pytest.mark.parametrize("name", PRESETS)
+    def test_family_form(self, name: str) -> None:
+        block = on_meta(name).model.layers[0]
+        attention = block.self_attn
+        assert all(getattr(attention, f"{part}_proj").bias is not None for part in "qkv")
+        assert attention.o_proj.bias is None
+        assert block.mlp.gate_proj.bias is None
+
+    @pytest.mark.parametrize("name", PRESETS)
+    def test_block_weights_is_what_convert_reaches(self, name: str) -> None:
+        from sparse_bitnet.convert import convert_
+
+        model = convert_(on_meta(name), SparseBitConfig())
+        layers = sparse_layers(model)
+        shape = PRESETS[name]
+        assert len(layers) == 7 * shape.num_hidden_layers
+        assert sum(layer.weight.numel() for layer in layers.values()) == shape.block_weights
+
+    @pytest.mark.parametrize("name", SMALL)
+    def test_small_presets_take_every_pattern_of_the_paper(self, name: str) -> None:
+        for layer in on_meta(name).modules():
+            if isinstance(layer, nn.Linear):
+                assert layer.in_features % 32 == 0
+
+    @pytest.mark.parametrize("name", SMALL)
+    def test_names_tell_the_size(self, name: str) -> None:
+        stated = float(name.removeprefix("qwen2.5-").removesuffix("m")) * 1e6
+        assert 0.97 * PRESETS[name].block_weights <= stated <= 1.05 * parameters(on_meta(name))
+
+    def test_vocabulary_can_be_replaced(self) -> None:
+        assert preset_config("qwen2.5-0.5b", vocab_size=4096).vocab_size == 4096
+
+    def test_unknown_preset_lists_the_known(self) -> None:
+        with pytest.raises(
+            UserError, match=r"'qwen9' is not a preset: choose one of .*qwen2\.5-3b"
+        ):
+            preset_config("qwen9")
+
+
+class TestBuild:
+    def test_same_seed_gives_the_same_weights_in_every_format(self) -> None:
+        built = [
+            build_model("qwen2.5-1m", SparseBitConfig.parse(text), seed=5, vocab_size=256)
+            for text in FORMATS
+        ]
+        first = built[0].state_dict()
+        for model in built[1:]:
+            state = model.state_dict()
+            assert list(state) == list(first)
+            assert all(torch.equal(state[name], first[name]) for name in first)
+
+    def test_another_seed_gives_others(self) -> None:
+        one, other = (
+            build_model("qwen2.5-1m", SparseBitConfig(), seed=seed, vocab_size=256)
+            for seed in (1, 2)
+        )
+        assert not torch.equal(*(m.model.layers[0].mlp.up_proj.weight for m in (one, other)))
+
+    def test_leaves_the_callers_random_state_alone(self) -> None:
+        before = torch.get_rng_state()
+        build_model("qwen2.5-1m", SparseBitConfig(), seed=5, vocab_size=256)
+        assert torch.equal(torch.get_rng_state(), before)
+
+    def test_initial_distribution(self) -> None:
+        model = build_model("qwen2.5-1m", SparseBitConfig(), vocab_size=256)
+        for name, parameter in model.named_parameters():
+            assert parameter.dtype == torch.float32
+            if parameter.dim() == 2:
+                assert abs(parameter.std().item() - 0.02) < 0.002, name
+            else:
+                assert (parameter == (1.0 if "norm" in name else 0.0)).all(), name
+
+    def test_pattern_that_does_not_fit_names_the_layer(self) -> None:
+        with pytest.raises(UserError, match=r"q_proj: in_features 128 is not a multiple of 7"):
+            build_model("qwen2.5-1m", SparseBitConfig.parse("ternary-6:7"), vocab_size=256)
+
+
+class TestInit:
+    @pytest.fixture
+    def dense(self, tmp_path: Path) -> Path:
+        tiny_model("llama", seed=9).save_pretrained(tmp_path / "dense")
+        return tmp_path / "dense"
+
+    def test_starts_from_existing_weights(self, dense: Path) -> None:
+        model = build_model("ignored", SparseBitConfig(), init=dense)
+        expected = tiny_model("llama", seed=9).state_dict()
+        assert type(model).__name__ == "LlamaForCausalLM"
+        assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+        assert len(sparse_layers(model)) == 14
+
+    def test_bfloat16_weights_become_float32_masters(self, tmp_path: Path) -> None:
+        tiny_model(seed=9).bfloat16().save_pretrained(tmp_path)
+        model = build_model("ignored", SparseBitConfig(), init=tmp_path)
+        expected = tiny_model(seed=9).bfloat16().float().state_dict()
+        for name, value in model.state_dict().items():
+            assert value.dtype == torch.float32
+            assert torch.equal(value, expected[name])
+
+    def test_from_a_checkpoint_of_ours_takes_the_new_format(self, tmp_path: Path) -> None:
+        model = build_model("qwen2.5-1m", SparseBitConfig.parse("ternary-8:8"), vocab_size=256)
+        model.save_pretrained(tmp_path)
+        again = build_model("ignored", SparseBitConfig.parse("full-2:4"), init=tmp_path)
+        formats = {str(layer.config) for layer in sparse_layers(again).values()}
+        assert formats == {"full-2:4"}
+        state = model.state_dict()
+        assert all(torch.equal(value, state[name]) for name, value in again.state_dict().items())
+
+    def test_smaller_vocabulary_than_the_tokenizers_is_refused(self, dense: Path) -> None:
+        with pytest.raises(UserError, match="vocabulary of 96 is smaller than the tokenizer's 500"):
+            build_model("ignored", SparseBitConfig(), init=dense, vocab_size=500)
+
+    def test_incomplete_weights_are_refused_not_randomised(self, dense: Path) -> None:
+        weights = load_file(dense / "model.safetensors")
+        del weights["model.layers.1.mlp.down_proj.weight"]
+        save_file(weights, dense / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(UserError, match=r"lacks model\.layers\.1\.mlp\.down_proj\.weight"):
+            build_model("ignored", SparseBitConfig(), init=dense)
+
+    @pytest.mark.parametrize("content", ["{", None])
+    def test_unreadable_folder_is_one_line(self, tmp_path: Path, content: str | None) -> None:
+        if content is not None:
+            (tmp_path / "config.json").write_text(content)
+        with pytest.raises(UserError, match="cannot load a model from") as raised:
+            build_model("ignored", SparseBitConfig(), init=tmp_path)
+        assert "\n" not in str(raised.value)
+
+    def test_missing_folder_is_named(self, tmp_path: Path) -> None:
+        with pytest.raises(UserError, match="none: no such folder"):
+            build_model("ignored", SparseBitConfig(), init=tmp_path / "none")

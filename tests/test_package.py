@@ -1,0 +1,103 @@
+"""What importing the package does, and what it does not."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+import sparse_bitnet
+
+
+def run(script: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_loads_neither_torch_nor_transformers_and_prints_nothing() -> None:
+    heavy = ("torch", "transformers", "numpy", "tyro", "rich", "datasets", "matplotlib")
+    script = f"""
+import sys, sparse_bitnet
+assert not [name for name in {heavy} if name in sys.modules]
+dir(sparse_bitnet)
+assert not [name for name in {heavy} if name in sys.modules]
+"""
+    assert run(script) == ""
+
+
+def test_kernels_are_loaded_once_and_only_after_the_operators_exist() -> None:
+    script = """
+import sparse_bitnet
+from sparse_bitnet import kernels
+loads = []
+def load():
+    import torch
+    loads.append(torch.ops.sparse_bitnet.select_ternary)
+kernels.load = load
+sparse_bitnet.quantize_ternary
+import sparse_bitnet.layer
+assert len(loads) == 1
+"""
+    run(script)
+
+
+def test_operators_and_quantizer_are_registered_in_this_process() -> None:
+    import torch
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as CONFIGS
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as QUANTIZERS
+
+    assert "sparse_bitnet" in CONFIGS
+    assert "sparse_bitnet" in QUANTIZERS
+    assert sparse_bitnet.quantize_ternary is not None
+    for name in ("nm_mask", "absmean", "select_ternary", "quantize_int8"):
+        assert hasattr(torch.ops.sparse_bitnet, name)
+
+
+def test_registering_twice_does_no_harm() -> None:
+    from sparse_bitnet.hub import register
+
+    register()
+    register()
+
+
+def test_public_names_are_all_there() -> None:
+    assert set(sparse_bitnet.__all__) == {
+        "NMPattern",
+        "SparseBitCallback",
+        "SparseBitConfig",
+        "SparseBitLinear",
+        "UserError",
+        "__version__",
+        "absmean",
+        "build_model",
+        "convert_",
+        "fake_quantize_int8",
+        "fake_quantize_ternary",
+        "from_pretrained",
+        "mask_flip_rate",
+        "nm_mask",
+        "quantize_int8",
+        "quantize_ternary",
+        "save_pretrained",
+        "selected",
+        "sparse_layers",
+    }
+    assert set(dir(sparse_bitnet)) == set(sparse_bitnet.__all__)
+    for name in sparse_bitnet.__all__:
+        assert getattr(sparse_bitnet, name) is not None
+
+
+def test_public_names_are_the_modules_own_and_documented() -> None:
+    for name in set(sparse_bitnet.__all__) - {"__version__"}:
+        value = getattr(sparse_bitnet, name)
+        module = importlib.import_module(value.__module__)
+        assert getattr(module, name) is value
+        assert value.__doc__
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'sparse_n'"):
+        sparse_bitnet.sparse_n  # noqa: B018

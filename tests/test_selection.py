@@ -1,0 +1,152 @@
+"""Mask and codes of one optimiser step: reused, counted, and never stale."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from factories import VARIANTS, make_layer
+from sparse_bitnet.sparsity import NMPattern, nm_mask
+
+
+class TestSelection:
+    def test_selected_forward_and_backward_are_the_same(self) -> None:
+        for text in VARIANTS.values():
+            layer, x = make_layer(text), torch.randn(4, 48, requires_grad=True)
+            layer(x).square().sum().backward()
+            expected = layer(x), x.grad.clone(), layer.weight.grad.clone()
+            x.grad = None
+            layer.zero_grad()
+            layer.select_()
+            y = layer(x)
+            y.square().sum().backward()
+            for got, want in zip((y, x.grad, layer.weight.grad), expected, strict=True):
+                assert torch.equal(got, want)
+            layer.release_()
+            assert torch.equal(layer(x), expected[0])
+
+    def test_release_follows_the_weight_again(self) -> None:
+        layer, x = make_layer("ternary-6:8"), torch.randn(4, 48)
+        layer.select_()
+        with torch.no_grad():
+            layer.weight.neg_()
+        fresh = make_layer("ternary-6:8")
+        with torch.no_grad():
+            fresh.weight.neg_()
+        layer.release_()
+        assert torch.equal(layer(x), fresh(x))
+
+    @pytest.mark.parametrize("change", ["in place", "replaced", "loaded", "functional"])
+    def test_a_selection_never_meets_another_weight(self, change: str) -> None:
+        layer, x = make_layer("ternary-6:8"), torch.randn(4, 48)
+        other = torch.randn(20, 48)
+        expected = copy.deepcopy(layer)
+        expected.load_state_dict({"weight": other, "bias": layer.bias.detach()})
+        layer.select_()
+        if change == "functional":
+            state = {"weight": other, "bias": layer.bias}
+            y = torch.func.functional_call(layer, state, (x,))
+        else:
+            if change == "in place":
+                with torch.no_grad():
+                    layer.weight.copy_(other)
+            elif change == "replaced":
+                layer.weight = nn.Parameter(other)
+            else:
+                layer.load_state_dict({"weight": other, "bias": layer.bias.detach()})
+            assert not layer.is_selected
+            y = layer(x)
+        assert torch.equal(y, expected(x))
+
+    @pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}])
+    def test_every_optimiser_implementation_ends_the_selection(
+        self, options: dict[str, bool]
+    ) -> None:
+        layer, x = make_layer("ternary-6:8"), torch.randn(4, 48)
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, **options)
+        layer.select_()
+        layer(x).sum().backward()
+        assert layer.is_selected
+        optimizer.step()
+        assert not layer.is_selected
+
+    def test_flips_between_consecutive_training_selections(self) -> None:
+        layer = make_layer("ternary-6:8")
+        layer.select_()
+        assert layer.mask_flips is None
+        first = layer.mask
+        layer.release_()
+        layer.select_()
+        assert layer.mask_flips == 0
+        with torch.no_grad():
+            layer.weight.normal_()
+        layer.select_()
+        assert layer.mask_flips == (layer.mask ^ first).sum()
+        assert layer.mask_flips > 0
+
+    def test_evaluation_between_steps_leaves_mask_and_flips_alone(self) -> None:
+        layer, x = make_layer("full-6:8"), torch.randn(4, 48)
+        layer.select_()
+        layer.release_()
+        before = layer.mask.clone()
+        with torch.no_grad():
+            layer.weight.normal_()
+        layer.eval()
+        layer.select_()
+        expected = F.linear(x, layer.weight * nm_mask(layer.weight, NMPattern(6, 8)), layer.bias)
+        assert torch.equal(layer(x), expected)
+        layer.select_()
+        layer.release_()
+        assert torch.equal(layer.mask, before)
+        assert layer.mask_flips is None
+        layer.train()
+        layer.select_()
+        assert layer.mask_flips == (layer.mask ^ before).sum()
+
+    def test_first_sparse_step_flips_what_it_prunes(self) -> None:
+        for text in ("ternary-6:8", "full-6:8"):
+            layer = make_layer(text)
+            layer.dense_phase = True
+            layer.select_()
+            assert layer.mask_flips is None
+            layer.release_()
+            layer.select_()
+            assert layer.mask_flips == 0
+            layer.release_()
+            layer.dense_phase = False
+            layer.select_()
+            assert layer.mask_flips == layer.weight.numel() // 4
+
+    def test_dense_format_has_no_flips(self) -> None:
+        layer = make_layer("ternary-8:8")
+        for _ in range(2):
+            layer.select_()
+            assert layer.mask is None
+            assert layer.mask_flips is None
+
+    @pytest.mark.parametrize("use_reentrant", [False, True])
+    def test_recomputation_uses_the_selection(self, use_reentrant: bool) -> None:
+        layer, x = make_layer("ternary-6:8"), torch.randn(4, 48, requires_grad=True)
+        layer(x).square().sum().backward()
+        expected, x.grad = (x.grad, layer.weight.grad), None
+        layer.weight.grad = None
+        layer.select_()
+        checkpoint(layer, x, use_reentrant=use_reentrant).square().sum().backward()
+        assert torch.equal(x.grad, expected[0])
+        assert torch.equal(layer.weight.grad, expected[1])
+
+    def test_inference_mode(self) -> None:
+        with torch.inference_mode():
+            layer, x = make_layer("ternary-6:8"), torch.randn(4, 48)
+            expected = layer(x)
+            layer.select_()
+            assert layer.is_selected
+            assert torch.equal(layer(x), expected)
+
+    def test_deepcopy_of_a_selected_layer(self) -> None:
+        layer, x = make_layer("ternary-6:8"), torch.randn(4, 48)
+        layer.select_()
+        assert torch.equal(copy.deepcopy(layer)(x), layer(x))

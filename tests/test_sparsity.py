@@ -1,0 +1,228 @@
+"""N:M masks against the float64 reference and by their properties."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from torch import Tensor
+
+import reference
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.sparsity import NMPattern, mask_flip_rate, nm_mask, nm_mask_reference
+
+PATTERNS = [NMPattern.parse(text) for text in ("6:8", "2:4", "1:2", "2:8", "7:8", "3:7", "30:32")]
+
+
+@st.composite
+def patterns(draw: st.DrawFn) -> NMPattern:
+    m = draw(st.integers(1, 32))
+    return NMPattern(draw(st.integers(1, m)), m)
+
+
+@st.composite
+def weights(draw: st.DrawFn, pattern: NMPattern) -> Tensor:
+    """float32 [rows, groups * m]: any finite numbers, or few distinct ones and hence many ties."""
+    shape = (draw(st.integers(1, 3)), draw(st.integers(1, 3)) * pattern.m)
+    elements = draw(
+        st.sampled_from(
+            [
+                st.floats(width=32, allow_nan=False, allow_infinity=False),
+                st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, -2.0]),
+            ]
+        )
+    )
+    return torch.from_numpy(draw(hnp.arrays(np.float32, shape, elements=elements)))
+
+
+@st.composite
+def weights_and_pattern(draw: st.DrawFn) -> tuple[Tensor, NMPattern]:
+    pattern = draw(patterns())
+    return draw(weights(pattern)), pattern
+
+
+class TestPattern:
+    @given(patterns())
+    def test_text_form_round_trips(self, pattern: NMPattern) -> None:
+        assert NMPattern.parse(str(pattern)) == pattern
+
+    @pytest.mark.parametrize("text", ["8:6", "0:4", "33:33", "1:33", "0:0"])
+    def test_out_of_range_is_refused(self, text: str) -> None:
+        with pytest.raises(UserError, match=r"needs 1 <= n <= m <= 32"):
+            NMPattern.parse(text)
+
+    @pytest.mark.parametrize("text", ["", "6", "6/8", "6:8:9", "-2:4", "a:b", "2.5:4", "6:8x"])
+    def test_unreadable_text_is_refused_with_an_example(self, text: str) -> None:
+        with pytest.raises(UserError, match="write it as n:m, for example 6:8"):
+            NMPattern.parse(text)
+
+    def test_density(self) -> None:
+        assert NMPattern(6, 8).density == 0.75
+        assert NMPattern(4, 4).is_dense
+        assert not NMPattern(6, 8).is_dense
+
+    def test_user_error_is_a_value_error(self) -> None:
+        assert issubclass(UserError, ValueError)
+
+    def test_not_dividing_names_layer_and_sizes(self) -> None:
+        with pytest.raises(UserError, match=r"layer q_proj: in_features 12 .* 8, .* pattern 6:8"):
+            NMPattern(6, 8).check_divides(12, "q_proj")
+        NMPattern(8, 8).check_divides(12, "q_proj")
+
+
+class TestMask:
+    @given(weights_and_pattern())
+    def test_equals_the_float64_reference(self, drawn: tuple[Tensor, NMPattern]) -> None:
+        weight, pattern = drawn
+        expected = reference.top_n(np.abs(weight.double().numpy()), pattern.n, pattern.m)
+        assert np.array_equal(nm_mask(weight, pattern).numpy(), expected)
+        assert np.array_equal(nm_mask_reference(weight, pattern.n, pattern.m).numpy(), expected)
+
+    @given(weights_and_pattern())
+    def test_keeps_exactly_n_of_every_group(self, drawn: tuple[Tensor, NMPattern]) -> None:
+        weight, pattern = drawn
+        kept = nm_mask(weight, pattern).unflatten(-1, (-1, pattern.m)).sum(-1)
+        assert (kept == pattern.n).all()
+
+    @given(weights_and_pattern())
+    def test_kept_are_at_least_as_large_as_pruned(self, drawn: tuple[Tensor, NMPattern]) -> None:
+        weight, pattern = drawn
+        groups = weight.abs().unflatten(-1, (-1, pattern.m))
+        mask = nm_mask(weight, pattern).unflatten(-1, (-1, pattern.m))
+        smallest_kept = groups.masked_fill(~mask, float("inf")).amin(-1)
+        largest_pruned = groups.masked_fill(mask, -1.0).amax(-1)
+        assert (smallest_kept >= largest_pruned).all()
+
+    @given(weights_and_pattern())
+    def test_masking_again_changes_nothing(self, drawn: tuple[Tensor, NMPattern]) -> None:
+        weight, pattern = drawn
+        mask = nm_mask(weight, pattern)
+        assert torch.equal(nm_mask(weight * mask, pattern), mask)
+
+    @given(weights_and_pattern())
+    def test_signs_do_not_matter(self, drawn: tuple[Tensor, NMPattern]) -> None:
+        weight, pattern = drawn
+        assert torch.equal(nm_mask(-weight, pattern), nm_mask(weight, pattern))
+
+    @given(weights_and_pattern(), st.integers(-20, 20))
+    def test_powers_of_two_do_not_matter(
+        self, drawn: tuple[Tensor, NMPattern], exponent: int
+    ) -> None:
+        weight, pattern = drawn
+        weight = weight.clamp(-1e9, 1e9)
+        scaled = weight * 2.0**exponent
+        if torch.equal(scaled / 2.0**exponent, weight):
+            assert torch.equal(nm_mask(scaled, pattern), nm_mask(weight, pattern))
+
+    @given(patterns(), st.integers(1, 16384), st.integers(0, 2**32 - 1))
+    def test_exact_multiples_do_not_matter(
+        self, pattern: NMPattern, factor: int, seed: int
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        shape = (3, 2 * pattern.m)
+        weight = torch.randint(-1000, 1001, shape, generator=generator).float()
+        assert torch.equal(nm_mask(weight * factor, pattern), nm_mask(weight, pattern))
+
+    @given(weights_and_pattern())
+    def test_groups_do_not_see_each_other(self, drawn: tuple[Tensor, NMPattern]) -> None:
+        weight, pattern = drawn
+        whole = nm_mask(weight, pattern)
+        parts = [nm_mask(part.contiguous(), pattern) for part in weight.split(pattern.m, dim=-1)]
+        assert torch.equal(whole, torch.cat(parts, dim=-1))
+
+    def test_ties_keep_the_lower_index(self) -> None:
+        weight = torch.tensor([1.0, -1, 1, -1, 1, -1, 1, -1])
+        assert nm_mask(weight, NMPattern(6, 8)).tolist() == [True] * 6 + [False] * 2
+        weight = torch.tensor([0.0, 2, 1, 1, -0.0, 1, 1, 1])
+        assert nm_mask(weight, NMPattern(3, 8)).tolist() == [
+            bool(kept) for kept in (0, 1, 1, 1, 0, 0, 0, 0)
+        ]
+
+    @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+    def test_bfloat16_masters_with_many_ties(self, pattern: NMPattern) -> None:
+        weight = (torch.randn(64, 28 * pattern.m) * 0.02).bfloat16()
+        groups = weight.abs().unflatten(-1, (-1, pattern.m)).sort(descending=True).values
+        tied = groups[..., pattern.n - 1] == groups[..., pattern.n]
+        assert tied.any()
+        expected = reference.top_n(np.abs(weight.double().numpy()), pattern.n, pattern.m)
+        assert np.array_equal(nm_mask(weight, pattern).numpy(), expected)
+        assert torch.equal(nm_mask(weight, pattern), nm_mask(weight.float(), pattern))
+
+    def test_share_of_tied_groups_in_bfloat16_is_what_method_md_says(self) -> None:
+        weight = (torch.randn(512, 896) * 0.02).bfloat16()
+        groups = weight.abs().unflatten(-1, (-1, 8)).sort(descending=True).values
+        assert 0.003 < (groups[..., 5] == groups[..., 6]).double().mean() < 0.01
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+    def test_every_float_type(self, dtype: torch.dtype) -> None:
+        weight = torch.randn(5, 24).to(dtype)
+        expected = reference.top_n(np.abs(weight.double().numpy()), 6, 8)
+        assert np.array_equal(nm_mask(weight, NMPattern(6, 8)).numpy(), expected)
+
+    def test_float64_is_not_rounded_first(self) -> None:
+        weight = torch.tensor([1.0, 1.0 + 1e-12], dtype=torch.float64)
+        assert nm_mask(weight, NMPattern(1, 2)).tolist() == [False, True]
+
+    def test_denormals_are_ranked(self) -> None:
+        weight = torch.tensor([1e-45, 3e-45, 0.0, 1e-40])
+        assert nm_mask(weight, NMPattern(2, 4)).tolist() == [False, True, False, True]
+
+    def test_infinity_and_nan_rank_highest_and_keep_n(self) -> None:
+        weight = torch.tensor([1.0, float("nan"), float("-inf"), 2.0])
+        assert nm_mask(weight, NMPattern(2, 4)).tolist() == [False, True, True, False]
+        assert nm_mask(torch.full((1, 8), float("nan")), NMPattern(6, 8)).sum() == 6
+
+    @pytest.mark.parametrize("shape", [(16,), (3, 16), (2, 3, 16), (0, 16), (3, 0), (2, 0, 16)])
+    def test_any_number_of_leading_dimensions(self, shape: tuple[int, ...]) -> None:
+        weight = torch.randn(shape)
+        mask = nm_mask(weight, NMPattern(6, 8))
+        assert mask.shape == weight.shape
+        assert mask.dtype == torch.bool
+        rows = weight.reshape(-1, 8) if weight.numel() else torch.empty(0, 8)
+        assert torch.equal(mask.reshape(-1, 8), nm_mask(rows, NMPattern(6, 8)))
+
+    def test_strided_weights(self) -> None:
+        weight = torch.randn(32, 6).t()
+        assert torch.equal(
+            nm_mask(weight, NMPattern(6, 8)), nm_mask(weight.contiguous(), NMPattern(6, 8))
+        )
+        sliced = torch.randn(6, 64)[:, ::2]
+        assert torch.equal(
+            nm_mask(sliced, NMPattern(2, 4)), nm_mask(sliced.contiguous(), NMPattern(2, 4))
+        )
+
+    @pytest.mark.parametrize("text", ["8:8", "1:1", "7:7"])
+    def test_dense_keeps_everything_whatever_the_size(self, text: str) -> None:
+        assert nm_mask(torch.zeros(3, 13), NMPattern.parse(text)).all()
+
+    def test_a_size_that_does_not_divide_is_refused(self) -> None:
+        with pytest.raises(UserError, match="in_features 12 is not a multiple of 8"):
+            nm_mask(torch.zeros(2, 12), NMPattern(6, 8))
+
+    def test_no_gradient(self) -> None:
+        weight = torch.randn(2, 8, requires_grad=True)
+        assert not nm_mask(weight, NMPattern(6, 8)).requires_grad
+
+
+class TestFlipRate:
+    @given(patterns(), st.integers(0, 2**32 - 1))
+    def test_equals_the_reference_and_is_bounded(self, pattern: NMPattern, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        first, second = (
+            nm_mask(torch.randn(4, 3 * pattern.m, generator=generator), pattern) for _ in range(2)
+        )
+        rate = mask_flip_rate(first, second)
+        assert rate.dtype == torch.float64
+        assert rate.item() == reference.flip_rate(first.numpy(), second.numpy())
+        # Every weight that leaves lets another in: at most 2 min(n, m - n) of m.
+        assert rate <= 2 * min(pattern.n, pattern.m - pattern.n) / pattern.m
+        assert mask_flip_rate(first, first) == 0
+        assert mask_flip_rate(second, first) == rate
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize(("n", "m"), [(6, 8), (8, 8), (1, 1), (3, 7)])
+def test_operator_contract(n: int, m: int, strided: bool) -> None:
+    weight = torch.randn(m * 2, 6).t() if strided else torch.randn(6, m * 2)
+    torch.library.opcheck(torch.ops.sparse_bitnet.nm_mask.default, (weight, n, m))
