@@ -44,27 +44,22 @@ def main(arguments: list[str]) -> None:
 
 
 def generate(checkpoint: str, config: GenerateConfig) -> str:
-    """The prompt and its continuation as text. Raises `UserError` when the model cannot be loaded."""
-    import torch
+    """The prompt and its continuation as text.
 
-    from sparse_bitnet.convert import selected
+    Raises `UserError` when the model or its tokenizer cannot be loaded.
+    """
     from sparse_bitnet.data.tokenizer import load_tokenizer
-    from sparse_bitnet.evaluation.perplexity import resolve_checkpoint
+    from sparse_bitnet.evaluation.held_out import resolve_checkpoint
+    from sparse_bitnet.evaluation.sampling import continue_text
     from sparse_bitnet.hub import from_pretrained
 
     path = resolve_checkpoint(checkpoint)
-    model, tokenizer = from_pretrained(path), load_tokenizer(path)
-    torch.manual_seed(config.seed)
-    ids = tokenizer(config.prompt, return_tensors="pt").input_ids
-    sampling = {"do_sample": False}
-    if config.temperature > 0:
-        sampling = {"do_sample": True, "temperature": config.temperature, "top_p": config.top_p}
-    with torch.no_grad(), selected(model):
-        output = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=config.max_new_tokens,
-            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
-            **sampling,
-        )
-    return tokenizer.decode(output[0], skip_special_tokens=True)
+    return config.prompt + continue_text(
+        from_pretrained(path),
+        load_tokenizer(path),
+        config.prompt,
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        seed=config.seed,
+    )

@@ -4,12 +4,14 @@
 def main(arguments: list[str]) -> None:
     """Print every preset with its shape and parameter counts."""
     import tyro
+
+    tyro.cli(_nothing, args=arguments, prog="sparse-bitnet models", description=main.__doc__)
+
     from rich.console import Console
     from rich.table import Table
 
     from sparse_bitnet.models import PRESETS
 
-    tyro.cli(_nothing, args=arguments, prog="sparse-bitnet models", description=main.__doc__)
     table = Table(title="Model presets (Qwen2.5 family)")
     for column in ("preset", "hidden", "ffn", "layers", "heads", "kv heads", "vocabulary"):
         table.add_column(column, justify="left" if column == "preset" else "right")

@@ -15,7 +15,7 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,6 +27,9 @@ from sparse_bitnet.convert import sparse_layers
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import atomic_folder, remove_leftovers
 from sparse_bitnet.training.config import TrainConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 CHECKPOINT_VERSION = 1
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -54,7 +57,7 @@ def list_checkpoints(run: Path) -> list[Checkpoint]:
 def save_checkpoint(
     run: Path,
     step: int,
-    model: torch.nn.Module,
+    model: "PreTrainedModel",
     optimizer: torch.optim.Optimizer,
     config: TrainConfig,
     data_identity: dict[str, Any],

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -26,6 +26,9 @@ from sparse_bitnet.training.loss import causal_lm_loss, mean_token_loss
 from sparse_bitnet.training.optimizer import build_optimizer
 from sparse_bitnet.training.run_folder import Interrupted, StopSignal, open_run, run_lock
 from sparse_bitnet.training.schedule import is_sparse, learning_rate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 OnStep = Callable[[dict[str, Any]], None]
 
@@ -57,6 +60,8 @@ def train(config: TrainConfig, *, on_step: OnStep | None = None) -> RunResult:
     SIGINT or SIGTERM, when a checkpoint of the last whole step is on the disk.
     """
     run = Path(config.out)
+    SparseBitConfig.parse(config.format)
+    TokenDataset.open(config.data, "train")
     open_run(run, config)
     with run_lock(run):
         checkpoints.clean_run(run)
@@ -91,7 +96,7 @@ class _Trainer:
         self.sinks = self._open_sinks()
         self.timing = metrics.JsonLines(run / metrics.TIMING_FILE, self.start)
 
-    def _build_model(self) -> torch.nn.Module:
+    def _build_model(self) -> "PreTrainedModel":
         config = self.config
         model = build_model(
             config.model,
@@ -100,7 +105,9 @@ class _Trainer:
             vocab_size=config.vocab_size or self._default_vocab_size(),
             init=config.init,
         )
-        self.dataset.check_vocab(model.get_input_embeddings().num_embeddings)
+        self.dataset.check_vocab(
+            cast(torch.nn.Embedding, model.get_input_embeddings()).num_embeddings
+        )
         if config.sequence_length > model.config.max_position_embeddings:
             raise UserError(
                 f"sequence_length={config.sequence_length}: {config.model} has positions for "
@@ -110,7 +117,7 @@ class _Trainer:
             value = getattr(self.tokenizer, field, None)
             setattr(model.config, field, value)
             setattr(model.generation_config, field, value)
-        model.to(self.device).train()
+        model.to(self.device).train()  # type: ignore[arg-type]
         if config.activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if config.compile:
@@ -263,7 +270,7 @@ class _Trainer:
 
 
 def validation_loss(
-    model: torch.nn.Module, config: TrainConfig, *, device: torch.device, dtype: torch.dtype
+    model: "PreTrainedModel", config: TrainConfig, *, device: torch.device, dtype: torch.dtype
 ) -> tuple[float, int]:
     """Mean loss over the first `validation_tokens` of the validation split, in whole sequences."""
     dataset = TokenDataset.open(config.data, "validation")

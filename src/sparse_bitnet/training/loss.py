@@ -6,14 +6,18 @@ head is formed at once, and the logits are dropped before the next chunk.
 """
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparse_bitnet.convert import selected
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.training.device import autocast
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -25,8 +29,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         head = weight.to(dtype)
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        grad_hidden = torch.empty_like(hidden) if needs_grad else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad else None
+        grad_hidden = torch.empty_like(hidden if needs_grad else hidden[:0])
+        grad_weight = torch.zeros_like(weight if needs_grad else weight[:0], dtype=torch.float32)
         with torch.autocast(device, enabled=False):
             for start in range(0, hidden.shape[0], chunk_tokens):
                 rows = slice(start, start + chunk_tokens)
@@ -78,7 +82,7 @@ def default_chunk_tokens(vocab_size: int) -> int:
 
 
 def causal_lm_loss(
-    model: nn.Module, input_ids: Tensor, labels: Tensor, *, chunk_tokens: int | None = None
+    model: "PreTrainedModel", input_ids: Tensor, labels: Tensor, *, chunk_tokens: int | None = None
 ) -> Tensor:
     """Summed next-token loss of a transformers causal LM.
 
@@ -96,7 +100,7 @@ def causal_lm_loss(
 
 @torch.no_grad()
 def mean_token_loss(
-    model: nn.Module,
+    model: "PreTrainedModel",
     batches: Iterable[tuple[Tensor, Tensor]],
     *,
     device: torch.device | str = "cpu",

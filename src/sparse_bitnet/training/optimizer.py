@@ -1,18 +1,24 @@
 """AdamW with its parameter groups."""
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from sparse_bitnet.training.config import TrainConfig
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-def build_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+
+def build_optimizer(model: "PreTrainedModel", config: TrainConfig) -> torch.optim.AdamW:
     """AdamW whose weight decay applies to the matrices of the blocks, and to embeddings on request."""
     embeddings = {
         id(module.weight)
         for module in (model.get_input_embeddings(), model.get_output_embeddings())
         if module
     }
-    decayed, plain = [], []
+    decayed: list[torch.nn.Parameter] = []
+    plain: list[torch.nn.Parameter] = []
     for parameter in model.parameters():
         matrix = parameter.dim() >= 2
         decays = matrix and (config.decay_embeddings or id(parameter) not in embeddings)
