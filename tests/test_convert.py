@@ -106,6 +106,21 @@ class TestConvert:
         model = convert_(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), TERNARY)
         assert set(sparse_layers(model)) == {"0", "2"}
 
+    def test_a_model_without_repeated_blocks_keeps_its_head_dense(self) -> None:
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.embed, self.body, self.head = (
+                    nn.Embedding(8, 8),
+                    nn.Linear(8, 8),
+                    nn.Linear(8, 8),
+                )
+
+            def get_output_embeddings(self) -> nn.Module:
+                return self.head
+
+        assert list(sparse_layers(convert_(Model(), TERNARY))) == ["body"]
+
     def test_filter_chooses(self) -> None:
         model = tiny_model()
         convert_(model, TERNARY, lambda module, name: name.endswith("up_proj"))

@@ -42,7 +42,8 @@ class TestSelection:
     @pytest.mark.parametrize("change", ["in place", "replaced", "loaded", "functional"])
     def test_a_selection_never_meets_another_weight(self, change: str) -> None:
         layer, x = make_layer("ternary-6:8"), torch.randn(4, 48)
-        other = torch.randn(20, 48)
+        # Both of version 0, so that a replacement shows by its identity alone.
+        layer.weight, other = nn.Parameter(torch.randn(20, 48)), torch.randn(20, 48)
         expected = copy.deepcopy(layer)
         expected.load_state_dict({"weight": other, "bias": layer.bias.detach()})
         layer.select_()

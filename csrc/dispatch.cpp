@@ -1,0 +1,114 @@
+// The choice of an instruction set, and the whole operations: the inner functions over the pool.
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+
+#include "kernels.h"
+#include "parallel.h"
+
+namespace sparse_bitnet {
+namespace {
+
+// Best first.
+const Kernels* const all_kernels[] = {
+#if defined(__x86_64__)
+    &avx512_kernels,
+    &avx2_kernels,
+#endif
+    &generic_kernels,
+};
+
+// Input bytes of one piece of work: small enough to share out evenly, large enough (some 10
+// microseconds) to be worth a thread. An input of one piece stays on the calling thread.
+constexpr std::int64_t piece_bytes = 1 << 18;
+
+
+// A multiple of 64 items, so that a piece is whole tiles and starts on a cache line of the outputs.
+std::int64_t items_per_piece(std::int64_t bytes_per_item) {
+  return std::max<std::int64_t>(64, piece_bytes / bytes_per_item / 64 * 64);
+}
+
+const std::uint8_t* at(const void* base, std::int64_t index, Dtype dtype) {
+  return static_cast<const std::uint8_t*>(base) + index * std::int64_t(bytes_of(dtype));
+}
+
+}  // namespace
+
+std::vector<std::string> supported_isas() {
+  std::vector<std::string> names;
+  for (const Kernels* kernels : all_kernels) {
+    if (kernels->supported()) names.push_back(kernels->isa);
+  }
+  return names;
+}
+
+const Kernels& choose_kernels(const std::string& isa) {
+  const char* variable = std::getenv("SPARSE_BITNET_ISA");
+  const bool from_variable = isa.empty() && variable && *variable;
+  const std::string wanted = from_variable ? variable : isa;
+  for (const Kernels* kernels : all_kernels) {
+    if ((wanted.empty() || wanted == kernels->isa) && kernels->supported()) return *kernels;
+  }
+  std::string has;
+  for (const std::string& name : supported_isas()) has += (has.empty() ? "" : ", ") + name;
+  throw std::invalid_argument(std::string(from_variable ? "SPARSE_BITNET_ISA=" : "instruction set ") +
+                              wanted + ": this machine has " + has);
+}
+
+void nm_mask(const Kernels& kernels, const void* weight, Dtype dtype, std::int64_t groups, int n, int m,
+             std::uint8_t* mask, int threads) {
+  const std::int64_t piece = items_per_piece(m * bytes_of(dtype));
+  parallel_for(groups, piece, threads, [&](std::int64_t begin, std::int64_t end) {
+    if (n == m) {
+      std::memset(mask + begin * m, 1, (end - begin) * m);
+    } else {
+      kernels.nm_mask(at(weight, begin * m, dtype), dtype, end - begin, n, m, mask + begin * m);
+    }
+  });
+}
+
+void select_ternary(const Kernels& kernels, const void* weight, Dtype dtype, float weight_scale,
+                    std::int64_t groups, int n, int m, std::int8_t* codes, std::uint8_t* mask,
+                    int threads) {
+  const std::int64_t piece = items_per_piece(m * bytes_of(dtype));
+  parallel_for(groups, piece, threads, [&](std::int64_t begin, std::int64_t end) {
+    const std::int64_t first = begin * m, count = (end - begin) * m;
+    if (n == m) {
+      kernels.dense_ternary(at(weight, first, dtype), dtype, weight_scale, count, codes + first);
+      std::memset(mask + first, 1, count);
+    } else {
+      kernels.select_ternary(at(weight, first, dtype), dtype, weight_scale, end - begin, n, m,
+                             codes + first, mask + first);
+    }
+  });
+}
+
+float absmean(const Kernels& kernels, const void* weight, Dtype dtype, std::int64_t count,
+              int threads) {
+  std::vector<double> sums((count + sum_block - 1) / sum_block);
+  parallel_for(std::int64_t(sums.size()), 1, threads, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t b = begin; b < end; ++b) {
+      const std::int64_t first = b * sum_block;
+      sums[b] = kernels.sum_magnitudes(at(weight, first, dtype), dtype,
+                                       std::min(sum_block, count - first));
+    }
+  });
+  double total = 0;
+  for (double sum : sums) total += sum;
+  const float mean = float(total / double(count));
+  return mean < 1e-5f ? 1e-5f : mean;
+}
+
+void quantize_int8(const Kernels& kernels, const void* x, Dtype dtype, std::int64_t tokens,
+                   std::int64_t features, std::int8_t* codes, float* activation_scale, int threads) {
+  const std::int64_t bytes = std::max<std::int64_t>(1, features * bytes_of(dtype));
+  const std::int64_t piece = std::max<std::int64_t>(1, piece_bytes / bytes);
+  parallel_for(tokens, piece, threads, [&](std::int64_t begin, std::int64_t end) {
+    kernels.quantize_int8(at(x, begin * features, dtype), dtype, end - begin, features,
+                          codes + begin * features, activation_scale + begin);
+  });
+}
+
+}  // namespace sparse_bitnet

@@ -1,0 +1,47 @@
+#include "parallel.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <atomic>
+
+namespace sparse_bitnet {
+namespace {
+
+// GCC's entry point of a parallel region, which the runtimes of LLVM and Intel provide as well.
+using GompParallel = void (*)(void (*function)(void*), void* data, unsigned threads, unsigned flags);
+
+GompParallel find_openmp() {
+  return reinterpret_cast<GompParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+}
+
+struct Job {
+  const std::int64_t count, size;
+  const Piece piece;
+  void* const context;
+  std::atomic<std::int64_t> next{0};
+
+  // Runs on every thread of the team; a late one finds less left to do.
+  void take_pieces() {
+    for (;;) {
+      const std::int64_t begin = next.fetch_add(size, std::memory_order_relaxed);
+      if (begin >= count) return;
+      piece(context, begin, std::min(begin + size, count));
+    }
+  }
+};
+
+}  // namespace
+
+void run_pieces(std::int64_t count, std::int64_t size, int threads, Piece piece, void* context) {
+  static const GompParallel openmp = find_openmp();
+  const std::int64_t team = std::min<std::int64_t>(threads, (count + size - 1) / size);
+  if (team <= 1 || !openmp) {
+    if (count > 0) piece(context, 0, count);
+    return;
+  }
+  Job job{count, size, piece, context};
+  openmp([](void* data) { static_cast<Job*>(data)->take_pieces(); }, &job, unsigned(team), 0);
+}
+
+}  // namespace sparse_bitnet
