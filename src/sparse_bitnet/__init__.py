@@ -37,10 +37,13 @@ _PUBLIC = {
 
 __all__ = [*_PUBLIC, "__version__"]  # noqa: PLE0604
 
-# Module -> "module:function" of ours to call once it has been imported.
+# Module -> each "module:function" of ours to call once it has been imported.
 _AFTER_IMPORT = {
-    "sparse_bitnet.quantizer": "sparse_bitnet.kernels:load",
-    "transformers.quantizers.auto": "sparse_bitnet.hub:register",
+    "sparse_bitnet.quantizer": ("sparse_bitnet.kernels:load",),
+    "transformers.quantizers.auto": (
+        "sparse_bitnet.hub:register",
+        "sparse_bitnet.packing.loading:register",
+    ),
 }
 
 
@@ -54,9 +57,10 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-def _call(target: str) -> None:
-    module, _, function = target.partition(":")
-    getattr(importlib.import_module(module), function)()
+def _call_after(name: str) -> None:
+    for target in _AFTER_IMPORT[name]:
+        module, _, function = target.partition(":")
+        getattr(importlib.import_module(module), function)()
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
@@ -76,7 +80,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            _call(_AFTER_IMPORT[name])
+            _call_after(name)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -84,9 +88,9 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 def _arrange() -> None:
     sys.meta_path.insert(0, _AfterImport())
-    for name, function in _AFTER_IMPORT.items():
+    for name in _AFTER_IMPORT:
         if name in sys.modules and not name.startswith("sparse_bitnet."):
-            _call(function)
+            _call_after(name)
 
 
 _arrange()

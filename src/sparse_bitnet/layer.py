@@ -13,12 +13,12 @@ from typing import Any, Literal, NamedTuple, Self, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.quantizer import absmean, fake_quantize_int8, quantize_int8, quantize_ternary
+from sparse_bitnet.quantizer import absmean, fake_quantize_int8, quantize_ternary
 from sparse_bitnet.sparsity import NMPattern, nm_mask
+from sparse_bitnet.straight_through import dequantized, masked, ternary_int8_linear
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "weight": ("ternary", "full"),
@@ -154,14 +154,14 @@ def select(weight: Tensor, config: SparseBitConfig, *, dense: bool = False) -> S
     mask is then all ones, so the flips of the first sparse step are counted against it.
     """
     weight = weight.detach()
-    masked = not config.pattern.is_dense
+    prunes = not config.pattern.is_dense
     pattern = NMPattern(config.pattern.m, config.pattern.m) if dense else config.pattern
     if config.weight == "full":
-        return Selection(None, nm_mask(weight, pattern) if masked else None, None)
+        return Selection(None, nm_mask(weight, pattern) if prunes else None, None)
     if pattern.is_dense or (config.mask_source, config.scale_source) == ("master", "dense"):
         scale = absmean(weight)
         codes, mask = torch.ops.sparse_bitnet.select_ternary(weight, scale, pattern.n, pattern.m)
-        return Selection(codes, mask if masked else None, scale)
+        return Selection(codes, mask if prunes else None, scale)
     if config.mask_source == "ternary":
         codes, scale = quantize_ternary(weight)
         mask = nm_mask(codes.to(weight.dtype), config.pattern)
@@ -276,12 +276,12 @@ class SparseBitLinear(nn.Linear):
             x = fake_quantize_int8(input) if self.config.activation == "int8" else input
             weight = self.weight
             if selection.mask is not None:
-                weight = _Masked.apply(weight, selection.mask, gate)
+                weight = masked(weight, selection.mask, gate)
             return F.linear(x, weight, self.bias)
         if self.config.activation == "none":
-            weight = _Dequantized.apply(self.weight, selection.codes, selection.weight_scale, gate)
+            weight = dequantized(self.weight, selection.codes, selection.weight_scale, gate)
             return F.linear(input, weight, self.bias)
-        return _TernaryInt8Linear.apply(
+        return ternary_int8_linear(
             input, self.weight, self.bias, selection.codes, selection.weight_scale, gate
         )
 
@@ -318,78 +318,3 @@ def _optimizer_steps() -> list[int]:
 
     register_optimizer_step_post_hook(count)
     return steps
-
-
-def _gated(gradient: Tensor, gate: Tensor | None) -> Tensor:
-    return gradient if gate is None else gradient * gate
-
-
-class _Masked(torch.autograd.Function):
-    """weight * mask, with the gradient passed to the dense weight."""
-
-    @staticmethod
-    def forward(ctx, weight, mask, gate):
-        ctx.save_for_backward(gate)
-        return weight * mask
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (gate,) = ctx.saved_tensors
-        return _gated(gradient, gate), None, None
-
-
-class _Dequantized(torch.autograd.Function):
-    """codes * weight_scale in the dtype of the weight, with the gradient passed to the weight."""
-
-    @staticmethod
-    def forward(ctx, weight, codes, weight_scale, gate):
-        ctx.save_for_backward(gate)
-        return (codes * weight_scale).to(weight.dtype)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (gate,) = ctx.saved_tensors
-        return _gated(gradient, gate), None, None, None
-
-
-class _TernaryInt8Linear(torch.autograd.Function):
-    """int8 x ternary product, scaled once at the end: what integer hardware computes.
-
-    Both operands hold small integers, exact in bfloat16, and their sums stay below 2**24, so a
-    float32 accumulator gives the integer result whatever the order of summation. Saves int8
-    activations for the backward pass, a quarter of what float32 ones take.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, codes, weight_scale, gate):
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        x_codes, x_scale = quantize_int8(x)
-        ctx.save_for_backward(x_codes, x_scale, codes, weight_scale, gate)
-        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        x_operand, y_scale = x_codes.to(dtype), x_scale * weight_scale
-        if dtype == torch.float16:
-            # Sums of codes can pass 65504, the end of float16; 1/128 of them, still exact, cannot.
-            x_operand, y_scale = x_operand / 128, y_scale * 128
-        y = F.linear(x_operand, codes.to(dtype)) * y_scale
-        if bias is not None:
-            y = y + bias
-        return y.to(dtype)
-
-    # A second derivative would miss the terms of both straight-through estimators.
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient):
-        x_codes, x_scale, codes, weight_scale, gate = ctx.saved_tensors
-        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
-        dtype = gradient.dtype
-        grad_x = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_x = ((gradient @ codes.to(dtype)) * weight_scale).to(x_dtype)
-        rows = gradient.reshape(-1, gradient.shape[-1])
-        if ctx.needs_input_grad[1]:
-            x = (x_codes * x_scale).to(dtype).reshape(-1, x_codes.shape[-1])
-            grad_weight = _gated((rows.t() @ x).to(weight_dtype), gate)
-        if bias_dtype is not None and ctx.needs_input_grad[2]:
-            grad_bias = rows.sum(0, dtype=torch.float32).to(bias_dtype)
-        return grad_x, grad_weight, grad_bias, None, None, None

@@ -1,0 +1,154 @@
+"""Ternary rows as bitmaps: which weights are not zero, which are negative, which pattern they keep to."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from sparse_bitnet.sparsity import NMPattern
+
+Bytes = np.ndarray
+"""uint8 array."""
+
+CHUNK_BYTES = 8
+"""A chunk is 64 weights: 8 bytes of a bitmap."""
+
+SLICE_WEIGHTS = 1 << 19
+"""Weights coded at a time: intermediate results stay in the cache, and memory stays bounded."""
+
+POPCOUNT: Bytes = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(1, np.uint8)
+"""[256]: set bits of a byte."""
+
+
+T = TypeVar("T")
+
+
+class DamagedBytes(Exception):
+    """Bytes to which no matrix of codes is packed. The message says why."""
+
+
+def by_slices(rows: int, in_features: int, work: Callable[[slice], T]) -> list[T]:
+    """What `work` returns for consecutive rows, `SLICE_WEIGHTS` at a time, on torch's thread count."""
+    step = max(1, SLICE_WEIGHTS // in_features)
+    slices = [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
+    threads = min(torch.get_num_threads(), len(slices))
+    if threads <= 1:
+        return [work(part) for part in slices]
+    # numpy releases the interpreter's lock in all that takes time here.
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(work, slices))
+
+
+def nonzero_bitmap(codes: np.ndarray) -> Bytes:
+    """int8 [rows, in_features] -> [rows, ceil(in_features / 8)], bit i of byte j for weight 8 j + i."""
+    return np.packbits(codes.view(np.uint8), axis=-1, bitorder="little")
+
+
+def negative_bitmap(codes: np.ndarray) -> Bytes:
+    """As `nonzero_bitmap`, with the bits of the negative codes."""
+    return np.packbits(codes < 0, axis=-1, bitorder="little")
+
+
+def bits_of(bitmap: Bytes, count: int) -> Bytes:
+    """[rows, bytes] -> [rows, count] of 0 and 1: the first `count` bits of every row."""
+    return np.unpackbits(bitmap, axis=-1, count=count, bitorder="little")
+
+
+def codes_of(nonzero: Bytes, negative: Bytes, in_features: int) -> np.ndarray:
+    """Two bitmaps [rows, bytes] -> int8 [rows, in_features]."""
+    codes = bits_of(nonzero, in_features).view(np.int8)
+    codes -= 2 * bits_of(negative, in_features).view(np.int8)
+    return codes
+
+
+def in_chunks(bitmap: Bytes) -> Bytes:
+    """[rows, bytes] -> [rows, chunks, 8], zeros added."""
+    padding = -bitmap.shape[1] % CHUNK_BYTES
+    if padding:
+        bitmap = np.pad(bitmap, ((0, 0), (0, padding)))
+    return bitmap.reshape(len(bitmap), -1, CHUNK_BYTES)
+
+
+def chunk_counts(chunks: Bytes) -> np.ndarray:
+    """Set bits of each chunk: [rows, chunks, 8] -> uint64 [rows, chunks]."""
+    # The product's highest byte is the sum of all eight: at most 64, and no lower byte overflows.
+    byte_counts = POPCOUNT[chunks].view(np.uint64)[:, :, 0]
+    return byte_counts * np.uint64(0x0101010101010101) >> np.uint64(56)
+
+
+def fits_pattern(bitmap: Bytes, pattern: NMPattern, in_features: int) -> bool:
+    """Whether every group of m has at most n bits set in a bitmap [rows, ceil(in_features / 8)]."""
+    m = pattern.m
+    if pattern.is_dense:
+        return True
+    if 8 % m == 0:
+        return not _overfull_bytes(pattern)[bitmap].any()
+    counts, span = (POPCOUNT[bitmap], m // 8) if m % 8 == 0 else (bits_of(bitmap, in_features), m)
+    totals = counts[:, 0::span].copy()
+    for i in range(1, span):
+        totals += counts[:, i::span]
+    return bool((totals <= pattern.n).all())
+
+
+def gather_signs(nonzero: Bytes, negative: Bytes) -> tuple[np.ndarray, np.ndarray]:
+    """The sign bits of each chunk's non-zeros, moved together from bit 0 on.
+
+    Args:
+        nonzero, negative: bitmaps [rows, chunks, 8].
+
+    Returns (uint64 [rows, chunks] of signs, uint8 [rows, chunks], their count).
+    """
+    signs = np.zeros(nonzero.shape[:2], np.uint64)
+    count = np.zeros(nonzero.shape[:2], np.uint8)
+    for i in range(CHUNK_BYTES):
+        byte = nonzero[:, :, i]
+        signs |= _gathered()[byte, negative[:, :, i]].astype(np.uint64) << count
+        count += POPCOUNT[byte]
+    return signs, count
+
+
+def spread_signs(nonzero: Bytes, signs: np.ndarray) -> tuple[Bytes, np.ndarray]:
+    """Inverse of `gather_signs`: (bitmap of the negatives [rows, chunks, 8], uint64 bits left over)."""
+    left = signs.copy()
+    negative = np.empty_like(nonzero)
+    for i in range(CHUNK_BYTES):
+        byte = nonzero[:, :, i]
+        negative[:, :, i] = _spread()[byte, left.astype(np.uint8)]
+        left >>= POPCOUNT[byte]
+    return negative, left
+
+
+@cache
+def _overfull_bytes(pattern: NMPattern) -> np.ndarray:
+    """bool [256]: bytes that hold a group of m with more than n bits set; m divides 8."""
+    groups = bits_of(np.arange(256, dtype=np.uint8)[:, None], 8).reshape(256, -1, pattern.m)
+    return (groups.sum(-1) > pattern.n).any(-1)
+
+
+@cache
+def _gathered() -> Bytes:
+    """[256, 256]: the bits of the second byte where the first has ones, moved together (pext)."""
+    table = np.zeros((256, 256), np.uint8)
+    mask, value = np.indices((256, 256), np.uint8, sparse=True)
+    used = np.zeros((256, 1), np.uint8)
+    for bit in range(8):
+        is_set = mask >> bit & 1
+        table |= (value >> bit & is_set) << used
+        used += is_set
+    return table
+
+
+@cache
+def _spread() -> Bytes:
+    """[256, 256]: the low bits of the second byte, one to each set bit of the first (pdep)."""
+    table = np.zeros((256, 256), np.uint8)
+    mask, value = np.indices((256, 256), np.uint8, sparse=True)
+    used = np.zeros((256, 1), np.uint8)
+    for bit in range(8):
+        is_set = mask >> bit & 1
+        table |= (value >> used & is_set) << bit
+        used += is_set
+    return table

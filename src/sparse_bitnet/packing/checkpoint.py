@@ -1,0 +1,203 @@
+"""Packing a trained checkpoint: a folder that is complete, exact, and small.
+
+model.safetensors   <layer>.weight_packed  uint8 [rows, row_bytes], of nm-zstd [bytes]
+                    <layer>.weight_scale   float32 [1], the multiplier of the codes
+                    embedding and output head, if it is not tied to it: bfloat16 or float32
+                    <name>.weight, or int8 <name>.weight with float32 <name>.weight_scale [rows, 1]
+                    biases, norms and linears that were left dense, as they were
+config.json         the model's, with quant_method "sparse_bitnet_packed"
+tokenizer and generation files, copied
+"""
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.files import atomic_folder
+from sparse_bitnet.layer import select
+from sparse_bitnet.packing.codec import pack
+from sparse_bitnet.packing.formats import (
+    auto_format,
+    check_format,
+    check_layout,
+    has_fixed_rows,
+    row_bytes,
+)
+from sparse_bitnet.packing.metadata import EMBEDDINGS, PackedMetadata
+from sparse_bitnet.packing.source import TrainedCheckpoint, open_checkpoint
+from sparse_bitnet.packing.tensor_file import TensorFileWriter, TensorSpec
+from sparse_bitnet.quantizer import quantize_int8
+
+MODEL_FILE = "model.safetensors"
+
+COPIED = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "generation_config.json",
+    "LICENSE*",
+)
+"""Files beside the weights that belong to the model."""
+
+OnProgress = Callable[[int, int], None]
+"""Called with the weights done and the weights in all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackResult:
+    """What was written."""
+
+    folder: Path
+    metadata: PackedMetadata
+    weights: int
+    """Ternary weights."""
+    weight_bytes: int
+    """Bytes of their codes and scales."""
+    embedding_bytes: int
+    """Bytes of embedding and output head."""
+    file_bytes: int
+    """Bytes of model.safetensors."""
+    seconds: float
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.weight_bytes / self.weights
+
+
+def pack_checkpoint(
+    source: str | Path,
+    out: str | Path,
+    *,
+    format: str = "auto",
+    embeddings: str = "bf16",
+    progress: OnProgress | None = None,
+) -> PackResult:
+    """Write the packed form of a trained checkpoint, one tensor in memory at a time.
+
+    Args:
+        source: run folder or model folder of a ternary model.
+        out: folder to write; must not exist or be empty.
+        format: a name in `formats.FORMATS`, or "auto" (`formats.auto_format`).
+        embeddings: "bf16", "int8" (one scale a row), or "float32" to keep them as trained.
+        progress: told after every tensor.
+
+    Raises `UserError` for a source that cannot be packed or read, a format that does not hold its
+    layers, an `out` that is in use, or a full disk. Nothing is then left behind.
+    """
+    started = time.monotonic()
+    if embeddings not in EMBEDDINGS:
+        raise UserError(f"embeddings {embeddings!r}: choose one of {', '.join(EMBEDDINGS)}")
+    if format != "auto":
+        check_format(format)
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists and is not an empty folder: choose another one or remove it")
+    checkpoint = open_checkpoint(source)
+    metadata = PackedMetadata(
+        packed_format=auto_format(checkpoint.format.pattern) if format == "auto" else format,
+        format=checkpoint.format,
+        embeddings=embeddings,
+        layers=checkpoint.layers,
+    )
+    for name, (_, in_features) in metadata.layers.items():
+        check_layout(metadata.packed_format, metadata.pattern, in_features, name)
+    with atomic_folder(out) as folder:
+        weight_bytes, embedding_bytes = _write_tensors(
+            checkpoint, metadata, folder / MODEL_FILE, progress
+        )
+        config = {**checkpoint.config, "quantization_config": metadata.config_entry()}
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        for pattern in COPIED:
+            for path in checkpoint.folder.glob(pattern):
+                if path.is_file():
+                    shutil.copyfile(path, folder / path.name)
+    return PackResult(
+        folder=out,
+        metadata=metadata,
+        weights=_weights(metadata),
+        weight_bytes=weight_bytes,
+        embedding_bytes=embedding_bytes,
+        file_bytes=(out / MODEL_FILE).stat().st_size,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _weights(metadata: PackedMetadata) -> int:
+    return sum(rows * in_features for rows, in_features in metadata.layers.values())
+
+
+def _write_tensors(
+    checkpoint: TrainedCheckpoint, metadata: PackedMetadata, path: Path, progress: OnProgress | None
+) -> tuple[int, int]:
+    """Returns bytes of packed weights with scales, and bytes of embeddings."""
+    done, total = 0, _weights(metadata)
+    weight_bytes = embedding_bytes = 0
+    with TensorFileWriter(path, _specs(checkpoint, metadata), metadata.to_json()) as writer:
+        for name, (rows, in_features) in metadata.layers.items():
+            selection = select(checkpoint.tensor(f"{name}.weight"), metadata.format)
+            assert selection.codes is not None
+            assert selection.weight_scale is not None
+            packed = pack(selection.codes, metadata.packed_format, metadata.pattern, name=name)
+            writer.write(f"{name}.weight_packed", [packed], tuple(packed.shape))
+            writer.write(f"{name}.weight_scale", [selection.weight_scale.view(1)])
+            weight_bytes += packed.numel() + 4
+            done += rows * in_features
+            if progress is not None:
+                progress(done, total)
+        for name in checkpoint.embeddings:
+            embedding_bytes += _write_embedding(checkpoint, name, metadata.embeddings, writer)
+        for name in checkpoint.others:
+            writer.write(name, [checkpoint.tensor(name)])
+    return weight_bytes, embedding_bytes
+
+
+def _write_embedding(
+    checkpoint: TrainedCheckpoint, name: str, embeddings: str, writer: TensorFileWriter
+) -> int:
+    rows, columns = checkpoint.stored[name].shape
+    if embeddings == "int8":
+        scales: list[Tensor] = []
+        writer.write(name, _int8_pieces(checkpoint.pieces(name), scales))
+        writer.write(f"{name}_scale", scales)
+        return rows * (columns + 4)
+    dtype = torch.bfloat16 if embeddings == "bf16" else torch.float32
+    writer.write(name, (piece.to(dtype) for piece in checkpoint.pieces(name)))
+    return rows * columns * dtype.itemsize
+
+
+def _int8_pieces(pieces: Iterator[Tensor], scales: list[Tensor]) -> Iterator[Tensor]:
+    """int8 codes [rows, columns]; appends the float32 scales [rows, 1] to `scales`."""
+    for piece in pieces:
+        codes, scale = quantize_int8(piece)
+        scales.append(scale)
+        yield codes
+
+
+def _specs(checkpoint: TrainedCheckpoint, metadata: PackedMetadata) -> Iterator[TensorSpec]:
+    for name, (rows, in_features) in metadata.layers.items():
+        if has_fixed_rows(metadata.packed_format):
+            columns = row_bytes(metadata.packed_format, metadata.pattern, in_features)
+            yield TensorSpec(f"{name}.weight_packed", torch.uint8, (rows, columns))
+        else:
+            yield TensorSpec(f"{name}.weight_packed", torch.uint8, (10**15,))
+        yield TensorSpec(f"{name}.weight_scale", torch.float32, (1,))
+    for name in checkpoint.embeddings:
+        rows, columns = checkpoint.stored[name].shape
+        if metadata.embeddings == "int8":
+            yield TensorSpec(name, torch.int8, (rows, columns))
+            yield TensorSpec(f"{name}_scale", torch.float32, (rows, 1))
+        else:
+            dtype = torch.bfloat16 if metadata.embeddings == "bf16" else torch.float32
+            yield TensorSpec(name, dtype, (rows, columns))
+    for name in checkpoint.others:
+        yield TensorSpec(name, checkpoint.stored[name].dtype, checkpoint.stored[name].shape)

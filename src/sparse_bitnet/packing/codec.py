@@ -1,0 +1,121 @@
+"""Codes to packed bytes and back, exactly: the plain reference of every packed format."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.packing import b3, i2, nm_bitmap, nm_enum, nm_zstd
+from sparse_bitnet.packing.bitmaps import (
+    Bytes,
+    DamagedBytes,
+    by_slices,
+    fits_pattern,
+    nonzero_bitmap,
+)
+from sparse_bitnet.packing.formats import check_layout, has_fixed_rows, row_bytes
+from sparse_bitnet.sparsity import NMPattern
+
+_PACK: dict[str, Callable[[np.ndarray, NMPattern], Bytes]] = {
+    "i2": lambda codes, pattern: i2.pack_rows(codes),
+    "b3": lambda codes, pattern: b3.pack_rows(codes),
+    "nm-bitmap": nm_bitmap.pack_rows,
+    "nm-enum": nm_enum.pack_rows,
+}
+
+_UNPACK: dict[str, Callable[[Bytes, NMPattern, int], np.ndarray]] = {
+    "i2": lambda packed, pattern, in_features: i2.unpack_rows(packed, in_features),
+    "b3": lambda packed, pattern, in_features: b3.unpack_rows(packed, in_features),
+    "nm-bitmap": nm_bitmap.unpack_rows,
+    "nm-enum": nm_enum.unpack_rows,
+}
+
+
+def pack(codes: Tensor, format: str, pattern: NMPattern, *, name: str = "(unnamed)") -> Tensor:
+    """Pack ternary codes.
+
+    Args:
+        codes: int8 [rows, in_features] of -1, 0 and 1, at most n non-zeros in every group of m.
+        format: a name in `formats.FORMATS`.
+        pattern: n:m.
+        name: of the layer, for error messages.
+
+    Returns uint8 [rows, row_bytes] on the CPU; of nm-zstd [bytes].
+
+    Raises `UserError` for codes outside the pattern and for shapes that the format does not hold.
+    """
+    if codes.dtype != torch.int8 or codes.dim() != 2 or not codes.numel():
+        raise UserError(
+            f"layer {name}: pack takes an int8 matrix, not {codes.dtype} {list(codes.shape)}"
+        )
+    rows, in_features = codes.shape
+    check_layout(format, pattern, in_features, name)
+    array = codes.cpu().contiguous().numpy()
+    by_slices(rows, in_features, lambda part: _check_codes(array[part], pattern, name))
+    if not has_fixed_rows(format):
+        return torch.from_numpy(nm_zstd.pack_matrix(array))
+    packed = np.empty((rows, row_bytes(format, pattern, in_features)), np.uint8)
+
+    def pack_part(part: slice) -> None:
+        packed[part] = _PACK[format](array[part], pattern)
+
+    by_slices(rows, in_features, pack_part)
+    return torch.from_numpy(packed)
+
+
+def unpack(
+    packed: Tensor,
+    format: str,
+    pattern: NMPattern,
+    shape: tuple[int, int],
+    *,
+    name: str = "(unnamed)",
+) -> Tensor:
+    """The codes of packed bytes: int8 `shape` = [rows, in_features], on the CPU.
+
+    Args:
+        packed: what `pack` returned.
+        format, pattern: as given to `pack`.
+        shape: of the codes.
+        name: of the tensor, for error messages.
+
+    Raises `UserError`, naming the tensor, where the bytes have another size than the shape asks for
+    or are not what `pack` writes for any codes within the pattern.
+    """
+    rows, in_features = shape
+    check_layout(format, pattern, in_features, name)
+    if rows < 1:
+        raise UserError(f"tensor {name}: a matrix of {rows} rows has no packed form")
+    expected = [rows, row_bytes(format, pattern, in_features)] if has_fixed_rows(format) else None
+    if packed.dtype != torch.uint8 or (expected or [packed.numel()]) != list(packed.shape):
+        raise UserError(
+            f"tensor {name}: {format} of a {pattern} matrix {list(shape)} is uint8 {expected or '[n]'}, "
+            f"not {packed.dtype} {list(packed.shape)}"
+        )
+    array = packed.cpu().contiguous().numpy()
+    try:
+        if not has_fixed_rows(format):
+            return torch.from_numpy(nm_zstd.unpack_matrix(array, pattern, (rows, in_features)))
+        codes = np.empty((rows, in_features), np.int8)
+
+        def unpack_part(part: slice) -> None:
+            codes[part] = _UNPACK[format](array[part], pattern, in_features)
+            if not fits_pattern(nonzero_bitmap(codes[part]), pattern, in_features):
+                raise DamagedBytes(f"a group has more non-zeros than the pattern {pattern} allows")
+
+        by_slices(rows, in_features, unpack_part)
+    except DamagedBytes as error:
+        raise UserError(f"tensor {name} is damaged or not {format}: {error}") from error
+    return torch.from_numpy(codes)
+
+
+def _check_codes(codes: np.ndarray, pattern: NMPattern, name: str) -> None:
+    if codes.size and (codes + 1).view(np.uint8).max() > 2:
+        raise UserError(f"layer {name}: there are codes other than -1, 0 and 1")
+    if not fits_pattern(nonzero_bitmap(codes), pattern, codes.shape[1]):
+        raise UserError(
+            f"layer {name}: a group of {pattern.m} has more than {pattern.n} non-zero codes; mask the "
+            f"codes first or pack them with the pattern they were trained with"
+        )

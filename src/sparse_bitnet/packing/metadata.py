@@ -1,0 +1,104 @@
+"""What a packed checkpoint says of itself, in its tensor file and in its config.json."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.packing.formats import FORMATS, VERSION
+from sparse_bitnet.sparsity import NMPattern
+
+QUANT_METHOD = "sparse_bitnet_packed"
+
+EMBEDDINGS = ("bf16", "int8", "float32")
+"""How embedding and output head are stored: int8 with a float32 scale for each row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedMetadata:
+    """Format, pattern and layers of a packed checkpoint."""
+
+    packed_format: str
+    """A name in `formats.FORMATS`."""
+
+    format: SparseBitConfig
+    """Of the trained layers; its pattern is the packed one."""
+
+    embeddings: str
+    """One of `EMBEDDINGS`."""
+
+    layers: dict[str, tuple[int, int]]
+    """Packed layers: full name -> (out_features, in_features)."""
+
+    @property
+    def pattern(self) -> NMPattern:
+        return self.format.pattern
+
+    def to_json(self) -> dict[str, Any]:
+        """The form in the tensor file."""
+        return {
+            "version": VERSION,
+            "packed_format": self.packed_format,
+            "pattern": str(self.pattern),
+            "format": self.format.to_dict(),
+            "embeddings": self.embeddings,
+            "layers": {name: list(shape) for name, shape in self.layers.items()},
+        }
+
+    def config_entry(self) -> dict[str, Any]:
+        """The `quantization_config` of config.json."""
+        return {"quant_method": QUANT_METHOD, **self._summary()}
+
+    def _summary(self) -> dict[str, Any]:
+        return {key: value for key, value in self.to_json().items() if key != "layers"}
+
+    def check_config_entry(self, entry: dict[str, Any], where: str) -> None:
+        """Raise `UserError` where a `quantization_config` says something else than the tensor file."""
+        for key, value in self._summary().items():
+            if entry.get(key) != value:
+                raise UserError(
+                    f"{where}: its {key} is {value!r}, config.json says {entry.get(key)!r}; they are of "
+                    "different checkpoints"
+                )
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any], where: str) -> "PackedMetadata":
+        """Inverse of `to_json`. Raises `UserError` for another version or anything unreadable."""
+        check_version(values, where)
+        try:
+            format = SparseBitConfig.from_dict(values["format"])
+            layers = values["layers"]
+            if values["packed_format"] not in FORMATS or values["embeddings"] not in EMBEDDINGS:
+                raise UserError("an unknown packed format or embedding type")
+            if values["pattern"] != str(format.pattern) or format.weight != "ternary":
+                raise UserError("its pattern and its layers' format contradict each other")
+            if not all(_is_shape(shape) for shape in layers.values()):
+                raise UserError("a layer's shape is not two positive sizes")
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{where}: its metadata is incomplete ({error!r})") from None
+        return cls(
+            packed_format=values["packed_format"],
+            format=format,
+            embeddings=values["embeddings"],
+            layers={name: (shape[0], shape[1]) for name, shape in layers.items()},
+        )
+
+
+def check_version(values: dict[str, Any], where: str) -> None:
+    """Raise `UserError` for a version other than ours."""
+    version = values.get("version")
+    if version != VERSION or isinstance(version, bool):
+        raise UserError(
+            f"{where}: packed format version {version!r} is not readable by this release (it reads "
+            f"{VERSION}); upgrade sparse-bitnet or pack the model again"
+        )
+
+
+def _is_shape(shape: Any) -> bool:
+    return (
+        isinstance(shape, list)
+        and len(shape) == 2
+        and all(type(size) is int and size > 0 for size in shape)
+    )

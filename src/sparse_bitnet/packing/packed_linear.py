@@ -1,0 +1,84 @@
+"""A linear layer that holds packed bytes: the forward of the trained layer, without its masters."""
+
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.packing.codec import unpack
+from sparse_bitnet.packing.formats import has_fixed_rows, row_bytes
+from sparse_bitnet.straight_through import ternary_int8_linear
+
+
+class PackedSparseBitLinear(nn.Module):
+    """Inference form of a `SparseBitLinear`; its output equals that layer's bit for bit.
+
+    Buffers: `weight_packed` uint8, `weight_scale` float32 [1]; `bias` is a parameter or None. The
+    codes (int8 [out_features, in_features]) are decoded from the bytes by `decode_`.
+    """
+
+    weight_packed: Tensor
+    weight_scale: Tensor
+    codes: Tensor | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: nn.Parameter | None,
+        *,
+        config: SparseBitConfig,
+        packed_format: str,
+        packed_bytes: int | None = None,
+        name: str = "(unnamed)",
+        device: torch.device | str | None = None,
+    ) -> None:
+        """`packed_bytes`: where the format has no fixed size for its rows."""
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.config, self.packed_format, self.name = config, packed_format, name
+        if has_fixed_rows(packed_format):
+            columns = row_bytes(packed_format, config.pattern, in_features)
+            shape: tuple[int, ...] = (out_features, columns)
+        else:
+            assert packed_bytes is not None
+            shape = (packed_bytes,)
+        self.register_buffer("weight_packed", torch.empty(shape, dtype=torch.uint8, device=device))
+        scale = torch.empty(1, dtype=torch.float32, device=device)
+        self.register_buffer("weight_scale", scale)
+        self.register_buffer("codes", None, persistent=False)
+        self.register_parameter("bias", bias)
+
+    def decode_(self) -> Self:
+        """Decode the codes, once.
+
+        Raises `UserError`, naming the layer, for bytes that are not of this format and pattern.
+        """
+        codes = unpack(
+            self.weight_packed,
+            self.packed_format,
+            self.config.pattern,
+            (self.out_features, self.in_features),
+            name=f"{self.name}.weight_packed",
+        )
+        self.codes = codes.to(self.weight_packed.device)
+        return self
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in_features] -> [..., out_features]."""
+        if self.codes is None:
+            self.decode_()
+        assert self.codes is not None
+        if self.config.activation == "none":
+            weight = (self.codes * self.weight_scale).to(input.dtype)
+            return F.linear(input, weight, self.bias)
+        return ternary_int8_linear(input, self.codes, self.bias, self.codes, self.weight_scale)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"format={self.config}, packed_format={self.packed_format}"
+        )

@@ -1,0 +1,112 @@
+"""Products of the effective weight whose gradient goes straight to the dense master weight.
+
+The forward uses the mask, the codes, or both; the backward gives the master the gradient of the
+effective weight, pruned positions included (dual straight-through estimator, paper section 2.3). A
+`gate` (bool, shape of the weight) limits it to some positions; None is everywhere.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from sparse_bitnet.quantizer import quantize_int8
+
+
+def masked(weight: Tensor, mask: Tensor, gate: Tensor | None) -> Tensor:
+    """weight * mask, with the gradient passed to the dense weight."""
+    return _Masked.apply(weight, mask, gate)
+
+
+def dequantized(weight: Tensor, codes: Tensor, weight_scale: Tensor, gate: Tensor | None) -> Tensor:
+    """codes * weight_scale in the dtype of the weight, with the gradient passed to the weight."""
+    return _Dequantized.apply(weight, codes, weight_scale, gate)
+
+
+def ternary_int8_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    codes: Tensor,
+    weight_scale: Tensor,
+    gate: Tensor | None = None,
+) -> Tensor:
+    """int8 x ternary product, scaled once at the end: what integer hardware computes.
+
+    Args:
+        x: float [..., in_features], quantised to int8 per token.
+        weight: the master that gets the gradient, [out_features, in_features].
+        bias: [out_features] or None; not quantised.
+        codes: int8 [out_features, in_features] in {-1, 0, 1}, masked.
+        weight_scale: float32 scalar.
+
+    Returns [..., out_features] in the autocast dtype, else the dtype of `x`. Both operands hold small
+    integers, exact in bfloat16, and their sums stay below 2**24, so a float32 accumulator gives the
+    integer result whatever the order of summation. int8 activations are saved for the backward pass,
+    a quarter of what float32 ones take.
+    """
+    return _TernaryInt8Linear.apply(x, weight, bias, codes, weight_scale, gate)
+
+
+def _gated(gradient: Tensor, gate: Tensor | None) -> Tensor:
+    return gradient if gate is None else gradient * gate
+
+
+class _Masked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight, mask, gate):
+        ctx.save_for_backward(gate)
+        return weight * mask
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (gate,) = ctx.saved_tensors
+        return _gated(gradient, gate), None, None
+
+
+class _Dequantized(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight, codes, weight_scale, gate):
+        ctx.save_for_backward(gate)
+        return (codes * weight_scale).to(weight.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (gate,) = ctx.saved_tensors
+        return _gated(gradient, gate), None, None, None
+
+
+class _TernaryInt8Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, codes, weight_scale, gate):
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        x_codes, x_scale = quantize_int8(x)
+        ctx.save_for_backward(x_codes, x_scale, codes, weight_scale, gate)
+        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        x_operand, y_scale = x_codes.to(dtype), x_scale * weight_scale
+        if dtype == torch.float16:
+            # Sums of codes can pass 65504, the end of float16; 1/128 of them, still exact, cannot.
+            x_operand, y_scale = x_operand / 128, y_scale * 128
+        y = F.linear(x_operand, codes.to(dtype)) * y_scale
+        if bias is not None:
+            y = y + bias
+        return y.to(dtype)
+
+    # A second derivative would miss the terms of both straight-through estimators.
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        x_codes, x_scale, codes, weight_scale, gate = ctx.saved_tensors
+        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
+        dtype = gradient.dtype
+        grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_x = ((gradient @ codes.to(dtype)) * weight_scale).to(x_dtype)
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        if ctx.needs_input_grad[1]:
+            x = (x_codes * x_scale).to(dtype).reshape(-1, x_codes.shape[-1])
+            grad_weight = _gated((rows.t() @ x).to(weight_dtype), gate)
+        if bias_dtype is not None and ctx.needs_input_grad[2]:
+            grad_bias = rows.sum(0, dtype=torch.float32).to(bias_dtype)
+        return grad_x, grad_weight, grad_bias, None, None, None

@@ -1,0 +1,52 @@
+"""Trained checkpoints to pack."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerFast
+
+from factories import tiny_model
+from sparse_bitnet.convert import convert_
+from sparse_bitnet.data.tokenizer import train_tokenizer
+from sparse_bitnet.hub import save_pretrained
+from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.packing import loading
+
+IDS = torch.arange(24).view(2, 12)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def packed_models_are_registered() -> None:
+    loading.register()
+
+
+def make_model(family: str = "qwen2", format: str = "ternary-6:8", **changes: object) -> nn.Module:
+    """A converted model whose biases and norms are not their initial values."""
+    model = convert_(tiny_model(family, seed=4, **changes), SparseBitConfig.parse(format)).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer(["a small text"], 260)
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Callable[..., Path]:
+    """Folder of a saved model, one for each set of arguments of `make_model`; never written to."""
+    folders: dict[str, Path] = {}
+
+    def get(family: str = "qwen2", format: str = "ternary-6:8", **changes: object) -> Path:
+        key = f"{family} {format} {changes}"
+        if key not in folders:
+            folders[key] = tmp_path_factory.mktemp("trained") / "final"
+            save_pretrained(make_model(family, format, **changes), folders[key], tokenizer)
+        return folders[key]
+
+    return get

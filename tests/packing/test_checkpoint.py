@@ -1,0 +1,230 @@
+"""Packing a checkpoint: a complete folder, exact codes, and a refusal for everything else."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sparse_bitnet.data.tokenizer import load_tokenizer
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.hub import from_pretrained
+from sparse_bitnet.layer import SparseBitConfig, select
+from sparse_bitnet.packing import checkpoint as checkpoint_module
+from sparse_bitnet.packing import source as source_module
+from sparse_bitnet.packing.checkpoint import pack_checkpoint
+from sparse_bitnet.packing.codec import unpack
+from sparse_bitnet.packing.formats import FORMATS
+from sparse_bitnet.packing.loading import open_packed
+from sparse_bitnet.quantizer import quantize_int8
+from sparse_bitnet.sparsity import NMPattern
+
+Trained = Callable[..., Path]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_folder_holds_every_tensor(trained: Trained, tmp_path: Path, format: str) -> None:
+    masters = load_file(trained() / "model.safetensors")
+    result = pack_checkpoint(trained(), tmp_path / "out", format=format, embeddings="float32")
+    packed = load_file(tmp_path / "out" / "model.safetensors")
+    layers = result.metadata.layers
+    assert len(layers) == 14
+    for name, shape in layers.items():
+        selection = select(masters[f"{name}.weight"], SparseBitConfig())
+        codes = unpack(packed.pop(f"{name}.weight_packed"), format, NMPattern(6, 8), shape)
+        assert torch.equal(codes, selection.codes)
+        assert torch.equal(packed.pop(f"{name}.weight_scale"), selection.weight_scale.view(1))
+        masters.pop(f"{name}.weight")
+    assert packed.keys() == masters.keys()
+    assert all(torch.equal(packed[name], masters[name]) for name in masters)
+    assert result.weights == sum(rows * columns for rows, columns in layers.values())
+    assert result.file_bytes == (tmp_path / "out" / "model.safetensors").stat().st_size
+
+
+def test_the_folder_is_complete(trained: Trained, tmp_path: Path) -> None:
+    (source := tmp_path / "source").mkdir()
+    shutil.copytree(trained(), source, dirs_exist_ok=True)
+    (source / "train_config.json").write_text("{}")
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    pack_checkpoint(source, tmp_path / "out")
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    expected = {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json"}
+    assert expected | {"tokenizer_config.json", "chat_template.jinja"} == names
+    text = "a small text"
+    before, after = load_tokenizer(source), load_tokenizer(tmp_path / "out")
+    assert before(text).input_ids == after(text).input_ids
+    entry = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert entry["quant_method"] == "sparse_bitnet_packed"
+    assert (entry["version"], entry["packed_format"], entry["pattern"]) == (1, "nm-bitmap", "6:8")
+    _, metadata = open_packed(tmp_path / "out" / "model.safetensors")
+    assert metadata.format == SparseBitConfig()
+
+
+@pytest.mark.parametrize("embeddings", ["bf16", "int8"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_embeddings(
+    trained: Trained, tmp_path: Path, embeddings: str, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_module, "_PIECE_VALUES", 1000)
+    source = trained(tie_word_embeddings=tied)
+    masters = load_file(source / "model.safetensors")
+    result = pack_checkpoint(source, tmp_path / "out", embeddings=embeddings)
+    packed = load_file(tmp_path / "out" / "model.safetensors")
+    names = ["model.embed_tokens.weight", *([] if tied else ["lm_head.weight"])]
+    assert [name for name in packed if "embed" in name or "head" in name].sort() == names.sort()
+    size = 0
+    for name in names:
+        if embeddings == "bf16":
+            assert torch.equal(packed[name], masters[name].bfloat16())
+            size += packed[name].numel() * 2
+        else:
+            codes, scale = quantize_int8(masters[name])
+            assert torch.equal(packed[name], codes)
+            assert torch.equal(packed[f"{name}_scale"], scale)
+            size += codes.numel() + 4 * len(codes)
+    assert result.embedding_bytes == size
+
+
+def test_same_checkpoint_same_bytes(trained: Trained, tmp_path: Path) -> None:
+    for out in ("a", "b"):
+        pack_checkpoint(trained(), tmp_path / out, format="nm-enum")
+    files = [(tmp_path / out / "model.safetensors").read_bytes() for out in ("a", "b")]
+    assert files[0] == files[1]
+
+
+def test_a_run_folder_and_split_files(trained: Trained, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    model = from_pretrained(trained())
+    model.save_pretrained(run / "final", max_shard_size="100KB")
+    assert (run / "final" / "model.safetensors.index.json").is_file()
+    seen: list[tuple[int, int]] = []
+    pack_checkpoint(run, tmp_path / "out", progress=lambda done, total: seen.append((done, total)))
+    pack_checkpoint(trained(), tmp_path / "whole")
+    split, whole = ((tmp_path / out / "model.safetensors").read_bytes() for out in ("out", "whole"))
+    assert split == whole
+    assert len(seen) == 14
+    assert seen[-1][0] == seen[-1][1]
+
+
+@pytest.mark.parametrize("variant", ["mask_source=ternary", "scale_source=masked"])
+def test_the_papers_variants(trained: Trained, tmp_path: Path, variant: str) -> None:
+    source = trained(format=f"ternary-6:8,{variant}")
+    pack_checkpoint(source, tmp_path / "out", embeddings="float32")
+    ids = torch.arange(24).view(2, 12)
+    assert torch.equal(
+        from_pretrained(tmp_path / "out")(ids).logits, from_pretrained(source)(ids).logits
+    )
+
+
+def edit_config(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "truncated": (truncate, "model.safetensors: cannot be read"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "cannot be read"),
+    "no config": (lambda f: (f / "config.json").unlink(), "neither a run folder"),
+    "broken config": (lambda f: (f / "config.json").write_text("{"), "neither a run folder"),
+    "not ours": (lambda f: edit_config(f, lambda c: c.pop("quantization_config")), "only those"),
+    "newer": (
+        lambda f: edit_config(f, lambda c: c["quantization_config"].update(version=9)),
+        "version 9 is not readable",
+    ),
+    "unknown model": (
+        lambda f: edit_config(f, lambda c: c.update(model_type="x9")),
+        "cannot build",
+    ),
+    "missing": (
+        lambda f: edit_tensors(f, lambda t: t.pop("model.norm.weight")),
+        "lacks tensor model.norm.weight",
+    ),
+    "surplus": (
+        lambda f: edit_tensors(f, lambda t: t.update(extra=torch.zeros(1))),
+        "tensor extra is no part of Qwen2ForCausalLM",
+    ),
+    "other shape": (
+        lambda f: edit_tensors(f, lambda t: t.update({"model.norm.weight": torch.zeros(3)})),
+        r"tensor model.norm.weight has shape \[3\], the model needs \[64\]",
+    ),
+    "broken index": (
+        lambda f: (f / "model.safetensors.index.json").write_text("{}"),
+        "no weight_map",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_sources_are_refused(trained: Trained, tmp_path: Path, damage: str) -> None:
+    source = shutil.copytree(trained(), tmp_path / "source")
+    change, message = DAMAGES[damage]
+    change(source)
+    with pytest.raises(UserError, match=message):
+        pack_checkpoint(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_packed(trained: Trained, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="full-precision weights"):
+        pack_checkpoint(trained(format="full-6:8"), tmp_path / "out")
+    with pytest.raises(UserError, match="no such checkpoint"):
+        pack_checkpoint(tmp_path / "nowhere" / "else", tmp_path / "out")
+    with pytest.raises(UserError, match="not a local folder"):
+        pack_checkpoint("someone/model", tmp_path / "out")
+    with pytest.raises(UserError, match="packed format 'q4' is unknown"):
+        pack_checkpoint(trained(), tmp_path / "out", format="q4")
+    with pytest.raises(UserError, match="embeddings 'int4': choose one of"):
+        pack_checkpoint(trained(), tmp_path / "out", embeddings="int4")
+    source = trained(hidden_size=60, intermediate_size=90, format="ternary-2:3")
+    with pytest.raises(UserError, match=r"layer model.layers.0.self_attn.q_proj: nm-bitmap needs"):
+        pack_checkpoint(source, tmp_path / "out", format="nm-bitmap")
+    pack_checkpoint(trained(), tmp_path / "packed")
+    with pytest.raises(UserError, match="quant_method sparse_bitnet_packed"):
+        pack_checkpoint(tmp_path / "packed", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_existing_folders_are_not_touched(trained: Trained, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="exists and is not an empty folder"):
+        pack_checkpoint(trained(), tmp_path / "out")
+    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
+    (tmp_path / "empty").mkdir()
+    pack_checkpoint(trained(), tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(OSError(28, "No space left on device"), UserError), (KeyboardInterrupt(), KeyboardInterrupt)],
+)
+def test_nothing_is_left_of_an_attempt(
+    trained: Trained,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    raised: Any,
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(checkpoint_module, "pack", fail)
+    with pytest.raises(raised):
+        pack_checkpoint(trained(), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,238 @@
+"""Every packed format: exact both ways, one encoding of every matrix, everything else refused."""
+
+import hashlib
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, example, given, settings
+from torch import Tensor
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.packing import bitmaps
+from sparse_bitnet.packing.codec import pack, unpack
+from sparse_bitnet.packing.formats import FORMATS, has_fixed_rows, holds_pattern, row_bytes
+from sparse_bitnet.quantizer import quantize_ternary
+from sparse_bitnet.sparsity import NMPattern, nm_mask
+
+FIXED = [name for name in FORMATS if has_fixed_rows(name)]
+
+
+def make_codes(
+    rows: int, in_features: int, pattern: NMPattern, density: float, seed: int
+) -> Tensor:
+    """Random codes within the pattern; `density` of the kept ones are not zero."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, in_features, generator=generator)
+    codes = weight.sign().to(torch.int8) * nm_mask(weight, pattern)
+    return codes * (torch.rand(rows, in_features, generator=generator) < density)
+
+
+patterns = st.integers(1, 32).flatmap(
+    lambda m: st.integers(1, m).map(lambda n: NMPattern(n, m))
+) | st.sampled_from([NMPattern(8, 8), NMPattern(6, 8), NMPattern(2, 4), NMPattern(2, 8)])
+
+
+@st.composite
+def matrices(draw: st.DrawFn) -> tuple[Tensor, NMPattern]:
+    pattern = draw(patterns)
+    largest = 700 // pattern.m
+    in_features = draw(st.integers(1, largest)) * (1 if pattern.is_dense else pattern.m)
+    density = draw(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]))
+    rows, seed = draw(st.integers(1, 9)), draw(st.integers(0, 1000))
+    codes = make_codes(rows, in_features, pattern, density, seed)
+    if draw(st.booleans()):
+        codes[draw(st.integers(0, rows - 1))] = 0
+    return codes, pattern
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@given(matrix=matrices())
+def test_packing_is_exact(format: str, matrix: tuple[Tensor, NMPattern]) -> None:
+    codes, pattern = matrix
+    assume(holds_pattern(format, pattern))
+    packed = pack(codes, format, pattern)
+    assert packed.dtype == torch.uint8
+    if has_fixed_rows(format):
+        assert packed.shape == (len(codes), row_bytes(format, pattern, codes.shape[1]))
+    assert torch.equal(unpack(packed, format, pattern, tuple(codes.shape)), codes)
+
+
+@pytest.mark.parametrize("format", FIXED)
+@given(matrix=matrices())
+def test_rows_are_packed_one_by_one(format: str, matrix: tuple[Tensor, NMPattern]) -> None:
+    codes, pattern = matrix
+    assume(holds_pattern(format, pattern))
+    rows = [pack(row[None], format, pattern) for row in codes]
+    assert torch.equal(pack(codes, format, pattern), torch.cat(rows))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("format", FORMATS)
+def test_slices_and_threads_change_nothing(format: str, threads: int, monkeypatch) -> None:
+    pattern = NMPattern(6, 8)
+    codes = make_codes(37, 328, pattern, 0.9, 0)
+    whole = pack(codes, format, pattern)
+    monkeypatch.setattr(bitmaps, "SLICE_WEIGHTS", 5 * 328)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert torch.equal(pack(codes, format, pattern), whole)
+    assert torch.equal(unpack(whole, format, pattern, (37, 328)), codes)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_strided_codes_and_trained_weights(format: str) -> None:
+    weight = torch.randn(64, 96)
+    codes = (quantize_ternary(weight)[0] * nm_mask(weight, NMPattern(2, 4))).t().contiguous().t()
+    packed = pack(codes, format, NMPattern(2, 4))
+    assert torch.equal(unpack(packed, format, NMPattern(2, 4), (64, 96)), codes)
+
+
+# The layout itself: these digests may change only together with the version.
+GOLDEN = {
+    ("i2", "8:8"): "14701793d7dfa6ac",
+    ("i2", "6:8"): "31da8ee77aa1577e",
+    ("b3", "8:8"): "5cad39ec751df145",
+    ("b3", "6:8"): "24e5b7cb0f9edb19",
+    ("nm-bitmap", "8:8"): "14e23a1c3856eafb",
+    ("nm-bitmap", "6:8"): "cf0cd3c393fdf993",
+    ("nm-bitmap", "2:4"): "7bbe37e36850d732",
+    ("nm-bitmap", "2:8"): "b24ff6478a4f546b",
+    ("nm-bitmap", "5:16"): "2b63f9d101e95dd5",
+    ("nm-enum", "8:8"): "681498092302cf20",
+    ("nm-enum", "6:8"): "366484d5d7010ef0",
+    ("nm-enum", "2:4"): "0f36ef2effa01383",
+    ("nm-enum", "2:8"): "27a2a3289014a0d5",
+    ("nm-enum", "5:16"): "e5d6ff1a34d77bc1",
+    ("nm-enum", "7:24"): "9db262a23301d6d8",
+}
+
+
+@pytest.mark.parametrize(("format", "pattern"), GOLDEN)
+def test_bytes_are_those_of_version_1(format: str, pattern: str) -> None:
+    packed = pack(golden_codes(pattern), format, NMPattern.parse(pattern))
+    assert hashlib.sha256(packed.numpy()).hexdigest()[:16] == GOLDEN[format, pattern]
+
+
+def test_a_zstd_matrix_made_by_hand() -> None:
+    bitmap = [0b00000101, 0b10000000, 0b00000010, 0b00000000]
+    # Frame with a content size of one byte, then one raw block, the last.
+    frame = bytes([0x28, 0xB5, 0x2F, 0xFD, 0x20, 4, 4 << 3 | 1, 0, 0, *bitmap])
+    packed = torch.tensor([len(frame), *[0] * 7, *frame, 0b1010], dtype=torch.uint8)
+    expected = torch.zeros(2, 16, dtype=torch.int8)
+    expected[0, 0], expected[0, 2], expected[0, 15], expected[1, 1] = 1, -1, 1, -1
+    assert torch.equal(unpack(packed, "nm-zstd", NMPattern(2, 4), (2, 16)), expected)
+    for damaged in (packed[:-1], torch.cat([packed, packed[:1]]), packed.clone()):
+        if damaged.numel() == packed.numel():
+            damaged[-1] |= 1 << 4
+        with pytest.raises(UserError, match="sign"):
+            unpack(damaged, "nm-zstd", NMPattern(2, 4), (2, 16))
+
+
+def golden_codes(pattern: str) -> Tensor:
+    """Codes without a random generator, whose output may differ between versions."""
+    m = NMPattern.parse(pattern)
+    lanes = (np.arange(3 * 336).reshape(3, 336) * 2654435761 >> 7) % 1009
+    weight = torch.from_numpy(lanes.astype(np.float32) - 504)
+    return (weight.sign() * (weight.abs() > 150) * nm_mask(weight, m)).to(torch.int8)
+
+
+@pytest.mark.parametrize("format", FIXED)
+@settings(suppress_health_check=[HealthCheck.filter_too_much])
+@given(data=st.data(), pattern=patterns)
+def test_any_bytes_are_refused_or_the_encoding_of_their_codes(
+    format: str, data: st.DataObject, pattern: NMPattern
+) -> None:
+    assume(holds_pattern(format, pattern))
+    in_features = data.draw(st.integers(1, 12)) * (1 if pattern.is_dense else pattern.m)
+    size = row_bytes(format, pattern, in_features)
+    raw = data.draw(st.binary(min_size=2 * size, max_size=2 * size))
+    packed = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(2, size)
+    try:
+        codes = unpack(packed, format, pattern, (2, in_features))
+    except UserError:
+        return
+    assert torch.equal(pack(codes, format, pattern), packed)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@given(data=st.data(), matrix=matrices())
+def test_a_changed_byte_is_refused_or_other_codes(
+    format: str, data: st.DataObject, matrix: tuple[Tensor, NMPattern]
+) -> None:
+    codes, pattern = matrix
+    assume(holds_pattern(format, pattern))
+    packed = pack(codes, format, pattern)
+    position = data.draw(st.integers(0, packed.numel() - 1))
+    packed.view(-1)[position] ^= data.draw(st.integers(1, 255))
+    try:
+        changed = unpack(packed, format, pattern, tuple(codes.shape))
+    except UserError:
+        return
+    # A zstd frame may say the same in other words; every other format has one encoding.
+    assert format == "nm-zstd" or not torch.equal(changed, codes)
+
+
+@given(raw=st.binary(max_size=200), rows=st.integers(1, 2**40), in_features=st.integers(1, 2**20))
+@example(raw=(2**63).to_bytes(8, "little"), rows=1, in_features=8)
+@example(raw=b"", rows=2**40, in_features=2**20)
+def test_zstd_bytes_never_ask_for_more_than_they_can_hold(
+    raw: bytes, rows: int, in_features: int
+) -> None:
+    packed = torch.from_numpy(np.frombuffer(raw, np.uint8).copy())
+    with pytest.raises(UserError, match="layer q"):
+        unpack(packed, "nm-zstd", NMPattern(1, 1), (rows, in_features), name="layer q")
+
+
+def test_pattern_violation_is_refused() -> None:
+    pattern, looser = NMPattern(2, 8), NMPattern(6, 8)
+    codes = make_codes(4, 64, looser, 1.0, 0)
+    with pytest.raises(UserError, match=r"layer mlp\.up: a group of 8 has more than 2"):
+        pack(codes, "i2", pattern, name="mlp.up")
+    for format in ("i2", "b3", "nm-zstd"):
+        packed = pack(codes, format, looser)
+        with pytest.raises(UserError, match=r"tensor mlp.up.*more non-zeros than the pattern 2:8"):
+            unpack(packed, format, pattern, (4, 64), name="mlp.up")
+    packed = pack(make_codes(4, 64, pattern, 1.0, 0), "nm-bitmap", pattern)
+    packed[:, 2] = 0xFF
+    with pytest.raises(UserError, match="more non-zeros than the pattern 2:8"):
+        unpack(packed, "nm-bitmap", pattern, (4, 64))
+
+
+@pytest.mark.parametrize("m", [3, 5, 16, 24, 32])
+def test_pattern_check_of_every_group_size(m: int) -> None:
+    pattern = NMPattern(2, m)
+    codes = torch.zeros(2, 4 * m, dtype=torch.int8)
+    codes[1, 3 * m : 3 * m + 2] = 1
+    pack(codes, "i2", pattern)
+    codes[1, -1] = -1
+    with pytest.raises(UserError, match=f"a group of {m} has more than 2"):
+        pack(codes, "i2", pattern)
+
+
+@pytest.mark.parametrize(
+    ("codes", "format", "pattern", "message"),
+    [
+        (torch.full((2, 8), 2, dtype=torch.int8), "i2", "8:8", "other than -1, 0 and 1"),
+        (torch.full((2, 8), -128, dtype=torch.int8), "b3", "8:8", "other than -1, 0 and 1"),
+        (torch.zeros(2, 8), "i2", "8:8", "takes an int8 matrix, not torch.float32"),
+        (torch.zeros(8, dtype=torch.int8), "i2", "8:8", "takes an int8 matrix"),
+        (torch.zeros(0, 8, dtype=torch.int8), "i2", "8:8", "takes an int8 matrix"),
+        (torch.zeros(2, 12, dtype=torch.int8), "i2", "6:8", "not a multiple of 8"),
+        (torch.zeros(2, 12, dtype=torch.int8), "q4", "2:4", "'q4' is unknown"),
+        (torch.zeros(2, 15, dtype=torch.int8), "nm-bitmap", "3:5", "needs an m that divides 64"),
+    ],
+)
+def test_what_cannot_be_packed(codes: Tensor, format: str, pattern: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        pack(codes, format, NMPattern.parse(pattern), name="layer")
+
+
+def test_sizes_that_do_not_match_are_refused() -> None:
+    pattern = NMPattern(6, 8)
+    packed = pack(make_codes(4, 64, pattern, 1.0, 0), "i2", pattern)
+    for shape in ((4, 320), (5, 64), (0, 64), (4, 0), (4, 2**24)):
+        with pytest.raises(UserError, match="layer q"):
+            unpack(packed, "i2", pattern, shape, name="layer q")
+    with pytest.raises(UserError, match=r"not torch\.int8"):
+        unpack(packed.view(torch.int8), "i2", pattern, (4, 64))

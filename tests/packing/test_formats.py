@@ -1,0 +1,150 @@
+"""formats.py is the header in Python; the header is the specification of what Python writes."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.packing import formats
+from sparse_bitnet.packing.codec import pack
+from sparse_bitnet.packing.formats import (
+    FORMATS,
+    auto_format,
+    check_layout,
+    has_fixed_rows,
+    nm_enum_states,
+    row_bytes,
+)
+from sparse_bitnet.sparsity import MAX_GROUP, NMPattern, nm_mask
+
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
+CONSTANT = re.compile(r"^constexpr (?:int|std::int64_t) (\w+) = (.+);$", re.MULTILINE)
+CASES = [
+    ("i2", "8:8", 1),
+    ("i2", "6:8", 248),
+    ("i2", "6:8", 896),
+    ("i2", "2:4", 2048),
+    ("b3", "8:8", 1),
+    ("b3", "8:8", 333),
+    ("b3", "6:8", 2048),
+    ("nm-bitmap", "8:8", 65),
+    ("nm-bitmap", "6:8", 896),
+    ("nm-bitmap", "2:4", 68),
+    ("nm-bitmap", "2:8", 2048),
+    ("nm-bitmap", "5:16", 80),
+    ("nm-bitmap", "31:32", 96),
+    ("nm-enum", "8:8", 60),
+    ("nm-enum", "6:8", 2048),
+    ("nm-enum", "2:4", 196),
+    ("nm-enum", "2:8", 896),
+    ("nm-enum", "3:5", 35),
+    ("nm-enum", "7:24", 240),
+    ("nm-enum", "20:32", 96),
+    ("nm-enum", "1:32", 640),
+]
+
+
+@pytest.fixture(scope="session")
+def packed_reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A program that includes packed_format.h and nothing else of ours."""
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    program = tmp_path_factory.mktemp("packed_reader") / "packed_reader"
+    source = Path(__file__).with_name("packed_reader.cpp")
+    warnings = ["-Wall", "-Wextra", "-Werror"]
+    command = [compiler, "-std=c++17", "-O1", *warnings, f"-I{CSRC}", source, "-o", program]
+    subprocess.run([str(part) for part in command], check=True)
+    return program
+
+
+def test_constants_are_those_of_the_header() -> None:
+    header = (CSRC / "packed_format.h").read_text()
+    found = {
+        name.upper(): eval(value.replace("std::int64_t", "int"))
+        for name, value in CONSTANT.findall(header)
+    }
+    assert found.pop("MAX_GROUP") == MAX_GROUP
+    ours = {name: value for name, value in vars(formats).items() if type(value) is int}
+    assert found == ours
+
+
+@pytest.mark.parametrize(("format", "pattern", "in_features"), CASES)
+def test_header_reads_what_python_packs(
+    packed_reader: Path, format: str, pattern: str, in_features: int
+) -> None:
+    nm = NMPattern.parse(pattern)
+    weight = torch.randn(3, in_features)
+    codes = weight.sign().to(torch.int8) * (weight.abs() > 0.3)
+    if not nm.is_dense:
+        codes *= nm_mask(weight, nm)
+    case = [format, str(nm.n), str(nm.m), str(in_features)]
+    size = subprocess.run([packed_reader, "size", *case], check=True, capture_output=True)
+    assert int(size.stdout) == row_bytes(format, nm, in_features)
+    packed = pack(codes, format, nm).numpy().tobytes()
+    read = subprocess.run(
+        [packed_reader, "read", *case, "3"], input=packed, check=True, capture_output=True
+    )
+    assert np.array_equal(np.frombuffer(read.stdout, np.int8).reshape(3, -1), codes.numpy())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "most"),
+    [("6:8", 1.56), ("2:4", 1.29), ("2:8", 0.90), ("8:8", 1.6)],
+)
+@pytest.mark.parametrize("in_features", [896, 1536, 2048, 4864, 8960, 11008])
+def test_enumeration_reaches_its_targets(pattern: str, in_features: int, most: float) -> None:
+    assert 8 * row_bytes("nm-enum", NMPattern.parse(pattern), in_features) / in_features <= most
+
+
+def test_states_of_a_group() -> None:
+    counted = [(8, 6, 5281), (4, 2, 33), (8, 2, 129), (8, 8, 6561), (1, 1, 3), (5, 0, 1)]
+    for weights, nonzeros, states in counted:
+        assert nm_enum_states(weights, nonzeros) == states
+    assert nm_enum_states(32, 32) == 3**32
+
+
+def test_fixed_sizes() -> None:
+    pattern = NMPattern(6, 8)
+    assert row_bytes("i2", pattern, 2048) * 8 == 2048 * 2
+    assert row_bytes("b3", pattern, 8960) * 8 == 8960 * 1.6
+    assert row_bytes("nm-bitmap", pattern, 2048) * 8 == 2048 * 1.75
+    with pytest.raises(UserError, match="depends on the weights"):
+        row_bytes("nm-zstd", pattern, 2048)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("8:8", "i2"),
+        ("7:8", "nm-bitmap"),
+        ("6:8", "nm-bitmap"),
+        ("2:4", "nm-bitmap"),
+        ("2:8", "nm-bitmap"),
+        ("3:5", "i2"),
+        ("31:32", "i2"),
+    ],
+)
+def test_auto_takes_the_smallest_of_the_quick_ones(pattern: str, expected: str) -> None:
+    assert auto_format(NMPattern.parse(pattern)) == expected
+
+
+def test_auto_weighs_speed_against_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = {
+        name: formats.PackedFormat(name=name, summary="", decode_speed=1.0)
+        for name in FORMATS
+        if has_fixed_rows(name)
+    }
+    monkeypatch.setattr(formats, "FORMATS", quick)
+    assert auto_format(NMPattern(6, 8)) == "nm-enum"
+
+
+def test_rows_that_are_too_long_or_too_short_are_refused() -> None:
+    for in_features in (0, 2**23 + 8):
+        with pytest.raises(UserError, match=r"layer k_proj: in_features .* is not within"):
+            check_layout("i2", NMPattern(6, 8), in_features, "k_proj")

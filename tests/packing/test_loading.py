@@ -1,0 +1,277 @@
+"""Packed folders through from_pretrained: the trained model's logits, or one line of refusal."""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from transformers import AutoModelForCausalLM
+
+from factories import MODEL_FAMILIES
+from sparse_bitnet.convert import selected
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.hub import from_pretrained
+from sparse_bitnet.packing.check import check_packed
+from sparse_bitnet.packing.checkpoint import pack_checkpoint
+from sparse_bitnet.packing.codec import pack
+from sparse_bitnet.packing.formats import FORMATS
+from sparse_bitnet.packing.loading import open_packed, packed_layers
+from sparse_bitnet.packing.metadata import PackedMetadata
+from sparse_bitnet.packing.packed_linear import PackedSparseBitLinear
+from sparse_bitnet.packing.tensor_file import TensorFile, TensorFileWriter, TensorSpec
+from sparse_bitnet.sparsity import NMPattern
+
+IDS = torch.arange(24).view(2, 12)
+Trained = Callable[..., Path]
+
+
+@pytest.fixture
+def packed(trained: Trained, tmp_path: Path) -> Path:
+    pack_checkpoint(trained(), tmp_path / "packed", embeddings="float32")
+    return tmp_path / "packed"
+
+
+def logits(path: Path, **options: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return from_pretrained(path, **options)(IDS).logits
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("text", ["ternary-6:8", "ternary-2:4", "ternary-8:8"])
+def test_logits_are_equal(trained: Trained, tmp_path: Path, format: str, text: str) -> None:
+    source = trained(format=text)
+    pack_checkpoint(source, tmp_path / "out", format=format, embeddings="float32")
+    assert torch.equal(logits(tmp_path / "out"), logits(source))
+
+
+@pytest.mark.parametrize("family", MODEL_FAMILIES)
+@pytest.mark.parametrize("embeddings", ["bf16", "int8"])
+def test_every_family_and_embedding(
+    trained: Trained, tmp_path: Path, family: str, embeddings: str
+) -> None:
+    source = trained(family, tie_word_embeddings=family != "gpt_neox")
+    pack_checkpoint(source, tmp_path / "out", embeddings=embeddings)
+    found = check_packed(source, tmp_path / "out")
+    assert found.exact
+    assert found.tokens == 128
+    assert 0 < found.largest_difference < 0.1
+    assert 0 < found.kl_divergence < 1e-3
+
+
+def test_weight_only_quantisation(trained: Trained, tmp_path: Path) -> None:
+    source = trained(format="ternary-6:8,activation=none")
+    pack_checkpoint(source, tmp_path / "out", embeddings="float32")
+    assert torch.equal(logits(tmp_path / "out"), logits(source))
+
+
+def test_the_model_holds_packed_layers(packed: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(packed)
+    layers = packed_layers(model)
+    assert len(layers) == 14
+    layer = layers["model.layers.1.mlp.down_proj"]
+    assert (layer.weight_packed.dtype, layer.weight_scale.dtype) == (torch.uint8, torch.float32)
+    assert "packed_format=nm-bitmap" in repr(layer)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    with selected(model), torch.no_grad():
+        assert torch.equal(model(IDS).logits, logits(packed))
+    with pytest.raises(ValueError, match="not serializable"):
+        model.save_pretrained(packed / "copy")
+
+
+def test_scales_stay_float32_in_other_types(trained: Trained, packed: Path) -> None:
+    model = from_pretrained(packed, dtype=torch.bfloat16)
+    assert model.dtype == torch.bfloat16
+    layer = next(iter(packed_layers(model).values()))
+    assert layer.weight_scale.dtype == torch.float32
+    assert model(IDS).logits.dtype == torch.bfloat16
+
+
+def test_autocast_follows_the_trained_layer(trained: Trained, packed: Path) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(logits(packed), logits(trained()))
+
+
+def test_a_layer_by_itself_decodes_at_its_first_use() -> None:
+    config = PackedMetadata.from_json(metadata_values(), "here").format
+    layer = PackedSparseBitLinear(16, 4, None, config=config, packed_format="i2", name="q")
+    codes = torch.zeros(4, 16, dtype=torch.int8)
+    codes[1, 3] = -1
+    layer.weight_packed.copy_(pack(codes, "i2", NMPattern(6, 8)))
+    layer.weight_scale.fill_(0.5)
+    output = layer(torch.eye(16))
+    assert torch.equal(output, 0.5 * codes.t().float())
+    layer = PackedSparseBitLinear(16, 4, None, config=config, packed_format="i2", name="q")
+    layer.weight_packed.fill_(0xFF)
+    with pytest.raises(UserError, match=r"tensor q\.weight_packed is damaged"):
+        layer(torch.eye(16))
+
+
+def metadata_values() -> dict[str, Any]:
+    return {
+        "version": 1,
+        "packed_format": "i2",
+        "pattern": "6:8",
+        "format": {
+            "weight": "ternary",
+            "pattern": "6:8",
+            "activation": "int8",
+            "mask_source": "master",
+            "scale_source": "dense",
+            "mask_gradient": "dense",
+            "ste": "identity",
+        },
+        "embeddings": "bf16",
+        "layers": {"q": [4, 16]},
+    }
+
+
+def test_metadata_round_trip() -> None:
+    metadata = PackedMetadata.from_json(metadata_values(), "here")
+    assert metadata.to_json() == metadata_values()
+    assert metadata.pattern == NMPattern(6, 8)
+
+
+json_values = st.none() | st.integers() | st.text(max_size=3) | st.lists(st.integers(), max_size=3)
+
+
+@given(
+    key=st.sampled_from([*metadata_values(), *metadata_values()["format"], "q"]),
+    value=json_values | st.dictionaries(st.text(max_size=3), json_values, max_size=2),
+)
+def test_metadata_is_not_trusted(key: str, value: Any) -> None:
+    values = metadata_values()
+    for place in (values, values["format"], values["layers"]):
+        if key in place:
+            place[key] = value
+    with contextlib.suppress(UserError):
+        metadata = PackedMetadata.from_json(values, "here")
+        assert PackedMetadata.from_json(metadata.to_json(), "here") == metadata
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"version": 2}, "packed format version 2 is not readable by this release"),
+        ({"version": True}, "version True is not readable"),
+        ({"packed_format": "q4"}, "unknown packed format"),
+        ({"embeddings": "int4"}, "unknown packed format or embedding type"),
+        ({"pattern": "2:4"}, "contradict each other"),
+        ({"layers": {"q": [4]}}, "not two positive sizes"),
+        ({"layers": {"q": [4, -16]}}, "not two positive sizes"),
+        ({"format": {}}, "sparse_bitnet config lacks"),
+        ({"layers": None}, "metadata is incomplete"),
+    ],
+)
+def test_unreadable_metadata(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=f"here: .*{message}"):
+        PackedMetadata.from_json(metadata_values() | changes, "here")
+
+
+def rewrite(folder: Path, tensors: dict[str, Any], metadata: dict[str, Any]) -> None:
+    """Write the packed file anew, valid checksums included; a tensor None is left out."""
+    path = folder / "model.safetensors"
+    file = TensorFile(path)
+    values = {name: file.tensor(name).clone() for name in file.entries} | tensors
+    kept = {name: value for name, value in values.items() if value is not None}
+    described = {key: value for key, value in file.metadata.items() if key != "crc32"} | metadata
+    specs = [TensorSpec(name, value.dtype, tuple(value.shape)) for name, value in kept.items()]
+    with TensorFileWriter(path, specs, described) as writer:
+        for name, value in kept.items():
+            writer.write(name, [value])
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"].update(changes)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+LAYER = "model.layers.0.self_attn.k_proj"
+OVERFULL = torch.full((32, 14), 0xFF, dtype=torch.uint8)
+
+
+def flip_bit(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[TensorFile(path).entries[f"{LAYER}.weight_packed"].begin + 5] ^= 8
+    path.write_bytes(raw)
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+REFUSALS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "flipped bit": (flip_bit, f"tensor {LAYER}.weight_packed is damaged"),
+    "truncated": (truncate, r"truncated: tensor model\.layers\..*weight_packed ends at"),
+    "version in the file": (lambda f: rewrite(f, {}, {"version": 7}), "version 7 is not readable"),
+    "version in the config": (lambda f: edit_config(f, version=7), "version 7 is not readable"),
+    "another pattern": (lambda f: edit_config(f, pattern="2:4"), "its pattern is '6:8'.*'2:4'"),
+    "another format": (lambda f: edit_config(f, packed_format="b3"), "its packed_format is"),
+    "pattern violation": (
+        lambda f: rewrite(f, {f"{LAYER}.weight_packed": OVERFULL}, {}),
+        f"tensor {LAYER}.weight_packed is damaged or not nm-bitmap: a group has more non-zeros",
+    ),
+    "scale not a number": (
+        lambda f: rewrite(f, {f"{LAYER}.weight_scale": torch.tensor([float("nan")])}, {}),
+        f"tensor {LAYER}.weight_scale is nan",
+    ),
+    "missing tensor": (
+        lambda f: rewrite(f, {f"{LAYER}.weight_scale": None}, {}),
+        f"tensor {LAYER}.weight_scale is missing",
+    ),
+    "missing codes": (
+        lambda f: rewrite(f, {f"{LAYER}.weight_packed": None}, {}),
+        f"tensor {LAYER}.weight_packed is missing",
+    ),
+    "surplus tensor": (
+        lambda f: rewrite(f, {"extra": torch.zeros(1)}, {}),
+        "tensor extra is no part of Qwen2ForCausalLM",
+    ),
+    "other size": (
+        lambda f: rewrite(f, {f"{LAYER}.weight_packed": OVERFULL[:, :13]}, {}),
+        rf"tensor {LAYER}.weight_packed is torch.uint8 \[32, 13\], the model needs",
+    ),
+    "other type": (
+        lambda f: rewrite(f, {f"{LAYER}.weight_packed": OVERFULL.view(torch.int8)}, {}),
+        f"tensor {LAYER}.weight_packed is torch.int8",
+    ),
+    "layer elsewhere": (
+        lambda f: rewrite(f, {}, {"layers": {"model.norm": [64, 64]}}),
+        "tensor model.norm.weight_packed is for a linear layer",
+    ),
+}
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_what_is_refused(packed: Path, refusal: str) -> None:
+    change, message = REFUSALS[refusal]
+    change(packed)
+    with pytest.raises(UserError, match=message):
+        from_pretrained(packed)
+
+
+def test_one_file_is_expected(packed: Path) -> None:
+    names = list(TensorFile(packed / "model.safetensors").entries)
+    weight_map = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(names)}
+    for part in (0, 1):
+        shutil.copy(packed / "model.safetensors", packed / f"model-{part}.safetensors")
+    (packed / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": weight_map}
+    (packed / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"one model\.safetensors file"):
+        from_pretrained(packed)
+
+
+def test_a_check_that_fails(trained: Trained, packed: Path) -> None:
+    scale = torch.tensor([0.03])
+    rewrite(packed, {f"{LAYER}.weight_scale": scale}, {})
+    assert not check_packed(trained(), packed).exact
+    assert open_packed(packed / "model.safetensors")[0].tensor(f"{LAYER}.weight_scale") == scale

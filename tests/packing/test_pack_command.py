@@ -1,0 +1,57 @@
+"""`sparse-bitnet pack`: what it writes and what it says."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+import torch
+
+from sparse_bitnet.cli import pack as command
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.hub import from_pretrained
+from sparse_bitnet.packing import check
+from sparse_bitnet.packing.formats import FORMATS
+from sparse_bitnet.packing.metadata import EMBEDDINGS
+
+Trained = Callable[..., Path]
+
+
+def test_choices_are_those_of_the_package() -> None:
+    hints = get_type_hints(command.PackConfig)
+    assert get_args(hints["format"]) == ("auto", *FORMATS)
+    assert get_args(hints["embeddings"]) == EMBEDDINGS
+
+
+def test_packs_and_compares(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    command.main([str(trained()), str(out), "--format", "nm-enum", "--embeddings", "int8"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Packed ternary-6:8 as nm-enum" in printed
+    assert "equal the trained model's bit for bit" in printed
+    ids = torch.arange(10)[None]
+    assert from_pretrained(out)(ids).logits.shape == (1, 10, 96)
+
+
+def test_without_the_comparison(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command.main([str(trained()), str(tmp_path / "out"), "--no-check"])
+    assert "bit for bit" not in capsys.readouterr().out
+
+
+def test_a_difference_is_an_error(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    different = check.PackCheck(tokens=1, exact=False, largest_difference=0.5, kl_divergence=0.1)
+    monkeypatch.setattr(check, "check_packed", lambda source, packed: different)
+    with pytest.raises(UserError, match="does not compute what the trained model computes"):
+        command.main([str(trained()), str(tmp_path / "out")])
+
+
+def test_models_of_another_vocabulary_are_not_compared(trained: Trained, tmp_path: Path) -> None:
+    command.main([str(trained()), str(tmp_path / "out"), "--no-check"])
+    with pytest.raises(UserError, match="different vocabularies"):
+        check.check_packed(trained(vocab_size=128), tmp_path / "out")
