@@ -10,6 +10,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("sparse_bitnet.cli.train:main", "train a model, or continue a run"),
     "evaluate": ("sparse_bitnet.cli.evaluate:main", "held-out perplexity of a checkpoint"),
     "generate": ("sparse_bitnet.cli.generate:main", "continue a prompt with a checkpoint"),
+    "pack": ("sparse_bitnet.cli.pack:main", "write a trained model as a small, exact file"),
+    "export": ("sparse_bitnet.cli.export:main", "write a model in a format other tools read"),
+    "import": ("sparse_bitnet.cli.import_:main", "read a ternary checkpoint of another tool"),
+    "sizes": ("sparse_bitnet.cli.sizes:main", "bits a weight and megabytes of packed models"),
     "models": ("sparse_bitnet.cli.models:main", "list the model presets"),
     "env": ("sparse_bitnet.cli.env:main", "versions, devices, and which kernels are in use"),
 }

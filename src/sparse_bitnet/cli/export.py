@@ -1,0 +1,69 @@
+"""`sparse-bitnet export`: a trained model in the format of another tool."""
+
+from typing import Annotated
+
+from sparse_bitnet.cli.progress_lines import ProgressLines
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.export.config import FORMATS, ExportConfig
+
+
+def main(arguments: list[str]) -> None:
+    """Export a checkpoint; exit code 2 when a verification is out of bounds."""
+    import tyro
+
+    def entry(
+        checkpoint: Annotated[str, tyro.conf.Positional],
+        out: Annotated[str, tyro.conf.Positional],
+        config: Annotated[ExportConfig, tyro.conf.arg(name="")],
+    ) -> None:
+        """Write a trained model in a format that other tools read.
+
+        Args:
+            checkpoint: run folder, or checkpoint folder of ours.
+            out: new folder to write.
+            config: format and options.
+        """
+        run(checkpoint, out, config)
+
+    formats = "\n".join(
+        f"- {name}: {info.summary} ({info.readers})" for name, info in FORMATS.items()
+    )
+    tyro.cli(
+        entry,
+        args=arguments,
+        prog="sparse-bitnet export",
+        description=f"Write a trained model in a format that other tools read.\n\n{formats}",
+    )
+
+
+def run(checkpoint: str, out: str, config: ExportConfig) -> None:
+    """Export with a progress line, then print what was written and how the verification went."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from sparse_bitnet.export.formats import export
+
+    console = Console()
+    with ProgressLines(console) as lines:
+        result = export(
+            checkpoint,
+            out,
+            config,
+            on_progress=lines.line(f"writing {config.format}", "MB", 1e6),
+            on_verified=lines.line("comparing", "tokens"),
+        )
+    console.print(
+        f"{result.folder}: {config.format}, {result.nbytes / 1e6:,.1f} MB", highlight=False
+    )
+    if result.warning:
+        console.print(f"note: {result.warning}", highlight=False)
+    if result.skipped:
+        console.print(result.skipped, highlight=False, markup=False)
+    if result.verification is None:
+        return
+    table = Table(title="Export against trained model", show_header=False)
+    for row in result.verification.rows():
+        table.add_row(*row)
+    console.print(table)
+    if failures := result.verification.failures:
+        raise UserError(f"{out}: verification failed: {', '.join(failures)}")

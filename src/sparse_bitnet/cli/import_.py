@@ -1,0 +1,67 @@
+"""`sparse-bitnet import`: a ternary checkpoint of another tool as one of ours."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+
+@dataclass(kw_only=True)
+class ImportConfig:
+    """How to read a ternary checkpoint of another tool."""
+
+    pattern: str | None = None
+    """N:M pattern that the codes keep to, for example 6:8. Default: that of an export of ours, else
+    8:8 (dense)."""
+
+    packed: str | None = None
+    """Write the packed form in this format, or the best one with "auto", instead of masters."""
+
+    embeddings: str = "bf16"
+    """Precision of embeddings in the packed form: bf16, int8 or float32."""
+
+
+def main(arguments: list[str]) -> None:
+    """Import a Hugging Face bitnet, compressed-tensors or BitNet b1.58 masters folder."""
+    import tyro
+
+    def entry(
+        folder: Annotated[str, tyro.conf.Positional],
+        out: Annotated[str, tyro.conf.Positional],
+        config: Annotated[ImportConfig, tyro.conf.arg(name="")],
+    ) -> None:
+        """Read a ternary checkpoint of another tool: Hugging Face bitnet (packed, or BitNet b1.58
+        masters in bfloat16), or compressed-tensors with ternary codes.
+
+        Args:
+            folder: local folder of that checkpoint.
+            out: new folder to write, which `train --init`, `evaluate`, `generate` and `pack` take.
+            config: options.
+        """
+        run(folder, out, config)
+
+    tyro.cli(entry, args=arguments, prog="sparse-bitnet import")
+
+
+def run(folder: str, out: str, config: ImportConfig) -> None:
+    """Import with a progress line, then print what was read."""
+    from rich.console import Console
+
+    from sparse_bitnet.cli.progress_lines import ProgressLines
+    from sparse_bitnet.export.importer import import_checkpoint
+    from sparse_bitnet.sparsity import NMPattern
+
+    console = Console()
+    pattern = None if config.pattern is None else NMPattern.parse(config.pattern)
+    with ProgressLines(console) as lines:
+        result = import_checkpoint(
+            folder,
+            out,
+            pattern=pattern,
+            packed=config.packed,
+            embeddings=config.embeddings,
+            on_progress=lines.line("importing", "MB", 1e6),
+        )
+    console.print(
+        f"{result.folder}: {result.layers} layers of {result.kind} as {result.format}",
+        highlight=False,
+        markup=False,
+    )

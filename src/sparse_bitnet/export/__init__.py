@@ -1,0 +1,1 @@
+"""Trained models in the formats that other people's tools read, and back: see `formats.export`."""

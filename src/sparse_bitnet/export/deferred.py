@@ -1,0 +1,45 @@
+"""Tensors that are computed when they are written: an export needs the memory of one layer."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from torch import Tensor
+
+from sparse_bitnet.packing.tensor_file import TensorFileWriter, TensorSpec
+
+OnProgress = Callable[[int, int], None]
+"""Called with how much is done and how much there is: bytes written, or tokens compared."""
+
+
+@dataclass(frozen=True)
+class DeferredTensors:
+    """Tensors that come out of one computation, for example packed codes and their scale."""
+
+    specs: tuple[TensorSpec, ...]
+    make: Callable[[], Sequence[Tensor]]
+    """Returns tensors in the order and of the types and shapes of `specs`."""
+
+
+def write_safetensors(
+    path: Path, groups: Sequence[DeferredTensors], on_progress: OnProgress | None = None
+) -> None:
+    """Write one safetensors file, holding one group in memory at a time.
+
+    Raises `OSError` when the disk is full; the caller's folder is temporary.
+    """
+    specs = [spec for group in groups for spec in group.specs]
+    done, total = 0, sum(_nbytes(spec) for spec in specs)
+    with TensorFileWriter(path, specs, {"kind": "export"}) as file:
+        for group in groups:
+            for spec, tensor in zip(group.specs, group.make(), strict=True):
+                assert tuple(tensor.shape) == spec.shape, (spec, tensor.shape)
+                file.write(spec.name, [tensor])
+                done += _nbytes(spec)
+                if on_progress is not None:
+                    on_progress(done, total)
+
+
+def _nbytes(spec: TensorSpec) -> int:
+    return prod(spec.shape) * spec.dtype.itemsize

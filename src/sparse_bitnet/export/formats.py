@@ -1,0 +1,166 @@
+"""From a trained checkpoint to the files of another tool: one function over all formats.
+
+Everything that can be refused from names and shapes is refused before the first byte is written; the
+files appear under their name when all of them are complete.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.export import compressed_tensors, dense, gguf, hf_bitnet
+from sparse_bitnet.export.config import ExportConfig
+from sparse_bitnet.export.deferred import DeferredTensors, OnProgress
+from sparse_bitnet.export.gguf_blocks import BLOCK_TYPES
+from sparse_bitnet.export.hf_folder import write_folder
+from sparse_bitnet.export.model_card import gguf_file_name, model_card
+from sparse_bitnet.export.readers import absent_reader
+from sparse_bitnet.export.source import ModelSource, open_source
+from sparse_bitnet.export.verify import Verification, verify
+from sparse_bitnet.files import atomic_folder, write_atomic
+
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderFormat:
+    """A format that is a Hugging Face folder."""
+
+    check: Callable[[ModelSource], None]
+    plan: Callable[[ModelSource, torch.dtype], list[DeferredTensors]]
+    quantization_config: Callable[[ModelSource], dict[str, Any] | None]
+
+
+FOLDER_FORMATS: dict[str, FolderFormat] = {
+    "bitnet": FolderFormat(
+        check=hf_bitnet.check,
+        plan=hf_bitnet.plan,
+        quantization_config=hf_bitnet.quantization_config,
+    ),
+    "compressed-tensors-w2a8": FolderFormat(
+        check=compressed_tensors.check,
+        plan=compressed_tensors.plan_w2a8,
+        quantization_config=lambda source: compressed_tensors.quantization_config(
+            source, compressed_tensors.W2A8, 2
+        ),
+    ),
+    "compressed-tensors-w8a8": FolderFormat(
+        check=compressed_tensors.check,
+        plan=compressed_tensors.plan_w8a8,
+        quantization_config=lambda source: compressed_tensors.quantization_config(
+            source, compressed_tensors.W8A8, 8
+        ),
+    ),
+    "dense": FolderFormat(
+        check=lambda source: None,
+        plan=dense.plan,
+        quantization_config=lambda source: None,
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """What was written."""
+
+    folder: Path
+    nbytes: int
+    """Of all files."""
+    warning: str | None
+    """What a user of this format must know."""
+    verification: Verification | None
+    """None when not asked for, or when the reader is absent."""
+    skipped: str | None
+    """Why a verification that was asked for did not happen, and what to install."""
+
+
+def export(
+    checkpoint: str | Path,
+    out: str | Path,
+    config: ExportConfig,
+    *,
+    on_progress: OnProgress | None = None,
+    on_verified: OnProgress | None = None,
+) -> Export:
+    """Write a trained model in the format of another tool; verify it if asked to.
+
+    Args:
+        checkpoint: run folder, or checkpoint folder of ours.
+        out: a new folder.
+        config: format and options.
+        on_progress: called with (bytes written, bytes in all) after every tensor.
+        on_verified: called with (tokens compared, tokens in all) during the verification.
+
+    A verification out of bounds is returned, not raised; the files stay and their card says so.
+
+    Raises `UserError` for an unusable checkpoint, an `out` that exists, a model the format cannot hold,
+    or a full disk; nothing is then left behind.
+    """
+    out = check_new_folder(out)
+    source = open_source(checkpoint)
+    write(source, out, config, on_progress)
+    verification = skipped = None
+    if config.verify:
+        skipped = absent_reader(config.format)
+        if skipped is None:
+            verification = verify(source, out, config, on_verified)
+            write_atomic(out / "README.md", _card(source, config, verification))
+    return Export(
+        folder=out,
+        nbytes=sum(file.stat().st_size for file in out.rglob("*") if file.is_file()),
+        warning=dense.WARNING if config.format == "dense" and _is_ternary(source) else None,
+        verification=verification,
+        skipped=skipped,
+    )
+
+
+def check_new_folder(out: str | Path) -> Path:
+    """`out` as a path. Raises `UserError` when something is there: an export replaces nothing."""
+    out = Path(out)
+    if out.suffix == ".gguf":
+        raise UserError(f"{out}: give a folder, which gets the .gguf file and a model card")
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UserError(f"{out} exists already; choose another folder or remove it")
+    return out
+
+
+def write(
+    source: ModelSource, out: Path, config: ExportConfig, on_progress: OnProgress | None = None
+) -> None:
+    """Check, then write the folder `out` in one step; see `export`."""
+    assert config.embeddings is not None
+    card = _card(source, config, None)
+    if config.format in FOLDER_FORMATS:
+        format, dtype = FOLDER_FORMATS[config.format], DTYPES[config.embeddings]
+        format.check(source)
+        write_folder(
+            out,
+            source,
+            format.plan(source, dtype),
+            dtype=dtype,
+            quantization_config=format.quantization_config(source),
+            model_card=card,
+            on_progress=on_progress,
+        )
+        return
+    block = BLOCK_TYPES[config.format.removeprefix("gguf-").upper()]
+    vocabulary = gguf.check(source, block, config.embeddings)
+    tensors = gguf.plan(source, block, config.embeddings)
+    with atomic_folder(out) as folder:
+        path = folder / gguf_file_name(config.format)
+        gguf.write(path, source, tensors, vocabulary, block, on_progress)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def _card(source: ModelSource, config: ExportConfig, verification: Verification | None) -> str:
+    assert config.embeddings is not None
+    checked = verification.rows() if verification is not None else []
+    return model_card(source, config.format, config.embeddings, checked=checked)
+
+
+def _is_ternary(source: ModelSource) -> bool:
+    return source.format.weight == "ternary"

@@ -1,0 +1,255 @@
+"""GGUF: what llama.cpp and everything built on it read. Ternary blocks, tokenizer and metadata.
+
+One file holds all: architecture `qwen2`, sparse layers as TQ1_0, TQ2_0 or Q2_0 (`gguf_blocks`), norms
+and biases in float32, embeddings in float16 unless asked otherwise. llama.cpp quantises activations
+per block instead of per token, so its logits are close to ours, never equal.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.export.deferred import OnProgress
+from sparse_bitnet.export.gguf_blocks import BLOCK_TYPES, BlockType
+from sparse_bitnet.export.gguf_tokenizer import GgufVocabulary, add_vocabulary, read_vocabulary
+from sparse_bitnet.export.source import ModelSource
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
+F32, F16, Q8_0, BF16 = 0, 1, 8, 30
+EMBEDDING_TYPES = {"f32": F32, "f16": F16, "bf16": BF16, "q8_0": Q8_0}
+"""Choices for embeddings and head -> ggml_type."""
+
+_Q8_0_BLOCK = 32
+_SCALE_TOLERANCE = 2**-11
+_ATTENTION = ("q_proj", "k_proj", "v_proj")
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """One tensor of the file, computed when it is written."""
+
+    name: str
+    type_id: int
+    shape: tuple[int, ...]
+    nbytes: int
+    make: Callable[[], np.ndarray]
+
+
+def check(source: ModelSource, block: BlockType, embeddings: str) -> GgufVocabulary:
+    """Refuse what the file could not hold or llama.cpp could not run; returns the vocabulary.
+
+    Raises `UserError` naming the layer or the setting, and the format that would do.
+    """
+    require_gguf()
+    if source.format.weight != "ternary":
+        raise UserError(
+            f"{source.folder} is {source.format}: {block.name} holds ternary weights; "
+            "use --format dense"
+        )
+    _check_architecture(source)
+    _check_rows(source, block)
+    for name, shape in source.other_tensors.items():
+        if embeddings == "q8_0" and len(shape) > 1 and shape[-1] % _Q8_0_BLOCK:
+            raise UserError(
+                f"{name} has rows of {shape[-1]}, which blocks of {_Q8_0_BLOCK} (q8_0) do not fill; "
+                "use --embeddings f16"
+            )
+    return read_vocabulary(source.folder, source.config["vocab_size"])
+
+
+def require_gguf() -> None:
+    """Raise `UserError` when the gguf package is not installed."""
+    try:
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            "writing GGUF needs the package gguf: pip install 'sparse-bitnet[export]'"
+        ) from error
+
+
+def _check_architecture(source: ModelSource) -> None:
+    config = source.config
+    if config.get("model_type") != "qwen2":
+        raise UserError(
+            f"the GGUF export covers the architecture qwen2, not {config.get('model_type')}; "
+            "use --format bitnet"
+        )
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    head = config["hidden_size"] // config["num_attention_heads"]
+    for setting, found, expected in (
+        ("use_sliding_window", bool(config.get("use_sliding_window")), False),
+        ("hidden_act", config.get("hidden_act", "silu"), "silu"),
+        ("rope_type", rope.get("rope_type", "default"), "default"),
+        ("head_dim", config.get("head_dim") or head, head),
+    ):
+        if found != expected:
+            raise UserError(
+                f"{source.folder}/config.json: {setting}={found} is not covered by the GGUF "
+                f"export, which writes {expected}; use --format bitnet"
+            )
+
+
+def _check_rows(source: ModelSource, block: BlockType) -> None:
+    unfit = [(name, shape[1]) for name, shape in source.layers.items() if shape[1] % block.codes]
+    if not unfit:
+        return
+    name, columns = unfit[0]
+    fitting = [
+        other
+        for other in BLOCK_TYPES.values()
+        if all(shape[1] % other.codes == 0 for shape in source.layers.values())
+    ]
+    if fitting:
+        advice = f"use --format gguf-{fitting[0].name.lower()} (blocks of {fitting[0].codes})"
+    else:
+        advice = "no ternary type of GGUF fits; use --format bitnet"
+    raise UserError(
+        f"layer {name} has rows of {columns}, which blocks of {block.codes} ({block.name}) do not "
+        f"fill, as in {len(unfit)} of {len(source.layers)} layers; {advice}"
+    )
+
+
+def plan(source: ModelSource, block: BlockType, embeddings: str) -> list[GgufTensor]:
+    """Every tensor of the file, under llama.cpp's names."""
+    from gguf import MODEL_ARCH, get_tensor_name_map
+
+    names = get_tensor_name_map(MODEL_ARCH.QWEN2, source.config["num_hidden_layers"])
+
+    def gguf_name(name: str) -> str:
+        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if found is None:
+            raise UserError(f"{source.folder}: llama.cpp's qwen2 has no tensor for {name}")
+        return found
+
+    tensors = []
+    for layer, (rows, columns) in source.layers.items():
+        size = rows * columns // block.codes * block.nbytes
+        make = _ternary(source, layer, block)
+        name = gguf_name(f"{layer}.weight")
+        tensors.append(GgufTensor(name, block.type_id, (rows, columns), size, make))
+    for name, shape in source.other_tensors.items():
+        type_id = F32 if len(shape) == 1 else EMBEDDING_TYPES[embeddings]
+        tensors.append(_plain(source, name, gguf_name(name), shape, type_id))
+    tensors += _absent_biases(source, gguf_name)
+    return tensors
+
+
+def _ternary(source: ModelSource, layer: str, block: BlockType) -> Callable[[], np.ndarray]:
+    def make() -> np.ndarray:
+        codes, weight_scale = source.read_ternary(layer)
+        scale = weight_scale.item()
+        if abs(float(np.float16(scale)) - scale) > _SCALE_TOLERANCE * scale:
+            raise UserError(
+                f"layer {layer}: its weight scale {scale:.3g} is too far out for float16, in which "
+                f"{block.name} holds it; use --format bitnet"
+            )
+        return block.pack(codes.numpy(), scale)
+
+    return make
+
+
+def _plain(
+    source: ModelSource, name: str, gguf_name: str, shape: tuple[int, ...], type_id: int
+) -> GgufTensor:
+    def make() -> np.ndarray:
+        return encode_plain(source.read(name), type_id)
+
+    return GgufTensor(gguf_name, type_id, shape, _plain_bytes(shape, type_id), make)
+
+
+def _plain_bytes(shape: tuple[int, ...], type_id: int) -> int:
+    if type_id == Q8_0:
+        return prod(shape) // _Q8_0_BLOCK * (_Q8_0_BLOCK + 2)
+    return prod(shape) * (4 if type_id == F32 else 2)
+
+
+def encode_plain(tensor: Tensor, type_id: int) -> np.ndarray:
+    """A tensor as the bytes of one of `EMBEDDING_TYPES`."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import quantize
+
+    values = tensor.float().numpy()
+    return quantize(values, GGMLQuantizationType(type_id))
+
+
+def _absent_biases(source: ModelSource, gguf_name: Callable[[str], str]) -> Iterator[GgufTensor]:
+    # llama.cpp's qwen2 requires them; a variant of the model without has zeros.
+    for layer, (rows, _) in source.layers.items():
+        bias = f"{layer}.bias"
+        if layer.endswith(_ATTENTION) and bias not in source.other_tensors:
+            make = partial(np.zeros, rows, np.float32)
+            yield GgufTensor(gguf_name(bias), F32, (rows,), 4 * rows, make)
+
+
+def write(
+    path: Path,
+    source: ModelSource,
+    tensors: list[GgufTensor],
+    vocabulary: GgufVocabulary,
+    block: BlockType,
+    on_progress: OnProgress | None = None,
+) -> None:
+    """Write the file, holding one tensor in memory at a time.
+
+    The caller gives a temporary name. Raises `OSError` when the disk is full, `UserError` for a scale
+    that float16 cannot hold.
+    """
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(path, "qwen2")
+    _add_metadata(writer, source, block)
+    add_vocabulary(writer, vocabulary, source.folder)
+    for tensor in tensors:
+        # With a type of our own as "raw", the shape is that of the codes, not of the bytes; and a
+        # plain number passes for types that are newer than the gguf package.
+        writer.add_tensor_info(
+            tensor.name,
+            tensor.shape,
+            np.dtype(np.int8),
+            tensor.nbytes,
+            raw_dtype=tensor.type_id,  # type: ignore[arg-type]
+        )
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        done, total = 0, sum(tensor.nbytes for tensor in tensors)
+        for tensor in tensors:
+            writer.write_tensor_data(tensor.make())
+            done += tensor.nbytes
+            if on_progress is not None:
+                on_progress(done, total)
+    finally:
+        writer.close()
+
+
+def _add_metadata(writer: "GGUFWriter", source: ModelSource, block: BlockType) -> None:
+    config = source.config
+    writer.add_name(
+        source.folder.parent.name if source.folder.name == "final" else source.folder.name
+    )
+    writer.add_description(f"sparse-bitnet {source.format}")
+    writer.add_file_type(block.file_type)
+    writer.add_quantization_version(2)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config.get("num_key_value_heads", config["num_attention_heads"]))
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(_rope_theta(config))
+
+
+def _rope_theta(config: dict[str, Any]) -> float:
+    rope = config.get("rope_parameters") or {}
+    return float(rope.get("rope_theta", config.get("rope_theta", 10_000.0)))

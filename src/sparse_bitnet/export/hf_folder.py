@@ -1,0 +1,120 @@
+"""A complete Hugging Face model folder: config, weights, tokenizer, generation config, model card."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparse_bitnet.export.deferred import DeferredTensors, OnProgress, write_safetensors
+from sparse_bitnet.export.source import ModelSource, read_json
+from sparse_bitnet.files import atomic_folder
+from sparse_bitnet.packing.tensor_file import TensorSpec
+
+EXPORTED_FORMAT = "sparse_bitnet_format"
+"""Key of config.json under which an export remembers the training format; other readers ignore it."""
+
+_AS_THEY_ARE = (
+    "tokenizer.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+
+LayerTensors = Callable[[str, tuple[int, int]], DeferredTensors]
+"""(layer name, [out_features, in_features]) -> what stands for the layer's weight."""
+
+
+def plan_tensors(
+    source: ModelSource, dtype: torch.dtype, layer_tensors: LayerTensors
+) -> Iterator[DeferredTensors]:
+    """Every tensor of the export: sparse layers by `layer_tensors`, the rest cast to `dtype`."""
+    for layer, sizes in source.layers.items():
+        yield layer_tensors(layer, sizes)
+    for name, shape in source.other_tensors.items():
+        yield _cast(source, name, shape, dtype)
+
+
+def _cast(
+    source: ModelSource, name: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> DeferredTensors:
+    def make() -> Sequence[Tensor]:
+        return (source.read(name).to(dtype),)
+
+    return DeferredTensors((TensorSpec(name, dtype, shape),), make)
+
+
+def write_folder(
+    out: Path,
+    source: ModelSource,
+    tensors: Sequence[DeferredTensors],
+    *,
+    dtype: torch.dtype,
+    quantization_config: dict[str, Any] | None,
+    model_card: str,
+    on_progress: OnProgress | None = None,
+) -> None:
+    """Write the folder `out` in one step; nothing is there before all of it is.
+
+    Raises `UserError` when the disk is full or `out` cannot be written.
+    """
+    with atomic_folder(out) as folder:
+        write_safetensors(folder / "model.safetensors", tensors, on_progress)
+        config = with_dtype(source.config, dtype) | {EXPORTED_FORMAT: str(source.format)}
+        if quantization_config is not None:
+            config["quantization_config"] = quantization_config
+        write_json(folder / "config.json", config)
+        copy_tokenizer(source.folder, folder)
+        write_generation_config(source.folder, folder)
+        (folder / "README.md").write_text(model_card, encoding="utf-8")
+
+
+def with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """A config.json that says `dtype`, under the one of its two names that readers look at first."""
+    others = {key: value for key, value in config.items() if key != "torch_dtype"}
+    return others | {"dtype": str(dtype).removeprefix("torch.")}
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy the tokenizer files, under the class name that every release of transformers knows."""
+    for name in _AS_THEY_ARE:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    if (source / "tokenizer_config.json").is_file():
+        config = read_json(source / "tokenizer_config.json")
+        if config.get("tokenizer_class") == "TokenizersBackend":
+            # The name in transformers 5; older releases, which vLLM may sit on, refuse it.
+            config["tokenizer_class"] = "PreTrainedTokenizerFast"
+            config.pop("backend", None)
+        write_json(folder / "tokenizer_config.json", config)
+
+
+def write_generation_config(source: Path, folder: Path) -> None:
+    """Copy generation_config.json, naming the tokenizer's end token where it names none."""
+    path = source / "generation_config.json"
+    config = read_json(path) if path.is_file() else {}
+    end = end_token_id(source)
+    if config.get("eos_token_id") is None and end is not None:
+        config |= {"eos_token_id": end, "pad_token_id": end}
+    if config:
+        write_json(folder / "generation_config.json", config)
+
+
+def end_token_id(folder: Path) -> int | None:
+    """Id of the tokenizer's end-of-text token; None without a tokenizer."""
+    from sparse_bitnet.data.tokenizer import load_tokenizer
+
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    return load_tokenizer(folder).eos_token_id
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Indented, sorted as given, with a newline at the end."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

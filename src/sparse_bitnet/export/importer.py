@@ -1,0 +1,180 @@
+"""Ternary checkpoints of other tools as checkpoints of ours, codes and scales unchanged.
+
+Our checkpoints hold masters, from which codes and scale follow. Where only codes are known, masters
+are made from which exactly these follow: with z the share of non-zero codes, the weights
+codes * scale / z have the mean magnitude `scale` and round to `codes`. They are a start for further
+training, not the weights the model was trained with.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparse_bitnet.convert import FORMAT_VERSION
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.export.deferred import DeferredTensors, OnProgress, write_safetensors
+from sparse_bitnet.export.foreign import ForeignCheckpoint, open_foreign
+from sparse_bitnet.export.formats import check_new_folder
+from sparse_bitnet.export.hf_folder import (
+    EXPORTED_FORMAT,
+    copy_tokenizer,
+    with_dtype,
+    write_generation_config,
+    write_json,
+)
+from sparse_bitnet.export.source import TernaryWeight
+from sparse_bitnet.files import TEMPORARY_PREFIX, atomic_folder
+from sparse_bitnet.layer import SparseBitConfig, select
+from sparse_bitnet.packing.checkpoint import pack_checkpoint
+from sparse_bitnet.packing.formats import check_format
+from sparse_bitnet.packing.tensor_file import TensorSpec
+from sparse_bitnet.quantizer import SCALE_FLOOR
+from sparse_bitnet.sparsity import NMPattern
+
+
+@dataclass(frozen=True, kw_only=True)
+class Imported:
+    """What was read and written."""
+
+    folder: Path
+    kind: str
+    """The format read."""
+    format: SparseBitConfig
+    layers: int
+    """Ternary layers."""
+
+
+def import_checkpoint(
+    folder: str | Path,
+    out: str | Path,
+    *,
+    pattern: NMPattern | None = None,
+    packed: str | None = None,
+    embeddings: str = "bf16",
+    on_progress: OnProgress | None = None,
+) -> Imported:
+    """Write a foreign checkpoint as a folder of ours, float32 masters included, or packed.
+
+    Args:
+        folder: what another tool, or `export`, wrote.
+        out: a new folder.
+        pattern: that the codes keep to. Default: that of an export of ours, else dense.
+        packed: a packed format or "auto", to write the packed form. The masters then exist for a while
+            in a temporary folder beside `out`, four bytes a weight.
+        embeddings: their precision in the packed form (`pack_checkpoint`).
+        on_progress: called with (bytes written, bytes in all) after every tensor.
+
+    Raises `UserError` for what `open_foreign` cannot read, codes outside the pattern, an `out` that
+    exists, and a full disk; nothing is then left behind.
+    """
+    out = check_new_folder(out)
+    if packed not in (None, "auto"):
+        check_format(packed)
+    foreign = open_foreign(folder)
+    format = _format(foreign, pattern)
+    for name, (_, in_features) in foreign.layers.items():
+        format.pattern.check_divides(in_features, name)
+    if packed is None:
+        _write(foreign, format, out, on_progress)
+    else:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=out.parent, prefix=TEMPORARY_PREFIX) as scratch:
+            masters = Path(scratch) / out.name
+            _write(foreign, format, masters, on_progress)
+            pack_checkpoint(masters, out, format=packed, embeddings=embeddings)
+    return Imported(folder=out, kind=foreign.kind, format=format, layers=len(foreign.layers))
+
+
+def _write(
+    foreign: ForeignCheckpoint, format: SparseBitConfig, out: Path, on_progress: OnProgress | None
+) -> None:
+    with atomic_folder(out) as temporary:
+        write_safetensors(
+            temporary / "model.safetensors", list(_plan(foreign, format)), on_progress
+        )
+        write_json(temporary / "config.json", _config(foreign, format))
+        copy_tokenizer(foreign.folder, temporary)
+        write_generation_config(foreign.folder, temporary)
+
+
+def _format(foreign: ForeignCheckpoint, pattern: NMPattern | None) -> SparseBitConfig:
+    remembered = foreign.config.get(EXPORTED_FORMAT)
+    if pattern is not None:
+        return SparseBitConfig(pattern=pattern)
+    if isinstance(remembered, str):
+        # Ablations change how masters give codes; the masters made here are plain.
+        return SparseBitConfig(pattern=SparseBitConfig.parse(remembered).pattern)
+    return SparseBitConfig(pattern=NMPattern(8, 8))
+
+
+def _config(foreign: ForeignCheckpoint, format: SparseBitConfig) -> dict[str, Any]:
+    config = {key: value for key, value in foreign.config.items() if key != EXPORTED_FORMAT}
+    return with_dtype(config, torch.float32) | {
+        "quantization_config": {
+            "quant_method": "sparse_bitnet",
+            "version": FORMAT_VERSION,
+            "format": format.to_dict(),
+            "modules_to_not_convert": foreign.dense_linears,
+        },
+    }
+
+
+def _plan(foreign: ForeignCheckpoint, format: SparseBitConfig) -> Iterator[DeferredTensors]:
+    for layer, sizes in foreign.layers.items():
+        yield _deferred(f"{layer}.weight", sizes, partial(_master, foreign, layer, format))
+    for name, shape in foreign.other_tensors.items():
+        yield _deferred(name, shape, partial(foreign.read_other, name))
+
+
+def _deferred(name: str, shape: tuple[int, ...], read: Callable[[], Tensor]) -> DeferredTensors:
+    return DeferredTensors((TensorSpec(name, torch.float32, shape),), lambda: (read().float(),))
+
+
+def _master(foreign: ForeignCheckpoint, layer: str, format: SparseBitConfig) -> Tensor:
+    if foreign.read_ternary is None:
+        return foreign.read_master(layer)
+    ternary = foreign.read_ternary(layer)
+    if ternary.weight_scale < SCALE_FLOOR:
+        raise UserError(
+            f"layer {layer}: a weight scale of {ternary.weight_scale:.4g} is below {SCALE_FLOOR:g}, "
+            "the smallest there is here"
+        )
+    master = masters_of(ternary)
+    codes, _, weight_scale = select(master, format)
+    assert codes is not None
+    if not torch.equal(codes, ternary.codes):
+        raise UserError(
+            f"layer {layer}: its codes do not keep to the pattern {format.pattern}; import with "
+            "--pattern 8:8"
+        )
+    assert weight_scale == ternary.weight_scale or not codes.any()
+    return master
+
+
+def masters_of(ternary: TernaryWeight) -> Tensor:
+    """float32 masters from which ternary quantisation gives exactly these codes and this scale.
+
+    All zero where all codes are; the scale then does not matter.
+    """
+    codes, weight_scale = ternary
+    nonzero = codes != 0
+    count = int(nonzero.sum())
+    if count == 0:
+        return torch.zeros(codes.shape)
+    magnitude = weight_scale.double().item() * codes.numel() / count
+    # The mean must round to the very scale: some weights get the float above, the rest the one below.
+    below = np.float32(magnitude)
+    if float(below) > magnitude:
+        below = np.nextafter(below, np.float32(0))
+    above = np.nextafter(below, np.float32(np.inf))
+    share = (magnitude - float(below)) / (float(above) - float(below))
+    order = nonzero.flatten().cumsum(0).view(codes.shape)
+    magnitudes = torch.where(order <= round(share * count), float(above), float(below))
+    return codes * magnitudes.float()

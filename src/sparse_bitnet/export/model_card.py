@@ -1,0 +1,216 @@
+"""The README.md of an export: what the model is, how it was trained, how to load it in each tool."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparse_bitnet import __version__
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.export.config import FORMATS
+from sparse_bitnet.export.source import ModelSource, read_json
+
+Row = tuple[str, str]
+
+_MOST_FILES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRecord:
+    """What a run folder tells about a checkpoint in it; empty for a checkpoint by itself."""
+
+    config: dict[str, Any]
+    """The run's TrainConfig as JSON."""
+    result: dict[str, Any]
+    """result.json, for the finished model only."""
+    data: dict[str, Any]
+    """`source` entry of the prepared data's settings, where the data still exists."""
+
+    @property
+    def data_folder(self) -> Path | None:
+        """Where the prepared data is, if it still is there."""
+        folder = Path(self.config["data"]) if self.config.get("data") else None
+        return folder if folder is not None and (folder / "manifest.json").is_file() else None
+
+
+def read_record(folder: Path) -> TrainingRecord:
+    """The record of the run that `folder` (its `final`, or a checkpoint) belongs to."""
+    config = _optional(folder / "train_config.json")
+    result: dict[str, Any] = {}
+    if not config and folder.name == "final":
+        config = _optional(folder.parent / "config.json")
+        result = _optional(folder.parent / "result.json") if config else {}
+    record = TrainingRecord(config=config, result=result, data={})
+    if record.data_folder is None:
+        return record
+    settings = _optional(record.data_folder / "manifest.json").get("settings", {})
+    return TrainingRecord(config=config, result=result, data=settings.get("source", {}))
+
+
+def _optional(path: Path) -> dict[str, Any]:
+    try:
+        return read_json(path)
+    except UserError:
+        return {}
+
+
+def model_card(source: ModelSource, format: str, embeddings: str, *, checked: list[Row]) -> str:
+    """The whole card as Markdown with a YAML head.
+
+    Args:
+        source: the trained model.
+        format: a name of `FORMATS`.
+        embeddings: precision of embeddings and head.
+        checked: what `verify` found, as rows; empty when it was not run.
+    """
+    record = read_record(source.folder)
+    sections = [
+        _head(source, format),
+        f"# {_title(source)}",
+        f"A language model with ternary weights (1.58 bits) and {source.format.pattern} sparsity, "
+        f"exported as {FORMATS[format].summary}."
+        if source.format.weight == "ternary"
+        else f"A language model with {source.format.pattern} sparsity and full-precision weights.",
+        "## Model",
+        _table(_model_rows(source, format, embeddings)),
+    ]
+    if training := _training_rows(record):
+        sections += ["## Training", _table(training)]
+    if checked:
+        sections += ["## Checked against the trained model", _table(checked)]
+    sections += ["## How to load it", _loading(format), "## Notes", _notes(format)]
+    return "\n\n".join(sections) + "\n"
+
+
+def _head(source: ModelSource, format: str) -> str:
+    library = "gguf" if format.startswith("gguf") else "transformers"
+    tags = ["bitnet", "1-bit", "sparse", str(source.format.pattern).replace(":", "-")]
+    lines = [f"library_name: {library}", "pipeline_tag: text-generation", "tags:"]
+    return "\n".join(["---", *lines, *(f"- {tag}" for tag in tags), "---"])
+
+
+def _title(source: ModelSource) -> str:
+    folder = source.folder
+    return folder.parent.name if folder.name == "final" else folder.name
+
+
+def _model_rows(source: ModelSource, format: str, embeddings: str) -> list[Row]:
+    config = source.config
+    weights = sum(rows * columns for rows, columns in source.layers.values())
+    others = sum(math.prod(shape) for shape in source.other_tensors.values())
+    rows = [
+        ("architecture", str(config.get("model_type"))),
+        ("training format", f"`{source.format}`"),
+        ("pattern", f"{source.format.pattern} (keeps {source.format.pattern.density:.0%})"),
+        ("weights in sparse layers", f"{weights:,} in {len(source.layers)} layers"),
+        ("other parameters", f"{others:,} ({embeddings})"),
+        ("bits per sparse weight", f"{_bits(format, embeddings):g}"),
+    ]
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    for name in (*names, "num_key_value_heads", "vocab_size", "max_position_embeddings"):
+        if name in config:
+            rows.append((name, f"{config[name]:,}"))
+    return rows
+
+
+def _bits(format: str, embeddings: str) -> float:
+    return 32 if (format, embeddings) == ("dense", "f32") else FORMATS[format].bits_per_weight
+
+
+def _training_rows(record: TrainingRecord) -> list[Row]:
+    config, result = record.config, record.result
+    rows: list[Row] = []
+    if config:
+        tokens = config["batch_size"] * config["sequence_length"]
+        rows += [
+            ("start", config["init"] or f"random, seed {config['seed']}"),
+            ("steps", f"{config['steps']:,} of {tokens:,} tokens"),
+            ("sequence length", f"{config['sequence_length']:,}"),
+            ("share of steps with the mask", f"{config['sparse_fraction']:g}"),
+            (
+                "learning rate",
+                f"{config['learning_rate']:g}, {config['schedule']}, warm-up "
+                f"{config['warmup_fraction']:.2g} of the steps",
+            ),
+            (
+                "AdamW",
+                f"betas {config['beta1']}, {config['beta2']}; epsilon {config['epsilon']:g}; weight "
+                f"decay {config['weight_decay']:g}; gradient clipping {config['gradient_clip']:g}",
+            ),
+        ]
+    if record.data:
+        rows.append(("data", _data(record.data)))
+    if result:
+        rows += [
+            ("validation perplexity", f"{result['validation_perplexity']:.3f}"),
+            ("validation tokens", f"{result['validation_tokens']:,}"),
+            ("zero fraction of the codes", f"{result['zero_fraction']:.3f}"),
+        ]
+    return rows
+
+
+def _data(data: dict[str, Any]) -> str:
+    facts = []
+    for key, value in data.items():
+        if key == "files" and isinstance(value, list):
+            value = ", ".join(file["name"] for file in value[:_MOST_FILES])
+            value += " ..." if len(data[key]) > _MOST_FILES else ""
+        if isinstance(value, str | int | float):
+            facts.append(f"{key.replace('_', ' ')} {value}")
+    return "; ".join(facts)
+
+
+def _table(rows: list[Row]) -> str:
+    lines = [f"| {name} | {value.replace('|', '/')} |" for name, value in rows]
+    return "\n".join(["| | |", "|---|---|", *lines])
+
+
+_TRANSFORMERS = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("THIS_FOLDER")
+tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")
+```"""
+_VLLM = "```sh\nvllm serve THIS_FOLDER\n```"
+
+
+def _loading(format: str) -> str:
+    if format.startswith("gguf"):
+        file = gguf_file_name(format)
+        return (
+            f"llama.cpp:\n\n```sh\nllama-cli -m {file} -p 'Once upon a time'\n```\n\n"
+            f"Python (`pip install llama-cpp-python`):\n\n```python\nfrom llama_cpp import Llama\n\n"
+            f'model = Llama("{file}")\nprint(model("Once upon a time", max_tokens=32))\n```\n\n'
+            f"Ollama: a Modelfile with the line `FROM ./{file}`, then "
+            "`ollama create NAME -f Modelfile`. LM Studio: put the file into its models folder."
+        )
+    install = {
+        "bitnet": "`pip install transformers accelerate`; on a CPU without a C++ compiler set "
+        "`TORCHDYNAMO_DISABLE=1`",
+        "dense": "`pip install transformers`",
+    }.get(format, "`pip install transformers compressed-tensors`")
+    text = f"transformers ({install}):\n\n{_TRANSFORMERS}"
+    return text if format == "bitnet" else f"{text}\n\nvLLM:\n\n{_VLLM}"
+
+
+_NOTES = {
+    "bitnet": "`weight_scale` holds the reciprocal of the scale, as the `bitlinear` class of "
+    "transformers expects. Its activation quantiser is the one of the training.",
+    "compressed-tensors": "transformers' activation quantiser divides by 127.5 where the training "
+    "divided by 127, so logits differ in the third digit.",
+    "gguf": "Codes are exact, the scale is in float16. llama.cpp quantises activations per block "
+    "instead of per token: log-probabilities are close to those of the trained model, never "
+    "equal. It does not normalise Unicode: give it text in form NFC.",
+    "dense": "Activations are not quantised here, as they were in training. Do not let a tool "
+    "quantise these weights to ternary again: it would get the scale wrong.",
+}
+
+
+def _notes(format: str) -> str:
+    note = next(text for prefix, text in _NOTES.items() if format.startswith(prefix))
+    return f"{note}\n\nWritten by sparse-bitnet {__version__}."
+
+
+def gguf_file_name(format: str) -> str:
+    """The file inside a GGUF export's folder."""
+    return f"model-{format.removeprefix('gguf-').upper()}.gguf"

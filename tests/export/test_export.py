@@ -1,0 +1,167 @@
+"""Exporting: folders that are complete, appear whole, and replace nothing."""
+
+import hashlib
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from sparse_bitnet.cli.main import main
+from sparse_bitnet.cli.progress_lines import ProgressLines
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.export.config import FORMATS, ExportConfig
+from sparse_bitnet.export.formats import export
+from sparse_bitnet.export.source import open_source
+
+FITTING = [name for name in FORMATS if not name.startswith("gguf-tq")]
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {
+        file.name: hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in sorted(folder.iterdir())
+    }
+
+
+@pytest.mark.parametrize("format", FITTING)
+def test_the_same_checkpoint_gives_the_same_bytes(
+    checkpoint: Path, tmp_path: Path, format: str
+) -> None:
+    for name in ("a", "b"):
+        export(checkpoint, tmp_path / name, ExportConfig(format=format))
+    assert digests(tmp_path / "a") == digests(tmp_path / "b")
+
+
+@pytest.mark.parametrize("format", [name for name in FITTING if not name.startswith("gguf")])
+def test_a_folder_is_complete(checkpoint: Path, tmp_path: Path, format: str) -> None:
+    result = export(checkpoint, tmp_path / "out", ExportConfig(format=format))
+    assert {file.name for file in result.folder.iterdir()} == {
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    assert result.nbytes == sum(file.stat().st_size for file in result.folder.iterdir())
+    generation = json.loads((result.folder / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == 0
+    tokenizer = json.loads((result.folder / "tokenizer_config.json").read_text())
+    assert tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert str(tmp_path) not in "".join(
+        file.read_text() for file in result.folder.iterdir() if file.suffix != ".safetensors"
+    )
+
+
+@pytest.mark.parametrize("format", ["bitnet", "gguf-q2_0"])
+def test_progress_ends_at_the_total(checkpoint: Path, tmp_path: Path, format: str) -> None:
+    seen: list[tuple[int, int]] = []
+    config = ExportConfig(format=format)
+    export(checkpoint, tmp_path / "out", config, on_progress=lambda *now: seen.append(now))
+    done = [now for now, _ in seen]
+    assert done == sorted(done)
+    assert seen[-1][0] == seen[-1][1]
+    assert len({total for _, total in seen}) == 1
+
+
+def test_dense_weights_are_the_effective_ones_and_come_with_a_warning(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    result = export(checkpoint, tmp_path / "out", ExportConfig(format="dense", embeddings="f32"))
+    assert result.warning is not None
+    assert "wrong scale" in result.warning
+    source = open_source(checkpoint)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    for name in source.layers:
+        assert torch.equal(tensors[f"{name}.weight"], source.read_effective(name))
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_full_precision_models_go_to_dense_without_a_warning(
+    make_checkpoint, tmp_path: Path
+) -> None:
+    folder = make_checkpoint("full-2:4")
+    config = ExportConfig(format="dense", verify=True)
+    result = export(folder, tmp_path / "out", config)
+    assert result.warning is None
+    assert result.verification is not None
+    assert result.verification.failures == []
+    for format in FITTING:
+        if format != "dense":
+            with pytest.raises(UserError, match="use --format dense"):
+                export(folder, tmp_path / "no", ExportConfig(format=format))
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("format", ["bitnet", "gguf-q2_0"])
+def test_nothing_is_replaced(checkpoint: Path, tmp_path: Path, format: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="exists already; choose another folder or remove it"):
+        export(checkpoint, tmp_path / "run", ExportConfig(format=format))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="exists already"):
+        export(checkpoint, tmp_path / "file", ExportConfig(format=format))
+    (tmp_path / "empty").mkdir()
+    export(checkpoint, tmp_path / "empty", ExportConfig(format=format))
+    assert (tmp_path / "empty" / "README.md").is_file()
+
+
+def test_a_file_name_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"give a folder, which gets the \.gguf file"):
+        export(checkpoint, tmp_path / "model.gguf", ExportConfig(format="gguf-q2_0"))
+
+
+@pytest.mark.parametrize("format", ["bitnet", "gguf-q2_0"])
+def test_an_interrupted_export_leaves_nothing(
+    checkpoint: Path, tmp_path: Path, format: str
+) -> None:
+    def interrupt(done: int, total: int) -> None:
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export(checkpoint, tmp_path / "out", ExportConfig(format=format), on_progress=interrupt)
+    assert os.listdir(tmp_path) == []
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(UserError, match="choose one of bitnet"):
+        ExportConfig(format="gguf")
+    with pytest.raises(
+        UserError, match=r"embeddings=q8_0 is not possible in bitnet.*bf16, f16, f32"
+    ):
+        ExportConfig(format="bitnet", embeddings="q8_0")
+    with pytest.raises(UserError, match="verify_tokens=1: needs at least 2"):
+        ExportConfig(format="bitnet", verify_tokens=1)
+    assert ExportConfig(format="gguf-tq2_0").embeddings == "f16"
+    assert ExportConfig(format="dense").embeddings == "bf16"
+
+
+def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["export", str(checkpoint), str(tmp_path / "out"), "--format", "dense"])
+    printed = capsys.readouterr().out
+    assert "dense, 0." in printed
+    assert "note: these are the effective weights" in printed.replace("\n", " ")
+    with pytest.raises(SystemExit) as stopped:
+        main(["export", str(checkpoint), str(tmp_path / "out"), "--format", "dense"])
+    assert stopped.value.code == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_progress_lines_are_drawn_on_terminals_only() -> None:
+    for is_terminal in (True, False):
+        console = Console(file=io.StringIO(), force_terminal=is_terminal, width=100)
+        with ProgressLines(console) as lines:
+            show = lines.line("writing", "MB", 1e6)
+            assert (show is not None) == is_terminal
+            if show is not None:
+                show(1_000_000, 3_000_000)
+                show(3_000_000, 3_000_000)
+        assert ("writing" in console.file.getvalue()) == is_terminal
+        assert ("3/3 MB" in console.file.getvalue()) == is_terminal

@@ -1,0 +1,215 @@
+"""Verification: finds what is wrong, says what is missing, and speaks through the exit code."""
+
+import dataclasses
+import importlib.util
+import json
+import unicodedata
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sparse_bitnet.cli.main import main
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.export import formats, readers
+from sparse_bitnet.export.config import ExportConfig
+from sparse_bitnet.export.formats import export
+from sparse_bitnet.export.source import open_source
+from sparse_bitnet.export.verify import PARAGRAPH, Verification, bound_of, verify
+
+BITNET = ExportConfig(format="bitnet", embeddings="f32")
+
+
+@pytest.fixture
+def exported(checkpoint: Path, tmp_path: Path) -> Path:
+    export(checkpoint, tmp_path / "out", BITNET)
+    return tmp_path / "out"
+
+
+def spoil(folder: Path, name: str, change) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        tensors | {name: change(tensors[name])}, folder / "model.safetensors", {"format": "pt"}
+    )
+
+
+def test_an_export_passes(source, exported: Path) -> None:
+    found = verify(source, exported, BITNET)
+    assert found.failures == []
+    assert found.tokens > 300
+    assert found.reader.startswith("transformers ")
+    assert found.bound == pytest.approx(0.002 * 2**0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        # What a reader that quantises masked weights again would make of a scale.
+        ("model.layers.0.mlp.down_proj.weight_scale", lambda scale: scale / 0.654),
+        # A code of one in four rows moved by one place.
+        ("model.layers.1.self_attn.v_proj.weight", lambda weight: weight ^ 1),
+        ("model.norm.weight", lambda weight: weight * float("nan")),
+    ],
+)
+def test_an_export_that_differs_fails(source, exported: Path, name: str, change) -> None:
+    spoil(exported, name, change)
+    failures = verify(source, exported, BITNET).failures
+    assert any(failure.startswith("log-probabilities") for failure in failures)
+
+
+def test_another_tokenizer_fails(source, exported: Path) -> None:
+    path = exported / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"]["merges"] = content["model"]["merges"][:-40]
+    path.write_text(json.dumps(content))
+    assert verify(source, exported, BITNET).failures == ["other token ids"]
+
+
+def test_missing_tensors_are_refused(source, exported: Path) -> None:
+    tensors = load_file(exported / "model.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.weight_scale"]
+    save_file(tensors, exported / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"lacks model.layers.0.mlp.up_proj.weight_scale"):
+        verify(source, exported, BITNET)
+
+
+def test_nan_is_out_of_bounds() -> None:
+    nan = float("nan")
+    found = Verification(
+        reader="r",
+        text="t",
+        tokens=1,
+        same_token_ids=True,
+        mean_difference=nan,
+        largest_difference=nan,
+        same_best_token=1.0,
+        perplexity=2.0,
+        export_perplexity=nan,
+        bound=0.1,
+    )
+    assert len(found.failures) == 2
+    fine = dataclasses.replace(found, mean_difference=0.1, export_perplexity=2.019)
+    assert fine.failures == []
+    assert dataclasses.replace(fine, export_perplexity=1.97).failures != []
+
+
+def test_bounds_grow_with_the_root_of_the_blocks() -> None:
+    assert bound_of(ExportConfig(format="gguf-q2_0"), 36) == pytest.approx(0.06)
+    assert bound_of(ExportConfig(format="bitnet"), 1) == pytest.approx(0.01)
+    assert bound_of(BITNET, 4) == pytest.approx(0.004)
+
+
+def test_the_paragraph_is_in_normal_form_c() -> None:
+    assert unicodedata.is_normalized("NFC", PARAGRAPH)
+    assert not PARAGRAPH.isascii()
+
+
+def test_the_text_can_be_chosen(source, exported: Path, tmp_path: Path) -> None:
+    text = tmp_path / "words.txt"
+    text.write_text("some words to predict " * 40)
+    config = dataclasses.replace(BITNET, text=str(text), verify_tokens=50)
+    found = verify(source, exported, config)
+    assert (found.text, found.tokens) == ("words.txt", 50)
+    text.write_text("")
+    with pytest.raises(UserError):
+        verify(source, exported, config)
+
+
+@pytest.mark.parametrize(
+    ("format", "message"),
+    [
+        ("gguf-q2_0", "llama-cpp-python is not installed (pip install llama-cpp-python)"),
+        ("compressed-tensors-w2a8", "compressed-tensors is not installed"),
+        ("bitnet", "accelerate is not installed (pip install accelerate)"),
+    ],
+)
+def test_an_absent_reader_is_named(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str, message: str
+) -> None:
+    monkeypatch.setattr(readers.importlib.util, "find_spec", lambda name: None)
+    result = export(checkpoint, tmp_path / "out", ExportConfig(format=format, verify=True))
+    assert result.verification is None
+    assert result.skipped is not None
+    assert message in result.skipped
+
+
+def test_dense_needs_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert readers.absent_reader("dense") is None
+
+
+def test_llama_cpp_refuses_what_is_no_model(tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python builds llama.cpp")
+    (tmp_path / "model-Q2_0.gguf").write_bytes(b"GGUF but no more")
+    with pytest.raises(UserError, match=r"llama\.cpp refuses"):
+        with readers.open_reader("gguf-q2_0", tmp_path, 16):
+            pass
+
+
+def test_the_command_prints_a_table_and_the_card_keeps_it(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    main(["export", str(checkpoint), str(out), "--format", "bitnet", "--verify"])
+    printed = capsys.readouterr().out
+    assert "best token" in printed
+    assert "(bound 1%)" in printed
+    assert "## Checked against the trained model" in (out / "README.md").read_text()
+
+
+def test_the_command_exits_with_2_when_out_of_bounds(
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wrong = open_source(checkpoint)
+
+    def doubled(layer: str):
+        codes, weight_scale = wrong.read_ternary(layer)
+        return codes, 2 * weight_scale
+
+    faulty = dataclasses.replace(wrong, read_ternary=doubled)
+    monkeypatch.setattr(formats, "open_source", lambda checkpoint: faulty)
+    command = ["export", str(checkpoint), str(tmp_path / "out"), "--format", "bitnet", "--verify"]
+    with pytest.raises(SystemExit) as stopped:
+        main(command)
+    assert stopped.value.code == 2
+    assert "verification failed: log-probabilities" in capsys.readouterr().err
+
+
+def test_the_command_says_what_was_skipped(
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(formats, "absent_reader", lambda format: "verification skipped: no reader")
+    main(["export", str(checkpoint), str(tmp_path / "out"), "--format", "bitnet", "--verify"])
+    assert "verification skipped: no reader" in capsys.readouterr().out
+
+
+def test_reading_gives_float32_log_probabilities(exported: Path) -> None:
+    with readers.open_reader("bitnet", exported, 16) as reader:
+        values = reader.log_probabilities(torch.arange(5).numpy())
+    assert values.shape == (5, 392)
+    assert values.dtype == torch.float32
+    torch.testing.assert_close(values.exp().sum(1), torch.ones(5))
+
+
+def test_a_packed_source(checkpoint: Path, tmp_path: Path) -> None:
+    from sparse_bitnet.packing.checkpoint import pack_checkpoint
+    from sparse_bitnet.packing.loading import register
+
+    register()
+    pack_checkpoint(checkpoint, tmp_path / "packed", embeddings="float32")
+    result = export(tmp_path / "packed", tmp_path / "out", dataclasses.replace(BITNET, verify=True))
+    assert result.verification is not None
+    assert result.verification.failures == []
+
+
+def test_progress_counts_both_models(source, exported: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    found = verify(source, exported, BITNET, lambda *now: seen.append(now))
+    assert seen[-1] == (2 * found.tokens, 2 * found.tokens)

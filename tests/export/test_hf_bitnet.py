@@ -1,0 +1,82 @@
+"""Hugging Face bitnet: bytes, refusals, and transformers' own loader."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from factories import tiny_model
+from sparse_bitnet.convert import convert_
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.export import hf_bitnet
+from sparse_bitnet.export.config import ExportConfig
+from sparse_bitnet.export.formats import export
+from sparse_bitnet.export.hf_bitnet import pack_row_planes, unpack_row_planes
+from sparse_bitnet.export.source import ModelSource
+from sparse_bitnet.hub import save_pretrained
+from sparse_bitnet.layer import SparseBitConfig
+
+
+@given(blocks=st.integers(1, 9), columns=st.integers(1, 33), seed=st.integers(0, 2**32 - 1))
+def test_packing_is_transformers_own_and_exact(
+    random_codes, blocks: int, columns: int, seed: int
+) -> None:
+    from transformers.integrations.bitnet import pack_weights
+
+    codes = random_codes(4 * blocks, columns, seed)
+    packed = pack_row_planes(codes)
+    assert torch.equal(packed, pack_weights(codes.clone()))
+    assert torch.equal(unpack_row_planes(packed), codes)
+
+
+def test_one_byte_by_hand() -> None:
+    codes = torch.tensor([[-1], [0], [1], [1]], dtype=torch.int8)
+    assert pack_row_planes(codes).tolist() == [[0b10_10_01_00]]
+
+
+def test_rows_that_do_not_divide_are_refused_by_name(source: ModelSource) -> None:
+    name = "model.layers.0.mlp.up_proj"
+    other = dataclasses.replace(source, layers=source.layers | {name: (190, 64)})
+    with pytest.raises(UserError, match=rf"layer {name} has 190 rows.*compressed-tensors-w8a8"):
+        hf_bitnet.check(other)
+
+
+@pytest.mark.parametrize(("embeddings", "bound"), [("f32", 2e-5), ("bf16", 0.02)])
+def test_transformers_reads_it(
+    checkpoint: Path, tmp_path: Path, embeddings: str, bound: float
+) -> None:
+    config = ExportConfig(format="bitnet", embeddings=embeddings, verify=True)
+    found = export(checkpoint, tmp_path / "out", config).verification
+    assert found is not None
+    assert found.failures == []
+    assert found.mean_difference < bound
+
+
+def test_stored_scale_is_the_reciprocal(
+    source: ModelSource, checkpoint: Path, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file
+
+    export(checkpoint, tmp_path / "out", ExportConfig(format="bitnet", embeddings="f32"))
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    for name in source.layers:
+        codes, weight_scale = source.read_ternary(name)
+        assert torch.equal(unpack_row_planes(tensors[f"{name}.weight"]), codes)
+        assert tensors[f"{name}.weight_scale"].shape == (1,)
+        torch.testing.assert_close(1 / tensors[f"{name}.weight_scale"][0], weight_scale)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
+def test_any_architecture(tmp_path: Path, family: str) -> None:
+    model = convert_(tiny_model(family), SparseBitConfig.parse("ternary-2:4")).eval()
+    save_pretrained(model, tmp_path / "model")
+    export(tmp_path / "model", tmp_path / "out", ExportConfig(format="bitnet", embeddings="f32"))
+    ids = torch.arange(32)[None]
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        expected = model(ids).logits
+        read = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+        torch.testing.assert_close(read(ids).logits, expected, rtol=0, atol=0.01)

@@ -1,0 +1,317 @@
+"""Importing what other tools, and our own exports, hold."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from sparse_bitnet.cli.main import main
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.export.config import ExportConfig
+from sparse_bitnet.export.formats import export
+from sparse_bitnet.export.importer import import_checkpoint, masters_of
+from sparse_bitnet.export.source import TernaryWeight, open_source
+from sparse_bitnet.hub import from_pretrained
+from sparse_bitnet.layer import SparseBitConfig, select
+from sparse_bitnet.packing.metadata import QUANT_METHOD
+from sparse_bitnet.sparsity import NMPattern
+
+FORMATS = ["bitnet", "compressed-tensors-w2a8", "compressed-tensors-w8a8"]
+LAYER = "model.layers.0.mlp.gate_proj"
+
+
+@given(
+    rows=st.integers(1, 6),
+    columns=st.integers(1, 40),
+    zeros=st.floats(0, 0.99),
+    scale=st.floats(2**-16, 100, width=32),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_masters_give_back_exactly_their_codes_and_scale(
+    rows: int, columns: int, zeros: float, scale: float, seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    signs = random.choice([-1, 1], (rows, columns)) * (random.random((rows, columns)) >= zeros)
+    codes = torch.from_numpy(signs.astype(np.int8))
+    ternary = TernaryWeight(codes, torch.tensor(scale, dtype=torch.float32))
+    selection = select(masters_of(ternary), SparseBitConfig(pattern=NMPattern(1, 1)))
+    assert torch.equal(selection.codes, codes)
+    if codes.any():
+        assert selection.weight_scale == ternary.weight_scale
+
+
+def test_masters_of_a_large_matrix(random_codes) -> None:
+    ternary = TernaryWeight(random_codes(512, 2048, 0), torch.tensor(0.0123456))
+    selection = select(masters_of(ternary), SparseBitConfig(pattern=NMPattern(8, 8)))
+    assert torch.equal(selection.codes, ternary.codes)
+    assert selection.weight_scale == ternary.weight_scale
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_exports_come_back(checkpoint: Path, tmp_path: Path, format: str) -> None:
+    export(checkpoint, tmp_path / "out", ExportConfig(format=format, embeddings="f32"))
+    result = import_checkpoint(tmp_path / "out", tmp_path / "back")
+    assert result.format == SparseBitConfig(pattern=NMPattern(6, 8))
+    assert result.layers == 14
+    before, after = open_source(checkpoint), open_source(tmp_path / "back")
+    assert before.layers == after.layers
+    assert before.dense_linears == after.dense_linears
+    for name in before.layers:
+        ours, theirs = before.read_ternary(name), after.read_ternary(name)
+        assert torch.equal(ours.codes, theirs.codes)
+        # The reciprocal that bitnet stores is rounded once more.
+        tolerance = 2**-22 if format == "bitnet" else 0
+        torch.testing.assert_close(ours.weight_scale, theirs.weight_scale, rtol=tolerance, atol=0)
+    ids = torch.arange(32)[None]
+    with torch.no_grad():
+        expected = from_pretrained(checkpoint)(ids).logits
+        found = from_pretrained(tmp_path / "back")(ids).logits
+    if format == "bitnet":
+        torch.testing.assert_close(found, expected, rtol=0, atol=0.01)
+    else:
+        assert torch.equal(found, expected)
+
+
+def test_a_packed_folder_can_be_written_at_once(checkpoint: Path, tmp_path: Path) -> None:
+    export(checkpoint, tmp_path / "out", ExportConfig(format="compressed-tensors-w2a8"))
+    import_checkpoint(tmp_path / "out", tmp_path / "packed", packed="auto")
+    entry = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
+    assert entry["quant_method"] == QUANT_METHOD
+    assert sorted(os.listdir(tmp_path)) == ["out", "packed"]
+    before, after = open_source(checkpoint), open_source(tmp_path / "packed")
+    for name in before.layers:
+        assert torch.equal(before.read_ternary(name).codes, after.read_ternary(name).codes)
+        assert before.read_ternary(name).weight_scale == after.read_ternary(name).weight_scale
+    with pytest.raises(UserError, match="packed format 'zip' is unknown"):
+        import_checkpoint(tmp_path / "out", tmp_path / "no", packed="zip")
+
+
+def test_the_pattern_can_be_said_and_is_checked(checkpoint: Path, tmp_path: Path) -> None:
+    export(checkpoint, tmp_path / "out", ExportConfig(format="compressed-tensors-w8a8"))
+    dense = import_checkpoint(tmp_path / "out", tmp_path / "dense", pattern=NMPattern(8, 8))
+    assert dense.format.pattern.is_dense
+    with pytest.raises(UserError, match=r"codes do not keep to the pattern 2:8.*--pattern 8:8"):
+        import_checkpoint(tmp_path / "out", tmp_path / "no", pattern=NMPattern(2, 8))
+    with pytest.raises(UserError, match="64 is not a multiple of 5"):
+        import_checkpoint(tmp_path / "out", tmp_path / "no", pattern=NMPattern(2, 5))
+    assert not (tmp_path / "no").exists()
+
+
+def hugging_face(
+    folder: Path, entry: dict[str, Any] | None, tensors: dict[str, torch.Tensor]
+) -> Path:
+    """Another config entry and other tensors in an export."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config.pop("quantization_config", None)
+    config.pop("sparse_bitnet_format", None)
+    path.write_text(json.dumps(config | ({"quantization_config": entry} if entry else {})))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def loaded_by_transformers(folder: Path, ids: torch.Tensor) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return model(ids).logits
+
+
+def test_autobitlinear_bias_included(checkpoint: Path, tmp_path: Path) -> None:
+    """The packed published form: the scale multiplies, and the bias with it."""
+    export(checkpoint, tmp_path / "out", ExportConfig(format="bitnet", embeddings="f32"))
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    for name in list(tensors):
+        if name.endswith("weight_scale"):
+            tensors[name] = 1 / tensors[name]
+    entry = {
+        "quant_method": "bitnet",
+        "linear_class": "autobitlinear",
+        "quantization_mode": "offline",
+        "modules_to_not_convert": ["lm_head"],
+    }
+    folder = hugging_face(tmp_path / "out", entry, tensors)
+    import_checkpoint(folder, tmp_path / "back")
+    ids = torch.arange(32)[None]
+    with torch.no_grad():
+        found = from_pretrained(tmp_path / "back")(ids).logits
+    torch.testing.assert_close(found, loaded_by_transformers(folder, ids), rtol=0, atol=0.01)
+
+
+def test_published_masters_in_bfloat16(checkpoint: Path, tmp_path: Path) -> None:
+    """BitNet b1.58's form for training: bf16 weights that the reader quantises in every forward."""
+    export(checkpoint, tmp_path / "out", ExportConfig(format="dense"))
+    masters = {
+        name: tensor.bfloat16()
+        for name, tensor in load_file(checkpoint / "model.safetensors").items()
+    }
+    entry = {
+        "quant_method": "bitnet",
+        "linear_class": "autobitlinear",
+        "quantization_mode": "online",
+    }
+    folder = hugging_face(tmp_path / "out", entry, masters)
+    result = import_checkpoint(folder, tmp_path / "back")
+    assert (result.kind, result.layers) == ("bitnet masters", 14)
+    stored = load_file(tmp_path / "back" / "model.safetensors")
+    assert all(torch.equal(stored[name], master.float()) for name, master in masters.items())
+    ids = torch.arange(32)[None]
+    with torch.no_grad():
+        found = from_pretrained(tmp_path / "back")(ids).logits
+    torch.testing.assert_close(found, loaded_by_transformers(folder, ids), rtol=0, atol=0.02)
+
+
+def test_the_architecture_of_bitnet_b1_58(tmp_path: Path) -> None:
+    """Its published masters, with the norms inside the blocks, made small."""
+    from transformers import BitNetConfig, BitNetForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 96}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    model = BitNetForCausalLM(BitNetConfig(**sizes, **heads, pad_token_id=None))
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "published")
+    result = import_checkpoint(tmp_path / "published", tmp_path / "ours", pattern=NMPattern(8, 8))
+    assert result.layers == 14
+    ours = from_pretrained(tmp_path / "ours")
+    name = "model.layers.1.self_attn.o_proj"
+    assert torch.equal(ours.get_submodule(name).weight, model.get_submodule(name).weight.float())
+    import_checkpoint(tmp_path / "published", tmp_path / "packed", packed="b3")
+    source = open_source(tmp_path / "packed")
+    assert torch.equal(source.read_ternary(name).codes, ours.get_submodule(name).select().codes)
+
+
+@pytest.fixture
+def w2a8(checkpoint: Path, tmp_path: Path) -> Path:
+    export(checkpoint, tmp_path / "out", ExportConfig(format="compressed-tensors-w2a8"))
+    return tmp_path / "out"
+
+
+@pytest.mark.parametrize(
+    ("suffix", "change", "message"),
+    [
+        ("weight_packed", lambda t: t * 0, "is not ternary: it has codes from -2 to -2"),
+        ("weight_packed", lambda t: t[:, :-1].clone(), r"weight_packed is torch.int32 \[192, 3\]"),
+        (
+            "weight_scale",
+            lambda t: t * torch.arange(1, 193)[:, None],
+            "different scales in its rows",
+        ),
+        ("weight_scale", lambda t: t * 0, "weight scale is not a positive number"),
+        ("weight_scale", lambda t: t * float("nan"), "weight scale is not a positive number"),
+        ("weight_scale", lambda t: t * 0 + 3e-6, "below 1e-05, the smallest there is here"),
+    ],
+)
+def test_tensors_that_have_no_counterpart_here(
+    w2a8: Path, tmp_path: Path, suffix: str, change, message: str
+) -> None:
+    tensors = load_file(w2a8 / "model.safetensors")
+    tensors[f"{LAYER}.{suffix}"] = change(tensors[f"{LAYER}.{suffix}"])
+    save_file(tensors, w2a8 / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=f"layer {LAYER}.*{message}"):
+        import_checkpoint(w2a8, tmp_path / "no")
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_bitnet_tensors_that_have_no_counterpart_here(checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    export(checkpoint, folder, ExportConfig(format="bitnet"))
+    tensors = load_file(folder / "model.safetensors")
+    packed = tensors[f"{LAYER}.weight"]
+    for wrong, message in (
+        (packed | 3, "is not ternary: it has codes from 0 to 2|is not ternary"),
+        (packed[:-1].clone(), r"weight is torch.uint8 \[47, 64\], expected torch.uint8 \[48, 64\]"),
+    ):
+        save_file(tensors | {f"{LAYER}.weight": wrong}, folder / "model.safetensors")
+        with pytest.raises(UserError, match=message):
+            import_checkpoint(folder, tmp_path / "no")
+    del tensors[f"{LAYER}.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UserError, match=rf"lacks {LAYER}\.weight"):
+        import_checkpoint(folder, tmp_path / "no")
+
+
+def change_entry(folder: Path, change) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    change(config["quantization_config"])
+    path.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda e: e.update(quant_method="awq"), "quant_method 'awq' .* not importable"),
+        (
+            lambda e: e.update(sparsity_config={"format": "dense"}),
+            "a sparsity_config is not covered",
+        ),
+        (lambda e: e.update(format="float-quantized"), "not 'float-quantized' with 1 groups"),
+        (lambda e: e["config_groups"].update(group_1={}), "with 2 groups"),
+        (
+            lambda e: e["config_groups"]["group_0"]["weights"].update(num_bits=4),
+            r"\(4, True, 'channel'\) are not importable",
+        ),
+        (
+            lambda e: e["config_groups"]["group_0"]["weights"].update(strategy="group"),
+            r"\(2, True, 'group'\) are not importable",
+        ),
+        (
+            lambda e: e["config_groups"]["group_0"].update(input_activations=None),
+            "no 8-bit activations",
+        ),
+    ],
+)
+def test_settings_that_have_no_counterpart_here(
+    w2a8: Path, tmp_path: Path, change, message: str
+) -> None:
+    change_entry(w2a8, change)
+    with pytest.raises(UserError, match=message):
+        import_checkpoint(w2a8, tmp_path / "no")
+
+
+def test_norms_inside_a_layer_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    export(checkpoint, tmp_path / "out", ExportConfig(format="bitnet"))
+    change_entry(tmp_path / "out", lambda entry: entry.update(use_rms_norm=True))
+    with pytest.raises(UserError, match="use_rms_norm puts a norm inside each layer"):
+        import_checkpoint(tmp_path / "out", tmp_path / "no")
+
+
+def test_dense_checkpoints_and_missing_folders_are_refused(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    export(checkpoint, tmp_path / "out", ExportConfig(format="dense"))
+    with pytest.raises(UserError, match=r"quant_method None in config.json is not importable"):
+        import_checkpoint(tmp_path / "out", tmp_path / "no")
+    with pytest.raises(UserError, match="is no local folder; download it first"):
+        import_checkpoint("owner/name", tmp_path / "no")
+    with pytest.raises(UserError, match="exists already"):
+        import_checkpoint(tmp_path / "out", tmp_path / "out")
+
+
+def test_a_folder_without_ternary_layers_is_refused(w2a8: Path, tmp_path: Path) -> None:
+    tensors = load_file(w2a8 / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if "weight_scale" not in name}
+    save_file(kept, w2a8 / "model.safetensors")
+    with pytest.raises(UserError, match="has no ternary layer"):
+        import_checkpoint(w2a8, tmp_path / "no")
+
+
+def test_the_command(w2a8: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["import", str(w2a8), str(tmp_path / "back")])
+    assert "14 layers of compressed-tensors pack-quantized as ternary-6:8" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    shutil.rmtree(tmp_path / "back")
+    main(["import", str(w2a8), str(tmp_path / "back"), "--pattern", "8:8", "--packed", "auto"])
+    with pytest.raises(SystemExit) as stopped:
+        main(["import", str(w2a8), str(tmp_path / "back")])
+    assert stopped.value.code == 2

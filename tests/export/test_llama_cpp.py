@@ -1,0 +1,79 @@
+"""llama.cpp itself: loads the file, makes the same tokens, predicts the same."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparse_bitnet.data.tokenizer import load_tokenizer
+from sparse_bitnet.export.config import ExportConfig
+from sparse_bitnet.export.formats import export
+from sparse_bitnet.export.gguf_tokenizer import PRE_TOKENIZERS
+from sparse_bitnet.export.readers import open_reader
+from sparse_bitnet.export.verify import PARAGRAPH
+
+pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python builds llama.cpp")
+
+
+@pytest.mark.parametrize("format", ["gguf-tq1_0", "gguf-tq2_0", "gguf-q2_0"])
+def test_a_trained_model_predicts_the_same(
+    wide_checkpoint: Path, python_text: str, tmp_path: Path, format: str
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(python_text[-6000:])
+    config = ExportConfig(format=format, verify=True, text=str(text), verify_tokens=1024)
+    found = export(wide_checkpoint, tmp_path / "out", config).verification
+    assert found is not None
+    assert found.failures == []
+    assert found.same_token_ids
+    assert abs(found.perplexity_difference) < 0.01
+    assert found.same_best_token > 0.95
+    assert found.perplexity < 100, "not trained: every model would agree"
+
+
+@pytest.mark.parametrize("embeddings", ["q8_0", "bf16"])
+def test_other_embeddings_and_rows_of_64(checkpoint: Path, tmp_path: Path, embeddings: str) -> None:
+    config = ExportConfig(format="gguf-q2_0", embeddings=embeddings, verify=True)
+    found = export(checkpoint, tmp_path / "out", config).verification
+    assert found is not None
+    assert found.failures == []
+
+
+def test_long_texts_give_the_same_tokens(
+    checkpoint: Path, python_text: str, tmp_path: Path
+) -> None:
+    export(checkpoint, tmp_path / "out", ExportConfig(format="gguf-q2_0"))
+    tokenizer = load_tokenizer(checkpoint)
+    with open_reader("gguf-q2_0", tmp_path / "out", 64) as reader:
+        assert (
+            reader.tokenise(python_text)
+            == tokenizer(python_text, add_special_tokens=False).input_ids
+        )
+
+
+def test_the_gpt_2_pre_tokenizer_is_the_same_there(
+    checkpoint: Path, python_text: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "gpt-2"
+    shutil.copytree(checkpoint, folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    (step,) = PRE_TOKENIZERS["gpt-2"]
+    content |= {"pre_tokenizer": step | {"trim_offsets": True}, "normalizer": None}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    export(folder, tmp_path / "out", ExportConfig(format="gguf-q2_0"))
+    tokenizer = load_tokenizer(folder)
+    with open_reader("gguf-q2_0", tmp_path / "out", 64) as reader:
+        for text in (PARAGRAPH, python_text):
+            assert reader.tokenise(text) == tokenizer(text, add_special_tokens=False).input_ids
+
+
+def test_the_next_token_follows_from_what_came_before(checkpoint: Path, tmp_path: Path) -> None:
+    """A second text in the same reader starts afresh."""
+    export(checkpoint, tmp_path / "out", ExportConfig(format="gguf-q2_0"))
+    tokens = torch.arange(1, 33).numpy()
+    with open_reader("gguf-q2_0", tmp_path / "out", 64) as reader:
+        first = reader.log_probabilities(tokens)
+        reader.log_probabilities(tokens[::-1].copy())
+        assert torch.equal(first, reader.log_probabilities(tokens))
