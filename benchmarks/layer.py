@@ -11,6 +11,7 @@ target is a selection at 1/3 of the rate at which memory can be read, measured i
 
 import argparse
 import json
+import random
 import re
 import statistics
 import time
@@ -94,15 +95,20 @@ def linear_step(shape: Shape, dtype: torch.dtype, tokens: int) -> Callable[[], N
 def medians(
     methods: dict[str, Callable[[], object]], rounds: int, budget: float
 ) -> dict[str, float]:
-    """Seconds per method. They take turns; one that has used up its budget sits out after 3 turns."""
+    """Seconds per method. They take turns; one that has used up its budget sits out after 3 turns.
+
+    Each round has another order, because what ran before decides what the caches hold.
+    """
     times: dict[str, list[float]] = {name: [] for name in methods}
     for run in methods.values():
         run()
+    order, shuffle = list(methods), random.Random(0).shuffle
     for _ in range(rounds):
-        for name, run in methods.items():
+        shuffle(order)
+        for name in order:
             if len(times[name]) < 3 or sum(times[name]) < budget:
                 began = time.perf_counter()
-                run()
+                methods[name]()
                 times[name].append(time.perf_counter() - began)
     return {name: statistics.median(values) for name, values in times.items()}
 
@@ -168,7 +174,7 @@ def table_of(rows: list[dict], isas: list[str]) -> Table:
     table = Table(title=f"{PATTERN[0]}:{PATTERN[1]}; kernel times are of {best}; ms unless stated")
     for name in ("model", "projections", "dtype", "scale", "mask", "mask + codes"):
         table.add_column(name)
-    table.add_column("rate / target", footer="")
+    table.add_column("rate / target")
     for name in ("eager", "compiled", "top-k", "linear, s", "cost"):
         table.add_column(name, justify="right")
     for row in rows:

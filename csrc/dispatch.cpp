@@ -20,10 +20,15 @@ const Kernels* const all_kernels[] = {
     &generic_kernels,
 };
 
-// Input bytes of one piece of work: small enough to share out evenly, large enough (some 10
-// microseconds) to be worth a thread. An input of one piece stays on the calling thread.
+// Input bytes of one piece of work: small enough to share out evenly.
 constexpr std::int64_t piece_bytes = 1 << 18;
 
+// Another thread gains something from this many input bytes on; less stays on the calling thread.
+constexpr std::int64_t bytes_per_thread = 1 << 20;
+
+int useful_threads(int threads, std::int64_t bytes) {
+  return int(std::min<std::int64_t>(threads, bytes / bytes_per_thread));
+}
 
 // A multiple of 64 items, so that a piece is whole tiles and starts on a cache line of the outputs.
 std::int64_t items_per_piece(std::int64_t bytes_per_item) {
@@ -59,8 +64,9 @@ const Kernels& choose_kernels(const std::string& isa) {
 
 void nm_mask(const Kernels& kernels, const void* weight, Dtype dtype, std::int64_t groups, int n, int m,
              std::uint8_t* mask, int threads) {
-  const std::int64_t piece = items_per_piece(m * bytes_of(dtype));
-  parallel_for(groups, piece, threads, [&](std::int64_t begin, std::int64_t end) {
+  const std::int64_t bytes = m * bytes_of(dtype);
+  const int team = useful_threads(threads, groups * bytes);
+  parallel_for(groups, items_per_piece(bytes), team, [&](std::int64_t begin, std::int64_t end) {
     if (n == m) {
       std::memset(mask + begin * m, 1, (end - begin) * m);
     } else {
@@ -72,8 +78,9 @@ void nm_mask(const Kernels& kernels, const void* weight, Dtype dtype, std::int64
 void select_ternary(const Kernels& kernels, const void* weight, Dtype dtype, float weight_scale,
                     std::int64_t groups, int n, int m, std::int8_t* codes, std::uint8_t* mask,
                     int threads) {
-  const std::int64_t piece = items_per_piece(m * bytes_of(dtype));
-  parallel_for(groups, piece, threads, [&](std::int64_t begin, std::int64_t end) {
+  const std::int64_t bytes = m * bytes_of(dtype);
+  const int team = useful_threads(threads, groups * bytes);
+  parallel_for(groups, items_per_piece(bytes), team, [&](std::int64_t begin, std::int64_t end) {
     const std::int64_t first = begin * m, count = (end - begin) * m;
     if (n == m) {
       kernels.dense_ternary(at(weight, first, dtype), dtype, weight_scale, count, codes + first);
@@ -88,7 +95,8 @@ void select_ternary(const Kernels& kernels, const void* weight, Dtype dtype, flo
 float absmean(const Kernels& kernels, const void* weight, Dtype dtype, std::int64_t count,
               int threads) {
   std::vector<double> sums((count + sum_block - 1) / sum_block);
-  parallel_for(std::int64_t(sums.size()), 1, threads, [&](std::int64_t begin, std::int64_t end) {
+  const int team = useful_threads(threads, count * bytes_of(dtype));
+  parallel_for(std::int64_t(sums.size()), 1, team, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t b = begin; b < end; ++b) {
       const std::int64_t first = b * sum_block;
       sums[b] = kernels.sum_magnitudes(at(weight, first, dtype), dtype,
@@ -105,7 +113,8 @@ void quantize_int8(const Kernels& kernels, const void* x, Dtype dtype, std::int6
                    std::int64_t features, std::int8_t* codes, float* activation_scale, int threads) {
   const std::int64_t bytes = std::max<std::int64_t>(1, features * bytes_of(dtype));
   const std::int64_t piece = std::max<std::int64_t>(1, piece_bytes / bytes);
-  parallel_for(tokens, piece, threads, [&](std::int64_t begin, std::int64_t end) {
+  const int team = useful_threads(threads, tokens * bytes);
+  parallel_for(tokens, piece, team, [&](std::int64_t begin, std::int64_t end) {
     kernels.quantize_int8(at(x, begin * features, dtype), dtype, end - begin, features,
                           codes + begin * features, activation_scale + begin);
   });

@@ -51,7 +51,7 @@ class SparseBitCallback(TrainerCallback):
         model = kwargs["model"]
         # Trainer does so only inside the step; an evaluation mode would leave the flips uncounted.
         model.train()
-        self._select(model)
+        self._selection.enter_context(selected(model))
         found = selection_metrics(sparse_layers(model), by_layer=False)
         self._metrics = {name: value for name, value in found.items() if value is not None}
 
@@ -65,7 +65,7 @@ class SparseBitCallback(TrainerCallback):
     ) -> None:
         # There is no event before an evaluation: its first batch selects by itself.
         if not self._in_evaluation:
-            self._select(kwargs["model"])
+            self._selection.enter_context(selected(kwargs["model"]))
             self._in_evaluation = True
 
     def on_evaluate(
@@ -90,10 +90,6 @@ class SparseBitCallback(TrainerCallback):
         if "loss" in logs:
             logs.update(self._metrics)
             state.log_history[-1].update(self._metrics)
-
-    def _select(self, model: Any) -> None:
-        self._release()
-        self._selection.enter_context(selected(model))
 
     def _release(self) -> None:
         self._selection.close()

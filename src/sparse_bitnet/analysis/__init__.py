@@ -1,0 +1,1 @@
+"""What trained weights look like, and drawing it."""

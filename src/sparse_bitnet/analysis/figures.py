@@ -1,0 +1,308 @@
+"""Curves and histograms as SVG text for a page.
+
+Colour says the weight format and line style the pattern, so nothing depends on telling hues apart.
+Text and axes take the colour of the page around them (`currentColor`), series the CSS variables
+`--full` and `--ternary`, so one figure serves a light and a dark page; standing alone, the defaults
+apply. matplotlib is imported when a figure is drawn, without pyplot and its global state.
+"""
+
+import io
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from xml.sax.saxutils import escape
+
+import numpy as np
+
+from sparse_bitnet.analysis.weights import NEAR_ZERO, WeightStatistics, bin_centres
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Two colours of Okabe and Ito's palette, distinct under every common colour-vision deficiency.
+COLOURS = {"full": "#0072b2", "ternary": "#d55e00"}
+LABELS = {"full": "full precision", "ternary": "ternary"}
+INK = "#123456"
+_SIZE = (5.4, 3.3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """What one training run logged, as columns."""
+
+    label: str
+    weight: str
+    """ "full" or "ternary": the colour."""
+
+    sparse: bool
+    """The line style: dense runs are solid, sparse ones dashed."""
+
+    steps: Sequence[int]
+    values: Sequence[float]
+    points: Sequence[tuple[int, float]] = field(default_factory=tuple)
+    """(step, value) measured now and then, for example the validation loss; drawn as dots."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """One measured value of one weight format, with its spread over seeds if there are several."""
+
+    group: str
+    weight: str
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+def cost_bars(bars: Sequence[Bar], *, x_label: str) -> str:
+    """Horizontal bars in groups, one bar per weight format, each with its value beside it."""
+    from matplotlib.figure import Figure
+
+    groups = list(dict.fromkeys(bar.group for bar in bars))
+    edges = [edge for bar in bars for edge in (bar.value, bar.low, bar.high) if edge is not None]
+    least, greatest = min([*edges, 0.0]), max([*edges, 0.0])
+    span = greatest - least or 1.0
+    with style_sheet("cost-bars"):
+        figure = Figure(figsize=(_SIZE[0], 0.7 + 0.6 * len(groups)), layout="constrained")
+        axes = figure.subplots()
+        for weight, offset in (("full", -0.19), ("ternary", 0.19)):
+            mine = [bar for bar in bars if bar.weight == weight]
+            heights = [groups.index(bar.group) + offset for bar in mine]
+            lengths = [bar.value for bar in mine]
+            axes.barh(heights, lengths, 0.34, color=COLOURS[weight], label=LABELS[weight])
+            for bar, height in zip(mine, heights, strict=True):
+                low = bar.value if bar.low is None else bar.low
+                high = bar.value if bar.high is None else bar.high
+                if low < high:
+                    axes.plot([low, high], [height, height], color=INK, linewidth=1.2)
+                negative = bar.value < 0
+                axes.text(
+                    min(low, bar.value) - 0.015 * span
+                    if negative
+                    else max(high, bar.value) + 0.015 * span,
+                    height,
+                    f"{bar.value:+.1f}",
+                    va="center",
+                    ha="right" if negative else "left",
+                )
+        axes.axvline(0, color=INK, linewidth=0.9)
+        axes.set_yticks(range(len(groups)), groups)
+        axes.invert_yaxis()
+        axes.grid(False, axis="y")
+        axes.tick_params(axis="y", length=0)
+        axes.spines["left"].set_visible(False)
+        axes.set_xlim(least - (0.15 * span if least < 0 else 0.0), greatest + 0.15 * span)
+        axes.set_xlabel(x_label)
+        axes.legend(loc="lower right")
+        return svg_text(
+            figure, "cost-bars", "Perplexity increase through sparsity, by weight format"
+        )
+
+
+def loss_curves(curves: Sequence[Curve], *, smoothing: int = 1) -> str:
+    """Training loss over steps, a running mean over `smoothing` steps, validation loss as dots."""
+
+    def draw(axes: "Axes") -> None:
+        lowest = highest = math.inf
+        for curve in curves:
+            values = running_mean(curve.values, smoothing)
+            axes.plot(curve.steps, values, **_style(curve))
+            if curve.points:
+                axes.plot(*zip(*curve.points, strict=True), **_dots(curve))
+            ends = [*values[-1:], *(value for _, value in curve.points[-1:])]
+            lowest = min(lowest, *ends)
+            # The first steps fall from log(vocabulary) and would flatten all that follows.
+            highest = min(highest, values[len(values) // 10])
+        if highest - lowest > 1e-3:
+            margin = 0.06 * (highest - lowest)
+            axes.set_ylim(lowest - 2 * margin, highest + 2 * margin)
+        axes.set_ylabel("loss (nats per token)")
+
+    return _figure("loss", "Training loss of each model over optimiser steps", draw)
+
+
+def sparsity_cost_curves(
+    curves: Sequence[Curve], *, smoothing: int = 1, spread: Sequence[np.ndarray] = ()
+) -> str:
+    """Training loss of each sparse run minus that of its dense twin on the same batches.
+
+    Args:
+        curves: one per weight format; `values` are the differences, step by step.
+        smoothing: width of the running mean, in steps.
+        spread: for each curve float array [2, steps], the least and the greatest running mean over
+            seeds; empty for one seed.
+    """
+
+    def draw(axes: "Axes") -> None:
+        axes.axhline(0, color=INK, linewidth=0.9)
+        seen = [0.0]
+        for index, curve in enumerate(curves):
+            values = running_mean(curve.values, smoothing)
+            axes.plot(curve.steps, values, color=COLOURS[curve.weight], label=curve.label)
+            if len(spread):
+                low, high = spread[index]
+                axes.fill_between(
+                    curve.steps, low, high, color=COLOURS[curve.weight], alpha=0.18, linewidth=0
+                )
+            # The first steps, where every model still learns the unigrams, say nothing.
+            seen += list(values[len(values) // 20 :])
+        margin = 0.12 * max(max(seen) - min(seen), 1e-3)
+        axes.set_ylim(min(seen) - margin, max(seen) + margin)
+        axes.set_ylabel("sparse minus dense loss (nats)")
+
+    return _figure("cost", "Training loss of sparse minus dense models over steps", draw)
+
+
+def flip_rate_curves(curves: Sequence[Curve], *, smoothing: int = 1) -> str:
+    """Share of mask positions that changed between consecutive steps, logarithmic, in percent."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    def draw(axes: "Axes") -> None:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        for curve in curves:
+            values = np.asarray(running_mean(curve.values, smoothing)) * 100
+            # A running mean of zero has no place on a logarithmic axis: leave a gap.
+            axes.plot(curve.steps, np.where(values > 0, values, np.nan), **_style(curve))
+        axes.set_ylabel("mask flip rate (% per step)")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+
+    return _figure("flips", "Mask flip rate of the sparse models over optimiser steps", draw)
+
+
+def weight_histograms(models: Sequence[tuple[Curve, WeightStatistics]]) -> str:
+    """Density of W / mean|W| of each model, side by side on the same axes.
+
+    The shaded band is where a weight rounds to the ternary code 0. Of each `Curve` only label and
+    style are used.
+    """
+    from matplotlib.figure import Figure
+
+    columns = min(2, len(models))
+    rows = math.ceil(len(models) / columns)
+    with style_sheet("weights"):
+        figure = Figure(figsize=(_SIZE[0], 0.9 + 1.5 * rows), layout="constrained")
+        grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+        for axes in grid.flat[len(models) :]:
+            axes.set_axis_off()
+        for axes, (curve, statistics) in zip(grid.flat, models, strict=False):
+            axes.axvspan(-NEAR_ZERO, NEAR_ZERO, color=INK, alpha=0.10, linewidth=0)
+            colour, centres = COLOURS[curve.weight], bin_centres()
+            axes.fill_between(centres, statistics.density, color=colour, alpha=0.35, linewidth=0)
+            axes.plot(centres, statistics.density, color=colour, linewidth=1.2)
+            axes.set_title(f"{curve.label}\n{100 * statistics.near_zero_mass:.1f} % near zero")
+            axes.set_xlim(-3.5, 3.5)
+            axes.set_ylim(bottom=0)
+        figure.supxlabel("weight / mean |weight|", fontsize=9)
+        figure.supylabel("density", fontsize=9)
+        return svg_text(figure, "weights", "Histogram of the master weights of each model")
+
+
+def running_mean(values: Sequence[float] | np.ndarray, width: int) -> np.ndarray:
+    """Centred mean over `width` values (an odd number), over those that exist near the ends."""
+    series = np.asarray(values, dtype=np.float64)
+    half = min(width, len(series)) // 2
+    if half == 0:
+        return series
+    total = np.concatenate([[0.0], np.cumsum(series)])
+    index = np.arange(len(series))
+    low, high = np.maximum(index - half, 0), np.minimum(index + half + 1, len(series))
+    return (total[high] - total[low]) / (high - low)
+
+
+def _style(curve: Curve) -> dict[str, Any]:
+    dashes = (0, (3.5, 1.6)) if curve.sparse else "solid"
+    return {"color": COLOURS[curve.weight], "linestyle": dashes, "label": curve.label}
+
+
+def _dots(curve: Curve) -> dict[str, Any]:
+    face = "none" if curve.sparse else COLOURS[curve.weight]
+    return {
+        "color": COLOURS[curve.weight],
+        "linestyle": "none",
+        "marker": "o",
+        "markersize": 4,
+        "markerfacecolor": face,
+    }
+
+
+def _figure(name: str, title: str, draw: Callable[["Axes"], None]) -> str:
+    from matplotlib.figure import Figure
+
+    with style_sheet(name):
+        figure = Figure(figsize=_SIZE, layout="constrained")
+        axes = figure.subplots()
+        draw(axes)
+        axes.set_xlabel("optimiser step")
+        axes.margins(x=0.01)
+        axes.legend()
+        return svg_text(figure, name, title)
+
+
+@contextmanager
+def style_sheet(name: str) -> Iterator[None]:
+    """matplotlib's settings for every figure; `name` makes the ids inside reproducible."""
+    import matplotlib
+
+    style: Any = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": name,
+        "font.family": "sans-serif",
+        "font.size": 9,
+        "axes.titlesize": 9,
+        "axes.titlelocation": "left",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.grid.which": "major",
+        "axes.axisbelow": True,
+        "axes.edgecolor": INK,
+        "axes.labelcolor": INK,
+        "axes.titlecolor": INK,
+        "text.color": INK,
+        "xtick.color": INK,
+        "ytick.color": INK,
+        "grid.color": INK,
+        "grid.alpha": 0.13,
+        "grid.linewidth": 0.7,
+        "lines.linewidth": 1.7,
+        "legend.frameon": False,
+        "legend.handlelength": 2.6,
+        "figure.facecolor": "none",
+        "axes.facecolor": "none",
+        "savefig.facecolor": "none",
+    }
+    with matplotlib.rc_context(style):
+        yield
+
+
+def svg_text(figure: "Figure", name: str, title: str) -> str:
+    """A drawn figure as SVG that takes its colours and its width from the page.
+
+    Args:
+        figure: what to draw.
+        name: prefix of all ids, unique in a page.
+        title: read out in place of the drawing.
+    """
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    # Several figures share one page: ids must differ, and the page sets the size.
+    text = re.sub(r'\bid="', f'id="{name}-', text)
+    text = re.sub(r'(url\(|href=")#', rf"\g<1>#{name}-", text)
+    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
+    label = escape(title, {'"': "&quot;"})
+    text = text.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
+    text = re.sub(r"font-family: [^;\"]*;? ?", "", text)
+    text = text.replace(INK, "currentColor")
+    for key, colour in COLOURS.items():
+        text = text.replace(colour, f"var(--{key}, {colour})")
+    return text

@@ -1,0 +1,238 @@
+"""The paper's figures, in the paper's form, as SVG text; see `figures` for colours and styles."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sparse_bitnet.analysis.figures import COLOURS, INK, LABELS, style_sheet, svg_text
+from sparse_bitnet.analysis.weights import BIN_WIDTH, NEAR_ZERO, WeightStatistics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito; each variant also has a line style of its own.
+_VARIANT_STYLES: tuple[dict[str, Any], ...] = (
+    {"color": "#d55e00", "linestyle": "solid", "linewidth": 2.2},
+    {"color": "#009e73", "linestyle": (0, (5, 1.5))},
+    {"color": "#cc79a7", "linestyle": (0, (3, 1, 1, 1))},
+    {"color": "#0072b2", "linestyle": (0, (1.2, 1.2))},
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Band:
+    """A curve with its spread over seeds."""
+
+    label: str
+    x: Sequence[float]
+    mean: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
+
+
+def norm_ppl(
+    ours: Mapping[str, Band], paper: Mapping[str, Sequence[float]], patterns: Sequence[str]
+) -> str:
+    """Increase of perplexity over the own dense model, in percent, over the pattern (figure 2).
+
+    Args:
+        ours: by weight format; x are positions in `patterns`.
+        paper: the paper's own values for all `patterns` by weight format, drawn thin; may be empty.
+        patterns: dense first.
+    """
+
+    def draw(axes: "Axes") -> None:
+        axes.axhline(10, color=INK, linewidth=1, linestyle=(0, (4, 3)))
+        axes.text(0.0, 10.4, "10 %", fontsize=8)
+        for weight, marker in (("full", "o"), ("ternary", "s")):
+            colour = COLOURS[weight]
+            if weight in ours:
+                band = ours[weight]
+                errors = [
+                    np.subtract(band.mean, band.low),
+                    np.subtract(band.high, band.mean),
+                ]
+                axes.errorbar(
+                    band.x,
+                    band.mean,
+                    yerr=errors,
+                    color=colour,
+                    marker=marker,
+                    markersize=5,
+                    capsize=3,
+                    label=band.label,
+                )
+            if weight in paper:
+                axes.plot(
+                    range(len(patterns)),
+                    paper[weight],
+                    color=colour,
+                    linewidth=1,
+                    linestyle=(0, (1, 1.5)),
+                    marker=marker,
+                    markersize=3.5,
+                    markerfacecolor="none",
+                    label=f"paper 0.5B, {LABELS[weight]}",
+                )
+        axes.set_xticks(range(len(patterns)), patterns)
+        axes.set_xlabel("pattern (kept : group)")
+        axes.set_ylabel("perplexity increase over dense (%)")
+        axes.legend(loc="upper left", bbox_to_anchor=(0.06, 1.0))
+
+    return _single("norm-ppl", "Perplexity increase over the dense model by N:M pattern", draw)
+
+
+def ablation_curves(
+    variants: Sequence[Band], *, name: str, y_label: str, title: str, skip: float = 0.0
+) -> str:
+    """One curve per training design over the steps, logarithmic (figure 4).
+
+    `skip` is the first share of the steps left out of the picture.
+    """
+
+    def draw(axes: "Axes") -> None:
+        axes.set_yscale("log")
+        for variant, style in zip(variants, _VARIANT_STYLES, strict=False):
+            x = np.asarray(variant.x)
+            shown = x >= skip * x.max()
+            line: dict[str, Any] = {"label": variant.label, **style}
+            axes.plot(x[shown], np.asarray(variant.mean)[shown], **line)
+            low, high = np.asarray(variant.low)[shown], np.asarray(variant.high)[shown]
+            axes.fill_between(x[shown], low, high, color=style["color"], alpha=0.15, linewidth=0)
+        plain = _plain_number
+        axes.yaxis.set_major_formatter(plain)
+        axes.yaxis.set_minor_formatter(plain)
+        axes.tick_params(axis="y", which="minor", labelsize=7)
+        axes.set_xlabel("optimiser step")
+        axes.set_ylabel(y_label)
+        axes.legend()
+
+    return _single(name, title, draw)
+
+
+def near_zero_heat_maps(
+    maps: Sequence[tuple[str, Sequence[int], np.ndarray]], layers: Sequence[str]
+) -> str:
+    """P(|W| / mean|W| < 0.5) of every layer over training, one panel per model (figure 5).
+
+    Args:
+        maps: label, steps, and float array [steps, layers] of each model; one colour scale.
+        layers: names from the first to the last.
+    """
+    from matplotlib.figure import Figure
+
+    values = np.concatenate([matrix.ravel() for _, _, matrix in maps])
+    limits = {"vmin": float(values.min()), "vmax": float(values.max())}
+    with style_sheet("near-zero"):
+        figure = Figure(figsize=(5.4, 2.2 + 0.035 * len(layers)), layout="constrained")
+        grid = figure.subplots(1, len(maps), sharey=True, squeeze=False)[0]
+        for axes, (label, steps, matrix) in zip(grid, maps, strict=True):
+            image = axes.imshow(
+                matrix.T, aspect="auto", interpolation="none", cmap="cividis", **limits
+            )
+            axes.set_title(label)
+            axes.grid(False)
+            ticks = np.unique(np.linspace(0, len(steps) - 1, 4).round().astype(int))
+            axes.set_xticks(ticks, [f"{steps[tick]:,}" for tick in ticks])
+            axes.set_xlabel("optimiser step")
+        places, names = _block_ticks(layers)
+        grid[0].set_yticks(places, names)
+        grid[0].set_ylabel("block")
+        bar = figure.colorbar(image, ax=list(grid), fraction=0.05)
+        bar.set_label("near-zero mass")
+        bar.outline.set_visible(False)
+        return svg_text(figure, "near-zero", "Near-zero mass of every layer over training steps")
+
+
+def threshold_overlay(
+    models: Sequence[tuple[str, str, Mapping[str, WeightStatistics]]], *, name: str = "thresholds"
+) -> str:
+    """Density of |W| / mean|W| with that of the 6:8 group thresholds over it (figure 7).
+
+    Args:
+        models: label, weight format (its colour) and statistics by part of the depth ("mid", "late").
+        name: unique in a page.
+    """
+    from matplotlib.figure import Figure
+
+    parts = list(models[0][2])
+    with style_sheet(name):
+        figure = Figure(figsize=(5.4, 0.9 + 1.6 * len(models)), layout="constrained")
+        grid = figure.subplots(len(models), len(parts), sharex=True, sharey=True, squeeze=False)
+        for row, (label, weight, statistics) in zip(grid, models, strict=True):
+            for axes, part in zip(row, parts, strict=True):
+                layers = statistics[part]
+                centres = (np.arange(len(layers.thresholds)) + 0.5) * BIN_WIDTH
+                colour = COLOURS[weight]
+                axes.fill_between(
+                    centres, layers.magnitude_density, color=colour, alpha=0.35, linewidth=0,
+                    label="weights",
+                )  # fmt: skip
+                axes.plot(centres, layers.magnitude_density, color=colour, linewidth=1.2)
+                axes.plot(
+                    centres, layers.threshold_density, color=INK, linewidth=1.4, label="thresholds"
+                )
+                axes.axvline(NEAR_ZERO, color=INK, linewidth=0.7, linestyle=(0, (2, 2)))
+                axes.set_title(f"{label}, {part} blocks")
+                axes.set_xlim(0, 3)
+                axes.set_ylim(bottom=0)
+        grid[0, -1].legend()
+        figure.supxlabel("|weight| / mean |weight|", fontsize=9.5)
+        figure.supylabel("density", fontsize=9.5)
+        return svg_text(figure, name, "Density of weight magnitudes and of group thresholds")
+
+
+def layer_profile(models: Sequence[tuple[str, str, Sequence[WeightStatistics]]]) -> str:
+    """Near-zero mass and zero codes of every layer of some checkpoints, by depth.
+
+    Args:
+        models: label, weight format and layers of each checkpoint.
+    """
+    from matplotlib.figure import Figure
+
+    with style_sheet("layer-profile"):
+        figure = Figure(figsize=(5.4, 4.6), layout="constrained")
+        upper, lower = figure.subplots(2, 1)
+        markers = "osD^vPX*"
+        for number, (label, weight, layers) in enumerate(models):
+            depth = np.arange(len(layers)) / max(1, len(layers) - 1)
+            style = {
+                "color": COLOURS[weight],
+                "marker": markers[number % len(markers)],
+                "markersize": 3.5,
+                "linewidth": 0.8,
+                "label": label,
+            }
+            upper.plot(depth, [layer.near_zero_mass for layer in layers], **style)
+            lower.plot(depth, [layer.code_zero_fraction for layer in layers], **style)
+        upper.set_ylabel("near-zero mass")
+        lower.set_ylabel("zero codes")
+        lower.set_xlabel("depth (0: first layer, 1: last layer)")
+        upper.legend()
+        return svg_text(figure, "layer-profile", "Near-zero mass and zero codes by depth")
+
+
+def _single(name: str, title: str, draw: Callable[["Axes"], None]) -> str:
+    from matplotlib.figure import Figure
+
+    with style_sheet(name):
+        figure = Figure(figsize=(5.4, 3.6), layout="constrained")
+        draw(figure.subplots())
+        return svg_text(figure, name, title)
+
+
+def _plain_number(value: float, _: float) -> str:
+    return f"{value:g}" if f"{value:.0e}"[0] in "1235" else ""
+
+
+def _block_ticks(layers: Sequence[str]) -> tuple[list[int], list[str]]:
+    """Where each block begins; every few blocks in a deep model."""
+    first: dict[str, int] = {}
+    for place, name in enumerate(layers):
+        block = next((part for part in name.split(".") if part.isdecimal()), "")
+        first.setdefault(block, place)
+    stride = max(1, len(first) // 8)
+    kept = list(first.items())[::stride]
+    return [place for _, place in kept], [block for block, _ in kept]

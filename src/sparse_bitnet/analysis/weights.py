@@ -1,0 +1,315 @@
+"""Statistics of master weights that explain why a format tolerates sparsity (paper, section 4.3).
+
+Everything is counted per layer on W / mean|W|, so that layers of different scales can be pooled.
+From safetensors files one layer is in memory at a time.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sparse_bitnet.convert import sparse_layers
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.hub import read_format
+from sparse_bitnet.layer import SparseBitConfig, select
+from sparse_bitnet.quantizer import absmean, quantize_ternary
+from sparse_bitnet.sparsity import NMPattern
+
+BIN_WIDTH = 0.05
+RANGE = 4.0
+"""Histograms cover |W| / mean|W| < 4; what lies outside is in `weights` but in no bin."""
+
+NEAR_ZERO = 0.5
+"""Below this |W| / mean|W| a weight rounds to the code 0."""
+
+_BLOCK_WEIGHTS = 1 << 22
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightStatistics:
+    """Counts over one layer or over several pooled ones; every field adds up exactly."""
+
+    name: str
+    block: int | None
+    """Index of the decoder block, None when the name holds none or blocks are pooled."""
+
+    weights: int
+    """Number of weights counted."""
+
+    absolute_sum: float
+    """sum |W|."""
+
+    near_zero: int
+    """Weights with |W| / mean|W| < 0.5."""
+
+    code_zeros: int
+    """Zeros among the ternary codes before the mask; for full-precision weights, as if rounded."""
+
+    zeros: int
+    """Zeros of the weight that the forward uses, mask included."""
+
+    histogram: np.ndarray
+    """int64 [160]: W / mean|W| in bins of 0.05 from -4 to 4."""
+
+    groups: int
+    """Groups of m weights that have a threshold; 0 with a dense pattern."""
+
+    thresholds: np.ndarray
+    """int64 [80]: (n+1)-th largest |W| of each group, over mean|W|, in bins of 0.05 from 0 to 4."""
+
+    @property
+    def weight_scale(self) -> float:
+        """mean |W|."""
+        return self.absolute_sum / self.weights
+
+    @property
+    def near_zero_mass(self) -> float:
+        """P(|W| / mean|W| < 0.5)."""
+        return self.near_zero / self.weights
+
+    @property
+    def code_zero_fraction(self) -> float:
+        """Share of zero codes before the mask."""
+        return self.code_zeros / self.weights
+
+    @property
+    def zero_fraction(self) -> float:
+        """Share of zeros in the weight that the forward uses."""
+        return self.zeros / self.weights
+
+    @property
+    def density(self) -> np.ndarray:
+        """float64 [160]: probability density of W / mean|W| at `bin_centres()`."""
+        return self.histogram / (self.weights * BIN_WIDTH)
+
+    @property
+    def magnitude_density(self) -> np.ndarray:
+        """float64 [80]: probability density of |W| / mean|W| at the positive bin centres."""
+        half = len(self.histogram) // 2
+        return (self.histogram[half:] + self.histogram[half - 1 :: -1]) / (self.weights * BIN_WIDTH)
+
+    @property
+    def threshold_density(self) -> np.ndarray:
+        """float64 [80]: probability density of the group thresholds; zeros with a dense pattern."""
+        return self.thresholds / (max(self.groups, 1) * BIN_WIDTH)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able: the shares and both histograms as counts."""
+        return {
+            "name": self.name,
+            "block": self.block,
+            "weights": self.weights,
+            "weight_scale": self.weight_scale,
+            "near_zero_mass": self.near_zero_mass,
+            "code_zero_fraction": self.code_zero_fraction,
+            "zero_fraction": self.zero_fraction,
+            "bin_width": BIN_WIDTH,
+            "histogram": self.histogram.tolist(),
+            "groups": self.groups,
+            "thresholds": self.thresholds.tolist(),
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Inverse of `to_dict`."""
+        weights = values["weights"]
+        counts = {
+            count: round(values[share] * weights)
+            for count, share in (
+                ("near_zero", "near_zero_mass"),
+                ("code_zeros", "code_zero_fraction"),
+                ("zeros", "zero_fraction"),
+            )
+        }
+        return cls(
+            name=values["name"],
+            block=values["block"],
+            weights=weights,
+            absolute_sum=values["weight_scale"] * weights,
+            histogram=np.array(values["histogram"]),
+            groups=values["groups"],
+            thresholds=np.array(values["thresholds"]),
+            **counts,
+        )
+
+
+def bin_centres() -> np.ndarray:
+    """float64 [160]: W / mean|W| at the middle of each histogram bin."""
+    count = round(2 * RANGE / BIN_WIDTH)
+    return (np.arange(count) + 0.5) * BIN_WIDTH - RANGE
+
+
+def weight_statistics(
+    name: str, weight: Tensor, config: SparseBitConfig, *, pattern: NMPattern | None = None
+) -> WeightStatistics:
+    """Count one layer's master weight.
+
+    Args:
+        name: full name of the layer.
+        weight: float tensor [out_features, in_features].
+        config: the format in which the layer is used; decides mask, codes and scale.
+        pattern: whose group thresholds to count; by default the format's own. The paper shows those
+            of 6:8 on densely trained weights.
+
+    Raises `UserError` when the pattern does not divide in_features.
+    """
+    pattern = pattern or config.pattern
+    pattern.check_divides(weight.shape[-1], name)
+    weight = weight.detach()
+    selection = select(weight, config)
+    mean = absmean(weight)
+    weight_scale = mean if selection.weight_scale is None else selection.weight_scale
+    counts = torch.zeros(round(2 * RANGE / BIN_WIDTH), dtype=torch.int64, device=weight.device)
+    thresholds = torch.zeros(len(counts) // 2, dtype=torch.int64, device=weight.device)
+    near_zero = code_zeros = zeros = groups = 0
+    absolute_sum = 0.0
+    rows = max(1, _BLOCK_WEIGHTS // weight.shape[-1])
+    for start in range(0, weight.shape[0], rows):
+        part = slice(start, start + rows)
+        values = weight[part].float()
+        absolute_sum += values.abs().sum(dtype=torch.float64).item()
+        relative = values / mean
+        near_zero += int((relative.abs() < NEAR_ZERO).sum())
+        code_zeros += int((quantize_ternary(values, weight_scale)[0] == 0).sum())
+        zeros += _zeros(values, *(x if x is None else x[part] for x in selection[:2]))
+        counts += _binned(relative, -RANGE, len(counts))
+        if not pattern.is_dense:
+            largest = relative.abs().unflatten(-1, (-1, pattern.m)).topk(pattern.n + 1).values
+            thresholds += _binned(largest[..., -1], 0.0, len(thresholds))
+            groups += largest[..., -1].numel()
+    return WeightStatistics(
+        name=name,
+        block=_block_index(name),
+        weights=weight.numel(),
+        absolute_sum=absolute_sum,
+        near_zero=near_zero,
+        code_zeros=code_zeros,
+        zeros=zeros,
+        histogram=counts.cpu().numpy(),
+        groups=groups,
+        thresholds=thresholds.cpu().numpy(),
+    )
+
+
+def pool(layers: Iterable[WeightStatistics], name: str = "all layers") -> WeightStatistics:
+    """Several layers as one; every weight keeps the mean of its own layer as its unit."""
+    parts = list(layers)
+    assert parts
+    return WeightStatistics(
+        name=name,
+        block=None,
+        weights=sum(part.weights for part in parts),
+        absolute_sum=sum(part.absolute_sum for part in parts),
+        near_zero=sum(part.near_zero for part in parts),
+        code_zeros=sum(part.code_zeros for part in parts),
+        zeros=sum(part.zeros for part in parts),
+        histogram=np.sum([part.histogram for part in parts], axis=0),
+        groups=sum(part.groups for part in parts),
+        thresholds=np.sum([part.thresholds for part in parts], axis=0),
+    )
+
+
+def model_statistics(
+    model: nn.Module, *, pattern: NMPattern | None = None
+) -> list[WeightStatistics]:
+    """Every `SparseBitLinear` of a model, in order.
+
+    Raises `UserError` when there is none or a pattern does not fit.
+    """
+    layers = sparse_layers(model)
+    if not layers:
+        raise UserError(f"{type(model).__name__} has no SparseBitLinear; use convert_ first")
+    return [
+        weight_statistics(name, layer.weight, layer.config, pattern=pattern)
+        for name, layer in layers.items()
+    ]
+
+
+def checkpoint_statistics(
+    folder: str | Path, *, pattern: NMPattern | None = None
+) -> list[WeightStatistics]:
+    """Every linear of the blocks of a safetensors checkpoint, read one layer at a time.
+
+    The folder may be one of ours or any other in Hugging Face form with floating-point weights; of
+    the latter, every matrix inside a numbered block is counted, as full-precision weights.
+
+    Raises `UserError` for a folder without config.json, safetensors or countable weights.
+    """
+    folder = Path(folder)
+    config, dense = _checkpoint_format(folder)
+    found = [
+        weight_statistics(name, weight, config, pattern=pattern)
+        for name, weight in _block_matrices(folder)
+        if name not in dense
+    ]
+    if not found:
+        raise UserError(
+            f"{folder}: no floating-point block weights (packed checkpoints hold only codes)"
+        )
+    return found
+
+
+def _checkpoint_format(folder: Path) -> tuple[SparseBitConfig, set[str]]:
+    """The format of the block linears, and the names of those left dense."""
+    path = folder / "config.json"
+    try:
+        entry = json.loads(path.read_text()).get("quantization_config", {})
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: not a readable checkpoint config ({error})") from error
+    if entry.get("quant_method") != "sparse_bitnet":
+        return SparseBitConfig(weight="full", pattern=NMPattern(1, 1)), set()
+    return read_format(entry, str(path)), set(entry["modules_to_not_convert"])
+
+
+def _block_matrices(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    from safetensors import SafetensorError, safe_open
+
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        raise UserError(f"{folder}: no model*.safetensors to read weights from")
+    where: dict[str, Path] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                where |= dict.fromkeys(opened.keys(), file)
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{file}: not a readable safetensors file ({error})") from error
+    for key in sorted(where, key=_natural):
+        name = key.removesuffix(".weight")
+        if name == key or _block_index(name) is None:
+            continue
+        with safe_open(where[key], framework="pt") as opened:
+            if len(opened.get_slice(key).get_shape()) != 2:
+                continue
+            weight = opened.get_tensor(key)
+        if weight.dtype in _FLOATS:
+            yield name, weight
+
+
+def _zeros(values: Tensor, codes: Tensor | None, mask: Tensor | None) -> int:
+    if codes is not None:
+        return int((codes == 0).sum())
+    return int((values == 0).sum() if mask is None else (values * mask == 0).sum())
+
+
+def _binned(values: Tensor, low: float, bins: int) -> Tensor:
+    index = ((values.flatten() - low) / BIN_WIDTH).floor()
+    inside = index[(index >= 0) & (index < bins)]
+    return torch.bincount(inside.to(torch.int64), minlength=bins)
+
+
+def _block_index(name: str) -> int | None:
+    return next((int(part) for part in name.split(".") if part.isdecimal()), None)
+
+
+def _natural(key: str) -> list[tuple[str, int]]:
+    """Sorts layers.2 before layers.10."""
+    return [(text, int(number or 0)) for text, number in re.findall(r"(\D*)(\d*)", key)]

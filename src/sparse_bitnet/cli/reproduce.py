@@ -1,0 +1,156 @@
+"""`sparse-bitnet reproduce`: the paper's experiments at a chosen scale."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.experiments.paper import EXPERIMENTS, plan
+from sparse_bitnet.experiments.scales import Scale, find_scale
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def main(arguments: list[str]) -> None:
+    """Train what is missing of some experiments; prints how to see the results."""
+    import tyro
+
+    @dataclass(kw_only=True)
+    class Options:
+        experiments: Annotated[tuple[str, ...], tyro.conf.Positional] = ("all",)
+        """all, or some of table2, sweep, ablations, schedule, mask-source, analyses, search; table1
+        (after table2, not part of all) scores its models on tasks."""
+
+        scale: str = "cpu"
+        """smoke (seconds), cpu (1 to 2.5 hours on 2 cores), gpu (25 minutes, one H200) or paper."""
+
+        out: Path | None = None
+        """Folder of the results, new or continued; default results/SCALE."""
+
+        seeds: int | None = None
+        """Seeds of every experiment, instead of the scale's own numbers."""
+
+        data: Path | None = None
+        """Text prepared by `sparse-bitnet prepare`, instead of the scale's own."""
+
+        workers: int | None = None
+        """Runs trained at once; default: one for each core, four on a GPU."""
+
+        budget_minutes: float | None = None
+        """Start no run that would not end within so many minutes."""
+
+        search: bool = False
+        """Only the search of the learning rate: short for the experiment `search`."""
+
+        tasks: tuple[str, ...] = ("paper",)
+        """Of table1: lm-eval task names; paper stands for its five."""
+
+        include_path: Path | None = None
+        """Of table1: folder of lm-eval task files with local data, for use without network."""
+
+        limit: int | None = None
+        """Of table1: only the first so many questions of each task."""
+
+        dry_run: bool = False
+        """Print what would be trained, and train nothing."""
+
+    options = tyro.cli(
+        Options,
+        args=arguments,
+        prog="sparse-bitnet reproduce",
+        description="Train the runs of the paper's experiments; those that are done are skipped.",
+    )
+    scale = find_scale(options.scale)
+    names = ("search",) if options.search else options.experiments
+    chosen = list(EXPERIMENTS) if "all" in names else [name for name in names if name != "table1"]
+    from rich.console import Console
+
+    console = Console()
+    if options.dry_run:
+        print_plan(scale, chosen, options.seeds, console)
+        return
+    out = options.out or Path("results") / scale.name
+    if "table1" in names:
+        chosen = list(dict.fromkeys([*chosen, "table2"]))
+    run(
+        scale,
+        chosen,
+        out=out,
+        seeds=options.seeds,
+        data=options.data,
+        workers=options.workers,
+        budget_minutes=options.budget_minutes,
+        console=console,
+    )
+    if "table1" in names:
+        run_tasks(scale, out, options, console)
+
+
+def run_tasks(scale: Scale, out: Path, options: Any, console: "Console") -> None:
+    """Score table 2's models, of seed 0 unless more are asked for."""
+    from sparse_bitnet.experiments.downstream import score
+
+    count = score(
+        scale,
+        out,
+        options.tasks,
+        include_path=options.include_path,
+        limit=options.limit,
+        seeds=options.seeds or 1,
+        on_model=lambda name: console.print(f"scoring {name}", highlight=False, soft_wrap=True),
+    )
+    console.print(f"{count} models scored; `sparse-bitnet report {out}` shows table 1")
+
+
+def run(
+    scale: Scale,
+    experiments: list[str],
+    *,
+    out: Path,
+    seeds: int | None,
+    data: Path | None,
+    workers: int | None,
+    budget_minutes: float | None,
+    console: "Console",
+) -> None:
+    """Train and report in one line how it ended."""
+    from sparse_bitnet.experiments.runner import reproduce
+    from sparse_bitnet.training.device import resolve_device
+    from sparse_bitnet.training.run_folder import Interrupted
+
+    if scale.name == "paper" and resolve_device("auto").type == "cpu":
+        raise UserError("scale paper needs GPUs; --dry-run says how many hours of which")
+    try:
+        outcome = reproduce(
+            scale,
+            experiments,
+            out,
+            seeds=seeds,
+            data=data,
+            workers=workers,
+            budget_minutes=budget_minutes,
+            console=console,
+        )
+    except Interrupted as stop:
+        console.print(f"{stop}; the same command continues from there", highlight=False)
+        sys.exit(130)
+    console.print(
+        f"{out}: {outcome.trained} runs trained, {outcome.skipped} were done before; "
+        f"`sparse-bitnet report {out}` shows the results",
+        highlight=False,
+    )
+    if outcome.left:
+        console.print(
+            f"{outcome.left} runs did not fit into the budget; the same command trains them"
+        )
+    if outcome.failed:
+        raise UserError("; ".join(outcome.failed))
+
+
+def print_plan(scale: Scale, experiments: list[str], seeds: int | None, console: "Console") -> None:
+    """What each model size would take: runs, tokens, FLOPs, memory, hours."""
+    from sparse_bitnet.experiments.paper_plan import print_estimates
+
+    print_estimates(scale, plan(scale, experiments, seeds), console)

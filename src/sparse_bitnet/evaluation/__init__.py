@@ -1,0 +1,1 @@
+"""What a trained model is worth on text it has not seen."""

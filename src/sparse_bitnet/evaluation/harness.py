@@ -1,0 +1,180 @@
+"""Zero-shot tasks through lm-eval, in this process: its tasks, its scores, its result form.
+
+lm-eval drives the model; here the model is loaded once, its masks and codes are selected once, and
+what keeps a task from being loaded is said in one line.
+"""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sparse_bitnet.convert import selected
+from sparse_bitnet.data.tokenizer import load_tokenizer
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.evaluation.held_out import resolve_checkpoint
+from sparse_bitnet.hub import from_pretrained
+from sparse_bitnet.training.device import resolve_device, resolve_dtype
+
+if TYPE_CHECKING:
+    from lm_eval.api.model import LM
+    from lm_eval.tasks import TaskManager
+
+PAPER_TASKS = ("hellaswag", "arc_easy", "piqa", "boolq", "copa")
+"""Table 1. BoolQ and COPA report acc alone, the others acc and acc_norm."""
+
+
+def evaluate_tasks(
+    checkpoint: str | Path,
+    tasks: Sequence[str],
+    *,
+    include_path: str | Path | None = None,
+    fewshot: int = 0,
+    limit: int | None = None,
+    batch_size: int = 8,
+    precision: str = "auto",
+    device: str = "auto",
+) -> dict[str, Any]:
+    """Score a checkpoint on lm-eval tasks.
+
+    Args:
+        checkpoint: run folder, checkpoint folder, or any transformers folder or hub id.
+        tasks: names of tasks, groups or tags; "paper" stands for the paper's five.
+        include_path: folder of task files (.yaml) of one's own, which win over lm-eval's of that
+            name; with local data they work offline.
+        fewshot: examples before each question.
+        limit: only the first so many questions of each task.
+        batch_size: sequences per forward.
+        precision: "float32", "bf16" (autocast) or "auto", bf16 where the device is fast at it.
+        device: "cpu", "cuda" or "auto".
+
+    Returns lm-eval's result dictionary ("results", "configs", "versions", "n-shot", ...), JSON-able.
+
+    Raises `UserError` when lm-eval is not installed, a task is unknown, or its data cannot be loaded.
+    """
+    lm_eval = _import_lm_eval()
+    names = [name for task in tasks for name in (PAPER_TASKS if task == "paper" else (task,))]
+    loaded = load_tasks(names, include_path)
+    model = load_lm(checkpoint, batch_size=batch_size, precision=precision, device=device)
+    with selected(model._model):
+        results = lm_eval.simple_evaluate(
+            model=model,
+            tasks=loaded.tasks,
+            # Left out, it would read all of lm-eval's task files again.
+            task_manager=loaded.manager,
+            num_fewshot=fewshot,
+            limit=limit,
+            log_samples=False,
+            bootstrap_iters=1000,
+        )
+    results["config"]["model"] = str(checkpoint)
+    return _jsonable(results)
+
+
+def accuracies(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """acc and, where a task has it, acc_norm of every task, out of lm-eval's results."""
+    found: dict[str, dict[str, float]] = {}
+    for task, values in results["results"].items():
+        metrics = {name: values.get(f"{name},none") for name in ("acc", "acc_norm")}
+        known = {name: float(value) for name, value in metrics.items() if value is not None}
+        if "acc" in known:
+            found[task] = known
+    return found
+
+
+def load_lm(
+    checkpoint: str | Path, *, batch_size: int, precision: str = "auto", device: str = "auto"
+) -> "LM":
+    """A checkpoint as lm-eval's own Hugging Face model.
+
+    Raises `UserError` when it cannot be loaded or lm-eval is not installed.
+    """
+    _import_lm_eval()
+    import torch
+    from lm_eval.models.huggingface import HFLM
+
+    folder = resolve_checkpoint(checkpoint)
+    where = resolve_device(device)
+    dtype = resolve_dtype(precision, where)
+    model: Any = from_pretrained(folder, dtype=torch.float32)
+    model.to(where).eval()
+    # It warns of options that an already loaded model ignores; none of them is set here.
+    logging.getLogger("lm_eval.models.huggingface").setLevel(logging.ERROR)
+    return HFLM(
+        pretrained=model,
+        tokenizer=load_tokenizer(folder),
+        backend="causal",
+        batch_size=batch_size,
+        mixed_precision_dtype=None if dtype == torch.float32 else dtype,
+    )
+
+
+class LoadedTasks(NamedTuple):
+    """Tasks with their data, and the index they came from, as `simple_evaluate` takes them."""
+
+    tasks: list[Any]
+    manager: "TaskManager"
+
+
+def load_tasks(names: Sequence[str], include_path: str | Path | None = None) -> LoadedTasks:
+    """Find tasks and load their data.
+
+    Raises `UserError` naming an unknown task, or the data set that cannot be loaded.
+    """
+    _import_lm_eval()
+    manager = _task_manager(names, include_path)
+    known = set(manager.all_tasks)
+    loaded = []
+    for name in names:
+        if name not in known:
+            raise UserError(
+                f"task {name!r} is unknown to lm-eval; `lm-eval ls tasks` lists its tasks, "
+                "--include-path adds others"
+            )
+        # Network, hub client, loading script and files fail in as many ways as there are of them.
+        try:
+            loaded += manager.load(name)["tasks"].values()
+        except Exception as error:
+            raise UserError(_why(name, error)) from error
+    return LoadedTasks(loaded, manager)
+
+
+def _why(name: str, error: BaseException) -> str:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return (
+        f"task {name}: its data set cannot be loaded ({reason}); without network give task files with "
+        "local data by --include-path"
+    )
+
+
+def _task_manager(names: Sequence[str], include_path: str | Path | None) -> "TaskManager":
+    from lm_eval.tasks import TaskManager
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    if include_path is None:
+        return TaskManager()
+    if not Path(include_path).is_dir():
+        raise UserError(f"--include-path {include_path}: no such folder")
+    own = TaskManager(include_path=str(include_path), include_defaults=False)
+    # Reading the thousands of files that come with lm-eval takes seconds: only where needed.
+    if set(names) <= set(own.all_tasks):
+        return own
+    return TaskManager(include_path=str(include_path))
+
+
+def _import_lm_eval() -> Any:
+    try:
+        import lm_eval
+    except ImportError as error:
+        raise UserError(
+            "tasks need lm-eval, which is not installed: pip install 'sparse-bitnet[lm-eval]'"
+        ) from error
+    return lm_eval
+
+
+def _jsonable(results: Mapping[str, Any]) -> dict[str, Any]:
+    """As lm-eval itself writes it to a file."""
+    from lm_eval.utils import handle_non_serializable
+
+    return json.loads(json.dumps(results, default=handle_non_serializable))

@@ -1,0 +1,156 @@
+"""What to evaluate, and on which text: checkpoints and held-out data as people name them."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sparse_bitnet.data.shards import TokenDataset
+from sparse_bitnet.data.sources import FileSource
+from sparse_bitnet.data.tokenizer import load_tokenizer, tokenizer_hash, vocabulary_size
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.evaluation.windows import TokenSequence
+from sparse_bitnet.training.checkpoint import list_checkpoints
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+DEFAULT_CONTEXT_LENGTH = 2048
+"""For checkpoints that do not say with which sequence length they were trained."""
+
+_BATCH_DOCUMENTS = 256
+
+
+def resolve_checkpoint(path_or_id: str | Path) -> str:
+    """The folder (or hub id) to load for what a user names.
+
+    A run folder stands for its finished model `final`, before that for its latest checkpoint; a
+    folder with a config.json of transformers for itself; OWNER/NAME that is no local path for a
+    model of the hub.
+
+    Raises `UserError` for a folder that holds no model and for a path that does not exist.
+    """
+    path = Path(path_or_id)
+    if (path / "final" / "config.json").is_file():
+        return str(path / "final")
+    if found := list_checkpoints(path):
+        return str(found[-1].path)
+    if _is_model_folder(path):
+        return str(path)
+    if path.exists():
+        raise UserError(
+            f"{path} is neither a run folder with a checkpoint nor a model folder (config.json)"
+        )
+    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(path_or_id)) and not str(path_or_id).startswith("."):
+        return str(path_or_id)
+    raise UserError(f"no such checkpoint: {path_or_id}")
+
+
+def _is_model_folder(path: Path) -> bool:
+    config = path / "config.json"
+    try:
+        return config.is_file() and "model_type" in json.loads(config.read_text())
+    except ValueError:
+        return False
+
+
+def trained_context_length(checkpoint: str) -> int | None:
+    """The sequence length with which a checkpoint of ours was trained; None for any other."""
+    folder = Path(checkpoint)
+    for path in (folder / "train_config.json", folder.parent / "config.json"):
+        if path.is_file():
+            try:
+                return json.loads(path.read_text()).get("sequence_length")
+            except (ValueError, AttributeError):
+                return None
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOutText:
+    """A text as the tokens of one tokenizer."""
+
+    name: str
+    tokens: TokenSequence | np.ndarray
+    text_bytes: int | None
+    vocab_size: int
+
+    def check_vocab(self, model_vocab_size: int) -> None:
+        """Raise `UserError` where the tokenizer has more tokens than the model's embedding."""
+        if self.vocab_size > model_vocab_size:
+            raise UserError(
+                f"{self.name}: its tokenizer's vocabulary has {self.vocab_size:,} tokens, the model's "
+                f"{model_vocab_size:,}; evaluate with the tokenizer that the model was trained with"
+            )
+
+
+def read_held_out(
+    data: str | Path, checkpoint: str, *, column: str = "text", split: str = "validation"
+) -> HeldOutText:
+    """The validation split of a prepared folder, or files tokenised for the checkpoint.
+
+    Args:
+        data: folder written by `sparse-bitnet prepare`, or a file or glob (.txt, .jsonl,
+            .jsonl.zst, .parquet), all of whose documents count.
+        checkpoint: a resolved one; its tokenizer must be the one the folder was prepared with, and
+            turns files into tokens.
+        column: of .jsonl and .parquet files.
+        split: of a prepared folder.
+
+    Raises `UserError` for unreadable data and for another tokenizer.
+    """
+    if (Path(data) / "manifest.json").is_file():
+        return _prepared(Path(data), checkpoint, split)
+    source = FileSource.matching([str(data)], column=column)
+    tokenizer = load_tokenizer(checkpoint)
+    pieces: list[np.ndarray] = []
+    texts: list[str] = []
+    text_bytes = 0
+    for document in source.documents():
+        texts.append(document.text)
+        text_bytes += len(document.text.encode())
+        if len(texts) == _BATCH_DOCUMENTS:
+            pieces.append(_tokenise(texts, tokenizer))
+            texts = []
+    pieces.append(_tokenise(texts, tokenizer))
+    return HeldOutText(
+        name=str(data),
+        tokens=np.concatenate(pieces),
+        text_bytes=text_bytes,
+        vocab_size=vocabulary_size(tokenizer),
+    )
+
+
+def _prepared(folder: Path, checkpoint: str, split: str) -> HeldOutText:
+    dataset = TokenDataset.open(folder, split)
+    if Path(checkpoint, "tokenizer.json").is_file():
+        tokenizer = load_tokenizer(checkpoint)
+        # The end token may have been chosen anew for the data; all else must agree.
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(dataset.eos_token_id)
+        if tokenizer_hash(tokenizer) != dataset.manifest.tokenizer_hash:
+            raise UserError(
+                f"{folder} was prepared with another tokenizer than that of {checkpoint}: "
+                "prepare the text again with --tokenizer, or evaluate on a text file"
+            )
+    return HeldOutText(
+        name=f"{folder} ({split})",
+        tokens=dataset,
+        text_bytes=dataset.manifest.splits[split].text_bytes,
+        vocab_size=dataset.vocab_size,
+    )
+
+
+def _tokenise(texts: list[str], tokenizer: "PreTrainedTokenizerBase") -> np.ndarray:
+    """Each document followed by the end-of-text token, as in prepared data."""
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    # Text that spells a special token is text.
+    backend.encode_special_tokens = True
+    encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ids = [token for encoding in encodings for token in (*encoding.ids, *end)]
+    return np.asarray(ids, dtype=np.uint32)

@@ -1,0 +1,58 @@
+"""Cutting a text of tokens into windows that score every token but the first exactly once."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+NOT_SCORED = -100
+"""Label of a position whose prediction does not count."""
+
+
+class TokenSequence(Protocol):
+    """A one-dimensional array of token ids: a numpy array or a `TokenDataset`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any) -> np.ndarray: ...
+
+
+class Window(NamedTuple):
+    """Input tokens start..end, of which those from `scored_from` on have their prediction scored."""
+
+    start: int
+    end: int
+    scored_from: int
+
+
+def windows(tokens: int, context_length: int, stride: int) -> Iterator[Window]:
+    """Cut a text of so many tokens; each prediction 0..tokens-2 is scored in exactly one window."""
+    scored_from, start = 0, 0
+    while scored_from < tokens - 1:
+        end = min(start + context_length, tokens - 1)
+        yield Window(start, end, scored_from)
+        scored_from = end
+        start += stride
+
+
+def equal_lengths(cut: Iterator[Window], batch_size: int) -> Iterator[list[Window]]:
+    """Batches of windows of one length: no padding, so no masks and no wasted work."""
+    batch: list[Window] = []
+    for window in cut:
+        same = not batch or window.end - window.start == batch[0].end - batch[0].start
+        if len(batch) == batch_size or not same:
+            yield batch
+            batch = []
+        batch.append(window)
+    if batch:
+        yield batch
+
+
+def inputs_and_labels(tokens: TokenSequence | np.ndarray, window: Window) -> tuple[Tensor, Tensor]:
+    """Both int64 [window length]; labels are the tokens after the inputs, or `NOT_SCORED`."""
+    piece = np.asarray(tokens[window.start : window.end + 1]).astype(np.int64)
+    inputs, labels = torch.from_numpy(piece[:-1]), torch.from_numpy(piece[1:].copy())
+    labels[: window.scored_from - window.start] = NOT_SCORED
+    return inputs, labels

@@ -1,0 +1,1 @@
+"""Whole experiments: which runs, their results as rows, and the tables and pages made of them."""

@@ -1,0 +1,179 @@
+"""What a finished run is reduced to: one row, thinned curves, statistics of its weights."""
+
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sparse_bitnet.analysis.weights import (
+    WeightStatistics,
+    checkpoint_statistics,
+    model_statistics,
+    pool,
+)
+from sparse_bitnet.data.shards import TokenDataset
+from sparse_bitnet.evaluation.perplexity import Perplexity, perplexity
+from sparse_bitnet.experiments.paper import Run
+from sparse_bitnet.experiments.provenance import provenance
+from sparse_bitnet.experiments.store import ResultFolder, RunRow, relative_config
+from sparse_bitnet.hub import from_pretrained
+from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.models import build_model
+from sparse_bitnet.sparsity import NMPattern
+from sparse_bitnet.training import metrics
+from sparse_bitnet.training.checkpoint import list_checkpoints
+from sparse_bitnet.training.config import TrainConfig
+from sparse_bitnet.training.device import resolve_device, resolve_dtype
+from sparse_bitnet.training.loop import RunResult
+
+CURVE_POINTS = 100
+"""Most points of a thinned curve: 100 runs then fit into a megabyte."""
+
+THRESHOLD_PATTERN = NMPattern(6, 8)
+"""Whose group thresholds are counted on dense weights (the paper's figure 7)."""
+
+
+def measure(folder: ResultFolder, run: Run, config: TrainConfig, result: RunResult) -> RunRow:
+    """Write the curves and weight statistics of a finished run; returns its row.
+
+    `config` is that of the run with the paths in use. The perplexity is that of the whole validation
+    text, in the compute type of the training.
+    """
+    path = Path(config.out)
+    rows = metrics.read_rows(path / metrics.METRICS_FILE)
+    timing = metrics.read_rows(path / metrics.TIMING_FILE)
+    curves, weights = f"curves/{run.name}.jsonl", f"weights/{run.name}.json"
+    folder.write(curves, "".join(json.dumps(row) + "\n" for row in thinned(rows)))
+    final = checkpoint_statistics(path / "final", pattern=THRESHOLD_PATTERN)
+    if run.is_dense:
+        folder.write(weights, json.dumps(weight_history(config, final)) + "\n")
+    whole = pool(final)
+    held_out, parameters = _held_out(config)
+    dataset = TokenDataset.open(config.data, "train")
+    device = resolve_device(config.device)
+    return RunRow(
+        experiment=folder.setting()["scale"],
+        name=run.name,
+        format=config.format,
+        seed=config.seed,
+        model=config.model,
+        steps=config.steps,
+        tokens=result.tokens,
+        perplexity=held_out.perplexity,
+        loss=held_out.mean_nll,
+        validation_tokens=held_out.tokens,
+        training_loss=result.training_loss,
+        zero_fraction=result.zero_fraction,
+        flip_rate=result.flip_rate if not run.is_dense else None,
+        seconds=sum(row["seconds"] for row in timing),
+        checkpoint=f"runs/{run.name}/final",
+        config=relative_config(dataclasses.asdict(config), run.name),
+        provenance=provenance(),
+        curves=curves,
+        weights=weights if run.is_dense else None,
+        near_zero_mass=whole.near_zero_mass,
+        code_zero_fraction=whole.code_zero_fraction,
+        epochs=result.tokens / len(dataset),
+        tokens_per_weight=result.tokens / parameters,
+        tokens_per_second=statistics.median(row["tokens_per_second"] for row in timing),
+        device=device.type,
+        precision=str(resolve_dtype(config.precision, device)).removeprefix("torch."),
+    )
+
+
+def thinned(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of metrics.jsonl in at most `CURVE_POINTS` stretches of steps, and all validations.
+
+    A stretch has its last step, the mean loss and, of a sparse model, the mean flip rate and its
+    noise: the standard deviation around a slow trend, from the differences of consecutive steps.
+    """
+    steps = [row for row in rows if "loss" in row]
+    width = max(1, math.ceil(len(steps) / CURVE_POINTS))
+    result = []
+    for start in range(0, len(steps), width):
+        part = steps[start : start + width]
+        row = {"step": part[-1]["step"], "loss": _mean(part, "loss")}
+        flips = [step["flip_rate"] for step in part if step["flip_rate"] is not None]
+        if flips and any(flips):
+            differences = np.diff(flips)
+            noise = math.sqrt(float(np.mean(differences**2)) / 2) if len(flips) > 1 else 0.0
+            row |= {"flip_rate": _short(statistics.fmean(flips)), "flip_noise": _short(noise)}
+        result.append(row)
+    for row in rows:
+        if "validation_loss" in row:
+            result.append({"step": row["step"], "validation_loss": _short(row["validation_loss"])})
+    return sorted(result, key=lambda row: (row["step"], "validation_loss" in row))
+
+
+def weight_history(config: TrainConfig, final: Sequence[WeightStatistics]) -> dict[str, Any]:
+    """Near-zero mass of every layer over training, and the densities at the end.
+
+    `near_zero_mass` is a list [steps][layers], `overall` that of all weights together; step 0 is the
+    initial model. `final` holds histograms as counts of all layers, and of the middle and the last
+    third of the blocks.
+    """
+    initial = build_model(
+        config.model,
+        SparseBitConfig.parse(config.format),
+        seed=config.seed,
+        vocab_size=TokenDataset.open(config.data, "train").vocab_size,
+        init=config.init,
+    )
+    history = {0: model_statistics(initial, pattern=THRESHOLD_PATTERN)}
+    for checkpoint in list_checkpoints(Path(config.out)):
+        # One saved on an interruption lies between the regular ones.
+        if checkpoint.step % config.checkpoint_every == 0 and checkpoint.step < config.steps:
+            history[checkpoint.step] = checkpoint_statistics(
+                checkpoint.path, pattern=THRESHOLD_PATTERN
+            )
+    history[config.steps] = list(final)
+    return {
+        "steps": list(history),
+        "layers": [layer.name for layer in final],
+        "near_zero_mass": [
+            [_short(layer.near_zero_mass, 4) for layer in layers] for layers in history.values()
+        ],
+        "overall": [_short(pool(layers).near_zero_mass) for layers in history.values()],
+        "final": {part: pool(layers).to_dict() for part, layers in depth_parts(final).items()},
+    }
+
+
+def depth_parts(layers: Sequence[WeightStatistics]) -> dict[str, list[WeightStatistics]]:
+    """All layers, those of the middle third of the blocks ("mid") and of the last third ("late")."""
+    blocks = 1 + max(layer.block or 0 for layer in layers)
+
+    def between(low: float, high: float) -> list[WeightStatistics]:
+        return [x for x in layers if low <= ((x.block or 0) + 0.5) / blocks < high]
+
+    parts = {"all": list(layers), "mid": between(1 / 3, 2 / 3), "late": between(2 / 3, 1)}
+    return {name: part for name, part in parts.items() if part}
+
+
+def _held_out(config: TrainConfig) -> tuple[Perplexity, int]:
+    """Perplexity over the whole validation text, and the number of the model's weights."""
+    device = resolve_device(config.device)
+    model: Any = from_pretrained(Path(config.out) / "final")
+    model.to(device)
+    dataset = TokenDataset.open(config.data, "validation")
+    measured = perplexity(
+        model,
+        dataset,
+        context_length=config.sequence_length,
+        batch_size=config.micro_batch_size or config.batch_size,
+        device=device,
+        dtype=resolve_dtype(config.precision, device),
+    )
+    return measured, sum(parameter.numel() for parameter in model.parameters())
+
+
+def _mean(rows: Sequence[dict[str, Any]], key: str) -> float:
+    return _short(statistics.fmean(row[key] for row in rows))
+
+
+def _short(value: float, digits: int = 6) -> float:
+    return float(f"{value:.{digits}g}")

@@ -1,0 +1,210 @@
+"""The paper's tables and figures as lists of complete runs. Free of torch.
+
+A run that several experiments ask for is one run: its name is a readable prefix and a hash of its
+config, so equal configs have one name and different ones never share it. Within one experiment runs
+differ in the format (or its schedule) alone: learning rate, steps, order of the batches and initial
+weights are those of the scale and the seed.
+"""
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.experiments.scales import Scale
+from sparse_bitnet.training.config import TrainConfig
+
+FOUR_CELLS = ("full-8:8", "full-6:8", "ternary-8:8", "ternary-6:8")
+
+ABLATIONS = {
+    "baseline": "ternary-6:8",
+    "mask without grad": "ternary-6:8,mask_gradient=masked",
+    "mask from quantized weight": "ternary-6:8,mask_source=ternary",
+    "sparse before quant": "ternary-6:8,scale_source=masked",
+}
+"""The paper's names of its four variants (figure 4), and their formats."""
+
+NOT_IN_NAME = frozenset(
+    ("data", "out", "checkpoint_every", "keep_checkpoints", "tensorboard", "wandb")
+)
+"""Fields of a config that change neither the weights nor what is measured of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training run of an experiment."""
+
+    config: TrainConfig
+    """Complete but for `data` and `out`."""
+
+    purpose: str
+    """What it is in its table or figure."""
+
+    @property
+    def name(self) -> str:
+        """Prefix for people, then 10 hexadecimal digits of a hash of the config."""
+        config = self.config
+        parts = [config.model.removeprefix("qwen2.5-"), re.sub(r"[:,=]", "-", config.format)]
+        if config.sparse_fraction != 1:
+            parts.append(f"rho{100 * config.sparse_fraction:g}")
+        parts += [f"lr{config.learning_rate:g}", f"seed{config.seed}", config_hash(config)]
+        return "-".join(parts)
+
+    def differences(self, stored: Mapping[str, Any]) -> str:
+        """Fields in which a stored config of this name differs, in words; empty if none does."""
+        return ", ".join(
+            f"{name} {stored[name]!r} there, {value!r} here"
+            for name, value in dataclasses.asdict(self.config).items()
+            if name not in NOT_IN_NAME and name in stored and stored[name] != value
+        )
+
+    @property
+    def is_dense(self) -> bool:
+        return self.config.format.endswith("-8:8")
+
+
+def config_hash(config: TrainConfig) -> str:
+    """10 hexadecimal digits that two configs share only if they are the same run."""
+    values = {
+        name: value for name, value in dataclasses.asdict(config).items() if name not in NOT_IN_NAME
+    }
+    text = json.dumps(values, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
+
+
+def table2(scale: Scale) -> list[Run]:
+    """Perplexity of the four models at each size (table 2); also what tables 1 and 4.4 look at."""
+    return [
+        _run(scale, size.model, format, seed, f"table 2, {format} at {size.model}")
+        for size in sorted(scale.sizes, key=lambda size: size.model != scale.main)
+        for seed in range(size.seeds)
+        for format in FOUR_CELLS
+    ]
+
+
+def sweep(scale: Scale) -> list[Run]:
+    """Perplexity over N:8 for both formats (figure 2, appendix table of raw perplexities)."""
+    return [
+        _run(scale, scale.main, f"{weight}-{pattern}", seed, f"sweep, {pattern}")
+        for seed in range(scale.seeds["sweep"])
+        for pattern in scale.patterns
+        for weight in ("full", "ternary")
+    ]
+
+
+def ablations(scale: Scale) -> list[Run]:
+    """Validation perplexity and flip rate of the four training designs (figure 4)."""
+    return [
+        _run(scale, scale.main, format, seed, f"ablation, {name}")
+        for seed in range(scale.seeds["ablations"])
+        for name, format in ABLATIONS.items()
+    ]
+
+
+def schedule(scale: Scale) -> list[Run]:
+    """Dense-to-sparse training: only the last rho percent of the steps are sparse (table 4)."""
+    runs = []
+    for seed in range(scale.seeds["schedule"]):
+        for percent in scale.sparse_percents:
+            format = "ternary-6:8" if percent else "ternary-8:8"
+            fraction = percent / 100 if percent else 1.0
+            purpose = f"schedule, {percent} % of the steps sparse"
+            runs.append(_run(scale, scale.main, format, seed, purpose, sparse_fraction=fraction))
+    return runs
+
+
+def mask_source(scale: Scale) -> list[Run]:
+    """Mask from master weights against mask from ternary codes (section 4.3)."""
+    return [
+        _run(scale, scale.main, format, seed, f"mask source, {format}")
+        for seed in range(scale.seeds["ablations"])
+        for format in (ABLATIONS["baseline"], ABLATIONS["mask from quantized weight"])
+    ]
+
+
+def analyses(scale: Scale) -> list[Run]:
+    """Dense models whose weights are looked at during training (heat maps, histograms, thresholds)."""
+    return [
+        _run(scale, size.model, format, seed, f"analysis, {format}")
+        for size in scale.sizes
+        for seed in range(size.seeds)
+        for format in ("full-8:8", "ternary-8:8")
+    ]
+
+
+def search(scale: Scale) -> list[Run]:
+    """The four models at other learning rates: the log of how the scale's own was chosen."""
+    return [
+        _run(scale, scale.main, format, seed, f"search, {rate:g}", learning_rate=rate)
+        for seed in range(scale.seeds["search"])
+        for rate in scale.search
+        for format in FOUR_CELLS
+    ]
+
+
+EXPERIMENTS: dict[str, Callable[[Scale], list[Run]]] = {
+    "table2": table2,
+    "sweep": sweep,
+    "ablations": ablations,
+    "schedule": schedule,
+    "mask-source": mask_source,
+    "analyses": analyses,
+    "search": search,
+}
+"""By the name used on the command line. Table 1 scores the models of table 2 and trains none."""
+
+
+def plan(scale: Scale, experiments: Sequence[str], seeds: int | None = None) -> list[Run]:
+    """All runs of some experiments, each once, in the order in which to train them.
+
+    Seed 0 of everything comes first, and within a seed the main size, so that a set that was cut
+    short is still a whole one at fewer seeds. `seeds` replaces every number of seeds of the scale.
+
+    Raises `UserError` for an unknown experiment.
+    """
+    if unknown := [name for name in experiments if name not in EXPERIMENTS]:
+        raise UserError(
+            f"experiment {unknown[0]!r} is unknown: choose among {', '.join(EXPERIMENTS)}"
+        )
+    if seeds is not None:
+        scale = with_seeds(scale, seeds)
+    runs: dict[str, Run] = {}
+    for name in experiments:
+        for run in EXPERIMENTS[name](scale):
+            runs.setdefault(run.name, run)
+    return sorted(runs.values(), key=lambda run: (run.config.seed, run.config.model != scale.main))
+
+
+def with_seeds(scale: Scale, seeds: int) -> Scale:
+    """The scale with that many seeds of every experiment. Raises `UserError` below 1."""
+    if seeds < 1:
+        raise UserError(f"seeds={seeds}: at least 1")
+    sizes = tuple(dataclasses.replace(size, seeds=seeds) for size in scale.sizes)
+    return dataclasses.replace(
+        scale,
+        sizes=sizes,
+        seeds={name: seeds if count else 0 for name, count in scale.seeds.items()},
+    )
+
+
+def _run(scale: Scale, model: str, format: str, seed: int, purpose: str, **changes: Any) -> Run:
+    steps = scale.size(model).steps
+    # Cadence follows from the format, so that every experiment asks for the very same dense run.
+    dense = format.endswith("-8:8")
+    config = dataclasses.replace(
+        scale.recipe,
+        model=model,
+        format=format,
+        seed=seed,
+        data_seed=seed,
+        steps=steps,
+        validation_every=max(1, steps // scale.validations),
+        checkpoint_every=max(1, steps // (scale.snapshots if dense else 4)),
+        keep_checkpoints=0 if dense else 1,
+        **changes,
+    )
+    return Run(config=config, purpose=purpose)

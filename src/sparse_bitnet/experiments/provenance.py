@@ -1,0 +1,84 @@
+"""Where and with what a number was measured: what stands beside every published result."""
+
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import sparse_bitnet
+
+PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
+
+
+def provenance() -> dict[str, Any]:
+    """JSON-able: commit, hardware, threads, versions and date (UTC) of this process."""
+    import torch
+
+    return {
+        "commit": commit(),
+        "hardware": hardware(),
+        "threads": torch.get_num_threads(),
+        "versions": versions(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python, this package and those it computes with."""
+    found = {"sparse-bitnet": sparse_bitnet.__version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def hardware() -> str:
+    """Processor, its cores and memory, and the GPU if torch sees one, in one line."""
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    parts = [f"{_processor()}, {cores} cores"]
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        parts.append(f"{memory / 2**30:.0f} GiB")
+    if torch.cuda.is_available():
+        parts.append(torch.cuda.get_device_name())
+    return ", ".join(parts)
+
+
+def commit(package: Path = Path(sparse_bitnet.__file__).parent) -> str | None:
+    """Commit of the checkout that the package lies in, "+changes" if it differs; None outside one.
+
+    A virtual environment may lie in another project's repository, so the repository must be ours.
+    """
+    top = _git(package, "rev-parse", "--show-toplevel")
+    if top is None or not (Path(top) / "src" / "sparse_bitnet" / "__init__.py").is_file():
+        return None
+    head = _git(package, "rev-parse", "--short=12", "HEAD")
+    if head is None:
+        return None
+    return head + ("+changes" if _git(package, "status", "--porcelain") else "")
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return " ".join(line.partition(":")[2].split())
+    return platform.processor() or platform.machine()

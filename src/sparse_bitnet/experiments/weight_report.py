@@ -1,0 +1,224 @@
+"""The paper's analysis figures for any checkpoints: what their weights look like, layer by layer."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sparse_bitnet.analysis.figures import Curve, weight_histograms
+from sparse_bitnet.analysis.paper_figures import (
+    layer_profile,
+    near_zero_heat_maps,
+    threshold_overlay,
+)
+from sparse_bitnet.analysis.weights import WeightStatistics, checkpoint_statistics, pool
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.evaluation.held_out import resolve_checkpoint
+from sparse_bitnet.experiments.document import Block, Drawing, Grid, Section, Text, html
+from sparse_bitnet.experiments.measure import depth_parts
+from sparse_bitnet.files import write_atomic
+from sparse_bitnet.sparsity import NMPattern
+from sparse_bitnet.training.checkpoint import list_checkpoints
+
+PAPER_ZERO_CODES = 0.423
+"""Of the released BitNet b1.58 2B model (the paper's figure 1)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointWeights:
+    """One checkpoint, counted."""
+
+    label: str
+    weight: str
+    """ "ternary" or "full": the format in which the model was trained, as far as it says."""
+
+    layers: Sequence[WeightStatistics]
+
+    history: Sequence[tuple[int, Sequence[WeightStatistics]]] = ()
+    """(step, layers) of every checkpoint of a run folder; empty for a single checkpoint."""
+
+
+def read_checkpoint(
+    path_or_id: str,
+    pattern: NMPattern,
+    on_layer: Callable[[str], None] | None = None,
+) -> CheckpointWeights:
+    """Count a checkpoint's weights with one layer in memory at a time.
+
+    Args:
+        path_or_id: run folder (all its checkpoints are counted), checkpoint, any transformers folder
+            with safetensors, or a hub id.
+        pattern: whose group thresholds to count.
+        on_layer: called with the name of each checkpoint before it is read.
+
+    Raises `UserError` for what is no such thing.
+    """
+    resolved = resolve_checkpoint(path_or_id)
+    folder = Path(resolved) if Path(resolved).is_dir() else _download(resolved)
+    say = on_layer or (lambda name: None)
+    say(str(path_or_id))
+    layers = checkpoint_statistics(folder, pattern=pattern)
+    history = []
+    found = list_checkpoints(Path(path_or_id))
+    if len(found) > 1:
+        for checkpoint in found:
+            say(str(checkpoint.path))
+            history.append(
+                (checkpoint.step, checkpoint_statistics(checkpoint.path, pattern=pattern))
+            )
+    return CheckpointWeights(
+        label=_label(path_or_id), weight=_trained_format(folder), layers=layers, history=history
+    )
+
+
+def _download(repository: str) -> Path:
+    """The safetensors of a hub model. Raises `UserError` when it cannot be had."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(repository, allow_patterns=["config.json", "model*.safetensors*"])
+        )
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"{repository} is no folder, and the hub does not give it: {reason}"
+        ) from error
+
+
+def _label(path_or_id: str) -> str:
+    parts = [part for part in Path(path_or_id).parts if part not in ("final", "checkpoints", "/")]
+    return "/".join(parts[-2:] if len(parts) > 1 and parts[-1].startswith("step-") else parts[-1:])
+
+
+def _trained_format(folder: Path) -> str:
+    entry: dict[str, Any] = json.loads((folder / "config.json").read_text()).get(
+        "quantization_config", {}
+    )
+    if entry.get("quant_method") == "sparse_bitnet":
+        return entry["format"]["weight"]
+    return "ternary" if entry.get("quant_method") == "bitnet" else "full"
+
+
+def weight_page(checkpoints: Sequence[CheckpointWeights], pattern: NMPattern) -> str:
+    """A self-contained HTML page with all figures and the numbers of each checkpoint."""
+    blocks: list[Block] = [
+        Text(
+            "Weights W of every linear layer of the blocks in units of their layer's mean |W|. Below "
+            "0.5 a weight is near zero: it rounds to the ternary code 0. The paper reports "
+            f"{100 * PAPER_ZERO_CODES:.1f} % zero codes in the released BitNet b1.58 2B model."
+        ),
+        _summary(checkpoints),
+        Section("Histograms (figures 1 and 6)"),
+        Drawing("histogram", _histograms(checkpoints), "All block weights; shaded: near zero."),
+        Section(f"Magnitudes and {pattern} thresholds (figure 7)"),
+        *_thresholds(checkpoints, pattern),
+        Section("Layer by layer"),
+        Drawing(
+            "layer-profile",
+            layer_profile([(c.label, c.weight, c.layers) for c in checkpoints]),
+            "Near-zero mass, and zeros among the ternary codes (of a full-precision model, as if it "
+            "were rounded).",
+        ),
+    ]
+    if maps := [checkpoint for checkpoint in checkpoints if checkpoint.history]:
+        blocks += [
+            Section("Near-zero mass over training (figure 5)"),
+            *(_heat_map(checkpoint) for checkpoint in maps),
+        ]
+    return html("What the weights look like", blocks)
+
+
+def weight_json(checkpoints: Sequence[CheckpointWeights]) -> str:
+    """Counts of every layer of every checkpoint."""
+    return json.dumps(
+        [
+            {
+                "checkpoint": checkpoint.label,
+                "weight": checkpoint.weight,
+                "all": pool(checkpoint.layers).to_dict(),
+                "layers": [layer.to_dict() for layer in checkpoint.layers],
+                "history": [
+                    {
+                        "step": step,
+                        "near_zero_mass": {layer.name: layer.near_zero_mass for layer in layers},
+                    }
+                    for step, layers in checkpoint.history
+                ],
+            }
+            for checkpoint in checkpoints
+        ]
+    )
+
+
+def write_weight_report(
+    checkpoints: Sequence[CheckpointWeights], pattern: NMPattern, out: Path
+) -> None:
+    """Write `weights.html` and `weights.json` to the folder `out`."""
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomic(out / "weights.json", weight_json(checkpoints))
+    write_atomic(out / "weights.html", weight_page(checkpoints, pattern))
+
+
+def summary_rows(checkpoints: Sequence[CheckpointWeights]) -> list[tuple[str, ...]]:
+    """Heading and one line of text per checkpoint."""
+    rows: list[tuple[str, ...]] = [
+        ("checkpoint", "layers", "weights", "near-zero mass", "zero codes", "zeros in the forward")
+    ]
+    for checkpoint in checkpoints:
+        whole = pool(checkpoint.layers)
+        rows.append(
+            (
+                checkpoint.label,
+                f"{len(checkpoint.layers)}",
+                f"{whole.weights:,}",
+                f"{100 * whole.near_zero_mass:.1f} %",
+                f"{100 * whole.code_zero_fraction:.1f} %",
+                f"{100 * whole.zero_fraction:.1f} %",
+            )
+        )
+    return rows
+
+
+def _summary(checkpoints: Sequence[CheckpointWeights]) -> Grid:
+    return Grid(summary_rows(checkpoints))
+
+
+def _histograms(checkpoints: Sequence[CheckpointWeights]) -> str:
+    return weight_histograms([(_curve(c), pool(c.layers)) for c in checkpoints])
+
+
+def _curve(checkpoint: CheckpointWeights) -> Curve:
+    return Curve(
+        label=checkpoint.label, weight=checkpoint.weight, sparse=False, steps=(), values=()
+    )
+
+
+def _thresholds(checkpoints: Sequence[CheckpointWeights], pattern: NMPattern) -> list[Block]:
+    drawings: list[Block] = []
+    for number, checkpoint in enumerate(checkpoints):
+        parts = depth_parts(checkpoint.layers)
+        shown: dict[str, WeightStatistics] = {
+            name: pool(parts[name]) for name in ("mid", "late") if name in parts
+        }
+        name = f"thresholds-{number}"
+        drawings.append(
+            Drawing(
+                name,
+                threshold_overlay([(checkpoint.label, checkpoint.weight, shown)], name=name),
+                f"{checkpoint.label}: density of |W| / mean|W|, and (line) of the largest magnitude "
+                f"that {pattern} selection prunes in each group.",
+            )
+        )
+    return drawings
+
+
+def _heat_map(checkpoint: CheckpointWeights) -> Drawing:
+    steps = [step for step, _ in checkpoint.history]
+    matrix = np.array([[x.near_zero_mass for x in layers] for _, layers in checkpoint.history])
+    names = [layer.name for layer in checkpoint.layers]
+    figure = near_zero_heat_maps([(checkpoint.label, steps, matrix)], names)
+    return Drawing("near-zero", figure, f"Near-zero mass of every layer of {checkpoint.label}.")

@@ -1,0 +1,181 @@
+"""Trains runs in this process, one after another, or several at once in processes of their own.
+
+Models of a few million weights keep one core busy and hardly two: two runs of one thread each take
+little more than half the time of the same two runs with two threads, and give the same numbers.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from queue import Empty
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.training.config import TrainConfig
+from sparse_bitnet.training.run_folder import Interrupted
+
+
+class Job(Protocol):
+    """A run to train. Workers in processes of their own receive it pickled."""
+
+    @property
+    def name(self) -> str:
+        """What its progress is reported under."""
+        ...
+
+    @property
+    def config(self) -> TrainConfig: ...
+
+
+AnyJob = TypeVar("AnyJob", bound=Job)
+Result = TypeVar("Result")
+
+OnStep = Callable[[str, dict[str, Any]], None]
+"""Called with a job's name and the `on_step` row of `train`."""
+
+Work = Callable[[AnyJob, OnStep], Result]
+"""Trains one job; a picklable function. Raises what `train` raises."""
+
+_REPORT_SECONDS = 0.25
+
+
+class Ended(NamedTuple, Generic[AnyJob, Result]):
+    """A job that was done, or could not be."""
+
+    run: AnyJob
+    result: Result | UserError
+
+
+def serial(
+    runs: Iterable[AnyJob], work: Work[AnyJob, Result], on_step: OnStep
+) -> Iterator[Ended[AnyJob, Result]]:
+    """Train in this process; the next run is asked for when the one before has been dealt with.
+
+    Raises `Interrupted` on SIGINT.
+    """
+    for run in runs:
+        try:
+            yield Ended(run, work(run, on_step))
+        except UserError as error:
+            yield Ended(run, error)
+
+
+def parallel(
+    runs: Iterable[AnyJob], work: Work[AnyJob, Result], on_step: OnStep, workers: int
+) -> Iterator[Ended[AnyJob, Result]]:
+    """Train `workers` runs at a time, in the order of `runs`, yielded as they end.
+
+    On SIGINT every run under way saves a checkpoint; then `Interrupted` is raised.
+    """
+    context = multiprocessing.get_context("spawn")
+    steps = context.Queue()
+    pool = ProcessPoolExecutor(workers, context, _begin_worker, (steps, os.getpid()))
+    waiting = iter(runs)
+    under_way: dict[Future[Result], AnyJob] = {}
+    with pool, _interruptible(pool) as interrupted:
+        while True:
+            while len(under_way) < workers and not interrupted.is_set():
+                if (run := next(waiting, None)) is None:
+                    break
+                under_way[pool.submit(_in_worker, work, run)] = run
+            if not under_way:
+                break
+            ended, _ = wait(under_way, timeout=_REPORT_SECONDS, return_when=FIRST_COMPLETED)
+            _drain(steps, on_step)
+            for future in ended:
+                run = under_way.pop(future)
+                try:
+                    yield Ended(run, future.result())
+                except UserError as error:
+                    yield Ended(run, error)
+                except Interrupted:
+                    interrupted.set()
+    if interrupted.is_set():
+        raise Interrupted("stopped; every run under way has a checkpoint")
+
+
+def _drain(steps: Any, on_step: OnStep) -> None:
+    with contextlib.suppress(Empty):
+        while True:
+            on_step(*steps.get_nowait())
+
+
+@contextlib.contextmanager
+def _interruptible(pool: ProcessPoolExecutor) -> Iterator[threading.Event]:
+    """An event that SIGINT and SIGTERM set; they, and an exception here, stop the workers' runs."""
+    event = threading.Event()
+
+    def receive(number: int, frame: Any) -> None:
+        if event.is_set():
+            raise KeyboardInterrupt
+        event.set()
+        _stop_runs(pool)
+
+    previous = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            previous[number] = signal.signal(number, receive)
+    try:
+        yield event
+    except BaseException:
+        if not event.is_set():
+            _stop_runs(pool)
+        raise
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _stop_runs(pool: ProcessPoolExecutor) -> None:
+    for pid in list(pool._processes or ()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGINT)
+
+
+_worker_steps: Any = None
+_parent: int | None = None
+
+
+def _begin_worker(steps: Any, parent: int) -> None:
+    """Out of the terminal's process group, so that Ctrl-C comes once, from the parent."""
+    global _worker_steps, _parent
+    _worker_steps, _parent = steps, parent
+    os.setpgrp()
+    # `train` listens by itself; between two runs, or while measuring, there is nothing to save.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Half-sent progress must not keep a worker from ending.
+    steps.cancel_join_thread()
+
+
+def _in_worker(work: Work[AnyJob, Result], run: AnyJob) -> Result:
+    reported = 0.0
+
+    def report(name: str, row: dict[str, Any]) -> None:
+        nonlocal reported
+        if os.getppid() != _parent:
+            signal.raise_signal(signal.SIGTERM)
+        if time.monotonic() - reported > _REPORT_SECONDS or row["step"] == run.config.steps:
+            reported = time.monotonic()
+            _worker_steps.put((name, {key: row[key] for key in _SHOWN}))
+
+    try:
+        return work(run, report)
+    finally:
+        if os.getppid() != _parent:
+            os._exit(1)
+
+
+_SHOWN = (
+    "step",
+    "loss",
+    "learning_rate",
+    "gradient_norm",
+    "flip_rate",
+    "tokens_per_second",
+    "seconds",
+)

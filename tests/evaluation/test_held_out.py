@@ -1,0 +1,137 @@
+"""Which folder a name stands for, and text that the checkpoint cannot score."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from sparse_bitnet.data.prepare import prepare
+from sparse_bitnet.data.shards import TokenDataset
+from sparse_bitnet.data.sources import parse_source
+from sparse_bitnet.data.tokenizer import load_tokenizer
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.evaluation.held_out import (
+    read_held_out,
+    resolve_checkpoint,
+    trained_context_length,
+)
+from sparse_bitnet.evaluation.perplexity import evaluate
+
+
+def checkpoint_folder(path, **more):
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    (path / "state.json").write_text("{}")
+    for name, content in more.items():
+        (path / f"{name}.json").write_text(json.dumps(content))
+    return path
+
+
+def test_run_folder_stands_for_its_final_model(tmp_path):
+    checkpoint_folder(tmp_path / "checkpoints" / "step-00000010")
+    latest = checkpoint_folder(tmp_path / "checkpoints" / "step-00000200")
+    (tmp_path / "config.json").write_text('{"sequence_length": 128}')
+    assert resolve_checkpoint(tmp_path) == str(latest)
+    final = checkpoint_folder(tmp_path / "final")
+    assert resolve_checkpoint(tmp_path) == str(final)
+    assert trained_context_length(str(final)) == 128
+
+
+def test_checkpoint_and_model_folders_stand_for_themselves(tmp_path):
+    path = checkpoint_folder(tmp_path / "step-00000010", train_config={"sequence_length": 64})
+    assert resolve_checkpoint(path) == str(path)
+    assert trained_context_length(str(path)) == 64
+
+
+def test_unfinished_checkpoints_do_not_count(tmp_path):
+    done = checkpoint_folder(tmp_path / "checkpoints" / "step-00000010")
+    checkpoint_folder(tmp_path / "checkpoints" / ".tmp-1-step-00000020")
+    assert resolve_checkpoint(tmp_path) == str(done)
+
+
+def test_hub_ids_are_passed_on():
+    for name in ("Qwen/Qwen2.5-0.5B", "gpt2"):
+        assert resolve_checkpoint(name) == name
+        assert trained_context_length(name) is None
+
+
+@pytest.mark.parametrize("name", ["no/such/folder", "./missing", "../missing", "a b"])
+def test_missing_folders_are_refused(name):
+    with pytest.raises(UserError, match="no such checkpoint"):
+        resolve_checkpoint(name)
+
+
+@pytest.mark.parametrize("config", [None, "{}", "not json"])
+def test_folder_without_a_model_is_refused(tmp_path, config):
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    with pytest.raises(UserError, match="neither a run folder"):
+        resolve_checkpoint(tmp_path)
+
+
+def test_files_give_the_tokens_that_preparing_gives(tmp_path, prepared, model_folder):
+    text = sorted((prepared.parent / "text").glob("*.txt"))
+    # Everything to validation, in the order of the files.
+    source = parse_source(",".join(map(str, text)), validation_fraction=0.3)
+    kept = [each.text for each in source.documents() if each.split == "validation"]
+    path = tmp_path / "held-out.jsonl"
+    path.write_text("".join(json.dumps({"text": each}) + "\n" for each in kept))
+    from_file = read_held_out(path, str(model_folder))
+    from_folder = read_held_out(prepared, str(model_folder))
+    assert isinstance(from_folder.tokens, TokenDataset)
+    assert np.array_equal(
+        np.asarray(from_file.tokens), from_folder.tokens[0 : len(from_file.tokens)]
+    )
+    assert len(from_file.tokens) == len(from_folder.tokens)
+    assert from_file.text_bytes == from_folder.text_bytes
+
+
+def test_every_document_of_a_file_counts(tmp_path, model_folder):
+    path = tmp_path / "rows.jsonl"
+    rows = [{"body": f"line {i} of text"} for i in range(600)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = read_held_out(path, str(model_folder), column="body")
+    assert found.text_bytes == sum(len(row["body"]) for row in rows)
+    # The end-of-text token, id 0, follows each document.
+    assert int((np.asarray(found.tokens) == 0).sum()) == 600
+    with pytest.raises(UserError, match="no column 'text'"):
+        read_held_out(path, str(model_folder))
+
+
+def test_spelled_special_tokens_are_text(tmp_path, model_folder):
+    path = tmp_path / "a.txt"
+    path.write_text("a <|endoftext|> b")
+    assert int((np.asarray(read_held_out(path, str(model_folder)).tokens) == 0).sum()) == 1
+
+
+def test_data_of_another_tokenizer_is_refused(tmp_path, prepared, model_folder):
+    source = parse_source(str(prepared.parent / "text" / "*.txt"), validation_fraction=0.3)
+    prepare(source, tmp_path / "other", vocab_size=290)
+    with pytest.raises(UserError, match="prepared with another tokenizer"):
+        read_held_out(tmp_path / "other", str(model_folder))
+
+
+def test_another_end_token_is_no_other_tokenizer(tmp_path, prepared, model_folder):
+    both = load_tokenizer(prepared / "tokenizer")
+    both.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
+    both.save_pretrained(tmp_path / "tokenizer")
+    shutil.copytree(model_folder, tmp_path / "model")
+    both.save_pretrained(tmp_path / "model")
+    source = parse_source(str(prepared.parent / "text" / "*.txt"), validation_fraction=0.3)
+    prepare(source, tmp_path / "other", tokenizer=tmp_path / "tokenizer", eos_token="<|end|>")
+    assert read_held_out(tmp_path / "other", str(tmp_path / "model")).vocab_size == 301
+
+
+def test_vocabulary_beyond_the_model_is_refused(tmp_path, prepared, model_folder):
+    bare = tmp_path / "bare"
+    shutil.copytree(model_folder, bare, ignore=shutil.ignore_patterns("tokenizer*"))
+    source = parse_source(str(prepared.parent / "text" / "*.txt"), validation_fraction=0.3)
+    prepare(source, tmp_path / "other", vocab_size=400)
+    with pytest.raises(UserError, match=r"vocabulary has 3\d\d tokens, the model's 300"):
+        evaluate(bare, tmp_path / "other", device="cpu")
+
+
+def test_missing_data_is_refused(model_folder):
+    with pytest.raises(UserError, match=r"no file|no such file"):
+        read_held_out("no-such-file.txt", str(model_folder))

@@ -1,0 +1,159 @@
+"""Against a plain float64 computation from the logits, and against the trainer's own validation."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from sparse_bitnet.convert import sparse_layers
+from sparse_bitnet.data.shards import TokenDataset
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.evaluation.perplexity import Perplexity, evaluate, perplexity
+from sparse_bitnet.evaluation.windows import windows
+from sparse_bitnet.hub import from_pretrained
+from sparse_bitnet.training.config import TrainConfig
+from sparse_bitnet.training.loop import validation_loss
+
+
+@pytest.fixture
+def model(model_folder):
+    return from_pretrained(model_folder)
+
+
+@pytest.fixture
+def tokens():
+    return np.random.default_rng(0).integers(0, 300, 203).astype(np.uint16)
+
+
+def reference(model, tokens, context, stride):
+    """Mean negative log-likelihood in float64 from whole logits, one window at a time."""
+    total, count = 0.0, 0
+    model.eval()
+    for start, end, scored_from in windows(len(tokens), context, stride):
+        ids = torch.from_numpy(tokens[start : end + 1].astype(np.int64))
+        with torch.no_grad():
+            logits = model(ids[None, :-1]).logits[0].double()
+        losses = -torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0]
+        total += losses[scored_from - start :].sum().item()
+        count += end - scored_from
+    return total / count, count
+
+
+@pytest.mark.parametrize(("context", "stride"), [(32, 32), (32, 8), (7, 3), (500, 500)])
+def test_equals_plain_computation(model, tokens, context, stride):
+    expected, count = reference(model, tokens, context, stride)
+    found = perplexity(model, tokens, context_length=context, stride=stride, batch_size=3)
+    assert found.tokens == count == len(tokens) - 1
+    assert found.mean_nll == pytest.approx(expected, rel=1e-6)
+    assert found.perplexity == pytest.approx(math.exp(expected), rel=1e-5)
+
+
+def test_batch_size_changes_rounding_only(model, tokens):
+    values = [
+        perplexity(model, tokens, context_length=16, batch_size=size).mean_nll
+        for size in (1, 5, 64)
+    ]
+    assert values == pytest.approx([values[0]] * 3, rel=1e-6)
+
+
+def test_more_context_in_every_window_is_used(model, tokens):
+    plain = perplexity(model, tokens, context_length=16).mean_nll
+    overlapping = perplexity(model, tokens, context_length=16, stride=4).mean_nll
+    assert plain != overlapping
+
+
+def test_scores_the_masked_quantised_forward(model, tokens):
+    before = perplexity(model, tokens, context_length=64).mean_nll
+    with torch.no_grad():
+        for layer in sparse_layers(model).values():
+            # What the mask removes and rounding hides cannot matter.
+            codes, mask, scale = layer.select()
+            layer.weight.copy_(torch.where(mask, codes * scale, layer.weight))
+            layer.weight.mul_(mask)
+    changed = perplexity(model, tokens, context_length=64).mean_nll
+    assert changed != before
+    with torch.no_grad():
+        reference_nll, _ = reference(model, tokens, 64, 64)
+    assert changed == pytest.approx(reference_nll, rel=1e-6)
+
+
+def test_leaves_the_model_as_it_was(model, tokens):
+    model.train()
+    perplexity(model, tokens, context_length=64)
+    assert model.training
+    assert not any(layer.is_selected for layer in sparse_layers(model).values())
+
+
+def test_bfloat16_is_close(model, tokens):
+    exact = perplexity(model, tokens, context_length=64).mean_nll
+    rounded = perplexity(model, tokens, context_length=64, dtype=torch.bfloat16).mean_nll
+    assert rounded == pytest.approx(exact, rel=2e-2)
+
+
+def test_equals_the_trainers_validation(model, prepared):
+    config = TrainConfig(data=str(prepared), sequence_length=32, batch_size=4, validation_tokens=0)
+    loss, scored = validation_loss(model, config, device=torch.device("cpu"), dtype=torch.float32)
+    tokens = TokenDataset.open(prepared, "validation")[0 : scored + 1]
+    found = perplexity(model, tokens, context_length=32, batch_size=4)
+    assert found.tokens == scored
+    assert found.mean_nll == pytest.approx(loss, rel=1e-12)
+
+
+def test_bits_per_byte():
+    found = Perplexity(mean_nll=math.log(2), tokens=30, context_length=8, stride=8, text_bytes=10)
+    assert found.bits_per_byte == pytest.approx(3)
+    assert found.perplexity == pytest.approx(2)
+    assert Perplexity(mean_nll=1, tokens=3, context_length=8, stride=8).bits_per_byte is None
+
+
+def test_progress_counts_every_token(model, tokens):
+    seen = []
+    perplexity(model, tokens, context_length=16, batch_size=4, on_batch=seen.append)
+    assert seen == sorted(seen)
+    assert seen[-1] == len(tokens) - 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"context_length": 0}, "context_length"),
+        ({"context_length": 8, "stride": 9}, "stride"),
+        ({"context_length": 8, "stride": 0}, "stride"),
+        ({"context_length": 4096}, "2048 positions"),
+    ],
+)
+def test_bad_windows_are_refused(model, tokens, options, message):
+    with pytest.raises(UserError, match=message):
+        perplexity(model, tokens, **options)
+
+
+def test_unknown_token_and_empty_text_are_refused(model):
+    with pytest.raises(UserError, match="token 300 is outside the model's vocabulary of 300"):
+        perplexity(model, np.array([1, 2, 300]), context_length=8)
+    with pytest.raises(UserError, match="1 tokens"):
+        perplexity(model, np.array([1]), context_length=8)
+
+
+def test_evaluate_prepared_data(model_folder, prepared):
+    found = evaluate(model_folder, prepared, precision="float32", device="cpu", context_length=32)
+    dataset = TokenDataset.open(prepared, "validation")
+    assert found.result.tokens == len(dataset) - 1
+    assert found.result.text_bytes == dataset.manifest.splits["validation"].text_bytes
+    assert found.format == "ternary-6:8"
+    assert found.precision == "float32"
+    flat = found.to_dict()
+    assert flat["perplexity"] == found.result.perplexity
+    assert flat["checkpoint"] == str(model_folder)
+    assert json.loads(json.dumps(flat)) == flat
+
+
+def test_first_tokens_only(model_folder, prepared):
+    found = evaluate(model_folder, prepared, device="cpu", max_tokens=100, context_length=32)
+    assert found.result.tokens == 100
+    assert found.result.bits_per_byte is None
+
+
+def test_default_context_is_that_of_the_model(model_folder, prepared):
+    assert evaluate(model_folder, prepared, device="cpu").result.context_length == 2048

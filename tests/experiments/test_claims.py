@@ -1,0 +1,251 @@
+"""Verdicts on the paper's claims, from made-up results of which the right answer is known."""
+
+import dataclasses
+import json
+import math
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparse_bitnet.experiments.claims import claims, collapse_density, density
+from sparse_bitnet.experiments.decision import FAILS, HOLDS, OPEN, Interval, verdict
+from sparse_bitnet.experiments.paper import ABLATIONS, EXPERIMENTS, plan
+from sparse_bitnet.experiments.paper_tables import (
+    ablation_grid,
+    best_rate_grid,
+    perplexity_table,
+    schedule_grid,
+    search_grid,
+    sweep_grid,
+)
+from sparse_bitnet.experiments.result_set import ResultSet
+from sparse_bitnet.experiments.results import paper_results
+from sparse_bitnet.experiments.scales import find_scale
+from sparse_bitnet.experiments.store import ResultFolder, RunRow, make_setting
+from sparse_bitnet.training.config import TrainConfig
+
+SCALE = find_scale("cpu")
+SIZES = dict(zip((size.model for size in SCALE.sizes), ("0.5B", "1.5B", "3B"), strict=True))
+NOISE = (0.0, 0.004, -0.003)
+
+
+def paper_perplexity(config: TrainConfig) -> float:
+    """What the paper's model of this run has."""
+    results = paper_results()
+    weight, _, rest = config.format.partition("-")
+    pattern, _, option = rest.partition(",")
+    if option:
+        return {"mask_source=ternary": 32.23}.get(option, 26.9)
+    if config.sparse_fraction < 1:
+        table = results["dense_to_sparse_ppl_0.5B_6:8"]
+        place = table["sparse_fraction_percent"].index(round(100 * config.sparse_fraction))
+        return table["ppl"][place]
+    if config.model == SCALE.main:
+        table = results["nm_sweep_ppl_0.5B"]
+        name = "bf16" if weight == "full" else "bitnet"
+        return table[name][table["patterns"].index(pattern)]
+    table = results["validation_ppl"]
+    kind = {"8:8": "dense", "6:8": "sparse"}[pattern]
+    end = {"full": "bf16", "ternary": "bitnet"}[weight]
+    name = f"{kind}_{end}" + ("_6:8" if kind == "sparse" else "")
+    return table[name][table["models"].index(SIZES[config.model])]
+
+
+def flip_rate(config: TrainConfig, share: float) -> tuple[float, float]:
+    """(mean, noise): decaying; less without gradient, noisy with ternary masks."""
+    base = 0.02 * 0.02**share
+    if "mask_gradient=masked" in config.format:
+        return base / 4, base / 50
+    return base, base / (2 if "mask_source=ternary" in config.format else 20)
+
+
+def near_zero(config: TrainConfig, seed: int) -> list[float]:
+    fall = 0.08 if config.format.startswith("ternary") else -0.01
+    return [0.31 + 0.001 * seed, 0.31 + 0.001 * seed - fall]
+
+
+def result_set(folder_path, perplexity=paper_perplexity, seeds=3, left_out=()) -> ResultSet:
+    """Results of the whole cpu scale with these perplexities, a little different by seed."""
+    folder = ResultFolder(folder_path)
+    folder.open(make_setting(SCALE, {"train": {}, "validation": {}}, "cpu", "float32"))
+    rows = []
+    for run in plan(SCALE, list(EXPERIMENTS), seeds):
+        config = run.config
+        if config.format in left_out:
+            continue
+        value = perplexity(config) * (1 + NOISE[config.seed])
+        curves, weights = f"curves/{run.name}.jsonl", f"weights/{run.name}.json"
+        points = []
+        for place in range(100):
+            rate, noise = flip_rate(config, place / 100)
+            points.append(
+                {"step": 10 * place + 10, "loss": 3, "flip_rate": rate, "flip_noise": noise}
+            )
+        folder.write(curves, "".join(json.dumps(point) + "\n" for point in points))
+        if run.is_dense:
+            folder.write(weights, json.dumps({"overall": near_zero(config, config.seed)}))
+        rows.append(
+            RunRow(
+                experiment="cpu",
+                name=run.name,
+                format=config.format,
+                seed=config.seed,
+                model=config.model,
+                steps=config.steps,
+                tokens=1000,
+                perplexity=value,
+                loss=math.log(value),
+                validation_tokens=100,
+                training_loss=3.0,
+                zero_fraction=0.4,
+                flip_rate=None,
+                seconds=1.0,
+                checkpoint="",
+                config=dataclasses.asdict(config),
+                provenance={},
+                curves=curves,
+                weights=weights if run.is_dense else None,
+                near_zero_mass=0.3,
+                code_zero_fraction=0.3,
+                epochs=1.0,
+                tokens_per_weight=1.0,
+                tokens_per_second=1.0,
+                device="cpu",
+                precision="float32",
+            )
+        )
+    return ResultSet(rows, folder.setting(), folder)
+
+
+def verdicts(results: ResultSet) -> dict[tuple[str, str], str]:
+    return {(claim.text, claim.model): claim.verdict for claim in claims(results)}
+
+
+def test_the_papers_own_numbers_uphold_every_claim(tmp_path):
+    found = claims(result_set(tmp_path))
+    assert {claim.verdict for claim in found} == {HOLDS}
+    assert len(found) == 3 + 1 + 2 + 3 + 3 + 3 + 6
+    by_text = {claim.text: claim for claim in found if claim.model == SCALE.main}
+    sweep = by_text["2:4 sparsity costs the ternary model less than the full-precision one"]
+    assert statistics.fmean(sweep.values) == pytest.approx(18.8 - 5.7, abs=0.05)
+    masks = by_text["Master-weight masks with dense gradients beat “mask from quantized weight”"]
+    assert statistics.fmean(masks.values) == pytest.approx(100 * (32.23 / 26.31 - 1), abs=0.01)
+
+
+def test_the_opposite_of_the_paper_refutes_its_comparisons(tmp_path):
+    def swapped(config):
+        other = {"full": "ternary", "ternary": "full"}
+        weight, _, rest = config.format.partition("-")
+        if "," in rest:
+            return 20.0
+        if config.sparse_fraction < 1:
+            return 10.0
+        return paper_perplexity(dataclasses.replace(config, format=f"{other[weight]}-{rest}"))
+
+    found = verdicts(result_set(tmp_path, swapped))
+    compared = [text for text, _ in found if "cost" in text or "beat" in text or "later" in text]
+    assert len(compared) == 3 + 2 + 3 + 3
+    assert {found[key] for key in found if key[0] in compared} == {FAILS}
+
+
+def test_two_seeds_decide_nothing(tmp_path):
+    assert set(verdicts(result_set(tmp_path, seeds=2)).values()) == {OPEN}
+
+
+def test_claims_without_runs_are_left_out(tmp_path):
+    results = result_set(tmp_path, left_out=[ABLATIONS["mask without grad"]])
+    assert not [claim for claim in claims(results) if "grad”" in claim.text]
+    empty = ResultSet([], results.setting, results.folder)
+    assert claims(empty) == []
+
+
+def test_collapse_is_where_the_straight_line_between_patterns_crosses(tmp_path):
+    results = result_set(tmp_path)
+    full, ternary = collapse_density(results, "full"), collapse_density(results, "ternary")
+    assert 0.5 < full[0] < 0.625  # the paper: between 5:8 and 4:8
+    assert 0.375 < ternary[0] < 0.5  # between 4:8 and 3:8
+    assert density("2:4") == density("4:8") == 0.5
+
+
+def test_without_a_collapse_there_is_nothing_to_compare(tmp_path):
+    results = result_set(tmp_path, lambda config: 30.0)
+    assert collapse_density(results, "full") == {}
+    assert not [claim for claim in claims(results) if "later" in claim.text]
+
+
+def test_a_model_that_never_collapses_counts_as_doing_so_at_the_sparsest(tmp_path):
+    def never(config):
+        return 30.0 if config.format.startswith("ternary") else paper_perplexity(config)
+
+    assert set(collapse_density(result_set(tmp_path, never), "ternary").values()) == {0.25}
+
+
+def test_other_learning_rates_and_schedules_stay_out_of_the_comparisons(tmp_path):
+    results = result_set(tmp_path)
+    rows = results.by_seed("ternary-6:8")
+    assert list(rows) == [0, 1, 2]
+    assert {row.config["learning_rate"] for row in rows.values()} == {results.learning_rate}
+    assert {row.sparse_percent for row in rows.values()} == {100}
+    assert {r.sparse_percent for r in results.by_seed("ternary-8:8").values()} == {0}
+    halves = results.by_seed("ternary-6:8", sparse_percent=50)
+    assert {row.perplexity for row in halves.values()}.isdisjoint(
+        row.perplexity for row in rows.values()
+    )
+
+
+def test_tables_show_the_papers_numbers_beside_ours(tmp_path):
+    results = result_set(tmp_path, seeds=1)
+    table = perplexity_table(results)
+    assert table is not None
+    texts = {line.label: line.texts for line in table.lines}
+    assert texts["ternary, 6:8"][:3] == ("26.31", "+0.32", "+1.2")
+    assert texts["full, 6:8"][-2:] == ("16.48", "+2.8")
+    sweep = {row[0]: row[1:] for row in sweep_grid(results).rows}
+    assert sweep["2:4"] == ("26.03", "+18.8", "27.48", "+5.7", "+18.8", "+5.7")
+    schedule = {row[0]: row[1:] for row in schedule_grid(results).rows}
+    assert schedule["25"] == ("27.48", "+4.45", "27.48", "+4.4")
+    ablation = {row[0]: row[1:] for row in ablation_grid(results).rows}
+    assert ablation["mask from quantized weight"][:2] == ("32.23", "+22.50")
+
+
+def test_the_search_marks_the_rate_in_use_and_each_formats_best(tmp_path):
+    results = result_set(tmp_path, lambda config: 20 + 1000 * config.learning_rate, seeds=1)
+    rows = search_grid(results).rows
+    used = [row[0] for row in rows if "used" in row[0]]
+    assert used == [f"{results.learning_rate:g} (used)"]
+    assert len(rows) == 1 + len(SCALE.search)
+    best = best_rate_grid(results).rows
+    lowest = f"{min(SCALE.search):g}"
+    assert [row[:2] for row in best[1:]] == [("full", lowest), ("ternary", lowest)]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ((1.0, 1.1, 0.9), HOLDS),
+        ((-1.0, -1.1, -0.9), FAILS),
+        ((1.0, -1.0, 0.5), OPEN),
+        ((5.0, 5.0), OPEN),
+        ((), OPEN),
+        ((0.1, 1.0, 2.0), OPEN),  # all positive, and yet too far apart
+    ],
+)
+def test_a_verdict_needs_three_seeds_and_an_interval_beside_zero(values, expected):
+    assert verdict(values) == expected
+
+
+@given(st.lists(st.floats(-100, 100), min_size=2, max_size=12), st.floats(-50, 50))
+def test_intervals_move_with_their_values(values, shift):
+    interval, moved = Interval(tuple(values)), Interval(tuple(v + shift for v in values))
+    assert moved.mean == pytest.approx(interval.mean + shift, abs=1e-6)
+    assert moved.half_width == pytest.approx(interval.half_width, abs=1e-5)
+    assert interval.low <= interval.mean <= interval.high
+
+
+def test_intervals_agree_with_students_t():
+    # R: t.test(c(1, 2, 4))$conf.int
+    interval = Interval((1.0, 2.0, 4.0))
+    assert interval.low == pytest.approx(-1.461250, abs=2e-3)
+    assert interval.high == pytest.approx(6.127916, abs=2e-3)

@@ -1,0 +1,267 @@
+"""The whole quickstart on a small text: fair, complete, resumable, and what it refuses."""
+
+import dataclasses
+import io
+import re
+import shutil
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+import sparse_bitnet.experiments.quickstart as quickstart_module
+import sparse_bitnet.training.loop
+from sparse_bitnet.cli import evaluate as evaluate_cli
+from sparse_bitnet.cli import quickstart as cli
+from sparse_bitnet.data.loader import TokenLoader
+from sparse_bitnet.data.shards import TokenDataset
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.experiments.quickstart import prepare_text, quickstart
+from sparse_bitnet.experiments.quickstart_config import QuickstartConfig, formats, run_configs
+from sparse_bitnet.experiments.results import read_rows
+from sparse_bitnet.hub import from_pretrained
+from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.models import build_model
+from sparse_bitnet.training.run_folder import Interrupted
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    words = [
+        f"{name}_{i % 9} = {name}({i})" for i in range(60) for name in ("read", "write", "sum")
+    ]
+    for number in range(120):
+        lines = [words[(number * 7 + k * 11) % len(words)] for k in range(30)]
+        (folder / f"{number:03}.txt").write_text("\n".join(lines) + "\n")
+    return str(folder / "*.txt")
+
+
+def small(text, out, **changes):
+    values = {
+        "source": text,
+        "out": str(out),
+        "steps": 3,
+        "vocab_size": 300,
+        "batch_size": 2,
+        "sequence_length": 32,
+        "prompt": "read_1 = ",
+        "workers": 1,
+    }
+    return QuickstartConfig(**values | changes)
+
+
+@pytest.fixture(scope="session")
+def finished(text, tmp_path_factory):
+    out = tmp_path_factory.mktemp("finished") / "quickstart"
+    config = small(text, out)
+    console = Console(file=io.StringIO(), width=100)
+    return config, quickstart(config, console), console.file.getvalue()
+
+
+def test_runs_differ_in_format_and_folder_only(text, tmp_path):
+    runs = run_configs(small(text, tmp_path, seeds=2))
+    assert [run.format for run in runs[:4]] == [
+        "full-8:8",
+        "full-6:8",
+        "ternary-8:8",
+        "ternary-6:8",
+    ]
+    for seed, four in ((0, runs[:4]), (1, runs[4:])):
+        assert len({dataclasses.replace(run, format="", out="").to_json() for run in four}) == 1
+        assert {(run.seed, run.data_seed) for run in four} == {(seed, seed)}
+    assert len({run.out for run in runs}) == 8
+
+
+def test_same_initial_weights_and_batches(text, tmp_path):
+    config = small(text, tmp_path)
+    prepare_text(config)
+    dataset = TokenDataset.open(tmp_path / "data")
+    weights, batches = [], []
+    for run in run_configs(config):
+        model = build_model(
+            run.model,
+            SparseBitConfig.parse(run.format),
+            seed=run.seed,
+            vocab_size=dataset.vocab_size,
+        )
+        weights.append(model.state_dict())
+        loader = TokenLoader(
+            TokenDataset.open(run.data),
+            sequence_length=run.sequence_length,
+            batch_size=run.batch_size,
+            seed=run.data_seed,
+        )
+        batches.append([loader.batch(step) for step in range(run.steps)])
+    for other in weights[1:]:
+        assert other.keys() == weights[0].keys()
+        assert all(torch.equal(other[name], weights[0][name]) for name in other)
+    for other in batches[1:]:
+        for ours, theirs in zip(other, batches[0], strict=True):
+            assert torch.equal(ours[0], theirs[0])
+            assert torch.equal(ours[1], theirs[1])
+
+
+def test_rows_and_models(finished):
+    config, result, _ = finished
+    assert read_rows(Path(config.out) / "results.jsonl") == result.rows
+    assert [row.format for row in result.rows] == list(formats("6:8"))
+    for row in result.rows:
+        assert row.tokens == 3 * 2 * 32
+        assert row.perplexity > 1
+        assert row.provenance["threads"] >= 1
+        assert row.provenance["precision"] in ("float32", "bfloat16")
+        assert row.config["steps"] == 3
+        model = from_pretrained(Path(config.out) / row.checkpoint)
+        assert model.config.vocab_size == TokenDataset.open(f"{config.out}/data").vocab_size
+    assert [row.flip_rate is None for row in result.rows] == [True, False, True, False]
+    assert [row.zero_fraction for row in result.rows[:2]] == [0.0, 0.25]
+    assert result.rows[3].zero_fraction > result.rows[2].zero_fraction > 0
+
+
+def test_progress_lines(finished):
+    _, _, printed = finished
+    assert "model 1/4  full-8:8  step 3/3  loss " in printed
+    assert re.search(r"model 4/4  ternary-6:8  step 3/3  loss \d\.\d{3}  0:00 left", printed)
+    assert re.search(r"model 4/4  ternary-6:8  perplexity \d+\.\d\d", printed)
+
+
+def test_report(finished):
+    config, result, _ = finished
+    page = result.report.read_text()
+    for row in result.rows:
+        assert f"{row.perplexity:.2f}" in page
+    figures = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
+    assert len(figures) == 6
+    for figure in figures:
+        ElementTree.fromstring(figure)
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+    for expected in (config.prompt, "indicative", "26.31", "ternary-2:4", "windows of 32 tokens"):
+        assert expected in page
+    assert "http" not in re.sub(r'xmlns(:\w+)?="[^"]*"', "", page)
+
+
+def test_finished_quickstart_is_not_run_again(finished, monkeypatch):
+    config, result, _ = finished
+    monkeypatch.setattr(sparse_bitnet.training.loop, "_Trainer", None)
+    again = quickstart(config)
+    assert again.rows == result.rows
+    assert again.sample == result.sample
+
+
+def test_stopped_quickstart_goes_on(finished, text, tmp_path, monkeypatch):
+    whole = finished[1].rows
+    config = small(text, tmp_path / "stopped")
+    train = quickstart_module.train
+    calls = []
+
+    def stops_at_the_third(run, **options):
+        calls.append(run.format)
+        if len(calls) == 3:
+            raise Interrupted("stopped after step 1 of 3")
+        return train(run, **options)
+
+    monkeypatch.setattr(quickstart_module, "train", stops_at_the_third)
+    with pytest.raises(Interrupted):
+        quickstart(config)
+    results = Path(config.out) / "results.jsonl"
+    kept = read_rows(results)
+    assert [row.format for row in kept] == ["full-8:8", "full-6:8"]
+    monkeypatch.setattr(quickstart_module, "train", train)
+    rows = quickstart(config).rows
+    assert rows[:2] == kept
+    assert [row.perplexity for row in rows] == [row.perplexity for row in whole]
+
+
+def test_seeds_and_workers(finished, text, tmp_path):
+    """Two seeds, two at a time: the first seed is what one worker trains, the second is another."""
+    config = small(text, tmp_path / "q", seeds=2, workers=2)
+    result = quickstart(config)
+    assert [(row.seed, row.format) for row in result.rows] == [
+        (seed, format) for seed in (0, 1) for format in formats("6:8")
+    ]
+    for row, alone in zip(result.rows, finished[1].rows, strict=False):
+        assert (row.perplexity, row.flip_rate) == (alone.perplexity, alone.flip_rate)
+        ours, theirs = (
+            (Path(out) / row.checkpoint / "model.safetensors").read_bytes()
+            for out in (config.out, finished[0].out)
+        )
+        assert ours == theirs
+    assert result.rows[0].perplexity != result.rows[4].perplexity
+    page = result.report.read_text()
+    assert "Mean of 2 seeds" in page
+    assert "of seed 0" in page
+
+
+def test_a_failing_run_ends_the_quickstart(text, tmp_path):
+    with pytest.raises(UserError, match="not finite"):
+        quickstart(small(text, tmp_path / "q", learning_rate=1e30, steps=20))
+
+
+def test_command_says_how_to_go_on(text, tmp_path, monkeypatch, capsys):
+    def stopped(*arguments, **options):
+        raise Interrupted("stopped after step 1 of 3")
+
+    monkeypatch.setattr(quickstart_module, "train", stopped)
+    with pytest.raises(SystemExit) as exit_:
+        cli.run(small(text, tmp_path / "q"))
+    assert exit_.value.code == 130
+    assert "the same command continues" in capsys.readouterr().err
+
+
+def test_command_prints_table_sample_and_places(finished, capsys):
+    config, result, _ = finished
+    cli.run(config)
+    printed = capsys.readouterr().out
+    for expected in ("full, dense", "ternary, 6:8", "26.31", "indicative", "report.html", "final"):
+        assert expected in printed
+    assert f"{result.rows[3].perplexity:.2f}" in printed
+    assert config.prompt in printed
+
+
+def test_evaluating_a_run_gives_its_perplexity(finished, tmp_path, capsys):
+    config, result, _ = finished
+    row = result.rows[3]
+    run = str((Path(config.out) / row.checkpoint).parent)
+    arguments = [run, "--data", f"{config.out}/data", "--max-tokens", str(row.validation_tokens)]
+    evaluate_cli.main([*arguments, "--json", str(tmp_path / "out.json")])
+    assert f"{row.perplexity:.4f}" in capsys.readouterr().out
+    assert '"format": "ternary-6:8"' in (tmp_path / "out.json").read_text()
+
+
+def test_folder_of_other_settings_is_refused(finished):
+    config, _, _ = finished
+    with pytest.raises(UserError, match=r"another config \(steps 3 -> 4\)"):
+        quickstart(dataclasses.replace(config, steps=4))
+    with pytest.raises(UserError, match=r"other settings: tokenizer\.vocab_size"):
+        quickstart(dataclasses.replace(config, vocab_size=310))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pattern": "8:8"}, "is dense"),
+        ({"pattern": "six of eight"}, "write it as n:m"),
+        ({"pattern": "5:7"}, "128 is not a multiple of 7"),
+        ({"model": "qwen2.5-7t"}, "not a preset"),
+        ({"steps": 0}, "steps=0"),
+        ({"seeds": 0}, "seeds=0"),
+        ({"workers": 0}, "workers=0"),
+        ({"source": "nothing-here.txt"}, r"no file|no such file"),
+    ],
+)
+def test_bad_input_is_refused_before_any_training(text, tmp_path, changes, message):
+    with pytest.raises(UserError, match=message):
+        quickstart(small(text, tmp_path / "q", **changes))
+    assert not (tmp_path / "q" / "runs").exists()
+
+
+def test_damaged_results_are_named(finished, text, tmp_path):
+    config, _, _ = finished
+    shutil.copytree(config.out, tmp_path / "q")
+    (tmp_path / "q" / "results.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match=r"results\.jsonl:1"):
+        quickstart(small(text, tmp_path / "q"))

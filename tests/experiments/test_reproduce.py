@@ -1,0 +1,275 @@
+"""The smoke scale from end to end: trained, measured, kept, continued, rendered."""
+
+import dataclasses
+import json
+import math
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from sparse_bitnet.analysis.weights import model_statistics, pool
+from sparse_bitnet.data.shards import TokenDataset
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.experiments import runner
+from sparse_bitnet.experiments.measure import CURVE_POINTS, thinned
+from sparse_bitnet.experiments.paper import EXPERIMENTS, plan
+from sparse_bitnet.experiments.report import write_report
+from sparse_bitnet.experiments.runner import reproduce
+from sparse_bitnet.experiments.scales import Size, find_scale
+from sparse_bitnet.experiments.store import ResultFolder
+from sparse_bitnet.hub import from_pretrained
+from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.models import build_model
+from sparse_bitnet.training.config import TrainConfig
+from sparse_bitnet.training.device import resolve_device, resolve_dtype
+from sparse_bitnet.training.loop import validation_loss
+
+ALL = list(EXPERIMENTS)
+QUIET = Console(quiet=True)
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory) -> Path:
+    """The folder of the whole smoke scale, trained once for this module."""
+    out = tmp_path_factory.mktemp("results") / "smoke"
+    outcome = reproduce(find_scale("smoke"), ALL, out, workers=1, console=QUIET)
+    assert (outcome.skipped, outcome.left, outcome.failed) == (0, 0, ())
+    return out
+
+
+def small_scale(**changes):
+    """Four runs of one model."""
+    scale = find_scale("smoke")
+    return dataclasses.replace(scale, sizes=(Size(model=scale.main, steps=4, seeds=1),), **changes)
+
+
+def test_every_planned_run_has_a_row_with_all_it_needs(smoke):
+    folder = ResultFolder(smoke)
+    rows = {row.name: row for row in folder.rows()}
+    runs = plan(find_scale("smoke"), ALL)
+    assert set(rows) == {run.name for run in runs}
+    for run in runs:
+        row = rows[run.name]
+        assert not run.differences(row.config)
+        assert row.perplexity == pytest.approx(math.exp(row.loss))
+        assert (row.format, row.steps, row.seed) == (run.config.format, 8, run.config.seed)
+        assert set(row.provenance) == {"commit", "hardware", "threads", "versions", "date"}
+        assert (smoke / row.checkpoint / "model.safetensors").is_file()
+        assert not (smoke / "runs" / row.name / "checkpoints").exists()
+        assert [part for part in folder.curves(row) if "validation_loss" in part]
+        assert (row.weights is not None) == run.is_dense
+    assert str(smoke) not in folder.results.read_text()
+
+
+def test_what_a_repository_should_not_hold_is_ignored(smoke):
+    assert (smoke / ".gitignore").read_text().split() == ["/data/", "/runs/", "/.lock"]
+
+
+def test_perplexity_is_that_of_the_whole_held_out_text(smoke):
+    row = ResultFolder(smoke).rows()[-1]
+    config = TrainConfig(**row.config | {"data": str(smoke / "data"), "validation_tokens": 0})
+    device = resolve_device("cpu")
+    model = from_pretrained(smoke / row.checkpoint)
+    dtype = resolve_dtype("auto", device)
+    loss, tokens = validation_loss(model, config, device=device, dtype=dtype)
+    held_out = len(TokenDataset.open(smoke / "data", "validation")) - 1
+    # The loop leaves out the tail that fills no whole sequence.
+    assert row.validation_tokens == held_out >= tokens > held_out - config.sequence_length
+    assert row.loss == pytest.approx(loss, rel=2e-3)
+
+
+def test_weights_of_dense_runs_are_followed_from_the_initial_ones(smoke):
+    folder = ResultFolder(smoke)
+    row = next(row for row in folder.rows() if row.format == "ternary-8:8")
+    history = folder.weights(row)
+    assert history["steps"] == [0, 4, 8]
+    assert len(history["near_zero_mass"]) == len(history["overall"]) == 3
+    assert {len(layers) for layers in history["near_zero_mass"]} == {len(history["layers"])}
+    initial = build_model(
+        row.model, SparseBitConfig.parse(row.format), seed=row.seed, vocab_size=512
+    )
+    start = pool(model_statistics(initial)).near_zero_mass
+    assert history["overall"][0] == pytest.approx(start, rel=1e-5)
+    assert history["overall"][-1] == pytest.approx(row.near_zero_mass, rel=1e-5)
+    assert set(history["final"]) == {"all", "late"}  # two blocks have no middle third
+    assert history["final"]["all"]["groups"] * 8 == history["final"]["all"]["weights"]
+
+
+def test_a_second_call_trains_nothing(smoke):
+    before = (smoke / "results.jsonl").read_bytes()
+    outcome = reproduce(find_scale("smoke"), ALL, smoke, console=QUIET)
+    assert (outcome.trained, outcome.left, outcome.failed) == (0, 0, ())
+    assert outcome.skipped == len(plan(find_scale("smoke"), ALL))
+    assert (smoke / "results.jsonl").read_bytes() == before
+
+
+def test_a_folder_of_another_setting_is_refused(smoke):
+    scale = find_scale("smoke")
+    other = dataclasses.replace(
+        scale, recipe=dataclasses.replace(scale.recipe, learning_rate=6e-3, batch_size=2)
+    )
+    with pytest.raises(UserError, match=r"recipe.batch_size 4 -> 2; recipe.learning_rate 0.003"):
+        reproduce(other, ["table2"], smoke, console=QUIET)
+
+
+def test_a_row_trained_with_another_config_is_refused(smoke, tmp_path):
+    folder = ResultFolder(tmp_path)
+    rows = [dataclasses.asdict(row) for row in ResultFolder(smoke).rows()]
+    rows[0]["config"]["beta1"] = 0.8
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UserError, match=r"another config \(beta1 0.8 there, 0.9 here\)"):
+        runner._done(folder, plan(find_scale("smoke"), ALL))
+
+
+def test_no_run_is_started_beyond_the_budget(smoke, tmp_path):
+    outcome = reproduce(
+        small_scale(), ["table2"], tmp_path, data=smoke / "data", budget_minutes=0, console=QUIET
+    )
+    assert (outcome.trained, outcome.left) == (0, 4)
+    assert not (tmp_path / "results.jsonl").exists()
+
+
+def test_a_run_that_fails_is_named_and_the_others_go_on(smoke, tmp_path, monkeypatch):
+    train = runner.train
+
+    def failing(config, **options):
+        if config.format == "full-6:8":
+            raise UserError("the loss is not finite")
+        return train(config, **options)
+
+    monkeypatch.setattr(runner, "train", failing)
+    outcome = reproduce(
+        small_scale(), ["table2"], tmp_path, data=smoke / "data", workers=1, console=QUIET
+    )
+    assert outcome.trained == 3
+    (message,) = outcome.failed
+    assert "full-6-8" in message
+    assert "not finite" in message
+    monkeypatch.undo()
+    again = reproduce(
+        small_scale(), ["table2"], tmp_path, data=smoke / "data", workers=1, console=QUIET
+    )
+    assert (again.trained, again.skipped, again.failed) == (1, 3, ())
+
+
+def test_runs_at_once_give_the_same_numbers(smoke, tmp_path):
+    scale = small_scale(patterns=("8:8",))
+    numbers = {}
+    for name, count in (("one", 1), ("two", 2)):
+        out = tmp_path / name
+        reproduce(scale, ["sweep"], out, data=smoke / "data", workers=count, console=QUIET)
+        rows = sorted(ResultFolder(out).rows(), key=lambda row: row.name)
+        numbers[name] = [(row.name, row.loss, row.training_loss) for row in rows]
+    assert len(numbers["one"]) == 2
+    assert numbers["one"] == numbers["two"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_interrupted_set_goes_on_where_it_was(smoke, tmp_path, count):
+    out = tmp_path / "set"
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import dataclasses, sys\n"
+        "from pathlib import Path\n"
+        "from sparse_bitnet.cli import reproduce\n"
+        "from sparse_bitnet.experiments.scales import Size, find_scale\n"
+        "from rich.console import Console\n"
+        "if __name__ == '__main__':\n"
+        "    scale = find_scale('smoke')\n"
+        "    sizes = (Size(model=scale.main, steps=120, seeds=1),)\n"
+        "    scale = dataclasses.replace(scale, sizes=sizes, patterns=('8:8',))\n"
+        f"    reproduce.run(scale, ['sweep'], out=Path({str(out)!r}), seeds=None,\n"
+        f"        data=Path({str(smoke / 'data')!r}), workers={count}, budget_minutes=None,\n"
+        "        console=Console())\n"
+    )
+    command = [sys.executable, str(script)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not list(out.glob("runs/*/checkpoints/step-*")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, text
+    assert "the same command continues" in text.replace("\n", " ")
+    assert len(ResultFolder(out).rows()) < 2
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    rows = ResultFolder(out).rows()
+    assert sorted(row.format for row in rows) == ["full-8:8", "ternary-8:8"]
+    assert all(ResultFolder(out).curves(row)[-1]["step"] == 120 for row in rows)
+
+
+@pytest.mark.parametrize("steps", [1, 7, 100, 101, 999])
+def test_thinned_curves_keep_ends_means_and_validations(steps):
+    rows = [
+        {"step": step, "loss": float(step), "flip_rate": None if step == 1 else 1 / step}
+        for step in range(1, steps + 1)
+    ]
+    rows.append({"step": steps, "validation_loss": 2.5})
+    curve = thinned(rows)
+    training = [row for row in curve if "loss" in row]
+    assert len(training) <= CURVE_POINTS
+    assert training[-1]["step"] == steps
+    assert curve[-1] == {"step": steps, "validation_loss": 2.5}
+    if steps == 999:  # 99 stretches of 10 and one of 9
+        assert training[0]["loss"] == pytest.approx(5.5)
+        assert training[-1]["loss"] == pytest.approx(995)
+
+
+def test_flip_noise_is_the_deviation_around_a_slow_trend():
+    def noise_of(flips):
+        rows = [{"step": n, "loss": 1.0, "flip_rate": x} for n, x in enumerate(flips, 1)]
+        return thinned(rows)[0]["flip_noise"]
+
+    steady = [0.01 - 1e-9 * n for n in range(100 * 50)]
+    noisy = [0.01 + (0.001 if n % 2 else -0.001) for n in range(100 * 50)]
+    assert noise_of(steady) < 1e-8
+    assert noise_of(noisy) == pytest.approx(0.001 * math.sqrt(2), rel=0.05)
+
+
+def test_the_report_is_made_of_the_result_files_alone(smoke, tmp_path, monkeypatch):
+    monkeypatch.chdir(smoke.parent)
+    document, page = tmp_path / "docs" / "experiments.md", tmp_path / "report.html"
+    write_report([Path("smoke")], document=document, page=page)
+    text, html = document.read_text(), page.read_text()
+    for number in ("26.31", "32.23", "+18.8", "27.39", "42.3"):  # the paper's own, alongside
+        assert number in text
+        assert number in html
+    for row in ResultFolder(smoke).rows():
+        assert f"{row.perplexity:.2f}" in text
+    figures = re.findall(r"\]\((figures/[^)]+\.svg)\)", text)
+    assert len(figures) == 6
+    assert all((document.parent / figure).is_file() for figure in figures)
+    for verdict in ("not decided", "no runs"):
+        assert (verdict in text) == (verdict == "not decided")
+    assert not re.findall(r'(?:src|href)="(?!#|data:)', html)  # nothing is loaded from anywhere
+    ids = re.findall(r'\bid="([^"]+)"', html)
+    assert len(ids) == len(set(ids))
+    again = tmp_path / "again.md"
+    write_report([Path("smoke")], document=again)
+    assert again.read_bytes() == document.read_bytes()
+
+
+def test_notes_written_by_people_become_part_of_the_page(smoke, tmp_path):
+    notes = smoke / "notes.md"
+    notes.write_text("The gap is `small` because\n\nof the steps.\n")
+    try:
+        write_report([smoke], document=tmp_path / "a.md", page=tmp_path / "a.html")
+    finally:
+        notes.unlink()
+    assert "The gap is `small` because" in (tmp_path / "a.md").read_text()
+    assert "<p>The gap is <code>small</code> because</p>" in (tmp_path / "a.html").read_text()
+
+
+def test_a_folder_without_results_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"no setting.json"):
+        write_report([tmp_path], document=tmp_path / "a.md")
