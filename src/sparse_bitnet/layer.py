@@ -278,6 +278,7 @@ class SparseBitLinear(nn.Linear):
             if selection.mask is not None:
                 weight = masked(weight, selection.mask, gate)
             return F.linear(x, weight, self.bias)
+        assert selection.weight_scale is not None
         if self.config.activation == "none":
             weight = dequantized(self.weight, selection.codes, selection.weight_scale, gate)
             return F.linear(input, weight, self.bias)

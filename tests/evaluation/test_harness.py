@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from factories import tiny_model
+from sparse_bitnet.cli import evaluate
 from sparse_bitnet.convert import convert_
 from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.errors import UserError
@@ -151,3 +152,21 @@ def test_without_lm_eval_the_extra_is_named(monkeypatch, checkpoint):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(UserError, match=r"pip install 'sparse-bitnet\[lm-eval\]'"):
         evaluate_tasks(checkpoint, ["paper"])
+
+
+def test_the_command_prints_metrics_and_writes_lm_evals_json(checkpoint, tasks, tmp_path, capsys):
+    scores = tmp_path / "scores.json"
+    task = ["--tasks", "doubling", "--include-path", str(tasks)]
+    evaluate.main([str(checkpoint), *task, "--json", str(scores)])
+    text = capsys.readouterr().out
+    assert "acc_norm" in text
+    written = json.loads(scores.read_text())
+    assert accuracies(written)["doubling"]["acc"] == pytest.approx(
+        float(text.split("acc")[1].split()[0]), abs=1e-4
+    )
+
+
+@pytest.mark.parametrize("options", [[], ["--tasks", "doubling", "--data", "text.txt"]])
+def test_perplexity_or_tasks_never_both_and_never_neither(options):
+    with pytest.raises(UserError, match="either --data, for perplexity, or --tasks"):
+        evaluate.main(["model", *options])

@@ -118,6 +118,15 @@ def test_a_folder_of_another_setting_is_refused(smoke):
         reproduce(other, ["table2"], smoke, console=QUIET)
 
 
+def test_more_patterns_and_rates_may_be_asked_for_later(smoke, tmp_path):
+    scale = small_scale(patterns=("8:8",), search=(3e-3,))
+    options = {"data": smoke / "data", "budget_minutes": 0, "console": QUIET}
+    reproduce(scale, ["sweep"], tmp_path, **options)
+    wider = dataclasses.replace(scale, patterns=("8:8", "2:8"), search=(3e-3, 9e-3))
+    assert reproduce(wider, ["sweep", "search"], tmp_path, **options).left == 4 + 6
+    assert ResultFolder(tmp_path).setting()["patterns"] == ["8:8", "2:8"]
+
+
 def test_a_row_trained_with_another_config_is_refused(smoke, tmp_path):
     folder = ResultFolder(tmp_path)
     rows = [dataclasses.asdict(row) for row in ResultFolder(smoke).rows()]

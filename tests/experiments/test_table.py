@@ -112,9 +112,11 @@ def test_verdict_states_values_and_limits(make_rows):
     assert "+5.5 % and +1.2 %" in text
     assert "indicative" in text
     assert "--seeds 3" in text
+    assert "not been trained long enough" in text
     several = verdict(make_rows(3), "6:8")
     assert "for 3 of 3 seeds" in several
     assert "(+4.0.." in several
+    assert "long enough" not in several
 
 
 def test_labels():

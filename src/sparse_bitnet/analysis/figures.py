@@ -67,7 +67,7 @@ def cost_bars(bars: Sequence[Bar], *, x_label: str) -> str:
     least, greatest = min([*edges, 0.0]), max([*edges, 0.0])
     span = greatest - least or 1.0
     with style_sheet("cost-bars"):
-        figure = Figure(figsize=(_SIZE[0], 0.7 + 0.6 * len(groups)), layout="constrained")
+        figure = Figure(figsize=(_SIZE[0], 1.0 + 0.6 * len(groups)), layout="constrained")
         axes = figure.subplots()
         for weight, offset in (("full", -0.19), ("ternary", 0.19)):
             mine = [bar for bar in bars if bar.weight == weight]
@@ -97,7 +97,7 @@ def cost_bars(bars: Sequence[Bar], *, x_label: str) -> str:
         axes.spines["left"].set_visible(False)
         axes.set_xlim(least - (0.15 * span if least < 0 else 0.0), greatest + 0.15 * span)
         axes.set_xlabel(x_label)
-        axes.legend(loc="lower right")
+        figure.legend(loc="outside upper center", ncols=2)
         return svg_text(
             figure, "cost-bars", "Perplexity increase through sparsity, by weight format"
         )
@@ -197,7 +197,8 @@ def weight_histograms(models: Sequence[tuple[Curve, WeightStatistics]]) -> str:
             axes.plot(centres, statistics.density, color=colour, linewidth=1.2)
             axes.set_title(f"{curve.label}\n{100 * statistics.near_zero_mass:.1f} % near zero")
             axes.set_xlim(-3.5, 3.5)
-            axes.set_ylim(bottom=0)
+        # After the last one: setting a limit ends the automatic choice of the shared axis.
+        grid[0, 0].set_ylim(bottom=0)
         figure.supxlabel("weight / mean |weight|", fontsize=9)
         figure.supylabel("density", fontsize=9)
         return svg_text(figure, "weights", "Histogram of the master weights of each model")

@@ -175,9 +175,10 @@ def threshold_overlay(
                     centres, layers.threshold_density, color=INK, linewidth=1.4, label="thresholds"
                 )
                 axes.axvline(NEAR_ZERO, color=INK, linewidth=0.7, linestyle=(0, (2, 2)))
-                axes.set_title(f"{label}, {part} blocks")
+                axes.set_title(f"{label}, {part} blocks" if len(models) > 1 else f"{part} blocks")
                 axes.set_xlim(0, 3)
-                axes.set_ylim(bottom=0)
+        # After the last one: setting a limit ends the automatic choice of the shared axis.
+        grid[0, 0].set_ylim(bottom=0)
         grid[0, -1].legend()
         figure.supxlabel("|weight| / mean |weight|", fontsize=9.5)
         figure.supylabel("density", fontsize=9.5)
@@ -185,33 +186,28 @@ def threshold_overlay(
 
 
 def layer_profile(models: Sequence[tuple[str, str, Sequence[WeightStatistics]]]) -> str:
-    """Near-zero mass and zero codes of every layer of some checkpoints, by depth.
+    """Near-zero mass of every layer of some checkpoints, by depth.
 
     Args:
         models: label, weight format and layers of each checkpoint.
     """
-    from matplotlib.figure import Figure
 
-    with style_sheet("layer-profile"):
-        figure = Figure(figsize=(5.4, 4.6), layout="constrained")
-        upper, lower = figure.subplots(2, 1)
-        markers = "osD^vPX*"
+    def draw(axes: "Axes") -> None:
         for number, (label, weight, layers) in enumerate(models):
-            depth = np.arange(len(layers)) / max(1, len(layers) - 1)
-            style = {
-                "color": COLOURS[weight],
-                "marker": markers[number % len(markers)],
-                "markersize": 3.5,
-                "linewidth": 0.8,
-                "label": label,
-            }
-            upper.plot(depth, [layer.near_zero_mass for layer in layers], **style)
-            lower.plot(depth, [layer.code_zero_fraction for layer in layers], **style)
-        upper.set_ylabel("near-zero mass")
-        lower.set_ylabel("zero codes")
-        lower.set_xlabel("depth (0: first layer, 1: last layer)")
-        upper.legend()
-        return svg_text(figure, "layer-profile", "Near-zero mass and zero codes by depth")
+            axes.plot(
+                np.arange(len(layers)) / max(1, len(layers) - 1),
+                [layer.near_zero_mass for layer in layers],
+                color=COLOURS[weight],
+                marker="osD^vPX*"[number % 8],
+                markersize=3.5,
+                linewidth=0.8,
+                label=label,
+            )
+        axes.set_ylabel("near-zero mass")
+        axes.set_xlabel("depth (0: first layer, 1: last layer)")
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0))
+
+    return _single("layer-profile", "Near-zero mass of every layer by depth", draw)
 
 
 def _single(name: str, title: str, draw: Callable[["Axes"], None]) -> str:

@@ -1,10 +1,12 @@
-"""`sparse-bitnet evaluate`: held-out perplexity of any checkpoint."""
+"""`sparse-bitnet evaluate`: held-out perplexity and lm-eval tasks of any checkpoint."""
 
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
+
+from sparse_bitnet.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,9 +18,21 @@ if TYPE_CHECKING:
 class EvaluateConfig:
     """What to score, and how."""
 
-    data: str
+    data: str | None = None
     """Folder written by `sparse-bitnet prepare` (its validation split), or a text file or glob (.txt,
     .jsonl, .jsonl.zst, .parquet; every document is scored)."""
+
+    tasks: tuple[str, ...] = ()
+    """lm-eval tasks, groups or tags to score instead; `paper`: the paper's five zero-shot tasks."""
+
+    include_path: str | None = None
+    """Folder of lm-eval task files (.yaml) of your own; with local data they need no network."""
+
+    fewshot: int = 0
+    """Examples before each question of a task."""
+
+    limit: int | None = None
+    """Only the first so many questions of each task."""
 
     context_length: int | None = None
     """Tokens the model sees at once. Default: as in training, or 2048."""
@@ -43,7 +57,7 @@ class EvaluateConfig:
     """Column of the text in .jsonl and .parquet files."""
 
     json: str | None = None
-    """Also write the result to this file."""
+    """Also write the result to this file; of tasks, in lm-eval's form."""
 
 
 def main(arguments: list[str]) -> None:
@@ -54,15 +68,52 @@ def main(arguments: list[str]) -> None:
         checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")],
         config: Annotated[EvaluateConfig, tyro.conf.arg(name="")],
     ) -> None:
-        """Held-out perplexity: the exact mean over all tokens, of the trained forward.
+        """Held-out perplexity: the exact mean over all tokens, of the trained forward. With --tasks
+        accuracy on lm-eval's tasks.
 
         Args:
             checkpoint: run folder, checkpoint folder, or any transformers folder or hub id.
             config: what to score, and how.
         """
-        run(checkpoint, config)
+        if bool(config.tasks) == bool(config.data):
+            raise UserError("give either --data, for perplexity, or --tasks")
+        (run_tasks if config.tasks else run)(checkpoint, config)
 
     tyro.cli(entry, args=arguments, prog="sparse-bitnet evaluate")
+
+
+def run_tasks(checkpoint: str, config: EvaluateConfig) -> None:
+    """Score tasks under lm-eval's own progress bar; prints their metrics."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from sparse_bitnet.evaluation.harness import evaluate_tasks
+    from sparse_bitnet.files import write_atomic
+
+    results = evaluate_tasks(
+        checkpoint,
+        config.tasks,
+        include_path=config.include_path,
+        fewshot=config.fewshot,
+        limit=config.limit,
+        batch_size=config.batch_size,
+        precision=config.precision,
+        device=config.device,
+    )
+    table = Table("task", "metric", "value", "stderr", "questions", box=box.SIMPLE_HEAD)
+    for task, values in results["results"].items():
+        for key, value in values.items():
+            metric, _, kind = key.partition(",")
+            if not kind or metric.endswith("_stderr"):
+                continue
+            error = values.get(f"{metric}_stderr,{kind}")
+            shown = f"{error:.4f}" if isinstance(error, float) else "-"
+            questions = results["n-samples"].get(task, {}).get("effective", "-")
+            table.add_row(task, metric, f"{value:.4f}", shown, str(questions))
+    Console().print(table)
+    if config.json:
+        write_atomic(config.json, json.dumps(results, indent=2) + "\n")
 
 
 def run(checkpoint: str, config: EvaluateConfig) -> None:
@@ -72,6 +123,7 @@ def run(checkpoint: str, config: EvaluateConfig) -> None:
     from sparse_bitnet.evaluation.perplexity import evaluate
     from sparse_bitnet.files import write_atomic
 
+    assert config.data is not None
     console = Console()
     with _progress(console) as on_batch:
         found = evaluate(

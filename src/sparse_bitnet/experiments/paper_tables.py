@@ -213,7 +213,7 @@ def _search(results: ResultSet) -> dict[float, dict[str, RunRow]]:
 
 
 def polarisation_grid(results: ResultSet) -> Grid:
-    """Near-zero mass of the dense models at the start and the end, and zero codes at the end."""
+    """Near-zero mass of the dense models at the start and the end of training."""
     body = []
     for model in results.models:
         for weight in ("full", "ternary"):
@@ -221,21 +221,14 @@ def polarisation_grid(results: ResultSet) -> Grid:
             if not rows:
                 continue
             masses = [results.folder.weights(row)["overall"] for row in rows.values()]
-            codes = [100 * row.code_zero_fraction for row in rows.values()]
             body.append(
                 (
                     f"{model}, {weight}",
                     _spread([100 * mass[0] for mass in masses], ".1f"),
                     _spread([100 * mass[-1] for mass in masses], ".1f"),
-                    _spread(codes, ".1f"),
                 )
             )
-    head = (
-        "dense model",
-        "near-zero mass at the start, %",
-        "at the end, %",
-        "zero codes at the end, %",
-    )
+    head = ("dense model", "near-zero mass at the start, %", "at the end, %")
     return Grid((head, *body))
 
 

@@ -15,7 +15,7 @@ class QuickstartConfig:
     out: str = "quickstart"
     """Folder of data, models, results and report. A stopped quickstart in it is continued."""
 
-    steps: int = 600
+    steps: int = 450
     """Optimiser steps of each model."""
 
     seeds: int = 1

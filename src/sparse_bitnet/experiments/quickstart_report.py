@@ -100,7 +100,7 @@ def _figures(
             f"What {pattern} costs",
             cost_bars(_bars(rows, pattern), x_label=f"perplexity of {pattern} over dense (%)"),
             "Each model against the dense one of its own weight format: this run, and what the "
-            "paper reports for models 500 to 3,000 times larger.",
+            "paper reports for models of 0.5 to 3 billion weights.",
         ),
         Figure(
             "Loss",
@@ -280,5 +280,5 @@ def _config(config: QuickstartConfig, rows: Sequence[ResultRow]) -> dict[str, An
         "seeds": config.seeds,
         "training tokens": rows[0].tokens,
         "validation tokens": rows[0].validation_tokens,
-        "time in steps": f"{seconds:.0f} s for {len(rows)} models",
+        "time in steps": f"{seconds:.0f} s, summed over {len(rows)} models",
     }

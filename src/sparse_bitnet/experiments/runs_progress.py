@@ -82,6 +82,8 @@ class RunsProgress:
                 self._bars[name] = self._display.add_task(
                     self._label(run), total=run.steps, text=""
                 )
+            if row["step"] == run.steps:
+                text = "scoring the held-out text"
             self._display.update(self._bars[name], completed=row["step"], text=text)
             self._show_whole(left)
         elif (lines := row["step"] * PLAIN_LINES // run.steps) > self._lines_shown[name]:

@@ -23,6 +23,9 @@ from sparse_bitnet.training.config import TrainConfig
 
 SETTING_VERSION = 1
 
+MAY_CHANGE = ("summary", "search", "patterns", "sparse_percents")
+"""What of a setting says which runs are wanted, and nothing about those that are there."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunRow(ResultRow):
@@ -86,12 +89,12 @@ class ResultFolder:
         known = self.path / "setting.json"
         wanted = json.loads(json.dumps(setting))
         if known.is_file():
-            if changed := _differences(_complete(self.setting()), wanted):
+            there = _complete(self.setting()) | {name: wanted[name] for name in MAY_CHANGE}
+            if changed := _differences(there, wanted):
                 raise UserError(
                     f"{self.path} holds results of another setting ({'; '.join(changed)}); choose "
                     "another --out"
                 )
-            return
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomic(self.path / ".gitignore", "/data/\n/runs/\n/.lock\n")
         write_atomic(known, json.dumps(wanted, indent=2) + "\n")

@@ -99,17 +99,25 @@ def verdict(rows: Sequence[ResultRow], pattern: str) -> str:
 
 
 def _trust(full: Spread, ternary: Spread) -> str:
+    texts = []
+    if min(full.mean, ternary.mean) < 0:
+        texts.append(
+            "A sparse model that beats its dense twin has not been trained long enough to miss what "
+            "the mask removes."
+        )
     if len(full.values) == 1:
-        return (
+        texts.append(
             "One seed of a model this small: the deltas are indicative, another seed can change "
             "their order (--seeds 3 shows by how much)."
         )
-    margins = [a - b for a, b in zip(full.values, ternary.values, strict=True)]
-    smaller = sum(margin > 0 for margin in margins)
-    return (
-        f"The ternary model loses less for {smaller} of {len(margins)} seeds; at this size the "
-        "deltas are indicative."
-    )
+    else:
+        margins = [a - b for a, b in zip(full.values, ternary.values, strict=True)]
+        smaller = sum(margin > 0 for margin in margins)
+        texts.append(
+            f"The ternary model loses less for {smaller} of {len(margins)} seeds; at this size the "
+            "deltas are indicative."
+        )
+    return " ".join(texts)
 
 
 def _notes(seeds: int) -> list[str]:

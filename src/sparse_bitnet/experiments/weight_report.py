@@ -1,6 +1,7 @@
 """The paper's analysis figures for any checkpoints: what their weights look like, layer by layer."""
 
 import json
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,8 +121,7 @@ def weight_page(checkpoints: Sequence[CheckpointWeights], pattern: NMPattern) ->
         Drawing(
             "layer-profile",
             layer_profile([(c.label, c.weight, c.layers) for c in checkpoints]),
-            "Near-zero mass, and zeros among the ternary codes (of a full-precision model, as if it "
-            "were rounded).",
+            "Near-zero mass of every layer: the share of its weights that round to the code 0.",
         ),
     ]
     if maps := [checkpoint for checkpoint in checkpoints if checkpoint.history]:
@@ -192,9 +192,8 @@ def _histograms(checkpoints: Sequence[CheckpointWeights]) -> str:
 
 
 def _curve(checkpoint: CheckpointWeights) -> Curve:
-    return Curve(
-        label=checkpoint.label, weight=checkpoint.weight, sparse=False, steps=(), values=()
-    )
+    label = textwrap.fill(checkpoint.label, 30)
+    return Curve(label=label, weight=checkpoint.weight, sparse=False, steps=(), values=())
 
 
 def _thresholds(checkpoints: Sequence[CheckpointWeights], pattern: NMPattern) -> list[Block]:

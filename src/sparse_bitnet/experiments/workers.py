@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from queue import Empty
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -95,6 +96,11 @@ def parallel(
                     yield Ended(run, error)
                 except Interrupted:
                     interrupted.set()
+                except BrokenProcessPool as error:
+                    raise UserError(
+                        "a worker process died, for want of memory perhaps; the same command goes on, "
+                        "and --workers 1 needs the least"
+                    ) from error
     if interrupted.is_set():
         raise Interrupted("stopped; every run under way has a checkpoint")
 
