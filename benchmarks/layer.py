@@ -157,6 +157,7 @@ def measure(
         "out_features": shape.out_features,
         "in_features": shape.in_features,
         "dtype": dtype,
+        "weight_bytes": size,
         "pattern": "{}:{}".format(*PATTERN),
         "best_isa": best,
         "seconds": seconds,
@@ -198,21 +199,34 @@ def table_of(rows: list[dict], isas: list[str]) -> Table:
 
 
 def summarise(rows: list[dict], isas: list[str], console: Console) -> None:
-    read = statistics.median(row["read_bytes_per_second"] for row in rows) / 1e9
-    console.print(f"memory read {read:.1f} GB/s (median), target {read * TARGET:.1f} GB/s")
+    read = statistics.median(row["read_bytes_per_second"] for row in rows)
+    console.print(
+        f"memory read {read / 1e9:.1f} GB/s (median), target {read * TARGET / 1e9:.1f} GB/s"
+    )
     console.print(
         f"rate / target: mask and mask + codes for {', '.join(isas)}; at least 1 meets it. "
         f"linear: forward + backward at {STEP_TOKENS:,} tokens, extrapolated from "
         f"{rows[0]['linear_measured_tokens']:,}. cost: scale + mask + codes over linear"
     )
-    for isa in isas:
+    for model in dict.fromkeys(row["model"] for row in rows):
         for dtype in DTYPES:
-            ratios = [row["ratio_to_target"] for row in rows if row["dtype"] == dtype]
-            low = {op: min(ratio[f"{isa} {op}"] for ratio in ratios) for op in ("mask", "select")}
-            console.print(
-                f"{isa:>8} {dtype:>8}: lowest rate / target {low['mask']:.2f} for the mask, "
-                f"{low['select']:.2f} with codes"
+            block = [row for row in rows if (row["model"], row["dtype"]) == (model, dtype)]
+            ratios = ", ".join(
+                f"{isa} {block_rate(block, f'{isa} mask') / read / TARGET:.2f} "
+                f"{block_rate(block, f'{isa} select') / read / TARGET:.2f}"
+                for isa in isas
             )
+            console.print(f"whole block of {model}, {dtype:>8}: rate / target {ratios}")
+
+
+def block_rate(rows: list[dict], method: str) -> float:
+    """Bytes per second over all the matrices of a decoder block, each as often as it occurs."""
+    size = seconds = 0.0
+    for row in rows:
+        count = len(row["projections"].split(","))
+        size += count * row["weight_bytes"]
+        seconds += count * row["seconds"][method]
+    return size / seconds
 
 
 def result_file(where: dict) -> Path:

@@ -1,4 +1,4 @@
-// The choice of an instruction set, and the whole operations: the inner functions over the pool.
+// The choice of an instruction set, and the whole operations: the inner functions over several threads.
 
 #include <algorithm>
 #include <cstdlib>

