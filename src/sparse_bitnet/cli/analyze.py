@@ -61,4 +61,8 @@ def run(checkpoints: list[str], pattern: str, out: Path) -> None:
         table.add_row(*row)
     console.print(table)
     write_weight_report(found, parsed, out)
-    console.print(f"{out}/weights.html: figures; {out}/weights.json: every layer", highlight=False)
+    console.print(
+        f"{out}/weights.html: figures; {out}/weights.json: every layer",
+        highlight=False,
+        soft_wrap=True,
+    )

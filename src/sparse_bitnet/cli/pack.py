@@ -88,7 +88,9 @@ def _print_result(console: "Console", packed: "PackResult") -> None:
     table.add_row("norms, biases, header", f"{others:,}")
     table.add_row("model.safetensors", f"{packed.file_bytes:,}", style="bold")
     console.print(table)
-    console.print(f"{packed.folder} written in {packed.seconds:.1f} s", highlight=False)
+    console.print(
+        f"{packed.folder} written in {packed.seconds:.1f} s", highlight=False, soft_wrap=True
+    )
 
 
 def _print_check(console: "Console", found: "PackCheck", out: str) -> None:

@@ -74,4 +74,5 @@ def run(config: TrainConfig) -> None:
         f"({result.tokens:,} tokens); zero fraction {result.zero_fraction:.3f}, "
         f"last flip rate {flips}\nmodel: {config.out}/final   curves: {config.out}/metrics.jsonl",
         highlight=False,
+        soft_wrap=True,
     )
