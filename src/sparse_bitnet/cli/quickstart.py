@@ -43,4 +43,5 @@ def run(config: QuickstartConfig) -> None:
         f"models:  {models}/*/final\ntime:    {minutes} min {seconds} s",
         highlight=False,
         markup=False,
+        soft_wrap=True,
     )
