@@ -134,13 +134,13 @@ def cpu() -> Scale:
         recipe=TrainConfig(
             batch_size=8,
             sequence_length=256,
-            learning_rate=6e-3,
+            learning_rate=3e-3,
             warmup_fraction=0.1,
-            validation_tokens=16384,
+            validation_tokens=32768,
             layer_metrics_every=0,
             threads=1,
         ),
-        search=(3e-3, 6e-3, 1.2e-2),
+        search=(1.5e-3, 3e-3, 6e-3),
     )
 
 
