@@ -1,0 +1,95 @@
+// A whole decoder step of the llama/qwen2 family over packed weights: embedding, blocks, final norm,
+// output head, and the key-value cache of many sequences. Also BitNet b1.58 (sub-norms, squared ReLU).
+//
+// Activations and the residual stream are float32; every linear of the blocks quantises its input per
+// token to int8 and accumulates in int32 (matmul.h). The transformers model with packed layers, in
+// float32, is the reference.
+
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "matmul.h"
+
+namespace sparse_bitnet {
+
+enum class Activation : int { silu = 0, relu_squared = 1 };
+enum class CacheType : int { float32 = 0, float16 = 1, int8 = 2 };
+enum class Logits : int { none = 0, last = 1, all = 2 };
+
+// How an embedding or head is stored: int8 and int4 as in matmul.h, or floats in rows of `columns`.
+enum class TableType : int { int8 = 0, int4 = 1, bfloat16 = 2, float32 = 3 };
+
+struct Table {
+  TableType type;
+  std::int64_t rows, columns, row_stride;  // bytes between rows
+  const std::uint8_t* data;
+  const float* scales;  // of int8 and int4
+};
+
+struct Block {
+  Matrix q, k, v, o, gate, up, down;
+  // All float32. Null where the model has none.
+  const float *q_bias, *k_bias, *v_bias, *o_bias;
+  const float *input_norm, *post_attention_norm;  // [hidden]
+  const float *attention_sub_norm;                // [heads * head_dim], before o
+  const float *ffn_sub_norm;                      // [intermediate], before down
+  const float *q_norm, *k_norm;                   // [head_dim] (Qwen3)
+};
+
+struct Model {
+  std::int64_t hidden, intermediate, heads, kv_heads, head_dim, vocab;
+  float norm_epsilon;
+  Activation activation;
+  const float* inverse_frequencies;  // [head_dim / 2], rotate-half RoPE
+  float rope_scaling;                // multiplies cos and sin, 1 by default
+  Table embedding, head;             // the same table where they are tied
+  const float* final_norm;           // [hidden]
+  std::vector<Block> blocks;
+};
+
+struct DecoderOptions {
+  int threads;
+  CacheType cache;
+  std::int64_t context_length;  // most tokens of one sequence
+  std::int64_t cache_tokens;    // room for so many tokens over all sequences, in pages
+  std::string isa;              // see choose_matmul_kernels
+};
+
+// Tokens a page of the cache holds. Sequences share whole pages after a fork (reference counts).
+constexpr std::int64_t page_tokens = 64;
+
+struct Request {
+  int sequence;
+  const std::int32_t* tokens;  // each in [0, vocab): checked by the caller
+  std::int64_t count;          // >= 1
+};
+
+class Decoder {
+ public:
+  // Keeps pointers to the model's data. Throws std::bad_alloc, std::invalid_argument (isa).
+  Decoder(Model model, const DecoderOptions& options);
+  ~Decoder();
+
+  int open();                                       // a new, empty sequence
+  void close(int sequence);                         // gives its pages back
+  int fork(int sequence, std::int64_t length);      // a new sequence with the first `length` tokens
+  void truncate(int sequence, std::int64_t length);  // forgets tokens from `length` on
+  std::int64_t length(int sequence) const;
+  std::int64_t free_tokens() const;                 // room in whole free pages
+
+  // Appends each request's tokens to its sequence. Logits: of the last token of each request
+  // [requests, vocab], or of all tokens [sum of counts, vocab], float32.
+  // Throws std::length_error, before anything is changed, when the context length or the cache does
+  // not suffice, std::out_of_range for a sequence that is not open or occurs twice.
+  void forward(const Request* requests, int count, Logits which, float* logits);
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace sparse_bitnet

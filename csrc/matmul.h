@@ -1,0 +1,87 @@
+// Matrix products of the engine: packed or int8 weights times int8 activations, accumulated exactly in
+// 32-bit integers. Every instruction set returns the same bits, for every thread and token count.
+
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "packed_format.h"
+#include "thread_pool.h"
+
+namespace sparse_bitnet {
+
+// i2, b3 and nm_bitmap are the layouts of packed_format.h, except that rows lie `row_stride` bytes
+// apart. int8 and int4 are for the embedding and the output head.
+//   int8: one byte a weight, two's complement, float scale [rows].
+//   int4: groups of 64 weights of a row in 32 bytes; byte j holds weight j of the group in its low and
+//         weight j + 32 in its high four bits, each plus 8; float scale [rows, columns / 64].
+enum class WeightFormat : int { i2 = 0, b3 = 1, nm_bitmap = 2, int8 = 3, int4 = 4 };
+
+constexpr int int4_group = 64;
+
+// Bytes between rows, data alignment and readable bytes behind the last row that the kernels rely on.
+constexpr int matrix_alignment = 64;
+
+// A matrix [rows, columns], ready to be multiplied. `data` is 64-byte aligned, row_stride is a multiple
+// of 64 and at least bytes_per_row(), and at least 64 bytes behind the last row are readable; the bytes
+// of a row beyond bytes_per_row() are whatever they are.
+struct Matrix {
+  WeightFormat format;
+  packed::Pattern pattern;  // of nm_bitmap
+  std::int64_t rows, columns, row_stride;
+  const std::uint8_t* data;
+  float scale;          // i2, b3, nm_bitmap: the weight scale, a multiplier
+  const float* scales;  // int8 [rows], int4 [rows, columns / 64]
+
+  static std::int64_t bytes_per_row(WeightFormat format, packed::Pattern pattern,
+                                    std::int64_t columns);
+};
+
+// Activations of `tokens` tokens, quantised per token (method: scale = max(|x|) / 127, round half to
+// even). Rows of codes lie `stride` bytes apart, a multiple of 64, zeros behind `columns`, and 512
+// readable bytes behind the last row. `fine` adds the next 7 bits, for the output head: x is close to
+// scale * (codes + fine / 128).
+struct Activations {
+  std::int64_t tokens, columns, stride;
+  std::int8_t* codes;   // [tokens, stride]
+  std::int8_t* fine;    // [tokens, stride], or null
+  float* scales;        // [tokens]
+  std::int32_t* sums;   // [tokens], the sum of a token's codes
+  std::int32_t* fine_sums;  // [tokens], or null
+};
+
+constexpr std::int64_t activation_stride(std::int64_t columns) { return (columns + 63) / 64 * 64; }
+constexpr std::int64_t activation_slack = 512;
+
+struct MatmulKernels;
+
+// By name ("generic", "avx2", "avx512vnni", "neon"), or with an empty name by SPARSE_BITNET_ISA
+// ("avx512" is taken for "avx512vnni"), or else the best this machine has. Throws
+// std::invalid_argument.
+const MatmulKernels& choose_matmul_kernels(const std::string& isa);
+const char* isa_name(const MatmulKernels& kernels);
+
+// x [tokens, columns] -> activations (its arrays are the caller's, sizes and strides set). The same
+// bits as quantizer.quantize_int8.
+void quantize(const MatmulKernels& kernels, ThreadPool& pool, const float* x, Activations& activations);
+
+// One product of a group that shares its input; the group's rows are shared out over the threads
+// together (q, k and v; gate and up).
+struct Product {
+  const Matrix* matrix;
+  const float* bias;           // [rows] or null
+  float* y;                    // [tokens, y_stride]
+  std::int64_t y_stride;
+};
+
+// y[t, r] = float(sum over c of code[r, c] * x_code[t, c]) * (x_scale[t] * scale) + bias[r], each
+// operation rounded to float32 in that order (so PyTorch's reference has the same bits).
+// int8: float(dot) as above with scale = scales[r], where dot is taken in float32 as
+//   (float(dot(w, codes)) + float(dot(w, fine)) / 128) if there is `fine`.
+// int4: sum over groups, in ascending order in float32, of float(dot in the group, as for int8) *
+//   scales[r, g], then * x_scale[t], + bias.
+void matmul(const MatmulKernels& kernels, ThreadPool& pool, const Activations& x,
+            const Product* products, int count);
+
+}  // namespace sparse_bitnet

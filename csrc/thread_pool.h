@@ -1,0 +1,44 @@
+// The engine's own threads. A decoder step hands out hundreds of short pieces of work a token, so the
+// threads spin for a moment before they sleep. Independent of any other runtime in the process.
+
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+namespace sparse_bitnet {
+
+class ThreadPool {
+ public:
+  // threads >= 1, the calling one included; starts threads - 1.
+  explicit ThreadPool(int threads);
+  ~ThreadPool();
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
+
+  int threads() const;
+
+  using Piece = void (*)(void* context, std::int64_t begin, std::int64_t end, int thread);
+
+  // Calls piece(context, begin, end, thread) for consecutive pieces of `size` of [0, count), on all
+  // threads, the calling one among them; `thread` counts from 0. Returns when all are done. Pieces must
+  // not throw and must not call the pool. One caller at a time.
+  void run(std::int64_t count, std::int64_t size, Piece piece, void* context);
+
+  // The same for a callable (begin, end, thread).
+  template <class Body>
+  void parallel_for(std::int64_t count, std::int64_t size, Body&& body) {
+    run(
+        count, size,
+        [](void* context, std::int64_t begin, std::int64_t end, int thread) {
+          (*static_cast<Body*>(context))(begin, end, thread);
+        },
+        &body);
+  }
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace sparse_bitnet

@@ -1,0 +1,1 @@
+"""Running packed models: the CPU engine, sampling, text generation and the HTTP server."""
