@@ -45,6 +45,9 @@ def test_commit_is_that_of_our_checkout_only(tmp_path):
     head = commit(package)
     assert head is not None
     assert len(head) == 12
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "rows.jsonl").touch()
+    assert commit(package) == head
     (package / "new.py").touch()
     assert commit(package) == f"{head}+changes"
     # Somebody else's repository that holds an environment with this package.

@@ -54,7 +54,9 @@ def hardware() -> str:
 def commit(package: Path = Path(sparse_bitnet.__file__).parent) -> str | None:
     """Commit of the checkout that the package lies in, "+changes" if it differs; None outside one.
 
-    A virtual environment may lie in another project's repository, so the repository must be ours.
+    Files that are not under version control count where the package or its kernels are, so that
+    results written into the checkout are no change. A virtual environment may lie in another
+    project's repository, so the repository must be ours.
     """
     top = _git(package, "rev-parse", "--show-toplevel")
     if top is None or not (Path(top) / "src" / "sparse_bitnet" / "__init__.py").is_file():
@@ -62,7 +64,11 @@ def commit(package: Path = Path(sparse_bitnet.__file__).parent) -> str | None:
     head = _git(package, "rev-parse", "--short=12", "HEAD")
     if head is None:
         return None
-    return head + ("+changes" if _git(package, "status", "--porcelain") else "")
+    status = ("status", "--porcelain")
+    changed = _git(package, *status, "--untracked-files=no") or _git(
+        package, *status, "--", f"{top}/src", f"{top}/csrc"
+    )
+    return head + ("+changes" if changed else "")
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
