@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from sparse_bitnet.cli.arguments import parse
+
 
 def main(arguments: list[str]) -> None:
     """Count the weights of some checkpoints; prints a table and writes figures."""
@@ -20,9 +22,9 @@ def main(arguments: list[str]) -> None:
         pattern: str = "6:8"
         """Whose group thresholds to draw."""
 
-    options = tyro.cli(
+    options = parse(
         Options,
-        args=arguments,
+        arguments,
         prog="sparse-bitnet analyze",
         description="Histograms, thresholds, near-zero mass and zero codes of any checkpoint, read "
         "one layer at a time.",

@@ -4,6 +4,8 @@ import os
 import platform
 from importlib import metadata
 
+from sparse_bitnet.cli.arguments import parse
+
 PACKAGES = (
     "sparse-bitnet",
     "torch",
@@ -20,9 +22,7 @@ PACKAGES = (
 
 def main(arguments: list[str]) -> None:
     """Print versions, devices and kernels; attach it to a bug report."""
-    import tyro
-
-    tyro.cli(_nothing, args=arguments, prog="sparse-bitnet env", description=main.__doc__)
+    parse(_nothing, arguments, prog="sparse-bitnet env", description=main.__doc__)
     for name, value in environment().items():
         print(f"{name:<14} {value}")
     print("\nkernels")

@@ -2,6 +2,7 @@
 
 from typing import Annotated
 
+from sparse_bitnet.cli.arguments import parse
 from sparse_bitnet.cli.progress_lines import ProgressLines
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.config import FORMATS, ExportConfig
@@ -28,9 +29,9 @@ def main(arguments: list[str]) -> None:
     formats = "\n".join(
         f"- {name}: {info.summary} ({info.readers})" for name, info in FORMATS.items()
     )
-    tyro.cli(
+    parse(
         entry,
-        args=arguments,
+        arguments,
         prog="sparse-bitnet export",
         description=f"Write a trained model in a format that other tools read.\n\n{formats}",
     )

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated
 
+from sparse_bitnet.cli.arguments import parse
+
 
 @dataclass(kw_only=True)
 class ImportConfig:
@@ -38,7 +40,7 @@ def main(arguments: list[str]) -> None:
         """
         run(folder, out, config)
 
-    tyro.cli(entry, args=arguments, prog="sparse-bitnet import")
+    parse(entry, arguments, prog="sparse-bitnet import")
 
 
 def run(folder: str, out: str, config: ImportConfig) -> None:

@@ -1,11 +1,11 @@
 """`sparse-bitnet models`: the presets and their sizes."""
 
+from sparse_bitnet.cli.arguments import parse
+
 
 def main(arguments: list[str]) -> None:
     """Print every preset with its shape and parameter counts."""
-    import tyro
-
-    tyro.cli(_nothing, args=arguments, prog="sparse-bitnet models", description=main.__doc__)
+    parse(_nothing, arguments, prog="sparse-bitnet models", description=main.__doc__)
 
     from rich.console import Console
     from rich.table import Table

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from sparse_bitnet.cli.arguments import parse
 from sparse_bitnet.errors import UserError
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def main(arguments: list[str]) -> None:
         """
         run(checkpoint, out, config)
 
-    tyro.cli(entry, args=arguments, prog="sparse-bitnet pack")
+    parse(entry, arguments, prog="sparse-bitnet pack")
 
 
 def run(checkpoint: str, out: str, config: PackConfig) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from sparse_bitnet.cli.arguments import parse
 from sparse_bitnet.errors import UserError
 
 
@@ -64,7 +65,7 @@ def main(arguments: list[str]) -> None:
         """
         run(source, out, config)
 
-    tyro.cli(entry, args=arguments, prog="sparse-bitnet prepare")
+    parse(entry, arguments, prog="sparse-bitnet prepare")
 
 
 def run(spec: str, out: str, config: PrepareConfig) -> None:

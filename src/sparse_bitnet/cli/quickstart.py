@@ -3,14 +3,13 @@
 import sys
 import time
 
+from sparse_bitnet.cli.arguments import parse
 from sparse_bitnet.experiments.quickstart_config import QuickstartConfig
 
 
 def main(arguments: list[str]) -> None:
     """Train the paper's four models, compare them, write a report."""
-    import tyro
-
-    run(tyro.cli(QuickstartConfig, args=arguments, prog="sparse-bitnet quickstart"))
+    run(parse(QuickstartConfig, arguments, prog="sparse-bitnet quickstart"))
 
 
 def run(config: QuickstartConfig) -> None:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from sparse_bitnet.cli.arguments import parse
+
 
 def main(arguments: list[str]) -> None:
     """Render the results of `reproduce` as Markdown with figures and as one HTML file."""
@@ -20,9 +22,9 @@ def main(arguments: list[str]) -> None:
         page: Path | None = None
         """HTML file to write; default report.html in the first folder."""
 
-    options = tyro.cli(
+    options = parse(
         Options,
-        args=arguments,
+        arguments,
         prog="sparse-bitnet report",
         description="Render results beside the paper's own, with figures and a verdict on its claims.",
     )

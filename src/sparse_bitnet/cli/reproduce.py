@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from sparse_bitnet.cli.arguments import parse
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.experiments.paper import EXPERIMENTS, plan
 from sparse_bitnet.experiments.scales import Scale, find_scale
@@ -56,9 +57,9 @@ def main(arguments: list[str]) -> None:
         dry_run: bool = False
         """Print what would be trained, and train nothing."""
 
-    options = tyro.cli(
+    options = parse(
         Options,
-        args=arguments,
+        arguments,
         prog="sparse-bitnet reproduce",
         description="Train the runs of the paper's experiments; those that are done are skipped.",
     )

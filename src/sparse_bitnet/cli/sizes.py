@@ -5,6 +5,8 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from sparse_bitnet.cli.arguments import parse
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -51,7 +53,7 @@ def main(arguments: list[str]) -> None:
         """
         run(checkpoint, config)
 
-    tyro.cli(entry, args=arguments, prog="sparse-bitnet sizes")
+    parse(entry, arguments, prog="sparse-bitnet sizes")
 
 
 def run(checkpoint: str | None, config: SizesConfig) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
+from sparse_bitnet.cli import arguments as options
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.training.config import TrainConfig, read_config
 from sparse_bitnet.training.recipes import RECIPES
@@ -22,12 +23,10 @@ def main(arguments: list[str]) -> None:
 
 def parse(arguments: list[str], default: TrainConfig, recipe: str) -> TrainConfig:
     """The config that `default` and the options make."""
-    import tyro
-
-    return tyro.cli(
+    return options.parse(
         TrainConfig,
+        arguments,
         default=default,
-        args=arguments,
         prog="sparse-bitnet train",
         description=(
             "Train, or continue the run in --out (its config is then the default). Recipe in use: "
