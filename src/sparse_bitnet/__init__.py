@@ -15,7 +15,7 @@ from types import ModuleType
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "NMPattern": "sparsity",
+    "NMPattern": "pattern",
     "nm_mask": "sparsity",
     "mask_flip_rate": "sparsity",
     "absmean": "quantizer",
@@ -23,7 +23,7 @@ _PUBLIC = {
     "quantize_int8": "quantizer",
     "fake_quantize_ternary": "quantizer",
     "fake_quantize_int8": "quantizer",
-    "SparseBitConfig": "layer",
+    "SparseBitConfig": "layer_config",
     "SparseBitLinear": "layer",
     "convert_": "convert",
     "sparse_layers": "convert",

@@ -5,135 +5,21 @@ parameter and receives the gradient of the effective weight, pruned positions in
 straight-through estimator, paper section 2.3).
 """
 
-import dataclasses
 import functools
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.layer_config import CHOICES, SparseBitConfig
+from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.quantizer import absmean, fake_quantize_int8, quantize_ternary
-from sparse_bitnet.sparsity import NMPattern, nm_mask
+from sparse_bitnet.sparsity import nm_mask
 from sparse_bitnet.straight_through import dequantized, masked, ternary_int8_linear
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "weight": ("ternary", "full"),
-    "activation": ("int8", "none"),
-    "mask_source": ("master", "ternary"),
-    "scale_source": ("dense", "masked"),
-    "mask_gradient": ("dense", "masked"),
-    "ste": ("identity", "clipped"),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class SparseBitConfig:
-    """One of the paper's four cells (dense/sparse x full/ternary) or one of its ablations.
-
-    Raises `UserError` with the reason for an unknown value or a combination that contradicts itself.
-    """
-
-    weight: Literal["ternary", "full"] = "ternary"
-    """Ternary codes times one scale, or the master weights as they are."""
-
-    pattern: NMPattern = NMPattern(6, 8)
-    """Which n of m weights are kept; 8:8 (any n == m) is dense."""
-
-    activation: Literal["int8", "none"] | None = None
-    """Int8 per token, or none. By default int8 with ternary weights, none with full ones."""
-
-    mask_source: Literal["master", "ternary"] = "master"
-    """Rank |master weight|, or |code| (the ablation "mask from quantized weight")."""
-
-    scale_source: Literal["dense", "masked"] = "dense"
-    """absmean of the unmasked, or of the masked weights (the ablation "sparse before quant")."""
-
-    mask_gradient: Literal["dense", "masked"] = "dense"
-    """Gradient to every weight, or to kept ones only (the ablation "mask without grad")."""
-
-    ste: Literal["identity", "clipped"] = "identity"
-    """Ternary straight-through gradient: everywhere, or only where |weight| <= weight_scale."""
-
-    def __post_init__(self) -> None:
-        if isinstance(self.pattern, str):
-            object.__setattr__(self, "pattern", NMPattern.parse(self.pattern))
-        if not isinstance(self.pattern, NMPattern):
-            raise UserError(f"pattern={self.pattern!r}: write it as n:m, for example 6:8 or 2:4")
-        if self.activation is None:
-            default = "int8" if self.weight == "ternary" else "none"
-            object.__setattr__(self, "activation", default)
-        for field, allowed in CHOICES.items():
-            if getattr(self, field) not in allowed:
-                raise UserError(f"{field}={getattr(self, field)!r}: choose one of {allowed}")
-        self._refuse_contradictions()
-
-    def _refuse_contradictions(self) -> None:
-        if self.weight == "full":
-            for field in ("mask_source", "scale_source", "ste"):
-                if getattr(self, field) != CHOICES[field][0]:
-                    raise UserError(f"{field}={getattr(self, field)} needs weight=ternary")
-        if self.pattern.is_dense:
-            for field in ("mask_source", "scale_source", "mask_gradient"):
-                if getattr(self, field) != CHOICES[field][0]:
-                    raise UserError(
-                        f"{field}={getattr(self, field)} needs a mask, but {self.pattern} keeps all"
-                    )
-        if self.mask_source == "ternary" and self.scale_source == "masked":
-            raise UserError(
-                "mask_source=ternary needs the scale before the mask, scale_source=masked the mask "
-                "before the scale: set at most one of them"
-            )
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Read the text form: "ternary-6:8", "full-2:4", "ternary-6:8,mask_gradient=masked".
-
-        Raises `UserError` naming the part that cannot be read.
-        """
-        head, *options = text.strip().split(",")
-        weight, dash, pattern = head.partition("-")
-        if not dash or weight not in CHOICES["weight"]:
-            raise UserError(
-                f"format {text!r}: write ternary-n:m or full-n:m, for example ternary-6:8"
-            )
-        fields: dict[str, Any] = {"weight": weight, "pattern": NMPattern.parse(pattern)}
-        for option in options:
-            field, equals, value = option.strip().partition("=")
-            if not equals or field not in CHOICES or field == "weight":
-                known = ", ".join(name for name in CHOICES if name != "weight")
-                raise UserError(
-                    f"format {text!r}: {option!r} is not field=value with one of {known}"
-                )
-            fields[field] = value
-        return cls(**fields)
-
-    def __str__(self) -> str:
-        parts = [f"{self.weight}-{self.pattern}"]
-        default = SparseBitConfig(weight=self.weight, pattern=self.pattern)
-        for field in CHOICES:
-            if getattr(self, field) != getattr(default, field):
-                parts.append(f"{field}={getattr(self, field)}")
-        return ",".join(parts)
-
-    def to_dict(self) -> dict[str, str]:
-        """All fields as strings, for JSON; `from_dict` reads them back."""
-        return {field.name: str(getattr(self, field.name)) for field in dataclasses.fields(self)}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Inverse of `to_dict`. Raises `UserError` for a missing or an unknown key."""
-        if not isinstance(values, dict):
-            raise UserError(f"sparse_bitnet config {values!r} is not a table of fields")
-        names = {field.name for field in dataclasses.fields(cls)}
-        if missing := sorted(names - values.keys()):
-            raise UserError(f"sparse_bitnet config lacks {', '.join(missing)}")
-        if unknown := sorted(values.keys() - names):
-            raise UserError(f"sparse_bitnet config has unknown {', '.join(unknown)}")
-        return cls(**values)
+__all__ = ["CHOICES", "Selection", "SparseBitConfig", "SparseBitLinear", "select"]
 
 
 class Selection(NamedTuple):
@@ -147,11 +33,18 @@ class Selection(NamedTuple):
     """float32 scalar; None with full-precision weights."""
 
 
-def select(weight: Tensor, config: SparseBitConfig, *, dense: bool = False) -> Selection:
+def select(
+    weight: Tensor,
+    config: SparseBitConfig,
+    *,
+    dense: bool = False,
+    weight_scale: Tensor | None = None,
+) -> Selection:
     """Mask, ternary codes and scale of a master weight [out_features, in_features].
 
     `dense=True` keeps every weight whatever the pattern (the first phase of dense-to-sparse): the
-    mask is then all ones, so the flips of the first sparse step are counted against it.
+    mask is then all ones, so the flips of the first sparse step are counted against it. With
+    `weight_scale` (float32 scalar) `weight` may be some rows of a matrix of that scale.
     """
     weight = weight.detach()
     prunes = not config.pattern.is_dense
@@ -159,15 +52,16 @@ def select(weight: Tensor, config: SparseBitConfig, *, dense: bool = False) -> S
     if config.weight == "full":
         return Selection(None, nm_mask(weight, pattern) if prunes else None, None)
     if pattern.is_dense or (config.mask_source, config.scale_source) == ("master", "dense"):
-        scale = absmean(weight)
+        scale = absmean(weight) if weight_scale is None else weight_scale
         codes, mask = torch.ops.sparse_bitnet.select_ternary(weight, scale, pattern.n, pattern.m)
         return Selection(codes, mask if prunes else None, scale)
     if config.mask_source == "ternary":
-        codes, scale = quantize_ternary(weight)
+        codes, scale = quantize_ternary(weight, weight_scale)
         mask = nm_mask(codes.to(weight.dtype), config.pattern)
     else:
         mask = nm_mask(weight, config.pattern)
-        codes, scale = quantize_ternary(weight, absmean(weight * mask))
+        scale = absmean(weight * mask) if weight_scale is None else weight_scale
+        codes, _ = quantize_ternary(weight, scale)
     return Selection(codes * mask, mask, scale)
 
 
@@ -203,6 +97,7 @@ class SparseBitLinear(nn.Linear):
     def _adopt(self, config: SparseBitConfig) -> None:
         self.config = config
         self.dense_phase = False
+        self.integer_forward = False
         self._holds_selection = False
         self._selected_weight: tuple[int, int, int] | None = None
         self._training_masks: tuple[Tensor | None, Tensor | None] | None = None
@@ -271,7 +166,7 @@ class SparseBitLinear(nn.Linear):
             selection = Selection(self.codes, self.mask, self.weight_scale)
         else:
             selection = self.select()
-        gate = self._gradient_gate(selection)
+        gate = self._gradient_gate(selection, self.weight)
         if selection.codes is None:
             x = fake_quantize_int8(input) if self.config.activation == "int8" else input
             weight = self.weight
@@ -283,15 +178,21 @@ class SparseBitLinear(nn.Linear):
             weight = dequantized(self.weight, selection.codes, selection.weight_scale, gate)
             return F.linear(input, weight, self.bias)
         return ternary_int8_linear(
-            input, self.weight, self.bias, selection.codes, selection.weight_scale, gate
+            input,
+            self.weight,
+            self.bias,
+            selection.codes,
+            selection.weight_scale,
+            gate,
+            integer=self.integer_forward,
         )
 
-    def _gradient_gate(self, selection: Selection) -> Tensor | None:
+    def _gradient_gate(self, selection: Selection, weight: Tensor) -> Tensor | None:
         """Bool [out_features, in_features]: where the weight gets its gradient; None is everywhere."""
         gate = selection.mask if self.config.mask_gradient == "masked" else None
         if self.config.ste == "clipped":
             assert selection.weight_scale is not None
-            inside = self.weight.detach().float().abs() <= selection.weight_scale
+            inside = weight.detach().float().abs() <= selection.weight_scale
             gate = inside if gate is None else inside & gate
         return gate
 

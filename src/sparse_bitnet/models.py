@@ -1,69 +1,18 @@
-"""Qwen2.5 shapes, the published ones and small ones for CPUs, as transformers configs.
-
-Small presets keep the family's form (grouped-query attention, SwiGLU, RMSNorm, biases on q, k, v, tied
-embeddings) and take any vocabulary; every linear of their blocks divides by 32, so any pattern with m
-in 2, 4, 8, 16, 32 fits.
-"""
+"""The presets as transformers configs and models."""
 
 import dataclasses
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparse_bitnet.convert import convert_
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.presets import PRESETS, Shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Qwen2Config
 
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """Sizes of one Qwen2.5-shaped model."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    vocab_size: int = 151936
-    max_position_embeddings: int = 32768
-    published: bool = False
-    """A published model keeps its vocabulary; a small preset takes the tokenizer's."""
-
-    @property
-    def block_weights(self) -> int:
-        """Weights of all linears of the blocks, biases and norms not counted."""
-        head = self.hidden_size // self.num_attention_heads
-        kv = head * self.num_key_value_heads
-        attention = 2 * self.hidden_size * (self.hidden_size + kv)
-        return self.num_hidden_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
-
-
-def _shape(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, **more: Any) -> Shape:
-    return Shape(
-        hidden_size=hidden,
-        intermediate_size=ffn,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        **more,
-    )
-
-
-PRESETS: dict[str, Shape] = {
-    # Block weights 0.2 M to 30 M, the vocabulary adds hidden * vocab_size: their sum is the name.
-    "qwen2.5-0.3m": _shape(96, 256, 2, 3, 1, vocab_size=1024, max_position_embeddings=2048),
-    "qwen2.5-0.5m": _shape(128, 352, 2, 4, 2, vocab_size=1024, max_position_embeddings=2048),
-    "qwen2.5-1m": _shape(128, 352, 4, 4, 2, vocab_size=2048, max_position_embeddings=2048),
-    "qwen2.5-3m": _shape(192, 544, 6, 6, 2, vocab_size=4096, max_position_embeddings=2048),
-    "qwen2.5-10m": _shape(320, 896, 8, 5, 1, vocab_size=8192, max_position_embeddings=4096),
-    "qwen2.5-30m": _shape(512, 1408, 10, 8, 2, vocab_size=16384, max_position_embeddings=4096),
-    "qwen2.5-0.5b": _shape(896, 4864, 24, 14, 2, published=True),
-    "qwen2.5-1.5b": _shape(1536, 8960, 28, 12, 2, published=True),
-    "qwen2.5-3b": _shape(2048, 11008, 36, 16, 2, published=True),
-}
+__all__ = ["PRESETS", "Shape", "build_model", "load_causal_lm", "preset_config"]
 
 
 def preset_config(name: str, *, vocab_size: int | None = None) -> "Qwen2Config":

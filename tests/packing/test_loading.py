@@ -24,7 +24,8 @@ from sparse_bitnet.packing.formats import FORMATS
 from sparse_bitnet.packing.loading import open_packed, packed_layers
 from sparse_bitnet.packing.metadata import PackedMetadata
 from sparse_bitnet.packing.packed_linear import PackedSparseBitLinear
-from sparse_bitnet.packing.tensor_file import TensorFile, TensorFileWriter, TensorSpec
+from sparse_bitnet.packing.tensor_file import TensorFile
+from sparse_bitnet.packing.tensor_writer import TensorFileWriter, TensorSpec
 from sparse_bitnet.sparsity import NMPattern
 
 IDS = torch.arange(24).view(2, 12)

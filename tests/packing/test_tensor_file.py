@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.packing.tensor_file import TensorFile, TensorFileWriter, TensorSpec
+from sparse_bitnet.packing.tensor_file import TensorFile
+from sparse_bitnet.packing.tensor_writer import TensorFileWriter, TensorSpec
 
 TENSORS = {
     "a.weight_packed": torch.arange(7, dtype=torch.uint8),

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from sparse_bitnet.packing.tensor_file import TensorFileWriter, TensorSpec
+from sparse_bitnet.packing.tensor_file import ITEM_BYTES
+from sparse_bitnet.packing.tensor_writer import TensorFileWriter, TensorSpec
 
 OnProgress = Callable[[int, int], None]
 """Called with how much is done and how much there is: bytes written, or tokens compared."""
@@ -42,4 +43,4 @@ def write_safetensors(
 
 
 def _nbytes(spec: TensorSpec) -> int:
-    return prod(spec.shape) * spec.dtype.itemsize
+    return prod(spec.shape) * ITEM_BYTES[spec.key]

@@ -13,7 +13,7 @@ from torch import Tensor
 from sparse_bitnet.export.deferred import DeferredTensors
 from sparse_bitnet.export.hf_folder import plan_tensors
 from sparse_bitnet.export.source import ModelSource
-from sparse_bitnet.packing.tensor_file import TensorSpec
+from sparse_bitnet.packing.tensor_writer import TensorSpec
 
 WARNING = (
     "these are the effective weights, codes x scale: tools that quantise them again to ternary "

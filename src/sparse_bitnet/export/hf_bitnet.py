@@ -17,7 +17,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.deferred import DeferredTensors
 from sparse_bitnet.export.hf_folder import plan_tensors
 from sparse_bitnet.export.source import ModelSource
-from sparse_bitnet.packing.tensor_file import TensorSpec
+from sparse_bitnet.packing.tensor_writer import TensorSpec
 
 CODES_PER_BYTE = 4
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from sparse_bitnet.export.deferred import DeferredTensors, OnProgress, write_safetensors
 from sparse_bitnet.export.source import ModelSource, read_json
 from sparse_bitnet.files import atomic_folder
-from sparse_bitnet.packing.tensor_file import TensorSpec
+from sparse_bitnet.packing.tensor_writer import TensorSpec
 
 EXPORTED_FORMAT = "sparse_bitnet_format"
 """Key of config.json under which an export remembers the training format; other readers ignore it."""

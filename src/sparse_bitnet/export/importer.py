@@ -34,7 +34,7 @@ from sparse_bitnet.files import TEMPORARY_PREFIX, atomic_folder
 from sparse_bitnet.layer import SparseBitConfig, select
 from sparse_bitnet.packing.checkpoint import pack_checkpoint
 from sparse_bitnet.packing.formats import check_format
-from sparse_bitnet.packing.tensor_file import TensorSpec
+from sparse_bitnet.packing.tensor_writer import TensorSpec
 from sparse_bitnet.quantizer import SCALE_FLOOR
 from sparse_bitnet.sparsity import NMPattern
 

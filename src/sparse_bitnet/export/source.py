@@ -256,7 +256,7 @@ def _open_packed(folder: Path, config: dict[str, Any], entry: dict[str, Any]) ->
     int8 = {
         name
         for name, stored in file.entries.items()
-        if stored.dtype == torch.int8 and f"{name}_scale" in file.entries
+        if stored.dtype == "I8" and f"{name}_scale" in file.entries
     }
 
     def read_ternary(layer: str) -> TernaryWeight:

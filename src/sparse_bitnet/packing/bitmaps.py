@@ -6,9 +6,8 @@ from functools import cache
 from typing import TypeVar
 
 import numpy as np
-import torch
 
-from sparse_bitnet.sparsity import NMPattern
+from sparse_bitnet.pattern import NMPattern
 
 Bytes = np.ndarray
 """uint8 array."""
@@ -32,6 +31,8 @@ class DamagedBytes(Exception):
 
 def by_slices(rows: int, in_features: int, work: Callable[[slice], T]) -> list[T]:
     """What `work` returns for consecutive rows, `SLICE_WEIGHTS` at a time, on torch's thread count."""
+    import torch
+
     step = max(1, SLICE_WEIGHTS // in_features)
     slices = [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
     threads = min(torch.get_num_threads(), len(slices))

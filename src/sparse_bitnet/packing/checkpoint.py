@@ -32,7 +32,7 @@ from sparse_bitnet.packing.formats import (
 )
 from sparse_bitnet.packing.metadata import EMBEDDINGS, PackedMetadata
 from sparse_bitnet.packing.source import TrainedCheckpoint, open_checkpoint
-from sparse_bitnet.packing.tensor_file import TensorFileWriter, TensorSpec
+from sparse_bitnet.packing.tensor_writer import TensorFileWriter, TensorSpec
 from sparse_bitnet.quantizer import quantize_int8
 
 MODEL_FILE = "model.safetensors"

@@ -16,7 +16,7 @@ from sparse_bitnet.packing.bitmaps import (
     nonzero_bitmap,
 )
 from sparse_bitnet.packing.formats import check_layout, has_fixed_rows, row_bytes
-from sparse_bitnet.sparsity import NMPattern
+from sparse_bitnet.pattern import NMPattern
 
 _PACK: dict[str, Callable[[np.ndarray, NMPattern], Bytes]] = {
     "i2": lambda codes, pattern: i2.pack_rows(codes),

@@ -6,7 +6,7 @@ from fractions import Fraction
 from functools import cache
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.sparsity import NMPattern
+from sparse_bitnet.pattern import NMPattern
 
 VERSION = 1
 MAX_IN_FEATURES = 1 << 23

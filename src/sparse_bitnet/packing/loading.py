@@ -15,7 +15,7 @@ from torch import nn
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.packing.metadata import QUANT_METHOD, PackedMetadata, check_version
 from sparse_bitnet.packing.packed_linear import PackedSparseBitLinear
-from sparse_bitnet.packing.tensor_file import TensorFile
+from sparse_bitnet.packing.tensor_file import DTYPES, TensorFile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -126,14 +126,14 @@ def _check_tensors(model: "PreTrainedModel", file: TensorFile) -> None:
     for name, tensor in wanted.items():
         entry = file.entries[name]
         same_kind = (
-            entry.dtype.is_floating_point
+            entry.is_floating_point
             if tensor.is_floating_point()
-            else entry.dtype == tensor.dtype
+            else getattr(torch, DTYPES[entry.dtype]) == tensor.dtype
         )
         if entry.shape != tuple(tensor.shape) or not same_kind:
             raise UserError(
-                f"{file.path}: tensor {name} is {entry.dtype} {list(entry.shape)}, the model needs "
-                f"{tensor.dtype} {list(tensor.shape)}"
+                f"{file.path}: tensor {name} is torch.{DTYPES[entry.dtype]} {list(entry.shape)}, the "
+                f"model needs {tensor.dtype} {list(tensor.shape)}"
             )
 
 

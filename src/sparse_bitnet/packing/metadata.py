@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.packing.formats import FORMATS, VERSION
-from sparse_bitnet.sparsity import NMPattern
+from sparse_bitnet.pattern import NMPattern
 
 QUANT_METHOD = "sparse_bitnet_packed"
 

@@ -16,7 +16,7 @@ from sparse_bitnet.packing.bitmaps import (
     spread_signs,
 )
 from sparse_bitnet.packing.formats import nm_bitmap_sign_bytes
-from sparse_bitnet.sparsity import NMPattern
+from sparse_bitnet.pattern import NMPattern
 
 
 def pack_rows(codes: np.ndarray, pattern: NMPattern) -> Bytes:

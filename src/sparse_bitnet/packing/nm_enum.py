@@ -12,7 +12,7 @@ from sparse_bitnet.packing.formats import (
     nm_enum_row_bytes,
     nm_enum_states,
 )
-from sparse_bitnet.sparsity import NMPattern
+from sparse_bitnet.pattern import NMPattern
 
 _LARGEST_TABLE_GROUP = 8
 """Groups up to this many weights go through tables of 3^m and of S entries."""

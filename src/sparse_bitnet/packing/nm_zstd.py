@@ -20,7 +20,7 @@ from sparse_bitnet.packing.bitmaps import (
     spread_signs,
 )
 from sparse_bitnet.packing.formats import divide_up
-from sparse_bitnet.sparsity import NMPattern
+from sparse_bitnet.pattern import NMPattern
 
 _LEVEL = 1
 """There are no repetitions to search for: higher levels give no fewer bytes."""

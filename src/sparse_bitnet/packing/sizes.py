@@ -32,7 +32,7 @@ from sparse_bitnet.packing.formats import (
 )
 from sparse_bitnet.packing.metadata import EMBEDDINGS
 from sparse_bitnet.packing.source import open_checkpoint
-from sparse_bitnet.sparsity import NMPattern
+from sparse_bitnet.pattern import NMPattern
 
 PUBLISHED_MODELS = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b")
 PATTERNS = ("8:8", "6:8", "2:4", "2:8")

@@ -153,12 +153,12 @@ def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118
                     part = file.get_slice(name)
-                    dtype, shape = DTYPES.get(part.get_dtype()), tuple(part.get_shape())
-                    if dtype is None:
+                    known, shape = DTYPES.get(part.get_dtype()), tuple(part.get_shape())
+                    if known is None:
                         raise UserError(
                             f"{path}: tensor {name} is {part.get_dtype()}: not a master"
                         )
-                    stored[name] = StoredTensor(dtype, shape, path)
+                    stored[name] = StoredTensor(getattr(torch, known), shape, path)
         except (OSError, SafetensorError) as error:
             raise UserError(f"{path}: cannot be read: {error}") from error
     return stored

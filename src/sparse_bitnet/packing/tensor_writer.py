@@ -1,0 +1,149 @@
+"""Writing a packed checkpoint's file (tensor_file.py), tensor by tensor, without holding them.
+
+Importing this module imports no torch: arrays are written as well as torch's tensors.
+"""
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Union
+
+import numpy as np
+
+from sparse_bitnet.packing.tensor_file import (
+    DTYPES,
+    ITEM_BYTES,
+    LENGTH_BYTES,
+    UNKNOWN_CRC,
+    Entry,
+    with_crc,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+Piece = Union["torch.Tensor", np.ndarray]
+"""Of bfloat16, an array holds the bits as uint16."""
+
+_KEYS = {name: key for key, name in DTYPES.items()}
+
+_HEADER_ALIGNMENT = 64
+
+
+class TensorSpec(NamedTuple):
+    """A tensor to be written."""
+
+    name: str
+    dtype: Union["torch.dtype", str]
+    """torch's type or its name, for example "bfloat16"."""
+    shape: tuple[int, ...]
+    """Of a tensor of unknown length, the largest possible one."""
+
+    @property
+    def key(self) -> str:
+        """The file's name of the type, one of `DTYPES`."""
+        return _KEYS[_type_name(self.dtype)]
+
+
+class TensorFileWriter:
+    """Writes tensors in any order, a piece at a time, without holding them.
+
+    Tensors of wider types lie first, each at the place its shape gives; those of one byte a value
+    follow in the order in which they are written, and their shape is settled only then. So all are
+    aligned to their type, as the format wants, and memory and passes over the data stay at one.
+    """
+
+    def __init__(self, path: Path, specs: Iterable[TensorSpec], metadata: dict[str, Any]) -> None:
+        """`metadata`: JSON-able, written with the checksums under "sparse_bitnet"."""
+        self._metadata = metadata
+        self._specs = {spec.name: spec for spec in specs}
+        self._crc32 = dict.fromkeys(self._specs, UNKNOWN_CRC)
+        self._entries: dict[str, Entry] = {}
+        self._written: set[str] = set()
+        largest = {
+            spec.name: Entry(spec.key, spec.shape, 10**15, 10**15) for spec in self._specs.values()
+        }
+        used = LENGTH_BYTES + len(self._header(largest, 0))
+        self._begin = -(-used // _HEADER_ALIGNMENT) * _HEADER_ALIGNMENT
+        self._end = self._begin
+        for spec in sorted(self._specs.values(), key=lambda spec: -ITEM_BYTES[spec.key]):
+            if ITEM_BYTES[spec.key] > 1:
+                self._place(spec, spec.shape)
+        self._file: BinaryIO = open(path, "wb")
+
+    def __enter__(self) -> "TensorFileWriter":
+        return self
+
+    def __exit__(self, kind: type | None, *error: object) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            self._file.close()
+
+    def write(
+        self, name: str, pieces: Iterable[Piece], shape: tuple[int, ...] | None = None
+    ) -> None:
+        """Write a tensor given as consecutive pieces; `shape` where it is not the announced one."""
+        spec = self._specs[name]
+        if name not in self._entries:
+            self._place(spec, spec.shape if shape is None else shape)
+        entry = self._entries[name]
+        self._file.seek(entry.begin)
+        crc32 = 0
+        for piece in pieces:
+            data = _bytes_of(piece, _type_name(spec.dtype))
+            crc32 = zlib.crc32(data, crc32)
+            self._file.write(data)
+        assert self._file.tell() == entry.end, f"{name}: pieces do not make up its shape"
+        self._crc32[name] = f"{crc32:08x}"
+        self._written.add(name)
+
+    def _place(self, spec: TensorSpec, shape: tuple[int, ...]) -> None:
+        begin, self._end = self._end, self._end + math.prod(shape) * ITEM_BYTES[spec.key]
+        self._entries[spec.name] = Entry(spec.key, shape, begin, self._end)
+
+    def _finish(self) -> None:
+        assert self._written == set(self._specs), "a tensor was not written"
+        header = self._header(self._entries, self._begin)
+        header = header.ljust(self._begin - LENGTH_BYTES)
+        header = with_crc(header, f"{zlib.crc32(header):08x}")
+        self._file.seek(0)
+        self._file.write(len(header).to_bytes(LENGTH_BYTES, "little") + header)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def _header(self, entries: dict[str, Entry], data_begin: int) -> bytes:
+        ours = json.dumps({**self._metadata, "crc32": self._crc32}, separators=(",", ":"))
+        header: dict[str, Any] = {
+            "__metadata__": {
+                "format": "pt",
+                "sparse_bitnet": ours,
+                "header_crc32": UNKNOWN_CRC,
+            }
+        }
+        for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+            header[name] = {
+                "dtype": entry.dtype,
+                "shape": list(entry.shape),
+                "data_offsets": [entry.begin - data_begin, entry.end - data_begin],
+            }
+        return json.dumps(header, separators=(",", ":")).encode()
+
+
+def _bytes_of(piece: Piece, type_name: str) -> memoryview:
+    found = _type_name(piece.dtype)
+    if isinstance(piece, np.ndarray):
+        assert found == ("uint16" if type_name == "bfloat16" else type_name)
+        return np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data
+    import torch
+
+    assert found == type_name
+    return piece.contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def _type_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
