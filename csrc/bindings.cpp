@@ -5,21 +5,11 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "bindings.h"
 #include "kernels.h"
 
 namespace nb = nanobind;
 using namespace sparse_bitnet;
-
-namespace {
-
-using Address = std::uintptr_t;
-
-template <class T>
-T* pointer(Address address) {
-  return reinterpret_cast<T*>(address);
-}
-
-}  // namespace
 
 NB_MODULE(_cpu, module) {
   // PyTorch's dispatcher holds the registered functions until the process ends.
@@ -67,4 +57,9 @@ NB_MODULE(_cpu, module) {
           },
           nb::arg("x"), nb::arg("dtype"), nb::arg("tokens"), nb::arg("features"), nb::arg("codes"),
           nb::arg("activation_scale"), nb::arg("threads"), unlocked);
+
+  bind_matmul(module);
+  bind_decoder(module);
+  bind_memory(module);
+  bind_ceilings(module);
 }

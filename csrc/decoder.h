@@ -74,6 +74,8 @@ class Decoder {
   Decoder(Model model, const DecoderOptions& options);
   ~Decoder();
 
+  const char* isa() const;  // of the matrix kernels
+
   int open();                                       // a new, empty sequence
   void close(int sequence);                         // gives its pages back
   int fork(int sequence, std::int64_t length);      // a new sequence with the first `length` tokens

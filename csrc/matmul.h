@@ -66,6 +66,9 @@ const char* isa_name(const MatmulKernels& kernels);
 // bits as quantizer.quantize_int8.
 void quantize(const MatmulKernels& kernels, ThreadPool& pool, const float* x, Activations& activations);
 
+// The same on the calling thread alone, for use inside a piece of other work.
+void quantize(const MatmulKernels& kernels, const float* x, Activations& activations);
+
 // One product of a group that shares its input; the group's rows are shared out over the threads
 // together (q, k and v; gate and up).
 struct Product {
@@ -83,5 +86,19 @@ struct Product {
 //   scales[r, g], then * x_scale[t], + bias.
 void matmul(const MatmulKernels& kernels, ThreadPool& pool, const Activations& x,
             const Product* products, int count);
+
+// Weights kept as floats, row_stride bytes between rows, of any alignment.
+enum class FloatType : int { bfloat16 = 0, float32 = 1 };
+
+struct FloatTable {
+  FloatType type;
+  std::int64_t rows, columns, row_stride;
+  const std::uint8_t* data;
+};
+
+// y[t, r] = sum over c of table[r, c] * x[t, c] in float32, x [tokens, x_stride], y [tokens, y_stride].
+// The order of the additions depends on the instruction set, but not on threads.
+void matmul_table(const MatmulKernels& kernels, ThreadPool& pool, const float* x, std::int64_t tokens,
+                  std::int64_t x_stride, const FloatTable& table, float* y, std::int64_t y_stride);
 
 }  // namespace sparse_bitnet

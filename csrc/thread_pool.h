@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <type_traits>
 
 namespace sparse_bitnet {
 
@@ -31,7 +32,7 @@ class ThreadPool {
     run(
         count, size,
         [](void* context, std::int64_t begin, std::int64_t end, int thread) {
-          (*static_cast<Body*>(context))(begin, end, thread);
+          (*static_cast<std::remove_reference_t<Body>*>(context))(begin, end, thread);
         },
         &body);
   }

@@ -1,0 +1,189 @@
+#include "attention.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#define FLOAT_KERNELS "attention_kernels.h"
+#include "each_float_isa.h"
+
+namespace sparse_bitnet {
+namespace {
+
+// A row that has seen nothing: no score is so small, and e^(this - score) is zero.
+constexpr float nothing_seen = -1e30f;
+
+// Segments of at most so many rows have their chunks shared out over the threads.
+constexpr std::int64_t most_rows_in_chunks = 64;
+
+// Whole cache lines.
+std::int64_t aligned_floats(std::int64_t count) { return (count + 15) / 16 * 16; }
+
+// Rows times keys below which another thread costs more than it gains.
+constexpr std::int64_t work_for_threads = 1500;
+
+}  // namespace
+
+const AttentionKernels& choose_attention_kernels(const std::string& isa) {
+#if defined(__x86_64__)
+  if (isa == "avx512vnni") return float_avx512::attention_kernels;
+  // Whatever has FMA has F16C, which not every compiler can ask for.
+  if (isa == "avx2" && __builtin_cpu_supports("fma")) return float_avx2::attention_kernels;
+#endif
+  (void)isa;
+  return float_generic::attention_kernels;
+}
+
+AttentionPlan::AttentionPlan(const KvCache& cache, std::int64_t heads, std::int64_t kv_heads,
+                             std::int64_t head_dim, int threads)
+    : cache_(cache),
+      group_(heads / kv_heads),
+      kv_heads_(kv_heads),
+      head_dim_(head_dim),
+      padded_(padded_dim(head_dim)),
+      scratch_(threads) {}
+
+std::int64_t AttentionPlan::state_floats(std::int64_t rows) const {
+  return rows * (padded_ + most_lanes) + aligned_floats(rows);
+}
+
+AttentionState AttentionPlan::state_at(float* memory, std::int64_t rows) const {
+  float* sum = memory + rows * padded_;
+  return {sum + rows * most_lanes, sum, memory};
+}
+
+void AttentionPlan::set(const Segment* segments, std::int64_t count) {
+  segments_.assign(segments, segments + count);
+  pages_.clear();
+  tasks_.clear();
+  merges_.clear();
+  work_ = 0;
+  std::int64_t states = 0, largest_rows = 0;
+  for (std::int64_t s = 0; s < count; ++s) {
+    const Segment& segment = segments_[s];
+    pages_.push_back(cache_.pages(segment.sequence));
+    const auto pages_until = [&](std::int64_t token) {
+      return (segment.position + token + page_tokens - 1) / page_tokens;
+    };
+    const std::int64_t rows = segment.count * group_, pages = pages_until(segment.count);
+    work_ += rows * kv_heads_ * (segment.position + segment.count);
+    for (std::int64_t head = 0; head < kv_heads_; ++head) {
+      if (rows <= most_rows_in_chunks) {
+        const std::int64_t chunks = (pages + chunk_pages - 1) / chunk_pages;
+        largest_rows = std::max(largest_rows, rows);
+        if (chunks > 1) merges_.push_back({chunks, states, nullptr});
+        for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
+          const std::int64_t first = chunk * chunk_pages;
+          tasks_.push_back({s, head, 0, segment.count, first,
+                            std::min(chunk_pages, pages - first),
+                            chunks > 1 ? std::int64_t(merges_.size()) - 1 : -1, chunk});
+        }
+        if (chunks > 1) states += chunks * state_floats(rows);
+        continue;
+      }
+      for (std::int64_t token = 0; token < segment.count; token += query_block) {
+        const std::int64_t tokens = std::min(query_block, segment.count - token);
+        largest_rows = std::max(largest_rows, tokens * group_);
+        tasks_.push_back({s, head, token, tokens, 0, pages_until(token + tokens), -1, 0});
+      }
+    }
+  }
+  // Large tasks first, so that the threads end together.
+  std::stable_sort(tasks_.begin(), tasks_.end(), [](const Task& a, const Task& b) {
+    return a.page_count * a.tokens > b.page_count * b.tokens;
+  });
+  if (std::int64_t(states_.size()) < states) states_.resize(states);
+  if (left_capacity_ < std::int64_t(merges_.size())) {
+    left_capacity_ = std::int64_t(merges_.size());
+    left_.reset(new std::atomic<std::int64_t>[left_capacity_]);
+  }
+  for (std::size_t i = 0; i < merges_.size(); ++i) merges_[i].left = &left_[i];
+  const std::int64_t scratch = aligned_floats(largest_rows * head_dim_) +
+                               2 * page_tokens * padded_ + 2 * state_floats(largest_rows);
+  for (AlignedVector<float>& memory : scratch_) {
+    if (std::int64_t(memory.size()) < scratch) memory.resize(scratch);
+  }
+}
+
+void AttentionPlan::run(const AttentionKernels& kernels, ThreadPool& pool, std::int64_t layer,
+                        const float* queries, float* out, std::int64_t stride) {
+  for (Merge& merge : merges_) merge.left->store(merge.chunks, std::memory_order_relaxed);
+  const std::int64_t count = std::int64_t(tasks_.size());
+  pool.parallel_for(count, work_ < work_for_threads ? count : 1,
+                    [&](std::int64_t begin, std::int64_t end, int thread) {
+                      for (std::int64_t t = begin; t < end; ++t) {
+                        run_task(kernels, tasks_[t], layer, queries, out, stride, thread);
+                      }
+                    });
+}
+
+void AttentionPlan::run_task(const AttentionKernels& kernels, const Task& task, std::int64_t layer,
+                             const float* queries, float* out, std::int64_t stride, int thread) {
+  const Segment& segment = segments_[task.segment];
+  const std::int64_t rows = task.tokens * group_;
+  float* scratch = scratch_[thread].data();
+  for (std::int64_t token = 0; token < task.tokens; ++token) {
+    const std::int64_t from = (segment.first_row + task.token + token) * stride +
+                              task.kv_head * group_ * head_dim_;
+    std::memcpy(scratch + token * group_ * head_dim_, queries + from,
+                group_ * head_dim_ * sizeof(float));
+  }
+  float* states = scratch + aligned_floats(rows * head_dim_) + 2 * page_tokens * padded_;
+  const AttentionState own = state_at(states, rows);
+  if (task.merge < 0) {
+    for (std::int64_t first = 0; first < task.page_count; first += chunk_pages) {
+      const AttentionState part =
+          first == 0 ? own : state_at(states + state_floats(rows), rows);
+      attend_pages(kernels, task, layer, first, std::min(chunk_pages, task.page_count - first),
+                   scratch, part);
+      if (first > 0) kernels.merge(own, part, rows, padded_);
+    }
+    write_rows(kernels, task, own, out, stride);
+    return;
+  }
+  const Merge& merge = merges_[task.merge];
+  float* merged = states_.data() + merge.first_state;
+  attend_pages(kernels, task, layer, task.first_page, task.page_count, scratch,
+               state_at(merged + task.chunk * state_floats(rows), rows));
+  // Whoever is last merges, in the order of the chunks.
+  if (merge.left->fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+  const AttentionState all = state_at(merged, rows);
+  for (std::int64_t chunk = 1; chunk < merge.chunks; ++chunk) {
+    kernels.merge(all, state_at(merged + chunk * state_floats(rows), rows), rows, padded_);
+  }
+  write_rows(kernels, task, all, out, stride);
+}
+
+void AttentionPlan::attend_pages(const AttentionKernels& kernels, const Task& task,
+                                 std::int64_t layer, std::int64_t first, std::int64_t count,
+                                 float* scratch, const AttentionState& state) const {
+  const std::int64_t rows = task.tokens * group_;
+  std::fill_n(state.maximum, rows, nothing_seen);
+  std::fill_n(state.sum, rows * most_lanes, 0.0f);
+  std::fill_n(state.out, rows * padded_, 0.0f);
+  const std::int32_t* pages = pages_[task.segment];
+  const std::int64_t position = segments_[task.segment].position + task.token;
+  for (std::int64_t page = first; page < first + count; ++page) {
+    const PageView view = cache_.view(pages[page], layer, task.kv_head);
+    kernels.attend({cache_.type(), head_dim_, rows, group_, position + 1 - page * page_tokens,
+                    scratch, view, scratch + aligned_floats(rows * head_dim_), state});
+  }
+}
+
+void AttentionPlan::write_rows(const AttentionKernels& kernels, const Task& task,
+                               const AttentionState& state, float* out,
+                               std::int64_t stride) const {
+  for (std::int64_t row = 0; row < task.tokens * group_; ++row) {
+    const std::int64_t token = segments_[task.segment].first_row + task.token + row / group_;
+    const std::int64_t head = task.kv_head * group_ + row % group_;
+    kernels.finish(state, row, head_dim_, out + token * stride + head * head_dim_);
+  }
+}
+
+}  // namespace sparse_bitnet

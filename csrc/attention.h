@@ -1,0 +1,113 @@
+// Causal attention of grouped queries over the pages of a KvCache.
+//
+// A row is one query of one head. The heads of a group share keys and values, so the rows of a task, all
+// heads of the group and up to `query_block` tokens, use each page together. Softmax is computed on the
+// way (running maximum and sum per row), page by page within chunks of `chunk_pages`, whose results are
+// merged in order. A row's result depends on its query and its pages alone: not on the other rows, the
+// thread count or the split of a prompt.
+
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "aligned_vector.h"
+#include "kv_cache.h"
+
+namespace sparse_bitnet {
+
+constexpr std::int64_t query_block = 32;  // tokens of a task with many queries
+constexpr std::int64_t chunk_pages = 8;
+constexpr std::int64_t most_lanes = 16;  // floats of a vector
+
+// The running softmax of `rows` rows.
+struct AttentionState {
+  float* maximum;  // [rows]
+  float* sum;      // [rows, most_lanes]: partial sums, one a lane
+  float* out;      // [rows, padded_dim]
+};
+
+// One page's part in the attention of some rows.
+struct PageAttention {
+  CacheType type;
+  std::int64_t head_dim, rows, group;
+  std::int64_t visible;  // keys of the page that the first token sees; one more for each next token
+  const float* queries;  // [rows, head_dim], row = token * group + head, scaled
+  PageView page;
+  float* wide;  // scratch [2, page_tokens * padded_dim]
+  AttentionState state;
+};
+
+struct AttentionKernels {
+  const char* isa;
+  void (*attend)(const PageAttention& work);
+  void (*merge)(const AttentionState& into, const AttentionState& from, std::int64_t rows,
+                std::int64_t padded);
+  // out [head_dim] of one row = state.out / state.sum.
+  void (*finish)(const AttentionState& state, std::int64_t row, std::int64_t head_dim, float* out);
+  // Stores a key and a value [head_dim] as token `slot` of a page.
+  void (*append)(CacheType type, const PageView& page, std::int64_t slot, const float* key,
+                 const float* value, std::int64_t head_dim);
+};
+
+const AttentionKernels& choose_attention_kernels(const std::string& isa);
+
+// Tokens of one sequence within a batch whose keys and values are already in the cache.
+struct Segment {
+  int sequence;
+  std::int64_t first_row;  // of its first token in the batch
+  std::int64_t position;   // of its first token in the sequence
+  std::int64_t count;
+};
+
+// The tasks of one batch, the same for every layer.
+class AttentionPlan {
+ public:
+  AttentionPlan(const KvCache& cache, std::int64_t heads, std::int64_t kv_heads,
+                std::int64_t head_dim, int threads);
+
+  void set(const Segment* segments, std::int64_t count);
+
+  // queries, out: [rows, stride], of which heads * head_dim are used.
+  void run(const AttentionKernels& kernels, ThreadPool& pool, std::int64_t layer,
+           const float* queries, float* out, std::int64_t stride);
+
+ private:
+  // The queries of some tokens of a segment against all their pages, or one chunk of them.
+  struct Task {
+    std::int64_t segment, kv_head, token, tokens;
+    std::int64_t first_page, page_count;
+    std::int64_t merge;  // index in merges_, -1: the task is alone
+    std::int64_t chunk;  // of those to be merged
+  };
+  struct Merge {
+    std::int64_t chunks, first_state;  // states_ of its chunks, one after the other
+    std::atomic<std::int64_t>* left;
+  };
+
+  void run_task(const AttentionKernels& kernels, const Task& task, std::int64_t layer,
+                const float* queries, float* out, std::int64_t stride, int thread);
+  void attend_pages(const AttentionKernels& kernels, const Task& task, std::int64_t layer,
+                    std::int64_t first, std::int64_t count, float* scratch,
+                    const AttentionState& state) const;
+  void write_rows(const AttentionKernels& kernels, const Task& task, const AttentionState& state,
+                  float* out, std::int64_t stride) const;
+  AttentionState state_at(float* memory, std::int64_t rows) const;
+  std::int64_t state_floats(std::int64_t rows) const;
+
+  const KvCache& cache_;
+  std::int64_t group_, kv_heads_, head_dim_, padded_;
+  std::vector<Segment> segments_;
+  std::vector<const std::int32_t*> pages_;
+  std::vector<Task> tasks_;
+  std::vector<Merge> merges_;
+  std::unique_ptr<std::atomic<std::int64_t>[]> left_;
+  std::int64_t left_capacity_ = 0;
+  AlignedVector<float> states_;
+  std::vector<AlignedVector<float>> scratch_;  // per thread: queries, a page in floats, two states
+  std::int64_t work_ = 0;                    // rows times keys
+};
+
+}  // namespace sparse_bitnet

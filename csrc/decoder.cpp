@@ -1,0 +1,158 @@
+#include "decoder.h"
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+#include <utility>
+
+#include "decoder_state.h"
+
+namespace sparse_bitnet {
+namespace {
+
+// Tokens that go through the blocks together: more would take more memory, fewer would unpack the
+// weights more often.
+constexpr std::int64_t chunk_tokens = 512;
+
+}  // namespace
+
+void Decoder::State::check(const Request* requests, int count) const {
+  std::vector<int> seen;
+  std::int64_t pages = 0;
+  for (int r = 0; r < count; ++r) {
+    const Request& request = requests[r];
+    const std::int64_t length = cache.length(request.sequence);
+    if (request.count < 1) throw std::invalid_argument("a request has no tokens");
+    if (request.count > context_length - length) {
+      throw std::length_error(std::to_string(request.count) + " more tokens for sequence " +
+                              std::to_string(request.sequence) + ", which has " +
+                              std::to_string(length) + ": the context length is " +
+                              std::to_string(context_length));
+    }
+    for (std::int64_t t = 0; t < request.count; ++t) {
+      if (request.tokens[t] < 0 || request.tokens[t] >= model.vocab) {
+        throw std::out_of_range("token " + std::to_string(request.tokens[t]) +
+                                " is outside the vocabulary of " + std::to_string(model.vocab));
+      }
+    }
+    seen.push_back(request.sequence);
+    pages += cache.pages_for(request.sequence, request.count);
+  }
+  std::sort(seen.begin(), seen.end());
+  const auto twice = std::adjacent_find(seen.begin(), seen.end());
+  if (twice != seen.end()) {
+    throw std::out_of_range("sequence " + std::to_string(*twice) + " occurs twice");
+  }
+  if (pages * page_tokens > cache.free_tokens()) {
+    throw std::length_error("the cache has room for " + std::to_string(cache.free_tokens()) +
+                            " more tokens in whole pages, the step takes " +
+                            std::to_string(pages * page_tokens));
+  }
+}
+
+void Decoder::State::reserve(std::int64_t tokens) {
+  if (tokens <= capacity) return;
+  residual.resize(tokens * model.hidden);
+  delta.resize(tokens * model.hidden);
+  wide.resize(tokens * std::max(2 * (q_width + kv_width), 2 * model.intermediate));
+  row.resize(own_pools.size());
+  for (AlignedVector<float>& one : row) one.resize(model.hidden);
+  hidden_codes.reserve(tokens, model.hidden, false);
+  attended_codes.reserve(tokens, q_width, false);
+  gated_codes.reserve(tokens, model.intermediate, false);
+  capacity = tokens;
+}
+
+// float32 throughout, as transformers computes them.
+void Decoder::State::reserve_positions(std::int64_t positions) {
+  const std::int64_t half = model.head_dim / 2;
+  std::int64_t first = std::int64_t(cosines.size()) / half;
+  if (positions <= first) return;
+  const std::int64_t grown = std::min(context_length, std::max(positions, first + first / 2));
+  cosines.resize(grown * half);
+  sines.resize(grown * half);
+  for (std::int64_t position = first; position < grown; ++position) {
+    for (std::int64_t i = 0; i < half; ++i) {
+      const float angle = float(position) * model.inverse_frequencies[i];
+      cosines[position * half + i] = std::cos(angle) * model.rope_scaling;
+      sines[position * half + i] = std::sin(angle) * model.rope_scaling;
+    }
+  }
+}
+
+// Runs the requests in chunks; `lengths` are those of the sequences before.
+void Decoder::State::run(const Request* requests, int count, const std::int64_t* lengths,
+                         Logits which, float* logits) {
+  int request = 0;
+  std::int64_t done = 0;  // tokens of that request
+  while (request < count) {
+    segments.clear();
+    wanted.clear();
+    std::vector<const std::int32_t*> tokens;
+    std::int64_t row = 0;
+    while (request < count && row < chunk_tokens) {
+      const Request& from = requests[request];
+      const std::int64_t part = std::min(from.count - done, chunk_tokens - row);
+      segments.push_back({from.sequence, row, lengths[request] + done, part});
+      tokens.push_back(from.tokens + done);
+      for (std::int64_t token = 0; token < part; ++token) {
+        const bool is_last = done + token + 1 == from.count;
+        if (which == Logits::all || (which == Logits::last && is_last)) {
+          wanted.push_back(row + token);
+        }
+      }
+      row += part;
+      done += part;
+      if (done == from.count) ++request, done = 0;
+    }
+    run_chunk(tokens.data(), logits);
+    if (logits) logits += std::int64_t(wanted.size()) * model.vocab;
+  }
+}
+
+Decoder::Decoder(Model model, const DecoderOptions& options)
+    : state_(std::make_unique<State>(std::move(model), options)) {}
+
+Decoder::~Decoder() = default;
+
+const char* Decoder::isa() const { return isa_name(state_->kernels); }
+
+int Decoder::open() { return state_->cache.open(); }
+
+void Decoder::close(int sequence) { state_->cache.close(sequence); }
+
+int Decoder::fork(int sequence, std::int64_t length) {
+  return state_->cache.fork(sequence, length);
+}
+
+void Decoder::truncate(int sequence, std::int64_t length) {
+  state_->cache.truncate(sequence, length);
+}
+
+std::int64_t Decoder::length(int sequence) const { return state_->cache.length(sequence); }
+
+std::int64_t Decoder::free_tokens() const { return state_->cache.free_tokens(); }
+
+void Decoder::forward(const Request* requests, int count, Logits which, float* logits) {
+  State& state = *state_;
+  state.check(requests, count);
+  std::int64_t all = 0, positions = 0;
+  std::vector<std::int64_t> lengths;
+  for (int r = 0; r < count; ++r) {
+    lengths.push_back(state.cache.length(requests[r].sequence));
+    all += requests[r].count;
+    positions = std::max(positions, lengths.back() + requests[r].count);
+  }
+  state.reserve(std::min(all, chunk_tokens));
+  state.reserve_positions(positions);
+  for (int r = 0; r < count; ++r) state.cache.extend(requests[r].sequence, requests[r].count);
+
+  try {
+    state.run(requests, count, lengths.data(), which, logits);
+  } catch (...) {
+    for (int r = 0; r < count; ++r) state.cache.truncate(requests[r].sequence, lengths[r]);
+    throw;
+  }
+}
+
+}  // namespace sparse_bitnet

@@ -1,0 +1,168 @@
+// One chunk of tokens through embedding, blocks, final norm and head.
+
+#include <algorithm>
+#include <cmath>
+
+#include "decoder_state.h"
+
+namespace sparse_bitnet {
+namespace {
+
+bool is_quantised(const Table& table) {
+  return table.type == TableType::int8 || table.type == TableType::int4;
+}
+
+}  // namespace
+
+// Queries and keys are rotated, keys and values go to the cache.
+void Decoder::State::rotate_and_append(const Block& block, std::int64_t layer,
+                                       std::int64_t tokens) {
+  const std::int64_t head_dim = model.head_dim, half = head_dim / 2;
+  const float score_scale = 1.0f / std::sqrt(float(head_dim));
+  float *queries = q(), *keys = k(tokens), *values = v(tokens);
+  each_token(tokens, q_width + 4 * kv_width, [&](std::int64_t token, int) {
+    const auto after = std::upper_bound(
+        segments.begin(), segments.end(), token,
+        [](std::int64_t row, const Segment& segment) { return row < segment.first_row; });
+    const Segment& segment = *(after - 1);
+    const std::int64_t position = segment.position + token - segment.first_row;
+    const float *cosine = &cosines[position * half], *sine = &sines[position * half];
+    for (std::int64_t head = 0; head < model.heads; ++head) {
+      float* query = queries + token * q_width + head * head_dim;
+      if (block.q_norm) {
+        elementwise.add_and_norm(query, nullptr, block.q_norm, model.norm_epsilon, head_dim, query);
+      }
+      elementwise.rotate(query, cosine, sine, half, score_scale);
+    }
+    const std::int32_t page = cache.pages(segment.sequence)[position / page_tokens];
+    for (std::int64_t head = 0; head < model.kv_heads; ++head) {
+      float* key = keys + token * kv_width + head * head_dim;
+      if (block.k_norm) {
+        elementwise.add_and_norm(key, nullptr, block.k_norm, model.norm_epsilon, head_dim, key);
+      }
+      elementwise.rotate(key, cosine, sine, half, 1.0f);
+      attention.append(cache.type(), cache.view(page, layer, head), position % page_tokens, key,
+                       values + token * kv_width + head * head_dim, head_dim);
+    }
+  });
+}
+
+// A block's attention, from the residual to `attended`. In the last block only the wanted rows attend.
+void Decoder::State::attend(const Block& block, std::int64_t layer, std::int64_t tokens, bool add) {
+  norm_tokens(tokens, block.input_norm, add);
+  const Product products[] = {{&block.q, block.q_bias, q(), q_width},
+                              {&block.k, block.k_bias, k(tokens), kv_width},
+                              {&block.v, block.v_bias, v(tokens), kv_width}};
+  matmul(kernels, pool, hidden_codes.rows(0, tokens), products, 3);
+  rotate_and_append(block, layer, tokens);
+  if (layer + 1 == std::int64_t(model.blocks.size()) &&
+      std::int64_t(wanted.size()) < tokens) {
+    std::vector<Segment> parts;
+    for (const Segment& segment : segments) {
+      for (std::int64_t row : wanted) {
+        const std::int64_t token = row - segment.first_row;
+        if (token < 0 || token >= segment.count) continue;
+        parts.push_back({segment.sequence, row, segment.position + token, 1});
+      }
+    }
+    plan.set(parts.data(), std::int64_t(parts.size()));
+  }
+  plan.run(attention, pool, layer, q(), attended(tokens), q_width);
+}
+
+// Moves the wanted rows to the front.
+void Decoder::State::keep_wanted(std::int64_t tokens) {
+  float* rows = attended(tokens);
+  for (std::size_t i = 0; i < wanted.size(); ++i) {
+    if (std::int64_t(i) == wanted[i]) continue;
+    std::copy_n(rows + wanted[i] * q_width, q_width, rows + i * q_width);
+    std::copy_n(&residual[wanted[i] * model.hidden], model.hidden, &residual[i * model.hidden]);
+  }
+}
+
+// The output projection of `attended` into `delta`.
+void Decoder::State::project_attended(const Block& block, std::int64_t tokens, float* rows) {
+  each_token(tokens, q_width, [&](std::int64_t token, int thread) {
+    float* x = rows + token * q_width;
+    if (block.attention_sub_norm) {
+      elementwise.add_and_norm(x, nullptr, block.attention_sub_norm, model.norm_epsilon, q_width, x);
+    }
+    quantize_row(x, attended_codes, token, thread);
+  });
+  const Product product{&block.o, block.o_bias, delta.data(), model.hidden};
+  matmul(kernels, pool, attended_codes.rows(0, tokens), &product, 1);
+}
+
+void Decoder::State::feed_forward(const Block& block, std::int64_t tokens) {
+  norm_tokens(tokens, block.post_attention_norm, true);
+  const std::int64_t n = model.intermediate;
+  float *gate = wide.data(), *up = gate + tokens * n;
+  const Product products[] = {{&block.gate, nullptr, gate, n}, {&block.up, nullptr, up, n}};
+  matmul(kernels, pool, hidden_codes.rows(0, tokens), products, 2);
+  each_token(tokens, n, [&](std::int64_t token, int thread) {
+    float* x = gate + token * n;
+    elementwise.gated(model.activation, x, up + token * n, n);
+    if (block.ffn_sub_norm) {
+      elementwise.add_and_norm(x, nullptr, block.ffn_sub_norm, model.norm_epsilon, n, x);
+    }
+    quantize_row(x, gated_codes, token, thread);
+  });
+  const Product product{&block.down, nullptr, delta.data(), model.hidden};
+  matmul(kernels, pool, gated_codes.rows(0, tokens), &product, 1);
+}
+
+// Final norm and head of the wanted rows, which lie in front.
+void Decoder::State::write_logits(float* logits) {
+  const std::int64_t tokens = std::int64_t(wanted.size()), n = model.hidden;
+  const Table& table = model.head;
+  const bool codes = is_quantised(table);
+  if (codes) head_codes.reserve(tokens, n, true);
+  each_token(tokens, n, [&](std::int64_t token, int thread) {
+    float* x = &residual[token * n];
+    elementwise.add_and_norm(x, &delta[token * n], model.final_norm, model.norm_epsilon, n, x);
+    if (codes) quantize_row(x, head_codes, token, thread);
+  });
+  if (!codes) {
+    const FloatType type =
+        table.type == TableType::bfloat16 ? FloatType::bfloat16 : FloatType::float32;
+    matmul_table(kernels, pool, residual.data(), tokens, n,
+                 {type, table.rows, table.columns, table.row_stride, table.data}, logits,
+                 model.vocab);
+    return;
+  }
+  const WeightFormat format =
+      table.type == TableType::int8 ? WeightFormat::int8 : WeightFormat::int4;
+  const Matrix matrix{format,           {1, 1},     table.rows, table.columns,
+                      table.row_stride, table.data, 1.0f,       table.scales};
+  const Product product{&matrix, nullptr, logits, model.vocab};
+  matmul(kernels, pool, head_codes.rows(0, tokens), &product, 1);
+}
+
+// Runs the tokens of `segments`; tokens[i] are those of segments[i]. Logits of the wanted rows.
+void Decoder::State::run_chunk(const std::int32_t* const* tokens, float* logits) {
+  const Segment& end = segments.back();
+  std::int64_t count = end.first_row + end.count;
+  for (std::size_t s = 0; s < segments.size(); ++s) {
+    const Segment& segment = segments[s];
+    each_token(segment.count, model.hidden, [&](std::int64_t token, int) {
+      table_row(model.embedding, tokens[s][token],
+                &residual[(segment.first_row + token) * model.hidden]);
+    });
+  }
+  plan.set(segments.data(), std::int64_t(segments.size()));
+  for (std::size_t layer = 0; layer < model.blocks.size(); ++layer) {
+    const Block& block = model.blocks[layer];
+    attend(block, std::int64_t(layer), count, layer > 0);
+    float* rows = attended(count);
+    if (layer + 1 == model.blocks.size()) {
+      keep_wanted(count);
+      count = std::int64_t(wanted.size());
+      if (count == 0) return;
+    }
+    project_attended(block, count, rows);
+    feed_forward(block, count);
+  }
+  write_logits(logits);
+}
+
+}  // namespace sparse_bitnet

@@ -1,0 +1,147 @@
+// What a decoder holds between steps, for decoder.cpp (requests, cache, chunks) and decoder_blocks.cpp
+// (the work on one chunk).
+
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "aligned_vector.h"
+#include "attention.h"
+#include "decoder.h"
+#include "elementwise.h"
+#include "kv_cache.h"
+
+namespace sparse_bitnet {
+
+// Quantised activations with their memory.
+class ActivationBuffer {
+ public:
+  void reserve(std::int64_t tokens, std::int64_t columns, bool fine) {
+    if (tokens <= tokens_) return;
+    const std::int64_t stride = activation_stride(columns);
+    const std::size_t bytes = std::size_t(tokens * stride + activation_slack);
+    codes_.assign(bytes, 0);
+    if (fine) fine_.assign(bytes, 0);
+    scales_.assign(tokens, 0);
+    sums_.assign(tokens, 0);
+    fine_sums_.assign(tokens, 0);
+    tokens_ = tokens;
+    view_ = {tokens, columns, stride, codes_.data(), fine ? fine_.data() : nullptr, scales_.data(),
+             sums_.data(), fine ? fine_sums_.data() : nullptr};
+  }
+
+  // Tokens [first, first + count).
+  Activations rows(std::int64_t first, std::int64_t count) const {
+    Activations part = view_;
+    part.tokens = count;
+    part.codes += first * part.stride;
+    if (part.fine) part.fine += first * part.stride;
+    part.scales += first;
+    part.sums += first;
+    if (part.fine_sums) part.fine_sums += first;
+    return part;
+  }
+
+ private:
+  std::int64_t tokens_ = 0;
+  AlignedVector<std::int8_t> codes_, fine_;
+  std::vector<float> scales_;
+  std::vector<std::int32_t> sums_, fine_sums_;
+  Activations view_{};
+};
+
+struct Decoder::State {
+  State(Model given, const DecoderOptions& options)
+      : model(std::move(given)),
+        context_length(options.context_length),
+        kernels(choose_matmul_kernels(options.isa)),
+        elementwise(choose_elementwise_kernels(isa_name(kernels))),
+        attention(choose_attention_kernels(isa_name(kernels))),
+        pool(options.threads),
+        cache(options.cache, std::int64_t(model.blocks.size()), model.kv_heads, model.head_dim,
+              options.cache_tokens),
+        plan(cache, model.heads, model.kv_heads, model.head_dim, options.threads),
+        q_width(model.heads * model.head_dim),
+        kv_width(model.kv_heads * model.head_dim) {
+    for (int thread = 0; thread < options.threads; ++thread) {
+      own_pools.push_back(std::make_unique<ThreadPool>(1));
+    }
+  }
+
+  const Model model;
+  const std::int64_t context_length;
+  const MatmulKernels& kernels;
+  const ElementwiseKernels& elementwise;
+  const AttentionKernels& attention;
+  ThreadPool pool;
+  // quantize() asks for a pool; inside a piece of work it gets one of the thread's own.
+  std::vector<std::unique_ptr<ThreadPool>> own_pools;
+  KvCache cache;
+  AttentionPlan plan;
+  const std::int64_t q_width, kv_width;
+
+  std::int64_t capacity = 0;     // tokens the buffers hold
+  AlignedVector<float> residual;  // [tokens, hidden]
+  AlignedVector<float> delta;     // [tokens, hidden], to be added to the residual
+  AlignedVector<float> wide;      // q, k, v, attended; then gate, up
+  std::vector<AlignedVector<float>> row;  // per thread: one token between norm and quantisation
+  ActivationBuffer hidden_codes, attended_codes, gated_codes, head_codes;
+  std::vector<float> cosines, sines;  // [positions, head_dim / 2]
+  std::vector<Segment> segments;      // of the chunk at hand
+  std::vector<std::int64_t> wanted;   // its rows whose logits are asked for, ascending
+
+  void check(const Request* requests, int count) const;
+  void reserve(std::int64_t tokens);
+  void reserve_positions(std::int64_t positions);
+  void run(const Request* requests, int count, const std::int64_t* lengths, Logits which,
+           float* logits);
+  void run_chunk(const std::int32_t* const* tokens, float* logits);
+  void attend(const Block& block, std::int64_t layer, std::int64_t tokens, bool add);
+  void project_attended(const Block& block, std::int64_t tokens, float* rows);
+  void rotate_and_append(const Block& block, std::int64_t layer, std::int64_t tokens);
+  void keep_wanted(std::int64_t tokens);
+  void feed_forward(const Block& block, std::int64_t tokens);
+  void write_logits(float* logits);
+
+  // Of the chunk's tokens, in `wide`.
+  float* q() { return wide.data(); }
+  float* k(std::int64_t tokens) { return q() + tokens * q_width; }
+  float* v(std::int64_t tokens) { return k(tokens) + tokens * kv_width; }
+  float* attended(std::int64_t tokens) { return v(tokens) + tokens * kv_width; }
+
+  // Floats of elementwise work below which another thread costs more than it gains.
+  static constexpr std::int64_t work_for_threads = 16384;
+
+  // body(token, thread) for every token.
+  template <class Body>
+  void each_token(std::int64_t tokens, std::int64_t columns, Body&& body) {
+    const std::int64_t piece = tokens * columns < work_for_threads
+                                   ? tokens
+                                   : std::max<std::int64_t>(1, work_for_threads / columns);
+    pool.parallel_for(tokens, piece, [&](std::int64_t begin, std::int64_t end, int thread) {
+      for (std::int64_t token = begin; token < end; ++token) body(token, thread);
+    });
+  }
+
+  void quantize_row(const float* x, const ActivationBuffer& buffer, std::int64_t token,
+                    int thread) {
+    Activations one = buffer.rows(token, 1);
+    quantize(kernels, *own_pools[thread], x, one);
+  }
+
+  // residual += delta (if `add`), then its norm, quantised.
+  void norm_tokens(std::int64_t tokens, const float* weight, bool add) {
+    const std::int64_t n = model.hidden;
+    each_token(tokens, n, [&](std::int64_t token, int thread) {
+      float* out = row[thread].data();
+      elementwise.add_and_norm(&residual[token * n], add ? &delta[token * n] : nullptr, weight,
+                               model.norm_epsilon, n, out);
+      quantize_row(out, hidden_codes, token, thread);
+    });
+  }
+};
+
+}  // namespace sparse_bitnet

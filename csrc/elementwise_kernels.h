@@ -1,0 +1,79 @@
+// The functions of elementwise.h for one instruction set, on top of float_vector.h.
+
+// Squares of floats are exact in double, and the lanes of the sum are the same number everywhere, so
+// that every instruction set returns the same bits.
+constexpr int square_lanes = 16;
+
+TARGET static double sum_of_squares(const float* x, std::int64_t n) {
+  constexpr int doubles = VECTOR_BYTES / 8, vectors = square_lanes / doubles;
+  Vector<double> sums[vectors] = {};
+  std::int64_t i = 0;
+  for (; i + square_lanes <= n; i += square_lanes) {
+    UNROLL for (int k = 0; k < vectors; ++k) {
+      const auto part = load<Vector<float, VECTOR_BYTES / 2>>(x + i + k * doubles);
+      const auto wide = __builtin_convertvector(part, Vector<double>);
+      sums[k] += wide * wide;
+    }
+  }
+  double lane[square_lanes];
+  __builtin_memcpy(lane, sums, sizeof lane);
+  for (; i < n; ++i) lane[i % square_lanes] += double(x[i]) * double(x[i]);
+  for (int half = square_lanes / 2; half >= 1; half /= 2) {
+    for (int k = 0; k < half; ++k) lane[k] += lane[k + half];
+  }
+  return lane[0];
+}
+
+TARGET static void add_and_norm(float* residual, const float* delta, const float* weight,
+                                float epsilon, std::int64_t n, float* out) {
+  const std::int64_t whole = n / width * width;
+  if (delta) {
+    for (std::int64_t i = 0; i < whole; i += width) {
+      store(residual + i, load_floats(residual + i) + load_floats(delta + i));
+    }
+    for (std::int64_t i = whole; i < n; ++i) residual[i] += delta[i];
+  }
+  const float variance = float(sum_of_squares(residual, n) / double(n));
+  const float inverse = 1.0f / __builtin_sqrtf(variance + epsilon);
+  for (std::int64_t i = 0; i < whole; i += width) {
+    store(out + i, load_floats(weight + i) * (load_floats(residual + i) * inverse));
+  }
+  for (std::int64_t i = whole; i < n; ++i) out[i] = weight[i] * (residual[i] * inverse);
+}
+
+INLINE Floats gated_vector(Activation activation, const Floats& gate, const Floats& up) {
+  if (activation == Activation::silu) return gate / (1.0f + bounded_exponential(-gate)) * up;
+  const Floats positive = larger(gate, Floats{});
+  return positive * positive * up;
+}
+
+TARGET static void gated(Activation activation, float* gate, const float* up, std::int64_t n) {
+  std::int64_t i = 0;
+  for (; i + width <= n; i += width) {
+    store(gate + i, gated_vector(activation, load_floats(gate + i), load_floats(up + i)));
+  }
+  if (i < n) {
+    float rest[2][width] = {};
+    for (std::int64_t k = i; k < n; ++k) rest[0][k - i] = gate[k], rest[1][k - i] = up[k];
+    store(rest[0], gated_vector(activation, load_floats(rest[0]), load_floats(rest[1])));
+    for (std::int64_t k = i; k < n; ++k) gate[k] = rest[0][k - i];
+  }
+}
+
+TARGET static void rotate(float* x, const float* cosine, const float* sine, std::int64_t half,
+                          float scale) {
+  std::int64_t i = 0;
+  for (; i + width <= half; i += width) {
+    const Floats low = load_floats(x + i), high = load_floats(x + half + i);
+    const Floats c = load_floats(cosine + i), s = load_floats(sine + i);
+    store(x + i, (low * c - high * s) * scale);
+    store(x + half + i, (high * c + low * s) * scale);
+  }
+  for (; i < half; ++i) {
+    const float low = x[i], high = x[half + i];
+    x[i] = (low * cosine[i] - high * sine[i]) * scale;
+    x[half + i] = (high * cosine[i] + low * sine[i]) * scale;
+  }
+}
+
+static const ElementwiseKernels elementwise_kernels = {FLOAT_ISA, add_and_norm, gated, rotate};

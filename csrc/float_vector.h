@@ -1,0 +1,102 @@
+// What the float32 kernels share: conversions, exp, horizontal sums. Included by each_float_isa.h once
+// per instruction set.
+
+using Floats = Vector<float>;
+using Ints = Vector<std::int32_t>;
+constexpr int width = lanes<float>;
+
+INLINE Floats load_floats(const float* from) { return load<Floats>(from); }
+
+INLINE Floats choose(const Ints& mask, const Floats& yes, const Floats& no) {
+  return bit_cast<Floats>((mask & bit_cast<Ints>(yes)) | (~mask & bit_cast<Ints>(no)));
+}
+
+INLINE Floats larger(const Floats& a, const Floats& b) { return a > b ? a : b; }
+INLINE Floats smaller(const Floats& a, const Floats& b) { return a < b ? a : b; }
+
+constexpr float largest_half = 65504.0f;
+
+INLINE Floats clamp_to_half(const Floats& v) {
+  return smaller(larger(v, splat(-largest_half)), splat(largest_half));
+}
+
+// Shifting a float16's exponent and mantissa to float32's places leaves the exponent 112 too small,
+// which one exact product mends, subnormals included. The cache holds finite values only.
+INLINE Floats widen_half_in_software(const std::uint16_t* from) {
+  const auto half = load<Vector<std::uint16_t, VECTOR_BYTES / 2>>(from);
+  const Ints bits = __builtin_convertvector(half, Ints);
+  const Floats magnitude = bit_cast<Floats>((bits & 0x7fff) << 13) * 0x1p112f;
+  return bit_cast<Floats>(bit_cast<Ints>(magnitude) | (bits & 0x8000) << 16);
+}
+
+// Normal values: half of the last place kept is added, less a bit where that place is even, then the
+// rest cut off. Below 2^-14 adding 0.5 rounds to multiples of 2^-24, which are the subnormals' steps.
+INLINE void narrow_half_in_software(std::uint16_t* to, const Floats& v) {
+  const Ints clamped = bit_cast<Ints>(clamp_to_half(v));
+  const Ints magnitude = clamped & 0x7fffffff;
+  const Ints normal = (magnitude + 0xfff + ((magnitude >> 13) & 1) - (112 << 23)) >> 13;
+  const Ints small = bit_cast<Ints>(bit_cast<Floats>(magnitude) + 0.5f) - 0x3f000000;
+  const Ints is_small = magnitude < 0x38800000;
+  const Ints bits = (is_small & small) | (~is_small & normal) | ((clamped >> 16) & 0x8000);
+  store(to, __builtin_convertvector(bits, Vector<std::uint16_t, VECTOR_BYTES / 2>));
+}
+
+INLINE Floats load_floats(const std::uint16_t* from) { return WIDEN_HALF(from); }
+
+INLINE Floats load_floats(const std::int8_t* from) {
+  return __builtin_convertvector(WIDEN_BYTES(from), Floats);
+}
+
+template <int STEP, std::int32_t... I>
+INLINE Floats exchanged(const Floats& v, std::integer_sequence<std::int32_t, I...>) {
+  return PICK(std::int32_t, v, v, (I ^ STEP)...);
+}
+
+using LaneNumbers = std::make_integer_sequence<std::int32_t, width>;
+
+template <int STEP = width / 2>
+INLINE float sum_of_lanes(const Floats& v) {
+  const Floats sum = v + exchanged<STEP>(v, LaneNumbers());
+  if constexpr (STEP == 1) {
+    return sum[0];
+  } else {
+    return sum_of_lanes<STEP / 2>(sum);
+  }
+}
+
+template <int STEP = width / 2>
+INLINE float largest_lane(const Floats& v) {
+  const Floats top = larger(v, exchanged<STEP>(v, LaneNumbers()));
+  if constexpr (STEP == 1) {
+    return top[0];
+  } else {
+    return largest_lane<STEP / 2>(top);
+  }
+}
+
+// e^x for x within -87 and 88, where neither result nor scaling leaves the normal numbers; other x count
+// as the nearer bound, and NaN as -87. About one unit in the last place: x = n ln 2 + r with
+// |r| <= ln 2 / 2, ln 2 in two parts, the first with few bits, so that r is exact without fused
+// arithmetic too; e^r by its Taylor polynomial of degree 7, whose remainder is below 2^-27.
+INLINE Floats bounded_exponential(const Floats& x) {
+  constexpr float round_to_low_bits = 12582912.0f;
+  const Floats bounded = smaller(larger(x, splat(-87.0f)), splat(88.0f));
+  const Floats shifted = FUSED(bounded, splat(1.44269504f), splat(round_to_low_bits));
+  const Floats n = shifted - round_to_low_bits;
+  Floats r = FUSED(n, splat(-0.693359375f), bounded);
+  r = FUSED(n, splat(2.12194440e-4f), r);
+  Floats y = splat(1.0f / 5040);
+  y = FUSED(y, r, splat(1.0f / 720));
+  y = FUSED(y, r, splat(1.0f / 120));
+  y = FUSED(y, r, splat(1.0f / 24));
+  y = FUSED(y, r, splat(1.0f / 6));
+  y = FUSED(y, r, splat(0.5f));
+  y = FUSED(y, r * r, r) + 1.0f;
+  // The low bits of `shifted` are n; those above them leave the register.
+  return y * bit_cast<Floats>((bit_cast<Ints>(shifted) << 23) + 0x3f800000);
+}
+
+// e^x for x <= 0: zero below -87.
+INLINE Floats exponential(const Floats& x) {
+  return choose(x < -87.0f, Floats{}, bounded_exponential(x));
+}

@@ -1,0 +1,177 @@
+#include "kv_cache.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace sparse_bitnet {
+namespace {
+
+constexpr std::size_t huge_page = std::size_t(1) << 21;
+
+std::int64_t element_bytes(CacheType type) {
+  return type == CacheType::float32 ? 4 : type == CacheType::float16 ? 2 : 1;
+}
+
+// Untouched memory costs nothing until a page is used, so that room for many tokens may be asked for.
+std::uint8_t* allocate(std::size_t bytes) {
+  const std::size_t alignment = bytes >= huge_page ? huge_page : 64;
+  const std::size_t rounded = (bytes + alignment - 1) / alignment * alignment;
+  void* data = std::aligned_alloc(alignment, rounded);
+  if (!data) throw std::bad_alloc();
+#if defined(__linux__)
+  if (alignment == huge_page) madvise(data, rounded, MADV_HUGEPAGE);
+#endif
+  return static_cast<std::uint8_t*>(data);
+}
+
+std::int64_t pages_of(std::int64_t tokens) { return (tokens + page_tokens - 1) / page_tokens; }
+
+std::int64_t round_up(std::int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+}  // namespace
+
+KvCache::KvCache(CacheType type, std::int64_t layers, std::int64_t kv_heads, std::int64_t head_dim,
+                 std::int64_t cache_tokens)
+    : type_(type), kv_heads_(kv_heads), data_(nullptr, &std::free) {
+  const std::int64_t element = element_bytes(type);
+  key_bytes_ = round_up(head_dim * page_tokens * element);
+  value_bytes_ = round_up(page_tokens * padded_dim(head_dim) * element);
+  scale_bytes_ = type == CacheType::int8 ? page_tokens * std::int64_t(sizeof(float)) : 0;
+  head_bytes_ = key_bytes_ + value_bytes_ + 2 * scale_bytes_;
+  page_bytes_ = layers * kv_heads * head_bytes_;
+  const std::int64_t count = pages_of(cache_tokens);
+  if (count > std::numeric_limits<std::int32_t>::max() ||
+      count > std::numeric_limits<std::int64_t>::max() / 2 / page_bytes_) {
+    throw std::bad_alloc();
+  }
+  data_.reset(allocate(std::size_t(count * page_bytes_)));
+  references_.assign(count, 0);
+  for (std::int64_t page = count; page-- > 0;) free_.push_back(std::int32_t(page));
+}
+
+KvCache::~KvCache() = default;
+
+KvCache::Sequence& KvCache::find(int sequence) {
+  const auto found = sequences_.find(sequence);
+  if (found == sequences_.end()) {
+    throw std::out_of_range("sequence " + std::to_string(sequence) + " is not open");
+  }
+  return found->second;
+}
+
+const KvCache::Sequence& KvCache::find(int sequence) const {
+  return const_cast<KvCache*>(this)->find(sequence);
+}
+
+std::int32_t KvCache::take_page() {
+  const std::int32_t page = free_.back();
+  free_.pop_back();
+  references_[page] = 1;
+  return page;
+}
+
+void KvCache::release_page(std::int32_t page) {
+  if (--references_[page] == 0) free_.push_back(page);
+}
+
+void KvCache::copy_page(std::int32_t to, std::int32_t from) {
+  std::memcpy(data_.get() + to * page_bytes_, data_.get() + from * page_bytes_, page_bytes_);
+}
+
+bool KvCache::must_copy_last(const Sequence& sequence) const {
+  return sequence.length % page_tokens != 0 && references_[sequence.pages.back()] > 1;
+}
+
+int KvCache::open() {
+  const int sequence = next_++;
+  sequences_[sequence];
+  return sequence;
+}
+
+void KvCache::close(int sequence) {
+  for (std::int32_t page : find(sequence).pages) release_page(page);
+  sequences_.erase(sequence);
+}
+
+int KvCache::fork(int sequence, std::int64_t length) {
+  const Sequence& from = find(sequence);
+  if (length < 0 || length > from.length) {
+    throw std::out_of_range("fork at " + std::to_string(length) + ": the sequence has " +
+                            std::to_string(from.length) + " tokens");
+  }
+  const std::int64_t whole = length / page_tokens;
+  const bool partial = length % page_tokens != 0;
+  if (partial && free_.empty()) {
+    throw std::length_error("the cache has no free page for a fork inside a page");
+  }
+  Sequence copy;
+  copy.length = length;
+  copy.pages.reserve(whole + 1);
+  copy.pages.assign(from.pages.begin(), from.pages.begin() + whole);
+  const std::int32_t last = partial ? from.pages[whole] : -1;
+  const int forked = next_++;
+  Sequence& placed = sequences_[forked] = std::move(copy);
+  for (std::int32_t page : placed.pages) ++references_[page];
+  if (partial) {
+    placed.pages.push_back(take_page());
+    copy_page(placed.pages.back(), last);
+  }
+  return forked;
+}
+
+void KvCache::truncate(int sequence, std::int64_t length) {
+  Sequence& cut = find(sequence);
+  if (length < 0 || length > cut.length) {
+    throw std::out_of_range("truncate to " + std::to_string(length) + ": the sequence has " +
+                            std::to_string(cut.length) + " tokens");
+  }
+  cut.length = length;
+  while (std::int64_t(cut.pages.size()) > pages_of(length)) {
+    release_page(cut.pages.back());
+    cut.pages.pop_back();
+  }
+}
+
+std::int64_t KvCache::length(int sequence) const { return find(sequence).length; }
+
+std::int64_t KvCache::pages_for(int sequence, std::int64_t count) const {
+  const Sequence& grown = find(sequence);
+  const std::int64_t more = pages_of(grown.length + count) - std::int64_t(grown.pages.size());
+  return more + must_copy_last(grown);
+}
+
+void KvCache::extend(int sequence, std::int64_t count) {
+  Sequence& grown = find(sequence);
+  if (must_copy_last(grown)) {
+    const std::int32_t shared = grown.pages.back(), own = take_page();
+    copy_page(own, shared);
+    release_page(shared);
+    grown.pages.back() = own;
+  }
+  grown.length += count;
+  while (std::int64_t(grown.pages.size()) < pages_of(grown.length)) {
+    grown.pages.push_back(take_page());
+  }
+}
+
+const std::int32_t* KvCache::pages(int sequence) const { return find(sequence).pages.data(); }
+
+PageView KvCache::view(std::int32_t page, std::int64_t layer, std::int64_t kv_head) const {
+  std::uint8_t* keys =
+      data_.get() + page * page_bytes_ + (layer * kv_heads_ + kv_head) * head_bytes_;
+  std::uint8_t* values = keys + key_bytes_;
+  float* scales = reinterpret_cast<float*>(values + value_bytes_);
+  const bool has_scales = type_ == CacheType::int8;
+  return {keys, values, has_scales ? scales : nullptr,
+          has_scales ? scales + page_tokens : nullptr};
+}
+
+}  // namespace sparse_bitnet

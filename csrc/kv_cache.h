@@ -1,0 +1,83 @@
+// Keys and values of many sequences, in pages of 64 tokens with reference counts. Sequences share whole
+// pages after a fork; a page that others hold is copied before tokens are appended to it.
+//
+// A page holds all layers. Of each layer and key-value head it has, 64-byte aligned:
+//   keys   [head_dim][64 tokens], transposed: a query's scores against 16 tokens are one chain of
+//          fused multiply-adds, without a horizontal sum;
+//   values [64 tokens][padded head_dim], zeros behind head_dim;
+//   key scales, value scales [64] float32, with int8 only.
+
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "decoder.h"
+
+namespace sparse_bitnet {
+
+// Values are padded to whole vectors of every instruction set.
+constexpr std::int64_t dim_alignment = 16;
+
+constexpr std::int64_t padded_dim(std::int64_t head_dim) {
+  return (head_dim + dim_alignment - 1) / dim_alignment * dim_alignment;
+}
+
+// One layer and head of a page.
+struct PageView {
+  void *keys, *values;
+  float *key_scales, *value_scales;  // null unless int8
+};
+
+class KvCache {
+ public:
+  KvCache(CacheType type, std::int64_t layers, std::int64_t kv_heads, std::int64_t head_dim,
+          std::int64_t cache_tokens);
+  ~KvCache();
+  KvCache(const KvCache&) = delete;
+  KvCache& operator=(const KvCache&) = delete;
+
+  // As in decoder.h; std::out_of_range for a sequence that is not open or a length it does not have,
+  // std::length_error where no page is free for the last one of a fork.
+  int open();
+  void close(int sequence);
+  int fork(int sequence, std::int64_t length);
+  void truncate(int sequence, std::int64_t length);
+  std::int64_t length(int sequence) const;
+  std::int64_t free_tokens() const { return std::int64_t(free_.size()) * page_tokens; }
+
+  // Free pages that appending `count` tokens takes.
+  std::int64_t pages_for(int sequence, std::int64_t count) const;
+  // Takes those pages, which must be free, and counts the tokens in.
+  void extend(int sequence, std::int64_t count);
+
+  const std::int32_t* pages(int sequence) const;
+  PageView view(std::int32_t page, std::int64_t layer, std::int64_t kv_head) const;
+  CacheType type() const { return type_; }
+
+ private:
+  struct Sequence {
+    std::vector<std::int32_t> pages;
+    std::int64_t length = 0;
+  };
+
+  Sequence& find(int sequence);
+  const Sequence& find(int sequence) const;
+  std::int32_t take_page();
+  void release_page(std::int32_t page);
+  void copy_page(std::int32_t to, std::int32_t from);
+  bool must_copy_last(const Sequence& sequence) const;
+
+  CacheType type_;
+  std::int64_t kv_heads_;
+  std::int64_t key_bytes_, value_bytes_, scale_bytes_, head_bytes_, page_bytes_;
+  std::unique_ptr<std::uint8_t, void (*)(void*)> data_;
+  std::vector<std::int32_t> references_;
+  std::vector<std::int32_t> free_;  // a stack: pages used lately come first
+  std::unordered_map<int, Sequence> sequences_;
+  int next_ = 0;
+};
+
+}  // namespace sparse_bitnet

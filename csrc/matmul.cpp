@@ -1,0 +1,172 @@
+// The choice of an instruction set, and the whole operations: the inner functions over the threads.
+
+#include "matmul.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <stdexcept>
+#include <vector>
+
+#include "matmul_kernels.h"
+
+namespace sparse_bitnet {
+namespace {
+
+// Best first.
+const MatmulKernels* const all_kernels[] = {
+#if defined(__x86_64__)
+    &avx512vnni_matmul_kernels,
+    &avx2_matmul_kernels,
+#endif
+    &generic_matmul_kernels,
+};
+
+// Another thread gains something from this many multiplications on.
+constexpr std::int64_t work_per_thread = 1 << 16;
+
+MatmulScratch& thread_scratch() {
+  thread_local const std::unique_ptr<MatmulScratch> scratch(new MatmulScratch);
+  return *scratch;
+}
+
+// Tokens [begin, end) of activations.
+Activations token_range(const Activations& x, std::int64_t begin, std::int64_t end) {
+  Activations part = x;
+  part.tokens = end - begin;
+  part.codes += begin * x.stride;
+  part.scales += begin;
+  part.sums += begin;
+  if (x.fine) {
+    part.fine += begin * x.stride;
+    part.fine_sums += begin;
+  }
+  return part;
+}
+
+// For products with int4 weights; nothing otherwise. [tokens, codes and fine, groups]
+const std::vector<std::int32_t>& group_sums(const MatmulKernels& kernels, ThreadPool& pool,
+                                            const Activations& x, const Product* products, int count) {
+  thread_local std::vector<std::int32_t> sums;
+  const bool needed = std::any_of(products, products + count, [](const Product& product) {
+    return product.matrix->format == WeightFormat::int4;
+  });
+  const std::int64_t groups = packed::divide_up(x.columns, int4_group), parts = x.fine ? 2 : 1;
+  sums.resize(needed ? x.tokens * parts * groups : 0);
+  if (!needed) return sums;
+  std::int32_t* to = sums.data();
+  pool.parallel_for(x.tokens, 16, [&](std::int64_t begin, std::int64_t end, int) {
+    for (std::int64_t t = begin; t < end; ++t) {
+      kernels.sum_groups(x.codes + t * x.stride, groups, to + t * parts * groups);
+      if (x.fine) kernels.sum_groups(x.fine + t * x.stride, groups, to + (t * parts + 1) * groups);
+    }
+  });
+  return sums;
+}
+
+// Rows of a piece: few enough that the threads finish together, and whole cache lines of y.
+std::int64_t rows_a_piece(std::int64_t rows, int threads) {
+  const std::int64_t even = rows / (8 * threads) / 16 * 16;
+  return std::clamp<std::int64_t>(even, 16, max_rows_a_call);
+}
+
+}  // namespace
+
+std::int64_t Matrix::bytes_per_row(WeightFormat format, packed::Pattern pattern,
+                                   std::int64_t columns) {
+  switch (format) {
+    case WeightFormat::i2:
+      return packed::i2_row_bytes(columns);
+    case WeightFormat::b3:
+      return packed::b3_row_bytes(columns);
+    case WeightFormat::nm_bitmap:
+      return packed::nm_bitmap_row_bytes(pattern, columns);
+    case WeightFormat::int8:
+      return columns;
+    case WeightFormat::int4:
+      return packed::divide_up(columns, int4_group) * (int4_group / 2);
+  }
+  throw std::invalid_argument("unknown weight format");
+}
+
+const MatmulKernels& choose_matmul_kernels(const std::string& isa) {
+  const char* variable = std::getenv("SPARSE_BITNET_ISA");
+  const bool from_variable = isa.empty() && variable && *variable;
+  const std::string given = from_variable ? variable : isa;
+  const std::string wanted = given == "avx512" ? "avx512vnni" : given;
+  std::string has;
+  for (const MatmulKernels* kernels : all_kernels) {
+    if (!kernels->supported()) continue;
+    if (wanted.empty() || wanted == kernels->isa) return *kernels;
+    has += (has.empty() ? "" : ", ") + std::string(kernels->isa);
+  }
+  throw std::invalid_argument(std::string(from_variable ? "SPARSE_BITNET_ISA=" : "instruction set ") +
+                              given + ": the matrix kernels of this machine are " + has);
+}
+
+const char* isa_name(const MatmulKernels& kernels) { return kernels.isa; }
+
+void quantize(const MatmulKernels& kernels, const float* x, Activations& activations) {
+  const Activations& a = activations;
+  for (std::int64_t t = 0; t < a.tokens; ++t) {
+    kernels.quantize_token(x + t * a.columns, a.columns, a.stride, a.codes + t * a.stride,
+                           a.fine ? a.fine + t * a.stride : nullptr, a.scales + t, a.sums + t,
+                           a.fine ? a.fine_sums + t : nullptr);
+  }
+}
+
+void quantize(const MatmulKernels& kernels, ThreadPool& pool, const float* x,
+              Activations& activations) {
+  const std::int64_t columns = activations.columns;
+  const std::int64_t piece = std::max<std::int64_t>(1, work_per_thread / 4 / columns);
+  pool.parallel_for(activations.tokens, piece, [&](std::int64_t begin, std::int64_t end, int) {
+    Activations part = token_range(activations, begin, end);
+    quantize(kernels, x + begin * columns, part);
+  });
+}
+
+void matmul(const MatmulKernels& kernels, ThreadPool& pool, const Activations& x,
+            const Product* products, int count) {
+  std::int64_t rows = 0;
+  for (int i = 0; i < count; ++i) rows += products[i].matrix->rows;
+  const std::int64_t work = rows * x.columns * x.tokens;
+  const int threads =
+      int(std::clamp<std::int64_t>(work / work_per_thread, 1, std::int64_t(pool.threads())));
+  const std::int64_t size = rows_a_piece(rows, threads);
+  const std::int64_t sums_a_token = packed::divide_up(x.columns, int4_group) * (x.fine ? 2 : 1);
+  const std::int32_t* sums = group_sums(kernels, pool, x, products, count).data();
+  // Piece i of the group belongs to the product in whose range of pieces it lies.
+  std::int64_t pieces = 0;
+  for (int i = 0; i < count; ++i) pieces += packed::divide_up(products[i].matrix->rows, size);
+  auto body = [&](std::int64_t first, std::int64_t last, int) {
+    MatmulScratch& scratch = thread_scratch();
+    for (std::int64_t piece = first; piece < last; ++piece) {
+      std::int64_t index = piece;
+      const Product* product = products;
+      while (index >= packed::divide_up(product->matrix->rows, size)) {
+        index -= packed::divide_up(product->matrix->rows, size);
+        ++product;
+      }
+      const std::int64_t begin = index * size;
+      const std::int64_t end = std::min(begin + size, product->matrix->rows);
+      for (std::int64_t t = 0; t < x.tokens; t += max_tokens_a_call) {
+        Product part = *product;
+        part.y += t * part.y_stride;
+        kernels.multiply(token_range(x, t, std::min(t + max_tokens_a_call, x.tokens)),
+                         sums ? sums + t * sums_a_token : nullptr, part, begin, end, scratch);
+      }
+    }
+  };
+  pool.parallel_for(pieces, threads > 1 ? 1 : pieces, body);
+}
+
+void matmul_table(const MatmulKernels& kernels, ThreadPool& pool, const float* x,
+                  std::int64_t tokens, std::int64_t x_stride, const FloatTable& table, float* y,
+                  std::int64_t y_stride) {
+  const std::int64_t size = rows_a_piece(table.rows, pool.threads());
+  pool.parallel_for(table.rows, size, [&](std::int64_t begin, std::int64_t end, int) {
+    kernels.multiply_table(x, tokens, x_stride, table, begin, end, y, y_stride);
+  });
+}
+
+}  // namespace sparse_bitnet

@@ -1,0 +1,181 @@
+// Any machine, and the oracle of the other instruction sets: rows are unpacked one at a time by the
+// functions that specify the formats, then multiplied by plain loops.
+
+#include <cstdint>
+
+#include "matmul_kernels.h"
+
+namespace sparse_bitnet {
+namespace generic_matmul {
+
+#define TARGET
+#include "matmul_edges.h"
+
+static bool supported() { return true; }
+
+// Weights [begin, begin + count) of a row, a column_block at most, as signed bytes.
+static void unpack(const Matrix& matrix, const std::uint8_t* row, std::int64_t begin,
+                   std::int64_t count, std::int8_t* out) {
+  switch (matrix.format) {
+    case WeightFormat::i2:
+      for (std::int64_t b = begin; b < begin + count; b += packed::i2_block_weights) {
+        const std::int64_t left = begin + count - b;
+        const bool whole = matrix.columns - b >= packed::i2_block_weights;
+        const std::int64_t plane =
+            whole ? packed::i2_block_bytes : packed::i2_plane_bytes(matrix.columns - b);
+        const std::uint8_t* bytes = row + b / packed::i2_block_weights * packed::i2_block_bytes;
+        for (int p = 0; p < 4; ++p) {
+          for (std::int64_t j = 0; j < plane && p * plane + j < left; ++j) {
+            out[b - begin + p * plane + j] = std::int8_t((bytes[j] >> (2 * p) & 3) - 1);
+          }
+        }
+      }
+      return;
+    case WeightFormat::b3:
+      for (std::int64_t i = 0; i < count; ++i) {
+        out[i] = std::int8_t(packed::b3_code(row, matrix.columns, begin + i));
+      }
+      return;
+    case WeightFormat::nm_bitmap: {
+      const std::int64_t sign_bytes = packed::nm_bitmap_sign_bytes(matrix.pattern);
+      const std::uint8_t* record =
+          row + begin / packed::nm_bitmap_chunk_weights * (sign_bytes + 8);
+      int rank = 0;
+      for (std::int64_t i = 0; i < count; ++i) {
+        const int bit = int(i % packed::nm_bitmap_chunk_weights);
+        if (i > 0 && bit == 0) {
+          record += sign_bytes + 8;
+          rank = 0;
+        }
+        out[i] = 0;
+        if (record[sign_bytes + bit / 8] >> (bit % 8) & 1) {
+          out[i] = record[rank / 8] >> (rank % 8) & 1 ? -1 : 1;
+          ++rank;
+        }
+      }
+      return;
+    }
+    case WeightFormat::int8:
+      for (std::int64_t i = 0; i < count; ++i) out[i] = std::int8_t(row[begin + i]);
+      return;
+    case WeightFormat::int4:
+      for (std::int64_t i = 0; i < count; ++i) {
+        const std::int64_t group = (begin + i) / int4_group, j = (begin + i) % int4_group;
+        const std::uint8_t byte = row[group * (int4_group / 2) + j % (int4_group / 2)];
+        out[i] = std::int8_t((j < int4_group / 2 ? byte & 15 : byte >> 4) - 8);
+      }
+      return;
+  }
+}
+
+static std::int32_t dot(const std::int8_t* a, const std::int8_t* b, std::int64_t count) {
+  std::int32_t sum = 0;
+  for (std::int64_t i = 0; i < count; ++i) sum += std::int32_t(a[i]) * b[i];
+  return sum;
+}
+
+static float int4_dot(const std::int8_t* weights, const float* scales, const std::int8_t* codes,
+                      const std::int8_t* fine, std::int64_t count, float sum) {
+  for (std::int64_t c = 0; c < count; c += int4_group) {
+    const std::int64_t left = count - c < int4_group ? count - c : int4_group;
+    float value = float(dot(weights + c, codes + c, left));
+    if (fine) value += float(dot(weights + c, fine + c, left)) * (1.0f / 128.0f);
+    sum += value * scales[c / int4_group];
+  }
+  return sum;
+}
+
+// Not needed here: the weights are signed.
+static void sum_groups(const std::int8_t*, std::int64_t groups, std::int32_t* sums) {
+  __builtin_memset(sums, 0, groups * sizeof(std::int32_t));
+}
+
+static void multiply(const Activations& x, const std::int32_t*, const Product& product,
+                     std::int64_t begin, std::int64_t end, MatmulScratch& scratch) {
+  const Matrix& matrix = *product.matrix;
+  std::int8_t* weights = reinterpret_cast<std::int8_t*>(scratch.tile);
+  std::int32_t* dots = scratch.dots;
+  float* sums = reinterpret_cast<float*>(scratch.dots);
+  const bool int4 = matrix.format == WeightFormat::int4;
+  const bool fine = x.fine && matrix.format == WeightFormat::int8;
+  const std::int64_t step = max_rows_a_call, block = column_block(matrix.format);
+  __builtin_memset(scratch.dots, 0, x.tokens * step * (fine ? 2 : 1) * sizeof(std::int32_t));
+  for (std::int64_t r = begin; r < end; ++r) {
+    for (std::int64_t c = 0; c < matrix.columns; c += block) {
+      const std::int64_t count = matrix.columns - c < block ? matrix.columns - c : block;
+      unpack(matrix, matrix.data + r * matrix.row_stride, c, count, weights);
+      for (std::int64_t t = 0; t < x.tokens; ++t) {
+        const std::int8_t* codes = x.codes + t * x.stride + c;
+        const std::int8_t* finer = x.fine ? x.fine + t * x.stride + c : nullptr;
+        if (int4) {
+          const std::int64_t groups = packed::divide_up(matrix.columns, int4_group);
+          float& sum = sums[t * step + r - begin];
+          sum = int4_dot(weights, matrix.scales + r * groups + c / int4_group, codes, finer, count,
+                         sum);
+        } else if (fine) {
+          dots[2 * t * step + r - begin] += dot(weights, codes, count);
+          dots[(2 * t + 1) * step + r - begin] += dot(weights, finer, count);
+        } else {
+          dots[t * step + r - begin] += dot(weights, codes, count);
+        }
+      }
+    }
+  }
+  if (int4) {
+    finish_int4(x, product, begin, end, sums, step);
+  } else if (matrix.format == WeightFormat::int8) {
+    finish_int8(x, product, begin, end, dots, step, 0);
+  } else {
+    finish_ternary(x, product, begin, end, dots, step, 0);
+  }
+}
+
+static float weight_at(const FloatTable& table, const std::uint8_t* row, std::int64_t column) {
+  std::uint32_t bits = 0;
+  if (table.type == FloatType::float32) {
+    __builtin_memcpy(&bits, row + 4 * column, 4);
+  } else {
+    std::uint16_t half;
+    __builtin_memcpy(&half, row + 2 * column, 2);
+    bits = std::uint32_t(half) << 16;
+  }
+  float value;
+  __builtin_memcpy(&value, &bits, 4);
+  return value;
+}
+
+static void multiply_table(const float* x, std::int64_t tokens, std::int64_t x_stride,
+                           const FloatTable& table, std::int64_t begin, std::int64_t end, float* y,
+                           std::int64_t y_stride) {
+  constexpr int chains = 8;
+  for (std::int64_t r = begin; r < end; ++r) {
+    const std::uint8_t* row = table.data + r * table.row_stride;
+    for (std::int64_t t = 0; t < tokens; ++t) {
+      float sums[chains] = {};
+      std::int64_t c = 0;
+      for (; c + chains <= table.columns; c += chains) {
+        for (int k = 0; k < chains; ++k) {
+          sums[k] += weight_at(table, row, c + k) * x[t * x_stride + c + k];
+        }
+      }
+      for (; c < table.columns; ++c) sums[0] += weight_at(table, row, c) * x[t * x_stride + c];
+      for (int half = chains / 2; half > 0; half /= 2) {
+        for (int k = 0; k < half; ++k) sums[k] += sums[k + half];
+      }
+      y[t * y_stride + r] = sums[0];
+    }
+  }
+}
+
+}  // namespace generic_matmul
+
+const MatmulKernels generic_matmul_kernels = {
+    "generic",
+    generic_matmul::supported,
+    generic_matmul::quantize_token,
+    generic_matmul::sum_groups,
+    generic_matmul::multiply,
+    generic_matmul::multiply_table,
+};
+
+}  // namespace sparse_bitnet

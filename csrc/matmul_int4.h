@@ -1,0 +1,144 @@
+// int4 rows: a scale for every group of 64 weights, so sums leave the integers group by group, in
+// ascending order. Included once per instruction set, inside its namespace, after matmul_tiles.h and:
+//   void load_halves(const int8* x, Bytes* low, Bytes* high)   x of the two halves of the groups that
+//                                            one unit of packed bytes holds, in the order of the bytes
+//   Sums dot_nibbles(Sums, Bytes nibbles, Bytes x)
+//   void reduce_groups(const Sums* by_row, int32* out)   of eight rows: out[group of the unit][row]
+// and, where tiles hold int4, tile_dot with weights up to 15 (`nibble_dots` fit into a Small).
+
+constexpr int unit_bytes = VECTOR_BYTES > 32 ? VECTOR_BYTES : 32;
+constexpr int unit_vectors = unit_bytes / VECTOR_BYTES;
+constexpr int unit_groups = unit_bytes / 32;
+constexpr int int4_rows_together = 8;
+constexpr int words_a_group = int4_group / 4;
+
+using RowFloats = Vector<float, 4 * int4_rows_together>;
+using RowSums = Vector<std::int32_t, 4 * int4_rows_together>;
+
+// Sums of a token's codes over each group of 64.
+TARGET static void sum_groups(const std::int8_t* codes, std::int64_t groups, std::int32_t* sums) {
+  for (std::int64_t g = 0; g < groups; ++g) {
+    std::int32_t sum = 0;
+    for (int i = 0; i < int4_group; ++i) sum += codes[g * int4_group + i];
+    sums[g] = sum;
+  }
+}
+
+// sums[t * row_step + r] of eight rows; of fewer, the last one is taken repeatedly.
+TARGET static void dot_int4_rows(const Matrix& matrix, std::int64_t begin, std::int64_t end,
+                                 const Activations& x, const std::int32_t* group_sums, float* sums,
+                                 std::int64_t row_step) {
+  const std::int64_t groups = packed::divide_up(matrix.columns, int4_group);
+  const std::uint8_t* rows[int4_rows_together];
+  const float* scales[int4_rows_together];
+  for (std::int64_t i = 0; i < int4_rows_together; ++i) {
+    const std::int64_t r = begin + i < end ? begin + i : end - 1;
+    rows[i] = matrix.data + r * matrix.row_stride;
+    scales[i] = matrix.scales + r * groups;
+  }
+  // Scales are a stream of their own: those of the rows after the next eight.
+  const std::int64_t scale_bytes = int4_rows_together * groups * std::int64_t(sizeof(float));
+  for (std::int64_t i = 0; i < scale_bytes; i += 64) {
+    __builtin_prefetch(reinterpret_cast<const char*>(scales[0]) + 2 * scale_bytes + i, 0, 3);
+  }
+  const int parts = x.fine ? 2 : 1;
+  for (std::int64_t t = 0; t < x.tokens; ++t) {
+    const std::int32_t* of_groups = group_sums + t * parts * groups;
+    RowFloats total = {};
+    for (std::int64_t g = 0; g < groups; g += unit_groups) {
+      RowSums dots[2][unit_groups];
+      Bytes low[2][unit_vectors], high[2][unit_vectors];
+      load_halves(x.codes + t * x.stride + g * int4_group, low[0], high[0]);
+      if (x.fine) load_halves(x.fine + t * x.stride + g * int4_group, low[1], high[1]);
+      Sums by_row[2][int4_rows_together];
+      UNROLL for (int i = 0; i < int4_rows_together; ++i) {
+        by_row[0][i] = by_row[1][i] = Sums{};
+        UNROLL for (int v = 0; v < unit_vectors; ++v) {
+          const std::uint8_t* bytes = rows[i] + g * (int4_group / 2) + v * VECTOR_BYTES;
+          if (v == 0) prefetch(bytes);
+          const Bytes packed_bytes = load_bytes(bytes);
+          const Bytes lows = low_nibbles(packed_bytes), highs = high_nibbles(packed_bytes);
+          by_row[0][i] = dot_nibbles(by_row[0][i], lows, low[0][v]);
+          by_row[0][i] = dot_nibbles(by_row[0][i], highs, high[0][v]);
+          if (x.fine) {
+            by_row[1][i] = dot_nibbles(by_row[1][i], lows, low[1][v]);
+            by_row[1][i] = dot_nibbles(by_row[1][i], highs, high[1][v]);
+          }
+        }
+      }
+      reduce_groups(by_row[0], dots[0]);
+      if (x.fine) reduce_groups(by_row[1], dots[1]);
+      UNROLL for (int u = 0; u < unit_groups; ++u) {
+        if (g + u >= groups) break;
+        RowFloats scale;
+        UNROLL for (int i = 0; i < int4_rows_together; ++i) scale[i] = scales[i][g + u];
+        RowFloats value = __builtin_convertvector(dots[0][u] - 8 * of_groups[g + u], RowFloats);
+        if (x.fine) {
+          const RowSums fine = dots[1][u] - 8 * of_groups[groups + g + u];
+          value += __builtin_convertvector(fine, RowFloats) * (1.0f / 128.0f);
+        }
+        total += value * scale;
+      }
+    }
+    for (std::int64_t i = 0; i < end - begin && i < int4_rows_together; ++i) {
+      sums[t * row_step + i] = total[i];
+    }
+  }
+}
+
+// 64 columns of T tokens: the group's sums of a tile's rows.
+template <int T>
+INLINE void tile_group(const std::uint8_t* tile, const std::int8_t* x, std::int64_t stride,
+                       Sums (&sums)[T][tile_vectors]) {
+  for (int w = 0; w < words_a_group; w += nibble_dots) {
+    constexpr int count = words_a_group < nibble_dots ? words_a_group : nibble_dots;
+    Small small[T][tile_vectors] = {};
+    tile_words<T>(tile + w * (4 * tile_rows), x + 4 * w, stride, count, small);
+    UNROLL for (int t = 0; t < T; ++t) {
+      UNROLL for (int v = 0; v < tile_vectors; ++v) {
+        sums[t][v] = widen(w == 0 ? Sums{} : sums[t][v], small[t][v]);
+      }
+    }
+  }
+}
+
+// sums [T, row_step] of a tile's rows over the groups of a column block, added to what is there where
+// `first` is false. group_sums are those of the first token and group, `sums_step` apart by token;
+// scales [groups, tile_rows].
+template <int T>
+TARGET static void tile_int4(const std::uint8_t* tile, const std::int8_t* codes,
+                             const std::int8_t* fine, std::int64_t stride,
+                             const std::int32_t* group_sums, const std::int32_t* fine_group_sums,
+                             std::int64_t sums_step, const float* scales, std::int64_t groups,
+                             bool first, float* sums, std::int64_t row_step) {
+  using Floats = Vector<float>;
+  for (std::int64_t g = 0; g < groups; ++g, first = false) {
+    const std::uint8_t* group = tile + g * words_a_group * (4 * tile_rows);
+    Sums dots[T][tile_vectors];
+    Floats value[T][tile_vectors];
+    tile_group<T>(group, codes + g * int4_group, stride, dots);
+    UNROLL for (int t = 0; t < T; ++t) {
+      const std::int32_t excess = 8 * group_sums[t * sums_step + g];
+      UNROLL for (int v = 0; v < tile_vectors; ++v) {
+        value[t][v] = __builtin_convertvector(dots[t][v] - excess, Floats);
+      }
+    }
+    if (fine) {
+      tile_group<T>(group, fine + g * int4_group, stride, dots);
+      UNROLL for (int t = 0; t < T; ++t) {
+        const std::int32_t excess = 8 * fine_group_sums[t * sums_step + g];
+        UNROLL for (int v = 0; v < tile_vectors; ++v) {
+          value[t][v] +=
+              __builtin_convertvector(dots[t][v] - excess, Floats) * (1.0f / 128.0f);
+        }
+      }
+    }
+    UNROLL for (int t = 0; t < T; ++t) {
+      UNROLL for (int v = 0; v < tile_vectors; ++v) {
+        float* to = sums + t * row_step + v * row_lanes;
+        const Floats scale = load<Floats>(scales + g * tile_rows + v * row_lanes);
+        store(to, (first ? Floats{} : load<Floats>(to)) + value[t][v] * scale);
+      }
+    }
+  }
+}

@@ -1,0 +1,62 @@
+// The inner functions behind matmul.h: what one instruction set provides. matmul.cpp adds the choice,
+// the threads and the memory.
+
+#pragma once
+
+#include <cstdint>
+
+#include "matmul.h"
+
+namespace sparse_bitnet {
+
+// Tokens that `multiply` takes at a time, and rows of a piece that it is given at most.
+constexpr std::int64_t max_tokens_a_call = 512;
+constexpr std::int64_t max_rows_a_call = 64;
+
+// Columns unpacked at a time, whole blocks of the format: a tile of 32 rows, and the activations of the
+// tokens that it meets, then fit into 48 KiB of cache.
+constexpr std::int64_t max_column_block = 1024;
+constexpr std::int64_t column_block(WeightFormat format) {
+  return format == WeightFormat::b3 ? 3 * packed::b3_block_weights : max_column_block;
+}
+constexpr std::int64_t max_tile_rows = 32;
+
+// Memory of one thread, of any content: weights unpacked to a tile, their scales where they are int4,
+// and sums.
+struct MatmulScratch {
+  alignas(64) std::uint8_t tile[max_tile_rows * max_column_block];
+  alignas(64) float scales[max_tile_rows * (max_column_block / int4_group)];
+  alignas(64) std::int32_t dots[2 * max_tokens_a_call * max_rows_a_call];
+};
+
+// One thread each. `x` holds at most max_tokens_a_call tokens.
+struct MatmulKernels {
+  const char* isa;
+  bool (*supported)();
+
+  // x [columns] -> codes and fine (or null) [stride], zeros behind `columns`; *scale, *sum, *fine_sum.
+  void (*quantize_token)(const float* x, std::int64_t columns, std::int64_t stride,
+                         std::int8_t* codes, std::int8_t* fine, float* scale, std::int32_t* sum,
+                         std::int32_t* fine_sum);
+
+  // codes [64 * groups] -> sums [groups], for int4.
+  void (*sum_groups)(const std::int8_t* codes, std::int64_t groups, std::int32_t* sums);
+
+  // y[:, begin:end] of a product, 0 < end - begin <= max_rows_a_call. group_sums, for int4 only:
+  // sum_groups of each token's codes, then of its fine where there is one.
+  void (*multiply)(const Activations& x, const std::int32_t* group_sums, const Product& product,
+                   std::int64_t begin, std::int64_t end, MatmulScratch& scratch);
+
+  // y[:, begin:end] of matmul_table, any number of tokens.
+  void (*multiply_table)(const float* x, std::int64_t tokens, std::int64_t x_stride,
+                         const FloatTable& table, std::int64_t begin, std::int64_t end, float* y,
+                         std::int64_t y_stride);
+};
+
+extern const MatmulKernels generic_matmul_kernels;
+#if defined(__x86_64__)
+extern const MatmulKernels avx2_matmul_kernels;
+extern const MatmulKernels avx512vnni_matmul_kernels;
+#endif
+
+}  // namespace sparse_bitnet

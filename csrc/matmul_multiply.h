@@ -1,0 +1,134 @@
+// MatmulKernels::multiply: rows for few tokens, tiles for many. Included once per instruction set,
+// inside its namespace, after matmul_edges.h and matmul_int4.h. `tile_from(format)` is the count of
+// tokens from which on tiles are faster.
+
+// The integer sums of a piece: dots [tokens, max_rows_a_call], of codes and fine in turn where `fine`.
+template <WeightFormat FORMAT>
+TARGET static void row_dots(const Matrix& matrix, std::int64_t begin, std::int64_t end,
+                            const Activations& x, bool fine, std::int32_t* dots) {
+  constexpr int most = 64;
+  const std::int8_t* pointers[most];
+  const int parts = fine ? 2 : 1;
+  for (std::int64_t t = 0; t < x.tokens;) {
+    int count = 0;
+    std::int32_t* to = dots + t * parts * max_rows_a_call;
+    for (; t < x.tokens && count < most; ++t) {
+      pointers[count++] = x.codes + t * x.stride;
+      if (fine) pointers[count++] = x.fine + t * x.stride;
+    }
+    dot_piece<FORMAT>(matrix, begin, end, pointers, count, to, max_rows_a_call);
+  }
+}
+
+// BODY(T) for groups of tile_tokens, of 4 and of single tokens, the first of which is `t`.
+#define FOR_TOKEN_GROUPS(TOKENS, BODY)                                        \
+  {                                                                           \
+    std::int64_t t = 0;                                                       \
+    for (; t + tile_tokens <= (TOKENS); t += tile_tokens) BODY(tile_tokens);  \
+    for (; t + 4 <= (TOKENS); t += 4) BODY(4);                                \
+    for (; t < (TOKENS); ++t) BODY(1);                                        \
+  }
+
+TARGET static void unpack_tile(const Matrix& matrix, std::int64_t begin, std::int64_t end,
+                               std::int64_t column, std::int64_t count, std::uint8_t* tile) {
+  for (std::int64_t r = begin; r < end; r += row_lanes) {
+    const std::int64_t last = r + row_lanes < end ? r + row_lanes : end;
+    unpack_rows(matrix, r, last, column, count, tile + 4 * (r - begin));
+  }
+}
+
+// The integer sums of a piece, as of row_dots.
+TARGET static void tile_piece(const Matrix& matrix, std::int64_t begin, std::int64_t end,
+                              const Activations& x, bool fine, MatmulScratch& scratch) {
+  const std::int64_t block = column_block(matrix.format);
+  const std::int64_t step = max_rows_a_call * (fine ? 2 : 1);
+  for (std::int64_t r = begin; r < end; r += tile_rows) {
+    for (std::int64_t c = 0; c < matrix.columns; c += block) {
+      const std::int64_t count = matrix.columns - c < block ? matrix.columns - c : block;
+      const std::int64_t words = packed::divide_up(count, 4);
+      unpack_tile(matrix, r, r + tile_rows < end ? r + tile_rows : end, c, count, scratch.tile);
+#define TILE_DOTS(T)                                                                              \
+  {                                                                                               \
+    const std::int64_t at = t * x.stride + c;                                                     \
+    std::int32_t* to = scratch.dots + t * step + (r - begin);                                     \
+    tile_dots<T>(scratch.tile, x.codes + at, x.stride, words, c == 0, to, step);                  \
+    if (fine) {                                                                                   \
+      tile_dots<T>(scratch.tile, x.fine + at, x.stride, words, c == 0, to + max_rows_a_call, step); \
+    }                                                                                             \
+  }
+      FOR_TOKEN_GROUPS(x.tokens, TILE_DOTS)
+#undef TILE_DOTS
+    }
+  }
+}
+
+// The float sums of a piece of int4: sums [tokens, max_rows_a_call].
+TARGET static void int4_tile_piece(const Matrix& matrix, std::int64_t begin, std::int64_t end,
+                                   const Activations& x, const std::int32_t* group_sums,
+                                   MatmulScratch& scratch) {
+  constexpr std::int64_t block = column_block(WeightFormat::int4);
+  const std::int64_t groups = packed::divide_up(matrix.columns, int4_group);
+  const std::int64_t sums_step = groups * (x.fine ? 2 : 1);
+  float* sums = reinterpret_cast<float*>(scratch.dots);
+  for (std::int64_t r = begin; r < end; r += tile_rows) {
+    const std::int64_t last = r + tile_rows < end ? r + tile_rows : end;
+    for (std::int64_t c = 0; c < matrix.columns; c += block) {
+      const std::int64_t count = matrix.columns - c < block ? matrix.columns - c : block;
+      const std::int64_t first_group = c / int4_group, here = packed::divide_up(count, int4_group);
+      unpack_tile(matrix, r, last, c, count, scratch.tile);
+      for (std::int64_t i = 0; i < tile_rows; ++i) {
+        const float* from = matrix.scales + (r + i < last ? r + i : r) * groups + first_group;
+        for (std::int64_t g = 0; g < here; ++g) scratch.scales[g * tile_rows + i] = from[g];
+      }
+#define TILE_INT4(T)                                                                              \
+  {                                                                                               \
+    const std::int64_t at = t * x.stride + c;                                                     \
+    const std::int32_t* code_sums = group_sums + t * sums_step + first_group;                     \
+    tile_int4<T>(scratch.tile, x.codes + at, x.fine ? x.fine + at : nullptr, x.stride, code_sums,  \
+                 code_sums + groups, sums_step, scratch.scales, here, c == 0,                     \
+                 sums + t * max_rows_a_call + (r - begin), max_rows_a_call);                      \
+  }
+      FOR_TOKEN_GROUPS(x.tokens, TILE_INT4)
+#undef TILE_INT4
+    }
+  }
+}
+
+TARGET static void multiply(const Activations& x, const std::int32_t* group_sums,
+                            const Product& product, std::int64_t begin, std::int64_t end,
+                            MatmulScratch& scratch) {
+  const Matrix& matrix = *product.matrix;
+  const WeightFormat format = matrix.format;
+  const bool tiles = x.tokens >= tile_from(format, x.fine != nullptr);
+  if (format == WeightFormat::int4) {
+    float* sums = reinterpret_cast<float*>(scratch.dots);
+    if (tiles) {
+      int4_tile_piece(matrix, begin, end, x, group_sums, scratch);
+    } else {
+      for (std::int64_t r = begin; r < end; r += int4_rows_together) {
+        dot_int4_rows(matrix, r, end, x, group_sums, sums + (r - begin), max_rows_a_call);
+      }
+    }
+    finish_int4(x, product, begin, end, sums, max_rows_a_call);
+    return;
+  }
+  const bool fine = x.fine && format == WeightFormat::int8;
+  std::int32_t* dots = scratch.dots;
+  if (tiles) {
+    tile_piece(matrix, begin, end, x, fine, scratch);
+  } else if (format == WeightFormat::i2) {
+    row_dots<WeightFormat::i2>(matrix, begin, end, x, false, dots);
+  } else if (format == WeightFormat::b3) {
+    row_dots<WeightFormat::b3>(matrix, begin, end, x, false, dots);
+  } else if (format == WeightFormat::nm_bitmap) {
+    row_dots<WeightFormat::nm_bitmap>(matrix, begin, end, x, false, dots);
+  } else {
+    row_dots<WeightFormat::int8>(matrix, begin, end, x, fine, dots);
+  }
+  if (format == WeightFormat::int8) {
+    const std::int32_t offset = tiles ? 128 : int8_offset;
+    finish_int8(x, product, begin, end, dots, max_rows_a_call, offset);
+  } else {
+    finish_ternary(x, product, begin, end, dots, max_rows_a_call, 1);
+  }
+}

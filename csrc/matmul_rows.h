@@ -1,0 +1,330 @@
+// Few tokens: dot products along the rows, weights decoded in registers. Included once per instruction
+// set, inside its namespace, after vector.h and that set's primitives, all of them INLINE:
+//   Bytes                a vector of VECTOR_BYTES codes or activations
+//   Sums, Small          vectors of int32 sums; of sums in lanes that may be narrower
+//   small_dots           so many dot_codes fit into a Small
+//   int8_offset          dot_int8 exceeds the signed product by this times the sum of x
+//   Small dot_codes(Small, Bytes codes, Bytes x)       codes 0, 1, 2
+//   has_dot_bytes; Sums dot_bytes(Sums, Bytes, Bytes x)   the same for any unsigned bytes
+//   Sums widen(Sums, Small)
+//   Sums dot_int8(Sums, Bytes weights, Bytes x)
+//   Bytes plane(Bytes packed, int p)                   bits 2 p and 2 p + 1 of every byte
+//   Bytes next_digit(Bytes& fractions)                 of b3
+//   Bitmap load_bitmap(const uint8* signs, const uint8* nonzero)   a record of nm-bitmap
+//   Bytes bitmap_codes(const Bitmap&, int vector)      1 + the weights of that vector of the 64
+//   void store_sums<R>(const Sums* by_row, int32* out)
+//
+// Rows lie one behind another, so a stretch of rows is one stream. The hardware does not fetch it far
+// enough ahead: every line is asked for prefetch_bytes early.
+
+constexpr std::int64_t prefetch_bytes = 8192;
+
+INLINE void prefetch(const std::uint8_t* row) {
+  __builtin_prefetch(row + prefetch_bytes, 0, 3);
+}
+
+INLINE Bytes load_bytes(const void* from) { return load<Bytes>(from); }
+
+struct LaneMasks {
+  std::uint8_t bytes[2 * VECTOR_BYTES];
+};
+constexpr LaneMasks make_lane_masks() {
+  LaneMasks masks = {};
+  for (int i = 0; i < VECTOR_BYTES; ++i) masks.bytes[i] = 0xff;
+  return masks;
+}
+static constexpr LaneMasks lane_masks = make_lane_masks();
+
+// 0xff in the first `count` lanes: none below 0, at most all.
+INLINE Bytes first_lanes(std::int64_t count) {
+  count = count < 0 ? 0 : count > VECTOR_BYTES ? VECTOR_BYTES : count;
+  return load_bytes(lane_masks.bytes + VECTOR_BYTES - count);
+}
+
+// The formats whose byte j of a block of 64 bytes holds the weights at j + p * (bytes of the block).
+struct I2Planes {
+  static constexpr int count = 4;
+  static constexpr std::int64_t tail_bytes(std::int64_t weights) {
+    return packed::i2_plane_bytes(weights);
+  }
+  INLINE Bytes next(Bytes& block, int p) { return plane(block, p); }
+};
+
+struct B3Planes {
+  static constexpr int count = 5;
+  static constexpr std::int64_t tail_bytes(std::int64_t weights) {
+    return packed::b3_plane_bytes(weights);
+  }
+  INLINE Bytes next(Bytes& block, int) { return next_digit(block); }
+};
+
+constexpr int block_bytes = 64;
+constexpr int block_vectors = block_bytes / VECTOR_BYTES;
+
+// Sums of R rows and T tokens; narrow ones are widened before small_dots more could not be added.
+template <int R, int T>
+struct Accumulators {
+  Sums sums[T][R];
+  Small small[T][R];
+};
+
+template <int R, int T>
+INLINE void widen_all(Accumulators<R, T>& a) {
+  UNROLL for (int t = 0; t < T; ++t) {
+    UNROLL for (int r = 0; r < R; ++r) {
+      a.sums[t][r] = widen(a.sums[t][r], a.small[t][r]);
+      a.small[t][r] = Small{};
+    }
+  }
+}
+
+// The first `blocks` blocks of R rows, which are whole.
+template <class Planes, int R, int T>
+INLINE void dot_blocks(const Matrix& matrix, const std::uint8_t* row, const std::int8_t* const* x,
+                       std::int64_t blocks, Accumulators<R, T>& a) {
+  constexpr int block_weights = Planes::count * block_bytes;
+  constexpr std::int64_t chunk_blocks = small_dots / (Planes::count * block_vectors);
+  for (std::int64_t b = 0; b < blocks;) {
+    const std::int64_t end = blocks - b < chunk_blocks ? blocks : b + chunk_blocks;
+    for (; b < end; ++b) {
+      UNROLL for (int v = 0; v < block_vectors; ++v) {
+        Bytes block[R];
+        UNROLL for (int r = 0; r < R; ++r) {
+          const std::uint8_t* bytes =
+              row + r * matrix.row_stride + b * block_bytes + v * VECTOR_BYTES;
+          block[r] = load_bytes(bytes);
+          if (v == 0) prefetch(bytes);
+        }
+        UNROLL for (int p = 0; p < Planes::count; ++p) {
+          const std::int64_t column = b * block_weights + p * block_bytes + v * VECTOR_BYTES;
+          Bytes codes[R];
+          UNROLL for (int r = 0; r < R; ++r) codes[r] = Planes::next(block[r], p);
+          UNROLL for (int t = 0; t < T; ++t) {
+            const Bytes xs = load_bytes(x[t] + column);
+            UNROLL for (int r = 0; r < R; ++r) {
+              a.small[t][r] = dot_codes(a.small[t][r], codes[r], xs);
+            }
+          }
+        }
+      }
+    }
+    widen_all(a);
+  }
+}
+
+// b3 without its digits, for one token. With fractions v / 256 whose next digit is d, 3 v = 256 d + v',
+// v' being the fraction left: the bytes themselves, times x, give 256 times the sum of d x. Each lane
+// gains at most 3 * 4 * 255 * 127 a plane, so that `chunk` blocks fit into it.
+template <int R>
+INLINE void dot_fractions(const Matrix& matrix, const std::uint8_t* row, const std::int8_t* x,
+                          std::int64_t blocks, Accumulators<R, 1>& a) {
+  constexpr std::int64_t chunk = 1024 / block_vectors;
+  constexpr int block_weights = B3Planes::count * block_bytes;
+  static_assert(chunk * B3Planes::count * block_vectors * (3 * 4 * 255 * 127LL) < 1LL << 31);
+  for (std::int64_t b = 0; b < blocks;) {
+    const std::int64_t end = blocks - b < chunk ? blocks : b + chunk;
+    Sums before[R] = {}, after[R] = {};
+    for (; b < end; ++b) {
+      UNROLL for (int v = 0; v < block_vectors; ++v) {
+        Bytes fractions[R];
+        UNROLL for (int r = 0; r < R; ++r) {
+          const std::uint8_t* bytes =
+              row + r * matrix.row_stride + b * block_bytes + v * VECTOR_BYTES;
+          fractions[r] = load_bytes(bytes);
+          if (v == 0) prefetch(bytes);
+        }
+        UNROLL for (int p = 0; p < B3Planes::count; ++p) {
+          const Bytes xs = load_bytes(x + b * block_weights + p * block_bytes + v * VECTOR_BYTES);
+          UNROLL for (int r = 0; r < R; ++r) {
+            before[r] = dot_bytes(before[r], fractions[r], xs);
+            fractions[r] += fractions[r] + fractions[r];
+            after[r] = dot_bytes(after[r], fractions[r], xs);
+          }
+        }
+      }
+    }
+    UNROLL for (int r = 0; r < R; ++r) a.sums[0][r] += (3 * before[r] - after[r]) >> 8;
+  }
+}
+
+template <class Planes, int R, int T>
+INLINE void dot_planes(const Matrix& matrix, const std::uint8_t* row, const std::int8_t* const* x,
+                       Accumulators<R, T>& a) {
+  constexpr int block_weights = Planes::count * block_bytes;
+  const std::int64_t blocks = matrix.columns / block_weights;
+  if constexpr (Planes::count == B3Planes::count && T == 1 && has_dot_bytes) {
+    dot_fractions<R>(matrix, row, x[0], blocks, a);
+  } else {
+    dot_blocks<Planes, R, T>(matrix, row, x, blocks, a);
+  }
+  const std::int64_t left = matrix.columns - blocks * block_weights;
+  if (left == 0) return;
+  const std::int64_t step = Planes::tail_bytes(left);
+  for (std::int64_t v = 0; v * VECTOR_BYTES < step; ++v) {
+    Bytes block[R];
+    UNROLL for (int r = 0; r < R; ++r) {
+      block[r] =
+          load_bytes(row + r * matrix.row_stride + blocks * block_bytes + v * VECTOR_BYTES);
+    }
+    for (int p = 0; p < Planes::count; ++p) {
+      // Bytes behind the block are no weights, and the last weights of the block may be padding.
+      const std::int64_t of_plane = left - p * step < step ? left - p * step : step;
+      const Bytes valid = first_lanes(of_plane - v * VECTOR_BYTES);
+      const std::int64_t column = blocks * block_weights + p * step + v * VECTOR_BYTES;
+      UNROLL for (int r = 0; r < R; ++r) {
+        const Bytes codes = Planes::next(block[r], p) & valid;
+        UNROLL for (int t = 0; t < T; ++t) {
+          a.small[t][r] = dot_codes(a.small[t][r], codes, load_bytes(x[t] + column));
+        }
+      }
+    }
+  }
+  widen_all(a);
+}
+
+// One record of nm-bitmap in R rows: 64 columns of T tokens.
+template <int R, int T>
+INLINE void dot_records(const std::uint8_t* record, std::int64_t row_stride, std::int64_t sign_bytes,
+                        const std::int8_t* const* x, std::int64_t column, Accumulators<R, T>& a) {
+  Bitmap bitmap[R];
+  UNROLL for (int r = 0; r < R; ++r) {
+    bitmap[r] = load_bitmap(record + r * row_stride, record + r * row_stride + sign_bytes);
+  }
+  UNROLL for (int v = 0; v < block_vectors; ++v) {
+    Bytes codes[R];
+    UNROLL for (int r = 0; r < R; ++r) codes[r] = bitmap_codes(bitmap[r], v);
+    UNROLL for (int t = 0; t < T; ++t) {
+      const Bytes xs = load_bytes(x[t] + column + v * VECTOR_BYTES);
+      UNROLL for (int r = 0; r < R; ++r) a.small[t][r] = dot_codes(a.small[t][r], codes[r], xs);
+    }
+  }
+}
+
+// The common patterns know their sign bytes when they are compiled: addresses then are constants away
+// from few registers. SIGN_BYTES 0 stands for any number.
+template <int SIGN_BYTES, int R, int T>
+INLINE void dot_bitmap(const Matrix& matrix, const std::uint8_t* row, const std::int8_t* const* x,
+                       Accumulators<R, T>& a) {
+  constexpr std::int64_t chunk_weights = packed::nm_bitmap_chunk_weights;
+  constexpr int together = 4;
+  constexpr std::int64_t most = small_dots / block_vectors / together * together;
+  const std::int64_t row_stride = matrix.row_stride;
+  const std::int64_t sign_bytes =
+      SIGN_BYTES ? SIGN_BYTES : packed::nm_bitmap_sign_bytes(matrix.pattern);
+  const std::int64_t record_bytes = sign_bytes + 8;
+  const std::int64_t chunks = packed::divide_up(matrix.columns, chunk_weights);
+  const std::uint8_t* record = row;
+  const std::uint8_t* line = row;
+  for (std::int64_t c = 0; c < chunks;) {
+    const std::int64_t end = chunks - c < most ? chunks : c + most;
+    for (; c + together <= end; c += together) {
+      // Four records take at most 64 bytes: a line for each four reaches the end of the row.
+      UNROLL for (int r = 0; r < R; ++r) prefetch(line + r * row_stride);
+      line += 64;
+      UNROLL for (int i = 0; i < together; ++i) {
+        dot_records<R, T>(record + i * record_bytes, row_stride, sign_bytes, x,
+                          (c + i) * chunk_weights, a);
+      }
+      record += together * record_bytes;
+    }
+    for (; c < end; ++c, record += record_bytes) {
+      dot_records<R, T>(record, row_stride, sign_bytes, x, c * chunk_weights, a);
+    }
+    widen_all(a);
+  }
+}
+
+template <int R, int T>
+INLINE void dot_int8_rows(const Matrix& matrix, const std::uint8_t* row,
+                          const std::int8_t* const* x, Accumulators<R, T>& a) {
+  // Whatever lies behind a row meets activations of zero.
+  for (std::int64_t c = 0; c < matrix.columns; c += block_bytes) {
+    UNROLL for (int r = 0; r < R; ++r) prefetch(row + r * matrix.row_stride + c);
+    UNROLL for (int v = 0; v < block_vectors; ++v) {
+      const std::int64_t column = c + v * VECTOR_BYTES;
+      Bytes weights[R];
+      UNROLL for (int r = 0; r < R; ++r) {
+        weights[r] = load_bytes(row + r * matrix.row_stride + column);
+      }
+      UNROLL for (int t = 0; t < T; ++t) {
+        const Bytes xs = load_bytes(x[t] + column);
+        UNROLL for (int r = 0; r < R; ++r) {
+          a.sums[t][r] = dot_int8(a.sums[t][r], weights[r], xs);
+        }
+      }
+    }
+  }
+}
+
+// dots[t * row_step + r] of R rows and T tokens.
+template <WeightFormat FORMAT, int R, int T>
+TARGET __attribute__((noinline)) static void dot_rows(const Matrix& matrix, const std::uint8_t* row,
+                                                      const std::int8_t* const* x,
+                                                      std::int32_t* dots, std::int64_t row_step) {
+  Accumulators<R, T> a = {};
+  if constexpr (FORMAT == WeightFormat::i2) {
+    dot_planes<I2Planes, R, T>(matrix, row, x, a);
+  } else if constexpr (FORMAT == WeightFormat::b3) {
+    dot_planes<B3Planes, R, T>(matrix, row, x, a);
+  } else if constexpr (FORMAT == WeightFormat::nm_bitmap) {
+    switch (packed::nm_bitmap_sign_bytes(matrix.pattern)) {
+      case 6:
+        dot_bitmap<6>(matrix, row, x, a);
+        break;
+      case 4:
+        dot_bitmap<4>(matrix, row, x, a);
+        break;
+      case 2:
+        dot_bitmap<2>(matrix, row, x, a);
+        break;
+      default:
+        dot_bitmap<0>(matrix, row, x, a);
+    }
+  } else {
+    dot_int8_rows<R, T>(matrix, row, x, a);
+  }
+  UNROLL for (int t = 0; t < T; ++t) store_sums<R>(a.sums[t], dots + t * row_step);
+}
+
+template <WeightFormat FORMAT, int R>
+TARGET static void dot_tokens(const Matrix& matrix, const std::uint8_t* row,
+                              const std::int8_t* const* x, std::int64_t tokens, std::int32_t* dots,
+                              std::int64_t row_step) {
+  static_assert(tokens_together == 2 || tokens_together == 4);
+  while (tokens > 0) {
+    const int taken = tokens < tokens_together ? int(tokens) : tokens_together;
+    switch (taken) {
+      case 1:
+        dot_rows<FORMAT, R, 1>(matrix, row, x, dots, row_step);
+        break;
+      case 2:
+        dot_rows<FORMAT, R, 2>(matrix, row, x, dots, row_step);
+        break;
+      case 3:
+        if constexpr (tokens_together > 2) dot_rows<FORMAT, R, 3>(matrix, row, x, dots, row_step);
+        break;
+      default:
+        if constexpr (tokens_together > 2) dot_rows<FORMAT, R, 4>(matrix, row, x, dots, row_step);
+        break;
+    }
+    x += taken;
+    dots += taken * row_step;
+    tokens -= taken;
+  }
+}
+
+// dots [tokens, row_step] of rows [begin, end), for the activations at x[0 .. tokens).
+template <WeightFormat FORMAT>
+TARGET static void dot_piece(const Matrix& matrix, std::int64_t begin, std::int64_t end,
+                             const std::int8_t* const* x, std::int64_t tokens, std::int32_t* dots,
+                             std::int64_t row_step) {
+  std::int64_t r = begin;
+  for (; r + rows_together <= end; r += rows_together) {
+    dot_tokens<FORMAT, rows_together>(matrix, matrix.data + r * matrix.row_stride, x, tokens,
+                                      dots + (r - begin), row_step);
+  }
+  for (; r < end; ++r) {
+    dot_tokens<FORMAT, 1>(matrix, matrix.data + r * matrix.row_stride, x, tokens,
+                          dots + (r - begin), row_step);
+  }
+}

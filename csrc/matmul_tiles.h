@@ -1,0 +1,198 @@
+// Many tokens: weights unpacked once to tiles of unsigned bytes and reused by all tokens. Included once
+// per instruction set, inside its namespace, after matmul_rows.h and these primitives:
+//   tile_vectors       vectors of rows of a tile; lane i of vector v is row v * lanes + i
+//   tile_tokens        tokens whose sums stay in registers, a multiple of 4
+//   Bytes low_nibbles(Bytes), high_nibbles(Bytes)
+//   Bytes repeat4(const int8* x)              four activations of one token in every 32-bit lane
+//   Small tile_dot(Small, Bytes weights, Bytes x)      each 32-bit lane: the dot product of 4 bytes
+//   Bytes to_unsigned(Bytes weights)          int8 weights plus 128
+//   void transpose_words(Bytes* square)       a square of 32-bit words, one row a vector
+//
+// A tile holds, for every four consecutive columns, tile_rows rows of four bytes, so that a vector of
+// weights is `lanes` rows and no sum ever has to be taken across lanes.
+
+constexpr int row_lanes = VECTOR_BYTES / 4;
+constexpr int tile_rows = tile_vectors * row_lanes;
+
+// The rows of one vector of a tile; where the matrix ends, its last row over and over.
+struct RowPointers {
+  const std::uint8_t* at[row_lanes];
+};
+
+INLINE RowPointers row_pointers(const Matrix& matrix, std::int64_t begin, std::int64_t end) {
+  RowPointers rows;
+  for (std::int64_t i = 0; i < row_lanes; ++i) {
+    rows.at[i] = matrix.data + (begin + i < end ? begin + i : end - 1) * matrix.row_stride;
+  }
+  return rows;
+}
+
+INLINE void store_word(std::uint8_t* tile, std::int64_t column, const Bytes& weights) {
+  store(tile + column * tile_rows, weights);
+}
+
+// A vector of each row, transposed: square[i] holds word i of all rows.
+INLINE void load_square(const RowPointers& rows, std::int64_t offset, Bytes* square) {
+  UNROLL for (int i = 0; i < row_lanes; ++i) square[i] = load_bytes(rows.at[i] + offset);
+  if (offset % block_bytes == 0) {
+    UNROLL for (int i = 0; i < row_lanes; ++i) prefetch(rows.at[i] + offset);
+  }
+  transpose_words(square);
+}
+
+// Columns [begin, begin + count) of i2 and b3. Whole blocks are transposed while they are packed: one
+// word then holds four columns of each plane.
+template <class Planes>
+INLINE void unpack_planes(const RowPointers& rows, std::int64_t columns, std::int64_t begin,
+                          std::int64_t count, std::uint8_t* tile) {
+  constexpr int block_weights = Planes::count * block_bytes;
+  std::int64_t c = 0;
+  for (; c + block_weights <= count; c += block_weights) {
+    for (int v = 0; v < block_vectors; ++v) {
+      Bytes square[row_lanes];
+      load_square(rows, (begin + c) / block_weights * block_bytes + v * VECTOR_BYTES, square);
+      UNROLL for (int i = 0; i < row_lanes; ++i) {
+        UNROLL for (int p = 0; p < Planes::count; ++p) {
+          store_word(tile, c + p * block_bytes + v * VECTOR_BYTES + 4 * i,
+                     Planes::next(square[i], p));
+        }
+      }
+    }
+  }
+  if (c == count) return;
+  // The planes of the last block need not be whole words apart: first each row by itself, planes in
+  // ascending order, each overwriting what the one before wrote behind its end.
+  std::uint8_t unpacked[row_lanes][block_weights + 2 * VECTOR_BYTES];
+  const std::int64_t step = Planes::tail_bytes(columns - begin - c);
+  for (int i = 0; i < row_lanes; ++i) {
+    const std::uint8_t* bytes = rows.at[i] + (begin + c) / block_weights * block_bytes;
+    Bytes block[block_vectors];
+    for (int v = 0; v < block_vectors; ++v) block[v] = load_bytes(bytes + v * VECTOR_BYTES);
+    for (int p = 0; p < Planes::count; ++p) {
+      for (int v = 0; v < block_vectors; ++v) {
+        const Bytes codes = Planes::next(block[v], p);
+        if (v * VECTOR_BYTES < step) store(unpacked[i] + p * step + v * VECTOR_BYTES, codes);
+      }
+    }
+  }
+  for (std::int64_t from = 0; from < count - c; from += VECTOR_BYTES) {
+    Bytes square[row_lanes];
+    for (int i = 0; i < row_lanes; ++i) square[i] = load_bytes(unpacked[i] + from);
+    transpose_words(square);
+    for (int i = 0; i < row_lanes; ++i) store_word(tile, c + from + 4 * i, square[i]);
+  }
+}
+
+INLINE void unpack_bitmap(const Matrix& matrix, const RowPointers& rows, std::int64_t begin,
+                          std::int64_t count, std::uint8_t* tile) {
+  constexpr std::int64_t chunk_weights = packed::nm_bitmap_chunk_weights;
+  const std::int64_t sign_bytes = packed::nm_bitmap_sign_bytes(matrix.pattern);
+  std::int64_t record = begin / chunk_weights * (sign_bytes + 8);
+  for (std::int64_t c = 0; c < count; c += chunk_weights, record += sign_bytes + 8) {
+    Bytes square[block_vectors][row_lanes];
+    UNROLL for (int i = 0; i < row_lanes; ++i) {
+      const std::uint8_t* signs = rows.at[i] + record;
+      prefetch(signs);
+      const Bitmap bitmap = load_bitmap(signs, signs + sign_bytes);
+      UNROLL for (int v = 0; v < block_vectors; ++v) square[v][i] = bitmap_codes(bitmap, v);
+    }
+    UNROLL for (int v = 0; v < block_vectors; ++v) {
+      transpose_words(square[v]);
+      UNROLL for (int i = 0; i < row_lanes; ++i) {
+        store_word(tile, c + v * VECTOR_BYTES + 4 * i, square[v][i]);
+      }
+    }
+  }
+}
+
+INLINE void unpack_int8(const RowPointers& rows, std::int64_t begin, std::int64_t count,
+                        std::uint8_t* tile) {
+  for (std::int64_t c = 0; c < count; c += VECTOR_BYTES) {
+    Bytes square[row_lanes];
+    load_square(rows, begin + c, square);
+    UNROLL for (int i = 0; i < row_lanes; ++i) store_word(tile, c + 4 * i, to_unsigned(square[i]));
+  }
+}
+
+// Low and high nibbles are columns 32 apart. Vectors may hold a group more than there is.
+INLINE void unpack_int4(const RowPointers& rows, std::int64_t begin, std::int64_t count,
+                        std::uint8_t* tile) {
+  constexpr int half = int4_group / 2;
+  for (std::int64_t c = 0; c < count; c += 2 * VECTOR_BYTES) {
+    Bytes square[row_lanes];
+    load_square(rows, (begin + c) / 2, square);
+    UNROLL for (int i = 0; i < row_lanes; ++i) {
+      const std::int64_t byte = c / 2 + 4 * i;
+      const std::int64_t column = byte / half * int4_group + byte % half;
+      store_word(tile, column, low_nibbles(square[i]));
+      store_word(tile, column + half, high_nibbles(square[i]));
+    }
+  }
+}
+
+// Columns [column, column + count) of rows [begin, end), at most row_lanes, as one vector of a tile:
+// weights plus 1, 128 or 8, by format. May write up to 64 columns more, within max_column_block.
+// `column` is a multiple of column_block.
+TARGET __attribute__((noinline)) static void unpack_rows(const Matrix& matrix, std::int64_t begin,
+                                                         std::int64_t end, std::int64_t column,
+                                                         std::int64_t count, std::uint8_t* tile) {
+  const RowPointers rows = row_pointers(matrix, begin, end);
+  switch (matrix.format) {
+    case WeightFormat::i2:
+      unpack_planes<I2Planes>(rows, matrix.columns, column, count, tile);
+      return;
+    case WeightFormat::b3:
+      unpack_planes<B3Planes>(rows, matrix.columns, column, count, tile);
+      return;
+    case WeightFormat::nm_bitmap:
+      unpack_bitmap(matrix, rows, column, count, tile);
+      return;
+    case WeightFormat::int8:
+      unpack_int8(rows, column, count, tile);
+      return;
+    case WeightFormat::int4:
+      unpack_int4(rows, column, count, tile);
+      return;
+  }
+}
+
+// `words` groups of four columns of T tokens, `stride` bytes apart, onto small[t][v].
+template <int T>
+INLINE void tile_words(const std::uint8_t* tile, const std::int8_t* x, std::int64_t stride,
+                       std::int64_t words, Small (&small)[T][tile_vectors]) {
+  // Few base addresses, each good for four tokens: more would not fit the registers.
+  const std::int8_t* base[(T + 3) / 4];
+  UNROLL for (int b = 0; b < (T + 3) / 4; ++b) base[b] = x + 4 * b * stride;
+  const std::int64_t stride3 = 3 * stride;
+  for (std::int64_t w = 0; w < words; ++w) {
+    Bytes weights[tile_vectors];
+    UNROLL for (int v = 0; v < tile_vectors; ++v) {
+      weights[v] = load_bytes(tile + w * (4 * tile_rows) + v * VECTOR_BYTES);
+    }
+    UNROLL for (int t = 0; t < T; ++t) {
+      const std::int64_t offset = t % 4 == 3 ? stride3 : t % 4 * stride;
+      const Bytes four = repeat4(base[t / 4] + offset + 4 * w);
+      UNROLL for (int v = 0; v < tile_vectors; ++v) {
+        small[t][v] = tile_dot(small[t][v], weights[v], four);
+      }
+    }
+  }
+}
+
+// dots [T, row_step] of a tile's rows, added to what is there where `first` is false.
+template <int T>
+TARGET static void tile_dots(const std::uint8_t* tile, const std::int8_t* x, std::int64_t stride,
+                             std::int64_t words, bool first, std::int32_t* dots,
+                             std::int64_t row_step) {
+  for (std::int64_t w = 0; w < words; w += small_dots, first = false) {
+    const std::int64_t count = words - w < small_dots ? words - w : small_dots;
+    Small small[T][tile_vectors] = {};
+    tile_words<T>(tile + w * (4 * tile_rows), x + 4 * w, stride, count, small);
+    UNROLL for (int t = 0; t < T; ++t) {
+      UNROLL for (int v = 0; v < tile_vectors; ++v) {
+        std::int32_t* to = dots + t * row_step + v * row_lanes;
+        store(to, widen(first ? Sums{} : load<Sums>(to), small[t][v]));
+      }
+    }
+  }
+}

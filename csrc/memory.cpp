@@ -1,0 +1,53 @@
+#include "memory.h"
+
+#include <sys/mman.h>
+
+#include <cinttypes>
+#include <cstdint>
+#include <cstdio>
+#include <new>
+
+namespace sparse_bitnet {
+
+HugeBuffer::HugeBuffer(std::int64_t size) : size_(size) {
+  // One huge page more, so that an aligned start is in it; a whole number of them, so that the last
+  // bytes are in a huge page too.
+  const std::int64_t whole = (size + huge_page_bytes - 1) / huge_page_bytes * huge_page_bytes;
+  if (size < 0 || whole < size) throw std::bad_alloc();
+  mapped_size_ = whole + huge_page_bytes;
+  mapped_ = mmap(nullptr, std::size_t(mapped_size_), PROT_READ | PROT_WRITE,
+                 MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapped_ == MAP_FAILED) throw std::bad_alloc();
+  const std::uintptr_t start = reinterpret_cast<std::uintptr_t>(mapped_);
+  data_ = reinterpret_cast<std::uint8_t*>((start + huge_page_bytes - 1) / huge_page_bytes *
+                                          huge_page_bytes);
+#if defined(MADV_HUGEPAGE)
+  // Without them all works, only slower.
+  static_cast<void>(madvise(data_, std::size_t(whole), MADV_HUGEPAGE));
+#endif
+}
+
+HugeBuffer::~HugeBuffer() { munmap(mapped_, std::size_t(mapped_size_)); }
+
+std::int64_t HugeBuffer::huge_bytes() const {
+  std::FILE* maps = std::fopen("/proc/self/smaps", "r");
+  if (maps == nullptr) return -1;
+  const std::uintptr_t begin = reinterpret_cast<std::uintptr_t>(data_);
+  const std::uintptr_t end = begin + std::uintptr_t(size_);
+  std::int64_t kibibytes = 0;
+  bool is_ours = false;
+  char line[512];
+  while (std::fgets(line, sizeof line, maps) != nullptr) {
+    std::uintptr_t first, last;
+    std::int64_t count;
+    if (std::sscanf(line, "%" SCNxPTR "-%" SCNxPTR " ", &first, &last) == 2) {
+      is_ours = first < end && begin < last;
+    } else if (is_ours && std::sscanf(line, "AnonHugePages: %" SCNd64, &count) == 1) {
+      kibibytes += count;
+    }
+  }
+  std::fclose(maps);
+  return kibibytes * 1024;
+}
+
+}  // namespace sparse_bitnet

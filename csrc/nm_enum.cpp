@@ -1,0 +1,113 @@
+#include "nm_enum.h"
+
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace sparse_bitnet {
+namespace {
+
+constexpr int step_weights = 8;
+
+constexpr char bad_word[] = "a word stands for no groups";
+constexpr char bad_padding[] = "the padding of a row is not zero bits";
+
+std::uint64_t power(std::uint64_t base, int exponent) {
+  std::uint64_t result = 1;
+  for (int i = 0; i < exponent; ++i) result *= base;
+  return result;
+}
+
+// `count` bits, at most 64, from bit `first` on.
+std::uint64_t load_bits(const std::uint8_t* row, std::int64_t first, int count) {
+  std::uint64_t low;
+  std::memcpy(&low, row + first / 8, 8);
+  const int shift = int(first % 8);
+  std::uint64_t bits = low >> shift;
+  if (shift != 0) bits |= std::uint64_t(row[first / 8 + 8]) << (64 - shift);
+  return count == 64 ? bits : bits & ((std::uint64_t(1) << count) - 1);
+}
+
+}  // namespace
+
+EnumDecoder::EnumDecoder(packed::Pattern pattern, std::int64_t columns)
+    : pattern_(packed::coded(pattern)),
+      columns_(columns),
+      groups_per_word_(packed::nm_enum_groups_per_word(pattern)),
+      states_(packed::nm_enum_states(pattern_.m, pattern_.n)),
+      step_groups_(step_weights / pattern_.m),
+      step_states_(power(states_, step_groups_)),
+      step_reciprocal_(step_groups_ == 0 ? 0 : ~std::uint64_t(0) / step_states_) {
+  if (step_groups_ == 0) return;
+  step_digits_.resize(step_states_);
+  for (std::uint64_t number = 0; number < step_states_; ++number) {
+    std::uint8_t digits[step_weights];
+    std::memset(digits, 1, sizeof digits);
+    std::uint64_t left = number;
+    for (int i = 0; i < step_groups_; ++i, left /= states_) {
+      decode_group(left % states_, digits + i * pattern_.m);
+    }
+    std::memcpy(&step_digits_[number], digits, sizeof digits);
+  }
+}
+
+const char* EnumDecoder::decode(const std::uint8_t* row, std::uint8_t* digits) const {
+  const std::int64_t groups = columns_ / pattern_.m;
+  const int tail = int(groups % groups_per_word_);
+  const int word_bits = packed::nm_enum_bits(pattern_, groups_per_word_);
+  const int tail_bits = packed::nm_enum_bits(pattern_, tail);
+  const char* damage = nullptr;
+  std::int64_t bit = 0;
+  for (std::int64_t word = groups / groups_per_word_; word > 0; --word, bit += word_bits) {
+    const char* found = decode_word(load_bits(row, bit, word_bits), groups_per_word_, digits);
+    if (found != nullptr) damage = found;
+    digits += std::int64_t(groups_per_word_) * pattern_.m;
+  }
+  if (tail != 0) {
+    const char* found = decode_word(load_bits(row, bit, tail_bits), tail, digits);
+    if (found != nullptr) damage = found;
+    bit += tail_bits;
+  }
+  return bit % 8 != 0 && row[bit / 8] >> (bit % 8) != 0 ? bad_padding : damage;
+}
+
+const char* EnumDecoder::decode_word(std::uint64_t word, int groups, std::uint8_t* digits) const {
+  if (step_groups_ == 0) {
+    for (int i = 0; i < groups; ++i, word /= states_) {
+      decode_group(word % states_, digits + i * pattern_.m);
+    }
+    return word != 0 ? bad_word : nullptr;
+  }
+  for (; groups > 0; groups -= step_groups_) {
+    // One too small at most.
+    std::uint64_t quotient = std::uint64_t((unsigned __int128)(word)*step_reciprocal_ >> 64);
+    std::uint64_t number = word - quotient * step_states_;
+    if (number >= step_states_) {
+      ++quotient;
+      number -= step_states_;
+    }
+    std::memcpy(digits, &step_digits_[number], step_weights);
+    digits += step_groups_ * pattern_.m;
+    // Fewer groups than a step: the absent ones are number 0, zero codes like the padding.
+    if (groups < step_groups_ && number >= power(states_, groups)) return bad_word;
+    word = quotient;
+  }
+  return word != 0 ? bad_word : nullptr;
+}
+
+void EnumDecoder::decode_group(std::uint64_t number, std::uint8_t* digits) const {
+  int room = pattern_.n;
+  for (int i = 0; i < pattern_.m; ++i) {
+    const int after = pattern_.m - 1 - i;
+    const std::uint64_t zeros = packed::nm_enum_states(after, room);
+    digits[i] = 1;
+    if (number < zeros) continue;
+    number -= zeros;
+    --room;
+    const std::uint64_t positives = packed::nm_enum_states(after, room);
+    digits[i] = number < positives ? 2 : 0;
+    if (number >= positives) number -= positives;
+  }
+}
+
+}  // namespace sparse_bitnet

@@ -1,0 +1,39 @@
+// Packed matrices of a file to the layout in which they are multiplied (matmul.h), checked on the way:
+// the checksum of the bytes as they are, and whether they are the encoding of a matrix of the pattern.
+
+#pragma once
+
+#include <cstdint>
+
+#include "byte_source.h"
+#include "matmul.h"
+#include "packed_format.h"
+#include "thread_pool.h"
+
+namespace sparse_bitnet {
+
+// What a file holds: a format of packed_format.h with fixed rows, or plain int8 codes -1, 0 and 1.
+enum class StoredFormat : int { i2 = 0, b3 = 1, nm_bitmap = 2, nm_enum = 3, codes = 4 };
+
+struct StoredMatrix {
+  StoredFormat format;
+  packed::Pattern pattern;
+  std::int64_t rows, columns;  // within the limits of packed_format.h
+  ByteSource bytes;            // rows follow each other, stored_row_bytes() each, aligned to nothing
+};
+
+std::int64_t stored_row_bytes(StoredFormat format, packed::Pattern pattern, std::int64_t columns);
+
+struct Repacked {
+  std::uint32_t crc32;  // of all stored bytes
+  bool is_readable;     // whether they could be read
+  const char* damage;   // why the bytes are no encoding of a matrix, or null
+};
+
+// Writes rows `row_stride` bytes apart, in the format i2, b3 or nm_bitmap; what lies between rows is
+// left alone. The result does not depend on the number of threads. A damaged matrix is written
+// somehow, within its bounds.
+Repacked repack(ThreadPool& pool, const StoredMatrix& stored, WeightFormat format,
+                std::uint8_t* out, std::int64_t row_stride);
+
+}  // namespace sparse_bitnet

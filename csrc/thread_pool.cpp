@@ -1,0 +1,165 @@
+#include "thread_pool.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace sparse_bitnet {
+namespace {
+
+// A decoder step leaves gaps of a few microseconds between regions. Longer ones are between tokens,
+// where another thread of the process may need the core.
+constexpr std::chrono::microseconds spin_time{100};
+
+// Pauses between two looks at the clock; from the second look on the core is offered to others, who
+// may be the threads that are waited for.
+constexpr int pauses_a_look = 256;
+
+void pause_core() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
+// Waits for ready() at most spin_time, or without a limit; whether it came true.
+template <class Ready>
+bool spin_until(bool limited, Ready&& ready) {
+  std::chrono::steady_clock::time_point start;
+  for (int look = 0;; ++look) {
+    for (int i = 0; i < pauses_a_look; ++i) {
+      if (ready()) return true;
+      pause_core();
+    }
+    const auto now = std::chrono::steady_clock::now();
+    if (look == 0) {
+      start = now;
+    } else {
+      if (limited && now - start > spin_time) return ready();
+      std::this_thread::yield();
+    }
+  }
+}
+
+// A region's state in one word, so that joining and closing it cannot be torn apart: a serial number
+// from bit 32 on, whether it is open, and how many workers are inside. A worker that comes late, or
+// that has no core, is not waited for: once the region is closed it cannot join.
+constexpr std::uint64_t serial_one = std::uint64_t(1) << 32;
+constexpr std::uint64_t open_bit = std::uint64_t(1) << 31;
+constexpr std::uint64_t inside_mask = open_bit - 1;
+
+}  // namespace
+
+struct ThreadPool::State {
+  alignas(64) std::atomic<std::uint64_t> region{0};
+  alignas(64) std::atomic<std::int64_t> next{0};
+  // Of the open region; written by the caller while nobody is inside.
+  alignas(64) std::int64_t count = 0;
+  std::int64_t size = 0;
+  Piece piece = nullptr;
+  void* context = nullptr;
+
+  alignas(64) std::atomic<int> sleepers{0};
+  std::atomic<bool> stopping{false};
+  std::mutex mutex;
+  std::condition_variable wake;
+  std::vector<std::thread> workers;
+
+  void take_pieces(int thread) {
+    for (;;) {
+      const std::int64_t begin = next.fetch_add(size, std::memory_order_relaxed);
+      if (begin >= count) return;
+      piece(context, begin, std::min(begin + size, count), thread);
+    }
+  }
+
+  // Whether the region `seen` is over and a worker should look again.
+  bool changed(std::uint64_t seen) const {
+    return region.load() / serial_one != seen || stopping.load(std::memory_order_relaxed);
+  }
+
+  // The sleeper counts itself before its last look at the region and the caller opens the region
+  // before it looks for sleepers, all sequentially consistent: one of them sees the other.
+  void sleep(std::uint64_t seen) {
+    std::unique_lock<std::mutex> lock(mutex);
+    sleepers.fetch_add(1);
+    wake.wait(lock, [&] { return changed(seen); });
+    sleepers.fetch_sub(1);
+  }
+
+  void work(int thread) {
+    std::uint64_t seen = 0;
+    while (!stopping.load()) {
+      std::uint64_t now = region.load(std::memory_order_acquire);
+      if (now / serial_one == seen) {
+        if (!spin_until(true, [&] { return changed(seen); })) sleep(seen);
+        continue;
+      }
+      seen = now / serial_one;
+      while (now & open_bit && now / serial_one == seen) {
+        if (!region.compare_exchange_weak(now, now + 1)) continue;
+        take_pieces(thread);
+        region.fetch_sub(1, std::memory_order_release);
+        break;
+      }
+    }
+  }
+};
+
+ThreadPool::ThreadPool(int threads) : state_(std::make_unique<State>()) {
+  for (int thread = 1; thread < threads; ++thread) {
+    state_->workers.emplace_back([state = state_.get(), thread] { state->work(thread); });
+  }
+}
+
+ThreadPool::~ThreadPool() {
+  {
+    std::lock_guard<std::mutex> lock(state_->mutex);
+    state_->stopping.store(true);
+  }
+  state_->wake.notify_all();
+  for (std::thread& worker : state_->workers) worker.join();
+}
+
+int ThreadPool::threads() const { return int(state_->workers.size()) + 1; }
+
+void ThreadPool::run(std::int64_t count, std::int64_t size, Piece piece, void* context) {
+  State& state = *state_;
+  if (count <= 0) return;
+  if (count <= size || state.workers.empty()) {
+    for (std::int64_t begin = 0; begin < count; begin += size) {
+      piece(context, begin, std::min(begin + size, count), 0);
+    }
+    return;
+  }
+  state.count = count;
+  state.size = size;
+  state.piece = piece;
+  state.context = context;
+  state.next.store(0, std::memory_order_relaxed);
+  const std::uint64_t serial = state.region.load(std::memory_order_relaxed) / serial_one + 1;
+  state.region.store(serial % serial_one * serial_one | open_bit);
+  if (state.sleepers.load() > 0) {
+    { std::lock_guard<std::mutex> lock(state.mutex); }
+    state.wake.notify_all();
+  }
+  state.take_pieces(0);
+  // Whoever is inside has a piece to finish.
+  const std::uint64_t last = state.region.fetch_sub(open_bit, std::memory_order_acq_rel);
+  if (last & inside_mask) {
+    spin_until(false, [&] {
+      return (state.region.load(std::memory_order_acquire) & inside_mask) == 0;
+    });
+  }
+}
+
+}  // namespace sparse_bitnet

@@ -1,0 +1,355 @@
+"""Matrix kernels: every format and instruction set returns the bits of the reference.
+
+The reference is numpy on the codes: integer sums, then float32 operations in the order matmul.h states.
+"""
+
+import itertools
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from sparse_bitnet.packing import codec
+from sparse_bitnet.quantizer import quantize_int8_reference
+from sparse_bitnet.sparsity import NMPattern
+from sparse_bitnet.straight_through import ternary_int8_linear
+
+_cpu = pytest.importorskip("sparse_bitnet._cpu", reason="the extension is not built")
+
+FORMATS = {"i2": 0, "b3": 1, "nm-bitmap": 2, "int8": 3, "int4": 4}
+PATTERNS = [NMPattern(6, 8), NMPattern(2, 4), NMPattern(2, 8), NMPattern(8, 8), NMPattern(5, 16)]
+SHAPES = [(1, 64), (3, 16), (17, 336), (33, 640), (33, 896), (5, 1072), (70, 2576), (19, 1392)]
+TOKENS = [1, 2, 3, 5, 8, 17, 33, 64]
+POISON = 0xA5
+
+
+def supported() -> list[str]:
+    names = []
+    for name in ["generic", "avx2", "avx512vnni", "neon"]:
+        try:
+            _cpu.MatmulKernels.choose(name)
+        except ValueError:
+            continue
+        names.append(name)
+    return names
+
+
+@pytest.fixture(params=supported())
+def kernels(request):
+    return _cpu.MatmulKernels.choose(request.param)
+
+
+def aligned(count: int, dtype: type, fill: int = POISON) -> np.ndarray:
+    """`count` poisoned elements on a 64-byte boundary; the padding of a matrix is what it is."""
+    size = np.dtype(dtype).itemsize
+    memory = np.full(count * size + 64, fill, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + count * size].view(dtype)
+
+
+@dataclass
+class Weights:
+    """A matrix in the engine's layout: rows `stride` bytes apart, 64 readable bytes behind."""
+
+    format: str
+    pattern: NMPattern
+    codes: np.ndarray
+    scale: float = 0.0371
+    scales: np.ndarray = field(default_factory=lambda: np.zeros(1, np.float32))
+
+    def __post_init__(self) -> None:
+        rows, columns = self.codes.shape
+        n, m = self.pattern.n, self.pattern.m
+        width = _cpu.bytes_per_row(FORMATS[self.format], n, m, columns)
+        self.stride = -(-width // 64) * 64
+        self.data = aligned(rows * self.stride + 64, np.uint8)
+        packed = self.packed()
+        assert packed.shape == (rows, width)
+        self.data[: rows * self.stride].reshape(rows, self.stride)[:, :width] = packed
+
+    def packed(self) -> np.ndarray:
+        if self.format == "int8":
+            return self.codes.view(np.uint8)
+        if self.format == "int4":
+            rows, columns = self.codes.shape
+            padded = np.zeros((rows, -(-columns // 64) * 64), np.uint8)
+            padded[:, :columns] = self.codes + 8
+            halves = padded.reshape(rows, -1, 2, 32)
+            return (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(rows, -1)
+        return codec.pack(torch.from_numpy(self.codes), self.format, self.pattern).numpy()
+
+    def product(self, y: np.ndarray, bias: np.ndarray | None):
+        rows, columns = self.codes.shape
+        address = 0 if bias is None else bias.ctypes.data
+        return _cpu.Product(
+            FORMATS[self.format],
+            self.pattern.n,
+            self.pattern.m,
+            rows,
+            columns,
+            self.stride,
+            self.data.ctypes.data,
+            self.scale,
+            self.scales.ctypes.data,
+            address,
+            y.ctypes.data,
+            y.strides[0] // 4,
+        )
+
+
+class Quantized:
+    """Activations as the kernels quantise them, in poisoned memory."""
+
+    def __init__(self, kernels, pool, x: np.ndarray, *, fine: bool) -> None:
+        tokens, columns = x.shape
+        stride = -(-columns // 64) * 64
+        self.shape = (tokens, columns)
+        slack = _cpu.ACTIVATION_SLACK
+        self.codes = aligned(tokens * stride + slack, np.int8)
+        self.fine = aligned(tokens * stride + slack, np.int8) if fine else None
+        self.scales, self.sums, self.fine_sums = (
+            aligned(tokens, dtype) for dtype in (np.float32, np.int32, np.int32)
+        )
+        x = np.ascontiguousarray(x)
+        kernels.quantize(pool, x.ctypes.data, tokens, columns, *self.addresses())
+        rows = self.codes[: tokens * stride].reshape(tokens, stride)
+        self.code_rows, self.padding = rows[:, :columns], rows[:, columns:]
+        if self.fine is not None:
+            rows = self.fine[: tokens * stride].reshape(tokens, stride)
+            self.fine_rows, self.fine_padding = rows[:, :columns], rows[:, columns:]
+
+    def addresses(self) -> tuple[int, ...]:
+        fine = 0 if self.fine is None else self.fine.ctypes.data
+        fine_sums = 0 if self.fine is None else self.fine_sums.ctypes.data
+        return (
+            self.codes.ctypes.data,
+            fine,
+            self.scales.ctypes.data,
+            self.sums.ctypes.data,
+            fine_sums,
+        )
+
+
+def draw_codes(generator, format: str, pattern: NMPattern, rows: int, columns: int) -> np.ndarray:
+    if format == "int8":
+        return generator.integers(-128, 128, (rows, columns)).astype(np.int8)
+    if format == "int4":
+        return generator.integers(-8, 8, (rows, columns)).astype(np.int8)
+    codes = generator.integers(-1, 2, (rows, columns)).astype(np.int8)
+    codes[0] = 1 - 2 * (np.arange(columns) % 2)
+    groups = codes.reshape(rows, -1, pattern.m)
+    order = generator.random(groups.shape).argsort(-1).argsort(-1)
+    return np.where(order < pattern.n, groups, 0).astype(np.int8).reshape(rows, columns)
+
+
+def draw_weights(generator, format: str, pattern: NMPattern, rows: int, columns: int) -> Weights:
+    count = {"int8": rows, "int4": rows * -(-columns // 64)}.get(format, 1)
+    scales = generator.uniform(0.01, 0.02, count).astype(np.float32)
+    codes = draw_codes(generator, format, pattern, rows, columns)
+    return Weights(format=format, pattern=pattern, codes=codes, scales=scales)
+
+
+def draw_x(generator, tokens: int, columns: int) -> np.ndarray:
+    return (generator.standard_normal((tokens, columns)) * 3).astype(np.float32)
+
+
+def dot(weights: np.ndarray, x: np.ndarray) -> np.ndarray:
+    exact = x.astype(np.float64) @ weights.astype(np.float64).T
+    return exact.astype(np.int32).astype(np.float32)
+
+
+def expected(weights: Weights, x: Quantized, bias: np.ndarray | None) -> np.ndarray:
+    fine_part = np.float32(1 / 128)
+    x_scale = x.scales[:, None]
+    if weights.format == "int4":
+        groups = -(-x.shape[1] // 64)
+        scales = weights.scales.reshape(-1, groups)
+        y = np.zeros((x.shape[0], weights.codes.shape[0]), np.float32)
+        for g in range(groups):
+            part = slice(64 * g, 64 * g + 64)
+            value = dot(weights.codes[:, part], x.code_rows[:, part])
+            if x.fine is not None:
+                value = value + dot(weights.codes[:, part], x.fine_rows[:, part]) * fine_part
+            y = y + value * scales[:, g]
+        y = y * x_scale
+    elif weights.format == "int8":
+        value = dot(weights.codes, x.code_rows)
+        if x.fine is not None:
+            value = value + dot(weights.codes, x.fine_rows) * fine_part
+        y = value * (x_scale * weights.scales)
+    else:
+        y = dot(weights.codes, x.code_rows) * (x_scale * np.float32(weights.scale))
+    return y if bias is None else y + bias
+
+
+def run(kernels, pool, x: Quantized, group: list[Weights], biases) -> list[np.ndarray]:
+    """y of each weights, padded by poison that must stay as it is."""
+    tokens, columns = x.shape
+    outputs = []
+    for weights in group:
+        rows = weights.codes.shape[0]
+        outputs.append(aligned(tokens * (rows + 5), np.float32).reshape(tokens, rows + 5))
+    products = [
+        weights.product(y, bias) for weights, y, bias in zip(group, outputs, biases, strict=True)
+    ]
+    kernels.matmul(pool, tokens, columns, *x.addresses(), products)
+    for weights, y in zip(group, outputs, strict=True):
+        assert (y[:, weights.codes.shape[0] :].view(np.uint8) == POISON).all()
+    return [y[:, : weights.codes.shape[0]] for weights, y in zip(group, outputs, strict=True)]
+
+
+def assert_same(ours: np.ndarray, theirs: np.ndarray) -> None:
+    np.testing.assert_array_equal(ours.view(np.int32), np.ascontiguousarray(theirs).view(np.int32))
+
+
+@pytest.mark.parametrize("format", list(FORMATS))
+def test_products_equal_the_reference_bit_for_bit(kernels, format):
+    generator = np.random.default_rng(0)
+    pools = [_cpu.ThreadPool(threads) for threads in (1, 2, 3)]
+    patterns = PATTERNS if format == "nm-bitmap" else PATTERNS[:1]
+    cases = itertools.product(patterns, SHAPES)
+    for index, (pattern, (rows, columns)) in enumerate(cases):
+        weights = draw_weights(generator, format, pattern, rows, columns)
+        for tokens in TOKENS:
+            fine = format in ("int8", "int4") and (index + tokens) % 3 != 0
+            pool = pools[(index + tokens) % 3]
+            x = Quantized(kernels, pool, draw_x(generator, tokens, columns), fine=fine)
+            bias = draw_x(generator, 1, rows)[0] if (index + tokens) % 2 else None
+            (y,) = run(kernels, pool, x, [weights], [bias])
+            assert_same(y, expected(weights, x, bias))
+
+
+@pytest.mark.parametrize("tokens", [1, 6, 40, 515])
+def test_a_group_of_products_shares_one_call(kernels, tokens):
+    generator = np.random.default_rng(1)
+    columns = 320
+    group = [
+        draw_weights(generator, format, NMPattern(6, 8), rows, columns)
+        for format, rows in [("i2", 67), ("nm-bitmap", 1), ("int8", 130), ("b3", 16)]
+    ]
+    biases = [draw_x(generator, 1, weights.codes.shape[0])[0] for weights in group]
+    biases[2] = None
+    pool = _cpu.ThreadPool(2)
+    x = Quantized(kernels, pool, draw_x(generator, tokens, columns), fine=True)
+    for weights, bias, y in zip(group, biases, run(kernels, pool, x, group, biases), strict=True):
+        assert_same(y, expected(weights, x, bias))
+
+
+def test_products_are_those_of_the_training_code(kernels):
+    generator = np.random.default_rng(2)
+    weights = draw_weights(generator, "i2", NMPattern(6, 8), 37, 1288)
+    x = draw_x(generator, 9, 1288)
+    bias = draw_x(generator, 1, 37)[0]
+    pool = _cpu.ThreadPool(2)
+    (y,) = run(kernels, pool, Quantized(kernels, pool, x, fine=False), [weights], [bias])
+    codes, scale = torch.from_numpy(weights.codes), torch.tensor(weights.scale)
+    theirs = ternary_int8_linear(
+        torch.from_numpy(x), codes.float(), torch.from_numpy(bias), codes, scale
+    )
+    assert_same(y, theirs.numpy())
+
+
+@pytest.mark.parametrize("columns", [1, 15, 64, 100, 1337])
+def test_activations_equal_the_reference(kernels, columns):
+    generator = np.random.default_rng(3)
+    x = draw_x(generator, 12, columns)
+    x[1] = 0
+    x[2] *= 1e-8
+    x[3] *= 1e37
+    x[4, 0] = np.inf
+    x[5, -1] = np.nan
+    x[6] = np.round(x[6]) + 0.5
+    ours = Quantized(kernels, _cpu.ThreadPool(3), x, fine=True)
+    codes, scales = quantize_int8_reference(torch.from_numpy(x))
+    np.testing.assert_array_equal(ours.code_rows, codes.numpy())
+    np.testing.assert_array_equal(ours.scales, scales.numpy()[:, 0])
+    np.testing.assert_array_equal(ours.sums, ours.code_rows.sum(1, dtype=np.int32))
+    np.testing.assert_array_equal(ours.fine_sums, ours.fine_rows.sum(1, dtype=np.int32))
+    assert not ours.padding.any()
+    assert not ours.fine_padding.any()
+    finite = np.isfinite(x).all(1)
+    close = ours.code_rows + ours.fine_rows / 128
+    error = np.abs(close[finite] * ours.scales[finite, None] - x[finite])
+    assert (error <= ours.scales[finite, None] * (0.51 / 128)).all()
+
+
+def test_largest_sums_do_not_overflow(kernels):
+    columns = 8960
+    x = np.full((3, columns), 1.0, np.float32)
+    x[1] = -1
+    pool = _cpu.ThreadPool(1)
+    for format, value in [("i2", 1), ("i2", -1), ("nm-bitmap", -1), ("int8", -128), ("int4", -8)]:
+        codes = np.full((18, columns), value, np.int8)
+        count = {"int8": 18, "int4": 18 * columns // 64}.get(format, 1)
+        weights = Weights(
+            format=format, pattern=NMPattern(8, 8), codes=codes, scales=np.ones(count, np.float32)
+        )
+        for tokens in (1, 3):
+            quantized = Quantized(kernels, pool, x[:tokens], fine=True)
+            (y,) = run(kernels, pool, quantized, [weights], [None])
+            assert_same(y, expected(weights, quantized, None))
+        many = Quantized(kernels, pool, np.tile(x, (20, 1)), fine=True)
+        (y,) = run(kernels, pool, many, [weights], [None])
+        assert_same(y, expected(weights, many, None))
+
+
+@pytest.mark.parametrize("format", ["i2", "b3", "nm-bitmap"])
+def test_rows_longer_than_any_partial_sum(kernels, format):
+    generator = np.random.default_rng(5)
+    columns = 330_000
+    codes = np.ones((5, columns), np.int8)
+    codes[1] = -1
+    codes[2:] = draw_codes(generator, format, NMPattern(8, 8), 3, columns)
+    weights = Weights(format=format, pattern=NMPattern(8, 8), codes=codes)
+    pool = _cpu.ThreadPool(1)
+    for x in (np.ones((1, columns), np.float32), draw_x(generator, 2, columns)):
+        quantized = Quantized(kernels, pool, x, fine=False)
+        (y,) = run(kernels, pool, quantized, [weights], [None])
+        assert_same(y, expected(weights, quantized, None))
+
+
+@pytest.mark.parametrize("type", ["bfloat16", "float32"])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 17])
+def test_float_tables(kernels, type, tokens):
+    generator = torch.Generator().manual_seed(4)
+    for rows, columns in [(1, 1), (3, 7), (70, 64), (33, 100), (130, 333)]:
+        table = torch.randn(rows, columns, generator=generator).to(getattr(torch, type))
+        x = torch.randn(tokens, columns, generator=generator)
+        outputs = []
+        for threads in (1, 3):
+            y = torch.empty(tokens, rows + 3)
+            kernels.matmul_table(
+                _cpu.ThreadPool(threads),
+                x.data_ptr(),
+                tokens,
+                columns,
+                0 if type == "bfloat16" else 1,
+                rows,
+                columns,
+                columns * table.element_size(),
+                table.data_ptr(),
+                y.data_ptr(),
+                rows + 3,
+            )
+            assert y[:, rows:].isnan().all()
+            outputs.append(y[:, :rows])
+        assert torch.equal(*outputs)
+        exact = x.double() @ table.double().t()
+        bound = x.double().abs() @ table.double().abs().t() * 1e-6
+        assert ((outputs[0] - exact).abs() <= bound).all()
+
+
+def test_instruction_sets_are_chosen_by_name_and_by_variable(monkeypatch):
+    monkeypatch.delenv("SPARSE_BITNET_ISA", raising=False)
+    best = _cpu.MatmulKernels.choose("").isa
+    assert best == supported()[-1]
+    monkeypatch.setenv("SPARSE_BITNET_ISA", "generic")
+    assert _cpu.MatmulKernels.choose("").isa == "generic"
+    assert _cpu.MatmulKernels.choose(best).isa == best
+    if "avx512vnni" in supported():
+        monkeypatch.setenv("SPARSE_BITNET_ISA", "avx512")
+        assert _cpu.MatmulKernels.choose("").isa == "avx512vnni"
+    monkeypatch.setenv("SPARSE_BITNET_ISA", "mmx")
+    with pytest.raises(ValueError, match=r"SPARSE_BITNET_ISA=mmx: .* generic"):
+        _cpu.MatmulKernels.choose("")

@@ -1,0 +1,312 @@
+"""Loading in C++ against the plain codec: the same codes, the same refusals, the same checksums."""
+
+import ctypes
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.packing.codec import pack, unpack
+from sparse_bitnet.packing.formats import holds_pattern, row_bytes
+from sparse_bitnet.pattern import NMPattern
+from sparse_bitnet.quantizer import quantize_int8_reference
+from sparse_bitnet.sparsity import nm_mask_reference
+
+_cpu = pytest.importorskip("sparse_bitnet._cpu")
+
+STORED = {"i2": 0, "b3": 1, "nm-bitmap": 2, "nm-enum": 3, "codes": 4}
+RUN_TIME = {"i2": 0, "b3": 1, "nm-bitmap": 2}
+PATTERNS = [
+    "1:1",
+    "8:8",
+    "6:8",
+    "2:4",
+    "2:8",
+    "1:3",
+    "3:5",
+    "7:16",
+    "12:24",
+    "5:32",
+    "1:2",
+    "20:32",
+]
+SHAPES = [(1, 1), (3, 2), (5, 7), (2, 64), (7, 65), (4, 129), (3, 384), (33, 896), (2, 1601)]
+POISON = 0xA5
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def pool(request: pytest.FixtureRequest):
+    return _cpu.ThreadPool(request.param)
+
+
+def make_codes(pattern: NMPattern, rows: int, groups: int) -> torch.Tensor:
+    torch.manual_seed(rows * 1000 + groups)
+    weight = torch.randn(rows, groups * pattern.m)
+    codes = torch.randint(-1, 2, weight.shape, dtype=torch.int8)
+    return codes * nm_mask_reference(weight, pattern.n, pattern.m)
+
+
+def columns_near(pattern: NMPattern, columns: int) -> int:
+    return max(1, columns // pattern.m) * pattern.m
+
+
+def repack(pool, data: np.ndarray, stored: str, pattern: NMPattern, rows, columns, target):
+    """(rows of the target [rows, row_bytes], crc32, damage); checks that nothing else is written."""
+    coded = NMPattern(1, 1) if pattern.is_dense else pattern
+    taken = row_bytes(target, pattern, columns)
+    stride = -(-taken // 64) * 64 + 64
+    out = np.full(rows * stride + 256, POISON, np.uint8)
+    base = -out.ctypes.data % 64
+    data = np.ascontiguousarray(data).reshape(-1)
+    # Sources have no alignment: every second one starts at an odd address.
+    shifted = np.full(data.size + 8, POISON, np.uint8)
+    shifted[1 : 1 + data.size] = data.view(np.uint8)
+    crc32, is_readable, damage = _cpu.repack(
+        pool,
+        STORED[stored],
+        coded.n,
+        coded.m,
+        rows,
+        columns,
+        (shifted.ctypes.data + 1, -1, 0),
+        data.size,
+        RUN_TIME[target],
+        out.ctypes.data + base,
+        rows * stride,
+        stride,
+    )
+    assert is_readable
+    written = out[base : base + rows * stride].reshape(rows, stride)
+    assert (out[:base] == POISON).all()
+    assert (out[base + rows * stride :] == POISON).all()
+    assert (written[:, taken:] == POISON).all()
+    return written[:, :taken], crc32, damage
+
+
+@pytest.mark.parametrize("text", PATTERNS)
+def test_every_format_to_every_format(pool, text: str) -> None:
+    pattern = NMPattern.parse(text)
+    for rows, wanted in SHAPES:
+        columns = columns_near(pattern, wanted)
+        codes = make_codes(pattern, rows, columns // pattern.m)
+        for stored in STORED:
+            if stored != "codes" and not holds_pattern(stored, pattern):
+                continue
+            data = codes if stored == "codes" else pack(codes, stored, pattern)
+            raw = data.numpy().view(np.uint8)
+            for target in RUN_TIME:
+                if not holds_pattern(target, pattern):
+                    continue
+                got, crc32, damage = repack(pool, raw, stored, pattern, rows, columns, target)
+                assert damage is None, (stored, target, rows, columns)
+                assert crc32 == zlib.crc32(raw.tobytes())
+                assert np.array_equal(got, pack(codes, target, pattern).numpy()), (stored, target)
+
+
+@pytest.mark.parametrize("text", ["1:1", "6:8", "2:4", "3:5", "7:16", "5:32"])
+@pytest.mark.parametrize("stored", ["i2", "b3", "nm-bitmap", "nm-enum"])
+def test_damaged_bytes_are_refused_exactly_when_the_codec_refuses(text: str, stored: str) -> None:
+    pattern = NMPattern.parse(text)
+    if not holds_pattern(stored, pattern):
+        pytest.skip("not held")
+    pool = _cpu.ThreadPool(2)
+    rows, columns = 2, columns_near(pattern, 100)
+    codes = make_codes(pattern, rows, columns // pattern.m)
+    intact = pack(codes, stored, pattern).numpy()
+    random = np.random.default_rng(0)
+    refusals = 0
+    for _ in range(150):
+        damaged = intact.copy()
+        damaged[random.integers(rows), random.integers(damaged.shape[1])] = random.integers(256)
+        try:
+            expected = unpack(torch.from_numpy(damaged), stored, pattern, (rows, columns))
+        except UserError as error:
+            expected = None
+            refusals += 1
+            reason = str(error).partition(": ")[2].replace(f"pattern {pattern}", "pattern")
+        for target in ("i2", stored if stored in RUN_TIME else "b3"):
+            got, _, damage = repack(pool, damaged, stored, pattern, rows, columns, target)
+            if expected is None:
+                # Where several things are wrong, either may be named.
+                assert damage is not None, reason
+            else:
+                assert damage is None
+                assert np.array_equal(got, pack(expected, target, pattern).numpy())
+    # Words of 64 bits hold nearly all numbers; then most changes are other codes.
+    assert refusals or stored == "nm-enum"
+
+
+def test_codes_and_groups_are_checked() -> None:
+    pool, pattern = _cpu.ThreadPool(1), NMPattern(2, 4)
+    codes = make_codes(pattern, 2, 30).numpy()
+    codes[1, 4:8] = 1
+    _, _, damage = repack(pool, codes.view(np.uint8), "codes", pattern, 2, 120, "i2")
+    assert damage == "a group has more non-zeros than the pattern allows"
+    codes[1, 4] = 2
+    _, _, damage = repack(pool, codes.view(np.uint8), "codes", pattern, 2, 120, "nm-bitmap")
+    assert damage == "there are codes other than -1, 0 and 1"
+
+
+def test_large_matrices_in_many_pieces() -> None:
+    pattern = NMPattern(6, 8)
+    codes = make_codes(pattern, 1500, 100)
+    raw = pack(codes, "nm-enum", pattern).numpy()
+    results = [
+        repack(_cpu.ThreadPool(threads), raw, "nm-enum", pattern, 1500, 800, "nm-bitmap")
+        for threads in (1, 2, 4)
+    ]
+    for got, crc32, damage in results:
+        assert damage is None
+        assert crc32 == zlib.crc32(raw.tobytes())
+        assert np.array_equal(got, pack(codes, "nm-bitmap", pattern).numpy())
+
+
+def test_sizes_are_checked() -> None:
+    pool, out = _cpu.ThreadPool(1), np.zeros(4096, np.uint8)
+    base = out.ctypes.data + -out.ctypes.data % 64
+    good = [pool, 0, 1, 1, 2, 64, (base, -1, 0), 32, 0, base + 1024, 128, 64]
+    _cpu.repack(*good)
+    for position, bad in (
+        (1, 5),
+        (2, 2),
+        (3, 33),
+        (4, 0),
+        (5, 65),
+        (6, (0, -1, 0)),
+        (6, (0, 1, -1)),
+        (7, 31),
+        (8, 3),
+        (9, base + 1025),
+        (10, 127),
+        (11, 32),
+    ):
+        arguments = list(good)
+        arguments[position] = bad
+        with pytest.raises(ValueError, match=r"."):
+            _cpu.repack(*arguments)
+
+
+def test_checksum() -> None:
+    data = np.random.default_rng(0).integers(0, 256, 10_000, np.uint8)
+    for size in (0, 1, 7, 8, 63, 64, 65, 127, 128, 129, 1000, 9990):
+        for first in (0, 1, 7):
+            part = data[first : first + size]
+            assert _cpu.crc32(data.ctypes.data + first, size) == zlib.crc32(part.tobytes())
+
+
+def test_huge_buffer() -> None:
+    buffer = _cpu.HugeBuffer(5_000_000)
+    assert buffer.address % (1 << 21) == 0
+    assert buffer.size == 5_000_000
+    view = np.ctypeslib.as_array((ctypes.c_uint8 * buffer.size).from_address(buffer.address))
+    assert not view.any()
+    view[:] = 1
+    assert buffer.huge_bytes == -1 or 0 <= buffer.huge_bytes <= 3 << 21
+    with pytest.raises(MemoryError):
+        _cpu.HugeBuffer(1 << 62)
+    with pytest.raises(MemoryError):
+        _cpu.HugeBuffer(-1)
+
+
+def quantize_table(pool, values: torch.Tensor, format: int, scales: np.ndarray | None = None):
+    """(codes [rows, stride], scales, crc32, finite)."""
+    types = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+    rows, columns = values.shape
+    source = values.contiguous().view(torch.uint8).numpy().reshape(-1)
+    stride = (columns // (2 if format == 4 else 1) + 63) // 64 * 64
+    out = np.full(rows * stride + 64, POISON, np.uint8)
+    base = -out.ctypes.data % 64
+    found = np.full((rows, columns // 64 if format == 4 else 1), np.nan, np.float32)
+    crc32, is_readable, finite = _cpu.quantize_table(
+        pool,
+        types[values.dtype],
+        rows,
+        columns,
+        (source.ctypes.data, -1, 0),
+        source.size,
+        0 if scales is None else scales.ctypes.data,
+        format,
+        out.ctypes.data + base,
+        rows * stride,
+        stride,
+        found.ctypes.data,
+    )
+    assert (crc32, is_readable) == (zlib.crc32(source.tobytes()), True)
+    return out[base : base + rows * stride].reshape(rows, stride), found, finite
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 63), (5, 100), (700, 192)])
+def test_int8_tables_are_those_of_the_quantizer(pool, dtype: torch.dtype, shape) -> None:
+    values = torch.randn(shape).to(dtype)
+    values[0] = 0
+    got, scales, finite = quantize_table(pool, values, 3)
+    codes, expected = quantize_int8_reference(values)
+    assert finite
+    assert np.array_equal(got[:, : shape[1]].view(np.int8), codes.numpy())
+    assert (got[:, shape[1] :] == POISON).all()
+    assert np.array_equal(scales, expected.numpy())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_int4_tables_are_close(pool, dtype: torch.dtype) -> None:
+    values = torch.randn(9, 192)
+    stored_scales = np.full(9, 0.5, np.float32)
+    values = (values * 30).round().to(dtype) if dtype == torch.int8 else values.to(dtype)
+    got, scales, finite = quantize_table(pool, values, 4, stored_scales)
+    assert finite
+    blocks = got[:, :96].reshape(9, 3, 32)
+    digits = np.concatenate([blocks & 15, blocks >> 4], axis=2).astype(np.float32) - 8
+    restored = (digits * scales[:, :, None]).reshape(9, 192)
+    exact = values.float().numpy() * (0.5 if dtype == torch.int8 else 1)
+    error = np.square(restored - exact).sum() / np.square(exact).sum()
+    # 0.0083 with many Gaussian groups, 0.0088 without the choice between scales.
+    assert error < 0.01
+
+
+def test_values_that_are_not_finite_are_found(pool) -> None:
+    for format in (3, 4):
+        for bad in (float("nan"), float("inf")):
+            values = torch.randn(4, 64)
+            values[2, 63] = bad
+            assert not quantize_table(pool, values, format)[2]
+            assert not quantize_table(pool, values.bfloat16(), format)[2]
+
+
+def test_rows_are_copied(pool) -> None:
+    values = torch.randn(70, 33)
+    out = np.full(70 * 192 + 64, POISON, np.uint8)
+    base = -out.ctypes.data % 64
+    array = values.numpy()
+    source = (array.ctypes.data, -1, 0)
+    report = _cpu.copy_table(
+        pool, 0, 70, 33, source, array.nbytes, out.ctypes.data + base, 70 * 192, 192
+    )
+    assert report == (zlib.crc32(array.tobytes()), True, True)
+    rows = out[base : base + 70 * 192].reshape(70, 192)
+    assert np.array_equal(rows[:, :132], array.view(np.uint8))
+    assert (rows[:, 132:] == POISON).all()
+
+
+def test_files_are_read_from_an_offset_and_short_ones_refused(tmp_path: Path) -> None:
+    pool, pattern = _cpu.ThreadPool(2), NMPattern(6, 8)
+    codes = make_codes(pattern, 400, 100)
+    raw = pack(codes, "nm-enum", pattern).numpy()
+    path = tmp_path / "file"
+    path.write_bytes(b"xyz" + raw.tobytes())
+    stride = 256
+    out = np.zeros(400 * stride + 64, np.uint8)
+    base = out.ctypes.data + -out.ctypes.data % 64
+    with open(path, "rb") as file:
+        for offset, is_readable in ((3, True), (4, False)):
+            source = (0, file.fileno(), offset)
+            shape = (6, 8, 400, 800)
+            report = _cpu.repack(pool, 3, *shape, source, raw.size, 0, base, 400 * stride, stride)
+            assert report[1] == is_readable
+            assert (report[0] == zlib.crc32(raw.tobytes())) == is_readable
+        source = (0, file.fileno(), 4)
+        report = _cpu.copy_table(pool, 2, 400, raw.shape[1], source, raw.size, base, 400 * 192, 192)
+        assert not report[1]
