@@ -12,6 +12,10 @@ import hypothesis
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    # Triton kernels then run interpreted; triton looks when it is first imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("project")
 

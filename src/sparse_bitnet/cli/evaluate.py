@@ -1,4 +1,8 @@
-"""`sparse-bitnet evaluate`: held-out perplexity and lm-eval tasks of any checkpoint."""
+"""`sparse-bitnet evaluate`: held-out perplexity and lm-eval tasks of any checkpoint.
+
+Packed models run on the CPU engine, by default with everything around their linear layers in float32, so
+that the numbers are those of the PyTorch code; --head and --kv-cache show what smaller forms cost.
+"""
 
 import json
 from collections.abc import Callable, Iterator
@@ -6,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from sparse_bitnet.cli.arguments import parse
 from sparse_bitnet.errors import UserError
 
 if TYPE_CHECKING:
@@ -53,6 +58,18 @@ class EvaluateConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute."""
 
+    engine: Literal["auto", "cpu", "transformers"] = "auto"
+    """cpu runs packed models only; transformers anything that it can load. auto: cpu where it can."""
+
+    threads: int | None = None
+    """Threads of the CPU engine. Default: one for each core."""
+
+    head: Literal["stored", "int8", "int4"] = "stored"
+    """Form of the output head in the CPU engine."""
+
+    kv_cache: Literal["float32", "float16", "int8"] = "float32"
+    """Form of cached keys and values in the CPU engine."""
+
     column: str = "text"
     """Column of the text in .jsonl and .parquet files."""
 
@@ -79,7 +96,7 @@ def main(arguments: list[str]) -> None:
             raise UserError("give either --data, for perplexity, or --tasks")
         (run_tasks if config.tasks else run)(checkpoint, config)
 
-    tyro.cli(entry, args=arguments, prog="sparse-bitnet evaluate")
+    parse(entry, arguments, prog="sparse-bitnet evaluate")
 
 
 def run_tasks(checkpoint: str, config: EvaluateConfig) -> None:
@@ -88,19 +105,24 @@ def run_tasks(checkpoint: str, config: EvaluateConfig) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from sparse_bitnet.cli.evaluate_engine import tasks_of_engine, uses_cpu_engine
     from sparse_bitnet.evaluation.harness import evaluate_tasks
     from sparse_bitnet.files import write_atomic
 
-    results = evaluate_tasks(
-        checkpoint,
-        config.tasks,
-        include_path=config.include_path,
-        fewshot=config.fewshot,
-        limit=config.limit,
-        batch_size=config.batch_size,
-        precision=config.precision,
-        device=config.device,
-    )
+    console = Console()
+    if uses_cpu_engine(checkpoint, config):
+        results = tasks_of_engine(checkpoint, config)
+    else:
+        results = evaluate_tasks(
+            checkpoint,
+            config.tasks,
+            include_path=config.include_path,
+            fewshot=config.fewshot,
+            limit=config.limit,
+            batch_size=config.batch_size,
+            precision=config.precision,
+            device=config.device,
+        )
     table = Table("task", "metric", "value", "stderr", "questions", box=box.SIMPLE_HEAD)
     for task, values in results["results"].items():
         for key, value in values.items():
@@ -111,7 +133,7 @@ def run_tasks(checkpoint: str, config: EvaluateConfig) -> None:
             shown = f"{error:.4f}" if isinstance(error, float) else "-"
             questions = results["n-samples"].get(task, {}).get("effective", "-")
             table.add_row(task, metric, f"{value:.4f}", shown, str(questions))
-    Console().print(table)
+    console.print(table)
     if config.json:
         write_atomic(config.json, json.dumps(results, indent=2) + "\n")
 
@@ -120,27 +142,38 @@ def run(checkpoint: str, config: EvaluateConfig) -> None:
     """Evaluate with a progress bar; prints the result."""
     from rich.console import Console
 
-    from sparse_bitnet.evaluation.perplexity import evaluate
+    from sparse_bitnet.cli.evaluate_engine import perplexity_of_engine, uses_cpu_engine
     from sparse_bitnet.files import write_atomic
 
-    assert config.data is not None
     console = Console()
     with _progress(console) as on_batch:
-        found = evaluate(
-            checkpoint,
-            config.data,
-            context_length=config.context_length,
-            stride=config.stride,
-            batch_size=config.batch_size,
-            max_tokens=config.max_tokens,
-            precision=config.precision,
-            device=config.device,
-            column=config.column,
-            on_batch=on_batch,
-        )
+        if uses_cpu_engine(checkpoint, config):
+            found = perplexity_of_engine(checkpoint, config, on_batch)
+        else:
+            found = _perplexity_of_model(checkpoint, config, on_batch)
     _print(found, console)
     if config.json:
         write_atomic(config.json, json.dumps(found.to_dict(), indent=2) + "\n")
+
+
+def _perplexity_of_model(
+    checkpoint: str, config: EvaluateConfig, on_batch: Callable[[int, int], None]
+) -> "Evaluation":
+    from sparse_bitnet.evaluation.perplexity import evaluate
+
+    assert config.data is not None
+    return evaluate(
+        checkpoint,
+        config.data,
+        context_length=config.context_length,
+        stride=config.stride,
+        batch_size=config.batch_size,
+        max_tokens=config.max_tokens,
+        precision=config.precision,
+        device=config.device,
+        column=config.column,
+        on_batch=on_batch,
+    )
 
 
 @contextmanager

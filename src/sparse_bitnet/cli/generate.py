@@ -1,65 +1,120 @@
-"""`sparse-bitnet generate`: continue a prompt with any checkpoint, through transformers."""
+"""`sparse-bitnet generate`: continue a prompt with any checkpoint, as it is computed."""
 
+import sys
 from dataclasses import dataclass
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from sparse_bitnet.cli.arguments import parse
+from sparse_bitnet.cli.sampling_options import TextOptions
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.inference.engine_options import EngineOptions
+
+if TYPE_CHECKING:
+    from sparse_bitnet.inference.generation import GenerateResult
+    from sparse_bitnet.inference.open_model import OpenModel
 
 
 @dataclass(kw_only=True)
 class GenerateConfig:
-    """Continue a prompt with a checkpoint."""
+    """What to continue."""
 
-    prompt: str = "def "
-    """Text to continue."""
+    prompt: str | None = None
+    """Text to continue. Without this and without prompt-file: what is piped in."""
+
+    prompt_file: str | None = None
+    """File with the text to continue; - is standard input."""
 
     max_new_tokens: int = 64
     """Most tokens to add."""
 
-    temperature: float = 0.8
-    """0 is greedy."""
-
-    top_p: float = 0.95
-    """Nucleus sampling threshold."""
-
-    seed: int = 0
-    """Of the sampling."""
+    stats: bool = False
+    """Print tokens a second at the end, on standard error."""
 
 
 def main(arguments: list[str]) -> None:
-    """Print the continuation of a prompt."""
+    """Print a prompt and its continuation."""
     import tyro
 
     def entry(
-        checkpoint: Annotated[str, tyro.conf.Positional],
+        checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")],
         config: Annotated[GenerateConfig, tyro.conf.arg(name="")],
+        text: Annotated[TextOptions, tyro.conf.arg(name="")],
+        engine: Annotated[EngineOptions, tyro.conf.arg(name="")],
     ) -> None:
         """Continue a prompt with a checkpoint.
 
         Args:
-            checkpoint: run folder, checkpoint folder, or any transformers folder or hub id.
-            config: sampling.
+            checkpoint: packed folder, run folder, checkpoint folder, or any transformers folder or hub
+                id.
+            config: what to continue.
+            text: how it goes on, and where it ends.
+            engine: what computes it.
         """
-        print(generate(checkpoint, config))
+        run(checkpoint, config, text, engine)
 
-    tyro.cli(entry, args=arguments, prog="sparse-bitnet generate")
+    parse(entry, arguments, prog="sparse-bitnet generate")
 
 
-def generate(checkpoint: str, config: GenerateConfig) -> str:
-    """The prompt and its continuation as text.
+def run(checkpoint: str, config: GenerateConfig, text: TextOptions, engine: EngineOptions) -> None:
+    """Prints the prompt, then its continuation piece by piece."""
+    from sparse_bitnet.inference.generate import generate
+    from sparse_bitnet.inference.open_model import open_model
 
-    Raises `UserError` when the model or its tokenizer cannot be loaded.
-    """
-    from sparse_bitnet.data.tokenizer import load_tokenizer
-    from sparse_bitnet.evaluation.held_out import resolve_checkpoint
-    from sparse_bitnet.evaluation.sampling import continue_text
-    from sparse_bitnet.hub import from_pretrained
+    options = text.generate_options(config.max_new_tokens)
+    if config.prompt is not None and config.prompt_file is not None:
+        raise UserError("give either --prompt or --prompt-file")
+    model = open_model(checkpoint, engine)
+    if model.note:
+        print(f"through transformers: {model.note}", file=sys.stderr)
+    prompt = _prompt(config)
+    print(prompt, end="", flush=True)
+    result = generate(
+        model.engine,
+        [first_tokens(model, prompt)],
+        options,
+        tokenizer=model.tokenizer,
+        end_tokens=model.end_tokens,
+        on_token=lambda number, token, piece: print(piece, end="", flush=True),
+    )
+    print()
+    if config.stats:
+        print(statistics(result, model.engine_name), file=sys.stderr)
+    model.engine.close()
 
-    path = resolve_checkpoint(checkpoint)
-    return config.prompt + continue_text(
-        from_pretrained(path),
-        load_tokenizer(path),
-        config.prompt,
-        max_new_tokens=config.max_new_tokens,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        seed=config.seed,
+
+def _prompt(config: GenerateConfig) -> str:
+    if config.prompt is not None:
+        return config.prompt
+    if config.prompt_file not in (None, "-"):
+        try:
+            return Path(str(config.prompt_file)).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--prompt-file {config.prompt_file}: {error}") from error
+    if config.prompt_file is None and sys.stdin.isatty():
+        raise UserError("nothing to continue: give --prompt TEXT, --prompt-file, or pipe text in")
+    return sys.stdin.read()
+
+
+def first_tokens(model: "OpenModel", prompt: str) -> list[int]:
+    """The prompt's tokens; of an empty one the token between documents, which a text can follow."""
+    tokens = model.tokenizer.encode(prompt)
+    if not tokens and not model.end_tokens:
+        raise UserError(
+            "the prompt is empty, and the model names no token that a text could follow"
+        )
+    return tokens or [min(model.end_tokens)]
+
+
+def statistics(result: "GenerateResult", engine_name: str) -> str:
+    """One line: tokens and tokens a second of prompt and text."""
+    (text,) = result.texts
+    prefill, decode = result.prefill_rate, result.decode_rate
+    cached = f" ({text.cached_tokens:,} cached)" if text.cached_tokens else ""
+    return (
+        f"prompt {text.prompt_tokens:,} tokens{cached}"
+        + (f", {prefill:,.1f} tokens/s" if prefill else "")
+        + f"; text {len(text.tokens):,} tokens"
+        + (f", {decode:,.1f} tokens/s" if decode else "")
+        + f"; ended by {text.finish_reason}; engine {engine_name}"
     )

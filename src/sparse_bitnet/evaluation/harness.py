@@ -53,22 +53,32 @@ def evaluate_tasks(
 
     Raises `UserError` when lm-eval is not installed, a task is unknown, or its data cannot be loaded.
     """
-    lm_eval = _import_lm_eval()
-    names = [name for task in tasks for name in (PAPER_TASKS if task == "paper" else (task,))]
-    loaded = load_tasks(names, include_path)
-    model = load_lm(checkpoint, batch_size=batch_size, precision=precision, device=device)
+    loaded = load_paper_tasks(tasks, include_path)
+    model: Any = load_lm(checkpoint, batch_size=batch_size, precision=precision, device=device)
     with selected(model._model):
-        results = lm_eval.simple_evaluate(
-            model=model,
-            tasks=loaded.tasks,
-            # Left out, it would read all of lm-eval's task files again.
-            task_manager=loaded.manager,
-            num_fewshot=fewshot,
-            limit=limit,
-            log_samples=False,
-            bootstrap_iters=1000,
-        )
-    results["config"]["model"] = str(checkpoint)
+        return score_tasks(model, loaded, str(checkpoint), fewshot=fewshot, limit=limit)
+
+
+def score_tasks(
+    model: "LM", loaded: "LoadedTasks", checkpoint: str, *, fewshot: int, limit: int | None
+) -> dict[str, Any]:
+    """Score any model of lm-eval's on loaded tasks; returns as `evaluate_tasks`.
+
+    Args:
+        checkpoint: its name in the result.
+        fewshot, limit: as for `evaluate_tasks`.
+    """
+    results = _import_lm_eval().simple_evaluate(
+        model=model,
+        tasks=loaded.tasks,
+        # Left out, it would read all of lm-eval's task files again.
+        task_manager=loaded.manager,
+        num_fewshot=fewshot,
+        limit=limit,
+        log_samples=False,
+        bootstrap_iters=1000,
+    )
+    results["config"]["model"] = checkpoint
     return _jsonable(results)
 
 
@@ -115,6 +125,12 @@ class LoadedTasks(NamedTuple):
 
     tasks: list[Any]
     manager: "TaskManager"
+
+
+def load_paper_tasks(tasks: Sequence[str], include_path: str | Path | None = None) -> LoadedTasks:
+    """As `load_tasks`; "paper" stands for the paper's five."""
+    names = [name for task in tasks for name in (PAPER_TASKS if task == "paper" else (task,))]
+    return load_tasks(names, include_path)
 
 
 def load_tasks(names: Sequence[str], include_path: str | Path | None = None) -> LoadedTasks:

@@ -41,13 +41,19 @@ def hardware() -> str:
     """Processor, its cores and memory, and the GPU if torch sees one, in one line."""
     import torch
 
+    parts = [cpu_hardware()]
+    if torch.cuda.is_available():
+        parts.append(torch.cuda.get_device_name())
+    return ", ".join(parts)
+
+
+def cpu_hardware() -> str:
+    """Processor, its cores and memory in one line. Imports no torch."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     parts = [f"{_processor()}, {cores} cores"]
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         parts.append(f"{memory / 2**30:.0f} GiB")
-    if torch.cuda.is_available():
-        parts.append(torch.cuda.get_device_name())
     return ", ".join(parts)
 
 

@@ -1,0 +1,388 @@
+"""Our CPU engine against others, on the same random model, in one go.
+
+    pip install 'sparse-bitnet[llama-cpp,export]'   # builds llama.cpp
+    python benchmarks/peers.py                      # ten minutes on two cores, keep them otherwise idle
+    python benchmarks/peers.py --quick              # all threads, TQ2_0 only: a minute
+    python benchmarks/peers.py --llama-bench PATH --gguf FILE [--llama-bench-args="-rtr 1"]
+
+llama.cpp runs the model exported to GGUF (ternary blocks, embedding and head in Q8_0) through the
+library of llama-cpp-python. Other engines built on it are given as their llama-bench with a file of
+theirs; both options may be repeated, pair by pair. Every engine lives in a process of its own and waits
+idle while another one is measured; they take turns in another order each round, and medians are
+reported. Ours and theirs read about as many bytes for the head: 8 bits a weight plus scales.
+"""
+
+import argparse
+import importlib.util
+import json
+import random
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from sparse_bitnet.bench.child import Child
+from sparse_bitnet.bench.contention import Contention, warning
+from sparse_bitnet.bench.model import cache_tokens
+from sparse_bitnet.bench.options import available_cores
+from sparse_bitnet.bench.random_model import cached_random_model, default_cache
+from sparse_bitnet.bench.record import append_records, where_measured
+from sparse_bitnet.bench.roofline import READ_BYTES, CeilingMeter
+from sparse_bitnet.bench.run import CHILD
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.pattern import NMPattern
+
+OURS = "sparse-bitnet"
+LLAMA_CPP = (str(Path(__file__).with_name("llama_cpp_child.py")),)
+IDLE_SECONDS = 0.05
+"""Threads of OpenMP spin for a moment after their work; the next engine starts after that."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One line of the result: an engine, what it runs, and how many threads it has."""
+
+    name: str
+    type: str
+    """Its weights' type or format."""
+    isa: str
+    threads: int
+    measure: Callable[[str, int], float]
+    """(phase, tokens) -> seconds of the prompt, or of one decoded token."""
+    pid: int | None = None
+    """Of its process; None where every measurement starts a new one."""
+
+
+@dataclass(kw_only=True)
+class Row:
+    """One measurement."""
+
+    engine: str
+    version: str
+    type: str
+    isa: str
+    threads: int
+    phase: str
+    tokens: int
+    tokens_per_second: float
+    seconds: list[float]
+    """Of every round: of a prompt, or of one token."""
+
+
+def our_engines(folder: Path, options: argparse.Namespace, stack: ExitStack) -> Iterable[Engine]:
+    for threads in options.threads:
+        for isa in options.isa:
+            for weight_format in options.weight_format:
+                # The variable, as a user would force it, reaches every part of the engine.
+                environment = {"SPARSE_BITNET_ISA": isa} if isa else {}
+                child = stack.enter_context(Child(CHILD, environment))
+                loaded = child.ask(
+                    {
+                        "op": "load",
+                        "folder": str(folder),
+                        "options": {
+                            "threads": threads,
+                            "weight_format": weight_format,
+                            "context_length": max(options.prompt, options.steps),
+                            "cache_tokens": cache_tokens([options.prompt], [], [1], options.steps),
+                        },
+                    }
+                )
+
+                def measure(phase: str, tokens: int, child: Child = child) -> float:
+                    question = {"op": phase, "tokens": tokens, "steps": tokens}
+                    return child.ask({**question, "context": 0, "batch": 1})["seconds"]
+
+                yield Engine(
+                    OURS, loaded["weight_format"], loaded["isa"], threads, measure, child.pid
+                )
+
+
+def llama_cpp_engines(
+    folder: Path, options: argparse.Namespace, stack: ExitStack
+) -> Iterable[Engine]:
+    for type in options.type:
+        child = stack.enter_context(Child(LLAMA_CPP))
+        question = {"op": "load", "path": str(gguf_file(folder, type))}
+        child.ask({**question, "context_length": max(options.prompt, options.steps)})
+
+        for threads in options.threads:
+
+            def measure(
+                phase: str, tokens: int, child: Child = child, threads: int = threads
+            ) -> float:
+                question = {"op": phase, "tokens": tokens, "steps": tokens, "context": 0}
+                return child.ask({**question, "threads": threads})["seconds"]
+
+            yield Engine("llama.cpp", type.upper(), "", threads, measure, child.pid)
+
+
+def gguf_file(folder: Path, type: str) -> Path:
+    """The model exported for llama.cpp, beside the packed folder; made unless it is there."""
+    out = folder.with_name(f"{folder.name}-gguf-{type}")
+    path = out / f"model-{type.upper()}.gguf"
+    if not path.is_file():
+        command = [sys.executable, "-m", "sparse_bitnet", "export", str(folder), str(out)]
+        command += ["--format", f"gguf-{type}", "--embeddings", "q8_0"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode or not path.is_file():
+            raise UserError((done.stderr.strip().splitlines() or ["the export failed"])[-1])
+    return path
+
+
+def other_engines(options: argparse.Namespace) -> Iterable[Engine]:
+    for place, binary in enumerate(options.llama_bench):
+        gguf = options.gguf[place]
+        arguments = options.llama_bench_args[place] if place < len(options.llama_bench_args) else ""
+        for threads in options.threads:
+
+            def measure(
+                phase: str,
+                tokens: int,
+                command: tuple[str, ...] = (str(binary), "-m", str(gguf), "-t", str(threads)),
+                more: str = arguments,
+            ) -> float:
+                sizes = ("-p", str(tokens), "-n", "0")
+                if phase == "decode":
+                    sizes = ("-p", "0", "-n", str(tokens))
+                return llama_bench([*command, *sizes, *shlex.split(more)], phase, tokens)
+
+            yield Engine(binary.parent.name or binary.name, gguf.stem, "", threads, measure)
+
+
+def llama_bench(command: list[str], phase: str, tokens: int) -> float:
+    """Seconds of one prompt or one token, from a llama-bench that runs it once after its warm-up."""
+    command = [*command, "-r", "1", "-o", "json"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        raise UserError(f"cannot run {command[0]}: {error.strerror}") from error
+    try:
+        (result,) = json.loads(done.stdout)
+        rate = float(result["avg_ts"])
+    except (ValueError, KeyError, TypeError) as error:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise UserError(f"{command[0]} gave no JSON result: {last}") from error
+    return tokens / rate if phase == "prefill" else 1 / rate
+
+
+def measure_all(
+    engines: list[Engine],
+    options: argparse.Namespace,
+    meters: list[CeilingMeter],
+    progress: Progress,
+) -> dict[tuple[int, str], list[float]]:
+    """Seconds of every round, by place in `engines` and phase."""
+    phases = {"prefill": options.prompt, "decode": options.steps}
+    seconds: dict[tuple[int, str], list[float]] = {
+        (place, phase): [] for place in range(len(engines)) for phase in phases
+    }
+    order, shuffle = list(range(len(engines))), random.Random(0).shuffle
+    task = progress.add_task("measuring", total=len(seconds) * options.rounds)
+    # A first token each: what is read from the file then is not speed.
+    for engine in engines:
+        engine.measure("decode", 2)
+    ends = time.monotonic() + options.seconds
+    for turn in range(options.rounds):
+        if turn and time.monotonic() > ends:
+            break
+        for meter in meters:
+            meter.visit()
+        for phase, tokens in phases.items():
+            shuffle(order)
+            for place in order:
+                engine = engines[place]
+                progress.update(task, description=f"{phase}: {engine.name} {engine.type}")
+                time.sleep(IDLE_SECONDS)
+                seconds[place, phase].append(engine.measure(phase, tokens))
+                progress.advance(task)
+    return seconds
+
+
+def rows_of(
+    engines: list[Engine],
+    seconds: dict[tuple[int, str], list[float]],
+    options: argparse.Namespace,
+    version_of: Callable[[str], str],
+) -> list[Row]:
+    rows = []
+    for (place, phase), times in seconds.items():
+        engine = engines[place]
+        computed = options.prompt if phase == "prefill" else 1
+        rows.append(
+            Row(
+                engine=engine.name,
+                version=version_of(engine.name),
+                type=engine.type,
+                isa=engine.isa,
+                threads=engine.threads,
+                phase=phase,
+                tokens=options.prompt if phase == "prefill" else options.steps,
+                tokens_per_second=computed / statistics.median(times),
+                seconds=times,
+            )
+        )
+    return rows
+
+
+def ratios(rows: list[Row]) -> list[dict[str, Any]]:
+    """For each phase, thread count and instruction set of ours: over the fastest peer and each type."""
+    found = []
+    for ours in rows:
+        peers = [
+            row
+            for row in rows
+            if row.engine != OURS and (row.phase, row.threads) == (ours.phase, ours.threads)
+        ]
+        if ours.engine == OURS and peers:
+            fastest = max(peers, key=lambda row: row.tokens_per_second)
+            found.append(
+                {
+                    "phase": ours.phase,
+                    "threads": ours.threads,
+                    "type": ours.type,
+                    "isa": ours.isa,
+                    "fastest_peer": f"{fastest.engine} {fastest.type}",
+                    "over_fastest_peer": ours.tokens_per_second / fastest.tokens_per_second,
+                    "over": {
+                        f"{row.engine} {row.type}": ours.tokens_per_second / row.tokens_per_second
+                        for row in peers
+                    },
+                }
+            )
+    return found
+
+
+def table_of(rows: list[Row], title: str) -> Table:
+    table = Table(
+        title=title,
+        caption="tokens/s, medians; in brackets the slowest and fastest round",
+        box=box.SIMPLE_HEAD,
+    )
+    for name in ("engine", "weights", "threads"):
+        table.add_column(name, no_wrap=True)
+    for phase, tokens in dict.fromkeys((row.phase, row.tokens) for row in rows):
+        table.add_column(f"{phase} {tokens}", justify="right", no_wrap=True)
+    cells: dict[tuple[str, str, str], list[str]] = {}
+    for row in rows:
+        rates = [row.tokens_per_second * statistics.median(row.seconds) / s for s in row.seconds]
+        line = (row.engine, f"{row.type} {row.isa}".strip(), str(row.threads))
+        digits = 0 if row.tokens_per_second >= 100 else 1
+        cells.setdefault(line, []).append(
+            f"{row.tokens_per_second:.{digits}f} [{min(rates):.0f}-{max(rates):.0f}]"
+        )
+    for line, values in cells.items():
+        table.add_row(*line, *values)
+    return table
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="qwen2.5-1.5b", help="a preset's shape")
+    parser.add_argument("--pattern", default="8:8", help="n:m of the random weights; 8:8 is dense")
+    cores = available_cores()
+    parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, cores}))
+    parser.add_argument("--isa", nargs="+", default=["", "avx2"], help='of ours; "": the best')
+    parser.add_argument("--weight-format", nargs="+", default=["auto"], help="of ours")
+    parser.add_argument("--type", nargs="*", default=["tq2_0", "tq1_0"], help="of llama.cpp")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt")
+    parser.add_argument("--steps", type=int, default=32, help="tokens decoded")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=3600, help="no new round after these")
+    parser.add_argument("--llama-bench", type=Path, action="append", default=[])
+    parser.add_argument("--gguf", type=Path, action="append", default=[])
+    parser.add_argument("--llama-bench-args", action="append", default=[])
+    parser.add_argument("--models", type=Path, default=default_cache(), help="keeps the models")
+    parser.add_argument("--out", type=Path, help="JSON lines; benchmarks/results/ by default")
+    parser.add_argument("--quick", action="store_true", help="all threads, TQ2_0; nothing saved")
+    options = parser.parse_args(arguments)
+    if len(options.gguf) != len(options.llama_bench):
+        parser.error("give one --gguf FILE for each --llama-bench PATH")
+    if options.quick:
+        options.threads, options.type = [max(options.threads)], options.type[:1]
+        options.rounds = min(options.rounds, 3)
+    if options.type and importlib.util.find_spec("llama_cpp") is None:
+        parser.error(
+            "llama.cpp is absent: pip install 'sparse-bitnet[llama-cpp]', or --type (none)"
+        )
+    return options
+
+
+def version_of(engine: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version({"llama.cpp": "llama-cpp-python"}.get(engine, engine))
+    except PackageNotFoundError:
+        return ""
+
+
+def result_file(where: dict[str, Any]) -> Path:
+    hardware = re.sub(r"[^a-z0-9]+", "-", where["hardware"].lower()).strip("-")
+    return Path(__file__).parent / "results" / f"{where['date'][:10]}_{hardware}_peers.jsonl"
+
+
+def run(options: argparse.Namespace, console: Console, read_bytes: int = READ_BYTES) -> None:
+    pattern = NMPattern.parse(options.pattern)
+    folder = cached_random_model(options.model, pattern, cache=options.models)
+    with ExitStack() as stack, Progress(console=console, transient=True) as progress:
+        engines = [
+            *our_engines(folder, options, stack),
+            *llama_cpp_engines(folder, options, stack),
+            *other_engines(options),
+        ]
+        isas = sorted({engine.isa for engine in engines if engine.name == OURS})
+        meters = [CeilingMeter(threads, isas, read_bytes) for threads in options.threads]
+        contention = Contention({engine.pid for engine in engines if engine.pid is not None})
+        seconds = measure_all(engines, options, meters, progress)
+        others = contention.others_share()
+    rows = rows_of(engines, seconds, options, version_of)
+    console.print(table_of(rows, f"{options.model} {pattern}"))
+    for ratio in ratios(rows):
+        console.print(
+            f"{ratio['phase']}, {ratio['threads']} threads, ours {ratio['type']} {ratio['isa']}: "
+            f"{ratio['over_fastest_peer']:.2f} x the fastest peer ({ratio['fastest_peer']})",
+            soft_wrap=True,
+        )
+    ceilings = [asdict(meter.result(isa)) for meter in meters for isa in isas]
+    for ceiling in ceilings:
+        console.print(
+            f"{ceiling['threads']} threads, {ceiling['isa']}: memory "
+            f"{ceiling['read_bytes_per_second'] / 1e9:.1f} GB/s, int8 "
+            f"{ceiling['int8_ops_per_second'] / 1e12:.2f} TOP/s"
+        )
+    if doubt := warning(others):
+        console.print(doubt, soft_wrap=True)
+    where = {**where_measured(), "others_share": others}
+    out = options.out or (None if options.quick else result_file(where))
+    if out is not None:
+        shared = {"model": options.model, "pattern": str(pattern)}
+        records = [{**shared, **asdict(row)} for row in rows]
+        records += [{**shared, "ratio": ratio} for ratio in ratios(rows)]
+        records += [{**shared, "ceilings": ceiling} for ceiling in ceilings]
+        append_records(out, records, where)
+        console.print(f"written to {out}")
+
+
+def main() -> None:
+    options = parse_arguments()
+    try:
+        run(options, Console())
+    except UserError as error:
+        sys.exit(f"peers.py: {error}")
+
+
+if __name__ == "__main__":
+    main()

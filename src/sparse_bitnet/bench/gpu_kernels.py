@@ -1,0 +1,169 @@
+"""Single shapes of a model: every product with its quantisation, and its share of the roofline."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from sparse_bitnet.bench.gpu_models import (
+    bench_device,
+    possible_routes,
+    ternary_layers,
+    ternary_model,
+)
+from sparse_bitnet.bench.gpu_options import GpuBenchOptions
+from sparse_bitnet.bench.gpu_record import KernelRow
+from sparse_bitnet.bench.gpu_timing import CacheFlush, Ceilings, measure_ceilings, medians, recorded
+from sparse_bitnet.inference.gpu.linear import RoutePolicy, TernaryLinear
+from sparse_bitnet.kernels.int8_linear import quantize_windows
+from sparse_bitnet.kernels.windows import window_layout
+from sparse_bitnet.quantizer import absmean, quantize_int8
+
+DEFAULT_TOKENS = (1, 8, 64, 512, 4096, 16384)
+
+
+def run(options: GpuBenchOptions) -> list[KernelRow]:
+    """Rows of every shape of the model's blocks (one block is built)."""
+    device = bench_device(options)
+    options.layers = 1
+    model = ternary_model(options, device)
+    ceilings, flush = measure_ceilings(device, options.rounds), CacheFlush(device)
+    rows = []
+    for layer in ternary_layers(model).values():
+        rows.append(_measure_selection(layer, options, device, ceilings, flush))
+        for tokens in options.tokens or DEFAULT_TOKENS:
+            rows += _measure(layer, tokens, options, device, ceilings, flush)
+    return rows
+
+
+def roofline_seconds(
+    route: str, layer: TernaryLinear, tokens: int, ceilings: Ceilings
+) -> tuple[float, str]:
+    """(least time, what bounds it): bytes moved once, operations at the ceiling of their kind."""
+    rows, columns = layer.out_features, layer.in_features
+    width, per_second, operations = columns, ceilings.int8_per_second, 2.0 * tokens * rows * columns
+    weight_bytes: float = rows * columns
+    if route == "bf16":
+        weight_bytes, per_second = 2 * rows * columns, ceilings.bf16_per_second
+    elif route == "sparse":
+        width = window_layout(layer.pattern).padded_width(columns)
+        assert layer.compressed is not None
+        weight_bytes = layer.compressed.numel()
+        # Half of the width is multiplied, at twice the dense rate.
+        operations, per_second = tokens * rows * width, 2 * per_second
+    elif route == "packed":
+        assert layer.weight_packed is not None
+        weight_bytes = layer.weight_packed.numel()
+    moved = weight_bytes + 2.0 * tokens * (columns + rows)
+    if route != "bf16":
+        # Quantised activations are written and read once.
+        moved += 2.0 * tokens * width
+    memory, compute = moved / ceilings.bytes_per_second, operations / per_second
+    return max(memory, compute), "memory" if memory >= compute else "compute"
+
+
+def _measure_selection(
+    layer: TernaryLinear,
+    options: GpuBenchOptions,
+    device: torch.device,
+    ceilings: Ceilings,
+    flush: CacheFlush,
+) -> KernelRow:
+    """Codes, mask and flips from a float32 master: on CUDA as bits, in one kernel."""
+    pattern = layer.pattern
+    weight = torch.randn(layer.out_features, layer.in_features, device=device)
+    scale = absmean(weight)
+    # Read the master, write codes, write and read mask.
+    if device.type == "cuda":
+        from sparse_bitnet.kernels.triton.select import select_bits
+
+        bits = select_bits(weight, scale, pattern.n, pattern.m).mask_words
+        least_bytes = 5 * weight.numel() + 2 * bits.numel() * bits.element_size()
+
+        def selection() -> Any:
+            return select_bits(weight, scale, pattern.n, pattern.m, bits)
+    else:
+        least_bytes = 6 * weight.numel()
+
+        def selection() -> Any:
+            return torch.ops.sparse_bitnet.select_ternary(weight, scale, pattern.n, pattern.m)
+
+    functions = {"select": recorded(selection, device)}
+    seconds, spread = medians(functions, device, options.rounds, before=flush)["select"]
+    return KernelRow(
+        route="select",
+        out_features=layer.out_features,
+        in_features=layer.in_features,
+        tokens=0,
+        seconds=seconds,
+        spread=spread,
+        product_seconds=None,
+        bound="memory",
+        roofline_share=least_bytes / ceilings.bytes_per_second / seconds,
+    )
+
+
+def _measure(
+    layer: TernaryLinear,
+    tokens: int,
+    options: GpuBenchOptions,
+    device: torch.device,
+    ceilings: Ceilings,
+    flush: CacheFlush,
+) -> list[KernelRow]:
+    x = torch.randn(tokens, layer.in_features, dtype=torch.bfloat16, device=device)
+    weight = torch.randn(layer.out_features, layer.in_features, dtype=torch.bfloat16, device=device)
+    routes = possible_routes(layer.pattern, options.packed_format, tokens)
+    functions: dict[str, Callable[[], Any]] = {"bf16": lambda: F.linear(x, weight)}
+    for route in routes:
+        policy = RoutePolicy(always=route, packed_format=options.packed_format)
+
+        def whole(policy: RoutePolicy = policy) -> None:
+            layer.set_policy_(policy)
+            layer(x)
+
+        functions[route] = whole
+    functions["quantise"] = lambda: quantize_int8(x)
+    if "sparse" in routes:
+        functions["quantise windows"] = lambda: quantize_windows(x, layer.pattern)
+    graphs = {name: recorded(function, device) for name, function in functions.items()}
+    found = medians(graphs, device, options.rounds, before=flush)
+    rows = []
+    for name in ("bf16", *routes):
+        seconds, spread = found[name]
+        least, bound = roofline_seconds(name, layer, tokens, ceilings)
+        quantise = {"bf16": 0.0, "sparse": found.get("quantise windows", (0.0, 0.0))[0]}
+        rows.append(
+            KernelRow(
+                route=name,
+                out_features=layer.out_features,
+                in_features=layer.in_features,
+                tokens=tokens,
+                seconds=seconds,
+                spread=spread,
+                product_seconds=seconds - quantise.get(name, found["quantise"][0]),
+                bound=bound,
+                roofline_share=least / seconds,
+            )
+        )
+    for name in ("quantise", "quantise windows"):
+        if name in found:
+            width = layer.in_features
+            if name == "quantise windows":
+                width = window_layout(layer.pattern).padded_width(width)
+            least = tokens * (2 * layer.in_features + width + 4) / ceilings.bytes_per_second
+            rows.append(
+                KernelRow(
+                    route=name,
+                    out_features=width,
+                    in_features=layer.in_features,
+                    tokens=tokens,
+                    seconds=found[name][0],
+                    spread=found[name][1],
+                    product_seconds=None,
+                    bound="memory",
+                    roofline_share=least / found[name][0],
+                )
+            )
+    return rows

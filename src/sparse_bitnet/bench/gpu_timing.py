@@ -1,0 +1,128 @@
+"""Times on a GPU by its own events, interleaved, and the ceilings of the machine in the same run."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+WARM_UP = 2
+_FLUSH_BYTES = 256 << 20
+
+
+def seconds_of(function: Callable[[], object], device: torch.device) -> float:
+    """How long a call takes on the device: between two events, or by the clock on a CPU."""
+    if device.type != "cuda":
+        began = time.perf_counter()
+        function()
+        return time.perf_counter() - began
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    function()
+    last.record()
+    last.synchronize()
+    return first.elapsed_time(last) / 1e3
+
+
+def medians(
+    functions: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    rounds: int,
+    *,
+    before: Callable[[], object] | None = None,
+) -> dict[str, tuple[float, float]]:
+    """(median seconds, slowest over fastest minus 1) of each function, all in turn in every round.
+
+    Args:
+        functions: by name.
+        device: that they run on.
+        rounds: measurements of each.
+        before: called untimed before each measurement, to empty caches for example.
+    """
+    for function in functions.values():
+        for _ in range(WARM_UP):
+            function()
+    taken: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name, function in functions.items():
+            if before is not None:
+                before()
+            taken[name].append(seconds_of(function, device))
+    return {
+        name: (statistics.median(times), max(times) / min(times) - 1)
+        for name, times in taken.items()
+    }
+
+
+def recorded(function: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """The function as a CUDA graph, so that times are of kernels and not of launching them; on a CPU
+    the function itself. Its inputs stay where they are, what it returns is dropped.
+    """
+    if device.type != "cuda":
+        return function
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        # Kernels compile and algorithms are searched before recording.
+        for _ in range(WARM_UP):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
+
+
+class CacheFlush:
+    """Writes more bytes than any GPU's cache holds, so that the next kernel reads from memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        count = _FLUSH_BYTES if device.type == "cuda" else 1
+        self._bytes = torch.zeros(count, dtype=torch.uint8, device=device)
+
+    def __call__(self) -> None:
+        self._bytes.fill_(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ceilings:
+    """What the machine does at most, measured: shares of the roofline refer to these."""
+
+    bytes_per_second: float
+    """Read plus written by a copy of a large tensor."""
+    bf16_per_second: float
+    """Operations (two a multiply-add) of a large bf16 product."""
+    int8_per_second: float
+    """The same of a dense int8 product; sparse ones have twice this ceiling in the operations they
+    do, which are half of those of their width."""
+
+
+def measure_ceilings(device: torch.device, rounds: int = 7) -> Ceilings:
+    """Copy bandwidth and the two dense products."""
+    size, count = (8192, 1 << 28) if device.type == "cuda" else (128, 1 << 16)
+    source = torch.zeros(count, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    a = torch.randn(size, size, device=device)
+    wide = a.bfloat16()
+    small = (a * 40).clamp(-127, 127).to(torch.int8)
+
+    def copy() -> Tensor:
+        return target.copy_(source)
+
+    found = medians(
+        {
+            "copy": copy,
+            "bf16": lambda: wide @ wide.t(),
+            "int8": lambda: torch._int_mm(small, small.t()),
+        },
+        device,
+        rounds,
+    )
+    operations = 2 * size**3
+    return Ceilings(
+        bytes_per_second=2 * source.numel() * 4 / found["copy"][0],
+        bf16_per_second=operations / found["bf16"][0],
+        int8_per_second=operations / found["int8"][0],
+    )

@@ -1,0 +1,118 @@
+"""Whole training steps: dense bf16, ternary with the int8 forward, with the fake-quantised forward,
+and as fake quantisation is usually written (every operation of its own, in every forward)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparse_bitnet.bench.gpu_models import bench_config, bench_device
+from sparse_bitnet.bench.gpu_options import GpuBenchOptions
+from sparse_bitnet.bench.gpu_record import SpeedRow
+from sparse_bitnet.bench.gpu_timing import medians
+from sparse_bitnet.convert import convert_, selected, set_integer_forward_
+from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.quantizer import SCALE_FLOOR
+from sparse_bitnet.training.config import TrainConfig
+from sparse_bitnet.training.device import autocast, peak_memory_bytes
+from sparse_bitnet.training.loss import causal_lm_loss
+from sparse_bitnet.training.optimizer import build_optimizer
+
+VARIANTS = ("bf16", "int8", "fake", "usual")
+DEFAULT_TOKENS = 2048
+DEFAULT_BATCH = 4
+
+
+def run(options: GpuBenchOptions) -> list[SpeedRow]:
+    """One row a variant and batch: forward, backward and AdamW with float32 masters under autocast.
+
+    Every variant is built, measured and dropped in turn, so that one model and its optimiser need to
+    fit; what is interleaved is the rounds of a variant with those of no other.
+    """
+    device = bench_device(options)
+    length = (options.tokens or [DEFAULT_TOKENS])[0]
+    rows = []
+    for batch in options.batch or (DEFAULT_BATCH,):
+        for variant in VARIANTS:
+            step = _training_step(variant, options, device, batch, length)
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            seconds, spread = medians({variant: step}, device, options.rounds)[variant]
+            rows.append(
+                SpeedRow(
+                    phase="train",
+                    variant=variant,
+                    size=batch * length,
+                    seconds=seconds,
+                    spread=spread,
+                    tokens_per_second=batch * length / seconds,
+                    peak_bytes=peak_memory_bytes(device),
+                )
+            )
+            del step
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    return rows
+
+
+class UsualFakeQuantLinear(nn.Linear):
+    """The baseline: mask by sorting, ternary weight and int8 activation as floats, in every forward."""
+
+    n, m = 6, 8
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in_features] -> [..., out_features]."""
+        weight = self.weight
+        kept = weight.abs().view(-1, self.m).topk(self.n, dim=-1).indices
+        mask = torch.zeros_like(weight).view(-1, self.m).scatter_(-1, kept, 1.0).view_as(weight)
+        scale = weight.abs().mean().clamp_min(SCALE_FLOOR)
+        quantised = (weight / scale).round().clamp(-1, 1) * scale * mask
+        weight = weight + (quantised - weight).detach()
+        inverse = 127.0 / input.abs().amax(-1, keepdim=True).clamp_min(SCALE_FLOOR)
+        rounded = (input * inverse).round().clamp(-128, 127) / inverse
+        return F.linear(input + (rounded - input).detach(), weight, self.bias)
+
+
+def training_model(variant: str, options: GpuBenchOptions, device: torch.device) -> Any:
+    """A float32 model in training mode in one of `VARIANTS`."""
+    from transformers import Qwen2ForCausalLM
+
+    config = bench_config(options)
+    torch.manual_seed(0)
+    with device:
+        model: Any = Qwen2ForCausalLM._from_config(config, dtype=torch.float32)
+    format = SparseBitConfig.parse(f"ternary-{options.pattern}")
+    if variant in ("int8", "fake"):
+        convert_(model, format)
+        set_integer_forward_(model, variant == "int8")
+    elif variant == "usual":
+        linears: list[Any] = [
+            module for module in model.get_decoder().layers.modules() if type(module) is nn.Linear
+        ]
+        for linear in linears:
+            linear.__class__ = UsualFakeQuantLinear
+            linear.n, linear.m = format.pattern.n, format.pattern.m
+    if options.compile:
+        for block in model.get_decoder().layers:
+            block.compile()
+    return model.train()
+
+
+def _training_step(
+    variant: str, options: GpuBenchOptions, device: torch.device, batch: int, length: int
+) -> Callable[[], None]:
+    model = training_model(variant, options, device)
+    optimizer = build_optimizer(model, TrainConfig())
+    ids = torch.randint(0, model.config.vocab_size, (batch, length + 1), device=device)
+
+    def step() -> None:
+        with selected(model):
+            with autocast(device, torch.bfloat16):
+                loss = causal_lm_loss(model, ids[:, :-1], ids[:, 1:])
+            (loss / (batch * length)).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step

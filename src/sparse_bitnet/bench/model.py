@@ -1,0 +1,111 @@
+"""Seconds of prefill and decode of one engine: the measured child process of `sparse-bitnet bench`.
+
+    python -m sparse_bitnet.bench.model     # answers one JSON object a line, see child.py
+
+Tokens are random and the same for everyone; nothing is sampled, as in llama.cpp's llama-bench.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sparse_bitnet.bench.child import resident_bytes, serve
+from sparse_bitnet.inference.protocol import CachedSequence, InferenceEngine
+
+PAGE_TOKENS = 64
+"""Tokens a page of the engine's cache holds: a fork takes one page of its own and more as it grows."""
+
+
+def cache_tokens(prefills: list[int], contexts: list[int], batches: list[int], steps: int) -> int:
+    """Room in the cache for what is measured: a prompt, the kept contexts, a batch that decodes."""
+    of_sequence = PAGE_TOKENS + -(-steps // PAGE_TOKENS) * PAGE_TOKENS
+    kept = sum(-(-context // PAGE_TOKENS) * PAGE_TOKENS for context in contexts)
+    prompt = -(-max(prefills, default=0) // PAGE_TOKENS) * PAGE_TOKENS
+    return kept + max(prompt, max(batches, default=1) * of_sequence) + PAGE_TOKENS
+
+
+class EngineMeter:
+    """Measures a loaded engine. Contexts, once computed, are kept and forked."""
+
+    def __init__(self, engine: InferenceEngine) -> None:
+        self._engine = engine
+        self._contexts: dict[int, CachedSequence] = {}
+        # The first forward touches memory and wakes threads; that is loading, not speed.
+        self.prefill(2)
+
+    def prefill(self, tokens: int) -> float:
+        """Seconds for a prompt of so many tokens, with the logits of the last one."""
+        prompt = self._tokens(tokens)
+        sequence = self._engine.new_sequence()
+        began = time.perf_counter()
+        self._engine.forward([(sequence, prompt)])
+        seconds = time.perf_counter() - began
+        sequence.close()
+        return seconds
+
+    def decode(self, context: int, batch: int, steps: int) -> float:
+        """Seconds a step, over `steps` steps of one token for each of `batch` sequences.
+
+        Every sequence starts with the same `context` tokens and shares their memory with the others.
+        """
+        base = self._context(context)
+        sequences = [
+            self._engine.new_sequence() if base is None else base.fork() for _ in range(batch)
+        ]
+        tokens = [[token] for token in self._tokens(batch)]
+        entries = list(zip(sequences, tokens, strict=True))
+        began = time.perf_counter()
+        for _ in range(steps):
+            self._engine.forward(entries)
+        seconds = (time.perf_counter() - began) / steps
+        for sequence in sequences:
+            sequence.close()
+        return seconds
+
+    def _context(self, length: int) -> CachedSequence | None:
+        if length == 0:
+            return None
+        if length not in self._contexts:
+            sequence = self._engine.new_sequence()
+            self._engine.forward([(sequence, self._tokens(length))], logits="none")
+            self._contexts[length] = sequence
+        return self._contexts[length]
+
+    def _tokens(self, count: int) -> list[int]:
+        return np.random.default_rng(0).integers(0, self._engine.vocab_size, count).tolist()
+
+
+def main() -> None:
+    """Answer "load", then "prefill" and "decode"."""
+    meter: EngineMeter | None = None
+
+    def answer(question: dict[str, Any]) -> dict[str, Any]:
+        nonlocal meter
+        if question["op"] == "load":
+            from sparse_bitnet.inference.engine import Engine
+
+            began = time.perf_counter()
+            engine = Engine.load(Path(question["folder"]), **question["options"])
+            load_seconds = time.perf_counter() - began
+            meter = EngineMeter(engine)
+            return {
+                "load_seconds": load_seconds,
+                "resident_bytes": resident_bytes(),
+                "isa": engine.isa,
+                "weight_format": engine.weight_format,
+                "head": engine.head_format,
+            }
+        assert meter is not None
+        if question["op"] == "prefill":
+            seconds = meter.prefill(question["tokens"])
+        else:
+            seconds = meter.decode(question["context"], question["batch"], question["steps"])
+        return {"seconds": seconds, "resident_bytes": resident_bytes()}
+
+    serve(answer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""What `sparse-bitnet bench` measures. Imports nothing heavy, so that `--help` is immediate."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from sparse_bitnet.errors import UserError
+
+WeightFormat = Literal["auto", "stored", "i2", "b3", "nm-bitmap"]
+
+
+def available_cores() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(kw_only=True)
+class BenchOptions:
+    """What to measure."""
+
+    model: str = "qwen2.5-1.5b"
+    """A preset, whose shape gets random weights, or a packed folder."""
+
+    pattern: str = "6:8"
+    """n:m of the random weights; 8:8 is dense."""
+
+    embeddings: Literal["int8", "bf16"] = "int8"
+    """How the random model's file holds embedding and head."""
+
+    weight_format: list[Literal["auto", "stored", "i2", "b3", "nm-bitmap"]] = field(
+        default_factory=lambda: ["auto"]
+    )
+    """Run-time formats of the weights."""
+
+    head: Literal["auto", "stored", "int8", "int4"] = "auto"
+    """Run-time format of the output head."""
+
+    kv_cache: Literal["float32", "float16", "int8"] = "float16"
+    """Cached keys and values."""
+
+    isa: list[str] = field(default_factory=lambda: [""])
+    """Instruction sets: avx512vnni, avx2, generic. Default: the best."""
+
+    threads: list[int] = field(default_factory=lambda: sorted({1, available_cores()}))
+    """Thread counts."""
+
+    prefill: list[int] = field(default_factory=lambda: [128, 512, 2048])
+    """Prompt lengths."""
+
+    contexts: list[int] = field(default_factory=lambda: [0, 2048])
+    """Tokens before those that are decoded."""
+
+    batches: list[int] = field(default_factory=lambda: [1, 8, 32])
+    """Sequences that decode together."""
+
+    steps: int = 16
+    """Steps of one decode measurement."""
+
+    rounds: int = 5
+    """Turns of every measurement, of which medians are taken."""
+
+    quick: bool = False
+    """Two prompts and one sequence without context, all threads, three rounds."""
+
+    models: Path | None = None
+    """Folder that keeps random models. Default: one in the temporary folder."""
+
+    def __post_init__(self) -> None:
+        """Raise `UserError` for sizes that cannot be measured."""
+        for name in ("threads", "prefill", "batches"):
+            values = getattr(self, name)
+            if not values or min(values) < 1:
+                raise UserError(f"--{name} {values}: give numbers above 0")
+        if not self.contexts or min(self.contexts) < 0:
+            raise UserError(f"--contexts {self.contexts}: give numbers of at least 0")
+        if self.steps < 1 or self.rounds < 1:
+            raise UserError("--steps and --rounds must be at least 1")
+        if self.quick:
+            self.prefill, self.contexts, self.batches = [128, 512], [0], [1]
+            self.threads, self.rounds = [max(self.threads)], min(self.rounds, 3)

@@ -1,0 +1,311 @@
+"""Packed folders of a preset's real shape with random weights: for measuring speed, not for reading.
+
+Codes have the zeros and the groups of a model whose masters are Gaussian, as before training and, nearly,
+after. Nothing is trained and torch is not imported: groups of codes are drawn from a table of 65,536
+that were selected as training selects them. The same seed gives the same bytes.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.files import atomic_folder
+from sparse_bitnet.layer_config import SparseBitConfig
+from sparse_bitnet.packing import b3, i2, nm_bitmap
+from sparse_bitnet.packing.formats import check_layout, row_bytes
+from sparse_bitnet.packing.metadata import PackedMetadata
+from sparse_bitnet.packing.tensor_writer import TensorFileWriter, TensorSpec
+from sparse_bitnet.pattern import NMPattern
+from sparse_bitnet.presets import PRESETS, Shape
+
+OnProgress = Callable[[int, int], None]
+"""Called with the weights written and the weights in all."""
+
+WEIGHT_STD = 0.02
+END_OF_TEXT = "<|endoftext|>"
+END_OF_TEXT_ID = 257
+"""After the 256 bytes and one merge."""
+
+_TABLE_GROUPS = 1 << 16
+_PIECE_WEIGHTS = 1 << 22
+_VERSION = 1
+
+_PACK: dict[str, Callable[[np.ndarray, NMPattern], np.ndarray]] = {
+    "i2": lambda codes, pattern: i2.pack_rows(codes),
+    "b3": lambda codes, pattern: b3.pack_rows(codes),
+    "nm-bitmap": nm_bitmap.pack_rows,
+}
+
+
+def shape_of(preset: str) -> Shape:
+    """Raises `UserError` for a name that is no preset."""
+    if preset not in PRESETS:
+        raise UserError(f"model {preset!r} is not a preset: choose one of {', '.join(PRESETS)}")
+    return PRESETS[preset]
+
+
+def default_cache() -> Path:
+    """Where random models are kept between runs: a folder of this user's in the temporary folder."""
+    owner = os.getuid() if hasattr(os, "getuid") else "user"
+    return Path(tempfile.gettempdir()) / f"sparse-bitnet-bench-{owner}"
+
+
+def cached_random_model(
+    preset: str,
+    pattern: NMPattern,
+    *,
+    cache: Path | None = None,
+    packed_format: str = "i2",
+    embeddings: str = "int8",
+    progress: OnProgress | None = None,
+) -> Path:
+    """The folder of a random model, written unless it is already in the cache.
+
+    Raises `UserError` as `write_random_model` does.
+    """
+    name = f"{preset}-{pattern}-{packed_format}-{embeddings}-v{_VERSION}".replace(":", "of")
+    folder = (cache or default_cache()) / name
+    if not (folder / "config.json").is_file():
+        write_random_model(
+            folder,
+            preset,
+            pattern,
+            packed_format=packed_format,
+            embeddings=embeddings,
+            progress=progress,
+        )
+    return folder
+
+
+def write_random_model(
+    out: Path | str,
+    preset: str,
+    pattern: NMPattern,
+    *,
+    packed_format: str = "i2",
+    embeddings: str = "int8",
+    tokenizer: bool = True,
+    seed: int = 0,
+    progress: OnProgress | None = None,
+) -> None:
+    """Write a complete packed folder: weights, config.json and a byte-level tokenizer.
+
+    Args:
+        out: folder to write, replaced if it exists.
+        preset: a name in `PRESETS`.
+        pattern: n:m of the codes.
+        packed_format: "i2", "b3" or "nm-bitmap".
+        embeddings: of the tied embedding, "int8" or "bf16".
+        tokenizer: write one, whose tokens are the 256 bytes and the end of text.
+        seed: of all values.
+        progress: told after every layer.
+
+    Raises `UserError` for an unknown preset, format or embedding type, a pattern that does not divide
+    the rows, or a full disk.
+    """
+    shape = shape_of(preset)
+    if packed_format not in _PACK:
+        raise UserError(f"random models are written as {', '.join(_PACK)}, not {packed_format!r}")
+    if embeddings not in ("int8", "bf16"):
+        raise UserError(f"random models have int8 or bf16 embeddings, not {embeddings!r}")
+    metadata = PackedMetadata(
+        packed_format=packed_format,
+        format=SparseBitConfig(pattern=pattern),
+        embeddings=embeddings,
+        layers=dict(linears(shape)),
+    )
+    for name, (_, in_features) in metadata.layers.items():
+        check_layout(packed_format, pattern, in_features, name)
+    with atomic_folder(out) as folder:
+        _write_tensors(folder / "model.safetensors", shape, metadata, seed, progress)
+        config = config_of(shape, tokenizer=tokenizer)
+        config["quantization_config"] = metadata.config_entry()
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        if tokenizer:
+            _write_tokenizer(folder)
+
+
+def linears(shape: Shape) -> Iterator[tuple[str, tuple[int, int]]]:
+    """(full name, (out_features, in_features)) of every linear of the blocks, in the model's order."""
+    hidden, ffn, kv = shape.hidden_size, shape.intermediate_size, _kv_size(shape)
+    sizes = {
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (ffn, hidden),
+        "mlp.up_proj": (ffn, hidden),
+        "mlp.down_proj": (hidden, ffn),
+    }
+    for layer in range(shape.num_hidden_layers):
+        for name, size in sizes.items():
+            yield f"model.layers.{layer}.{name}", size
+
+
+def config_of(shape: Shape, *, tokenizer: bool = True) -> dict[str, Any]:
+    """The config.json of a preset, as transformers writes it for `models.preset_config`."""
+    layers = shape.num_hidden_layers
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "dtype": "float32",
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_key_value_heads,
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": shape.max_position_embeddings,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "max_window_layers": 28,
+        "layer_types": ["full_attention"] * layers,
+        "attention_dropout": 0.0,
+        "initializer_range": WEIGHT_STD,
+        "use_cache": True,
+        "bos_token_id": None,
+        "eos_token_id": END_OF_TEXT_ID if tokenizer else None,
+        "pad_token_id": None,
+    }
+
+
+def _kv_size(shape: Shape) -> int:
+    return shape.hidden_size // shape.num_attention_heads * shape.num_key_value_heads
+
+
+def _write_tensors(
+    path: Path, shape: Shape, metadata: PackedMetadata, seed: int, progress: OnProgress | None
+) -> None:
+    done, total = 0, shape.block_weights
+    source = _RandomCodes(metadata.pattern, seed)
+    pack = _PACK[metadata.packed_format]
+    vectors = dict(_vectors(shape, metadata))
+    specs = list(_specs(shape, metadata, vectors))
+    with TensorFileWriter(path, specs, metadata.to_json()) as writer:
+        for name, (rows, in_features) in metadata.layers.items():
+            pieces = (pack(codes, metadata.pattern) for codes in source.pieces(rows, in_features))
+            writer.write(f"{name}.weight_packed", pieces)
+            writer.write(f"{name}.weight_scale", [np.array([source.weight_scale], np.float32)])
+            done += rows * in_features
+            if progress is not None:
+                progress(done, total)
+        _write_embedding(writer, shape, metadata.embeddings, seed)
+        rng = np.random.Generator(np.random.SFC64([seed, 2]))
+        for name, (mean, count) in vectors.items():
+            values = mean + 0.1 * rng.standard_normal(count, np.float32)
+            writer.write(name, [values.astype(np.float32)])
+
+
+def _specs(
+    shape: Shape, metadata: PackedMetadata, vectors: dict[str, tuple[float, int]]
+) -> Iterator[TensorSpec]:
+    for name, (rows, in_features) in metadata.layers.items():
+        columns = row_bytes(metadata.packed_format, metadata.pattern, in_features)
+        yield TensorSpec(f"{name}.weight_packed", "uint8", (rows, columns))
+        yield TensorSpec(f"{name}.weight_scale", "float32", (1,))
+    table = "model.embed_tokens.weight"
+    dtype = "int8" if metadata.embeddings == "int8" else "bfloat16"
+    yield TensorSpec(table, dtype, (shape.vocab_size, shape.hidden_size))
+    if metadata.embeddings == "int8":
+        yield TensorSpec(f"{table}_scale", "float32", (shape.vocab_size, 1))
+    for name, (_, count) in vectors.items():
+        yield TensorSpec(name, "float32", (count,))
+
+
+def _vectors(shape: Shape, metadata: PackedMetadata) -> Iterator[tuple[str, tuple[float, int]]]:
+    """(name, (mean, length)) of biases and norms."""
+    for name, (rows, _) in metadata.layers.items():
+        if name.endswith(("q_proj", "k_proj", "v_proj")):
+            yield f"{name}.bias", (0.0, rows)
+    for layer in range(shape.num_hidden_layers):
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            yield f"model.layers.{layer}.{norm}.weight", (1.0, shape.hidden_size)
+    yield "model.norm.weight", (1.0, shape.hidden_size)
+
+
+class _RandomCodes:
+    """Ternary matrices within a pattern, from Gaussian masters of `WEIGHT_STD`."""
+
+    def __init__(self, pattern: NMPattern, seed: int) -> None:
+        self._rng = np.random.Generator(np.random.SFC64([seed, 0]))
+        # Eight codes are one word of the table wherever groups fill it; every preset's rows do.
+        self._unit = pattern.m if pattern.m % 8 == 0 else 8 if 8 % pattern.m == 0 else pattern.m
+        if pattern.is_dense:
+            self._unit = 8
+        masters = self._rng.standard_normal((_TABLE_GROUPS, self._unit), np.float32)
+        mean = np.abs(masters).mean()
+        codes = np.clip(np.rint(masters / mean), -1, 1).astype(np.int8)
+        if not pattern.is_dense:
+            groups = np.abs(masters).reshape(-1, pattern.m)
+            dropped = np.argsort(groups, axis=1, kind="stable")[:, : pattern.m - pattern.n]
+            np.put_along_axis(codes.reshape(-1, pattern.m), dropped, 0, axis=1)
+        self._table = codes
+        self.weight_scale = float(mean) * WEIGHT_STD
+
+    def pieces(self, rows: int, in_features: int) -> Iterator[np.ndarray]:
+        """int8 [some rows, in_features] until all are there."""
+        step = max(1, _PIECE_WEIGHTS // in_features)
+        for first in range(0, rows, step):
+            count = min(step, rows - first)
+            units = -(-in_features // self._unit)
+            drawn = self._rng.integers(0, _TABLE_GROUPS, (count, units), np.uint16)
+            if self._unit == 8:
+                codes = self._table.view(np.uint64)[:, 0][drawn].view(np.int8)
+            else:
+                codes = self._table[drawn].reshape(count, -1)
+            yield np.ascontiguousarray(codes[:, :in_features])
+
+
+def _write_embedding(writer: TensorFileWriter, shape: Shape, embeddings: str, seed: int) -> None:
+    name = "model.embed_tokens.weight"
+    rng = np.random.Generator(np.random.SFC64([seed, 1]))
+    values = rng.standard_normal((_TABLE_GROUPS, 8), np.float32)
+    if embeddings == "int8":
+        # A row's largest magnitude, about 3.5 standard deviations, is 127 by definition.
+        table = np.clip(np.rint(values * (127 / 3.5)), -127, 127).astype(np.int8)
+    else:
+        # The upper half of a float32 is its bfloat16, truncated.
+        table = ((WEIGHT_STD * values).view(np.uint32) >> 16).astype(np.uint16)
+    rows = np.arange(shape.vocab_size)
+    step = max(1, _PIECE_WEIGHTS // shape.hidden_size)
+
+    def pieces() -> Iterator[np.ndarray]:
+        for first in range(0, shape.vocab_size, step):
+            count = len(rows[first : first + step])
+            drawn = rng.integers(0, _TABLE_GROUPS, (count, shape.hidden_size // 8), np.uint16)
+            piece = table[drawn].reshape(count, shape.hidden_size)
+            if embeddings == "int8":
+                piece[:, 0] = 127
+            yield piece
+
+    writer.write(name, pieces())
+    if embeddings == "int8":
+        scale = np.full((shape.vocab_size, 1), WEIGHT_STD * 3.5 / 127, np.float32)
+        writer.write(f"{name}_scale", [scale])
+
+
+def _write_tokenizer(folder: Path) -> None:
+    from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    # One merge, because llama.cpp refuses a tokenizer without.
+    pair = ("e", "r")
+    vocabulary = {token: index for index, token in enumerate([*letters, "".join(pair)])}
+    tokenizer = Tokenizer(BPE(vocabulary, [pair]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    entry = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
+    (folder / "tokenizer_config.json").write_text(json.dumps(entry, indent=2) + "\n")

@@ -1,0 +1,214 @@
+"""One run of `sparse-bitnet bench`: every engine in a child process, all measured in turn.
+
+Rounds go over all measurements and, in another order each time, over all engines; medians of the rounds
+are reported. So a neighbour that takes the machine for a moment disturbs one value of each, not one
+engine's only. Ceilings are measured in every round too.
+"""
+
+import itertools
+import random
+import statistics
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparse_bitnet.bench.child import Child
+from sparse_bitnet.bench.contention import Contention
+from sparse_bitnet.bench.model import cache_tokens
+from sparse_bitnet.bench.options import BenchOptions
+from sparse_bitnet.bench.random_model import cached_random_model
+from sparse_bitnet.bench.record import BenchRow
+from sparse_bitnet.bench.roofline import READ_BYTES, CeilingMeter, Work, read_config, work_of
+from sparse_bitnet.pattern import NMPattern
+from sparse_bitnet.presets import PRESETS
+
+CHILD = ("-m", "sparse_bitnet.bench.model")
+
+OnProgress = Callable[[str, float], None]
+"""Called with what is being done and the share of the run that is done."""
+
+
+@dataclass(kw_only=True)
+class _Variant:
+    """One engine in its process."""
+
+    child: Child
+    threads: int
+    loaded: dict[str, Any]
+    work: Work
+
+
+@dataclass(frozen=True)
+class _Measurement:
+    phase: str
+    tokens: int
+    batch: int
+
+
+def run(
+    options: BenchOptions,
+    progress: OnProgress | None = None,
+    *,
+    child: tuple[str, ...] = CHILD,
+    read_bytes: int = READ_BYTES,
+) -> list[BenchRow]:
+    """Measure everything that `options` ask for.
+
+    Args:
+        options: see `BenchOptions`.
+        progress: see `OnProgress`.
+        child: Python's arguments for the measured process.
+        read_bytes: memory of the memory ceiling's measurement.
+
+    Raises `UserError` for a model that is no preset and no packed folder, and for whatever the engine
+    refuses.
+    """
+    report = progress or (lambda what, share: None)
+    report("preparing the model", 0.0)
+    folder, pattern = _model(options)
+    measurements = _measurements(options)
+    with ExitStack() as stack:
+        variants = []
+        for threads, name, isa in itertools.product(
+            options.threads, options.weight_format, options.isa
+        ):
+            report(f"loading {name}, {threads} threads", 0.0)
+            process = stack.enter_context(Child(child))
+            loaded = process.ask(
+                {
+                    "op": "load",
+                    "folder": str(folder),
+                    "options": {
+                        **_engine_options(options),
+                        "threads": threads,
+                        "weight_format": name,
+                        "isa": isa,
+                    },
+                }
+            )
+            work = work_of(folder, loaded["weight_format"], options.head, options.kv_cache)
+            variants.append(_Variant(child=process, threads=threads, loaded=loaded, work=work))
+        isas = sorted({variant.loaded["isa"] for variant in variants})
+        meters = {count: CeilingMeter(count, isas, read_bytes) for count in options.threads}
+        contention = Contention(variant.child.pid for variant in variants)
+        answers = _rounds(options, variants, measurements, meters, report)
+        others = contention.others_share()
+        return [
+            _row(
+                options, pattern, variant, measurement, answers[index, measurement], meters, others
+            )
+            for measurement in measurements
+            for index, variant in enumerate(variants)
+        ]
+
+
+def _model(options: BenchOptions) -> tuple[Path, str]:
+    if options.model not in PRESETS:
+        folder = Path(options.model)
+        return folder, str(read_config(folder)["quantization_config"]["pattern"])
+    pattern = NMPattern.parse(options.pattern)
+    folder = cached_random_model(
+        options.model, pattern, cache=options.models, embeddings=options.embeddings
+    )
+    return folder, str(pattern)
+
+
+def _engine_options(options: BenchOptions) -> dict[str, Any]:
+    longest = max(*options.prefill, *(context + options.steps for context in options.contexts))
+    return {
+        "head": options.head,
+        "kv_cache": options.kv_cache,
+        "context_length": longest,
+        "cache_tokens": cache_tokens(
+            options.prefill, options.contexts, options.batches, options.steps
+        ),
+    }
+
+
+def _measurements(options: BenchOptions) -> list[_Measurement]:
+    """Small batches first: memory is reported as it is after each."""
+    found = [_Measurement("prefill", tokens, 1) for tokens in sorted(options.prefill)]
+    return found + [
+        _Measurement("decode", context, batch)
+        for batch in sorted(options.batches)
+        for context in sorted(options.contexts)
+    ]
+
+
+def _rounds(
+    options: BenchOptions,
+    variants: list[_Variant],
+    measurements: list[_Measurement],
+    meters: dict[int, CeilingMeter],
+    report: OnProgress,
+) -> dict[tuple[int, _Measurement], list[dict[str, Any]]]:
+    answers: dict[tuple[int, _Measurement], list[dict[str, Any]]] = {
+        (index, measurement): [] for index in range(len(variants)) for measurement in measurements
+    }
+    order, shuffle = list(range(len(variants))), random.Random(0).shuffle
+    for turn in range(options.rounds):
+        for place, measurement in enumerate(measurements):
+            done = (turn * len(measurements) + place) / (options.rounds * len(measurements))
+            report(f"round {turn + 1}: {measurement.phase} {measurement.tokens}", done)
+            shuffle(order)
+            for index in order:
+                question = {
+                    "op": measurement.phase,
+                    "tokens": measurement.tokens,
+                    "context": measurement.tokens,
+                    "batch": measurement.batch,
+                    "steps": options.steps,
+                }
+                answers[index, measurement].append(variants[index].child.ask(question))
+        for meter in meters.values():
+            meter.visit()
+    return answers
+
+
+def _row(
+    options: BenchOptions,
+    pattern: str,
+    variant: _Variant,
+    measurement: _Measurement,
+    answers: list[dict[str, Any]],
+    meters: dict[int, CeilingMeter],
+    others_share: float | None,
+) -> BenchRow:
+    times = [answer["seconds"] for answer in answers]
+    seconds = statistics.median(times)
+    ceilings = meters[variant.threads].result(variant.loaded["isa"])
+    decodes = measurement.phase == "decode"
+    computed = measurement.batch if decodes else measurement.tokens
+    step_bytes = None
+    if decodes:
+        # The sequences share their context, and what each adds grows from nothing to `steps`.
+        own = variant.work.cache_token_bytes * measurement.batch * options.steps / 2
+        step_bytes = own + variant.work.step_bytes(
+            measurement.tokens, measurement.batch, shared_context=True
+        )
+    return BenchRow(
+        model=options.model,
+        pattern=pattern,
+        weight_format=variant.loaded["weight_format"],
+        head=variant.loaded["head"],
+        kv_cache=options.kv_cache,
+        isa=variant.loaded["isa"],
+        threads=variant.threads,
+        phase=measurement.phase,
+        tokens=measurement.tokens,
+        batch=measurement.batch,
+        seconds=seconds,
+        spread=max(times) / min(times) - 1,
+        rounds=len(times),
+        tokens_per_second=computed / seconds,
+        step_bytes=step_bytes,
+        memory_share=step_bytes and step_bytes / seconds / ceilings.read_bytes_per_second,
+        int8_share=variant.work.prefill_ops(computed) / seconds / ceilings.int8_ops_per_second,
+        read_bytes_per_second=ceilings.read_bytes_per_second,
+        int8_ops_per_second=ceilings.int8_ops_per_second,
+        load_seconds=variant.loaded["load_seconds"],
+        resident_bytes=answers[-1]["resident_bytes"],
+        others_share=others_share,
+    )

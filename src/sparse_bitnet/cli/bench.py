@@ -1,0 +1,55 @@
+"""`sparse-bitnet bench`: speed of the CPU engine, beside what the machine could do at most."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sparse_bitnet.bench.options import BenchOptions
+
+
+def main(arguments: list[str]) -> None:
+    """Measure prefill and decode; print a table and write JSON lines if asked."""
+    import tyro
+
+    from sparse_bitnet.bench.options import BenchOptions
+
+    def entry(
+        config: BenchOptions = BenchOptions(),  # noqa: B008
+        out: Path | None = None,
+    ) -> None:
+        """Speed of the CPU engine on a model of a preset's shape with random weights, or on yours.
+
+        Decode is given as a share of the memory's speed, prefill of the int8 multiply-adds', both
+        measured in the same run. Keep the machine otherwise idle.
+
+        Args:
+            config: what to measure.
+            out: append the rows to this JSON-lines file.
+        """
+        _run(config, out)
+
+    tyro.cli(entry, args=arguments, prog="sparse-bitnet bench", config=(tyro.conf.OmitArgPrefixes,))
+
+
+def _run(options: "BenchOptions", out: Path | None) -> None:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from sparse_bitnet.bench.contention import warning
+    from sparse_bitnet.bench.record import append_records, records, table, where_measured
+    from sparse_bitnet.bench.run import run
+
+    console = Console()
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("starting", total=1.0)
+        rows = run(
+            options, lambda what, share: progress.update(task, description=what, completed=share)
+        )
+    where = where_measured()
+    console.print(table(rows))
+    console.print(f"{where['hardware']}, {where['date'][:10]}, commit {where['commit']}")
+    if doubt := warning(rows[0].others_share):
+        console.print(doubt)
+    if out is not None:
+        append_records(out, records(rows), where)
+        console.print(f"written to {out}")

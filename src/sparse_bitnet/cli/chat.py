@@ -1,0 +1,128 @@
+"""`sparse-bitnet chat`: a conversation in the terminal."""
+
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from sparse_bitnet.cli.arguments import parse
+from sparse_bitnet.cli.generate import statistics
+from sparse_bitnet.cli.sampling_options import TextOptions
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.inference.engine_options import EngineOptions
+
+if TYPE_CHECKING:
+    from sparse_bitnet.inference.generation import GenerateResult
+
+HELP = "/reset starts over, /exit (or Ctrl-D) ends, Ctrl-C stops an answer"
+
+
+@dataclass(kw_only=True)
+class ChatConfig:
+    """The conversation."""
+
+    system: str | None = None
+    """Instructions that come before the conversation."""
+
+    max_new_tokens: int = 512
+    """Most tokens of an answer."""
+
+    stats: bool = False
+    """Print tokens a second after each answer, on standard error."""
+
+
+def main(arguments: list[str]) -> None:
+    """Read lines, print answers."""
+    import tyro
+
+    def entry(
+        checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")],
+        config: Annotated[ChatConfig, tyro.conf.arg(name="")],
+        text: Annotated[TextOptions, tyro.conf.arg(name="")],
+        engine: Annotated[EngineOptions, tyro.conf.arg(name="")],
+    ) -> None:
+        """Talk with a chat model, one line at a time.
+
+        Args:
+            checkpoint: packed folder, run folder, checkpoint folder, or any transformers folder or hub
+                id; with a chat template.
+            config: the conversation.
+            text: how answers go on, and where they end.
+            engine: what computes them.
+        """
+        run(checkpoint, config, text, engine)
+
+    parse(entry, arguments, prog="sparse-bitnet chat")
+
+
+def run(checkpoint: str, config: ChatConfig, text: TextOptions, engine: EngineOptions) -> None:
+    """Reads standard input until /exit or its end."""
+    from sparse_bitnet.inference.conversation import Conversation
+
+    options = text.generate_options(config.max_new_tokens)
+    conversation = Conversation.open(checkpoint, engine, options, system=config.system)
+    if conversation.model.note:
+        print(f"through transformers: {conversation.model.note}", file=sys.stderr)
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        print(HELP)
+    try:
+        while (line := _next_line(is_terminal)) is not None:
+            if line == "/exit":
+                break
+            if line == "/reset":
+                conversation.reset()
+            elif line.startswith("/"):
+                print(f"{line.split()[0]} is unknown: {HELP}", file=sys.stderr)
+            elif line:
+                _answer(conversation.answer, line, config.stats, conversation.model.engine_name)
+    finally:
+        conversation.close()
+
+
+def _next_line(is_terminal: bool) -> str | None:
+    """None at the end of the input; Ctrl-C gives up the line."""
+    while True:
+        try:
+            return input("> " if is_terminal else "").strip()
+        except EOFError:
+            if is_terminal:
+                print()
+            return None
+        except KeyboardInterrupt:
+            if not is_terminal:
+                raise
+            print(f"\n{HELP}")
+
+
+def _answer(
+    answer: Callable[..., "GenerateResult"], line: str, stats: bool, engine_name: str
+) -> None:
+    with _interrupt_flag() as is_interrupted:
+        try:
+            result = answer(
+                line,
+                on_text=lambda piece: print(piece, end="", flush=True),
+                is_cancelled=is_interrupted,
+            )
+        except UserError as error:
+            # A line too long, or a chat that the template refuses: the conversation goes on.
+            print(f"sparse-bitnet: {error}", file=sys.stderr)
+            return
+    reason = result.texts[0].finish_reason
+    print({"cancelled": " [stopped]", "length": " [cut off: --max-new-tokens]"}.get(reason, ""))
+    if stats:
+        print(statistics(result, engine_name), file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _interrupt_flag() -> Iterator[Callable[[], bool]]:
+    """Inside, Ctrl-C only makes the yielded function say yes."""
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)

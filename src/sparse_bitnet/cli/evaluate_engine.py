@@ -1,0 +1,121 @@
+"""`sparse-bitnet evaluate` of packed models: on the CPU engine, where that can run them."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sparse_bitnet.errors import UserError
+
+if TYPE_CHECKING:
+    from sparse_bitnet.cli.evaluate import EvaluateConfig
+    from sparse_bitnet.evaluation.perplexity import Evaluation
+    from sparse_bitnet.inference.engine_options import EngineOptions
+
+_ENGINE_FIELDS = ("head", "kv_cache", "threads")
+
+_TASK_TOKENS = 4096
+"""Room for each question of a batch with its answers; longer ones are computed in smaller batches."""
+
+
+def uses_cpu_engine(checkpoint: str, config: "EvaluateConfig") -> bool:
+    """Whether the CPU engine is asked for, or left to us and able to run the checkpoint.
+
+    Raises `UserError` for options of the engine where it does not run, and the other way round.
+    """
+    from sparse_bitnet.inference.open_model import is_packed, reason_against_cpu_engine
+
+    of_transformers = config.device == "cuda" or config.precision == "bf16"
+    if config.engine == "cpu":
+        if of_transformers:
+            raise UserError(
+                "--engine cpu computes in float32 on the CPU: leave --device and --precision"
+            )
+        return True
+    if config.engine == "transformers":
+        why: str | None = "--engine transformers"
+    elif of_transformers:
+        why = "it computes in float32 on the CPU"
+    elif is_packed(checkpoint):
+        why = reason_against_cpu_engine(checkpoint)
+    else:
+        why = "the model is not packed"
+    given = {name: getattr(config, name) for name in _ENGINE_FIELDS}
+    if why is not None and given != {name: getattr(type(config), name) for name in given}:
+        raise UserError(
+            f"--head, --kv-cache and --threads are options of the CPU engine, not used here: {why}"
+        )
+    return why is None
+
+
+def _engine_options(
+    config: "EvaluateConfig", *, context_length: int | None, cache_tokens: int
+) -> "EngineOptions":
+    from sparse_bitnet.inference.engine_options import EngineOptions
+
+    return EngineOptions(
+        engine="cpu",
+        threads=config.threads,
+        head=config.head,
+        kv_cache=config.kv_cache,
+        context_length=context_length,
+        cache_tokens=cache_tokens,
+    )
+
+
+def tasks_of_engine(checkpoint: str, config: "EvaluateConfig") -> dict[str, Any]:
+    """As `evaluation.harness.evaluate_tasks`."""
+    from sparse_bitnet.evaluation.harness import load_paper_tasks, score_tasks
+    from sparse_bitnet.inference.open_model import open_model, position_count
+
+    loaded = load_paper_tasks(config.tasks, config.include_path)
+    # After that check, which names lm-eval where it is missing.
+    from sparse_bitnet.inference.harness import EngineLM
+
+    positions = position_count(checkpoint)
+    options = _engine_options(
+        config,
+        context_length=None,
+        cache_tokens=max(positions, config.batch_size * min(positions, _TASK_TOKENS)),
+    )
+    model = open_model(checkpoint, options)
+    try:
+        return score_tasks(
+            EngineLM(model, batch_size=config.batch_size),
+            loaded,
+            checkpoint,
+            fewshot=config.fewshot,
+            limit=config.limit,
+        )
+    finally:
+        model.engine.close()
+
+
+def perplexity_of_engine(
+    checkpoint: str, config: "EvaluateConfig", on_batch: Callable[[int, int], None]
+) -> "Evaluation":
+    """As `evaluation.perplexity.evaluate`."""
+    from sparse_bitnet.evaluation.held_out import read_held_out
+    from sparse_bitnet.inference.open_model import open_engine
+    from sparse_bitnet.inference.perplexity import PAGE, default_context_length, evaluate_engine
+
+    assert config.data is not None
+    text = read_held_out(config.data, checkpoint, column=config.column)
+    length = config.context_length or default_context_length(checkpoint)
+    pages = -(-length // PAGE)
+    options = _engine_options(
+        config, context_length=length, cache_tokens=config.batch_size * pages * PAGE
+    )
+    opened = open_engine(checkpoint, options)
+    try:
+        return evaluate_engine(
+            opened.engine,
+            checkpoint,
+            text,
+            context_length=length,
+            stride=config.stride,
+            batch_size=config.batch_size,
+            max_tokens=config.max_tokens,
+            precision=f"float32, head {config.head}, cache {config.kv_cache}",
+            on_batch=on_batch,
+        )
+    finally:
+        opened.engine.close()

@@ -1,0 +1,166 @@
+"""`sparse-bitnet serve`: an OpenAI-compatible HTTP server for a checkpoint."""
+
+import logging
+import os
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+from sparse_bitnet.cli.arguments import parse
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.inference.engine_options import EngineOptions
+
+API_KEY_VARIABLE = "SPARSE_BITNET_API_KEY"
+_CACHE_TOKENS = 1024
+"""Room in the cache for each of the generations that run at the same time, by default."""
+
+
+@dataclass(kw_only=True)
+class ServeConfig:
+    """Where to listen, and the limits."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for all, then with an API key."""
+
+    port: int = 8000
+    """Port to listen on; 0 takes a free one."""
+
+    api_key: str | None = None
+    """Key that clients must send. Default: SPARSE_BITNET_API_KEY, or none."""
+
+    model_name: str | None = None
+    """Name of the model in requests. Default: the checkpoint folder's."""
+
+    max_running: int = 32
+    """Most generations that share a step of the engine. Unless --cache-tokens says otherwise, the cache
+    has room for 1024 tokens of each, and one generation may use all of it."""
+
+    max_queue: int = 128
+    """Most generations that wait; further ones are answered 429."""
+
+    max_tokens: int | None = None
+    """Most tokens that one request may generate. Default: what the context holds."""
+
+    max_body_bytes: int = 1 << 20
+    """Larger request bodies are answered 413."""
+
+    grace: float = 10.0
+    """Seconds that running generations get to end after SIGINT or SIGTERM."""
+
+    def __post_init__(self) -> None:
+        """Raise `UserError` that names the option."""
+        for name, least in {
+            "port": 0,
+            "max_running": 1,
+            "max_queue": 0,
+            "max_body_bytes": 1,
+        }.items():
+            if getattr(self, name) < least:
+                option = name.replace("_", "-")
+                raise UserError(f"--{option} {getattr(self, name)}: must be at least {least}")
+        if self.port > 65535:
+            raise UserError(f"--port {self.port}: must be at most 65535")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise UserError(f"--max-tokens {self.max_tokens}: must be at least 1")
+        if not 0 <= self.grace <= 3600:
+            raise UserError(f"--grace {self.grace}: must be 0 to 3600 seconds")
+
+
+def main(arguments: list[str]) -> None:
+    """Serve until Ctrl-C."""
+    import tyro
+
+    def entry(
+        checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")],
+        config: Annotated[ServeConfig, tyro.conf.arg(name="")],
+        engine: Annotated[EngineOptions, tyro.conf.arg(name="")],
+    ) -> None:
+        """Serve a checkpoint over HTTP, as OpenAI's API: /v1/completions, /v1/chat/completions,
+        /v1/models; also /health and, for Prometheus, /metrics.
+
+        Args:
+            checkpoint: packed folder, run folder, or any transformers folder or hub id.
+            config: where to listen, and the limits.
+            engine: the engine.
+        """
+        run(checkpoint, config, engine)
+
+    parse(entry, arguments, prog="sparse-bitnet serve")
+
+
+def run(checkpoint: str, config: ServeConfig, options: EngineOptions) -> None:
+    """Load and serve; returns after SIGINT or SIGTERM, when all streams have ended.
+
+    Raises `UserError` for a port that is taken and a model that cannot be loaded.
+    """
+    try:
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"the server needs {error.name}: pip install 'sparse-bitnet[serve]'"
+        ) from error
+    from sparse_bitnet.inference.chat_template import ChatTemplate
+    from sparse_bitnet.inference.metrics import ServerMetrics
+    from sparse_bitnet.inference.open_model import open_model
+    from sparse_bitnet.inference.scheduler import Scheduler
+    from sparse_bitnet.inference.server import create_app
+    from sparse_bitnet.inference.server_answer import ServedModel
+    from sparse_bitnet.inference.serving import listen, serve
+
+    if options.cache_tokens is None:
+        # Kept prefixes fill it in time; that of a long context alone could be gigabytes.
+        options = replace(options, cache_tokens=_CACHE_TOKENS * config.max_running)
+    # First: a port that is taken should not show only after loading.
+    bound = listen(config.host, config.port)
+    try:
+        opened = open_model(checkpoint, options)
+    except BaseException:
+        bound.close()
+        raise
+    try:
+        metrics = ServerMetrics()
+        scheduler = Scheduler(
+            opened.engine,
+            max_queue=config.max_queue,
+            max_running=config.max_running,
+            observer=metrics,
+        )
+        name = config.model_name or Path(checkpoint).resolve().name or "model"
+        key = config.api_key or os.environ.get(API_KEY_VARIABLE) or None
+        try:
+            template = ChatTemplate.load(opened.folder)
+        except UserError as error:
+            template, why = None, str(error)
+        model = ServedModel(
+            name=name,
+            tokenizer=opened.tokenizer,
+            template=template,
+            end_tokens=opened.end_tokens,
+            vocab_size=opened.engine.vocab_size,
+            api_key=key,
+            max_tokens=config.max_tokens,
+            max_body_bytes=config.max_body_bytes,
+        )
+        host, port = bound.getsockname()[:2]
+
+        def announce() -> None:
+            if opened.note:
+                print(f"transformers instead of the CPU engine: {opened.note}", file=sys.stderr)
+            if template is None:
+                print(f"no chat: {why}", file=sys.stderr)
+            if key is None and host not in ("127.0.0.1", "::1"):
+                print(
+                    f"anyone who reaches {host} can use this server: set --api-key", file=sys.stderr
+                )
+            shown = f"[{host}]" if ":" in host else host
+            print(f"{name}: http://{shown}:{port}/v1 (Ctrl-C to stop)", flush=True)
+
+        # It warns of every write to a client that has gone.
+        logging.getLogger("asyncio").setLevel(logging.ERROR)
+        app = create_app(model, scheduler, metrics)
+        serve(app, scheduler, bound, grace=config.grace, on_ready=announce)
+    finally:
+        opened.engine.close()

@@ -1,0 +1,63 @@
+"""Which engine runs a model, and how: what `generate`, `chat`, `serve` and `evaluate` share.
+
+Imports nothing heavy, so that `--help` is immediate.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from sparse_bitnet.errors import UserError
+
+EngineName = Literal["auto", "cpu", "transformers"]
+
+
+@dataclass(kw_only=True)
+class EngineOptions:
+    """Options of the engine."""
+
+    engine: EngineName = "auto"
+    """cpu runs packed models only; transformers anything that it can load. auto: cpu where it can."""
+
+    threads: int | None = None
+    """Threads to compute with. Default: one for each core."""
+
+    weight_format: Literal["auto", "stored", "i2", "b3", "nm-bitmap"] = "auto"
+    """Form of the weights in memory (cpu). auto: the fastest here, by a short measurement."""
+
+    head: Literal["auto", "stored", "int8", "int4"] = "auto"
+    """Form of the output head in memory (cpu). auto: int8 where the file has floats."""
+
+    kv_cache: Literal["float32", "float16", "int8"] = "float16"
+    """Form of cached keys and values (cpu)."""
+
+    context_length: int | None = None
+    """Most tokens of prompt and text together. Default: the model's."""
+
+    cache_tokens: int | None = None
+    """Room in the cache for so many tokens of all texts together. Default: the engine's choice."""
+
+    def __post_init__(self) -> None:
+        """Raise `UserError` that names the option."""
+        for name in ("threads", "context_length", "cache_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+
+    def of_cpu_engine(self) -> dict[str, Any]:
+        """As arguments of `Engine.load`."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name != "engine"
+        }
+
+    def check_for_transformers(self, why: str) -> None:
+        """Raise `UserError` for a set option that only the CPU engine has; `why` says what keeps it
+        from running."""
+        for name in ("weight_format", "head", "kv_cache"):
+            default = next(field.default for field in fields(self) if field.name == name)
+            if getattr(self, name) != default:
+                raise UserError(
+                    f"--{name.replace('_', '-')} {getattr(self, name)} is an option of the CPU engine, "
+                    f"which does not run here: {why}"
+                )

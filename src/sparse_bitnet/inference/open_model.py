@@ -1,0 +1,164 @@
+"""A checkpoint as people name it becomes an engine, a tokenizer and the tokens that end a text."""
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.inference.engine_options import EngineOptions
+from sparse_bitnet.inference.protocol import InferenceEngine
+from sparse_bitnet.inference.stop import end_tokens
+from sparse_bitnet.inference.text import TOKENIZER_FILE, TextTokenizer, read_json
+from sparse_bitnet.packing.metadata import QUANT_METHOD
+
+
+@dataclass(kw_only=True)
+class OpenModel:
+    """What is needed to generate text. `engine.close()` gives its memory back."""
+
+    folder: str
+    """The resolved folder or hub id."""
+
+    engine: InferenceEngine
+    engine_name: str
+    """ "cpu" or "transformers"."""
+
+    note: str | None = None
+    """Why "auto" did not take the CPU engine for a packed model; None where it did."""
+
+    tokenizer: TextTokenizer
+    end_tokens: frozenset[int]
+
+
+def open_model(checkpoint: str | Path, options: EngineOptions) -> OpenModel:
+    """Load a checkpoint with the engine that `options` ask for.
+
+    A packed model on the CPU engine needs neither torch nor transformers.
+
+    Args:
+        checkpoint: packed folder, run folder, checkpoint folder, or any transformers folder or hub id.
+
+    Raises `UserError` for what cannot be loaded, and for a choice that cannot be honoured.
+    """
+    # A packed folder's before its weights: parsing takes memory for a moment, which these then use.
+    early = _tokenizer(str(checkpoint)) if is_packed(checkpoint) else None
+    opened = open_engine(checkpoint, options)
+    try:
+        tokenizer = early or _tokenizer(opened.folder)
+        ends = end_tokens(opened.folder) or _end_of_tokenizer(opened.folder, tokenizer)
+    except UserError:
+        opened.engine.close()
+        raise
+    return OpenModel(
+        folder=opened.folder,
+        engine=opened.engine,
+        engine_name=opened.engine_name,
+        note=opened.note,
+        tokenizer=tokenizer,
+        end_tokens=ends,
+    )
+
+
+@dataclass(kw_only=True)
+class OpenEngine:
+    """An engine alone; fields as in `OpenModel`."""
+
+    folder: str
+    engine: InferenceEngine
+    engine_name: str
+    note: str | None = None
+
+
+def open_engine(checkpoint: str | Path, options: EngineOptions) -> OpenEngine:
+    """As `open_model`, without tokenizer."""
+    note = None
+    if options.engine == "auto" and is_packed(checkpoint):
+        note = reason_against_cpu_engine(checkpoint)
+    if options.engine == "cpu" or (
+        options.engine == "auto" and note is None and is_packed(checkpoint)
+    ):
+        engine = _cpu_engine(checkpoint, options)
+        return OpenEngine(folder=str(checkpoint), engine=engine, engine_name="cpu")
+    why = note or ("--engine transformers" if options.engine != "auto" else "it is not packed")
+    options.check_for_transformers(why)
+    return _with_transformers(checkpoint, options, note)
+
+
+def _cpu_engine(checkpoint: str | Path, options: EngineOptions) -> InferenceEngine:
+    _check_extension()
+    from sparse_bitnet.inference.engine import Engine
+
+    return Engine.load(checkpoint, **options.of_cpu_engine())
+
+
+def _check_extension() -> None:
+    try:
+        importlib.import_module("sparse_bitnet._cpu")
+    except ImportError as error:
+        raise UserError(
+            f"the CPU engine was not built with this installation ({error}): install with a C++ "
+            "compiler, without SPARSE_BITNET_PURE_PYTHON"
+        ) from error
+
+
+def reason_against_cpu_engine(checkpoint: str | Path) -> str | None:
+    """Why the CPU engine cannot run a packed folder, as far as its header tells; None where it can."""
+    try:
+        _check_extension()
+        from sparse_bitnet.inference.model_file import open_model_file
+
+        open_model_file(checkpoint)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def position_count(folder: str | Path) -> int:
+    """Positions of a local model by its config.json; 2048 where it does not say."""
+    found = read_json(Path(folder) / "config.json").get("max_position_embeddings")
+    return found if type(found) is int and found > 0 else DEFAULT_POSITIONS
+
+
+DEFAULT_POSITIONS = 2048
+
+
+def _with_transformers(
+    checkpoint: str | Path, options: EngineOptions, note: str | None
+) -> OpenEngine:
+    from sparse_bitnet.evaluation.held_out import resolve_checkpoint
+
+    # First: importing transformers takes seconds, a mistyped name should not.
+    folder = resolve_checkpoint(checkpoint)
+    import torch
+
+    from sparse_bitnet.inference.reference import TransformersEngine
+
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    engine = TransformersEngine.load(
+        folder, context_length=options.context_length, cache_tokens=options.cache_tokens
+    )
+    return OpenEngine(folder=folder, engine=engine, engine_name="transformers", note=note)
+
+
+def is_packed(checkpoint: str | Path) -> bool:
+    """Whether it is a folder written by `sparse-bitnet pack`, by its config.json."""
+    path = Path(checkpoint) / "config.json"
+    entry = read_json(path).get("quantization_config") if path.is_file() else None
+    return isinstance(entry, dict) and entry.get("quant_method") == QUANT_METHOD
+
+
+def _tokenizer(folder: str) -> TextTokenizer:
+    if (Path(folder) / TOKENIZER_FILE).is_file() or is_packed(folder):
+        return TextTokenizer.load(folder)
+    from sparse_bitnet.data.tokenizer import load_tokenizer
+
+    return TextTokenizer(load_tokenizer(folder).backend_tokenizer)
+
+
+def _end_of_tokenizer(folder: str, tokenizer: TextTokenizer) -> frozenset[int]:
+    """The end token that tokenizer_config.json names, if any."""
+    named = read_json(Path(folder) / "tokenizer_config.json").get("eos_token")
+    text = named.get("content") if isinstance(named, dict) else named
+    token = tokenizer.token_id(text) if isinstance(text, str) else None
+    return frozenset() if token is None else frozenset({token})

@@ -1,0 +1,225 @@
+"""Choosing the next token from logits, by transformers' definitions, in NumPy.
+
+The processors and their order are those of transformers' `generate`: repetition penalty, temperature,
+top-k, top-p, min-p. Only tokens that can still be drawn are carried along, so that a vocabulary of
+150,000 costs a selection instead of a sort.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from sparse_bitnet.errors import UserError
+
+_FEW = 256
+"""Tokens that are sorted rather than divided further."""
+
+_BLOCK = 512
+"""Probabilities are added in blocks, and singly only in the one that the draw hits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How the next token is chosen. The defaults draw from the model's own distribution."""
+
+    temperature: float = 1.0
+    """Divides the logits; 0 always takes the most likely token."""
+
+    top_k: int = 0
+    """Draw from so many of the most likely tokens; 0: from all."""
+
+    top_p: float = 1.0
+    """Draw from the fewest of the most likely tokens that have this share of the probability."""
+
+    min_p: float = 0.0
+    """Draw from the tokens at least so likely as this share of the most likely one's probability."""
+
+    repetition_penalty: float = 1.0
+    """Above 1 makes the tokens of prompt and text so far less likely; 1: off."""
+
+    seed: int = 0
+    """Same seed, same text."""
+
+    def __post_init__(self) -> None:
+        """Raise `UserError` that names the option and its range."""
+        _check("temperature", self.temperature, 0 <= self.temperature < math.inf, "0 or above")
+        _check("top_k", self.top_k, self.top_k >= 0, "0 (all tokens) or above")
+        _check("top_p", self.top_p, 0 <= self.top_p <= 1, "0 to 1")
+        _check("min_p", self.min_p, 0 <= self.min_p <= 1, "0 to 1")
+        penalty = self.repetition_penalty
+        _check("repetition_penalty", penalty, 0 < penalty < math.inf, "above 0")
+        _check("seed", self.seed, 0 <= self.seed < 2**64, "0 to 2**64 - 1")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def _check(name: str, value: float, is_valid: bool, valid: str) -> None:
+    if not is_valid:
+        raise UserError(f"{name}={value}: must be {valid}")
+
+
+class Candidates(NamedTuple):
+    """The tokens that may be drawn."""
+
+    tokens: np.ndarray
+    """int64, ascending."""
+
+    scores: np.ndarray
+    """float32, processed logits of the same length."""
+
+
+def candidates(
+    logits: np.ndarray, seen: np.ndarray | Sequence[int], options: SamplingOptions
+) -> Candidates:
+    """What remains of the logits after all processors; temperature 0 leaves one token.
+
+    Args:
+        logits: float32 [vocab_size], not written to.
+        seen: tokens of prompt and text so far, for the repetition penalty; doubles count once.
+
+    Raises `UserError` for logits that are not numbers (a damaged model).
+    """
+    scores = _penalised(logits, seen, options.repetition_penalty)
+    best = int(scores.argmax())
+    if not math.isfinite(scores[best]):
+        raise UserError(f"the model's largest logit is {scores[best]}: its weights are damaged")
+    if options.is_greedy:
+        return Candidates(np.array([best]), scores[best : best + 1])
+    scores = scores / np.float32(options.temperature)
+    kept = Candidates(_all_tokens(len(scores)), scores)
+    if 0 < options.top_k < len(scores):
+        # Tokens as likely as the last of the k stay, as in transformers.
+        least = np.partition(scores, -options.top_k)[-options.top_k]
+        kept = _take(kept, np.flatnonzero(scores >= least))
+    if options.top_p < 1:
+        kept = _take(kept, _top_p(kept.scores, options.top_p))
+    if options.min_p > 0:
+        # Relative to the most likely token, whose power is 1.
+        kept = _take(kept, np.flatnonzero(_powers(kept.scores) >= np.float32(options.min_p)))
+    return kept
+
+
+@functools.lru_cache(maxsize=2)
+def _all_tokens(count: int) -> np.ndarray:
+    return np.arange(count)
+
+
+def _take(kept: Candidates, places: np.ndarray) -> Candidates:
+    return Candidates(kept.tokens[places], kept.scores[places])
+
+
+def _penalised(logits: np.ndarray, seen: np.ndarray | Sequence[int], penalty: float) -> np.ndarray:
+    if penalty == 1 or not len(seen):
+        return logits
+    tokens = np.asarray(seen, dtype=np.int64)
+    tokens = tokens[tokens < len(logits)]
+    scores = logits.copy()
+    own = logits[tokens]
+    scores[tokens] = np.where(own < 0, own * np.float32(penalty), own / np.float32(penalty))
+    return scores
+
+
+def _powers(scores: np.ndarray) -> np.ndarray:
+    """Probabilities up to a factor; 1 for the most likely token. float32."""
+    return np.exp(scores - scores.max())
+
+
+def _top_p(scores: np.ndarray, top_p: float) -> np.ndarray:
+    """Places, ascending, of the tokens left when the least likely ones are removed whose probabilities,
+    added from below, reach at most 1 - top_p; of equally likely tokens the first go first.
+
+    The place of the cut is bisected, so that only a few tokens around it are sorted.
+    """
+    probabilities = _powers(scores)
+    probabilities /= probabilities.sum()
+    # Even all tokens below this one together have not more than 1 - top_p.
+    places = np.flatnonzero(probabilities > 0.99 * (1 - top_p) / len(scores))
+    above = 0.0
+    while len(places) > _FEW:
+        some = probabilities[places]
+        least, most = float(some.min()), float(some.max())
+        is_upper = some >= np.float32(math.sqrt(least * most))
+        if is_upper.all():
+            is_upper = some > least
+        # Picking by number is several times as fast as by an irregular mask.
+        upper = np.flatnonzero(is_upper)
+        if not len(upper):
+            break
+        mass = float(some[upper].sum(dtype=np.float64))
+        if above + mass >= top_p:
+            places = places[upper]
+        else:
+            above += mass
+            places = places[np.flatnonzero(~is_upper)]
+    order = places[np.argsort(scores[places], kind="stable")]
+    some = probabilities[order]
+    from_below = 1 - above - float(some.sum(dtype=np.float64)) + np.cumsum(some, dtype=np.float64)
+    stays = from_below.astype(np.float32) > np.float32(1 - top_p)
+    if above == 0:
+        stays[-1:] = True
+    kept = probabilities > some[-1]
+    kept[order[stays]] = True
+    return np.flatnonzero(kept)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Natural logarithms of the probabilities over the last dimension, float32."""
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    sums = np.exp(shifted).sum(axis=-1, keepdims=True, dtype=np.float64)
+    return shifted - np.log(sums).astype(np.float32)
+
+
+def uniform(seed: int, place: int) -> float:
+    """A number in [0, 1) that depends on both arguments only."""
+    bits = np.random.Philox(key=seed, counter=[place, 0, 0, 0]).random_raw()
+    return (int(bits) >> 11) * 2.0**-53
+
+
+def _place_of(powers: np.ndarray, chance: float) -> int:
+    """Where the running sum of `powers` passes the share `chance` of the whole."""
+    blocks = np.cumsum(np.add.reduceat(powers, np.arange(0, len(powers), _BLOCK)), dtype=np.float64)
+    wanted = chance * blocks[-1]
+    # Not beyond the end, should rounding make the product the whole sum.
+    block = min(int(np.searchsorted(blocks, wanted, side="right")), len(blocks) - 1)
+    before = blocks[block - 1] if block else 0.0
+    inside = before + np.cumsum(powers[block * _BLOCK : (block + 1) * _BLOCK], dtype=np.float64)
+    place = min(int(np.searchsorted(inside, wanted, side="right")), len(inside) - 1)
+    return block * _BLOCK + place
+
+
+class Sampler:
+    """Draws the tokens of one text, one after the other.
+
+    The n-th draw depends on the logits, the options and n alone: not on other texts of a batch, nor on
+    how the work was split up.
+    """
+
+    def __init__(self, options: SamplingOptions, prompt: Sequence[int]) -> None:
+        self._options = options
+        self._place = 0
+        self._seen = dict.fromkeys(prompt) if options.repetition_penalty != 1 else {}
+
+    def draw(self, logits: np.ndarray) -> int:
+        """The next token.
+
+        Args:
+            logits: float32 [vocab_size], not written to.
+
+        Raises `UserError` for logits that are not numbers.
+        """
+        seen = np.fromiter(self._seen, np.int64, len(self._seen))
+        kept = candidates(logits, seen, self._options)
+        token = int(kept.tokens[0])
+        if len(kept.tokens) > 1:
+            chance = uniform(self._options.seed, self._place)
+            token = int(kept.tokens[_place_of(_powers(kept.scores), chance)])
+        self._place += 1
+        if self._options.repetition_penalty != 1:
+            self._seen[token] = None
+        return token

@@ -1,0 +1,72 @@
+"""Where a text ends: stop strings in streamed text, and the tokens that end it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.inference.text import read_json
+
+
+class StopStrings:
+    """Passes streamed text on up to the first stop string, of which nothing is let through.
+
+    The result does not depend on how the text is cut into pieces: of several stop strings the one that
+    is complete first counts, of those complete at once the one that starts first.
+    """
+
+    def __init__(self, stop: Sequence[str] = ()) -> None:
+        """Raises `UserError` for an empty string, which would end every text."""
+        if not all(stop):
+            raise UserError("a stop string is empty: leave it out")
+        self._stop = tuple(stop)
+        self._held = ""
+        self.found: str | None = None
+        """The stop string that ended the text."""
+
+    def feed(self, text: str) -> str:
+        """The text that can be shown now: no stop string begins in it. Nothing after a stop string."""
+        if self.found is not None:
+            return ""
+        held = self._held + text
+        ends = [
+            (place + len(stop), place, stop)
+            for stop in self._stop
+            if (place := held.find(stop)) >= 0
+        ]
+        if ends:
+            _, place, self.found = min(ends)
+            self._held = ""
+            return held[:place]
+        keep = max((_overlap(held, stop) for stop in self._stop), default=0)
+        self._held = held[len(held) - keep :]
+        return held[: len(held) - keep]
+
+    def flush(self) -> str:
+        """What was held back, when the text ended without a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` with which `stop` begins."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
+
+
+def end_tokens(folder: str | Path) -> frozenset[int]:
+    """Tokens that end a text: `eos_token_id` of generation_config.json, else of config.json.
+
+    Empty where neither names one. Raises `UserError` for one that is no token number.
+    """
+    for name in ("generation_config.json", "config.json"):
+        path = Path(folder) / name
+        found = read_json(path).get("eos_token_id")
+        if found is None:
+            continue
+        tokens = found if isinstance(found, list) else [found]
+        if not all(type(token) is int and token >= 0 for token in tokens):
+            raise UserError(f"{path}: eos_token_id {found!r} is no token and no list of tokens")
+        return frozenset(tokens)
+    return frozenset()

@@ -1,0 +1,231 @@
+"""Text to tokens and, one token at a time, back: tokenizer.json through `tokenizers`.
+
+A token of a byte-level vocabulary can be a part of a character. Tokens are therefore turned into bytes
+and these into text as soon as a character is complete; bytes that cannot become one are shown as U+FFFD.
+"""
+
+import codecs
+import ctypes
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparse_bitnet.errors import UserError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+TOKENIZER_FILE = "tokenizer.json"
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TextTokenizer:
+    """A tokenizer.json, taken as it stands."""
+
+    def __init__(self, tokenizer: "Tokenizer") -> None:
+        """Truncation and padding, which a tokenizer.json can also ask for, are off."""
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_tokens = frozenset(token for token, entry in added.items() if entry.special)
+        """Tokens that are no text, such as the one that ends it."""
+        self._to_bytes, self._strip = _byte_decoder(tokenizer)
+        self._known: dict[int, bytes] = {}
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "TextTokenizer":
+        """Raises `UserError` when the folder has no readable tokenizer.json."""
+        from tokenizers import Tokenizer
+
+        path = Path(folder) / TOKENIZER_FILE
+        if not path.is_file():
+            raise UserError(f"{folder} has no {TOKENIZER_FILE}: copy the model's tokenizer there")
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise UserError(f"{path} is damaged: {error}") from error
+        _return_freed_memory()
+        return cls(tokenizer)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Tokens of a text; a special token that it spells becomes that token.
+
+        Args:
+            add_special_tokens: what the tokenizer puts around a text, such as a token for the start.
+        """
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of whole tokens, as `TextStream` gives it piece by piece."""
+        stream = TextStream(self, skip_special_tokens=skip_special_tokens, is_start=True)
+        return "".join([*map(stream.feed, tokens), stream.flush()])
+
+    def token_id(self, token: str) -> int | None:
+        """The number of a token, None for one that the vocabulary lacks."""
+        return self._tokenizer.token_to_id(token)
+
+    def token_bytes(self, token: int) -> bytes:
+        """What one token stands for; empty for a number that the vocabulary lacks."""
+        found = self._known.get(token)
+        if found is None:
+            piece = self._tokenizer.id_to_token(token)
+            if piece is None:
+                found = b""
+            elif self._to_bytes is None:
+                found = self._tokenizer.decode([token], skip_special_tokens=False).encode()
+            else:
+                found = self._to_bytes(piece)
+            self._known[token] = found
+        return found
+
+
+def _return_freed_memory() -> None:
+    """Parsing a large vocabulary leaves as much freed memory behind as the result takes; glibc keeps it
+    (56 MB of Qwen2.5's) unless asked."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)
+
+
+class TextStream:
+    """Text out of tokens that come one by one."""
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        is_start: bool = False,
+    ) -> None:
+        """`is_start`: without the space that some tokenizers put before a text's first word; for a text
+        that continues another one that space belongs to it."""
+        self._tokenizer = tokenizer
+        self._skip = tokenizer.special_tokens if skip_special_tokens else frozenset()
+        self._strip = tokenizer._strip if is_start else 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._whole: _WholeText | None = None
+        if tokenizer._to_bytes is None:
+            self._whole = _WholeText(tokenizer._tokenizer)
+
+    def feed(self, token: int) -> str:
+        """The characters that the token completes, often none or several."""
+        if token in self._skip:
+            return ""
+        if self._whole is not None:
+            return self._whole.feed(token)
+        return self._without_first_space(
+            self._decoder.decode(self._tokenizer.token_bytes(token), final=False)
+        )
+
+    def flush(self) -> str:
+        """At the end: U+FFFD for a character that was left incomplete."""
+        if self._whole is not None:
+            return self._whole.flush()
+        return self._without_first_space(self._decoder.decode(b"", final=True))
+
+    def _without_first_space(self, text: str) -> str:
+        while self._strip and text:
+            if text[0] != " ":
+                self._strip = 0
+                break
+            text, self._strip = text[1:], self._strip - 1
+        return text
+
+
+class _WholeText:
+    """For decoders that look at neighbouring tokens: decodes all of them again with each one."""
+
+    def __init__(self, tokenizer: "Tokenizer") -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._shown = ""
+
+    def feed(self, token: int) -> str:
+        self._tokens.append(token)
+        text = self._tokenizer.decode(self._tokens, skip_special_tokens=False)
+        if text.endswith("\ufffd") or not text.startswith(self._shown):
+            return ""
+        new, self._shown = text[len(self._shown) :], text
+        return new
+
+    def flush(self) -> str:
+        text = self._tokenizer.decode(self._tokens, skip_special_tokens=False)
+        new, self._shown = text[len(self._shown) :], text
+        return new
+
+
+def _byte_decoder(tokenizer: "Tokenizer") -> tuple[Callable[[str], bytes] | None, int]:
+    """A function from a token's text to its bytes, and how many spaces the decoder strips from the start
+    of a text; (None, 0) for a decoder that does not work token by token."""
+    if tokenizer.decoder is None:
+        return None, 0
+    outer = json.loads(tokenizer.decoder.__getstate__())
+    steps = outer["decoders"] if outer["type"] == "Sequence" else [outer]
+    replacements: list[tuple[str, str]] = []
+    has_byte_tokens, strip = False, 0
+    for step in steps:
+        match step:
+            case {"type": "ByteLevel"} if len(steps) == 1:
+                return _byte_level, 0
+            case {"type": "Replace", "pattern": {"String": old}, "content": new}:
+                replacements.append((old, new))
+            case {"type": "Metaspace", "replacement": old}:
+                replacements.append((old, " "))
+                strip += step.get("prepend_scheme") != "never"
+            case {"type": "ByteFallback"}:
+                has_byte_tokens = True
+            case {"type": "Strip", "content": " ", "start": start, "stop": 0}:
+                strip += start
+            case {"type": "Fuse"}:
+                pass
+            case _:
+                return None, 0
+
+    def to_bytes(piece: str) -> bytes:
+        if has_byte_tokens and (found := _BYTE_TOKEN.fullmatch(piece)):
+            return bytes([int(found[1], 16)])
+        for old, new in replacements:
+            piece = piece.replace(old, new)
+        return piece.encode()
+
+    return to_bytes, strip
+
+
+def _byte_characters() -> dict[str, int]:
+    """GPT-2's characters for bytes: printable ones stand for themselves, others for 256, 257, ..."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others: Iterable[int] = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + place): byte for place, byte in enumerate(others)
+    }
+
+
+_BYTES: dict[str, int] = _byte_characters()
+
+
+def _byte_level(piece: str) -> bytes:
+    try:
+        return bytes(_BYTES[character] for character in piece)
+    except KeyError:  # an added token, which is plain text
+        return piece.encode()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a model folder; empty where the file is missing.
+
+    Raises `UserError` for a file that is no JSON object.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is no JSON object")
+    return found

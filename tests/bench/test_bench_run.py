@@ -1,0 +1,225 @@
+"""A whole run over processes that only pretend, and the measuring of an engine that counts."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from sparse_bitnet.bench.model import PAGE_TOKENS, EngineMeter, cache_tokens
+from sparse_bitnet.bench.options import BenchOptions
+from sparse_bitnet.bench.random_model import write_random_model
+from sparse_bitnet.bench.record import append_records, records, table, where_measured
+from sparse_bitnet.bench.run import run
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.pattern import NMPattern
+
+PRETENDER = """
+import sys
+from sparse_bitnet.bench.child import serve
+
+options, log = {}, open(sys.argv[1], "a")
+
+def answer(question):
+    if question["op"] == "load":
+        options.update(question["options"])
+        return {"load_seconds": 0.5, "resident_bytes": 7, "isa": options["isa"] or "generic",
+                "weight_format": "i2", "head": "int8"}
+    log.write(f"{question['op']} {options['threads']}\\n")
+    log.flush()
+    seconds = question["tokens"] + 1 if question["op"] == "prefill" else question["batch"]
+    return {"seconds": seconds / options["threads"], "resident_bytes": 9}
+
+serve(answer)
+"""
+
+
+class CountingSequence:
+    def __init__(self, engine: "CountingEngine", tokens: list[int]) -> None:
+        self._engine, self._tokens = engine, tokens
+        engine.open += 1
+
+    @property
+    def tokens(self) -> list[int]:
+        return list(self._tokens)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def fork(self, length: int | None = None) -> "CountingSequence":
+        return CountingSequence(self._engine, self._tokens[:length])
+
+    def truncate(self, length: int) -> None:
+        del self._tokens[length:]
+
+    def close(self) -> None:
+        self._engine.open -= 1
+
+
+class CountingEngine:
+    vocab_size, context_length, free_tokens = 50, 1000, 1000
+
+    def __init__(self) -> None:
+        self.open = 0
+        self.calls: list[list[tuple[int, int]]] = []
+
+    def new_sequence(self) -> CountingSequence:
+        return CountingSequence(self, [])
+
+    def forward(self, batch, logits="last"):
+        assert all(0 <= token < self.vocab_size for _, tokens in batch for token in tokens)
+        self.calls.append([(len(sequence), len(tokens)) for sequence, tokens in batch])
+        for sequence, tokens in batch:
+            sequence._tokens.extend(tokens)
+        return [np.zeros(self.vocab_size, np.float32) for _ in batch]
+
+    def close(self) -> None:
+        pass
+
+
+def test_the_meter_asks_the_engine_for_what_it_is_to_measure() -> None:
+    engine = CountingEngine()
+    meter = EngineMeter(engine)
+    engine.calls.clear()
+    assert meter.prefill(100) >= 0
+    assert engine.calls == [[(0, 100)]]
+    engine.calls.clear()
+    meter.decode(context=0, batch=1, steps=3)
+    assert engine.calls == [[(0, 1)], [(1, 1)], [(2, 1)]]
+    engine.calls.clear()
+    for _ in range(2):
+        meter.decode(context=20, batch=2, steps=2)
+    step = [[(20, 1), (20, 1)], [(21, 1), (21, 1)]]
+    assert engine.calls == [[(0, 20)], *step, *step], "the context is computed once"
+    assert engine.open == 1, "only the kept context"
+
+
+def test_the_cache_has_room_for_every_measurement() -> None:
+    source = random.Random(0)
+    for _ in range(50):
+        prefills = [source.randrange(1, 500) for _ in range(2)]
+        contexts = [source.randrange(0, 300) for _ in range(2)]
+        batches, steps = [source.randrange(1, 9)], source.randrange(1, 100)
+        pages = cache_tokens(prefills, contexts, batches, steps) // PAGE_TOKENS
+        kept = sum(-(-context // PAGE_TOKENS) for context in contexts)
+        longest = max(contexts) % PAGE_TOKENS + steps
+        worst = max(-(-max(prefills) // PAGE_TOKENS), batches[0] * -(-longest // PAGE_TOKENS))
+        assert pages >= kept + worst
+
+
+def pretend(tmp_path: Path, tiny_folder: Path, **options) -> tuple[list, list[str]]:
+    log = tmp_path / "log"
+    rows = run(
+        BenchOptions(model=str(tiny_folder), **options),
+        child=("-c", PRETENDER, str(log)),
+        read_bytes=1 << 20,
+    )
+    return rows, log.read_text().splitlines()
+
+
+def test_rows_hold_medians_rates_and_shares(tmp_path: Path, tiny_folder: Path) -> None:
+    rows, _ = pretend(
+        tmp_path,
+        tiny_folder,
+        threads=[1, 2],
+        prefill=[9],
+        contexts=[0, 4],
+        batches=[1, 2],
+        rounds=3,
+    )
+    assert len(rows) == 2 * (1 + 4)
+    prefill = next(row for row in rows if row.phase == "prefill" and row.threads == 2)
+    assert prefill.seconds == 5
+    assert prefill.tokens_per_second == pytest.approx(9 / 5)
+    assert prefill.memory_share is None
+    assert prefill.pattern == "6:8"
+    assert prefill.rounds == 3
+    assert prefill.spread == 0
+    decode = [row for row in rows if row.phase == "decode" and row.threads == 1]
+    assert [(row.batch, row.tokens) for row in decode] == [(1, 0), (1, 4), (2, 0), (2, 4)]
+    assert [row.tokens_per_second for row in decode] == [1, 1, 1, 1]
+    assert decode[1].step_bytes > decode[0].step_bytes
+    for row in decode:
+        expected = row.step_bytes / row.seconds / row.read_bytes_per_second
+        assert row.memory_share == pytest.approx(expected)
+
+
+def test_engines_take_turns(tmp_path: Path, tiny_folder: Path) -> None:
+    _, log = pretend(
+        tmp_path, tiny_folder, threads=[1, 2], prefill=[9], contexts=[0], batches=[1], rounds=4
+    )
+    assert len(log) == 4 * 2 * 2
+    for first in range(0, len(log), 2):
+        pair = {line.split()[1] for line in log[first : first + 2]}
+        assert pair == {"1", "2"}, "both before either comes again"
+
+
+def test_quick_is_small() -> None:
+    options = BenchOptions(quick=True, threads=[1, 2])
+    assert (options.threads, options.rounds, options.batches) == ([2], 3, [1])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"threads": [0]}, "--threads"),
+        ({"prefill": []}, "--prefill"),
+        ({"contexts": [-1]}, "--contexts"),
+        ({"rounds": 0}, "--rounds"),
+    ],
+)
+def test_sizes_that_cannot_be_measured(options: dict, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        BenchOptions(**options)
+
+
+def test_the_table_and_the_records(tmp_path: Path, tiny_folder: Path) -> None:
+    rows, _ = pretend(
+        tmp_path, tiny_folder, threads=[1, 2], prefill=[9], contexts=[0], batches=[1], rounds=1
+    )
+    console = Console(width=200, record=True, quiet=True)
+    console.print(table(rows))
+    console = Console(width=200, file=open(tmp_path / "table", "w"))
+    console.print(table(rows))
+    console.file.close()
+    text = (tmp_path / "table").read_text()
+    for word in ("prefill 9", "decode behind 0, batch 1", "2 threads", "resident, MB", "1.8"):
+        assert word in text
+    out = tmp_path / "new" / "rows.jsonl"
+    for _ in range(2):
+        append_records(out, records(rows), where_measured())
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(lines) == 2 * len(rows)
+    assert {"commit", "hardware", "versions", "date", "tokens_per_second"} <= lines[0].keys()
+
+
+def test_a_model_that_is_neither_preset_nor_packed(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "sparse_bitnet", "bench", "--model", str(tmp_path)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "sparse-bitnet pack" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_engine_itself(tmp_path: Path) -> None:
+    pytest.importorskip("sparse_bitnet.inference.engine")
+    write_random_model(tmp_path / "model", "tiny", NMPattern(6, 8))
+    code = (
+        "import sys\n"
+        "from sparse_bitnet.cli.main import main\n"
+        f"main(['bench', '--model', {str(tmp_path / 'model')!r}, '--threads', '1', '--prefill', '9',"
+        " '--contexts', '0', '70', '--batches', '1', '3', '--rounds', '2', '--steps', '2',"
+        f" '--out', {str(tmp_path / 'rows.jsonl')!r}])\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert len(rows) == 5
+    assert all(row["tokens_per_second"] > 0 for row in rows)

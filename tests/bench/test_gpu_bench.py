@@ -1,0 +1,150 @@
+"""The GPU benchmarks on a tiny model in plain PyTorch: they run, and their rows hold together."""
+
+import io
+import json
+
+import pytest
+import torch
+
+from sparse_bitnet.bench import gpu_decode, gpu_kernels, gpu_prefill, gpu_train
+from sparse_bitnet.bench.gpu import run
+from sparse_bitnet.bench.gpu_models import dense_model, random_model, ternary_layers, ternary_model
+from sparse_bitnet.bench.gpu_options import GpuBenchOptions, GpuOutput
+from sparse_bitnet.bench.gpu_record import SpeedRow, table
+from sparse_bitnet.bench.gpu_timing import Ceilings, medians
+from sparse_bitnet.errors import UserError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def options() -> GpuBenchOptions:
+    return GpuBenchOptions(model="qwen2.5-0.3m", device="cpu", rounds=1, layers=1, context=3)
+
+
+def text_of(printable) -> str:
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=200)
+    console.print(printable)
+    return console.file.getvalue()
+
+
+def test_prefill(options):
+    options.tokens = [5, 9]
+    rows = gpu_prefill.run(options)
+    assert [(row.variant, row.size) for row in rows] == [
+        (variant, size) for size in (5, 9) for variant in ("bf16", "int8", "sparse", "chosen")
+    ]
+    assert all(row.tokens_per_second == row.size / row.seconds for row in rows)
+
+
+def test_decode(options):
+    options.batch = [2]
+    rows = gpu_decode.run(options)
+    assert [row.variant for row in rows] == ["bf16", "int8", "sparse", "packed", "chosen"]
+
+
+def test_train(options):
+    options.tokens, options.batch = [16], [2]
+    rows = gpu_train.run(options)
+    assert [(row.variant, row.size) for row in rows] == [(name, 32) for name in gpu_train.VARIANTS]
+    assert all(row.peak_bytes > 0 for row in rows)
+
+
+def test_the_usual_fake_quantisation_computes_what_ours_does(options):
+    ids = torch.randint(0, 1024, (2, 8))
+    loss = [
+        gpu_train.training_model(name, options, CPU)(ids, labels=ids).loss
+        for name in ("usual", "fake", "int8")
+    ]
+    assert torch.equal(loss[1], loss[2])
+    assert loss[0].item() == pytest.approx(loss[1].item(), abs=1e-3)
+
+
+def test_kernels_and_records(options, tmp_path):
+    from rich.console import Console
+
+    options.kernels, options.tokens = True, [2]
+    out, console = tmp_path / "rows.jsonl", Console(file=io.StringIO(), width=200)
+    run("prefill", options, GpuOutput(out=out), console)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    layers = ternary_layers(ternary_model(options, CPU))
+    assert {
+        (row["out_features"], row["in_features"]) for row in rows if row["route"] == "dense"
+    } == {(shape.out_features, shape.in_features) for shape in layers}
+    assert all(0 < row["roofline_share"] < 2 for row in rows)
+    assert {row["route"] for row in rows} == {
+        *("bf16", "dense", "sparse", "packed", "select", "quantise", "quantise windows")
+    }
+    assert "roofline" in console.file.getvalue()
+    assert {"commit", "hardware", "versions", "date"} <= rows[0].keys()
+
+
+def test_least_times_follow_from_bytes_and_operations(options):
+    options.pattern = "2:4"
+    layer = next(iter(ternary_layers(ternary_model(options, CPU)).values()))
+    rows, columns = layer.out_features, layer.in_features
+    slow_memory = Ceilings(bytes_per_second=1.0, bf16_per_second=1e30, int8_per_second=1e30)
+    slow_products = Ceilings(bytes_per_second=1e30, bf16_per_second=2.0, int8_per_second=4.0)
+    found = gpu_kernels.roofline_seconds("dense", layer, 1, slow_memory)
+    assert found == (rows * columns + 2 * (rows + columns) + 2 * columns, "memory")
+    times = {
+        route: gpu_kernels.roofline_seconds(route, layer, 8, slow_products)
+        for route in ("bf16", "dense", "sparse")
+    }
+    assert {bound for _, bound in times.values()} == {"compute"}
+    operations = 2 * 8 * rows * columns
+    assert times["bf16"][0] == operations / 2
+    assert times["dense"][0] == operations / 4
+    # 2:4 does half of the operations at twice the rate.
+    assert times["sparse"][0] == operations / 16
+
+
+def test_the_dense_baseline_is_merged_and_unchanged(options):
+    ids = torch.randint(0, 1024, (1, 6))
+    with torch.no_grad():
+        plain, merged = (
+            random_model(options, CPU)(ids).logits,
+            dense_model(options, CPU)(ids).logits,
+        )
+    torch.testing.assert_close(merged, plain, rtol=2e-2, atol=2e-2)
+
+
+def test_the_table_names_ratios_to_dense_int8_and_the_papers():
+    rows = [
+        SpeedRow(
+            phase="prefill",
+            variant=name,
+            size=4096,
+            seconds=1.0,
+            spread=0.0,
+            tokens_per_second=speed,
+        )
+        for name, speed in (("int8", 100.0), ("sparse", 130.0))
+    ]
+    text = text_of(table(rows, "title"))
+    assert "130  1.30x" in text
+    assert "1.28x" in text
+
+
+def test_rounds_are_interleaved():
+    calls: list[str] = []
+    functions = {name: lambda name=name: calls.append(name) for name in "ab"}
+    found = medians(functions, CPU, 2, before=lambda: calls.append("-"))
+    assert "".join(calls) == "aabb-a-b-a-b"
+    assert all(seconds >= 0 for seconds, _ in found.values())
+
+
+def test_what_cannot_be_measured_is_refused(options):
+    from rich.console import Console
+
+    with pytest.raises(UserError, match="bench sideways: choose one of prefill, decode, train"):
+        run("sideways", options, GpuOutput(), Console())
+    with pytest.raises(UserError, match="rounds=0"):
+        GpuBenchOptions(rounds=0)
+    with pytest.raises(UserError, match="tokens=0"):
+        GpuBenchOptions(tokens=[0])
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="no CUDA device"):
+            gpu_train.run(GpuBenchOptions())

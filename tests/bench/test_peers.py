@@ -1,0 +1,119 @@
+"""benchmarks/peers.py: the reading of other engines' results, ratios, and llama.cpp itself."""
+
+import importlib.util
+import io
+import json
+import stat
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from rich.console import Console
+
+from sparse_bitnet.bench.child import Child
+from sparse_bitnet.errors import UserError
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "peers.py"
+
+
+@pytest.fixture(scope="module")
+def peers() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("peers", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["peers"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def executable(path: Path, output: str) -> str:
+    path.write_text(f"#!{sys.executable}\nimport sys\nprint({output!r})\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def test_llama_bench_results_become_seconds(peers: ModuleType, tmp_path: Path) -> None:
+    command = [executable(tmp_path / "llama-bench", json.dumps([{"avg_ts": 50.0}]))]
+    assert peers.llama_bench(command, "prefill", 512) == pytest.approx(10.24)
+    assert peers.llama_bench(command, "decode", 32) == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize("output", ["", "[]", "{}", '[{"avg_ts": null}]', "no JSON"])
+def test_a_binary_that_is_no_llama_bench(peers: ModuleType, tmp_path: Path, output: str) -> None:
+    command = [executable(tmp_path / "other", output)]
+    with pytest.raises(UserError, match="gave no JSON result"):
+        peers.llama_bench(command, "decode", 32)
+    with pytest.raises(UserError, match="cannot run"):
+        peers.llama_bench([str(tmp_path / "absent")], "decode", 32)
+
+
+def test_ratios_are_over_the_fastest_peer_of_the_same_measurement(peers: ModuleType) -> None:
+    def row(engine: str, type: str, threads: int, rate: float):
+        return peers.Row(
+            engine=engine,
+            version="1",
+            type=type,
+            isa="avx2" if engine == peers.OURS else "",
+            threads=threads,
+            phase="decode",
+            tokens=32,
+            tokens_per_second=rate,
+            seconds=[1 / rate],
+        )
+
+    rows = [
+        row(peers.OURS, "i2", 2, 40.0),
+        row("llama.cpp", "TQ2_0", 2, 20.0),
+        row("llama.cpp", "TQ1_0", 2, 16.0),
+        row("llama.cpp", "TQ2_0", 1, 400.0),
+    ]
+    (ratio,) = peers.ratios(rows)
+    assert ratio["fastest_peer"] == "llama.cpp TQ2_0"
+    assert ratio["over_fastest_peer"] == 2
+    assert ratio["over"] == {"llama.cpp TQ2_0": 2.0, "llama.cpp TQ1_0": 2.5}
+
+
+def test_a_run_with_another_engine(peers: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("sparse_bitnet.inference.engine")
+    binary = executable(tmp_path / "llama-bench", json.dumps([{"avg_ts": 50.0}]))
+    options = (
+        "--model tiny --pattern 6:8 --type --rounds 2 --prompt 5 --steps 2 --threads 1 --isa generic "
+        f"--weight-format i2 nm-bitmap --models {tmp_path} --out {tmp_path}/rows.jsonl "
+        f"--llama-bench {binary} --gguf some.gguf"
+    )
+    console = Console(file=io.StringIO(), width=80)
+    peers.run(peers.parse_arguments(options.split()), console, read_bytes=1 << 20)
+    text = console.file.getvalue()
+    assert "x the fastest peer" in text
+    assert "nm-bitmap" in text
+    lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    rows = [line for line in lines if "engine" in line]
+    assert len(rows) == 2 * 2 + 2
+    assert all(len(row["seconds"]) == 2 for row in rows)
+    assert sum("ratio" in line for line in lines) == 4
+    assert sum("ceilings" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize("options", ["--llama-bench a", "--type tq2_0 --gguf b", "--threads two"])
+def test_options_that_do_not_fit(peers: ModuleType, options: str) -> None:
+    with pytest.raises(SystemExit) as stop:
+        peers.parse_arguments(options.split())
+    assert stop.value.code == 2
+
+
+def test_llama_cpp_is_measured(peers: ModuleType, tiny_folder: Path) -> None:
+    pytest.importorskip("llama_cpp")
+    pytest.importorskip("gguf")
+    path = peers.gguf_file(tiny_folder, "tq2_0")
+    with Child(peers.LLAMA_CPP) as child:
+        with pytest.raises(UserError, match="cannot load"):
+            child.ask({"op": "load", "path": str(tiny_folder), "context_length": 64})
+        loaded = child.ask({"op": "load", "path": str(path), "context_length": 64})
+        assert loaded["version"].startswith("llama-cpp-python")
+        for question in (
+            {"op": "prefill", "tokens": 20, "threads": 1},
+            {"op": "decode", "steps": 4, "context": 3, "threads": 1},
+        ):
+            assert child.ask(question)["seconds"] > 0

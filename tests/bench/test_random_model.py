@@ -1,0 +1,122 @@
+"""Random models are complete packed folders with the statistics that training leaves."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparse_bitnet.bench.random_model import cached_random_model, config_of, write_random_model
+from sparse_bitnet.convert import selected
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.export.config import ExportConfig
+from sparse_bitnet.export.formats import export
+from sparse_bitnet.hub import from_pretrained
+from sparse_bitnet.models import preset_config
+from sparse_bitnet.packing.loading import open_packed, packed_layers
+from sparse_bitnet.packing.sizes import gaussian_statistics
+from sparse_bitnet.pattern import NMPattern
+from sparse_bitnet.presets import PRESETS
+
+
+def codes_of(folder: Path) -> dict[str, torch.Tensor]:
+    model = from_pretrained(folder, dtype=torch.float32)
+    return {name: layer.codes for name, layer in packed_layers(model).items()}
+
+
+@pytest.mark.parametrize("pattern", ["8:8", "6:8", "2:4", "2:8", "5:16"])
+@pytest.mark.parametrize("embeddings", ["int8", "bf16"])
+def test_loads_through_transformers_and_predicts(
+    tmp_path: Path, tiny_preset: str, pattern: str, embeddings: str
+) -> None:
+    write_random_model(
+        tmp_path / "model", tiny_preset, NMPattern.parse(pattern), embeddings=embeddings
+    )
+    model = from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    with torch.no_grad(), selected(model):
+        logits = model(torch.arange(20)[None]).logits[0]
+    assert logits.isfinite().all()
+    assert 0.01 < logits.std() < 100
+
+
+@pytest.mark.parametrize("pattern", ["8:8", "6:8", "2:4", "2:8"])
+def test_zeros_are_those_of_trained_weights(tmp_path: Path, tiny_preset: str, pattern: str) -> None:
+    write_random_model(tmp_path / "model", tiny_preset, NMPattern.parse(pattern))
+    codes = torch.cat([found.flatten() for found in codes_of(tmp_path / "model").values()])
+    expected = gaussian_statistics(512, 1024, NMPattern.parse(pattern))
+    assert float((codes == 0).float().mean()) == pytest.approx(expected.zero_fraction, abs=0.01)
+    assert abs(float(codes.float().mean())) < 0.01
+
+
+def test_formats_hold_the_same_codes_and_a_seed_gives_the_same_bytes(
+    tmp_path: Path, tiny_preset: str
+) -> None:
+    found = {}
+    for name in ("i2", "b3", "nm-bitmap"):
+        write_random_model(tmp_path / name, tiny_preset, NMPattern(6, 8), packed_format=name)
+        found[name] = codes_of(tmp_path / name)
+    for layer, codes in found["i2"].items():
+        assert torch.equal(codes, found["b3"][layer])
+        assert torch.equal(codes, found["nm-bitmap"][layer])
+    write_random_model(tmp_path / "again", tiny_preset, NMPattern(6, 8))
+    write_random_model(tmp_path / "other", tiny_preset, NMPattern(6, 8), seed=1)
+    bytes_of = {
+        name: (tmp_path / name / "model.safetensors").read_bytes()
+        for name in ("i2", "again", "other")
+    }
+    assert bytes_of["i2"] == bytes_of["again"] != bytes_of["other"]
+
+
+def test_the_config_is_the_presets(tiny_preset: str) -> None:
+    expected = preset_config(tiny_preset).to_dict()
+    for key, value in config_of(PRESETS[tiny_preset], tokenizer=False).items():
+        if key not in ("architectures", "dtype", "max_window_layers"):
+            assert expected[key] == value, key
+
+
+def test_exports_to_gguf(tiny_folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    config = ExportConfig(format="gguf-tq2_0", embeddings="q8_0")
+    assert export(tiny_folder, tmp_path / "gguf", config).nbytes > 0
+
+
+def test_the_cache_keeps_each_variant_once(tmp_path: Path, tiny_preset: str) -> None:
+    first = cached_random_model(tiny_preset, NMPattern(6, 8), cache=tmp_path)
+    marked = first / "mark"
+    marked.touch()
+    assert cached_random_model(tiny_preset, NMPattern(6, 8), cache=tmp_path) == first
+    assert marked.exists()
+    other = cached_random_model(tiny_preset, NMPattern(6, 8), cache=tmp_path, embeddings="bf16")
+    assert other != first
+    open_packed(other / "model.safetensors")
+
+
+def test_needs_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from sparse_bitnet.bench.random_model import write_random_model\n"
+        "from sparse_bitnet.pattern import NMPattern\n"
+        f"write_random_model({str(tmp_path / 'model')!r}, 'qwen2.5-0.3m', NMPattern(6, 8))\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "sparse_bitnet_packed"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"preset": "qwen3"}, "not a preset"),
+        ({"packed_format": "nm-enum"}, "nm-enum"),
+        ({"embeddings": "float32"}, "int8 or bf16"),
+        ({"pattern": NMPattern(3, 7)}, "not a multiple of 7"),
+    ],
+)
+def test_refusals_leave_nothing(tmp_path: Path, options: dict, words: str) -> None:
+    arguments = {"preset": "tiny", "pattern": NMPattern(6, 8), **options}
+    with pytest.raises(UserError, match=words):
+        write_random_model(tmp_path / "model", **arguments)
+    assert not any(tmp_path.iterdir())

@@ -1,0 +1,155 @@
+"""`generate` and `chat` as commands: prompts from everywhere, streams, statistics, interruptions."""
+
+import io
+import signal
+import sys
+
+import pytest
+
+from factories import tiny_model
+from sparse_bitnet.cli import chat, generate
+from sparse_bitnet.convert import convert_
+from sparse_bitnet.data.tokenizer import load_tokenizer, train_tokenizer
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.evaluation.sampling import continue_text
+from sparse_bitnet.hub import from_pretrained, save_pretrained
+from sparse_bitnet.layer import SparseBitConfig
+
+TEMPLATE = "{% for message in messages %}{{ message.content }}:{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    tokenizer = train_tokenizer(["some words and more words"] * 3, 280)
+    tokenizer.chat_template = TEMPLATE
+    model = tiny_model(vocab_size=len(tokenizer), max_position_embeddings=4096)
+    folder = tmp_path_factory.mktemp("model") / "final"
+    save_pretrained(convert_(model, SparseBitConfig.parse("ternary-6:8")), folder, tokenizer)
+    return str(folder)
+
+
+GREEDY = ["--temperature", "0", "--max-new-tokens", "20"]
+
+
+@pytest.fixture
+def expected(folder):
+    return "some words" + continue_text(
+        from_pretrained(folder),
+        load_tokenizer(folder),
+        "some words",
+        max_new_tokens=20,
+        temperature=0,
+    )
+
+
+def test_the_text_is_that_of_transformers(folder, expected, capsys):
+    generate.main([folder, "--prompt", "some words", *GREEDY])
+    assert capsys.readouterr().out == expected + "\n"
+
+
+@pytest.mark.parametrize("way", ["file", "pipe", "dash"])
+def test_prompts_come_from_files_and_pipes_too(
+    folder, expected, capsys, monkeypatch, tmp_path, way
+):
+    path = tmp_path / "prompt.txt"
+    path.write_text("some words")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("some words"))
+    options = {"file": ["--prompt-file", str(path)], "dash": ["--prompt-file", "-"], "pipe": []}
+    generate.main([folder, *options[way], *GREEDY])
+    assert capsys.readouterr().out == expected + "\n"
+
+
+def test_an_empty_prompt_starts_a_text(folder, capsys):
+    sampling = ["--temperature", "9", "--seed", "1", "--max-new-tokens", "5"]
+    generate.main([folder, "--prompt", "", *sampling, "--stats"])
+    output = capsys.readouterr()
+    assert output.out.strip()
+    assert "prompt 1 tokens" in output.err
+    assert "text 5 tokens" in output.err
+    assert "tokens/s" in output.err
+    assert output.err.strip().endswith("ended by length; engine transformers")
+
+
+def test_stop_strings_and_sampling_are_options(folder, expected, capsys):
+    stop = expected[-3:]
+    generate.main([folder, "--prompt", "some words", *GREEDY, "--stop", stop, "never"])
+    text = capsys.readouterr().out
+    assert text == expected[: expected.index(stop, len("some words"))] + "\n"
+    texts = []
+    for seed in ("1", "1", "2"):
+        options = ["--seed", seed, "--top-k", "50", "--min-p", "0.001", "--temperature", "2"]
+        generate.main([folder, "--prompt", "some words", *options])
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--prompt", "a", "--prompt-file", "b"], "either --prompt or --prompt-file"),
+        (["--prompt-file", "nowhere.txt"], "nowhere.txt"),
+        (["--prompt", "a", "--top-p", "2"], "top_p=2"),
+        (["--prompt", "a", "--max-new-tokens", "5000"], "the context holds 4,096"),
+        (["--prompt", "a", "--engine", "cpu"], "pack it first"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(folder, options, words):
+    with pytest.raises(UserError, match=words) as raised:
+        generate.main([folder, *options])
+    assert "\n" not in str(raised.value)
+
+
+def test_a_chat_goes_on_until_it_is_told_to_end(folder, capsys, monkeypatch):
+    lines = "some words\n\n/reset\nsome words\n/unknown\nmore\n/exit\nnever\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    chat.main([folder, "--temperature", "0", "--max-new-tokens", "6", "--stats"])
+    output = capsys.readouterr()
+    answers = output.out.split(" [cut off: --max-new-tokens]\n")
+    assert len(answers) == 4
+    assert answers[0] == answers[1] != ""
+    assert answers[3] == ""
+    statistics, again, unknown, third = output.err.splitlines()
+    assert "cached" not in statistics
+    assert "cached" in again
+    assert unknown.startswith("/unknown is unknown")
+    assert "cached" in third
+
+
+def test_a_chat_survives_what_one_message_cannot_do(folder, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("word " * 5000 + "\nshort\n"))
+    chat.main([folder, "--max-new-tokens", "3"])
+    output = capsys.readouterr()
+    assert "fills the context" in output.err
+    assert output.out.strip()
+
+
+def test_a_model_without_template_says_so(folder, tmp_path):
+    import shutil
+
+    copy = shutil.copytree(folder, tmp_path / "final")
+    (copy / "chat_template.jinja").unlink()
+    with pytest.raises(UserError, match="no chat template"):
+        chat.main([str(copy)])
+
+
+class Interrupting(io.StringIO):
+    """Presses Ctrl-C when the first text is written to it."""
+
+    def write(self, text):
+        if not self.getvalue() and text:
+            signal.raise_signal(signal.SIGINT)
+        return super().write(text)
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(folder, monkeypatch):
+    output = Interrupting()
+    monkeypatch.setattr(sys, "stdin", io.StringIO("some words\nmore\n"))
+    monkeypatch.setattr(sys, "stdout", output)
+    before = signal.getsignal(signal.SIGINT)
+    chat.main([folder, "--max-new-tokens", "30", "--temperature", "0"])
+    first, second, rest = output.getvalue().split("]\n")
+    assert first.endswith(" [stopped")
+    assert len(first) < 20
+    assert second.endswith(" [cut off: --max-new-tokens")
+    assert rest == ""
+    assert signal.getsignal(signal.SIGINT) is before

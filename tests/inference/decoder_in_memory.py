@@ -1,0 +1,211 @@
+"""A `_cpu.Decoder` over the weights of a transformers model in memory, without a file."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from factories import tiny_config
+from sparse_bitnet import _cpu
+from sparse_bitnet.convert import convert_, sparse_layers
+from sparse_bitnet.layer import SparseBitConfig, select
+from sparse_bitnet.packing.codec import pack
+from sparse_bitnet.packing.formats import holds_pattern
+
+WEIGHT_FORMATS = {"i2": 0, "b3": 1, "nm-bitmap": 2}
+CACHES = {"float32": 0, "float16": 1, "int8": 2}
+
+
+def random_model(
+    family: str = "qwen2", *, seed: int = 0, format: str = "ternary-6:8", **changes: Any
+) -> nn.Module:
+    """A converted float32 model whose biases and norms are not their initial values."""
+    import transformers
+
+    torch.manual_seed(seed)
+    if family == "bitnet":
+        sizes: dict[str, Any] = {
+            "vocab_size": 96,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 64,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": None,
+        }
+        model: Any = transformers.BitNetForCausalLM(transformers.BitNetConfig(**(sizes | changes)))
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(tiny_config(family, **changes))
+    model = convert_(model.float(), SparseBitConfig.parse(format)).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter, mean=0.6, std=0.2)
+    return model
+
+
+def reference_logits(model: Any, ids: Sequence[int]) -> np.ndarray:
+    """[tokens, vocab] of the transformers model."""
+    with torch.no_grad():
+        return model(torch.tensor([list(ids)])).logits[0].float().numpy()
+
+
+class DecoderInMemory:
+    """Keeps the arrays alive and calls the decoder with their addresses.
+
+    `head` and `embedding`: "float32", "bfloat16", "int8" or "int4".
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        threads: int = 1,
+        cache: str = "float32",
+        context_length: int | None = None,
+        cache_tokens: int = 1024,
+        isa: str = "",
+        weight_format: str = "i2",
+        head: str = "float32",
+        embedding: str = "float32",
+    ) -> None:
+        self.kept: list[Any] = []
+        self.dequantised: dict[str, np.ndarray] = {}
+        config, inner = model.config, model.model
+        self.vocab = config.vocab_size
+        self.layers = sparse_layers(model)
+        self.weight_format = weight_format
+        head_dim = getattr(config, "head_dim", None)
+        head_dim = head_dim or config.hidden_size // config.num_attention_heads
+        builder = _cpu.ModelBuilder(
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=head_dim,
+            vocab=self.vocab,
+            norm_epsilon=config.rms_norm_eps,
+            activation=int(config.hidden_act == "relu2"),
+            inverse_frequencies=self.floats(inner.rotary_emb.inv_freq),
+        )
+        builder.set_head(self.table(model.get_output_embeddings().weight, head))
+        builder.set_embedding(self.table(inner.embed_tokens.weight, embedding))
+        builder.set_final_norm(self.floats(inner.norm.weight))
+        for block in inner.layers:
+            attention, feed = block.self_attn, block.mlp
+            builder.add_block(
+                *[self.matrix(attention.get_submodule(f"{name}_proj")) for name in "qkvo"],
+                *[
+                    self.matrix(feed.get_submodule(f"{name}_proj"))
+                    for name in ("gate", "up", "down")
+                ],
+                input_norm=self.floats(block.input_layernorm.weight),
+                post_attention_norm=self.floats(block.post_attention_layernorm.weight),
+                **{
+                    f"{name}_bias": self.floats(attention.get_submodule(f"{name}_proj").bias)
+                    for name in "qkvo"
+                },
+                attention_sub_norm=self.weight_of(attention, "attn_sub_norm"),
+                ffn_sub_norm=self.weight_of(feed, "ffn_sub_norm"),
+                q_norm=self.weight_of(attention, "q_norm"),
+                k_norm=self.weight_of(attention, "k_norm"),
+            )
+        self.decoder = _cpu.Decoder(
+            builder,
+            threads=threads,
+            cache=CACHES[cache],
+            context_length=context_length or config.max_position_embeddings,
+            cache_tokens=cache_tokens,
+            isa=isa,
+        )
+
+    def address(self, array: np.ndarray) -> int:
+        self.kept.append(array)
+        return array.ctypes.data
+
+    def floats(self, tensor: Tensor | None) -> int:
+        if tensor is None:
+            return 0
+        return self.address(np.array(tensor.detach().float().numpy(), order="C"))
+
+    def weight_of(self, module: nn.Module, name: str) -> int:
+        found = getattr(module, name, None)
+        return 0 if found is None else self.floats(found.weight)
+
+    def rows(self, rows: np.ndarray) -> tuple[int, int]:
+        """64-byte aligned copy of uint8 [rows, bytes], padding poisoned: (row_stride, address)."""
+        count, width = rows.shape
+        stride = -(-width // 64) * 64
+        memory = np.full(count * stride + 128, 0xA5, np.uint8)
+        start = -memory.ctypes.data % 64
+        memory[start : start + count * stride].reshape(count, stride)[:, :width] = rows
+        return stride, self.address(memory) + start
+
+    def matrix(self, linear: Any) -> tuple:
+        pattern = linear.config.pattern
+        format = self.weight_format if holds_pattern(self.weight_format, pattern) else "i2"
+        with torch.no_grad():
+            codes, _, scale = select(linear.weight, linear.config)
+        assert codes is not None
+        assert scale is not None
+        stride, address = self.rows(pack(codes, format, pattern).numpy())
+        coded = (1, 1) if pattern.is_dense else (pattern.n, pattern.m)
+        return (WEIGHT_FORMATS[format], *coded, *codes.shape, stride, address, float(scale), 0)
+
+    def table(self, weight: Tensor, type: str) -> tuple:
+        """Also leaves the values that the table stands for in `dequantised[type]`."""
+        weight = weight.detach().float()
+        rows, columns = weight.shape
+        scales, dequantised = 0, weight
+        if type == "float32":
+            data = weight.contiguous().numpy().view(np.uint8)
+        elif type == "bfloat16":
+            data = weight.to(torch.bfloat16).contiguous().view(torch.uint8).numpy()
+            dequantised = weight.to(torch.bfloat16).float()
+        elif type == "int8":
+            scale = weight.abs().amax(1, keepdim=True) / 127
+            data = (weight / scale).round().to(torch.int8).numpy().view(np.uint8)
+            dequantised = (weight / scale).round() * scale
+            scales = self.floats(scale)
+        else:
+            grouped = weight.view(rows, -1, 64)
+            scale = grouped.abs().amax(2, keepdim=True) / 7
+            codes = ((grouped / scale).round() + 8).to(torch.uint8)
+            data = (codes[:, :, :32] | codes[:, :, 32:] << 4).reshape(rows, -1).numpy()
+            dequantised = ((codes.float() - 8) * scale).view(rows, columns)
+            scales = self.floats(scale)
+        self.dequantised[type] = dequantised.numpy()
+        stride, address = self.rows(data)
+        number = ["int8", "int4", "bfloat16", "float32"].index(type)
+        return (number, rows, columns, stride, address, scales)
+
+    def forward(
+        self, requests: Sequence[tuple[int, Sequence[int]]], which: str = "all"
+    ) -> list[np.ndarray]:
+        """One array for each request: [tokens, vocab] ("all"), [vocab] ("last"); none ("none")."""
+        tokens = [np.array(ids, np.int32) for _, ids in requests]
+        counts = [len(ids) for ids in tokens] if which == "all" else [1] * len(tokens)
+        logits = np.full((sum(counts), self.vocab), np.nan, np.float32)
+        self.decoder.forward(
+            [
+                (sequence, ids.ctypes.data, len(ids))
+                for (sequence, _), ids in zip(requests, tokens, strict=True)
+            ],
+            ["none", "last", "all"].index(which),
+            0 if which == "none" else logits.ctypes.data,
+        )
+        if which == "none":
+            return []
+        parts = np.split(logits, np.cumsum(counts)[:-1])
+        return [part[0] for part in parts] if which == "last" else parts
+
+    def logits(self, ids: Sequence[int]) -> np.ndarray:
+        """[tokens, vocab] of a sequence of its own."""
+        sequence = self.decoder.open()
+        logits = self.forward([(sequence, ids)])[0]
+        self.decoder.close(sequence)
+        return logits

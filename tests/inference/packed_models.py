@@ -1,0 +1,82 @@
+"""Small packed models, and what transformers makes of them."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from factories import tiny_config
+from sparse_bitnet.convert import convert_
+from sparse_bitnet.hub import from_pretrained, save_pretrained
+from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.packing import loading
+from sparse_bitnet.packing.checkpoint import pack_checkpoint
+
+FAMILIES = ("qwen2", "llama", "qwen3", "bitnet")
+
+
+def tiny_model_config(family: str, **changes: Any) -> Any:
+    """As `factories.tiny_config`, with BitNet b1.58."""
+    if family != "bitnet":
+        return tiny_config(family, **changes)
+    from transformers import BitNetConfig
+
+    values = tiny_config("llama", **changes).to_dict()
+    sizes = {
+        name: values[name] for name in values if name.startswith(("num_", "vocab", "hidden_s"))
+    }
+    sizes |= {name: values[name] for name in ("intermediate_size", "max_position_embeddings")}
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    return BitNetConfig(**sizes, **ids, tie_word_embeddings=values["tie_word_embeddings"])
+
+
+def make_packed(
+    folder: Path,
+    family: str = "qwen2",
+    *,
+    format: str = "ternary-6:8",
+    packed_format: str = "i2",
+    embeddings: str = "float32",
+    dense: str = "",
+    **changes: Any,
+) -> Path:
+    """`folder`/packed: a random model; norms and biases are not their initial values.
+
+    `dense`: end of the names of linears that stay as they are.
+    """
+    from transformers import AutoModelForCausalLM
+
+    loading.register()
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(tiny_model_config(family, **changes))
+
+    def is_chosen(module: nn.Module, name: str) -> bool:
+        return not name.endswith("lm_head") and not (dense and name.endswith(dense))
+
+    convert_(model, SparseBitConfig.parse(format), is_chosen)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter, std=0.5)
+    save_pretrained(model, folder / "trained")
+    pack_checkpoint(
+        folder / "trained", folder / "packed", format=packed_format, embeddings=embeddings
+    )
+    return folder / "packed"
+
+
+def load_reference(folder: Path) -> Any:
+    return from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def reference_logits(folder: Path, tokens: list[int]) -> np.ndarray:
+    """float32 [tokens, vocab]."""
+    return load_reference(folder)(torch.tensor([tokens])).logits[0].numpy()
+
+
+def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+    """Largest over positions of |difference| over |expected|, both Euclidean."""
+    difference = np.linalg.norm(found - expected, axis=-1)
+    return float((difference / np.linalg.norm(expected, axis=-1)).max())
