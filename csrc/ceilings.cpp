@@ -208,7 +208,7 @@ bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_support
 #if defined(__clang__)
 #define DOTPROD __attribute__((target("dotprod")))
 #else
-#define DOTPROD __attribute__((target("+dotprod")))
+#define DOTPROD __attribute__((target("arch=armv8.2-a+dotprod")))
 #endif
 
 DOTPROD void int8_neon(std::int64_t count) {

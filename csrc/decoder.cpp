@@ -10,9 +10,9 @@
 namespace sparse_bitnet {
 namespace {
 
-// Tokens that go through the blocks together: more would take more memory, fewer would unpack the
-// weights more often.
-constexpr std::int64_t chunk_tokens = 512;
+// Tokens that go through the blocks together. With 512 prefill takes as long, and the buffers of a 1.5B
+// model 24 MB more.
+constexpr std::int64_t chunk_tokens = 256;
 
 }  // namespace
 

@@ -52,14 +52,16 @@ std::vector<std::string> supported_isas() {
 const Kernels& choose_kernels(const std::string& isa) {
   const char* variable = std::getenv("SPARSE_BITNET_ISA");
   const bool from_variable = isa.empty() && variable && *variable;
-  const std::string wanted = from_variable ? variable : isa;
+  const std::string given = from_variable ? variable : isa;
+  // The engine's kernels go by the extension that they need (matmul.h).
+  const std::string wanted = given == "avx512vnni" ? "avx512" : given == "neon" ? "generic" : given;
   for (const Kernels* kernels : all_kernels) {
     if ((wanted.empty() || wanted == kernels->isa) && kernels->supported()) return *kernels;
   }
   std::string has;
   for (const std::string& name : supported_isas()) has += (has.empty() ? "" : ", ") + name;
   throw std::invalid_argument(std::string(from_variable ? "SPARSE_BITNET_ISA=" : "instruction set ") +
-                              wanted + ": this machine has " + has);
+                              given + ": this machine has " + has);
 }
 
 void nm_mask(const Kernels& kernels, const void* weight, Dtype dtype, std::int64_t groups, int n, int m,

@@ -18,6 +18,8 @@ const MatmulKernels* const all_kernels[] = {
 #if defined(__x86_64__)
     &avx512vnni_matmul_kernels,
     &avx2_matmul_kernels,
+#elif defined(__aarch64__)
+    &neon_matmul_kernels,
 #endif
     &generic_matmul_kernels,
 };

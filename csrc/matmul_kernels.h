@@ -57,6 +57,8 @@ extern const MatmulKernels generic_matmul_kernels;
 #if defined(__x86_64__)
 extern const MatmulKernels avx2_matmul_kernels;
 extern const MatmulKernels avx512vnni_matmul_kernels;
+#elif defined(__aarch64__)
+extern const MatmulKernels neon_matmul_kernels;
 #endif
 
 }  // namespace sparse_bitnet

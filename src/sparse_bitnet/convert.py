@@ -103,6 +103,22 @@ def set_dense_phase_(model: nn.Module, dense: bool) -> None:
         layer.dense_phase = dense
 
 
+def set_integer_forward_(model: nn.Module, integer: bool) -> None:
+    """Compute the forward products of all layers in int8 with int32 sums, or in floats (the default).
+
+    Raises `UserError`, naming the layer, when one has no int8 operands to multiply.
+    """
+    layers = sparse_layers(model)
+    for name, layer in layers.items():
+        if integer and (layer.config.weight, layer.config.activation) != ("ternary", "int8"):
+            raise UserError(
+                f"layer {name}: an int8 forward needs ternary weights and int8 activations, the format "
+                f"is {layer.config}; use the fake-quantised forward"
+            )
+    for layer in layers.values():
+        layer.integer_forward = integer
+
+
 def _block_linears(model: nn.Module) -> FilterFn:
     """Linears inside the repeated blocks; of a model without blocks, all but heads and ties."""
     embeddings = {

@@ -81,12 +81,22 @@ def straight_through(latent: Tensor, value: Tensor) -> Tensor:
 
 
 def absmean_reference(weight: Tensor) -> Tensor:
+    return mean_to_scale(abs_sum(weight), weight.numel())
+
+
+def abs_sum(weight: Tensor) -> Tensor:
+    """sum(|weight|), float64 scalar: what `absmean` is made of, for a matrix that lies in parts."""
     # Row sums first: a float64 copy of a whole matrix would be twice its size.
     magnitudes = weight.abs()
     if weight.dim() > 1:
         magnitudes = magnitudes.flatten(0, -2).sum(-1, dtype=torch.float64)
-    total = magnitudes.sum(dtype=torch.float64)
-    return (total / max(weight.numel(), 1)).float().clamp_min(SCALE_FLOOR)
+    return magnitudes.sum(dtype=torch.float64)
+
+
+def mean_to_scale(total: Tensor, count: int | Tensor) -> Tensor:
+    """The float32 weight scale of `count` weights whose magnitudes sum to `total` (float64)."""
+    count = count.clamp_min(1) if isinstance(count, Tensor) else max(count, 1)
+    return (total / count).float().clamp_min(SCALE_FLOOR)
 
 
 def select_ternary_reference(
@@ -103,6 +113,27 @@ def quantize_int8_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     absmax = values.abs().amax(-1, keepdim=True).clamp_min(SCALE_FLOOR)
     codes = (values * (127.0 / absmax)).round().clamp(-128, 127).to(torch.int8)
     return codes, absmax / 127.0
+
+
+def pack_codes(codes: Tensor) -> Tensor:
+    """Four codes a byte, the first in the lowest bits, each stored as code + 1.
+
+    Args:
+        codes: int8 [rows, in_features] in {-1, 0, 1}.
+
+    Returns uint8 [rows, ceil(in_features / 4)], for sending; files have `packing`'s formats.
+    """
+    rows, width = codes.shape
+    padded = torch.nn.functional.pad(codes + 1, (0, -width % 4)).to(torch.uint8)
+    lanes = padded.view(rows, -(-width // 4), 4)
+    return lanes[..., 0] | lanes[..., 1] << 2 | lanes[..., 2] << 4 | lanes[..., 3] << 6
+
+
+def unpack_codes(packed: Tensor, in_features: int) -> Tensor:
+    """Inverse of `pack_codes`: int8 [rows, in_features]."""
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=packed.device)
+    lanes = (packed.unsqueeze(-1) >> shifts) & 3
+    return lanes.flatten(-2)[..., :in_features].to(torch.int8) - 1
 
 
 _LIBRARY = torch.library.Library("sparse_bitnet", "FRAGMENT")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sparse_bitnet.quantizer import quantize_int8
+from sparse_bitnet.quantizer import quantize_int8, unpack_codes
 
 
 def masked(weight: Tensor, mask: Tensor, gate: Tensor | None) -> Tensor:
@@ -30,6 +30,8 @@ def ternary_int8_linear(
     codes: Tensor,
     weight_scale: Tensor,
     gate: Tensor | None = None,
+    *,
+    integer: bool = False,
 ) -> Tensor:
     """int8 x ternary product, scaled once at the end: what integer hardware computes.
 
@@ -37,19 +39,79 @@ def ternary_int8_linear(
         x: float [..., in_features], quantised to int8 per token.
         weight: the master that gets the gradient, [out_features, in_features].
         bias: [out_features] or None; not quantised.
-        codes: int8 [out_features, in_features] in {-1, 0, 1}, masked.
+        codes: int8 [out_features, in_features] in {-1, 0, 1}, masked; or uint8, the same as
+            `pack_codes` packs them (a sharded model's: only those bytes live until the backward).
         weight_scale: float32 scalar.
+        integer: multiply int8 operands into int32 sums (`int8_linear`) instead of floats that hold
+            the integers. In float32 both give the same bits; in 16-bit types the float product
+            rounds its sums once more.
 
     Returns [..., out_features] in the autocast dtype, else the dtype of `x`. Both operands hold small
     integers, exact in bfloat16, and their sums stay below 2**24, so a float32 accumulator gives the
     integer result whatever the order of summation. int8 activations are saved for the backward pass,
     a quarter of what float32 ones take.
     """
-    return _TernaryInt8Linear.apply(x, weight, bias, codes, weight_scale, gate)
+    return _TernaryInt8Linear.apply(x, weight, bias, codes, weight_scale, gate, integer)
+
+
+def int8_linear(
+    x_codes: Tensor,
+    x_scale: Tensor,
+    codes: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """x_codes @ codes.T in int32, times x_scale * weight_scale, plus bias, rounded to `dtype`.
+
+    Args:
+        x_codes: int8 [..., in_features].
+        x_scale: float32 [..., 1].
+        codes: int8 [out_features, in_features].
+        weight_scale: float32, one value or [out_features].
+        bias: [out_features] or None.
+        dtype: of the output; all before it is float32.
+
+    Returns [..., out_features]. No gradient flows.
+    """
+    return torch.ops.sparse_bitnet.int8_linear(x_codes, x_scale, codes, weight_scale, bias, dtype)
+
+
+# 2**24 / 128: sums of so many int8 products are integers that float32 holds, in any order.
+EXACT_IN_FLOAT32 = 1 << 17
+
+
+def integer_product(x_codes: Tensor, codes: Tensor) -> Tensor:
+    """x_codes @ codes.T exactly, as float32: the sums stay below 2**24.
+
+    Args:
+        x_codes: int8 [..., in_features].
+        codes: int8 [out_features, in_features] in {-1, 0, 1}.
+    """
+    wide = torch.float32 if codes.shape[-1] <= EXACT_IN_FLOAT32 else torch.float64
+    return F.linear(x_codes.to(wide), codes.to(wide)).float()
+
+
+def int8_linear_reference(
+    x_codes: Tensor,
+    x_scale: Tensor,
+    codes: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    # Not even float32 products may become bfloat16 ones here.
+    with torch.autocast(x_codes.device.type, enabled=False):
+        y = integer_product(x_codes, codes) * (x_scale * weight_scale)
+    return (y if bias is None else y + bias).to(dtype)
 
 
 def _gated(gradient: Tensor, gate: Tensor | None) -> Tensor:
     return gradient if gate is None else gradient * gate
+
+
+def _unpacked(codes: Tensor, in_features: int) -> Tensor:
+    return unpack_codes(codes, in_features) if codes.dtype == torch.uint8 else codes
 
 
 class _Masked(torch.autograd.Function):
@@ -78,12 +140,15 @@ class _Dequantized(torch.autograd.Function):
 
 class _TernaryInt8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, codes, weight_scale, gate):
+    def forward(ctx, x, weight, bias, codes, weight_scale, gate, integer):
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         x_codes, x_scale = quantize_int8(x)
         ctx.save_for_backward(x_codes, x_scale, codes, weight_scale, gate)
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        codes = _unpacked(codes, x.shape[-1])
+        if integer:
+            return int8_linear(x_codes, x_scale, codes, weight_scale, bias, dtype)
         x_operand, y_scale = x_codes.to(dtype), x_scale * weight_scale
         if dtype == torch.float16:
             # Sums of codes can pass 65504, the end of float16; 1/128 of them, still exact, cannot.
@@ -102,6 +167,7 @@ class _TernaryInt8Linear(torch.autograd.Function):
         dtype = gradient.dtype
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
+            codes = _unpacked(codes, x_codes.shape[-1])
             grad_x = ((gradient @ codes.to(dtype)) * weight_scale).to(x_dtype)
         rows = gradient.reshape(-1, gradient.shape[-1])
         if ctx.needs_input_grad[1]:
@@ -109,4 +175,18 @@ class _TernaryInt8Linear(torch.autograd.Function):
             grad_weight = _gated((rows.t() @ x).to(weight_dtype), gate)
         if bias_dtype is not None and ctx.needs_input_grad[2]:
             grad_bias = rows.sum(0, dtype=torch.float32).to(bias_dtype)
-        return grad_x, grad_weight, grad_bias, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None
+
+
+_LIBRARY = torch.library.Library("sparse_bitnet", "FRAGMENT")
+_LIBRARY.define(
+    "int8_linear(Tensor x_codes, Tensor x_scale, Tensor codes, Tensor weight_scale, Tensor? bias, "
+    "ScalarType dtype) -> Tensor"
+)
+_LIBRARY.impl("int8_linear", int8_linear_reference, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("sparse_bitnet::int8_linear", lib=_LIBRARY)
+def _(x_codes, x_scale, codes, weight_scale, bias, dtype):
+    shape = (*x_codes.shape[:-1], codes.shape[0])
+    return torch.empty(shape, dtype=dtype, device=x_codes.device)

@@ -2,6 +2,8 @@
 
 import io
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -148,3 +150,30 @@ def test_what_cannot_be_measured_is_refused(options):
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="no CUDA device"):
             gpu_train.run(GpuBenchOptions())
+
+
+def test_the_command_prints_and_records(tmp_path, capsys):
+    from sparse_bitnet.cli.bench_gpu import main
+
+    out = tmp_path / "rows.jsonl"
+    small = ["--model", "qwen2.5-0.3m", "--layers", "1", "--device", "cpu", "--rounds", "1"]
+    main(["decode", *small, "--batch", "1", "--context", "2", "--out", str(out)])
+    assert "decode: qwen2.5-0.3m 6:8, 1 layers" in capsys.readouterr().out
+    assert len(out.read_text().splitlines()) == 5
+    with pytest.raises(UserError, match="--tokenz"):
+        main(["prefill", "--tokenz", "1"])
+
+
+def test_help_needs_no_torch():
+    code = (
+        "import sys\n"
+        "from sparse_bitnet.cli.bench_gpu import main\n"
+        "try:\n"
+        "    main(['train', '--help'])\n"
+        "except SystemExit as stop:\n"
+        "    assert not stop.code\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "--packed-format" in done.stdout

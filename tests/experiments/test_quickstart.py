@@ -146,7 +146,7 @@ def test_report(finished):
 
 def test_finished_quickstart_is_not_run_again(finished, monkeypatch):
     config, result, _ = finished
-    monkeypatch.setattr(sparse_bitnet.training.loop, "_Trainer", None)
+    monkeypatch.setattr(sparse_bitnet.training.loop, "Trainer", None)
     again = quickstart(config)
     assert again.rows == result.rows
     assert again.sample == result.sample

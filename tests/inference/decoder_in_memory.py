@@ -20,7 +20,7 @@ CACHES = {"float32": 0, "float16": 1, "int8": 2}
 
 def random_model(
     family: str = "qwen2", *, seed: int = 0, format: str = "ternary-6:8", **changes: Any
-) -> nn.Module:
+) -> Any:
     """A converted float32 model whose biases and norms are not their initial values."""
     import transformers
 

@@ -1,12 +1,12 @@
 """The decoder step against the transformers model with the same ternary layers, on every position."""
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from decoder_in_memory import DecoderInMemory, random_model, reference_logits
-from torch import nn
 
 from sparse_bitnet import _cpu
 
@@ -15,7 +15,7 @@ from sparse_bitnet import _cpu
 # as much from itself between PyTorch's attention implementations.
 TOLERANCE, TYPICAL = 5e-3, 3e-6
 
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "llama": {"tie_word_embeddings": False},
     "qwen3": {"head_dim": 24},
@@ -44,7 +44,7 @@ def isas() -> list[str]:
 
 
 @cache
-def model_of(name: str, format: str = "ternary-6:8") -> nn.Module:
+def model_of(name: str, format: str = "ternary-6:8") -> Any:
     changes = dict(MODELS[name])
     family = name if name in ("qwen2", "llama", "qwen3", "bitnet") else "llama"
     if name == "odd":
@@ -53,7 +53,7 @@ def model_of(name: str, format: str = "ternary-6:8") -> nn.Module:
 
 
 @cache
-def long_model() -> nn.Module:
+def long_model() -> Any:
     """One whose sequences pass several pages, chunks of pages and chunks of tokens."""
     return random_model(num_hidden_layers=2, max_position_embeddings=1400, num_key_value_heads=1)
 

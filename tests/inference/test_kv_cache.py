@@ -1,6 +1,7 @@
 """Sequences of the decoder's cache: forks, truncation, room, and errors that change nothing."""
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ def model() -> nn.Module:
     return random_model(max_position_embeddings=512)
 
 
-def decoder_of(cache_tokens: int = 1024, **options: object) -> DecoderInMemory:
+def decoder_of(cache_tokens: int = 1024, **options: Any) -> DecoderInMemory:
     return DecoderInMemory(model(), cache_tokens=cache_tokens, **options)
 
 
@@ -108,7 +109,9 @@ def test_a_full_cache_changes_nothing() -> None:
 def test_the_context_length_is_kept() -> None:
     decoder = decoder_of(context_length=70)
     sequence = decoder.decoder.open()
-    with pytest.raises(ValueError, match="71 more tokens for sequence 0, which has 0: the context length is 70"):
+    with pytest.raises(
+        ValueError, match="71 more tokens for sequence 0, which has 0: the context length is 70"
+    ):
         decoder.forward([(sequence, ids_of(71))])
     decoder.forward([(sequence, ids_of(70))])
     with pytest.raises(ValueError, match="1 more tokens for sequence 0, which has 70"):

@@ -35,7 +35,7 @@ def test_threads_that_sleep_are_woken(threads):
 
 def test_other_threads_take_part():
     pool = _cpu.ThreadPool(2)
-    seen = set()
+    seen: set[int] = set()
     deadline = time.monotonic() + 20
     while seen != {0, 1} and time.monotonic() < deadline:
         seen |= set(visit(pool, 1, 1_000_000, 100).tolist())

@@ -1,20 +1,29 @@
 """`sparse-bitnet bench`: speed of the CPU engine, beside what the machine could do at most."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from sparse_bitnet.cli.arguments import parse
 
 if TYPE_CHECKING:
     from sparse_bitnet.bench.options import BenchOptions
 
 
 def main(arguments: list[str]) -> None:
-    """Measure prefill and decode; print a table and write JSON lines if asked."""
+    """Measure prefill and decode; print a table and write JSON lines if asked.
+
+    `prefill`, `decode` or `train` as the first argument measures on a GPU instead.
+    """
+    if arguments[:1] and arguments[0] in ("prefill", "decode", "train"):
+        from sparse_bitnet.cli.bench_gpu import main as on_gpu
+
+        return on_gpu(arguments)
     import tyro
 
     from sparse_bitnet.bench.options import BenchOptions
 
     def entry(
-        config: BenchOptions = BenchOptions(),  # noqa: B008
+        config: Annotated[BenchOptions, tyro.conf.arg(name="")],
         out: Path | None = None,
     ) -> None:
         """Speed of the CPU engine on a model of a preset's shape with random weights, or on yours.
@@ -28,7 +37,7 @@ def main(arguments: list[str]) -> None:
         """
         _run(config, out)
 
-    tyro.cli(entry, args=arguments, prog="sparse-bitnet bench", config=(tyro.conf.OmitArgPrefixes,))
+    parse(entry, arguments, prog="sparse-bitnet bench")
 
 
 def _run(options: "BenchOptions", out: Path | None) -> None:

@@ -1,0 +1,166 @@
+"""How close the CPU engine is to the PyTorch reference, and what its smaller numbers cost.
+
+    python benchmarks/precision.py PACKED_FOLDER TEXT      # a packed model, a text file it has not seen
+
+Logits on every position, greedy continuations of 200 tokens and perplexity against the transformers model
+of the same folder in float32, and how far that model is from itself with its other implementation of
+attention, which adds in another order; then the perplexity of the engine with each type of output head
+and of cached keys and values. Appends rows to benchmarks/results/.
+"""
+
+import argparse
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from sparse_bitnet.bench.record import append_records, where_measured
+from sparse_bitnet.hub import from_pretrained
+from sparse_bitnet.inference.engine import CACHE_TYPES, Engine
+from sparse_bitnet.inference.perplexity import engine_perplexity
+from sparse_bitnet.inference.text import TextTokenizer
+
+HEADS = ("stored", "int8", "int4")
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 32, 200
+
+
+def logits_of(model, tokens: list[int], context: int) -> np.ndarray:
+    """Of the reference on every position, in windows of `context` tokens. [tokens, vocab]"""
+    with torch.inference_mode():
+        windows = [tokens[i : i + context] for i in range(0, len(tokens), context)]
+        return np.concatenate([model(torch.tensor([w])).logits[0].numpy() for w in windows])
+
+
+def engine_logits(engine: Engine, tokens: list[int], context: int) -> np.ndarray:
+    found = []
+    for start in range(0, len(tokens), context):
+        sequence = engine.new_sequence()
+        found += engine.forward([(sequence, tokens[start : start + context])], logits="all")
+        sequence.close()
+    return np.concatenate(found)
+
+
+def greedy(step, prompt: list[int]) -> list[int]:
+    """NEW_TOKENS tokens; `step` takes the tokens that are new and returns logits."""
+    found, new = [], prompt
+    for _ in range(NEW_TOKENS):
+        found.append(int(np.argmax(step(new))))
+        new = found[-1:]
+    return found
+
+
+def reference_step(model):
+    cache = None
+
+    def step(tokens: list[int]) -> np.ndarray:
+        nonlocal cache
+        with torch.inference_mode():
+            out = model(torch.tensor([tokens]), past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        return out.logits[0, -1].numpy()
+
+    return step
+
+
+def closeness(folder: Path, tokens: list[int], context: int) -> dict:
+    model = from_pretrained(folder, dtype=torch.float32).eval()
+    reference = logits_of(model, tokens, context)
+    with_exact = {"head": "stored", "kv_cache": "float32", "context_length": context}
+    engine = Engine.load(folder, **with_exact)
+    ours = engine_logits(engine, tokens, context)
+    other = from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    error, own_error = (
+        np.linalg.norm(logits - reference, axis=1) / np.linalg.norm(reference, axis=1)
+        for logits in (ours, logits_of(other, tokens, context))
+    )
+    same = 0
+    for index in range(PROMPTS):
+        prompt = tokens[index * PROMPT_TOKENS : (index + 1) * PROMPT_TOKENS]
+        sequence = engine.new_sequence()
+        engine_step = lambda new, s=sequence: engine.forward([(s, new)])[0]  # noqa: E731
+        same += greedy(engine_step, prompt) == greedy(reference_step(model), prompt)
+        sequence.close()
+    isa = engine.isa
+    engine.close()
+    return {
+        "what": "closeness",
+        "isa": isa,
+        "tokens": len(tokens),
+        "relative_error_median": float(np.median(error)),
+        "relative_error_largest": float(error.max()),
+        "positions_above_1e-3": int((error > 1e-3).sum()),
+        "reference_own_error_median": float(np.median(own_error)),
+        "reference_own_error_largest": float(own_error.max()),
+        "reference_own_positions_above_1e-3": int((own_error > 1e-3).sum()),
+        "greedy_prompts": PROMPTS,
+        "greedy_tokens": NEW_TOKENS,
+        "greedy_identical": same,
+        "perplexity": perplexity_of(ours, tokens, context),
+        "reference_perplexity": perplexity_of(reference, tokens, context),
+    }
+
+
+def perplexity_of(logits: np.ndarray, tokens: list[int], context: int) -> float:
+    """Of the tokens that have one before them in their window."""
+    x = logits.astype(np.float64)
+    x -= x.max(axis=1, keepdims=True)
+    scores = x - np.log(np.exp(x).sum(axis=1, keepdims=True))
+    positions = [i for i in range(1, len(tokens)) if i % context]
+    return math.exp(-float(np.mean([scores[i - 1, tokens[i]] for i in positions])))
+
+
+def costs(folder: Path, tokens: list[int], context: int) -> list[dict]:
+    variants = [(head, "float32") for head in HEADS]
+    variants += [("stored", cache) for cache in CACHE_TYPES if cache != "float32"]
+    rows = []
+    for head, cache in variants:
+        sizes = {"context_length": context, "cache_tokens": 8 * context}
+        engine = Engine.load(folder, head=head, kv_cache=cache, **sizes)
+        found = engine_perplexity(engine, np.array(tokens), context_length=context)
+        rows.append(
+            {
+                "what": "cost",
+                "head": head,
+                "kv_cache": cache,
+                "perplexity": found.perplexity,
+                "tokens": found.tokens,
+                "context": context,
+                "head_bytes": engine.head_bytes,
+            }
+        )
+        engine.close()
+    base = rows[0]["perplexity"]
+    return [{**row, "percent": 100 * (row["perplexity"] / base - 1)} for row in rows]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="packed model")
+    parser.add_argument("text", type=Path, help="UTF-8 text")
+    parser.add_argument("--tokens", type=int, default=8192, help="compared with the reference")
+    parser.add_argument("--cost-tokens", type=int, default=65536, help="scored with each variant")
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--name", help="of the model, in the record")
+    parser.add_argument("--out", type=Path, help="JSON lines; benchmarks/results/ by default")
+    options = parser.parse_args()
+    where = where_measured()
+    tokens = TextTokenizer.load(options.folder).encode(options.text.read_text(encoding="utf-8"))
+    rows = [closeness(options.folder, tokens[: options.tokens], options.context)]
+    rows += costs(options.folder, tokens[: options.cost_tokens], options.context)
+    name = options.name or options.folder.name
+    rows = [{"model": name, "text": options.text.name, **row} for row in rows]
+    hardware = re.sub(r"[^a-z0-9]+", "-", where["hardware"].lower()).strip("-")
+    results = Path(__file__).parent / "results"
+    out = options.out or results / f"{where['date'][:10]}_{hardware}_precision.jsonl"
+    append_records(out, rows, where)
+    console = Console()
+    for row in rows:
+        console.print_json(data=row)
+    console.print(f"written to {out}")
+
+
+if __name__ == "__main__":
+    main()

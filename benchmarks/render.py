@@ -1,0 +1,223 @@
+"""Renders the tables of docs/engine.md from the rows in benchmarks/results/.
+
+    python benchmarks/render.py            # rewrites what stands between the markers
+    python benchmarks/render.py --check    # exit code 1 where the file is not what the rows say
+
+Each table stands between `<!-- table: NAME -->` and `<!-- end -->` and shows the newest run of its kind.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENT = ROOT / "docs" / "engine.md"
+RESULTS = Path(__file__).parent / "results"
+
+Row = dict
+
+
+def read(kind: str) -> list[Row]:
+    """Rows of the newest run of a kind: those of its last file that share the last one's date."""
+    files = sorted(RESULTS.glob(f"*_{kind}.jsonl"))
+    if not files:
+        return []
+    return [json.loads(line) for line in files[-1].read_text(encoding="utf-8").splitlines()]
+
+
+def markdown(head: list[str], lines: list[list[str]], row: Row, command: str) -> str:
+    """A table and where it was measured."""
+    width = len(head)
+    rows = [head, ["---", *["---:"] * (width - 1)], *lines]
+    table = "\n".join("| " + " | ".join(line) + " |" for line in rows)
+    versions = row["versions"]
+    where = f"{row['hardware']}, {row['date'][:10]}, commit {row['commit']}"
+    return f"{table}\n\n`{command}` ({where}, sparse-bitnet {versions['sparse-bitnet']})"
+
+
+def peers() -> str:
+    rows = read("peers")
+    speeds = [row for row in rows if "tokens_per_second" in row]
+    ratios = {
+        (
+            row["ratio"]["type"],
+            row["ratio"]["isa"],
+            row["ratio"]["threads"],
+            row["ratio"]["phase"],
+        ): row
+        for row in rows
+        if "ratio" in row
+    }
+    threads = sorted({row["threads"] for row in speeds})
+    cells = {
+        (row["engine"], row["type"], row["isa"], row["threads"], row["phase"]): row
+        for row in speeds
+    }
+    head = ["engine", "weights"]
+    for phase in ("prefill", "decode"):
+        length = next(row["tokens"] for row in speeds if row["phase"] == phase)
+        what = f"prefill {length}" if phase == "prefill" else "decode"
+        head += [f"{what}, {count} thread{'s' * (count > 1)}" for count in threads]
+    lines = []
+    for engine, type, isa in dict.fromkeys((r["engine"], r["type"], r["isa"]) for r in speeds):
+        line = [engine + (f" ({isa})" if isa else ""), type]
+        for phase in ("prefill", "decode"):
+            for count in threads:
+                row = cells.get((engine, type, isa, count, phase))
+                ratio = ratios.get((type, isa, count, phase))
+                text = "-" if row is None else f"{row['tokens_per_second']:.1f}"
+                if row is not None and ratio is not None and engine == "sparse-bitnet":
+                    text += f" ({ratio['ratio']['over_fastest_peer']:.2f}x)"
+                line.append(text)
+        lines.append(line)
+    return markdown(head, lines, speeds[0], "python benchmarks/peers.py")
+
+
+def patterns() -> str:
+    rows = [row for row in read("bench") if row["batch"] == 1]
+    threads = sorted({row["threads"] for row in rows})
+    head = ["pattern", "weights", "MB a token"]
+    head += [f"decode, {count} thread{'s' * (count > 1)}" for count in threads]
+    head += ["memory ceiling used"]
+    head += [f"prefill 512, {count} thread{'s' * (count > 1)}" for count in threads]
+    head += ["int8 ceiling used", "resident, MB"]
+    lines = []
+    for pattern, format in dict.fromkeys((r["pattern"], r["weight_format"]) for r in rows):
+        own = [r for r in rows if (r["pattern"], r["weight_format"]) == (pattern, format)]
+        decode = {r["threads"]: r for r in own if r["phase"] == "decode" and r["tokens"] == 0}
+        prefill = {r["threads"]: r for r in own if r["phase"] == "prefill" and r["tokens"] == 512}
+        most = max(decode)
+        lines.append(
+            [
+                pattern,
+                format,
+                f"{decode[most]['step_bytes'] / 1e6:.0f}",
+                *(f"{decode[count]['tokens_per_second']:.1f}" for count in threads),
+                f"{decode[most]['memory_share']:.0%}",
+                *(f"{prefill[count]['tokens_per_second']:.0f}" for count in threads),
+                f"{prefill[most]['int8_share']:.0%}",
+                f"{decode[most]['resident_bytes'] / 1e6:.0f}",
+            ]
+        )
+    command = "sparse-bitnet bench --pattern P --weight-format i2 nm-bitmap --json FILE"
+    return markdown(head, lines, rows[0], command)
+
+
+def batches() -> str:
+    rows = [row for row in read("bench") if row["phase"] == "decode"]
+    most = max(row["threads"] for row in rows)
+    rows = [row for row in rows if row["threads"] == most]
+    sizes = sorted({row["batch"] for row in rows})
+    head = ["pattern", "weights", "context", *(f"batch {size}" for size in sizes)]
+    lines = []
+    for key in dict.fromkeys((r["pattern"], r["weight_format"], r["tokens"]) for r in rows):
+        own = {
+            r["batch"]: r for r in rows if (r["pattern"], r["weight_format"], r["tokens"]) == key
+        }
+        cells = (f"{own[s]['tokens_per_second']:.1f}" if s in own else "-" for s in sizes)
+        lines.append([key[0], key[1], str(key[2]), *cells])
+    return markdown(head, lines, rows[0], "sparse-bitnet bench")
+
+
+def closeness() -> str:
+    rows = [row for row in read("precision") if row["what"] == "closeness"]
+    head = [
+        "model",
+        "positions",
+        "relative error, median",
+        "largest",
+        "above 1e-3",
+        "reference against itself, median",
+        "largest",
+        "above 1e-3",
+        "greedy texts of 200 tokens identical",
+        "perplexity",
+        "of the reference",
+    ]
+    lines = [
+        [
+            row["model"],
+            f"{row['tokens']:,}",
+            f"{row['relative_error_median']:.1e}",
+            f"{row['relative_error_largest']:.1e}",
+            str(row["positions_above_1e-3"]),
+            f"{row['reference_own_error_median']:.1e}",
+            f"{row['reference_own_error_largest']:.1e}",
+            str(row["reference_own_positions_above_1e-3"]),
+            f"{row['greedy_identical']} of {row['greedy_prompts']}",
+            f"{row['perplexity']:.4f}",
+            f"{row['reference_perplexity']:.4f}",
+        ]
+        for row in rows
+    ]
+    return markdown(head, lines, rows[0], "python benchmarks/precision.py PACKED TEXT")
+
+
+def costs() -> str:
+    rows = [row for row in read("precision") if row["what"] == "cost"]
+    head = ["model", "head", "cache", "perplexity", "change, %", "head, MB"]
+    lines = [
+        [
+            row["model"],
+            row["head"],
+            row["kv_cache"],
+            f"{row['perplexity']:.4f}",
+            f"{row['percent']:+.3f}",
+            f"{row['head_bytes'] / 1e6:.2f}",
+        ]
+        for row in rows
+    ]
+    return markdown(head, lines, rows[0], "python benchmarks/precision.py PACKED TEXT")
+
+
+def server() -> str:
+    rows = read("server")
+    head = ["model", "streams", "seconds", "texts equal to the serial run", "lost or mixed up"]
+    head += ["tokens/s", "first token p50, s", "token p50, ms", "token p99, ms"]
+    lines = [
+        [
+            row["model"],
+            str(row["streams"]),
+            f"{row['seconds']:.0f}",
+            f"{row['ended']:,}",
+            str(row["lost_or_mixed_up"]),
+            f"{row['generated_tokens_per_second']:.0f}",
+            f"{row['seconds_to_first_token']['p50']:.2f}",
+            f"{1e3 * row['seconds_per_token']['p50']:.1f}",
+            f"{1e3 * row['seconds_per_token']['p99']:.1f}",
+        ]
+        for row in rows
+    ]
+    return markdown(head, lines, rows[0], "python benchmarks/load_server.py PACKED")
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    function.__name__: function for function in (peers, patterns, batches, closeness, costs, server)
+}
+
+
+def render(text: str) -> str:
+    """The document with its tables made anew."""
+
+    def table(match: re.Match[str]) -> str:
+        return f"<!-- table: {match[1]} -->\n\n{TABLES[match[1]]()}\n\n<!-- end -->"
+
+    return re.sub(r"<!-- table: (\w+) -->.*?<!-- end -->", table, text, flags=re.DOTALL)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing")
+    check = parser.parse_args().check
+    text = DOCUMENT.read_text(encoding="utf-8")
+    made = render(text)
+    if check:
+        sys.exit(f"{DOCUMENT}: not what the rows say" if made != text else 0)
+    DOCUMENT.write_text(made, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Inference on GPUs through transformers models: merged ternary layers, static cache, CUDA graphs."""

@@ -1,0 +1,209 @@
+"""A ternary linear layer that keeps its weight in the forms its products need, and picks one by tokens.
+
+All forms give the same integers, scaled alike, so the choice never changes an output by more than the
+rounding of its type; in float32 not at all.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.kernels import choice_of_kernel, load_products
+from sparse_bitnet.kernels.choice_table import ChoiceTable, LayerShape, Route
+from sparse_bitnet.kernels.int8_linear import (
+    PACKED_FORMATS,
+    compress_windows,
+    packed_int8_linear,
+    quantize_windows,
+    sparse_int8_linear,
+)
+from sparse_bitnet.kernels.windows import has_windows, window_expand
+from sparse_bitnet.packing.codec import pack
+from sparse_bitnet.packing.formats import holds_pattern
+from sparse_bitnet.pattern import NMPattern
+from sparse_bitnet.quantizer import quantize_int8
+from sparse_bitnet.straight_through import int8_linear
+
+PACKED_TOKENS = 64
+"""Most tokens for which packed products are considered."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutePolicy:
+    """How layers choose: always one product where it can be used, or by a table of measured times."""
+
+    table: ChoiceTable = field(default_factory=lambda: ChoiceTable(machine=""))
+    always: Route | None = None
+    """Not by the table: this product, and dense where it is impossible."""
+
+    packed_format: str = "i2"
+    also: frozenset[Route] = frozenset()
+    """Products whose forms are kept besides, so that a layer can be given another policy."""
+
+    def __post_init__(self) -> None:
+        if self.packed_format not in PACKED_FORMATS:
+            raise UserError(
+                f"packed_format={self.packed_format!r}: choose one of {', '.join(PACKED_FORMATS)}"
+            )
+
+    @classmethod
+    def from_environment(cls, table: ChoiceTable) -> "RoutePolicy":
+        """By the table, or what SPARSE_BITNET_KERNEL=triton (packed) or cusparselt (sparse) asks for."""
+        always: dict[str, Route] = {
+            "triton": "packed",
+            "cusparselt": "sparse",
+            "reference": "dense",
+        }
+        return cls(table=table, always=always.get(choice_of_kernel()))
+
+    def routes(self, shape: LayerShape) -> set[Route]:
+        """The products that a layer may use."""
+        wanted = self.table.routes(shape) if self.always is None else {"dense", self.always}
+        return {route for route in wanted | self.also if self._possible(shape.pattern, route)}
+
+    def choose(self, shape: LayerShape, tokens: int) -> Route:
+        """The product for so many tokens."""
+        route = self.table.choose(shape, tokens) if self.always is None else self.always
+        if route == "packed" and tokens > PACKED_TOKENS:
+            route = "dense"
+        return route if self._possible(shape.pattern, route) else "dense"
+
+    def _possible(self, pattern: NMPattern, route: Route) -> bool:
+        if route == "sparse":
+            return has_windows(pattern)
+        return route == "dense" or holds_pattern(self.packed_format, pattern)
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedTokens:
+    """int8 activations for one product, in the place of the float tensor that they stand for."""
+
+    codes: Tensor
+    """int8 [..., in_features], or [..., K'] in the order of windows."""
+    scale: Tensor
+    """float32 [..., 1]."""
+    route: Route
+    """The product that takes them."""
+    shape: torch.Size
+    """Of the float tensor."""
+    dtype: torch.dtype
+    """Of the float tensor, and of the product's output."""
+
+
+class TernaryLinear(nn.Module):
+    """Inference form of ternary layers, one or several that share their input merged into one.
+
+    Buffers: `codes` int8 [out_features, in_features]; `compressed` of `compress_windows` and
+    `weight_packed` uint8, each only if a product uses it; `weight_scale` float32 [1] or
+    [out_features]; `bias` [out_features] or None. Nothing is trained and nothing is saved.
+    """
+
+    codes: Tensor
+    compressed: Tensor | None
+    weight_packed: Tensor | None
+    weight_scale: Tensor
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        codes: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None,
+        pattern: NMPattern,
+        policy: RoutePolicy,
+        *,
+        name: str = "(unnamed)",
+    ) -> None:
+        """
+        Args:
+            codes: int8 [out_features, in_features] within the pattern, on the device to compute on.
+            weight_scale: float32, one value or [out_features].
+            bias: [out_features] or None.
+            pattern: of the codes.
+            policy: which product for how many tokens.
+            name: for error messages.
+
+        Raises `UserError` for codes outside the pattern.
+        """
+        super().__init__()
+        load_products()
+        self.out_features, self.in_features = codes.shape
+        self.pattern, self.policy = pattern, policy
+        self.shape = LayerShape(self.out_features, self.in_features, pattern)
+        routes = policy.routes(self.shape)
+        forms: dict[str, Tensor | None] = dict.fromkeys(("compressed", "weight_packed"))
+        if "sparse" in routes:
+            expanded, _ = window_expand(codes, pattern, padded=True, name=name)
+            forms["compressed"] = compress_windows(expanded)
+        if "packed" in routes:
+            packed = pack(codes, policy.packed_format, pattern, name=name)
+            forms["weight_packed"] = packed.to(codes.device)
+        forms |= {"codes": codes, "weight_scale": weight_scale.reshape(-1).float(), "bias": bias}
+        for key, value in forms.items():
+            self.register_buffer(key, None if value is None else value.detach(), persistent=False)
+
+    @classmethod
+    def merged(cls, layers: Iterable["TernaryLinear"], policy: RoutePolicy) -> "TernaryLinear":
+        """One layer that computes several of the same input, outputs side by side, with a scale a row."""
+        parts = list(layers)
+        scale = [part.weight_scale.expand(part.out_features) for part in parts]
+        bias = None
+        if any(part.bias is not None for part in parts):
+            bias = torch.cat(
+                [
+                    part.weight_scale.new_zeros(part.out_features)
+                    if part.bias is None
+                    else part.bias.float()
+                    for part in parts
+                ]
+            )
+        codes = torch.cat([part.codes for part in parts])
+        return cls(codes, torch.cat(scale), bias, parts[0].pattern, policy)
+
+    def route(self, tokens: int) -> tuple[Route, NMPattern | None]:
+        """The product for so many tokens, and the windows in which it takes activations, if it does."""
+        route = self.policy.choose(self.shape, tokens)
+        if route == "sparse" and self.compressed is not None:
+            return route, self.pattern
+        if route == "packed" and self.weight_packed is not None:
+            return route, None
+        return "dense", None
+
+    def quantize(self, input: Tensor) -> "QuantizedTokens":
+        """Float [..., in_features] as the product for so many tokens takes it."""
+        route, windows = self.route(input.numel() // self.in_features)
+        codes, scale = quantize_int8(input) if windows is None else quantize_windows(input, windows)
+        return QuantizedTokens(codes, scale, route, input.shape, input.dtype)
+
+    def forward(self, input: "Tensor | QuantizedTokens") -> Tensor:
+        """[..., in_features] -> [..., out_features] of the same dtype."""
+        x = self.quantize(input) if isinstance(input, Tensor) else input
+        scale, bias = self.weight_scale, self.bias
+        if x.route == "sparse":
+            assert self.compressed is not None
+            return sparse_int8_linear(
+                x.codes, x.scale, self.compressed, self.out_features, scale, bias, x.dtype
+            )
+        if x.route == "packed":
+            assert self.weight_packed is not None
+            packed, packed_format = self.weight_packed, self.policy.packed_format
+            return packed_int8_linear(
+                x.codes, x.scale, packed, packed_format, self.pattern, scale, bias, x.dtype
+            )
+        return int8_linear(x.codes, x.scale, self.codes, scale, bias, x.dtype)
+
+    def set_policy_(self, policy: RoutePolicy) -> None:
+        """Choose by another policy from now on, among the forms that were kept; dense always is."""
+        self.policy = policy
+
+    def extra_repr(self) -> str:
+        forms = ["dense"]
+        forms += ["sparse"] if self.compressed is not None else []
+        forms += [self.policy.packed_format] if self.weight_packed is not None else []
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"pattern={self.pattern}, forms={'+'.join(forms)}"
+        )

@@ -1,0 +1,111 @@
+"""The measured choice of a product: never slower than dense where it was measured, dense elsewhere."""
+
+import itertools
+
+import pytest
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.kernels.choice_table import (
+    GAIN,
+    ChoiceTable,
+    LayerShape,
+    machine_name,
+    measure,
+    table_path,
+)
+from sparse_bitnet.pattern import NMPattern
+
+SHAPE = LayerShape(2048, 11008, NMPattern(6, 8))
+
+
+@pytest.fixture
+def table() -> ChoiceTable:
+    table = ChoiceTable(machine="a GPU")
+    table.add(SHAPE, 1, {"dense": 10.0, "sparse": 12.0, "packed": 3.0})
+    table.add(SHAPE, 64, {"dense": 10.0, "sparse": 11.0, "packed": 9.9})
+    table.add(SHAPE, 1024, {"dense": 20.0, "sparse": 14.0})
+    table.add(SHAPE, 4096, {"dense": 80.0, "sparse": 56.0})
+    return table
+
+
+@pytest.mark.parametrize(
+    ("tokens", "route"),
+    [
+        (1, "packed"),
+        (2, "dense"),
+        (64, "dense"),
+        (500, "dense"),
+        (1024, "sparse"),
+        (3000, "sparse"),
+        (4096, "sparse"),
+        (10**6, "sparse"),
+    ],
+)
+def test_both_measured_neighbours_decide(table, tokens, route):
+    assert table.choose(SHAPE, tokens) == route
+
+
+def test_what_was_not_measured_is_dense(table):
+    other = LayerShape(2048, 11008, NMPattern(2, 4))
+    assert table.choose(other, 4096) == "dense"
+    assert table.routes(other) == {"dense"}
+    assert table.routes(SHAPE) == {"dense", "sparse", "packed"}
+
+
+def test_noise_does_not_choose():
+    table = ChoiceTable(machine="a GPU")
+    table.add(SHAPE, 8, {"dense": 1.0, "sparse": GAIN + 0.01, "packed": 1.5})
+    assert table.choose(SHAPE, 8) == "dense"
+
+
+def test_measuring_interleaves_and_takes_medians():
+    calls: list[str] = []
+    times = {
+        "dense": itertools.cycle([5.0, 1.0, 9.0]),
+        "sparse": itertools.cycle([2.0, 2.0, 100.0]),
+    }
+
+    def products(tokens):
+        return {name: lambda name=name: calls.append(name) or name for name in times}
+
+    table = ChoiceTable(machine="a GPU")
+    measure(table, SHAPE, products, lambda f: next(times[f()]), tokens=[16], repeats=3)
+    assert table.seconds[SHAPE][16] == {"dense": 5.0, "sparse": 2.0}
+    assert calls == ["dense", "sparse"] * 4
+    assert table.choose(SHAPE, 16) == "sparse"
+
+
+def test_round_trip_and_other_machines(table, tmp_path):
+    path = tmp_path / "folder" / "choices.json"
+    table.save(path)
+    assert ChoiceTable.load(path, "a GPU") == table
+    assert ChoiceTable.load(path, "another GPU").seconds == {}
+    assert ChoiceTable.load(tmp_path / "none.json", "a GPU").seconds == {}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"version": 1}', '{"version": 1, "machine": "a GPU", "rows": [{}]}']
+)
+def test_a_damaged_table_is_reported(tmp_path, text):
+    path = tmp_path / "choices.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"choices\.json is no table of kernel times"):
+        ChoiceTable.load(path, "a GPU")
+
+
+def test_times_that_cannot_be(table, tmp_path):
+    path = tmp_path / "choices.json"
+    table.add(SHAPE, 2, {"dense": 0.0})
+    table.save(path)
+    with pytest.raises(UserError, match="times are positive"):
+        ChoiceTable.load(path, "a GPU")
+
+
+def test_where_the_table_lies(monkeypatch, tmp_path):
+    monkeypatch.delenv("SPARSE_BITNET_CHOICES", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = table_path("NVIDIA H200 torch 2.11.0+cu128 / x")
+    assert path == tmp_path / "sparse-bitnet" / "choices-NVIDIA-H200-torch-2.11.0-cu128-x.json"
+    monkeypatch.setenv("SPARSE_BITNET_CHOICES", "here.json")
+    assert str(table_path("x")) == "here.json"
+    assert "torch" in machine_name()
