@@ -58,7 +58,7 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         yield temporary
-        _sync_tree(temporary)
+        sync_tree(temporary)
         _replace_folder(temporary, path)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
@@ -97,7 +97,8 @@ def _replace_folder(temporary: Path, path: Path) -> None:
     _sync_folder(path.parent)
 
 
-def _sync_tree(folder: Path) -> None:
+def sync_tree(folder: Path) -> None:
+    """Bring a folder and all files below it to the disk."""
     for root, _, names in os.walk(folder):
         for name in names:
             with open(os.path.join(root, name), "rb") as file:

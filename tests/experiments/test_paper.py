@@ -1,6 +1,8 @@
 """The paper's experiments as run lists: complete, shared, fair."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +21,9 @@ from sparse_bitnet.experiments.results import paper_results
 from sparse_bitnet.experiments.scales import PAPER_SWEEP, SCALES, find_scale
 from sparse_bitnet.layer import SparseBitConfig
 from sparse_bitnet.models import PRESETS, build_model
+from sparse_bitnet.training.config import TrainConfig
 
+ROOT = Path(__file__).parents[2]
 ALL = list(EXPERIMENTS)
 SCALE_NAMES = list(SCALES)
 
@@ -148,3 +152,11 @@ def test_dense_runs_keep_the_checkpoints_that_the_heat_maps_need():
 def test_unknown_names_are_refused(call, message):
     with pytest.raises(UserError, match=message):
         call()
+
+
+def test_a_field_added_later_leaves_the_names_of_older_runs():
+    config = TrainConfig()
+    assert config_hash(dataclasses.replace(config, forward="int8")) != config_hash(config)
+    committed = ROOT / "results" / "cpu" / "results.jsonl"
+    done = {json.loads(line)["name"] for line in committed.read_text().splitlines()}
+    assert {run.name for run in plan(find_scale("cpu"), ALL)} <= done

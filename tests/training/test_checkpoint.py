@@ -33,13 +33,41 @@ def test_all_are_kept_on_request(small_run):
     assert [found.step for found in list_checkpoints(Path(config.out))] == [2, 4, 5]
 
 
-def test_a_damaged_file_is_named(small_run):
+@pytest.mark.parametrize("damage", ["truncated", "bit flipped", "missing", "state"])
+def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_continued(
+    small_run, tmp_path, capsys, damage
+):
+    whole = small_run(out=str(tmp_path / "whole"))
+    train(whole)
     config = small_run()
     with pytest.raises(Interrupted):
+        train(config, on_step=stop_after(4))
+    newest = list_checkpoints(Path(config.out))[-1].path
+    path = newest / ("state.json" if damage == "state" else "optimizer.safetensors")
+    content = bytearray(path.read_bytes())
+    if damage == "missing":
+        path.unlink()
+    else:
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content[:100] if damage in ("truncated", "state") else content)
+    train(config)
+    said = capsys.readouterr().err
+    assert path.name in said
+    assert "going on from step-00000002" in said
+    assert (newest.parent / "damaged-step-00000004").is_dir()
+    metrics = [Path(run) / "metrics.jsonl" for run in (whole.out, config.out)]
+    assert metrics[0].read_bytes() == metrics[1].read_bytes()
+
+
+def test_a_run_without_an_intact_checkpoint_is_not_started_over(small_run):
+    config = small_run(checkpoint_every=0)
+    with pytest.raises(Interrupted):
         train(config, on_step=stop_after(3))
-    path = list_checkpoints(Path(config.out))[-1].path / "optimizer.safetensors"
+    path = list_checkpoints(Path(config.out))[-1].path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(UserError, match=r"optimizer\.safetensors is damaged"):
+    with pytest.raises(
+        UserError, match=r"model\.safetensors is damaged .* no checkpoint .* intact"
+    ):
         train(config)
 
 
@@ -63,7 +91,7 @@ def test_a_full_disk_while_saving_leaves_the_older_checkpoint(small_run, monkeyp
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
-        patched.setattr(files, "_sync_tree", full)
+        patched.setattr(files, "sync_tree", full)
         with pytest.raises(UserError, match="No space left on device") as caught:
             train(config)
     assert "step-00000004" in str(caught.value)

@@ -17,7 +17,7 @@ import torch
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.hub import from_pretrained
 from sparse_bitnet.models import PRESETS
-from sparse_bitnet.training import loop
+from sparse_bitnet.training import loop, steps
 from sparse_bitnet.training.checkpoint import list_checkpoints
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.loop import train
@@ -84,16 +84,16 @@ def test_final_folder_is_the_trained_model(small_run):
 @pytest.mark.parametrize("format", ["full-8:8", "full-6:8", "ternary-8:8", "ternary-6:8"])
 def test_the_four_cells_start_alike_and_see_the_same_batches(small_run, format, monkeypatch):
     batches = []
-    original = loop.TokenLoader.batch
+    original = steps.TokenLoader.batch
     monkeypatch.setattr(
-        loop.TokenLoader,
+        steps.TokenLoader,
         "batch",
         lambda self, step: batches.append(original(self, step)) or batches[-1],
     )
     config = small_run(format=format, steps=1, checkpoint_every=0)
-    trainer = loop._Trainer(config, Path(config.out).parent, None)
+    trainer = steps.Trainer(config, Path(config.out).parent, None)
     start = {name: value.clone() for name, value in trainer.model.named_parameters()}
-    reference = loop._Trainer(small_run(format="full-8:8"), Path(config.out).parent, None)
+    reference = steps.Trainer(small_run(format="full-8:8"), Path(config.out).parent, None)
     for name, value in reference.model.named_parameters():
         assert torch.equal(start[name], value), name
     trainer._forward_backward(1)
@@ -232,8 +232,8 @@ def test_a_loss_that_is_not_finite_stops_with_step_checkpoint_and_batch(small_ru
         loss = loop_loss(*args, **kwargs)
         return loss * float("nan") if len(calls) > 5 else loss
 
-    loop_loss = loop.causal_lm_loss
-    monkeypatch.setattr(loop, "causal_lm_loss", poisoned)
+    loop_loss = steps.causal_lm_loss
+    monkeypatch.setattr(steps, "causal_lm_loss", poisoned)
     with pytest.raises(UserError, match="step 3: loss nan") as caught:
         train(config)
     message = str(caught.value)

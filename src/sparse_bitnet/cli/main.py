@@ -16,10 +16,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "export": ("sparse_bitnet.cli.export:main", "write a model in a format other tools read"),
     "import": ("sparse_bitnet.cli.import_:main", "read a ternary checkpoint of another tool"),
     "sizes": ("sparse_bitnet.cli.sizes:main", "bits a weight and megabytes of packed models"),
-    "bench": ("sparse_bitnet.cli.bench:main", "speed of the CPU engine, beside the machine's limits"),
+    "bench": (
+        "sparse_bitnet.cli.bench:main",
+        "speed of the CPU engine, beside the machine's limits",
+    ),
     "reproduce": ("sparse_bitnet.cli.reproduce:main", "the paper's experiments at a chosen scale"),
     "report": ("sparse_bitnet.cli.report:main", "tables, figures and claims from their results"),
     "analyze": ("sparse_bitnet.cli.analyze:main", "weight statistics and figures of checkpoints"),
+    "plan": ("sparse_bitnet.cli.plan:main", "memory, time and traffic of a run on GPUs"),
     "models": ("sparse_bitnet.cli.models:main", "list the model presets"),
     "env": ("sparse_bitnet.cli.env:main", "versions, devices, and which kernels are in use"),
 }

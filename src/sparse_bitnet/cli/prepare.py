@@ -41,6 +41,13 @@ class PrepareConfig:
     shard_tokens: int = 1 << 27
     """Tokens in one file."""
 
+    parts: int = 1
+    """Prepare with so many processes, on any machines that share OUT: each runs the same command with
+    another --part and takes its share of the files. The last to end makes one folder of all parts."""
+
+    part: int = 0
+    """Which of --parts this process prepares, from 0."""
+
 
 def main(arguments: list[str]) -> None:
     """Prepare data and print what the folder holds."""
@@ -72,6 +79,7 @@ def run(spec: str, out: str, config: PrepareConfig) -> None:
     """Prepare data and print what the folder holds. Raises `UserError` as `prepare` does."""
     from sparse_bitnet.data.documents import VALIDATION
     from sparse_bitnet.data.manifest import MANIFEST
+    from sparse_bitnet.data.parts import prepare_part
     from sparse_bitnet.data.prepare import prepare
     from sparse_bitnet.data.sources import parse_source
 
@@ -87,14 +95,31 @@ def run(spec: str, out: str, config: PrepareConfig) -> None:
         limit_documents=config.limit_documents,
         limit_bytes=config.limit_bytes,
     )
-    manifest = prepare(
-        source,
-        out,
-        tokenizer=config.tokenizer,
-        vocab_size=config.vocab_size,
-        eos_token=config.eos_token,
-        shard_tokens=config.shard_tokens,
-    )
+    if config.parts > 1:
+        if config.tokenizer is None:
+            raise UserError("--parts needs --tokenizer: all parts must use the same one")
+        whole = prepare_part(
+            source,
+            out,
+            part=config.part,
+            parts=config.parts,
+            tokenizer=config.tokenizer,
+            eos_token=config.eos_token,
+            shard_tokens=config.shard_tokens,
+        )
+        if whole is None:
+            print(f"{out}: part {config.part} of {config.parts} is done, others are not yet")
+            return
+        manifest = whole
+    else:
+        manifest = prepare(
+            source,
+            out,
+            tokenizer=config.tokenizer,
+            vocab_size=config.vocab_size,
+            eos_token=config.eos_token,
+            shard_tokens=config.shard_tokens,
+        )
     for name, split in manifest.splits.items():
         print(
             f"{name}: {split.documents:,} documents, {split.text_bytes / 1e6:,.2f} MB of text, "

@@ -1,32 +1,55 @@
 """`sparse-bitnet train`: a recipe plus overrides."""
 
 import dataclasses
+import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sparse_bitnet.cli import arguments as options
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.training.config import TrainConfig, read_config
 from sparse_bitnet.training.recipes import RECIPES
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from sparse_bitnet.training.steps import RunResult
+
+
+@dataclass(kw_only=True)
+class Options(TrainConfig):
+    """A run's config, and how its processes share the work, which changes nothing of the run."""
+
+    shard: int | None = None
+    """Under torchrun: processes over which the model is split; the rest replicate it. Default: all."""
+
+    timeout_seconds: float = 600.0
+    """Under torchrun: give up, naming the process waited for, after so long without a step."""
+
+    def config(self) -> TrainConfig:
+        fields = dataclasses.fields(TrainConfig)
+        return TrainConfig(**{field.name: getattr(self, field.name) for field in fields})
+
 
 def main(arguments: list[str]) -> None:
     """Train, or continue the run in --out: a run's own config is the default of its options."""
     recipe, rest = split_recipe(arguments)
-    config = parse(rest, RECIPES[recipe or "default"](), recipe or "default")
-    out = Path(config.out)
+    chosen = parse(rest, RECIPES[recipe or "default"](), recipe or "default")
+    out = Path(chosen.out)
     if recipe is None and (out / "config.json").is_file():
-        stored = dataclasses.replace(read_config(out), out=config.out)
-        config = parse(rest, stored, f"that of {out}")
-    run(config)
+        stored = dataclasses.replace(read_config(out), out=chosen.out)
+        chosen = parse(rest, stored, f"that of {out}")
+    run(chosen)
 
 
-def parse(arguments: list[str], default: TrainConfig, recipe: str) -> TrainConfig:
-    """The config that `default` and the options make."""
+def parse(arguments: list[str], default: TrainConfig, recipe: str) -> Options:
+    """What `default` and the options make."""
     return options.parse(
-        TrainConfig,
+        Options,
         arguments,
-        default=default,
+        default=Options(**dataclasses.asdict(default)),
         prog="sparse-bitnet train",
         description=(
             "Train, or continue the run in --out (its config is then the default). Recipe in use: "
@@ -52,20 +75,32 @@ def split_recipe(arguments: list[str]) -> tuple[str | None, list[str]]:
     return recipe, rest
 
 
-def run(config: TrainConfig) -> None:
-    """Train with a progress line; prints the result."""
+def run(chosen: Options) -> None:
+    """Train with a progress line; the first process prints the result."""
     from rich.console import Console
 
+    from sparse_bitnet.training.distributed import ErrorElsewhere, Launch
     from sparse_bitnet.training.loop import Interrupted, train
     from sparse_bitnet.training.progress import training_progress
 
-    console = Console()
+    config = chosen.config()
+    launch = Launch(shard=chosen.shard, timeout_seconds=chosen.timeout_seconds)
+    is_first = os.environ.get("RANK", "0") == "0"
+    console = Console(quiet=not is_first)
     try:
         with training_progress(config, console) as on_step:
-            result = train(config, on_step=on_step)
+            result = train(config, on_step=on_step, launch=launch)
     except Interrupted as stop:
         console.print(f"{stop}; the same command continues from there", highlight=False)
         sys.exit(130)
+    except ErrorElsewhere:
+        sys.exit(2)
+    if is_first:
+        print_result(result, config, console)
+
+
+def print_result(result: "RunResult", config: TrainConfig, console: "Console") -> None:
+    """Perplexity, sparsity, where the files are; of several processes also what they sent."""
     flips = "-" if result.flip_rate is None else f"{result.flip_rate:.2e}"
     console.print(
         f"{result.format}: validation perplexity {result.validation_perplexity:.3f} over "
@@ -75,3 +110,14 @@ def run(config: TrainConfig) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    from sparse_bitnet.training.metrics import TIMING_FILE, read_rows
+
+    rows = read_rows(Path(config.out) / TIMING_FILE)
+    if rows and rows[-1].get("gathered_bytes"):
+        received, dense = rows[-1]["gathered_bytes"], rows[-1]["gathered_bytes_as_bf16"]
+        console.print(
+            f"linear layers: each process received {received / 1e6:,.3f} MB a step, "
+            f"1/{dense / received:.2f} of bfloat16 weights",
+            highlight=False,
+            soft_wrap=True,
+        )

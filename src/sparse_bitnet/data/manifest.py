@@ -9,6 +9,9 @@
 
 All shards of a split but the last hold the same number of tokens. Documents follow one another, each
 ended by the end token, and may go on in the next shard. Checksums are CRC-32 of the whole file.
+
+Of text prepared in parts (`parts`) each part is such a folder, part-00003-of-00016, inside this one,
+whose own manifest names all their shards; the last shard of each part is then a shorter one.
 """
 
 import json

@@ -4,7 +4,7 @@ import glob
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,26 @@ def parse_source(
     if validation is None:
         return source
     return PairedSource(train=source, validation=_parse(validation, column, 0.0))
+
+
+def part_of(source: TextSource, part: int, parts: int) -> TextSource:
+    """One of `parts` disjoint parts of a source, which together are all of it.
+
+    Files are dealt out in turn, those of a hub data set too; a separate validation source goes to the
+    first part. Raises `UserError` for a source that has fewer files than parts, or no files.
+    """
+    if not 0 <= part < parts:
+        raise UserError(f"part {part} of {parts}: parts are numbered 0 to {parts - 1}")
+    if isinstance(source, PairedSource):
+        train = part_of(source.train, part, parts)
+        return replace(source, train=train) if part == 0 else train
+    if isinstance(source, HubSource):
+        return replace(source, part=part, parts=parts)
+    if not isinstance(source, FileSource):
+        raise UserError(f"{source.name} cannot be prepared in parts: give files or a hub data set")
+    if len(source.paths) < parts:
+        raise UserError(f"{source.name}: {len(source.paths)} files do not make {parts} parts")
+    return replace(source, paths=source.paths[part::parts])
 
 
 def _parse(spec: str, column: str | None, validation_fraction: float | None) -> TextSource:
@@ -197,6 +217,8 @@ class HubSource:
     split: str = "train"
     column: str = "text"
     validation_fraction: float = 0.0005
+    part: int = 0
+    parts: int = 1
 
     def __post_init__(self) -> None:
         check_fraction(self.validation_fraction)
@@ -221,6 +243,7 @@ class HubSource:
             "split": self.split,
             "column": self.column,
             "validation_fraction": self.validation_fraction,
+            **({"part": self.part, "parts": self.parts} if self.parts > 1 else {}),
         }
 
     def documents(self, state: State = None) -> Iterator[Document]:
@@ -258,6 +281,12 @@ class HubSource:
                 f"cannot open the hub data set {self.name!r} (no local path has that name either): "
                 f"{first_line(error)}"
             ) from error
+        if self.parts > 1:
+            if stream.num_shards < self.parts:
+                raise UserError(
+                    f"{self.name}: {stream.num_shards} files do not make {self.parts} parts"
+                )
+            stream = stream.shard(num_shards=self.parts, index=self.part)
         if (names := stream.column_names) is None:
             return stream
         if self.column not in names:

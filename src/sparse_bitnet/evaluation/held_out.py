@@ -36,7 +36,8 @@ def resolve_checkpoint(path_or_id: str | Path) -> str:
     path = Path(path_or_id)
     if (path / "final" / "config.json").is_file():
         return str(path / "final")
-    if found := list_checkpoints(path):
+    # Those of several processes are no model folders; such a run has `final` at its end.
+    if found := [one for one in list_checkpoints(path) if not one.is_sharded]:
         return str(found[-1].path)
     if _is_model_folder(path):
         return str(path)

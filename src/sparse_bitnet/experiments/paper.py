@@ -16,7 +16,7 @@ from typing import Any
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.experiments.scales import Scale
-from sparse_bitnet.training.config import TrainConfig
+from sparse_bitnet.training.config import ADDED_LATER, TrainConfig
 
 FOUR_CELLS = ("full-8:8", "full-6:8", "ternary-8:8", "ternary-6:8")
 
@@ -70,7 +70,9 @@ class Run:
 def config_hash(config: TrainConfig) -> str:
     """10 hexadecimal digits that two configs share only if they are the same run."""
     values = {
-        name: value for name, value in dataclasses.asdict(config).items() if name not in NOT_IN_NAME
+        name: value
+        for name, value in dataclasses.asdict(config).items()
+        if name not in NOT_IN_NAME and not (name in ADDED_LATER and value == ADDED_LATER[name])
     }
     text = json.dumps(values, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=5).hexdigest()

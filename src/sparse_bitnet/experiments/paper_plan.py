@@ -10,24 +10,17 @@ from typing import TYPE_CHECKING
 
 from sparse_bitnet.experiments.paper import Run
 from sparse_bitnet.experiments.scales import Scale
-from sparse_bitnet.models import PRESETS, Shape
+from sparse_bitnet.layer_config import SparseBitConfig
+from sparse_bitnet.presets import PRESETS
+from sparse_bitnet.training import plan
 from sparse_bitnet.training.config import TrainConfig
+from sparse_bitnet.training.plan import UTILISATION
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-GPUS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+GPUS = {name.upper(): gpu.flops for name, gpu in plan.GPUS.items()}
 """Dense bfloat16 FLOP/s of the SXM boards, from the makers' data sheets."""
-
-UTILISATION = 0.4
-"""Share of those that a well-tuned training run of dense models reaches (MFU)."""
-
-# float32 master, gradient and two Adam moments; int8 codes and a bool mask of block weights.
-_BYTES_PER_WEIGHT = 16
-_BYTES_PER_BLOCK_WEIGHT = 2
-
-# Of a vocabulary as large as Qwen2.5's, where the config leaves it open.
-_LOSS_CHUNK = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,38 +45,30 @@ class Estimate:
 
 
 def estimate(config: TrainConfig, vocab_size: int | None = None) -> Estimate:
-    """From shapes alone.
-
-    FLOPs are 6 per token and weight (the tied head included, the look-up not) and 6 per token, layer,
-    channel and token of context for causal attention, forward and backward together. Activations are
-    those kept for the backward pass: 16 bytes per token, layer and channel of the residual stream, 11
-    per channel of the MLP; with activation checkpointing the residual stream alone and one layer.
-    """
-    shape = PRESETS[config.model]
-    vocab = vocab_size or shape.vocab_size
-    weights = shape.block_weights + shape.hidden_size * vocab
+    """From shapes alone, on one GPU; `training.plan` states the formulas."""
+    shape, format = PRESETS[config.model], SparseBitConfig.parse(config.format)
+    block, embedding, _ = plan.parameter_counts(shape, vocab_size)
     tokens = config.steps * config.tokens_per_step
-    attention = 6 * shape.num_hidden_layers * shape.hidden_size * config.sequence_length
+    rows = config.micro_batch_size or config.batch_size
+
+    def activations(checkpointing: bool) -> int:
+        return plan.activation_bytes(
+            shape,
+            format,
+            rows * config.sequence_length,
+            vocab_size=vocab_size,
+            checkpointing=checkpointing,
+            chunk_tokens=config.loss_chunk_tokens or plan.LOSS_CHUNK,
+        )
+
     return Estimate(
         tokens=tokens,
-        weights=weights,
-        flops=float(tokens) * (6 * weights + attention),
-        state_bytes=_BYTES_PER_WEIGHT * weights + _BYTES_PER_BLOCK_WEIGHT * shape.block_weights,
-        activation_bytes=_activation_bytes(config, shape, vocab, checkpointing=False),
-        checkpointed_bytes=_activation_bytes(config, shape, vocab, checkpointing=True),
+        weights=block + embedding,
+        flops=float(tokens) * plan.flops_per_token(shape, config.sequence_length, vocab_size),
+        state_bytes=plan.state_bytes(shape, format, vocab_size),
+        activation_bytes=activations(False),
+        checkpointed_bytes=activations(True),
     )
-
-
-def _activation_bytes(config: TrainConfig, shape: Shape, vocab: int, *, checkpointing: bool) -> int:
-    rows = config.micro_batch_size or config.batch_size
-    tokens = rows * config.sequence_length
-    layer = 16 * shape.hidden_size + 11 * shape.intermediate_size
-    if checkpointing:
-        kept = 2 * shape.hidden_size * shape.num_hidden_layers + layer
-    else:
-        kept = layer * shape.num_hidden_layers
-    chunk = min(config.loss_chunk_tokens or _LOSS_CHUNK, tokens)
-    return tokens * kept + 8 * chunk * vocab
 
 
 def print_estimates(scale: Scale, runs: Sequence[Run], console: "Console") -> None:

@@ -1,19 +1,16 @@
-"""Checkpoints: a folder `checkpoints/step-00000100` with all it takes to go on as if never stopped.
+"""A checkpoint of one process: all it takes to go on as if never stopped.
 
 Each is also an ordinary transformers folder, so it can be evaluated or loaded by itself:
 
     config.json, model.safetensors   the model, float32 masters
     optimizer.safetensors            "exp_avg/<parameter>", "exp_avg_sq/<parameter>", float32
     state.safetensors                "mask/<layer>" (bits of the last mask, packed), "rng/cpu", ...
-    state.json                       step, optimiser step count, data identity, format version
     train_config.json                the resolved TrainConfig
+    state.json                       step, data identity, format version, checksums of the tensors' files
 
-The folder appears under its name only when all of it is on the disk.
+`sharded_checkpoint` writes those of several processes, and reads both kinds.
 """
 
-import json
-import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,33 +22,25 @@ from torch import Tensor
 
 from sparse_bitnet.convert import sparse_layers
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.files import atomic_folder, remove_leftovers
+from sparse_bitnet.files import atomic_folder
+from sparse_bitnet.training.checkpoint_files import (
+    Checkpoint,
+    check_state,
+    checkpoint_path,
+    checksums,
+    clean_run,
+    drop_old,
+    list_checkpoints,
+    write_state,
+)
 from sparse_bitnet.training.config import TrainConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-CHECKPOINT_VERSION = 1
+__all__ = ["Checkpoint", "clean_run", "list_checkpoints", "load_checkpoint", "save_checkpoint"]
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A complete checkpoint on the disk."""
-
-    path: Path
-    step: int
-
-
-def list_checkpoints(run: Path) -> list[Checkpoint]:
-    """Complete checkpoints of a run, oldest first."""
-    folder = run / "checkpoints"
-    found = [
-        Checkpoint(path, int(path.name.removeprefix("step-")))
-        for path in folder.glob("step-*")
-        if (path / "state.json").is_file()
-    ]
-    return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
 def save_checkpoint(
@@ -66,17 +55,15 @@ def save_checkpoint(
 
     Raises `UserError` when the disk is full; older checkpoints are then untouched.
     """
-    path = run / "checkpoints" / f"step-{step:08d}"
+    path = checkpoint_path(run, step)
     with atomic_folder(path) as folder:
         model.save_pretrained(folder)
         save_file(_optimizer_tensors(model, optimizer), folder / "optimizer.safetensors")
         save_file(_state_tensors(model), folder / "state.safetensors")
-        state = {"version": CHECKPOINT_VERSION, "step": step, "data": data_identity}
-        (folder / "state.json").write_text(json.dumps(state, indent=2) + "\n")
+        files = checksums(folder)
         (folder / "train_config.json").write_text(config.to_json())
-    if config.keep_checkpoints:
-        for old in list_checkpoints(run)[: -config.keep_checkpoints]:
-            shutil.rmtree(old.path)
+        write_state(folder, step, data_identity, files)
+    drop_old(run, config.keep_checkpoints)
     return Checkpoint(path, step)
 
 
@@ -91,25 +78,10 @@ def load_checkpoint(
     Raises `UserError` for an unreadable file, another model, or other data.
     """
     path = checkpoint.path
-    state = json.loads((path / "state.json").read_text())
-    if state["version"] != CHECKPOINT_VERSION:
-        raise UserError(
-            f"{path}: checkpoint version {state['version']}, this release reads {CHECKPOINT_VERSION}"
-        )
-    if state["data"] != data_identity:
-        raise UserError(
-            f"{path}: written while training on other data; use its data or a new --out"
-        )
+    check_state(checkpoint, data_identity)
     _load_model(model, path)
     _load_optimizer(model, optimizer, _read(path / "optimizer.safetensors"), checkpoint.step)
     _load_state(model, _read(path / "state.safetensors"))
-
-
-def clean_run(run: Path) -> None:
-    """Remove what a killed process left half-written."""
-    for folder in (run, run / "checkpoints"):
-        if folder.is_dir():
-            remove_leftovers(folder)
 
 
 def _read(path: Path) -> dict[str, Tensor]:

@@ -9,6 +9,9 @@ from typing import Any, Literal, Self
 
 from sparse_bitnet.errors import UserError
 
+ADDED_LATER = {"forward": "fake"}
+"""Fields that configs of older runs lack, with the value that says what those runs did."""
+
 
 @dataclass(kw_only=True)
 class TrainConfig:
@@ -88,6 +91,10 @@ class TrainConfig:
 
     precision: Literal["auto", "bf16", "float32"] = "auto"
     """Compute type; masters are float32. auto: bf16 where the device has fast bf16 products."""
+
+    forward: Literal["fake", "int8"] = "fake"
+    """Forward products of ternary layers: floats that hold the quantised values, or int8 tensor-core
+    products (int32 sums). Equal but for the rounding of 16-bit sums."""
 
     compile: bool = False
     """torch.compile the blocks."""
@@ -178,6 +185,7 @@ class TrainConfig:
             values = json.loads(text)
         except json.JSONDecodeError as error:
             raise UserError(f"{where}: not valid JSON ({error})") from error
+        values = {**ADDED_LATER, **values}
         names = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(values.keys() - names):
             raise UserError(

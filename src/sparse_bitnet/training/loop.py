@@ -1,292 +1,60 @@
-"""The training loop: plain PyTorch, one optimiser step after another, resumable at any of them."""
+"""Train a run: find the other processes, take the folder, make one step after another."""
 
 import json
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
-import torch
-
-from sparse_bitnet.convert import selected, set_dense_phase_, sparse_layers
-from sparse_bitnet.data.loader import TokenLoader
 from sparse_bitnet.data.shards import TokenDataset
-from sparse_bitnet.data.tokenizer import load_tokenizer
-from sparse_bitnet.errors import UserError
-from sparse_bitnet.files import write_atomic
-from sparse_bitnet.hub import save_pretrained
 from sparse_bitnet.layer import SparseBitConfig
-from sparse_bitnet.models import PRESETS, build_model
-from sparse_bitnet.training import checkpoint as checkpoints
-from sparse_bitnet.training import metrics
+from sparse_bitnet.training import checkpoint_files
 from sparse_bitnet.training.config import TrainConfig
-from sparse_bitnet.training.device import autocast, peak_memory_bytes, prepare_device
-from sparse_bitnet.training.loss import causal_lm_loss, mean_token_loss
-from sparse_bitnet.training.optimizer import build_optimizer
-from sparse_bitnet.training.run_folder import Interrupted, StopSignal, open_run, run_lock
-from sparse_bitnet.training.schedule import is_sparse, learning_rate
+from sparse_bitnet.training.device import resolve_device
+from sparse_bitnet.training.distributed import Launch, open_world
+from sparse_bitnet.training.run_folder import Interrupted, open_run, run_lock
+from sparse_bitnet.training.steps import OnStep, RunResult, Trainer, validation_loss
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-OnStep = Callable[[dict[str, Any]], None]
+__all__ = ["Interrupted", "OnStep", "RunResult", "train", "validation_loss"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunResult:
-    """What a finished (or interrupted) run amounts to; `result.json` of the run folder."""
-
-    run: str
-    format: str
-    steps: int
-    tokens: int
-    training_loss: float
-    validation_loss: float
-    validation_perplexity: float
-    validation_tokens: int
-    flip_rate: float | None
-    zero_fraction: float
-
-
-def train(config: TrainConfig, *, on_step: OnStep | None = None) -> RunResult:
+def train(
+    config: TrainConfig, *, on_step: OnStep | None = None, launch: Launch | None = None
+) -> RunResult:
     """Train, or continue, the run in `config.out` to its last step; a finished run returns at once.
+
+    Under torchrun all processes call it with the same config; they share one run.
 
     Args:
         config: the run. A folder that holds a run must hold one of the same config.
-        on_step: called after every step with its metrics and timing in one dict.
+        on_step: called after every step with its metrics and timing in one dict, in the first process.
+        launch: how several processes share the work.
 
-    Raises `UserError` for bad input, a locked folder, or a loss that is not finite; `Interrupted` after
-    SIGINT or SIGTERM, when a checkpoint of the last whole step is on the disk.
+    Raises `UserError` for bad input, a locked folder, a loss that is not finite, or a process of the run
+    that is gone; `Interrupted` after SIGINT or SIGTERM, when a checkpoint of the last whole step is on
+    the disk.
     """
     run = Path(config.out)
     SparseBitConfig.parse(config.format)
+    with ExitStack() as held:
+        world = held.enter_context(open_world(launch or Launch(), resolve_device(config.device)))
+        with world.watch():
+            finished = world.on_main(lambda: _claim(run, config, held))
+            if finished is not None:
+                return RunResult(**finished)
+            trainer_class: type[Trainer] = Trainer
+            if world.is_distributed:
+                from sparse_bitnet.training.sharded_trainer import ShardedTrainer
+
+                trainer_class = ShardedTrainer
+            return trainer_class(config, run, on_step, world).run_to_end()
+
+
+def _claim(run: Path, config: TrainConfig, held: ExitStack) -> dict[str, Any] | None:
+    """Check the data, take the run folder for as long as `held`; the result of a finished run."""
     TokenDataset.open(config.data, "train")
     open_run(run, config)
-    with run_lock(run):
-        checkpoints.clean_run(run)
-        if (run / "result.json").is_file():
-            return RunResult(**json.loads((run / "result.json").read_text()))
-        return _Trainer(config, run, on_step).run_to_end()
-
-
-class _Trainer:
-    """One run in memory: data, model, optimiser, sinks."""
-
-    def __init__(self, config: TrainConfig, run: Path, on_step: OnStep | None) -> None:
-        self.config, self.run, self.on_step = config, run, on_step
-        self.device, self.dtype = prepare_device(config)
-        self.dataset = TokenDataset.open(config.data, "train")
-        self.tokenizer = load_tokenizer(Path(config.data) / "tokenizer")
-        self.loader = TokenLoader(
-            self.dataset,
-            sequence_length=config.sequence_length,
-            batch_size=config.batch_size,
-            seed=config.data_seed,
-        )
-        self.model = self._build_model()
-        self.layers = sparse_layers(self.model)
-        self.optimizer = build_optimizer(self.model, config)
-        self.start = 0
-        if found := checkpoints.list_checkpoints(run):
-            checkpoints.load_checkpoint(
-                found[-1], self.model, self.optimizer, self.dataset.identity()
-            )
-            self.start = found[-1].step
-        self.sinks = self._open_sinks()
-        self.timing = metrics.JsonLines(run / metrics.TIMING_FILE, self.start)
-
-    def _build_model(self) -> "PreTrainedModel":
-        config = self.config
-        model = build_model(
-            config.model,
-            SparseBitConfig.parse(config.format),
-            seed=config.seed,
-            vocab_size=config.vocab_size or self._default_vocab_size(),
-            init=config.init,
-        )
-        self.dataset.check_vocab(
-            cast(torch.nn.Embedding, model.get_input_embeddings()).num_embeddings
-        )
-        if config.sequence_length > model.config.max_position_embeddings:
-            raise UserError(
-                f"sequence_length={config.sequence_length}: {config.model} has positions for "
-                f"{model.config.max_position_embeddings}"
-            )
-        for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            value = getattr(self.tokenizer, field, None)
-            setattr(model.config, field, value)
-            setattr(model.generation_config, field, value)
-        model.to(self.device).train()  # type: ignore[arg-type]
-        if config.activation_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        if config.compile:
-            for block in model.get_decoder().layers:
-                block.compile()
-        return model
-
-    def _default_vocab_size(self) -> int | None:
-        """None keeps the preset's own."""
-        preset = PRESETS.get(self.config.model)
-        return None if preset is None or preset.published else self.dataset.vocab_size
-
-    def _open_sinks(self) -> list[metrics.RowSink]:
-        sinks: list[metrics.RowSink] = [
-            metrics.JsonLines(self.run / metrics.METRICS_FILE, self.start)
-        ]
-        if self.config.tensorboard:
-            sinks.append(metrics.TensorBoard(self.run / "tensorboard", self.start))
-        if self.config.wandb:
-            sinks.append(metrics.WeightsAndBiases(self.config))
-        return sinks
-
-    def run_to_end(self) -> RunResult:
-        config, row = self.config, {}
-        try:
-            with StopSignal() as stop:
-                for step in range(self.start + 1, config.steps + 1):
-                    row = self._step(step)
-                    last = step == config.steps
-                    if config.validation_every and step % config.validation_every == 0 and not last:
-                        self._write(self._validate(step))
-                    due = config.checkpoint_every and step % config.checkpoint_every == 0
-                    if due or last or stop.received:
-                        self._save(step)
-                    if stop.received and not last:
-                        raise Interrupted(f"stopped after step {step} of {config.steps}")
-            return self._finish(row or self._last_row())
-        finally:
-            for sink in (*self.sinks, self.timing):
-                sink.close()
-
-    def _step(self, step: int) -> dict[str, Any]:
-        config, began = self.config, time.perf_counter()
-        rate = learning_rate(config, step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        sparse = is_sparse(config, step)
-        set_dense_phase_(self.model, not sparse)
-        by_layer = config.layer_metrics_every and step % config.layer_metrics_every == 0
-        with selected(self.model):
-            chosen = metrics.selection_metrics(self.layers, by_layer=bool(by_layer))
-            loss = self._forward_backward(step)
-        norm = torch.nn.utils.clip_grad_norm_(
-            self.model.parameters(), config.gradient_clip or float("inf")
-        ).item()
-        self._check_finite(step, loss, norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        row = {
-            "step": step,
-            "tokens": step * config.tokens_per_step,
-            "loss": loss,
-            "learning_rate": rate,
-            "gradient_norm": norm,
-            "sparse": sparse,
-            **chosen,
-        }
-        self._write(row)
-        seconds = time.perf_counter() - began
-        timing = {
-            "step": step,
-            "seconds": round(seconds, 6),
-            "tokens_per_second": round(config.tokens_per_step / seconds, 1),
-            "peak_memory_bytes": peak_memory_bytes(self.device),
-        }
-        self.timing.write(timing)
-        if self.on_step:
-            self.on_step({**row, **timing})
-        return row
-
-    def _forward_backward(self, step: int) -> float:
-        """Mean loss over the tokens of the whole step; gradients are of that mean."""
-        config = self.config
-        input_ids, labels = (part.to(self.device) for part in self.loader.batch(step - 1))
-        tokens = labels.numel()
-        micro = config.micro_batch_size or config.batch_size
-        total = 0.0
-        for ids, targets in zip(input_ids.split(micro), labels.split(micro), strict=True):
-            with autocast(self.device, self.dtype):
-                loss = causal_lm_loss(
-                    self.model, ids, targets, chunk_tokens=config.loss_chunk_tokens
-                )
-            (loss / tokens).backward()
-            total += loss.item()
-        return total / tokens
-
-    def _check_finite(self, step: int, loss: float, norm: float) -> None:
-        if all(value - value == 0 for value in (loss, norm)):
-            return
-        good = checkpoints.list_checkpoints(self.run)
-        kept = f"last good checkpoint {good[-1].path}" if good else "no checkpoint yet"
-        raise UserError(
-            f"step {step}: loss {loss}, gradient norm {norm}, not finite; {kept}; batch "
-            f"{json.dumps(self.loader.identity(step - 1))}; lower the learning rate or look at the data"
-        )
-
-    def _validate(self, step: int) -> dict[str, Any]:
-        loss, tokens = validation_loss(
-            self.model, self.config, device=self.device, dtype=self.dtype
-        )
-        return {
-            "step": step,
-            "validation_loss": loss,
-            "validation_perplexity": float(torch.tensor(loss, dtype=torch.float64).exp()),
-            "validation_tokens": tokens,
-        }
-
-    def _write(self, row: dict[str, Any]) -> None:
-        for sink in self.sinks:
-            sink.write(row)
-
-    def _last_row(self) -> dict[str, Any]:
-        """Of a run killed between its last step and its result."""
-        rows = metrics.read_rows(self.run / metrics.METRICS_FILE)
-        return next(row for row in reversed(rows) if "loss" in row)
-
-    def _save(self, step: int) -> None:
-        checkpoints.save_checkpoint(
-            self.run, step, self.model, self.optimizer, self.config, self.dataset.identity()
-        )
-
-    def _finish(self, row: dict[str, Any]) -> RunResult:
-        validation = self._validate(self.config.steps)
-        self._write(validation)
-        save_pretrained(self.model, self.run / "final", self.tokenizer)
-        result = RunResult(
-            run=str(self.run),
-            format=self.config.format,
-            steps=self.config.steps,
-            tokens=row["tokens"],
-            training_loss=row["loss"],
-            validation_loss=validation["validation_loss"],
-            validation_perplexity=validation["validation_perplexity"],
-            validation_tokens=validation["validation_tokens"],
-            flip_rate=row["flip_rate"],
-            zero_fraction=row["zero_fraction"],
-        )
-        write_atomic(self.run / "result.json", json.dumps(asdict(result), indent=2) + "\n")
-        return result
-
-
-def validation_loss(
-    model: "PreTrainedModel", config: TrainConfig, *, device: torch.device, dtype: torch.dtype
-) -> tuple[float, int]:
-    """Mean loss over the first `validation_tokens` of the validation split, in whole sequences."""
-    dataset = TokenDataset.open(config.data, "validation")
-    length = config.sequence_length
-    windows = (len(dataset) - 1) // length
-    if config.validation_tokens:
-        windows = min(windows, max(1, config.validation_tokens // length))
-    batch = config.micro_batch_size or config.batch_size
-
-    def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for first in range(0, windows, batch):
-            count = min(batch, windows - first)
-            tokens = dataset[first * length : (first + count) * length + 1]
-            flat = torch.from_numpy(tokens.astype("int64"))
-            yield flat[:-1].view(count, length), flat[1:].view(count, length)
-
-    return mean_token_loss(
-        model, batches(), device=device, dtype=dtype, chunk_tokens=config.loss_chunk_tokens
-    )
+    held.enter_context(run_lock(run))
+    checkpoint_files.clean_run(run)
+    if (run / "result.json").is_file():
+        return json.loads((run / "result.json").read_text())
+    return None

@@ -5,7 +5,8 @@ Here a chunk of tokens at a time goes through the head; its gradient with respec
 head is formed at once, and the logits are dropped before the next chunk.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -98,7 +99,6 @@ def causal_lm_loss(
     return F.cross_entropy(logits, labels.flatten(), reduction="sum").double()
 
 
-@torch.no_grad()
 def mean_token_loss(
     model: "PreTrainedModel",
     batches: Iterable[tuple[Tensor, Tensor]],
@@ -113,17 +113,43 @@ def mean_token_loss(
     `dtype`; `batches` yields (input_ids, labels) as `causal_lm_loss` takes them. The model's mode is
     restored.
     """
+    total, scored = token_loss_sum(
+        model, batches, device=device, dtype=dtype, chunk_tokens=chunk_tokens
+    )
+    return mean_of(total, scored)
+
+
+@torch.no_grad()
+def token_loss_sum(
+    model: "PreTrainedModel",
+    batches: Iterable[tuple[Tensor, Tensor]],
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    chunk_tokens: int | None,
+    loss: Callable[..., Tensor] = causal_lm_loss,
+    selection: Callable[[torch.nn.Module], AbstractContextManager[None]] = selected,
+) -> tuple[float, int]:
+    """Sum of the token losses and their number; `mean_token_loss` describes the rest.
+
+    `loss` and `selection` stand for `causal_lm_loss` and `selected` where a model is sharded.
+    """
     was_training = model.training
     model.eval()
     total, scored = 0.0, 0
     try:
-        with selected(model), autocast(device, dtype):
+        with selection(model), autocast(device, dtype):
             for input_ids, labels in batches:
                 input_ids, labels = input_ids.to(device), labels.to(device)
-                total += causal_lm_loss(model, input_ids, labels, chunk_tokens=chunk_tokens).item()
+                total += loss(model, input_ids, labels, chunk_tokens=chunk_tokens).item()
                 scored += int((labels >= 0).sum())
     finally:
         model.train(was_training)
+    return total, scored
+
+
+def mean_of(total: float, scored: int) -> tuple[float, int]:
+    """The mean of a sum, and its number again. Raises `UserError` when nothing was scored."""
     if scored == 0:
         raise UserError("no token to score: the evaluation data is empty")
     return total / scored, scored

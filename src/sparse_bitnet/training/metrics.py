@@ -5,6 +5,7 @@
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,26 +19,32 @@ METRICS_FILE = "metrics.jsonl"
 TIMING_FILE = "timing.jsonl"
 
 
-def selection_metrics(layers: dict[str, SparseBitLinear], by_layer: bool) -> dict[str, Any]:
+def selection_metrics(
+    layers: dict[str, SparseBitLinear],
+    by_layer: bool,
+    total: Callable[[Tensor], Tensor] = lambda counts: counts,
+) -> dict[str, Any]:
     """Flip rate and zero fraction over all selected layers together, and per layer on request.
 
     flip_rate is None until a mask has a predecessor; 0 for a dense model. zero_fraction counts zeros
-    among the effective weights (codes, or masked full-precision weights).
+    among the effective weights (codes, or masked full-precision weights). `total` adds up counts
+    (int64) over the processes that hold the layers' rows.
     """
     size = sum(layer.weight.numel() for layer in layers.values())
-    flips = {name: layer.mask_flips for name, layer in layers.items()}
-    counted = [flip for flip in flips.values() if flip is not None]
-    masked = any(layer.mask is not None for layer in layers.values())
-    zeros = _total([_zeros(layer) for layer in layers.values()])
-    row: dict[str, Any] = {
-        "flip_rate": _total(counted) / size if counted or not masked else None,
-        "zero_fraction": zeros / size,
+    flips = {
+        name: layer.mask_flips for name, layer in layers.items() if layer.mask_flips is not None
     }
-    if by_layer and counted:
+    masked = any(layer.mask is not None for layer in layers.values())
+    zeros = [_zeros(layer) for layer in layers.values()]
+    counts = total(torch.stack([*zeros, *flips.values()])).tolist()
+    flipped = dict(zip(flips, counts[len(zeros) :], strict=True))
+    row: dict[str, Any] = {
+        "flip_rate": sum(flipped.values()) / size if flipped or not masked else None,
+        "zero_fraction": sum(counts[: len(zeros)]) / size,
+    }
+    if by_layer and flipped:
         row["flip_rate_by_layer"] = {
-            name: flip.item() / layers[name].weight.numel()
-            for name, flip in flips.items()
-            if flip is not None
+            name: count / layers[name].weight.numel() for name, count in flipped.items()
         }
     return row
 
@@ -48,10 +55,6 @@ def _zeros(layer: SparseBitLinear) -> Tensor:
     if layer.mask is not None:
         return layer.mask.numel() - torch.count_nonzero(layer.mask)
     return torch.zeros((), dtype=torch.int64, device=layer.weight.device)
-
-
-def _total(counts: list[Tensor]) -> int:
-    return int(torch.stack(counts).sum()) if counts else 0
 
 
 class RowSink(Protocol):

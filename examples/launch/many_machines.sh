@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Train on several machines: run this same command on each of them.
+#
+#   HEAD=10.0.0.1 MACHINES=8 DATA=/shared/data OUT=/shared/run \
+#       examples/launch/many_machines.sh --recipe paper-tuned
+#
+# DATA and OUT lie on storage that all machines share. HEAD is one of the machines, the same for all.
+# MACHINES may be a range (6:8): the run then goes on with fewer when one is lost, with the same losses,
+# as long as the number of processes divides the batch.
+set -euo pipefail
+
+: "${HEAD:?address of the machine where all meet}"
+: "${MACHINES:?how many machines, or a range such as 6:8}"
+: "${DATA:?folder written by sparse-bitnet prepare, shared}"
+: "${OUT:?run folder, shared}"
+PORT="${PORT:-29400}"
+JOB="${JOB:-sparse-bitnet}"
+PROCESSES="${PROCESSES:-gpu}"
+RESTARTS="${RESTARTS:-10}"
+
+# Inside a machine the model is split, between machines replicated: --shard 8 "$@" may be better where
+# the network is slow; `sparse-bitnet plan --shard 8` says what it saves.
+exec torchrun --nnodes "$MACHINES" --nproc-per-node "$PROCESSES" --max-restarts "$RESTARTS" \
+    --rdzv-id "$JOB" --rdzv-backend c10d --rdzv-endpoint "$HEAD:$PORT" \
+    -m sparse_bitnet train --data "$DATA" --out "$OUT" "$@"

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Train on all GPUs of one machine (on a machine without: on PROCESSES processes of the CPU).
+#
+#   DATA=data OUT=run PROCESSES=8 examples/launch/one_machine.sh --recipe paper-tuned
+#
+# A process that dies is started again with the others, up to RESTARTS times; the run goes on from its
+# newest intact checkpoint. After an interruption run the same command again.
+set -euo pipefail
+
+: "${DATA:?folder written by sparse-bitnet prepare}"
+: "${OUT:?run folder}"
+PROCESSES="${PROCESSES:-gpu}"
+RESTARTS="${RESTARTS:-3}"
+
+exec torchrun --standalone --nproc-per-node "$PROCESSES" --max-restarts "$RESTARTS" \
+    -m sparse_bitnet train --data "$DATA" --out "$OUT" "$@"

@@ -1,0 +1,85 @@
+"""`sparse-bitnet plan`: what a run would take on some GPUs."""
+
+from sparse_bitnet.cli.arguments import parse
+from sparse_bitnet.training.plan import (
+    COLLECTIVE_LATENCY,
+    GPUS,
+    LINK_EFFICIENCY,
+    MEMORY_EFFICIENCY,
+    UTILISATION,
+    Job,
+    fitted,
+    plan,
+)
+
+
+def main(arguments: list[str]) -> None:
+    """Print memory, communication, time and checkpoints of a job, with what they are estimated from."""
+    job = parse(
+        Job,
+        arguments,
+        prog="sparse-bitnet plan",
+        description="Estimate a training run on GPUs from its shapes; nothing is run.",
+    )
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    job = fitted(job)
+    found, gpu, console = plan(job), GPUS[job.gpu], Console()
+
+    def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+        shown = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+        for number, column in enumerate(columns):
+            shown.add_column(column, justify="right" if number else "left")
+        for row in rows:
+            shown.add_row(*row)
+        console.print(shown)
+
+    replicas = job.gpus // job.shards
+    console.print(
+        f"{job.model}, {job.format}, on {job.gpus} x {job.gpu.upper()}: split over {job.shards}, "
+        f"{replicas} replica{'s' if replicas > 1 else ''}; {job.batch_size} x {job.sequence_length} "
+        f"tokens a step, {job.rows} sequences a forward, {job.micro_steps} forwards a GPU",
+        highlight=False,
+        soft_wrap=True,
+    )
+    total = found.memory_bytes
+    memory = [[name, f"{size / 1e9:,.2f}"] for name, size in found.memory.items()]
+    memory.append([f"total, of {gpu.memory / 1e9:.0f}", f"{total / 1e9:,.2f}"])
+    table("Memory of a GPU", ["component", "GB"], memory)
+    traffic = [
+        [name, f"{size / 1e6:,.2f}", f"{found.traffic_bf16[name] / 1e6:,.2f}"]
+        for name, size in found.traffic.items()
+    ]
+    sums = (sum(found.traffic.values()), sum(found.traffic_bf16.values()))
+    traffic.append(["total", *(f"{size / 1e6:,.2f}" for size in sums)])
+    table("Received by a GPU in a step", ["what", "MB", "MB, bf16 weights"], traffic)
+    seconds = [[name, f"{1000 * part:,.2f}"] for name, part in found.seconds.items()]
+    seconds.append(["step", f"{1000 * found.step_seconds:,.2f}"])
+    seconds.append(["step, bf16 weights gathered", f"{1000 * found.step_seconds_bf16:,.2f}"])
+    table("Time of a step", ["part", "ms"], seconds)
+    fits = (
+        "fits"
+        if total <= gpu.memory
+        else ("does NOT fit: smaller --micro-batch-size, --activation-checkpointing or more GPUs")
+    )
+    console.print(
+        f"memory: {fits}\n"
+        f"{found.tokens_per_second:,.0f} tokens/s, {found.tokens_per_second / job.gpus:,.0f} a GPU; "
+        f"{job.tokens:.3g} tokens in {found.days:,.2f} days\n"
+        f"a checkpoint: {found.checkpoint_bytes / 1e9:,.1f} GB, training waits "
+        f"{found.checkpoint_stall:,.2f} s, written in {found.checkpoint_write:,.0f} s behind it at "
+        f"{job.storage / 1e9:g} GB/s a machine",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(
+        f"From data sheets: {gpu.flops / 1e12:,.0f} TFLOP/s bf16 at {UTILISATION:.0%}, memory "
+        f"{gpu.bandwidth / 1e12:g} TB/s at {MEMORY_EFFICIENCY:.0%}, links {gpu.link / 1e9:,.0f} GB/s in "
+        f"a machine of 8 and {gpu.network / 1e9:,.0f} GB/s between at {LINK_EFFICIENCY:.0%}, "
+        f"{COLLECTIVE_LATENCY * 1e6:.0f} us a collective and doubling. Not measured on such machines.",
+        style="dim",
+        highlight=False,
+        soft_wrap=True,
+    )

@@ -1,0 +1,106 @@
+"""Preparing one text with many processes: each makes a folder of its own, the last one joins them.
+
+Nothing is copied: the manifest of the whole names the shards inside the parts' folders, in the order of
+parts, and takes over their checksums. A part that was interrupted goes on like any preparation.
+"""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from sparse_bitnet.data.checksums import record_written
+from sparse_bitnet.data.documents import SPLITS, TextSource
+from sparse_bitnet.data.manifest import MANIFEST, TOKENIZER, Manifest, SplitManifest
+from sparse_bitnet.data.prepare import DEFAULT_SHARD_TOKENS, prepare
+from sparse_bitnet.data.sources import part_of
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.files import atomic_folder
+
+
+def prepare_part(
+    source: TextSource,
+    out: Path | str,
+    *,
+    part: int,
+    parts: int,
+    tokenizer: Path | str,
+    eos_token: str | None = None,
+    shard_tokens: int = DEFAULT_SHARD_TOKENS,
+) -> Manifest | None:
+    """Prepare one part of `source` into a folder inside `out`; the last one to end joins all.
+
+    Args:
+        source: the whole text, the same in all processes.
+        out: folder shared by all processes.
+        part, parts: which part, from 0, and of how many.
+        tokenizer, eos_token, shard_tokens: as `prepare` takes them, the same in all processes.
+
+    Returns the manifest of the whole, or None while other parts are unfinished.
+
+    Raises `UserError` as `prepare` and `part_of` do, and when parts were prepared differently.
+    """
+    out = Path(out)
+    own = part_of(source, part, parts)
+    if (out / MANIFEST).exists() and not part_folder(out, part, parts).is_dir():
+        raise UserError(f"{out}: holds data that was not prepared in {parts} parts")
+    prepare(
+        own,
+        part_folder(out, part, parts),
+        tokenizer=tokenizer,
+        eos_token=eos_token,
+        shard_tokens=shard_tokens,
+    )
+    folders = [part_folder(out, number, parts) for number in range(parts)]
+    if not all((folder / MANIFEST).exists() for folder in folders):
+        return None
+    return join(out, folders)
+
+
+def part_folder(out: Path, part: int, parts: int) -> Path:
+    """Where a part lies."""
+    return out / f"part-{part:05d}-of-{parts:05d}"
+
+
+def join(out: Path, folders: list[Path]) -> Manifest:
+    """Write the manifest of all parts into `out`, which holds their folders; again is harmless.
+
+    Raises `UserError` when the parts differ in tokenizer or format.
+    """
+    manifests = [Manifest.read(folder) for folder in folders]
+    first = manifests[0]
+    for folder, manifest in zip(folders, manifests, strict=True):
+        same = ("version", "tokenizer_hash", "vocab_size", "dtype", "eos_token_id")
+        for name in same:
+            if getattr(manifest, name) != getattr(first, name):
+                raise UserError(
+                    f"{folder}: its {name} is not that of {folders[0].name}; remove it and prepare "
+                    "this part again"
+                )
+    whole = replace(
+        first,
+        settings={"parts": [manifest.settings for manifest in manifests]},
+        splits={name: _joined(name, folders, manifests) for name in SPLITS},
+    )
+    from filelock import FileLock
+
+    with FileLock(out / ".lock"):  # two parts may end at once: both write the same
+        if not (out / TOKENIZER).exists():
+            with atomic_folder(out / TOKENIZER) as temporary:
+                shutil.copytree(folders[0] / TOKENIZER, temporary, dirs_exist_ok=True)
+        record_written(out, [shard for split in whole.splits.values() for shard in split.shards])
+        whole.write(out)
+    return whole
+
+
+def _joined(split: str, folders: list[Path], manifests: list[Manifest]) -> SplitManifest:
+    parts = [manifest.splits[split] for manifest in manifests]
+    return SplitManifest(
+        documents=sum(part.documents for part in parts),
+        tokens=sum(part.tokens for part in parts),
+        text_bytes=sum(part.text_bytes for part in parts),
+        shards=tuple(
+            replace(shard, file=f"{folder.name}/{shard.file}")
+            for folder, part in zip(folders, parts, strict=True)
+            for shard in part.shards
+        ),
+    )

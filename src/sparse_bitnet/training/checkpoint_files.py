@@ -1,0 +1,151 @@
+"""The checkpoints of a run folder: which are complete, which are intact, which are dropped.
+
+A checkpoint is a folder `checkpoints/step-00000100`; it appears under that name only when all of it is
+on the disk. `state.json` lists the CRC-32 of its other files, so that one which was truncated or changed
+since is found before anything of it is used; it is then put aside as `damaged-step-00000100` and the run
+goes on from the one before.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparse_bitnet.data.checksums import file_crc32
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.files import remove_leftovers
+
+CHECKPOINT_VERSION = 1
+STATE = "state.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on the disk."""
+
+    path: Path
+    step: int
+
+    @property
+    def is_sharded(self) -> bool:
+        """Written by several processes; else by one."""
+        return (self.path / "sharded").is_dir()
+
+
+def list_checkpoints(run: Path) -> list[Checkpoint]:
+    """Complete checkpoints of a run, oldest first."""
+    folder = run / "checkpoints"
+    found = [
+        Checkpoint(path, int(path.name.removeprefix("step-")))
+        for path in folder.glob("step-*")
+        if (path / STATE).is_file()
+    ]
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def checkpoint_path(run: Path, step: int) -> Path:
+    """Where the checkpoint after `step` belongs."""
+    return run / "checkpoints" / f"step-{step:08d}"
+
+
+def drop_old(run: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints; 0 keeps all."""
+    if keep:
+        for old in list_checkpoints(run)[:-keep]:
+            shutil.rmtree(old.path)
+
+
+def clean_run(run: Path) -> None:
+    """Remove what a killed process left half-written."""
+    for folder in (run, run / "checkpoints"):
+        if folder.is_dir():
+            remove_leftovers(folder)
+
+
+def checksums(folder: Path, files: Iterable[Path] | None = None) -> dict[str, str]:
+    """CRC-32 of files below a folder, by their names relative to it; default: all of them."""
+    chosen = files if files is not None else (p for p in folder.rglob("*") if p.is_file())
+    return {str(path.relative_to(folder)): f"{file_crc32(path):08x}" for path in sorted(chosen)}
+
+
+def write_state(
+    folder: Path, step: int, data_identity: dict[str, Any], files: dict[str, str]
+) -> None:
+    """Write `state.json`, the last file of a checkpoint."""
+    state = {"version": CHECKPOINT_VERSION, "step": step, "data": data_identity, "files": files}
+    (folder / STATE).write_text(json.dumps(state, indent=2) + "\n")
+
+
+def check_state(checkpoint: Checkpoint, data_identity: dict[str, Any]) -> None:
+    """Raise `UserError` for a checkpoint of another version or of other data."""
+    path = checkpoint.path
+    state = json.loads((path / STATE).read_text())
+    if state["version"] != CHECKPOINT_VERSION:
+        raise UserError(
+            f"{path}: checkpoint version {state['version']}, this release reads {CHECKPOINT_VERSION}"
+        )
+    if state["data"] != data_identity:
+        raise UserError(
+            f"{path}: written while training on other data; use its data or a new --out"
+        )
+
+
+def damage(checkpoint: Checkpoint, part: int = 0, parts: int = 1) -> str | None:
+    """What is wrong with the files of a checkpoint, or None.
+
+    Args:
+        checkpoint: a listed one.
+        part, parts: check only every `parts`-th file from the `part`-th, so that processes share the
+            reading.
+    """
+    try:
+        state = json.loads((checkpoint.path / STATE).read_text())
+        files = sorted(state.get("files", {}).items())
+    except (OSError, ValueError, AttributeError) as error:
+        return f"{STATE} is damaged ({error})"
+    for name, expected in files[part::parts]:
+        try:
+            found = f"{file_crc32(checkpoint.path / name):08x}"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror or error})"
+        if found != expected:
+            return f"{name} is damaged (checksum {found}, written as {expected})"
+    return None
+
+
+def newest_intact(
+    found: Sequence[Checkpoint],
+    find_damage: Callable[[Checkpoint], str | None],
+    put_aside: Callable[[Checkpoint, str], None],
+) -> Checkpoint | None:
+    """The newest of some checkpoints (oldest first) without damage; None of none.
+
+    Args:
+        found: what `list_checkpoints` returned.
+        find_damage: `damage`, or what stands for it where several processes share the reading.
+        put_aside: called with each damaged checkpoint and what is said about it.
+
+    Raises `UserError` when there are checkpoints and none is intact.
+    """
+    for number, checkpoint in reversed(list(enumerate(found))):
+        what = find_damage(checkpoint)
+        if what is None:
+            return checkpoint
+        if number == 0:
+            raise UserError(
+                f"{checkpoint.path}: {what}; no checkpoint of the run is intact: restore one, or "
+                "remove the run folder to start over"
+            )
+        older = found[number - 1].path.name
+        put_aside(checkpoint, f"{checkpoint.path}: {what}; put aside, going on from {older}")
+    return None
+
+
+def rename_damaged(checkpoint: Checkpoint) -> None:
+    """Keep a damaged checkpoint under a name that is not listed."""
+    aside = checkpoint.path.with_name(f"damaged-{checkpoint.path.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(checkpoint.path, aside)

@@ -1,0 +1,329 @@
+"""What a run would take on some GPUs before any of it is trained: memory, communication, time, days.
+
+Formulas from shapes, stated here; nothing is run and torch is not needed. Bytes follow the code of this
+package: float32 masters, gradients and AdamW moments split over `shard` processes, blocks gathered one at
+a time (2 bits a ternary weight, else the compute type), the embedding gathered whole. Activations are
+those that autograd keeps, counted tensor by tensor; a test compares both with what a model really holds.
+Times come from a roofline: data-sheet rates times the stated efficiencies.
+"""
+
+from dataclasses import dataclass, replace
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.layer_config import SparseBitConfig
+from sparse_bitnet.presets import PRESETS, Shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """Data-sheet numbers of one GPU and of the machine it usually sits in."""
+
+    flops: float
+    """Dense bfloat16 FLOP/s."""
+    memory: float
+    """Bytes."""
+    bandwidth: float
+    """Of the memory, bytes/s."""
+    link: float
+    """To the GPUs of its machine, bytes/s in each direction."""
+    network: float
+    """Its share of the machine's network, bytes/s in each direction."""
+
+
+GPUS: dict[str, Gpu] = {
+    "a100": Gpu(flops=312e12, memory=80e9, bandwidth=2.0e12, link=300e9, network=25e9),
+    "h100": Gpu(flops=989e12, memory=80e9, bandwidth=3.35e12, link=450e9, network=50e9),
+    "h200": Gpu(flops=989e12, memory=141e9, bandwidth=4.8e12, link=450e9, network=50e9),
+    "b200": Gpu(flops=2250e12, memory=180e9, bandwidth=8.0e12, link=900e9, network=50e9),
+}
+"""SXM boards, from the makers' data sheets; network: one adapter of 200 or 400 Gbit/s for each GPU."""
+
+GPUS_PER_MACHINE = 8
+UTILISATION = 0.4
+"""Share of the bfloat16 rate that a well-tuned training run of dense models reaches."""
+LINK_EFFICIENCY = 0.8
+"""Share of a link's rate that large collectives reach."""
+MEMORY_EFFICIENCY = 0.8
+"""Share of the memory's rate that elementwise passes reach."""
+COLLECTIVE_LATENCY = 20e-6
+"""Seconds a collective takes at least, for every doubling of the processes."""
+RUNTIME_BYTES = 2.5e9
+"""CUDA context, communication buffers, allocator's slack."""
+HOST_COPY = 20e9
+"""Bytes/s from a GPU to its machine's memory."""
+
+LOSS_CHUNK = 512  # tokens, of vocabularies as large as Qwen2.5's
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is planned."""
+
+    model: str = "qwen2.5-3b"
+    """Preset name (`sparse-bitnet models` lists them)."""
+
+    format: str = "ternary-6:8"
+    """Weight format and N:M pattern."""
+
+    gpus: int = 64
+    """Processes, one for each GPU."""
+
+    gpu: str = "h100"
+    """a100, h100, h200 or b200."""
+
+    shard: int | None = None
+    """GPUs over which the model is split; the rest replicate it. Default: all."""
+
+    batch_size: int = 512
+    """Sequences per optimiser step, over all GPUs."""
+
+    micro_batch_size: int | None = None
+    """Sequences per forward on one GPU. Default: as many as fit."""
+
+    sequence_length: int = 2048
+    """Tokens per sequence."""
+
+    activation_checkpointing: bool = False
+    """Recompute each block in the backward pass."""
+
+    tokens: float = 50e9
+    """Tokens of the whole run."""
+
+    storage: float = 2e9
+    """Bytes/s that the shared storage takes from one machine."""
+
+    def __post_init__(self) -> None:
+        if self.model not in PRESETS:
+            raise UserError(
+                f"model {self.model!r} is not a preset: choose one of {', '.join(PRESETS)}"
+            )
+        if self.gpu not in GPUS:
+            raise UserError(f"gpu {self.gpu!r} is unknown: choose one of {', '.join(GPUS)}")
+        SparseBitConfig.parse(self.format)
+        for name in ("gpus", "batch_size", "sequence_length", "tokens", "storage"):
+            if getattr(self, name) <= 0:
+                raise UserError(f"{name}={getattr(self, name)}: must be above 0")
+        if self.batch_size % self.gpus:
+            raise UserError(f"batch_size={self.batch_size} does not divide over {self.gpus} GPUs")
+        if self.shard is not None and (self.shard < 1 or self.gpus % self.shard):
+            raise UserError(f"shard={self.shard} does not divide the {self.gpus} GPUs")
+        if self.micro_batch_size is not None and self.micro_batch_size < 1:
+            raise UserError(f"micro_batch_size={self.micro_batch_size}: must be above 0")
+
+    @property
+    def shards(self) -> int:
+        return self.shard or self.gpus
+
+    @property
+    def rows(self) -> int:
+        """Sequences per forward on one GPU."""
+        own = self.batch_size // self.gpus
+        return min(self.micro_batch_size or own, own)
+
+    @property
+    def tokens_on_gpu(self) -> int:
+        """Of one optimiser step."""
+        return self.batch_size // self.gpus * self.sequence_length
+
+    @property
+    def micro_steps(self) -> int:
+        return -(-(self.batch_size // self.gpus) // self.rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The estimate; bytes are per GPU, seconds per optimiser step."""
+
+    memory: dict[str, float]
+    """Bytes by component, at the step's peak."""
+    traffic: dict[str, float]
+    """Bytes received by component, in one step."""
+    traffic_bf16: dict[str, float]
+    """The same if linear layers were gathered as bfloat16 weights."""
+    seconds: dict[str, float]
+    """By part; those named "hidden" lie behind the computing and do not add up."""
+    step_seconds: float
+    step_seconds_bf16: float
+    tokens_per_second: float
+    days: float
+    checkpoint_bytes: float
+    """Over all GPUs."""
+    checkpoint_stall: float
+    """Seconds that training waits: the copy to the machine's memory."""
+    checkpoint_write: float
+    """Seconds the files take in the background."""
+
+    @property
+    def memory_bytes(self) -> float:
+        return sum(self.memory.values())
+
+
+def parameter_counts(shape: Shape, vocab_size: int | None = None) -> tuple[int, int, int]:
+    """(weights of the blocks' linears, of the embedding, of biases and norms)."""
+    head = shape.hidden_size // shape.num_attention_heads
+    biases = shape.hidden_size + 2 * head * shape.num_key_value_heads
+    small = shape.num_hidden_layers * (biases + 2 * shape.hidden_size) + shape.hidden_size
+    return shape.block_weights, shape.hidden_size * (vocab_size or shape.vocab_size), small
+
+
+def state_bytes(shape: Shape, config: SparseBitConfig, vocab_size: int | None = None) -> int:
+    """Masters, gradients, moments, and one step's codes and masks, of a model that is not split."""
+    block, embedding, small = parameter_counts(shape, vocab_size)
+    selection = (config.weight == "ternary") + (not config.pattern.is_dense)
+    return 16 * (block + embedding + small) + selection * block
+
+
+def activation_bytes(
+    shape: Shape,
+    config: SparseBitConfig,
+    tokens: int,
+    *,
+    vocab_size: int | None = None,
+    checkpointing: bool = False,
+    compute_bytes: int = 2,
+    chunk_tokens: int = LOSS_CHUNK,
+) -> int:
+    """What the backward pass needs of one forward of `tokens` tokens, and the loss's chunk of logits.
+
+    Per token and layer, in bytes: of the residual width the norms' float32 inputs and outputs, the
+    products' inputs (int8 or the compute type), queries and attention output; of the MLP's width its
+    inner products; of the key width keys and values; and the scales of tokens and norms.
+    """
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    keys = hidden // shape.num_attention_heads * shape.num_key_value_heads
+    wide = compute_bytes == 4
+    if config.activation == "int8":
+        layer = (30 if wide else 26) * hidden + (13 if wide else 7) * inner + 52
+    else:
+        layer = (32 if wide else 30) * hidden + (16 if wide else 8) * inner + 24
+    layer += 2 * compute_bytes * keys
+    outside = 12 * hidden + 12
+    kept = layer * shape.num_hidden_layers
+    if checkpointing:
+        kept = 4 * hidden * shape.num_hidden_layers + layer
+    logits = 8 * min(chunk_tokens, tokens) * (vocab_size or shape.vocab_size)
+    return tokens * (kept + outside) + logits
+
+
+def flops_per_token(shape: Shape, sequence_length: int, vocab_size: int | None = None) -> int:
+    """Forward and backward: 6 per weight (the tied head included, the look-up not), and 6 per layer,
+    channel and token of context for causal attention."""
+    block, embedding, _ = parameter_counts(shape, vocab_size)
+    attention = 6 * shape.num_hidden_layers * shape.hidden_size * sequence_length
+    return 6 * (block + embedding) + attention
+
+
+def fitted(job: Job) -> Job:
+    """The job with the largest micro-batch that fits, unless it has one; 1 when none fits."""
+    if job.micro_batch_size is not None:
+        return job
+    rows = job.rows
+    while rows > 1:
+        tried = replace(job, micro_batch_size=rows)
+        if plan(tried).memory_bytes <= GPUS[job.gpu].memory:
+            return tried
+        rows = rows // 2
+    return replace(job, micro_batch_size=1)
+
+
+def plan(job: Job) -> Plan:
+    """Estimate a job; without a micro-batch size each GPU's part of the batch is one."""
+    shape, gpu, config = PRESETS[job.model], GPUS[job.gpu], SparseBitConfig.parse(job.format)
+    block, embedding, small = parameter_counts(shape)
+    weights = block + embedding + small
+    packed = 0.25 if config.weight == "ternary" else 2.0
+    traffic, traffic_bf16 = _traffic(job, packed), _traffic(job, 2.0)
+    memory = _memory(job, packed)
+    compute: float = job.tokens_on_gpu * flops_per_token(shape, job.sequence_length)
+    if job.activation_checkpointing:
+        compute *= 4 / 3
+    own = weights / job.shards
+    rate = gpu.bandwidth * MEMORY_EFFICIENCY
+    seconds = {
+        "products": compute / (gpu.flops * UTILISATION),
+        # Packed in, codes of the compute type out, for each forward and backward of a micro-batch.
+        "unpacking codes": 2 * job.micro_steps * 5 * block / rate if packed < 1 else 0.0,
+        "mask and codes": 12 * block / job.shards / rate,
+        "optimiser": 28 * own / rate,
+    }
+    hidden = _communication_seconds(job, traffic)
+    hidden_bf16 = _communication_seconds(job, traffic_bf16)
+    busy = seconds["products"] + seconds["unpacking codes"]
+    rest = seconds["mask and codes"] + seconds["optimiser"]
+    step = max(busy, hidden) + rest
+    step_bf16 = max(seconds["products"], hidden_bf16) + rest
+    checkpoint = 12 * weights + (0 if config.pattern.is_dense else block / 8)
+    machines = max(1, job.gpus // GPUS_PER_MACHINE)
+    tokens_per_second = job.batch_size * job.sequence_length / step
+    return Plan(
+        memory=memory,
+        traffic=traffic,
+        traffic_bf16=traffic_bf16,
+        seconds={**seconds, "communication (hidden)": hidden},
+        step_seconds=step,
+        step_seconds_bf16=step_bf16,
+        tokens_per_second=tokens_per_second,
+        days=job.tokens / tokens_per_second / 86400,
+        checkpoint_bytes=checkpoint,
+        checkpoint_stall=checkpoint / job.shards / HOST_COPY,
+        checkpoint_write=checkpoint / (job.storage * min(machines, job.shards)),
+    )
+
+
+def _memory(job: Job, packed: float) -> dict[str, float]:
+    shape, config = PRESETS[job.model], SparseBitConfig.parse(job.format)
+    block, embedding, small = parameter_counts(shape)
+    own = (block + embedding + small) / job.shards
+    one_block = block / shape.num_hidden_layers
+    selection = (1.25 if config.weight == "ternary" else 0.0) + (not config.pattern.is_dense)
+    largest = shape.hidden_size * shape.intermediate_size
+    gradients = 4 * embedding * 3 + 2 * 4 * one_block
+    if job.micro_steps > 1:
+        gradients += 4 * (block + small)
+    return {
+        "masters (float32)": 4 * own,
+        "gradients, own rows": 4 * own,
+        "AdamW moments": 8 * own,
+        "mask, codes": selection * block / job.shards,
+        "gathered embedding": 4 * embedding,
+        # Two blocks at a time, each in the collective's buffer too; one linear's codes unpacked.
+        "gathered blocks": 4 * packed * one_block + (4 * largest if packed < 1 else 0),
+        "gradients before they are split": gradients,
+        "activations": activation_bytes(
+            shape,
+            config,
+            job.rows * job.sequence_length,
+            checkpointing=job.activation_checkpointing,
+        ),
+        "runtime": RUNTIME_BYTES,
+    }
+
+
+def _traffic(job: Job, linear_bytes: float) -> dict[str, float]:
+    shape = PRESETS[job.model]
+    block, embedding, small = parameter_counts(shape)
+    others = (job.shards - 1) / job.shards
+    replicas = job.gpus // job.shards
+    weights = block + embedding + small
+    return {
+        "gather of linear layers": 2 * job.micro_steps * others * linear_bytes * block,
+        "gather of embedding, norms, biases": job.micro_steps
+        * others
+        * 4
+        * (embedding + 2 * small),
+        "gradients, reduce-scatter": others * 4 * weights,
+        "gradients, between replicas": 2 * (replicas - 1) / replicas * 4 * weights / job.shards,
+        "scales and counts": 2 * others * 40 * 7 * shape.num_hidden_layers,
+    }
+
+
+def _communication_seconds(job: Job, traffic: dict[str, float]) -> float:
+    gpu = GPUS[job.gpu]
+    inside = gpu.link if job.shards <= GPUS_PER_MACHINE else gpu.network
+    between = gpu.link if job.gpus <= GPUS_PER_MACHINE else gpu.network
+    replicas = traffic["gradients, between replicas"]
+    moved = (sum(traffic.values()) - replicas) / inside + replicas / between
+    layers = PRESETS[job.model].num_hidden_layers
+    collectives = (2 * job.micro_steps + 1) * (layers + 1) + 4
+    doublings = max(1, (job.gpus - 1).bit_length())
+    return moved / LINK_EFFICIENCY + collectives * COLLECTIVE_LATENCY * doublings

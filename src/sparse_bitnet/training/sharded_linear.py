@@ -1,0 +1,320 @@
+"""A SparseBitLinear whose weight is split by rows over processes, and what travels between them.
+
+PyTorch's `fully_shard` gathers a block's parameters before its forward and backward and scatters the
+gradients. Through its all-gather extension (a tensor subclass with `fsdp_pre_all_gather` and
+`fsdp_post_all_gather`) a ternary layer sends its packed codes instead of its weights, 2 bits each,
+and a full-precision one its masked weights in the compute type. Groups of the N:M pattern lie along
+rows and rows stay whole, so mask and codes are computed where the master rows are; only the ternary
+scale needs all shards. `selected_shards` computes it for all layers with one sum per step.
+
+The gathered parameter is a tensor without storage: autograd needs its shape and type alone, since the
+straight-through products read the codes and return the gradient of the effective weight.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from sparse_bitnet.convert import selected, sparse_layers
+from sparse_bitnet.layer import Selection, SparseBitLinear, _state_of, select
+from sparse_bitnet.quantizer import (
+    abs_sum,
+    fake_quantize_int8,
+    mean_to_scale,
+    pack_codes,
+    straight_through,
+    unpack_codes,
+)
+from sparse_bitnet.sparsity import nm_mask
+from sparse_bitnet.straight_through import dequantized, ternary_int8_linear
+
+Reduce = Callable[[Tensor], Tensor]
+"""Sums a tensor over the processes that hold the shards of one model."""
+
+
+class ShardedSparseBitLinear(SparseBitLinear):
+    """A `SparseBitLinear` that selects on this process's rows and computes with everybody's.
+
+    `mask`, `codes` and `mask_flips` are those of the own rows. Forwards are possible only inside
+    `selected_shards`. Made from a whole layer by `shard_linears_`.
+    """
+
+    compute_dtype: torch.dtype
+    shared_scale: Tensor | None
+    packed: Tensor | None
+    gathered: Tensor | None
+    gathered_bytes: int
+
+    @property
+    def rows(self) -> Tensor:
+        """The master weight's rows of this process, a plain tensor that shares its memory."""
+        return local_rows(self.weight)
+
+    @torch.no_grad()
+    def scale_parts(self) -> Tensor:
+        """float64 [2], own rows only: sum and count of the magnitudes whose mean is the scale."""
+        rows = self.rows
+        if self.config.scale_source == "masked" and not self.dense_phase:
+            rows = rows * nm_mask(rows, self.config.pattern)
+        count = torch.tensor(float(rows.numel()), dtype=torch.float64, device=rows.device)
+        return torch.stack([abs_sum(rows), count])
+
+    def select(self) -> Selection:
+        """Mask and codes of the own rows."""
+        assert self.config.weight == "full" or self.shared_scale is not None
+        return select(
+            self.rows, self.config, dense=self.dense_phase, weight_scale=self.shared_scale
+        )
+
+    @torch.no_grad()
+    def select_(self) -> None:
+        super().select_()
+        self.packed = None if self.codes is None else pack_codes(self.codes)
+
+    def release_(self) -> None:
+        super().release_()
+        self.packed = None
+
+    @property
+    def is_selected(self) -> bool:
+        # The parameter is another object while it is gathered: the optimiser's steps have to do.
+        held = self._selected_weight
+        return self._holds_selection and held is not None and held[2] == _state_of(self.weight)[2]
+
+    # A gathered weight is no tensor that a compiler could trace: its products stay as they are.
+    @torch.compiler.disable
+    def forward(self, input: Tensor) -> Tensor:
+        gathered, scale = self.gathered, self.weight_scale
+        assert gathered is not None, "forward before a gather"
+        assert self._holds_selection, "forward outside selected_shards"
+        if scale is None:
+            x = fake_quantize_int8(input) if self.config.activation == "int8" else input
+            return F.linear(x, straight_through(self.weight, gathered), self.bias)
+        if self.config.activation == "none":
+            codes = unpack_codes(gathered, self.in_features)
+            return F.linear(input, dequantized(self.weight, codes, scale, None), self.bias)
+        return ternary_int8_linear(
+            input, self.weight, self.bias, gathered, scale, integer=self.integer_forward
+        )
+
+    @torch.no_grad()
+    def gate_gradient_(self) -> None:
+        """Zero the reduced gradient of the own rows where the config gives the weight none.
+
+        The gate is the same for all processes and micro-batches, so it can be applied to their sum.
+        """
+        gate = self._gradient_gate(Selection(self.codes, self.mask, self.weight_scale), self.rows)
+        if gate is not None and self.weight.grad is not None:
+            cast(DTensor, self.weight.grad).to_local().mul_(gate)
+
+    def bytes_to_send(self) -> Tensor:
+        """What `fully_shard` gathers of this layer: [rows, width], uint8 codes or masked weights."""
+        assert self._holds_selection, "gathered outside selected_shards"
+        if self.packed is not None:
+            return self.packed
+        rows = self.rows if self.mask is None else self.rows * self.mask
+        return rows.to(self.compute_dtype)
+
+
+class RowShard(Tensor):
+    """Rows of a layer's master weight, which tell `fully_shard` what to gather instead of them."""
+
+    rows: Tensor
+    layer: ShardedSparseBitLinear
+
+    @staticmethod
+    def __new__(cls, rows: Tensor, layer: ShardedSparseBitLinear) -> "RowShard":
+        return Tensor._make_wrapper_subclass(
+            cls,
+            rows.size(),
+            strides=rows.stride(),
+            storage_offset=rows.storage_offset(),
+            dtype=rows.dtype,
+            device=rows.device,
+        )
+
+    def __init__(self, rows: Tensor, layer: ShardedSparseBitLinear) -> None:
+        self.rows, self.layer = rows, layer
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        layer: list[ShardedSparseBitLinear] = []
+
+        def unwrap(shard: RowShard) -> Tensor:
+            layer.append(shard.layer)
+            return shard.rows
+
+        plain_args, plain_kwargs = tree_map_only(RowShard, unwrap, (args, kwargs or {}))
+        result = func(*plain_args, **plain_kwargs)
+        # By these `fully_shard` and autograd cut and hold shards; all else gives plain tensors.
+        if func in _KEEPING:
+            return tree_map_only(Tensor, lambda part: cls(part, layer[0]), result)
+        return result
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self.rows})"
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: Any,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: Any,
+    ) -> tuple[tuple[Tensor, ...], None]:
+        return self._to_send(mesh), None
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        layer = self.layer
+        (gathered,) = all_gather_outputs
+        layer.gathered = gathered[: layer.out_features]
+        if out is not None:
+            return None
+        size = torch.Size((layer.out_features, layer.in_features))
+        return GatheredWeight(size, param_dtype, gathered.device), ()
+
+    def _to_send(self, mesh: Any) -> tuple[Tensor, ...]:
+        layer, shards = self.layer, mesh.size()
+        part = layer.bytes_to_send()
+        # All shards are sent as long as the longest; the surplus is cut off after the gather.
+        part = F.pad(part, (0, 0, 0, -(-layer.out_features // shards) - part.shape[0]))
+        layer.gathered_bytes += part.nbytes * (shards - 1)
+        return (part.contiguous(),)
+
+
+class UnevenRowShard(RowShard):
+    """Of a weight whose rows do not divide evenly.
+
+    With the longer signature `fully_shard` insists on a tensor of the padded weight's own shape,
+    which packed codes have not; the shorter one leaves the shape to us.
+    """
+
+    def fsdp_pre_all_gather(  # type: ignore[override]
+        self, mesh: Any
+    ) -> tuple[tuple[Tensor, ...], None]:
+        return self._to_send(mesh), None
+
+
+_KEEPING = {
+    torch.ops.aten.detach.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.view.default,
+    torch.ops.aten.as_strided.default,
+    torch.ops.aten.slice.Tensor,
+    torch.ops.aten.split.Tensor,
+    torch.ops.aten.new_zeros.default,
+    torch.ops.aten.copy_.default,
+}
+
+
+class GatheredWeight(Tensor):
+    """Shape and type of a whole weight, without its values: what autograd attaches gradients to."""
+
+    @staticmethod
+    def __new__(
+        cls, size: torch.Size, dtype: torch.dtype, device: torch.device
+    ) -> "GatheredWeight":
+        return Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        weight = args[0]
+        if func in _SHAPELESS:
+            return cls(weight.shape, weight.dtype, weight.device)
+        if func is torch.ops.aten.zeros_like.default:
+            return torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
+        raise NotImplementedError(f"{func}: a gathered weight has no values to compute with")
+
+
+_SHAPELESS = (
+    torch.ops.aten.detach.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.as_strided.default,
+)
+
+
+def prepare_linears_(module: nn.Module, shards: int, compute_dtype: torch.dtype) -> None:
+    """Turn every `SparseBitLinear` of `module` into one that `fully_shard` can split; it must follow.
+
+    Args:
+        module: its weights are still whole, on the device where they stay.
+        shards: processes over which they will be split.
+        compute_dtype: in which full-precision weights are sent and multiplied.
+    """
+    for layer in sparse_layers(module).values():
+        layer.__class__ = ShardedSparseBitLinear
+        sharded = cast(ShardedSparseBitLinear, layer)
+        sharded.compute_dtype = compute_dtype
+        sharded.shared_scale = sharded.packed = sharded.gathered = None
+        sharded.gathered_bytes = 0
+        weight = sharded.weight
+        shard_class = UnevenRowShard if layer.out_features % shards else RowShard
+        sharded.weight = nn.Parameter(
+            shard_class(weight.detach(), sharded), requires_grad=weight.requires_grad
+        )
+
+
+def sharded_layers(model: nn.Module) -> list[ShardedSparseBitLinear]:
+    """The sharded layers of a model, in the order of its modules."""
+    return [
+        layer
+        for layer in sparse_layers(model).values()
+        if isinstance(layer, ShardedSparseBitLinear)
+    ]
+
+
+@contextmanager
+def selected_shards(model: nn.Module, reduce: Reduce) -> Iterator[None]:
+    """`selected` for a sharded model: every process selects on its rows, with one common scale.
+
+    The sums and counts of all layers are reduced together, once; float64, so that parts of any size
+    add up to the float32 scale of the whole matrix (see `absmean`).
+    """
+    layers = [layer for layer in sharded_layers(model) if layer.config.weight == "ternary"]
+    if layers:
+        parts = reduce(torch.stack([layer.scale_parts() for layer in layers]))
+        for layer, scale in zip(layers, mean_to_scale(parts[:, 0], parts[:, 1]), strict=True):
+            layer.shared_scale = scale
+    try:
+        with selected(model):
+            yield
+    finally:
+        for layer in layers:
+            layer.shared_scale = None
+
+
+def gathered_bytes(model: nn.Module) -> tuple[int, int]:
+    """What this process received of the linear layers since the last call, and what it would have
+    been in bfloat16. Starts the count anew."""
+    received = dense = 0
+    for layer in sharded_layers(model):
+        width = (
+            layer.gathered.shape[1] * layer.gathered.itemsize if layer.gathered is not None else 1
+        )
+        dense += layer.gathered_bytes // width * 2 * layer.in_features
+        received += layer.gathered_bytes
+        layer.gathered_bytes = 0
+    return received, dense
+
+
+def local_rows(tensor: Tensor) -> Tensor:
+    """This process's rows of a parameter or optimiser state, a plain tensor that shares its memory."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.rows if isinstance(local, RowShard) else local.detach()

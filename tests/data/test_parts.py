@@ -1,0 +1,164 @@
+"""Text prepared by many processes, and reading of very much of it."""
+
+import multiprocessing
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from texts import some_texts, write_jsonl
+
+from sparse_bitnet.cli.prepare import main
+from sparse_bitnet.data.checksums import record_written
+from sparse_bitnet.data.loader import TokenLoader
+from sparse_bitnet.data.manifest import MANIFEST, Manifest, Shard, SplitManifest
+from sparse_bitnet.data.parts import part_folder, prepare_part
+from sparse_bitnet.data.prepare import prepare
+from sparse_bitnet.data.shards import TokenDataset
+from sparse_bitnet.data.sources import HubSource, parse_source, part_of
+from sparse_bitnet.errors import UserError
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(5):
+        write_jsonl(folder / f"{number}.jsonl", some_texts(40, seed=number))
+    return folder
+
+
+def documents(folder: Path, split: str) -> list[tuple[int, ...]]:
+    data = TokenDataset.open(folder, split)
+    tokens = np.array(data[0 : len(data)])
+    ends = np.flatnonzero(tokens == data.eos_token_id) + 1
+    return sorted(tuple(part.tolist()) for part in np.split(tokens, ends)[:-1])
+
+
+def one_part(texts: Path, out: Path, part: int, tokenizer: Path) -> None:
+    source = parse_source(str(texts), validation_fraction=0.2)
+    prepare_part(source, out, part=part, parts=3, tokenizer=tokenizer, shard_tokens=500)
+
+
+def test_parts_prepared_at_once_are_the_same_documents(texts, tmp_path, tokenizer_folder):
+    whole = tmp_path / "whole"
+    prepare(
+        parse_source(str(texts), validation_fraction=0.2),
+        whole,
+        tokenizer=tokenizer_folder,
+        shard_tokens=500,
+    )
+    out = tmp_path / "parts"
+    processes = [
+        multiprocessing.get_context("fork").Process(
+            target=one_part, args=(texts, out, part, tokenizer_folder)
+        )
+        for part in range(3)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    for split in ("train", "validation"):
+        assert documents(out, split) == documents(whole, split)
+        found, expected = (Manifest.read(folder).splits[split] for folder in (out, whole))
+        assert found.text_bytes == expected.text_bytes
+        assert found.documents == expected.documents
+    TokenDataset.open(out, verify="always")
+    assert (out / "tokenizer" / "tokenizer.json").is_file()
+
+
+def test_the_whole_appears_with_its_last_part(texts, tmp_path, tokenizer_folder, capsys):
+    out = tmp_path / "out"
+    command = [str(texts), str(out), "--tokenizer", str(tokenizer_folder), "--parts", "2"]
+    main([*command, "--part", "1", "--validation-fraction", "0.2"])
+    assert "part 1 of 2 is done" in capsys.readouterr().out
+    assert not (out / MANIFEST).exists()
+    for _ in range(2):
+        main([*command, "--part", "0", "--validation-fraction", "0.2"])
+        assert "train: " in capsys.readouterr().out
+    before = (out / MANIFEST).read_bytes()
+    (out / MANIFEST).unlink()
+    main([*command, "--part", "1", "--validation-fraction", "0.2"])
+    assert (out / MANIFEST).read_bytes() == before
+
+
+def test_parts_of_different_tokenizers_are_not_joined(texts, tmp_path, tokenizer_folder):
+    source, out = parse_source(str(texts)), tmp_path / "out"
+    prepare_part(source, out, part=0, parts=2, tokenizer=tokenizer_folder)
+    manifest = Manifest.read(part_folder(out, 0, 2))
+    replace(manifest, tokenizer_hash="another").write(part_folder(out, 0, 2))
+    with pytest.raises(UserError, match="its tokenizer_hash is not that of part-00000-of-00002"):
+        prepare_part(source, out, part=1, parts=2, tokenizer=tokenizer_folder)
+
+
+def test_what_cannot_be_divided_is_refused(texts, tmp_path):
+    source = parse_source(str(texts))
+    assert {path for part in range(5) for path in part_of(source, part, 5).paths} == set(
+        source.paths
+    )
+    with pytest.raises(UserError, match="5 files do not make 6 parts"):
+        part_of(source, 0, 6)
+    with pytest.raises(UserError, match="numbered 0 to 1"):
+        part_of(source, 2, 2)
+    with pytest.raises(UserError, match="cannot be prepared in parts"):
+        part_of(parse_source("python-stdlib"), 0, 2)
+    with pytest.raises(UserError, match="needs --tokenizer"):
+        main([str(texts), str(tmp_path / "out"), "--vocab-size", "300", "--parts", "2"])
+
+
+def test_a_separate_validation_source_goes_to_the_first_part(texts, tmp_path):
+    held_out = write_jsonl(tmp_path / "held.jsonl", some_texts(5, seed=9))
+    source = parse_source(str(texts), validation=str(held_out))
+    splits = [{found.split for found in part_of(source, part, 2).documents()} for part in (0, 1)]
+    assert splits == [{"train", "validation"}, {"train"}]
+
+
+def test_hub_data_sets_are_divided_by_files(texts):
+    pytest.importorskip("datasets")
+    source = HubSource(name=str(texts), validation_fraction=0.0)
+    found = [
+        [document.text for document in part_of(source, part, 2).documents()] for part in (0, 1)
+    ]
+    assert sorted(found[0] + found[1]) == sorted(found.text for found in source.documents())
+    assert not set(found[0]) & set(found[1])
+    assert "parts" not in source.describe()
+
+
+def test_fifty_billion_tokens_open_at_once_in_little_memory(tmp_path):
+    shard_tokens, count = 1 << 27, 373
+    shards = tuple(
+        Shard(file=f"train-{number:05}.bin", tokens=shard_tokens, crc32="00000000")
+        for number in range(count)
+    )
+    for shard in shards:
+        with open(tmp_path / shard.file, "wb") as file:
+            file.truncate(2 * shard.tokens)  # all zeros, none of them on the disk
+    split = SplitManifest(documents=1, tokens=count * shard_tokens, text_bytes=1, shards=shards)
+    manifest = Manifest(
+        version=1,
+        settings={},
+        tokenizer_hash="",
+        vocab_size=50_000,
+        dtype="uint16",
+        eos_token_id=0,
+        splits={"train": split},
+    )
+    manifest.write(tmp_path)
+    record_written(tmp_path, shards)
+    before = resident_bytes()
+    began = time.process_time()
+    data = TokenDataset.open(tmp_path)
+    assert time.process_time() - began < 1.0
+    assert len(data) > 50_000_000_000
+    loader = TokenLoader(data, sequence_length=2048, batch_size=64, seed=0, rank=3, world_size=8)
+    batches = [loader.tokens(step) for step in (0, 10**5, 3 * 10**5)]
+    assert all(batch.shape == (8, 2049) for batch in batches)
+    assert resident_bytes() - before < 64_000_000
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096

@@ -1,0 +1,199 @@
+"""A run of several processes: the same losses as of one, from any number to any other, and no loss."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from world_processes import Worlds
+
+from sparse_bitnet.hub import from_pretrained
+from sparse_bitnet.training.checkpoint_files import list_checkpoints
+from sparse_bitnet.training.config import TrainConfig
+from sparse_bitnet.training.loop import train
+from sparse_bitnet.training.metrics import read_rows
+
+CELLS = ("full-8:8", "full-6:8", "ternary-8:8", "ternary-6:8")
+CURVES = ("loss", "gradient_norm", "flip_rate", "zero_fraction", "validation_loss")
+
+
+@pytest.fixture(scope="module")
+def worlds() -> Iterator[Worlds]:
+    with Worlds() as found:
+        yield found
+
+
+@pytest.fixture
+def run_config(prepared: Path, tmp_path: Path) -> Any:
+    def config(name: str, **changes: Any) -> TrainConfig:
+        values: dict[str, Any] = {
+            "data": str(prepared),
+            "out": str(tmp_path / name),
+            "steps": 6,
+            "batch_size": 12,
+            "micro_batch_size": 2,
+            "sequence_length": 16,
+            "precision": "float32",
+            "checkpoint_every": 2,
+            "validation_tokens": 200,
+            "layer_metrics_every": 3,
+            "threads": 1,
+        }
+        return TrainConfig(**{**values, **changes})
+
+    return config
+
+
+def finish(worlds: Worlds, *configs: TrainConfig, **world: Any) -> None:
+    for code, output in worlds.run(*configs, **world):
+        assert code == 0, output
+
+
+def assert_same_curves(a: TrainConfig, b: TrainConfig, tolerance: float = 2e-5) -> None:
+    rows = [read_rows(Path(config.out) / "metrics.jsonl") for config in (a, b)]
+    assert [row["step"] for row in rows[0]] == [row["step"] for row in rows[1]]
+    for one, other in zip(*rows, strict=True):
+        assert one.keys() == other.keys()
+        for key in CURVES:
+            if one.get(key) is None:
+                assert other.get(key) is None
+            else:
+                assert other[key] == pytest.approx(one[key], rel=tolerance), (key, one["step"])
+
+
+def last_timing(config: TrainConfig) -> dict[str, Any]:
+    return read_rows(Path(config.out) / "timing.jsonl")[-1]
+
+
+def test_every_number_of_processes_gives_the_losses_of_one(worlds, run_config):
+    short = {"steps": 4, "checkpoint_every": 0}
+    references = {}
+    for cell in CELLS:
+        references[cell] = run_config(f"{cell}-1", format=cell, **short)
+        train(references[cell])
+    for size, shard in ((2, None), (3, None), (4, 2)):
+        configs = [run_config(f"{cell}-{size}", format=cell, **short) for cell in CELLS]
+        finish(worlds, *configs, size=size, shard=shard)
+        for config in configs:
+            assert_same_curves(references[config.format], config)
+    first = [
+        read_rows(Path(c.out) / "metrics.jsonl")[0] for c in (references["ternary-6:8"], config)
+    ]
+    assert first[0]["loss"] == pytest.approx(first[1]["loss"], rel=1e-9), "the same codes"
+    sent = last_timing(run_config("ternary-6:8-3"))
+    assert 0 < 7 * sent["gathered_bytes"] <= sent["gathered_bytes_as_bf16"]
+    trained = [from_pretrained(Path(c.out) / "final") for c in (references["ternary-6:8"], config)]
+    for one, other in zip(*(model.parameters() for model in trained), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_ablations_and_activation_checkpointing(worlds, run_config):
+    options: list[dict[str, Any]] = [
+        {"format": "ternary-6:8,mask_gradient=masked,ste=clipped"},
+        {"format": "ternary-2:4,scale_source=masked", "activation_checkpointing": True},
+        {"format": "full-2:4,activation=int8", "sparse_fraction": 0.5},
+        {"format": "ternary-6:8,activation=none", "tensorboard": False, "batch_size": 6},
+    ]
+    alone = [run_config(f"alone-{n}", steps=3, **more) for n, more in enumerate(options)]
+    pairs = [run_config(f"pair-{n}", steps=3, **more) for n, more in enumerate(options)]
+    for config in alone:
+        train(config)
+    finish(worlds, *pairs, size=2)
+    for one, other in zip(alone, pairs, strict=True):
+        assert_same_curves(one, other)
+
+
+def test_a_run_goes_on_with_other_numbers_of_processes(worlds, run_config):
+    whole = run_config("whole", steps=8)
+    train(whole)
+    parts = run_config("parts", steps=8)
+    for size, stop in ((1, 2), (4, 4), (2, 6), (1, 7)):
+        fault = {f"{size - 1}:{stop}": "interrupt"}
+        outcomes = worlds.run(parts, size=size, faults=fault)
+        assert [code for code, _ in outcomes] == [130] * size, outcomes
+        assert list_checkpoints(Path(parts.out))[-1].step == stop
+    finish(worlds, parts, size=3)
+    assert_same_curves(whole, parts)
+    assert [found.step for found in list_checkpoints(Path(parts.out))] == [7, 8]
+
+
+def test_a_killed_process_is_named_and_the_run_continued(worlds, run_config):
+    whole, killed = run_config("whole"), run_config("killed")
+    train(whole)
+    first = worlds.run(killed, size=3, timeout_seconds=20, faults={"2:4": "kill"})
+    assert first[2][0] == -9
+    assert {code for code, _ in first[:2]} <= {2, 75}
+    assert "rank 2" in first[0][1], first
+    assert "died or lost its network" in first[0][1], first
+    finish(worlds, killed, size=3)
+    assert_same_curves(whole, killed)
+
+
+@pytest.mark.slow
+def test_a_process_killed_while_saving_costs_no_older_checkpoint(worlds, run_config):
+    config = run_config("run")
+    outcomes = worlds.run(config, size=2, timeout_seconds=20, faults={"1:4": "kill while saving"})
+    assert outcomes[1][0] == -9
+    assert outcomes[0][0] in (2, 75)
+    assert [found.step for found in list_checkpoints(Path(config.out))] == [2]
+    finish(worlds, config, size=2)
+    leftovers = list((Path(config.out) / "checkpoints").glob(".tmp-*"))
+    assert not leftovers
+
+
+def test_a_frozen_process_ends_the_run_within_the_limit(worlds, run_config):
+    outcomes = worlds.run(run_config("run"), size=2, timeout_seconds=3, faults={"1:3": "stop"})
+    assert outcomes[0][0] in (2, 75)
+    assert "rank 1" in outcomes[0][1], outcomes
+
+
+@pytest.mark.slow
+def test_a_slow_process_only_slows(worlds, run_config):
+    finish(worlds, run_config("run", steps=3), size=2, faults={"1:2": "slow"})
+
+
+def test_a_full_disk_is_named_and_older_checkpoints_kept(worlds, run_config):
+    config = run_config("run")
+    outcomes = worlds.run(config, size=2, faults={"1:4": "full disk"})
+    assert [code for code, _ in outcomes] == [2, 2]
+    assert "No space left on device (rank 1)" in outcomes[0][1]
+    assert [found.step for found in list_checkpoints(Path(config.out))] == [2]
+    finish(worlds, config, size=2)
+
+
+def test_a_damaged_shard_falls_back_to_the_checkpoint_before(worlds, run_config):
+    config = run_config("run")
+    assert worlds.run(config, size=2, faults={"0:5": "interrupt"})[0][0] == 130
+    newest = list_checkpoints(Path(config.out))[-1].path
+    shard = newest / "sharded" / "__1_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:50])
+    outcomes = worlds.run(config, size=2)
+    assert [code for code, _ in outcomes] == [0, 0], outcomes
+    assert "__1_0.distcp is damaged" in outcomes[0][1]
+    assert "going on from step-00000004" in outcomes[0][1]
+
+
+def test_bad_launches_are_refused_by_all(worlds, run_config):
+    outcomes = worlds.run(run_config("run"), size=2, shard=3)
+    assert "shard=3 does not divide the 2 processes" in outcomes[0][1]
+    outcomes = worlds.run(run_config("run", batch_size=3, micro_batch_size=1), size=2)
+    assert [code for code, _ in outcomes] == [2, 2]
+    assert "does not divide over 2 processes" in outcomes[0][1]
+    outcomes = worlds.run(run_config("run", data="missing"), size=2)
+    assert "no prepared data" in outcomes[0][1]
+    assert outcomes[1][1].startswith("ErrorElsewhere")
+
+
+def test_a_folder_in_use_is_refused_by_all(worlds, run_config):
+    from sparse_bitnet.training.run_folder import open_run, run_lock
+
+    config = run_config("run")
+    open_run(Path(config.out), config)
+    with run_lock(Path(config.out)):
+        outcomes = worlds.run(config, size=2)
+    assert [code for code, _ in outcomes] == [2, 2]
+    assert "in use by another" in outcomes[0][1]
+    assert json.loads((Path(config.out) / "config.json").read_text())["steps"] == 6

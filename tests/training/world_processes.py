@@ -1,0 +1,229 @@
+"""Worlds of processes for the tests: imports once, then forks each world that is asked for.
+
+Run as a script it reads one JSON request a line: `configs` of one run after another, `size`, `shard`,
+`timeout_seconds`, and `faults`, what happens to which rank before which step. It answers with each
+rank's exit code (negative: the signal that ended it) and output.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from sparse_bitnet.presets import PRESETS, Shape
+from sparse_bitnet.training.config import TrainConfig
+
+TINY = Shape(
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    max_position_embeddings=128,
+)
+LIMIT_SECONDS = 100.0
+
+
+class Worlds:
+    """The process that forks worlds; ends with the `with` block."""
+
+    def __enter__(self) -> "Worlds":
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self._child = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            text=True,
+        )
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._child.kill()
+        self._child.communicate()
+
+    def run(
+        self,
+        *configs: TrainConfig,
+        size: int,
+        shard: int | None = None,
+        timeout_seconds: float = 60.0,
+        faults: dict[str, str] | None = None,
+    ) -> list[tuple[int, str]]:
+        """Train the configs one after another in a world; (exit code, output) of each rank.
+
+        Args:
+            faults: "rank:step" -> kill, stop (freeze), slow (half a second), interrupt (SIGTERM),
+                full disk, kill while saving; before the step, or at its checkpoint.
+        """
+        request = {
+            "configs": [asdict(config) for config in configs],
+            "size": size,
+            "shard": shard,
+            "timeout_seconds": timeout_seconds,
+            "faults": faults or {},
+        }
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        self._child.stdin.write(json.dumps(request) + "\n")
+        self._child.stdin.flush()
+        return [(code, text) for code, text in json.loads(self._child.stdout.readline())]
+
+
+def main() -> None:
+    import torch
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp
+    import transformers.models.qwen2.modeling_qwen2  # noqa: F401
+
+    import sparse_bitnet.training.loop
+    import sparse_bitnet.training.sharded_trainer  # noqa: F401
+
+    torch.set_num_threads(1)
+    PRESETS["qwen2.5-1m"] = TINY
+    for line in sys.stdin:
+        print(json.dumps(run_world(json.loads(line))), flush=True)
+
+
+def run_world(request: dict[str, Any]) -> list[tuple[int, str]]:
+    # One port for each run: the store of the run before may not be gone yet.
+    ports = [free_port() for _ in request["configs"]]
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder) / str(rank) for rank in range(request["size"])]
+        children = []
+        for rank, output in enumerate(outputs):
+            child = os.fork()
+            if child == 0:
+                be_rank(rank, ports, request, output)
+            children.append(child)
+        codes = [wait(child) for child in all_ended(children)]
+        return [(code, path.read_text()) for code, path in zip(codes, outputs, strict=True)]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def all_ended(children: list[int]) -> Iterator[int]:
+    """The children in order, frozen and late ones killed when only they are left."""
+    deadline = time.monotonic() + LIMIT_SECONDS
+    left = list(children)
+    while left and time.monotonic() < deadline:
+        left = [child for child in left if not ended(child)]
+        if all(state(child) == "T" for child in left):
+            break
+        time.sleep(0.05)
+    for child in left:
+        os.kill(child, signal.SIGKILL)
+    yield from children
+
+
+def state(child: int) -> str:
+    return Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def ended(child: int) -> bool:
+    return state(child) == "Z"
+
+
+def wait(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def be_rank(rank: int, ports: list[int], request: dict[str, Any], output: Path) -> None:
+    """One process of a world, from its fork to its end."""
+    code = 70
+    try:
+        descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for standard in (1, 2):
+            os.dup2(descriptor, standard)
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(request["size"]),
+            MASTER_ADDR="127.0.0.1",
+        )
+        code = train_all(rank, ports, request)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def train_all(rank: int, ports: list[int], request: dict[str, Any]) -> int:
+    from sparse_bitnet.errors import UserError
+    from sparse_bitnet.training.distributed import Launch
+    from sparse_bitnet.training.loop import Interrupted, train
+
+    inject_faults(rank, request["faults"])
+    launch = Launch(shard=request["shard"], timeout_seconds=request["timeout_seconds"])
+    for port, config in zip(ports, request["configs"], strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        try:
+            result = train(TrainConfig(**config), launch=launch)
+        except Interrupted as stop:
+            print(f"Interrupted: {stop}")
+            return 130
+        except UserError as error:
+            print(f"{type(error).__name__}: {error}")
+            return 2
+        print(f"done {result.steps}")
+    return 0
+
+
+def inject_faults(rank: int, faults: dict[str, str]) -> None:
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    from sparse_bitnet.training.sharded_checkpoint import ShardedSaver
+    from sparse_bitnet.training.steps import Trainer
+
+    step_of = Trainer._step
+    save_shards = ShardedSaver._save_shards
+
+    def step(self: Trainer, number: int) -> dict[str, Any]:
+        match faults.get(f"{rank}:{number}"):
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "slow":
+                time.sleep(0.5)
+            case "interrupt":
+                os.kill(os.getpid(), signal.SIGTERM)
+        return step_of(self, number)
+
+    def save(self: ShardedSaver, shards: Path, state: dict[str, Any]) -> None:
+        fault = faults.get(f"{rank}:{int(shards.parent.name.rpartition('-')[2])}")
+        if fault == "full disk":
+            FileSystemWriter.write_data = full_disk
+        if fault == "kill while saving":
+            (shards / f"__{rank}_0.distcp").write_bytes(b"half")
+            os.kill(os.getpid(), signal.SIGKILL)
+        save_shards(self, shards, state)
+
+    def full_disk(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    Trainer._step = step  # type: ignore[method-assign]
+    ShardedSaver._save_shards = save  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    main()
