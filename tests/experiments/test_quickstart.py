@@ -245,7 +245,7 @@ def test_folder_of_other_settings_is_refused(finished):
     [
         ({"pattern": "8:8"}, "is dense"),
         ({"pattern": "six of eight"}, "write it as n:m"),
-        ({"pattern": "5:7"}, "128 is not a multiple of 7"),
+        ({"pattern": "5:7"}, "96 is not a multiple of 7"),
         ({"model": "qwen2.5-7t"}, "not a preset"),
         ({"steps": 0}, "steps=0"),
         ({"seeds": 0}, "seeds=0"),

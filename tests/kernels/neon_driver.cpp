@@ -1,0 +1,317 @@
+// The aarch64 kernels without Python, for an emulator: products, quantisation and float tables of
+// "neon" against "generic", and the decoder's float kernels against plain loops in double precision.
+// Memory starts as poison. Exits with 1 after printing what differs.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <utility>
+#include <vector>
+
+#include "aligned_vector.h"
+#include "attention.h"
+#include "elementwise.h"
+#include "matmul.h"
+#include "packed_rows.h"
+
+using namespace sparse_bitnet;
+
+namespace {
+
+constexpr std::uint8_t poison = 0xA5;
+constexpr int y_padding = 5;
+using Memory = AlignedVector<std::uint8_t>;
+
+int failures = 0;
+
+template <class... Values>
+void expect(bool same, const char* format, Values... values) {
+  if (same) return;
+  ++failures;
+  std::printf(format, values...);
+  std::printf("\n");
+}
+
+// The same numbers with every standard library.
+struct Random {
+  std::mt19937 bits{1};
+  int below(int end) { return int(bits() % unsigned(end)); }
+  float uniform() { return float(bits() >> 8) * 0x1p-24f; }
+  float signed_float() { return (uniform() + uniform() + uniform() - 1.5f) * 4.0f; }
+  std::vector<float> floats(std::int64_t count) {
+    std::vector<float> values(count);
+    for (float& value : values) value = signed_float();
+    return values;
+  }
+};
+
+struct Tokens {
+  Memory codes, fine;
+  std::vector<float> scales;
+  std::vector<std::int32_t> sums, fine_sums;
+  Activations activations;
+
+  Tokens(const MatmulKernels& kernels, const std::vector<float>& x, std::int64_t tokens, bool with_fine) {
+    const std::int64_t columns = std::int64_t(x.size()) / tokens;
+    const std::int64_t stride = activation_stride(columns);
+    codes.assign(tokens * stride + activation_slack, poison);
+    fine = codes;
+    scales.assign(tokens, -1);
+    sums.assign(tokens, -1);
+    fine_sums.assign(tokens, -1);
+    activations = {tokens, columns, stride, reinterpret_cast<std::int8_t*>(codes.data()),
+                   with_fine ? reinterpret_cast<std::int8_t*>(fine.data()) : nullptr,
+                   scales.data(), sums.data(), with_fine ? fine_sums.data() : nullptr};
+    quantize(kernels, x.data(), activations);
+  }
+
+  bool operator==(const Tokens& other) const {
+    return codes == other.codes && fine == other.fine && sums == other.sums &&
+           fine_sums == other.fine_sums &&
+           !std::memcmp(scales.data(), other.scales.data(), 4 * scales.size());
+  }
+};
+
+struct Weights {
+  Memory memory;
+  std::vector<float> scales;
+  Matrix matrix;
+
+  // `value` is the digit of all weights, or the byte of int8 and int4; -1: random ones.
+  Weights(Random& random, WeightFormat format, packed::Pattern pattern, std::int64_t rows,
+          std::int64_t columns, int value) {
+    const std::int64_t width = Matrix::bytes_per_row(format, pattern, columns);
+    const std::int64_t stride = packed::divide_up(width, matrix_alignment) * matrix_alignment;
+    memory.assign(rows * stride + matrix_alignment, poison);
+    scales.resize(rows * packed::divide_up(columns, int4_group));
+    for (float& scale : scales) scale = 0.01f + random.uniform() / 64;
+    std::vector<std::uint8_t> digits(packed::divide_up(columns, pattern.m) * pattern.m +
+                                     digits_size(0));
+    for (std::int64_t r = 0; r < rows; ++r) {
+      std::uint8_t* row = memory.data() + r * stride;
+      std::fill(digits.begin(), digits.end(), std::uint8_t(1));
+      for (std::int64_t c = 0; c < columns; ++c) {
+        const int kept = int(c % pattern.m) < pattern.n;
+        if (kept) digits[c] = std::uint8_t(value >= 0 ? value : random.below(3));
+        if (c % pattern.m == pattern.m - 1 && value < 0) {
+          std::shuffle(&digits[c + 1 - pattern.m], &digits[c] + 1, random.bits);
+        }
+      }
+      switch (format) {
+        case WeightFormat::i2: encode_i2(digits.data(), columns, row); break;
+        case WeightFormat::b3: encode_b3(digits.data(), columns, row); break;
+        case WeightFormat::nm_bitmap: encode_nm_bitmap(pattern, digits.data(), columns, row); break;
+        default:
+          for (std::int64_t i = 0; i < width; ++i) {
+            row[i] = std::uint8_t(value >= 0 ? value : random.below(256));
+          }
+      }
+    }
+    matrix = {format, pattern, rows, columns, stride, memory.data(), 0.0371f, scales.data()};
+  }
+};
+
+std::vector<float> product(const MatmulKernels& kernels, ThreadPool& pool, const Weights& weights,
+                           const Tokens& x, const float* bias) {
+  const std::int64_t stride = weights.matrix.rows + y_padding;
+  std::vector<float> y(x.activations.tokens * stride, -77.0f);
+  const Product product = {&weights.matrix, bias, y.data(), stride};
+  matmul(kernels, pool, x.activations, &product, 1);
+  return y;
+}
+
+struct Kernels {
+  const MatmulKernels& generic = choose_matmul_kernels("generic");
+  const MatmulKernels& neon = choose_matmul_kernels("neon");
+};
+
+constexpr packed::Pattern dense = {1, 1};
+constexpr std::pair<WeightFormat, packed::Pattern> layouts[] = {
+    {WeightFormat::i2, dense},           {WeightFormat::b3, dense},
+    {WeightFormat::int8, dense},         {WeightFormat::int4, dense},
+    {WeightFormat::nm_bitmap, {6, 8}},   {WeightFormat::nm_bitmap, {2, 4}},
+    {WeightFormat::nm_bitmap, {2, 8}},   {WeightFormat::nm_bitmap, {8, 8}},
+    {WeightFormat::nm_bitmap, {5, 16}},
+};
+
+void compare(const Kernels& kernels, ThreadPool& pool, const Weights& weights,
+             const std::vector<float>& x, std::int64_t tokens, bool fine, const float* bias) {
+  const Tokens theirs(kernels.generic, x, tokens, fine), ours(kernels.neon, x, tokens, fine);
+  expect(theirs == ours, "quantised activations: %d columns", int(weights.matrix.columns));
+  const auto a = product(kernels.generic, pool, weights, theirs, bias);
+  const auto b = product(kernels.neon, pool, weights, ours, bias);
+  expect(!std::memcmp(a.data(), b.data(), 4 * a.size()),
+         "format %d, pattern %d:%d, %d rows, %d columns, %d tokens, fine %d",
+         int(weights.matrix.format), weights.matrix.pattern.n, weights.matrix.pattern.m,
+         int(weights.matrix.rows), int(weights.matrix.columns), int(tokens), int(fine));
+}
+
+void test_products(const Kernels& kernels, Random& random) {
+  ThreadPool one(1), two(2);
+  for (const auto& [format, pattern] : layouts) {
+    const std::pair<int, int> shapes[] = {{1, 64}, {3, 16}, {17, 336}, {33, 1072}, {6, 2576}};
+    for (const auto& [rows, columns] : shapes) {
+      const int odd = pattern.m == 1 ? columns - 1 - rows % 7 : columns;
+      const Weights weights(random, format, pattern, rows, odd, -1);
+      const std::vector<float> bias = random.floats(rows);
+      for (int tokens : {1, 2, 3, 4, 7, 37}) {
+        const bool fine = format >= WeightFormat::int8 && tokens % 3 != 0;
+        const std::vector<float> x = random.floats(std::int64_t(tokens) * odd);
+        compare(kernels, tokens == 7 ? two : one, weights, x, tokens, fine,
+                tokens % 2 ? bias.data() : nullptr);
+      }
+    }
+    // The largest sums: every weight at its extreme, under activations of one sign.
+    for (int value : {0, 2, 0x80, 0xff}) {
+      if ((value > 2) != (format >= WeightFormat::int8)) continue;
+      const Weights weights(random, format, pattern, 5, 8960, value);
+      for (float sign : {1.0f, -1.0f}) {
+        compare(kernels, one, weights, std::vector<float>(8960, sign), 1, true, nullptr);
+        compare(kernels, one, weights, std::vector<float>(34 * 8960, sign), 34, true, nullptr);
+      }
+    }
+  }
+}
+
+void test_quantize(const Kernels& kernels, Random& random) {
+  const float infinity = std::numeric_limits<float>::infinity();
+  for (int columns : {1, 15, 64, 100, 1337}) {
+    std::vector<float> x = random.floats(7 * columns);
+    for (int i = 0; i < columns; ++i) {
+      x[i] = 0;
+      x[columns + i] *= 1e-8f;
+      x[2 * columns + i] *= 1e37f;
+      x[3 * columns + i] = std::nearbyint(x[3 * columns + i]) + 0.5f;
+    }
+    x[4 * columns] = infinity;
+    x[6 * columns - 1] = std::nanf("");
+    for (bool fine : {false, true}) {
+      expect(Tokens(kernels.generic, x, 7, fine) == Tokens(kernels.neon, x, 7, fine),
+             "quantisation of %d columns, fine %d", columns, int(fine));
+    }
+  }
+}
+
+void test_tables(const Kernels& kernels, Random& random) {
+  ThreadPool pool(1);
+  for (const auto& [rows, columns] : {std::pair(1, 1), {3, 7}, {33, 100}, {70, 333}}) {
+    for (FloatType type : {FloatType::bfloat16, FloatType::float32}) {
+      const int size = type == FloatType::float32 ? 4 : 2;
+      std::vector<float> values = random.floats(rows * columns);
+      std::vector<std::uint8_t> data(rows * columns * size);
+      for (std::size_t i = 0; i < values.size(); ++i) {
+        std::uint8_t bytes[4];
+        std::memcpy(bytes, &values[i], 4);
+        if (size == 2) bytes[0] = bytes[1] = 0;
+        std::memcpy(&values[i], bytes, 4);
+        std::memcpy(&data[i * size], bytes + 4 - size, size);
+      }
+      const FloatTable table = {type, rows, columns, columns * size, data.data()};
+      for (int tokens : {1, 2, 5}) {
+        const std::vector<float> x = random.floats(tokens * columns);
+        std::vector<float> y(tokens * rows);
+        matmul_table(kernels.neon, pool, x.data(), tokens, columns, table, y.data(), rows);
+        for (int i = 0; i < tokens * rows; ++i) {
+          double exact = 0, bound = 0;
+          for (int c = 0; c < columns; ++c) {
+            const double term = double(x[i / rows * columns + c]) * values[i % rows * columns + c];
+            exact += term;
+            bound += std::abs(term);
+          }
+          expect(std::abs(y[i] - exact) <= 1e-6 * bound, "float table: %d rows, %d columns", rows,
+                 columns);
+        }
+      }
+    }
+  }
+}
+
+void test_elementwise(Random& random) {
+  const ElementwiseKernels& kernels = choose_elementwise_kernels("neon");
+  for (int n : {2, 14, 64, 898}) {
+    const std::vector<float> x = random.floats(n), delta = random.floats(n), weight = random.floats(n);
+    std::vector<float> residual = x, out(n), gate = x, turned = x;
+    kernels.add_and_norm(residual.data(), delta.data(), weight.data(), 1e-6f, n, out.data());
+    kernels.gated(Activation::silu, gate.data(), delta.data(), n);
+    const int half = n / 2;
+    kernels.rotate(turned.data(), delta.data(), weight.data(), half, 0.5f);
+    double squares = 0;
+    for (int i = 0; i < n; ++i) squares += std::pow(double(x[i]) + delta[i], 2) / n;
+    for (int i = 0; i < n; ++i) {
+      const int k = i % half;
+      const double norm = (double(x[i]) + delta[i]) / std::sqrt(squares + 1e-6) * weight[i];
+      const double silu = x[i] / (1 + std::exp(-double(x[i]))) * delta[i];
+      const double other = i < half ? -double(x[half + k]) : double(x[k]);
+      const double rotated = (x[i] * double(delta[k]) + other * weight[k]) * 0.5;
+      expect(std::abs(out[i] - norm) <= 2e-6 * (1 + std::abs(norm)), "norm of %d", n);
+      expect(std::abs(gate[i] - silu) <= 2e-6 * (1 + std::abs(silu)), "gated activation of %d", n);
+      expect(std::abs(turned[i] - rotated) <= 4e-6 * (1 + std::abs(rotated)), "rotation of %d", n);
+    }
+  }
+}
+
+// One page, several queries of two heads, each token seeing one key more.
+void test_attention(Random& random, CacheType type, double tolerance, int head_dim, int tokens) {
+  const AttentionKernels& kernels = choose_attention_kernels("neon");
+  const std::int64_t padded = padded_dim(head_dim), group = 2, rows = group * tokens;
+  const std::int64_t visible = 40;
+  Memory keys(4 * page_tokens * padded, poison), values = keys;
+  std::vector<float> key_scales(page_tokens, -1), value_scales = key_scales;
+  const bool scaled = type == CacheType::int8;
+  const PageView page = {keys.data(), values.data(), scaled ? key_scales.data() : nullptr,
+                         scaled ? value_scales.data() : nullptr};
+  const std::int64_t stored = std::min<std::int64_t>(page_tokens, visible + tokens - 1);
+  std::vector<float> key = random.floats(stored * head_dim), value = random.floats(stored * head_dim);
+  for (std::int64_t slot = 0; slot < stored; ++slot) {
+    kernels.append(type, page, slot, &key[slot * head_dim], &value[slot * head_dim], head_dim);
+  }
+  std::vector<float> queries = random.floats(rows * head_dim);
+  for (float& q : queries) q *= 0.05f;
+  AlignedVector<float> maximum(rows, -1e30f), sum(rows * most_lanes), out(rows * padded);
+  AlignedVector<float> wide(2 * page_tokens * padded, std::nanf(""));
+  const AttentionState state = {maximum.data(), sum.data(), out.data()};
+  kernels.attend({type, head_dim, rows, group, visible, queries.data(), page, wide.data(), state});
+  for (std::int64_t row = 0; row < rows; ++row) {
+    const std::int64_t seen = std::min(visible + row / group, page_tokens);
+    std::vector<double> exact(head_dim);
+    double total = 0;
+    for (std::int64_t slot = 0; slot < seen; ++slot) {
+      double score = 0;
+      for (int i = 0; i < head_dim; ++i) {
+        score += double(queries[row * head_dim + i]) * key[slot * head_dim + i];
+      }
+      total += std::exp(score);
+      for (int i = 0; i < head_dim; ++i) exact[i] += std::exp(score) * value[slot * head_dim + i];
+    }
+    std::vector<float> ours(head_dim);
+    kernels.finish(state, row, head_dim, ours.data());
+    for (int i = 0; i < head_dim; ++i) {
+      expect(std::abs(ours[i] - exact[i] / total) <= tolerance,
+             "attention: cache type %d, head_dim %d, row %d: %g, not %g", int(type), head_dim,
+             int(row), double(ours[i]), exact[i] / total);
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  Random random;
+  const Kernels kernels;
+  test_quantize(kernels, random);
+  test_products(kernels, random);
+  test_tables(kernels, random);
+  test_elementwise(random);
+  for (int tokens : {1, 30}) {
+    for (int head_dim : {20, 64}) {
+      test_attention(random, CacheType::float32, 1e-5, head_dim, tokens);
+      test_attention(random, CacheType::float16, 5e-3, head_dim, tokens);
+      test_attention(random, CacheType::int8, 0.1, head_dim, tokens);
+    }
+  }
+  std::printf("%d differences\n", failures);
+  return failures ? 1 : 0;
+}
