@@ -5,7 +5,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 
-.PHONY: quickstart test test-fast lint format bench wheel clean
+# Tests that reach the extension, and where its other build goes.
+SANITIZED := build/sanitize/site
+SANITIZED_TESTS := $(addprefix tests/kernels/test_,cpu.py matmul.py repack.py thread_pool.py) \
+	$(addprefix tests/inference/test_,decoder.py engine.py kv_cache.py model_file.py)
+
+.PHONY: quickstart test test-fast sanitize lint format bench wheel clean
 
 quickstart: $(STAMP)
 	$(BIN)/sparse-bitnet quickstart
@@ -15,6 +20,17 @@ test: $(STAMP)
 
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest tests -n 2 -m "not slow"
+
+# Python is not instrumented: the sanitizer's library comes first, and malloc serves every object. Output
+# captured by descriptor would be lost with the process.
+sanitize: $(STAMP)
+	CXX=g++ $(BIN)/pip install --quiet --no-deps --upgrade --target $(SANITIZED) . \
+		-C build-dir=build/sanitize -C install.strip=false \
+		-C cmake.define.SPARSE_BITNET_SANITIZE=address,undefined
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc \
+	SPARSE_BITNET_EXTENSION="$$(echo $(SANITIZED)/sparse_bitnet/_cpu.*so)" PYTHONPATH=tests \
+		$(BIN)/python -m pytest -p sanitized_extension --capture=sys $(SANITIZED_TESTS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

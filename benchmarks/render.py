@@ -87,8 +87,11 @@ def patterns() -> str:
     lines = []
     for pattern, format in dict.fromkeys((r["pattern"], r["weight_format"]) for r in rows):
         own = [r for r in rows if (r["pattern"], r["weight_format"]) == (pattern, format)]
-        decode = {r["threads"]: r for r in own if r["phase"] == "decode" and r["tokens"] == 0}
-        prefill = {r["threads"]: r for r in own if r["phase"] == "prefill" and r["tokens"] == 512}
+        decode, prefill = {}, {}
+        for row in own:
+            found = decode if row["phase"] == "decode" else prefill
+            if row["tokens"] == (0 if row["phase"] == "decode" else 512):
+                found.setdefault(row["threads"], row)
         most = max(decode)
         lines.append(
             [
@@ -102,14 +105,19 @@ def patterns() -> str:
                 f"{decode[most]['resident_bytes'] / 1e6:.0f}",
             ]
         )
-    command = "sparse-bitnet bench --pattern P --weight-format i2 nm-bitmap --json FILE"
+    command = "sparse-bitnet bench --pattern P --weight-format i2 nm-bitmap --out FILE"
     return markdown(head, lines, rows[0], command)
 
 
 def batches() -> str:
     rows = [row for row in read("bench") if row["phase"] == "decode"]
     most = max(row["threads"] for row in rows)
-    rows = [row for row in rows if row["threads"] == most]
+    several = {(r["pattern"], r["weight_format"]) for r in rows if r["batch"] > 1}
+    rows = [
+        row
+        for row in rows
+        if row["threads"] == most and (row["pattern"], row["weight_format"]) in several
+    ]
     sizes = sorted({row["batch"] for row in rows})
     head = ["pattern", "weights", "context", *(f"batch {size}" for size in sizes)]
     lines = []

@@ -29,8 +29,10 @@ constexpr int tile_vectors = 2, tile_tokens = 4;
 
 INLINE __m256i bits(const Bytes& v) { return bit_cast<__m256i>(v); }
 
+// Rows that a tile does not have are sums of anything: these may wrap around.
 INLINE Small dot_codes(const Small& small, const Bytes& codes, const Bytes& x) {
-  return small + bit_cast<Small>(_mm256_maddubs_epi16(bits(codes), bits(x)));
+  return bit_cast<Small>(_mm256_add_epi16(bit_cast<__m256i>(small),
+                                          _mm256_maddubs_epi16(bits(codes), bits(x))));
 }
 // Any bytes would overflow: never called.
 constexpr bool has_dot_bytes = false;

@@ -2,7 +2,9 @@
 // int32_t stands for the bits of a float32, int16_t for those of a bfloat16.
 
 INLINE float to_float(std::int32_t bits) { return bit_cast<float>(bits); }
-INLINE float to_float(std::int16_t bits) { return bit_cast<float>(std::int32_t(bits) << 16); }
+INLINE float to_float(std::int16_t bits) {
+  return bit_cast<float>(std::uint32_t(std::uint16_t(bits)) << 16);
+}
 
 template <class V>
 INLINE V magnitude(const V& v) {
