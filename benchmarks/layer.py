@@ -12,7 +12,6 @@ target is a selection at 1/3 of the rate at which memory can be read, measured i
 import argparse
 import json
 import random
-import re
 import statistics
 import time
 from collections.abc import Callable
@@ -26,10 +25,12 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from sparse_bitnet import _cpu
+from sparse_bitnet.bench.record import result_file
 from sparse_bitnet.experiments.provenance import provenance
 from sparse_bitnet.kernels.cpu import Kernels
 from sparse_bitnet.quantizer import absmean_reference, select_ternary_reference
 
+RESULTS = Path(__file__).parent / "results"
 STEP_TOKENS = 65_536
 TARGET = 1 / 3
 PATTERN = (6, 8)
@@ -229,11 +230,6 @@ def block_rate(rows: list[dict], method: str) -> float:
     return size / seconds
 
 
-def result_file(where: dict) -> Path:
-    hardware = re.sub(r"[^a-z0-9]+", "-", where["hardware"].lower()).strip("-")
-    return Path(__file__).parent / "results" / f"{where['date'][:10]}_{hardware}_layer.jsonl"
-
-
 def warm_allocator() -> None:
     """Reach the allocator's steady state.
 
@@ -272,7 +268,7 @@ def main() -> None:
             rows.append(measure(shape, dtype, isas, compiled, options))
     console.print(table_of(rows, isas))
     summarise(rows, isas, console)
-    out = options.out or (None if options.quick else result_file(where))
+    out = options.out or (None if options.quick else result_file(RESULTS, "layer", where))
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text("".join(json.dumps(row | where) + "\n" for row in rows))

@@ -29,12 +29,13 @@ import tyro
 from rich.console import Console
 from rich.progress import track
 
-from sparse_bitnet.bench.record import append_records, where_measured
+from sparse_bitnet.bench.record import append_records, result_file, where_measured
 from sparse_bitnet.inference.engine_options import EngineOptions
 from sparse_bitnet.inference.generate import GenerateOptions, generate
 from sparse_bitnet.inference.open_model import open_model
 from sparse_bitnet.inference.sampling import SamplingOptions
 
+RESULTS = Path(__file__).parent / "results"
 LEAVING = 0.05
 """Share of the clients that leave halfway."""
 PERCENTILES = (50, 90, 99)
@@ -237,11 +238,6 @@ def show(row: dict, console: Console) -> None:
         console.print(f"{name.replace('_', ' ').replace('seconds', 'time')}: {found}")
 
 
-def result_file(where: dict) -> Path:
-    hardware = re.sub(r"[^a-z0-9]+", "-", where["hardware"].lower()).strip("-")
-    return Path(__file__).parent / "results" / f"{where['date'][:10]}_{hardware}_server.jsonl"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", help="packed folder, or anything that `serve` takes")
@@ -264,7 +260,7 @@ def main() -> None:
     show(row, console)
     for error in tally.errors[:5]:
         console.print(error, markup=False)
-    out = options.out or result_file(where)
+    out = options.out or result_file(RESULTS, "server", where)
     append_records(out, [row], where)
     console.print(f"written to {out}")
     sys.exit(1 if tally.errors else 0)

@@ -16,7 +16,6 @@ import argparse
 import importlib.util
 import json
 import random
-import re
 import shlex
 import statistics
 import subprocess
@@ -38,12 +37,13 @@ from sparse_bitnet.bench.contention import Contention, warning
 from sparse_bitnet.bench.model import cache_tokens
 from sparse_bitnet.bench.options import available_cores
 from sparse_bitnet.bench.random_model import cached_random_model, default_cache
-from sparse_bitnet.bench.record import append_records, where_measured
+from sparse_bitnet.bench.record import append_records, result_file, where_measured
 from sparse_bitnet.bench.roofline import READ_BYTES, CeilingMeter
 from sparse_bitnet.bench.run import CHILD
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.pattern import NMPattern
 
+RESULTS = Path(__file__).parent / "results"
 OURS = "sparse-bitnet"
 LLAMA_CPP = (str(Path(__file__).with_name("llama_cpp_child.py")),)
 IDLE_SECONDS = 0.05
@@ -329,11 +329,6 @@ def version_of(engine: str) -> str:
         return ""
 
 
-def result_file(where: dict[str, Any]) -> Path:
-    hardware = re.sub(r"[^a-z0-9]+", "-", where["hardware"].lower()).strip("-")
-    return Path(__file__).parent / "results" / f"{where['date'][:10]}_{hardware}_peers.jsonl"
-
-
 def run(options: argparse.Namespace, console: Console, read_bytes: int = READ_BYTES) -> None:
     pattern = NMPattern.parse(options.pattern)
     folder = cached_random_model(options.model, pattern, cache=options.models)
@@ -366,7 +361,7 @@ def run(options: argparse.Namespace, console: Console, read_bytes: int = READ_BY
     if doubt := warning(others):
         console.print(doubt, soft_wrap=True)
     where = {**where_measured(), "others_share": others}
-    out = options.out or (None if options.quick else result_file(where))
+    out = options.out or (None if options.quick else result_file(RESULTS, "peers", where))
     if out is not None:
         shared = {"model": options.model, "pattern": str(pattern)}
         records = [{**shared, **asdict(row)} for row in rows]

@@ -10,19 +10,19 @@ and of cached keys and values. Appends rows to benchmarks/results/.
 
 import argparse
 import math
-import re
 from pathlib import Path
 
 import numpy as np
 import torch
 from rich.console import Console
 
-from sparse_bitnet.bench.record import append_records, where_measured
+from sparse_bitnet.bench.record import append_records, result_file, where_measured
 from sparse_bitnet.hub import from_pretrained
 from sparse_bitnet.inference.engine import CACHE_TYPES, Engine
 from sparse_bitnet.inference.perplexity import engine_perplexity
 from sparse_bitnet.inference.text import TextTokenizer
 
+RESULTS = Path(__file__).parent / "results"
 HEADS = ("stored", "int8", "int4")
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 32, 200
 
@@ -152,9 +152,7 @@ def main() -> None:
     rows += costs(options.folder, tokens[: options.cost_tokens], options.context)
     name = options.name or options.folder.name
     rows = [{"model": name, "text": options.text.name, **row} for row in rows]
-    hardware = re.sub(r"[^a-z0-9]+", "-", where["hardware"].lower()).strip("-")
-    results = Path(__file__).parent / "results"
-    out = options.out or results / f"{where['date'][:10]}_{hardware}_precision.jsonl"
+    out = options.out or result_file(RESULTS, "precision", where)
     append_records(out, rows, where)
     console = Console()
     for row in rows:

@@ -55,7 +55,7 @@ void Decoder::State::reserve(std::int64_t tokens) {
   residual.resize(tokens * model.hidden);
   delta.resize(tokens * model.hidden);
   wide.resize(tokens * std::max(2 * (q_width + kv_width), 2 * model.intermediate));
-  row.resize(own_pools.size());
+  row.resize(pool.threads());
   for (AlignedVector<float>& one : row) one.resize(model.hidden);
   hidden_codes.reserve(tokens, model.hidden, false);
   attended_codes.reserve(tokens, q_width, false);

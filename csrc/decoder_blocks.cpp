@@ -82,12 +82,12 @@ void Decoder::State::keep_wanted(std::int64_t tokens) {
 
 // The output projection of `attended` into `delta`.
 void Decoder::State::project_attended(const Block& block, std::int64_t tokens, float* rows) {
-  each_token(tokens, q_width, [&](std::int64_t token, int thread) {
+  each_token(tokens, q_width, [&](std::int64_t token, int) {
     float* x = rows + token * q_width;
     if (block.attention_sub_norm) {
       elementwise.add_and_norm(x, nullptr, block.attention_sub_norm, model.norm_epsilon, q_width, x);
     }
-    quantize_row(x, attended_codes, token, thread);
+    quantize_row(x, attended_codes, token);
   });
   const Product product{&block.o, block.o_bias, delta.data(), model.hidden};
   matmul(kernels, pool, attended_codes.rows(0, tokens), &product, 1);
@@ -99,13 +99,13 @@ void Decoder::State::feed_forward(const Block& block, std::int64_t tokens) {
   float *gate = wide.data(), *up = gate + tokens * n;
   const Product products[] = {{&block.gate, nullptr, gate, n}, {&block.up, nullptr, up, n}};
   matmul(kernels, pool, hidden_codes.rows(0, tokens), products, 2);
-  each_token(tokens, n, [&](std::int64_t token, int thread) {
+  each_token(tokens, n, [&](std::int64_t token, int) {
     float* x = gate + token * n;
     elementwise.gated(model.activation, x, up + token * n, n);
     if (block.ffn_sub_norm) {
       elementwise.add_and_norm(x, nullptr, block.ffn_sub_norm, model.norm_epsilon, n, x);
     }
-    quantize_row(x, gated_codes, token, thread);
+    quantize_row(x, gated_codes, token);
   });
   const Product product{&block.down, nullptr, delta.data(), model.hidden};
   matmul(kernels, pool, gated_codes.rows(0, tokens), &product, 1);
@@ -117,10 +117,10 @@ void Decoder::State::write_logits(float* logits) {
   const Table& table = model.head;
   const bool codes = is_quantised(table);
   if (codes) head_codes.reserve(tokens, n, true);
-  each_token(tokens, n, [&](std::int64_t token, int thread) {
+  each_token(tokens, n, [&](std::int64_t token, int) {
     float* x = &residual[token * n];
     elementwise.add_and_norm(x, &delta[token * n], model.final_norm, model.norm_epsilon, n, x);
-    if (codes) quantize_row(x, head_codes, token, thread);
+    if (codes) quantize_row(x, head_codes, token);
   });
   if (!codes) {
     const FloatType type =

@@ -65,11 +65,7 @@ struct Decoder::State {
               options.cache_tokens),
         plan(cache, model.heads, model.kv_heads, model.head_dim, options.threads),
         q_width(model.heads * model.head_dim),
-        kv_width(model.kv_heads * model.head_dim) {
-    for (int thread = 0; thread < options.threads; ++thread) {
-      own_pools.push_back(std::make_unique<ThreadPool>(1));
-    }
-  }
+        kv_width(model.kv_heads * model.head_dim) {}
 
   const Model model;
   const std::int64_t context_length;
@@ -77,8 +73,6 @@ struct Decoder::State {
   const ElementwiseKernels& elementwise;
   const AttentionKernels& attention;
   ThreadPool pool;
-  // quantize() asks for a pool; inside a piece of work it gets one of the thread's own.
-  std::vector<std::unique_ptr<ThreadPool>> own_pools;
   KvCache cache;
   AttentionPlan plan;
   const std::int64_t q_width, kv_width;
@@ -126,10 +120,9 @@ struct Decoder::State {
     });
   }
 
-  void quantize_row(const float* x, const ActivationBuffer& buffer, std::int64_t token,
-                    int thread) {
+  void quantize_row(const float* x, const ActivationBuffer& buffer, std::int64_t token) {
     Activations one = buffer.rows(token, 1);
-    quantize(kernels, *own_pools[thread], x, one);
+    quantize(kernels, x, one);
   }
 
   // residual += delta (if `add`), then its norm, quantised.
@@ -139,7 +132,7 @@ struct Decoder::State {
       float* out = row[thread].data();
       elementwise.add_and_norm(&residual[token * n], add ? &delta[token * n] : nullptr, weight,
                                model.norm_epsilon, n, out);
-      quantize_row(out, hidden_codes, token, thread);
+      quantize_row(out, hidden_codes, token);
     });
   }
 };

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -61,6 +62,18 @@ def where_measured() -> dict[str, Any]:
         "versions": versions(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def result_file(folder: Path, kind: str, where: Mapping[str, Any]) -> Path:
+    """The JSON-lines file of one kind of measurement, made on one day on one machine.
+
+    Args:
+        folder: of the results.
+        kind: "peers", "server", ...
+        where: with "date" and "hardware".
+    """
+    hardware = re.sub(r"[^a-z0-9]+", "-", where["hardware"].lower()).strip("-")
+    return folder / f"{where['date'][:10]}_{hardware}_{kind}.jsonl"
 
 
 def append_records(

@@ -79,6 +79,13 @@ class HeldOutText:
     text_bytes: int | None
     vocab_size: int
 
+    def first(self, most: int) -> tuple[TokenSequence | np.ndarray, int | None]:
+        """The tokens, and the bytes of their text: all for 0, or so many scored ones and the one before
+        them, whose bytes are not known."""
+        if 0 < most < len(self.tokens):
+            return self.tokens[: most + 1], None
+        return self.tokens, self.text_bytes
+
     def check_vocab(self, model_vocab_size: int) -> None:
         """Raise `UserError` where the tokenizer has more tokens than the model's embedding."""
         if self.vocab_size > model_vocab_size:

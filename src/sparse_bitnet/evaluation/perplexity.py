@@ -218,9 +218,7 @@ def evaluate(
     if context_length is None:
         positions = getattr(model.config, "max_position_embeddings", DEFAULT_CONTEXT_LENGTH)
         context_length = min(trained_context_length(path) or DEFAULT_CONTEXT_LENGTH, positions)
-    tokens, text_bytes = text.tokens, text.text_bytes
-    if 0 < max_tokens < len(tokens):
-        tokens, text_bytes = tokens[: max_tokens + 1], None
+    tokens, text_bytes = text.first(max_tokens)
     result = perplexity(
         model,
         tokens,

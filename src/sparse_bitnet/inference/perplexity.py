@@ -110,9 +110,7 @@ def evaluate_engine(
     Other arguments as `evaluation.perplexity.evaluate`.
     """
     text.check_vocab(engine.vocab_size)
-    tokens, text_bytes = text.tokens, text.text_bytes
-    if 0 < max_tokens < len(tokens):
-        tokens, text_bytes = tokens[: max_tokens + 1], None
+    tokens, text_bytes = text.first(max_tokens)
     result = engine_perplexity(
         engine,
         tokens,
