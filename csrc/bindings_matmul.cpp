@@ -52,20 +52,25 @@ void bind_matmul(nb::module_& module) {
       .def(
           "count_visits",
           [](ThreadPool& pool, std::int64_t regions, std::int64_t count, std::int64_t size,
-             Address visits, Address threads) {
+             Address visits, Address threads, bool in_ranges) {
             auto* visited = pointer<std::int32_t>(visits);
             auto* by = pointer<std::int32_t>(threads);
+            auto visit = [&](std::int64_t begin, std::int64_t end, int thread) {
+              for (std::int64_t j = begin; j < end; ++j) {
+                ++visited[j];
+                by[j] = thread;
+              }
+            };
             for (std::int64_t i = 0; i < regions; ++i) {
-              pool.parallel_for(count, size, [&](std::int64_t begin, std::int64_t end, int thread) {
-                for (std::int64_t j = begin; j < end; ++j) {
-                  ++visited[j];
-                  by[j] = thread;
-                }
-              });
+              if (in_ranges) {
+                pool.parallel_for_ranges(count, size, visit);
+              } else {
+                pool.parallel_for(count, size, visit);
+              }
             }
           },
           nb::arg("regions"), nb::arg("count"), nb::arg("size"), nb::arg("visits"),
-          nb::arg("threads"), unlocked,
+          nb::arg("threads"), nb::arg("in_ranges") = false, unlocked,
           "Runs regions that add 1 to every int32 of visits [count] and note the thread: a test.");
 
   nb::class_<BoundProduct>(module, "Product", "A matrix and where its product goes.")

@@ -159,14 +159,14 @@ void matmul(const MatmulKernels& kernels, ThreadPool& pool, const Activations& x
       }
     }
   };
-  pool.parallel_for(pieces, threads > 1 ? 1 : pieces, body);
+  pool.parallel_for_ranges(pieces, threads > 1 ? 1 : pieces, body);
 }
 
 void matmul_table(const MatmulKernels& kernels, ThreadPool& pool, const float* x,
                   std::int64_t tokens, std::int64_t x_stride, const FloatTable& table, float* y,
                   std::int64_t y_stride) {
   const std::int64_t size = rows_a_piece(table.rows, pool.threads());
-  pool.parallel_for(table.rows, size, [&](std::int64_t begin, std::int64_t end, int) {
+  pool.parallel_for_ranges(table.rows, size, [&](std::int64_t begin, std::int64_t end, int) {
     kernels.multiply_table(x, tokens, x_stride, table, begin, end, y, y_stride);
   });
 }

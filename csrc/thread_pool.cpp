@@ -60,10 +60,18 @@ constexpr std::uint64_t inside_mask = open_bit - 1;
 }  // namespace
 
 struct ThreadPool::State {
+  // What is left of a stretch of the open region.
+  struct alignas(64) Range {
+    std::atomic<std::int64_t> next{0};
+    std::int64_t end = 0;
+  };
+
+  explicit State(int threads) : ranges(new Range[threads]) {}
+
   alignas(64) std::atomic<std::uint64_t> region{0};
-  alignas(64) std::atomic<std::int64_t> next{0};
+  const std::unique_ptr<Range[]> ranges;  // [threads]
   // Of the open region; written by the caller while nobody is inside.
-  alignas(64) std::int64_t count = 0;
+  int range_count = 1;
   std::int64_t size = 0;
   Piece piece = nullptr;
   void* context = nullptr;
@@ -74,11 +82,15 @@ struct ThreadPool::State {
   std::condition_variable wake;
   std::vector<std::thread> workers;
 
+  // Those of the own range first, then what others have left.
   void take_pieces(int thread) {
-    for (;;) {
-      const std::int64_t begin = next.fetch_add(size, std::memory_order_relaxed);
-      if (begin >= count) return;
-      piece(context, begin, std::min(begin + size, count), thread);
+    for (int i = 0; i < range_count; ++i) {
+      Range& range = ranges[(thread + i) % range_count];
+      while (range.next.load(std::memory_order_relaxed) < range.end) {
+        const std::int64_t begin = range.next.fetch_add(size, std::memory_order_relaxed);
+        if (begin >= range.end) break;
+        piece(context, begin, std::min(begin + size, range.end), thread);
+      }
     }
   }
 
@@ -115,7 +127,7 @@ struct ThreadPool::State {
   }
 };
 
-ThreadPool::ThreadPool(int threads) : state_(std::make_unique<State>()) {
+ThreadPool::ThreadPool(int threads) : state_(std::make_unique<State>(threads)) {
   for (int thread = 1; thread < threads; ++thread) {
     state_->workers.emplace_back([state = state_.get(), thread] { state->work(thread); });
   }
@@ -132,7 +144,8 @@ ThreadPool::~ThreadPool() {
 
 int ThreadPool::threads() const { return int(state_->workers.size()) + 1; }
 
-void ThreadPool::run(std::int64_t count, std::int64_t size, Piece piece, void* context) {
+void ThreadPool::run(std::int64_t count, std::int64_t size, bool in_ranges, Piece piece,
+                     void* context) {
   State& state = *state_;
   if (count <= 0) return;
   if (count <= size || state.workers.empty()) {
@@ -141,11 +154,16 @@ void ThreadPool::run(std::int64_t count, std::int64_t size, Piece piece, void* c
     }
     return;
   }
-  state.count = count;
   state.size = size;
   state.piece = piece;
   state.context = context;
-  state.next.store(0, std::memory_order_relaxed);
+  state.range_count = in_ranges ? threads() : 1;
+  const std::int64_t pieces = (count + size - 1) / size;
+  for (std::int64_t i = 0; i < state.range_count; ++i) {
+    State::Range& range = state.ranges[i];
+    range.next.store(pieces * i / state.range_count * size, std::memory_order_relaxed);
+    range.end = std::min(pieces * (i + 1) / state.range_count * size, count);
+  }
   const std::uint64_t serial = state.region.load(std::memory_order_relaxed) / serial_one + 1;
   state.region.store(serial % serial_one * serial_one | open_bit);
   if (state.sleepers.load() > 0) {

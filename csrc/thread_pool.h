@@ -21,23 +21,31 @@ class ThreadPool {
 
   using Piece = void (*)(void* context, std::int64_t begin, std::int64_t end, int thread);
 
-  // Calls piece(context, begin, end, thread) for consecutive pieces of `size` of [0, count), on all
-  // threads, the calling one among them; `thread` counts from 0. Returns when all are done. Pieces must
-  // not throw and must not call the pool. One caller at a time.
-  void run(std::int64_t count, std::int64_t size, Piece piece, void* context);
+  // Calls piece(context, begin, end, thread) for pieces of `size` of [0, count), on all threads, the
+  // calling one among them; `thread` counts from 0. Threads take the pieces in order, or, `in_ranges`,
+  // each those of a stretch of its own before it helps the others. Returns when all are done. Pieces
+  // must not throw and must not call the pool. One caller at a time.
+  void run(std::int64_t count, std::int64_t size, bool in_ranges, Piece piece, void* context);
 
-  // The same for a callable (begin, end, thread).
+  // The same for a callable (begin, end, thread), in order.
   template <class Body>
   void parallel_for(std::int64_t count, std::int64_t size, Body&& body) {
-    run(
-        count, size,
-        [](void* context, std::int64_t begin, std::int64_t end, int thread) {
-          (*static_cast<std::remove_reference_t<Body>*>(context))(begin, end, thread);
-        },
-        &body);
+    run(count, size, false, call<Body>, &body);
+  }
+
+  // In ranges: neighbouring pieces meet the same core, and what it asks of memory ahead of its work is
+  // its own next piece.
+  template <class Body>
+  void parallel_for_ranges(std::int64_t count, std::int64_t size, Body&& body) {
+    run(count, size, true, call<Body>, &body);
   }
 
  private:
+  template <class Body>
+  static void call(void* context, std::int64_t begin, std::int64_t end, int thread) {
+    (*static_cast<std::remove_reference_t<Body>*>(context))(begin, end, thread);
+  }
+
   struct State;
   std::unique_ptr<State> state_;
 };

@@ -8,20 +8,23 @@ import pytest
 _cpu = pytest.importorskip("sparse_bitnet._cpu", reason="the extension is not built")
 
 
-def visit(pool, regions: int, count: int, size: int) -> np.ndarray:
+def visit(pool, regions: int, count: int, size: int, in_ranges: bool = False) -> np.ndarray:
     """The thread of each item; every item must have been visited once in each region."""
     visits, threads = np.zeros(max(count, 1), np.int32), np.full(max(count, 1), -1, np.int32)
-    pool.count_visits(regions, count, size, visits.ctypes.data, threads.ctypes.data)
+    pool.count_visits(
+        regions, count, size, visits.ctypes.data, threads.ctypes.data, in_ranges=in_ranges
+    )
     assert (visits[:count] == regions).all()
     return threads[:count]
 
 
+@pytest.mark.parametrize("in_ranges", [False, True])
 @pytest.mark.parametrize("threads", [1, 2, 3, 4])
-def test_every_item_is_visited_once(threads):
+def test_every_item_is_visited_once(threads, in_ranges):
     pool = _cpu.ThreadPool(threads)
     assert pool.threads == threads
-    for count, size in [(0, 1), (1, 1), (2, 1), (7, 3), (64, 1), (1000, 7), (5, 100)]:
-        seen = visit(pool, 300, count, size)
+    for count, size in [(0, 1), (1, 1), (2, 1), (7, 3), (64, 1), (1000, 7), (5, 100), (10, 6)]:
+        seen = visit(pool, 300, count, size, in_ranges)
         assert ((seen >= 0) & (seen < threads)).all()
 
 
@@ -40,6 +43,17 @@ def test_other_threads_take_part():
     while seen != {0, 1} and time.monotonic() < deadline:
         seen |= set(visit(pool, 1, 1_000_000, 100).tolist())
     assert seen == {0, 1}
+
+
+def test_a_thread_has_a_stretch_of_its_own():
+    """What its first piece and its last have between them is its own, but for what others took over."""
+    pool = _cpu.ThreadPool(2)
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        seen = visit(pool, 1, 1_000_000, 1000, in_ranges=True)
+        if seen[0] == 0 and seen[-1] != seen[0] and np.count_nonzero(np.diff(seen)) == 1:
+            return
+    pytest.fail("no region was split into two stretches")
 
 
 def test_a_pool_ends_at_any_time():
