@@ -171,8 +171,10 @@ void AttentionPlan::attend_pages(const AttentionKernels& kernels, const Task& ta
   const std::int64_t position = segments_[task.segment].position + task.token;
   for (std::int64_t page = first; page < first + count; ++page) {
     const PageView view = cache_.view(pages[page], layer, task.kv_head);
+    const bool is_last = page + 1 == first + count;
+    const PageView next = is_last ? view : cache_.view(pages[page + 1], layer, task.kv_head);
     kernels.attend({cache_.type(), head_dim_, rows, group_, position + 1 - page * page_tokens,
-                    scratch, view, scratch + aligned_floats(rows * head_dim_), state});
+                    scratch, view, next.keys, scratch + aligned_floats(rows * head_dim_), state});
   }
 }
 

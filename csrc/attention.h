@@ -36,6 +36,7 @@ struct PageAttention {
   std::int64_t visible;  // keys of the page that the first token sees; one more for each next token
   const float* queries;  // [rows, head_dim], row = token * group + head, scaled
   PageView page;
+  const void* next_keys;  // those that are read after this page, to be asked for early
   float* wide;  // scratch [2, page_tokens * padded_dim]
   AttentionState state;
 };

@@ -11,15 +11,14 @@ constexpr int score_rows = 48;
 // From so many rows on a page is converted to floats once instead of in every product.
 constexpr std::int64_t rows_to_widen = 13;
 
-// Bytes ahead of its loads at which a product asks for memory. The keys of a page are read once, from
-// DRAM with long contexts, and the hardware's own prefetching does not keep up.
-constexpr std::int64_t prefetch_bytes = 4096;
-
 // c [ROWS, VECTORS * width] = (factors ? c * factors[row] : 0) + a [ROWS, depth] b [depth, ...], each
-// element one chain of fused multiply-adds in the order of depth.
+// element one chain of fused multiply-adds in the order of depth. Keys and values are read once, from
+// DRAM with long contexts, and the hardware does not fetch them early enough: for each line of b the
+// one that lies `ahead` bytes from it is asked for, which a later product reads.
 template <int ROWS, int VECTORS, class T>
 INLINE void multiply(const float* a, std::int64_t a_stride, const T* b, std::int64_t b_stride,
-                     std::int64_t depth, float* c, std::int64_t c_stride, const float* factors) {
+                     std::int64_t depth, float* c, std::int64_t c_stride, const float* factors,
+                     std::ptrdiff_t ahead) {
   Floats sum[ROWS][VECTORS];
   UNROLL for (int r = 0; r < ROWS; ++r) {
     UNROLL for (int v = 0; v < VECTORS; ++v) {
@@ -29,7 +28,7 @@ INLINE void multiply(const float* a, std::int64_t a_stride, const T* b, std::int
   NO_UNROLL for (std::int64_t k = 0; k < depth; ++k) {
     const T* row = b + k * b_stride;
     UNROLL for (int line = 0; line < VECTORS * width * int(sizeof(T)); line += 64) {
-      __builtin_prefetch(reinterpret_cast<const char*>(row) + prefetch_bytes + line);
+      __builtin_prefetch(reinterpret_cast<const char*>(row) + ahead + line);
     }
     Floats vector[VECTORS];
     UNROLL for (int v = 0; v < VECTORS; ++v) vector[v] = load_floats(row + v * width);
@@ -47,14 +46,15 @@ INLINE void multiply(const float* a, std::int64_t a_stride, const T* b, std::int
 template <int ROWS, class T>
 INLINE void multiply_columns(const float* a, std::int64_t a_stride, const T* b,
                              std::int64_t b_stride, std::int64_t depth, float* c,
-                             std::int64_t c_stride, std::int64_t columns, const float* factors) {
+                             std::int64_t c_stride, std::int64_t columns, const float* factors,
+                             std::ptrdiff_t ahead) {
   constexpr int tile = tile_vectors * width;
   std::int64_t i = 0;
   for (; i + tile <= columns; i += tile) {
-    multiply<ROWS, tile_vectors>(a, a_stride, b + i, b_stride, depth, c + i, c_stride, factors);
+    multiply<ROWS, tile_vectors>(a, a_stride, b + i, b_stride, depth, c + i, c_stride, factors, ahead);
   }
   for (; i < columns; i += width) {
-    multiply<ROWS, 1>(a, a_stride, b + i, b_stride, depth, c + i, c_stride, factors);
+    multiply<ROWS, 1>(a, a_stride, b + i, b_stride, depth, c + i, c_stride, factors, ahead);
   }
 }
 
@@ -62,10 +62,11 @@ template <class T>
 TARGET static void multiply_rows(int rows, const float* a, std::int64_t a_stride, const T* b,
                                  std::int64_t b_stride, std::int64_t depth, float* c,
                                  std::int64_t c_stride, std::int64_t columns,
-                                 const float* factors) {
-#define ROWS(count)                                                                             \
-  case count:                                                                                   \
-    return multiply_columns<count>(a, a_stride, b, b_stride, depth, c, c_stride, columns, factors)
+                                 const float* factors, std::ptrdiff_t ahead) {
+#define ROWS(count)                                                                          \
+  case count:                                                                                \
+    return multiply_columns<count>(a, a_stride, b, b_stride, depth, c, c_stride, columns,    \
+                                   factors, ahead)
   switch (rows) {
     ROWS(1);
     ROWS(2);
@@ -128,17 +129,21 @@ INLINE std::int64_t keys_seen(const PageAttention& work, std::int64_t row) {
 
 template <class T>
 TARGET static void attend_rows(const PageAttention& work, const T* keys, const T* values,
-                               std::int64_t first, int rows) {
+                               const void* next_keys, std::int64_t first, int rows) {
   const std::int64_t padded = padded_dim(work.head_dim);
   alignas(64) float scores[score_rows * page_tokens];
   float factors[score_rows];
   const int blocks = (rows + tile_rows - 1) / tile_rows;
+  const std::ptrdiff_t to_values = reinterpret_cast<const char*>(values) -
+                                   reinterpret_cast<const char*>(keys);
+  const std::ptrdiff_t to_next = static_cast<const char*>(next_keys) -
+                                 reinterpret_cast<const char*>(values);
   for (int b = 0; b < blocks; ++b) {
     const int begin = rows * b / blocks, count = rows * (b + 1) / blocks - begin;
     const std::int64_t seen = keys_seen(work, first + begin + count - 1);
     multiply_rows<T>(count, work.queries + (first + begin) * work.head_dim, work.head_dim, keys,
                      page_tokens, work.head_dim, scores + begin * page_tokens, page_tokens,
-                     (seen + width - 1) / width * width, nullptr);
+                     (seen + width - 1) / width * width, nullptr, to_values);
   }
   for (int r = 0; r < rows; ++r) {
     const std::int64_t row = first + r;
@@ -150,7 +155,8 @@ TARGET static void attend_rows(const PageAttention& work, const T* keys, const T
     // Later values may never have been written.
     const std::int64_t seen = keys_seen(work, first + begin + count - 1);
     multiply_rows<T>(count, scores + begin * page_tokens, page_tokens, values, padded, seen,
-                     work.state.out + (first + begin) * padded, padded, padded, factors + begin);
+                     work.state.out + (first + begin) * padded, padded, padded, factors + begin,
+                     to_next);
   }
 }
 
@@ -164,20 +170,26 @@ TARGET static void attend_page(const PageAttention& work) {
     const std::int64_t key_count = page_tokens * work.head_dim;
     const std::int64_t value_count = page_tokens * padded_dim(work.head_dim);
     float* wide_values = work.wide + value_count;
-    for (std::int64_t i = 0; i < key_count; i += width) store(work.wide + i, load_floats(keys + i));
+    const T* next_keys = static_cast<const T*>(work.next_keys);
+    for (std::int64_t i = 0; i < key_count; i += width) {
+      __builtin_prefetch(values + i);
+      store(work.wide + i, load_floats(keys + i));
+    }
     for (std::int64_t i = 0; i < value_count; i += width) {
+      __builtin_prefetch(next_keys + i);
       store(wide_values + i, load_floats(values + i));
     }
     for (std::int64_t row = hidden; row < work.rows; row += score_rows) {
       const std::int64_t left = work.rows - row;
-      attend_rows<float>(work, work.wide, wide_values, row,
+      attend_rows<float>(work, work.wide, wide_values, work.wide, row,
                          int(left < score_rows ? left : score_rows));
     }
     return;
   }
   for (std::int64_t row = hidden; row < work.rows; row += score_rows) {
     const std::int64_t left = work.rows - row;
-    attend_rows<T>(work, keys, values, row, int(left < score_rows ? left : score_rows));
+    attend_rows<T>(work, keys, values, work.next_keys, row,
+                   int(left < score_rows ? left : score_rows));
   }
 }
 
