@@ -15,7 +15,8 @@
 //   void store_sums<R>(const Sums* by_row, int32* out)
 //
 // Rows lie one behind another, so a stretch of rows is one stream. The hardware does not fetch it far
-// enough ahead: every line is asked for prefetch_bytes early.
+// enough ahead: every line is asked for prefetch_bytes early, in the order of their addresses and not in
+// that of their use, which jumps between the rows that are multiplied together.
 
 constexpr std::int64_t prefetch_bytes = 8192;
 
@@ -93,7 +94,7 @@ INLINE void dot_blocks(const Matrix& matrix, const std::uint8_t* row, const std:
           const std::uint8_t* bytes =
               row + r * matrix.row_stride + b * block_bytes + v * VECTOR_BYTES;
           block[r] = load_bytes(bytes);
-          if (v == 0) prefetch(bytes);
+          if (v == 0) prefetch(row + (b * R + r) * block_bytes);
         }
         UNROLL for (int p = 0; p < Planes::count; ++p) {
           const std::int64_t column = b * block_weights + p * block_bytes + v * VECTOR_BYTES;
@@ -131,7 +132,7 @@ INLINE void dot_fractions(const Matrix& matrix, const std::uint8_t* row, const s
           const std::uint8_t* bytes =
               row + r * matrix.row_stride + b * block_bytes + v * VECTOR_BYTES;
           fractions[r] = load_bytes(bytes);
-          if (v == 0) prefetch(bytes);
+          if (v == 0) prefetch(row + (b * R + r) * block_bytes);
         }
         UNROLL for (int p = 0; p < B3Planes::count; ++p) {
           const Bytes xs = load_bytes(x + b * block_weights + p * block_bytes + v * VECTOR_BYTES);
@@ -165,6 +166,7 @@ INLINE void dot_planes(const Matrix& matrix, const std::uint8_t* row, const std:
     UNROLL for (int r = 0; r < R; ++r) {
       block[r] =
           load_bytes(row + r * matrix.row_stride + blocks * block_bytes + v * VECTOR_BYTES);
+      if (v == 0) prefetch(row + (blocks * R + r) * block_bytes);
     }
     for (int p = 0; p < Planes::count; ++p) {
       // Bytes behind the block are no weights, and the last weights of the block may be padding.
@@ -219,8 +221,8 @@ INLINE void dot_bitmap(const Matrix& matrix, const std::uint8_t* row, const std:
     const std::int64_t end = chunks - c < most ? chunks : c + most;
     for (; c + together <= end; c += together) {
       // Four records take at most 64 bytes: a line for each four reaches the end of the row.
-      UNROLL for (int r = 0; r < R; ++r) prefetch(line + r * row_stride);
-      line += 64;
+      UNROLL for (int r = 0; r < R; ++r) prefetch(line + r * block_bytes);
+      line += R * block_bytes;
       UNROLL for (int i = 0; i < together; ++i) {
         dot_records<R, T>(record + i * record_bytes, row_stride, sign_bytes, x,
                           (c + i) * chunk_weights, a);
@@ -239,7 +241,7 @@ INLINE void dot_int8_rows(const Matrix& matrix, const std::uint8_t* row,
                           const std::int8_t* const* x, Accumulators<R, T>& a) {
   // Whatever lies behind a row meets activations of zero.
   for (std::int64_t c = 0; c < matrix.columns; c += block_bytes) {
-    UNROLL for (int r = 0; r < R; ++r) prefetch(row + r * matrix.row_stride + c);
+    UNROLL for (int r = 0; r < R; ++r) prefetch(row + c * R + r * block_bytes);
     UNROLL for (int v = 0; v < block_vectors; ++v) {
       const std::int64_t column = c + v * VECTOR_BYTES;
       Bytes weights[R];
