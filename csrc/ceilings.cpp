@@ -113,88 +113,59 @@ void float32_generic(std::int64_t count) {
 // Enough independent sums to cover the latency of two instructions a cycle.
 constexpr int sums_per_loop = 12;
 
+// A loop over `sums_per_loop` sums of type Vector, each of which becomes `step` of `sum`, `a` and `b`.
+// `a` is opaque too, or what a step computes of `a` and `b` alone would be computed once.
+#define LOOP(TARGET, name, Vector, broadcast, a_value, b_value, step)     \
+  TARGET void name(std::int64_t count) {                                  \
+    Vector sums[sums_per_loop] = {};                                      \
+    auto a = broadcast(a_value);                                          \
+    const auto b = broadcast(b_value);                                    \
+    for (std::int64_t n = 0; n < count; ++n) {                            \
+      _Pragma("GCC unroll 12")                                            \
+      for (int i = 0; i < sums_per_loop; ++i) {                           \
+        Vector sum = sums[i];                                             \
+        OPAQUE(a);                                                        \
+        OPAQUE(sum);                                                      \
+        sums[i] = step;                                                   \
+      }                                                                   \
+    }                                                                     \
+    KEEP(sums);                                                           \
+  }
+
 #if defined(__x86_64__)
 
 #define AVX2 __attribute__((target("avx2,fma")))
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni")))
 
-AVX2 void read_avx2(const std::uint8_t* data, std::int64_t bytes, int prefetch_bytes) {
-  const std::int64_t quarter = bytes / streams;
-  __m256i sums[streams] = {};
-  for (std::int64_t i = 0; i < quarter; i += 64) {
-#pragma GCC unroll 4
-    for (int s = 0; s < streams; ++s) {
-      const std::uint8_t* at = data + s * quarter + i;
-      if (prefetch_bytes) _mm_prefetch(reinterpret_cast<const char*>(at + prefetch_bytes), _MM_HINT_T0);
-      sums[s] = _mm256_xor_si256(sums[s], _mm256_load_si256(reinterpret_cast<const __m256i*>(at)));
-      sums[s] = _mm256_xor_si256(sums[s], _mm256_load_si256(reinterpret_cast<const __m256i*>(at + 32)));
-    }
+// A ReadPiece whose loads are vectors of the given type.
+#define READ(TARGET, name, Vector)                                                              \
+  TARGET void name(const std::uint8_t* data, std::int64_t bytes, int prefetch_bytes) {          \
+    const std::int64_t quarter = bytes / streams;                                               \
+    Vector sums[streams] = {};                                                                  \
+    for (std::int64_t i = 0; i < quarter; i += 64) {                                            \
+      _Pragma("GCC unroll 4")                                                                   \
+      for (int s = 0; s < streams; ++s) {                                                       \
+        const std::uint8_t* at = data + s * quarter + i;                                        \
+        if (prefetch_bytes) {                                                                   \
+          _mm_prefetch(reinterpret_cast<const char*>(at + prefetch_bytes), _MM_HINT_T0);        \
+        }                                                                                       \
+        _Pragma("GCC unroll 2")                                                                 \
+        for (unsigned j = 0; j < 64; j += sizeof(Vector)) {                                     \
+          sums[s] ^= *reinterpret_cast<const Vector*>(at + j);                                  \
+        }                                                                                       \
+      }                                                                                         \
+    }                                                                                           \
+    KEEP(sums);                                                                                 \
   }
-  KEEP(sums);
-}
 
-AVX512 void read_avx512(const std::uint8_t* data, std::int64_t bytes, int prefetch_bytes) {
-  const std::int64_t quarter = bytes / streams;
-  __m512i sums[streams] = {};
-  for (std::int64_t i = 0; i < quarter; i += 64) {
-#pragma GCC unroll 4
-    for (int s = 0; s < streams; ++s) {
-      const std::uint8_t* at = data + s * quarter + i;
-      if (prefetch_bytes) _mm_prefetch(reinterpret_cast<const char*>(at + prefetch_bytes), _MM_HINT_T0);
-      sums[s] = _mm512_xor_si512(sums[s], _mm512_load_si512(at));
-    }
-  }
-  KEEP(sums);
-}
+READ(AVX2, read_avx2, __m256i)
+READ(AVX512, read_avx512, __m512i)
 
-AVX512 void int8_avx512vnni(std::int64_t count) {
-  __m512i sums[sums_per_loop] = {}, a = _mm512_set1_epi8(1), b = _mm512_set1_epi8(3);
-  for (std::int64_t n = 0; n < count; ++n) {
-#pragma GCC unroll 12
-    for (int i = 0; i < sums_per_loop; ++i) {
-      OPAQUE(sums[i]);
-      sums[i] = _mm512_dpbusd_epi32(sums[i], a, b);
-    }
-  }
-  KEEP(sums);
-}
-
-AVX512 void float32_avx512(std::int64_t count) {
-  __m512 sums[sums_per_loop] = {}, a = _mm512_set1_ps(0.5f), b = _mm512_set1_ps(0.25f);
-  for (std::int64_t n = 0; n < count; ++n) {
-#pragma GCC unroll 12
-    for (int i = 0; i < sums_per_loop; ++i) {
-      OPAQUE(sums[i]);
-      sums[i] = _mm512_fmadd_ps(sums[i], a, b);
-    }
-  }
-  KEEP(sums);
-}
-
-AVX2 void int8_avx2(std::int64_t count) {
-  __m256i sums[sums_per_loop] = {}, a = _mm256_set1_epi8(1), b = _mm256_set1_epi8(3);
-  for (std::int64_t n = 0; n < count; ++n) {
-#pragma GCC unroll 12
-    for (int i = 0; i < sums_per_loop; ++i) {
-      OPAQUE(a);
-      OPAQUE(sums[i]);
-      sums[i] = _mm256_add_epi16(sums[i], _mm256_maddubs_epi16(a, b));
-    }
-  }
-  KEEP(sums);
-}
-
-AVX2 void float32_avx2(std::int64_t count) {
-  __m256 sums[sums_per_loop] = {}, a = _mm256_set1_ps(0.5f), b = _mm256_set1_ps(0.25f);
-  for (std::int64_t n = 0; n < count; ++n) {
-#pragma GCC unroll 12
-    for (int i = 0; i < sums_per_loop; ++i) {
-      OPAQUE(sums[i]);
-      sums[i] = _mm256_fmadd_ps(sums[i], a, b);
-    }
-  }
-  KEEP(sums);
-}
+LOOP(AVX512, int8_avx512vnni, __m512i, _mm512_set1_epi8, 1, 3, _mm512_dpbusd_epi32(sum, a, b))
+LOOP(AVX512, float32_avx512, __m512, _mm512_set1_ps, 0.5f, 0.25f, _mm512_fmadd_ps(sum, a, b))
+LOOP(AVX2, int8_avx2, __m256i, _mm256_set1_epi8, 1, 3,
+     _mm256_add_epi16(sum, _mm256_maddubs_epi16(a, b)))
+LOOP(AVX2, float32_avx2, __m256, _mm256_set1_ps, 0.5f, 0.25f, _mm256_fmadd_ps(sum, a, b))
 
 bool has_avx512vnni() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -211,31 +182,14 @@ bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_support
 #define DOTPROD __attribute__((target("arch=armv8.2-a+dotprod")))
 #endif
 
-DOTPROD void int8_neon(std::int64_t count) {
-  int32x4_t sums[sums_per_loop] = {};
-  const int8x16_t a = vdupq_n_s8(1), b = vdupq_n_s8(3);
-  for (std::int64_t n = 0; n < count; ++n) {
-#pragma GCC unroll 12
-    for (int i = 0; i < sums_per_loop; ++i) {
-      // Some compilers declare vdotq_s32 only where the whole file is compiled for it.
-      __asm__("sdot %0.4s, %1.16b, %2.16b" : "+w"(sums[i]) : "w"(a), "w"(b));
-    }
-  }
-  KEEP(sums);
+DOTPROD int32x4_t dot(int32x4_t sum, int8x16_t a, int8x16_t b) {
+  // Some compilers declare vdotq_s32 only where the whole file is compiled for it.
+  __asm__("sdot %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(a), "w"(b));
+  return sum;
 }
 
-void float32_neon(std::int64_t count) {
-  float32x4_t sums[sums_per_loop] = {};
-  const float32x4_t a = vdupq_n_f32(0.5f), b = vdupq_n_f32(0.25f);
-  for (std::int64_t n = 0; n < count; ++n) {
-#pragma GCC unroll 12
-    for (int i = 0; i < sums_per_loop; ++i) {
-      OPAQUE(sums[i]);
-      sums[i] = vfmaq_f32(b, sums[i], a);
-    }
-  }
-  KEEP(sums);
-}
+LOOP(DOTPROD, int8_neon, int32x4_t, vdupq_n_s8, 1, 3, dot(sum, a, b))
+LOOP(DOTPROD, float32_neon, float32x4_t, vdupq_n_f32, 0.5f, 0.25f, vfmaq_f32(b, sum, a))
 
 bool has_dotprod() {
 #if defined(__linux__)
@@ -247,33 +201,45 @@ bool has_dotprod() {
 
 #endif
 
-ReadPiece widest_read() {
-#if defined(__x86_64__)
-  if (has_avx512vnni()) return read_avx512;
-  if (has_avx2()) return read_avx2;
-#endif
-  return read_generic;
-}
-
-struct Loops {
+struct Isa {
+  const char* name;
+  bool (*is_there)();
+  ReadPiece read;
   Loop int8, float32;
 };
 
-Loops loops_of(const std::string& isa) {
+// Both loops of an instruction set with registers of so many bytes.
+constexpr Loop of_bytes(int bytes, void (*run)(std::int64_t)) {
+  return {run, sums_per_loop * bytes * 2};
+}
+constexpr Loop of_floats(int bytes, void (*run)(std::int64_t)) {
+  return {run, sums_per_loop * bytes / 4 * 2};
+}
+
+// Widest first.
+constexpr Isa isas[] = {
 #if defined(__x86_64__)
-  if (isa == "avx512vnni" && has_avx512vnni()) {
-    return {{int8_avx512vnni, sums_per_loop * 64 * 2}, {float32_avx512, sums_per_loop * 16 * 2}};
-  }
-  if (isa == "avx2" && has_avx2()) {
-    return {{int8_avx2, sums_per_loop * 32 * 2}, {float32_avx2, sums_per_loop * 8 * 2}};
-  }
+    {"avx512vnni", has_avx512vnni, read_avx512, of_bytes(64, int8_avx512vnni),
+     of_floats(64, float32_avx512)},
+    {"avx2", has_avx2, read_avx2, of_bytes(32, int8_avx2), of_floats(32, float32_avx2)},
 #elif defined(__aarch64__)
-  if (isa == "neon" && has_dotprod()) {
-    return {{int8_neon, sums_per_loop * 16 * 2}, {float32_neon, sums_per_loop * 4 * 2}};
-  }
+    {"neon", has_dotprod, read_generic, of_bytes(16, int8_neon), of_floats(16, float32_neon)},
 #endif
-  if (isa == "generic") return {{int8_generic, generic_lanes * 2}, {float32_generic, 64 * 2}};
-  throw std::invalid_argument("no ceiling is known for instruction set " + isa + " on this machine");
+    {"generic", [] { return true; }, read_generic, {int8_generic, generic_lanes * 2},
+     {float32_generic, 64 * 2}},
+};
+
+const Isa& isa_of(const std::string& name) {
+  for (const Isa& isa : isas) {
+    if (name == isa.name && isa.is_there()) return isa;
+  }
+  throw std::invalid_argument("no ceiling is known for instruction set " + name + " on this machine");
+}
+
+ReadPiece widest_read() {
+  const Isa* isa = isas;
+  while (!isa->is_there()) ++isa;
+  return isa->read;
 }
 
 double rate(ThreadPool& pool, const Loop& loop, double seconds) {
@@ -331,11 +297,11 @@ double read_rate(ThreadPool& pool, const ReadBuffer& buffer, int prefetch_bytes)
 }
 
 double int8_rate(ThreadPool& pool, const std::string& isa, double seconds) {
-  return rate(pool, loops_of(isa).int8, seconds);
+  return rate(pool, isa_of(isa).int8, seconds);
 }
 
 double float32_rate(ThreadPool& pool, const std::string& isa, double seconds) {
-  return rate(pool, loops_of(isa).float32, seconds);
+  return rate(pool, isa_of(isa).float32, seconds);
 }
 
 }  // namespace sparse_bitnet

@@ -80,8 +80,8 @@ struct Product {
 
 // y[t, r] = float(sum over c of code[r, c] * x_code[t, c]) * (x_scale[t] * scale) + bias[r], each
 // operation rounded to float32 in that order (so PyTorch's reference has the same bits).
-// int8: float(dot) as above with scale = scales[r], where dot is taken in float32 as
-//   (float(dot(w, codes)) + float(dot(w, fine)) / 128) if there is `fine`.
+// int8: the same with scale = scales[r], and if there is `fine` with
+//   float(128 * dot(w, codes) + dot(w, fine)) / 128, rounded once, in place of float(dot).
 // int4: sum over groups, in ascending order in float32, of float(dot in the group, as for int8) *
 //   scales[r, g], then * x_scale[t], + bias.
 void matmul(const MatmulKernels& kernels, ThreadPool& pool, const Activations& x,

@@ -177,14 +177,30 @@ INLINE float sum_lanes(const Floats& v) {
   return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
 }
 
+constexpr bool has_wide_tiles = true;
+INLINE Sums dot_pairs(const Sums& sums, const Bytes& weights, const Bytes& x) {
+  return sums + bit_cast<Sums>(_mm256_madd_epi16(bits(weights), bits(x)));
+}
+INLINE void widen_words(const Bytes& words, Bytes* first, Bytes* second) {
+  // Each byte to the high half of 16 bits; what comes into the low half is shifted out.
+  const __m256i to_first = _mm256_set_epi8(13, 12, 12, 12, 9, 8, 8, 8, 5, 4, 4, 4, 1, 0, 0, 0, 13, 12,
+                                           12, 12, 9, 8, 8, 8, 5, 4, 4, 4, 1, 0, 0, 0);
+  const __m256i to_second = _mm256_set_epi8(15, 14, 14, 14, 11, 10, 10, 10, 7, 6, 6, 6, 3, 2, 2, 2, 15,
+                                            14, 14, 14, 11, 10, 10, 10, 7, 6, 6, 6, 3, 2, 2, 2);
+  const __m256i low = _mm256_shuffle_epi8(bits(words), to_first);
+  const __m256i high = _mm256_shuffle_epi8(bits(words), to_second);
+  *first = bit_cast<Bytes>(_mm256_srai_epi16(low, 8));
+  *second = bit_cast<Bytes>(_mm256_srai_epi16(high, 8));
+}
+
 #include "matmul_edges.h"
 #include "matmul_rows.h"
 #include "matmul_tiles.h"
 #include "matmul_int4.h"
+#include "matmul_wide.h"
 
-// Unsigned int8 weights would overflow the 16 bits, so these never go through tiles.
-INLINE std::int64_t tile_from(WeightFormat format, bool) {
-  return format == WeightFormat::int8 ? std::int64_t(1) << 62 : 24;
+INLINE std::int64_t tile_from(WeightFormat format) {
+  return format == WeightFormat::int8 ? 6 : 4;
 }
 
 #include "matmul_multiply.h"

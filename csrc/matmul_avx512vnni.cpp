@@ -194,19 +194,27 @@ INLINE float sum_lanes(const Floats& v) { return _mm512_reduce_add_ps(bit_cast<_
 #include "matmul_tiles.h"
 #include "matmul_int4.h"
 
-// Where decoding along the rows costs little, a tile pays off late.
-INLINE std::int64_t tile_from(WeightFormat format, bool) {
+// Where decoding along the rows costs little, a tile pays off late. 16-bit products would take int8 and
+// int4 no faster than 8-bit ones do.
+INLINE std::int64_t tile_from(WeightFormat format) {
   switch (format) {
     case WeightFormat::i2:
-      return 64;
-    case WeightFormat::int8:
-      return 96;
-    case WeightFormat::int4:
-      return 10;
-    default:
       return 24;
+    case WeightFormat::b3:
+      return 8;
+    case WeightFormat::nm_bitmap:
+      return 16;
+    case WeightFormat::int8:
+      return 64;
+    case WeightFormat::int4:
+      return 6;
   }
+  return 1;
 }
+
+constexpr bool has_wide_tiles = false;
+[[maybe_unused]] INLINE void wide_piece(const Matrix&, std::int64_t, std::int64_t,
+                                        const Activations&, MatmulScratch&) {}
 
 #include "matmul_multiply.h"
 #include "matmul_table.h"

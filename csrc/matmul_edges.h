@@ -78,7 +78,8 @@ TARGET static void finish_ternary(const Activations& x, const Product& product, 
   }
 }
 
-// The same for int8 rows. With `fine` there are two rows of dots a token.
+// The same for int8 rows. With `fine` there are two rows of dots a token, and only 128 times the first
+// plus the second means something: kernels may split the sum as they like.
 TARGET static void finish_int8(const Activations& x, const Product& product, std::int64_t begin,
                                std::int64_t end, const std::int32_t* dots, std::int64_t row_step,
                                std::int32_t offset) {
@@ -93,8 +94,8 @@ TARGET static void finish_int8(const Activations& x, const Product& product, std
       const std::int32_t* fine_dot = dot + row_step;
       const std::int32_t fine_excess = offset * x.fine_sums[t];
       for (std::int64_t r = 0; r < rows; ++r) {
-        const float fine = float(fine_dot[r] - fine_excess) * (1.0f / 128.0f);
-        y[r] = (float(dot[r] - excess) + fine) * (scale * scales[r]);
+        const double both = double(dot[r] - excess) * 128.0 + double(fine_dot[r] - fine_excess);
+        y[r] = float(both) * (1.0f / 128.0f) * (scale * scales[r]);
       }
     } else {
       for (std::int64_t r = 0; r < rows; ++r) {

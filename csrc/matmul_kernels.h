@@ -14,20 +14,27 @@ constexpr std::int64_t max_tokens_a_call = 512;
 constexpr std::int64_t max_rows_a_call = 64;
 
 // Columns unpacked at a time, whole blocks of the format: a tile of 32 rows, and the activations of the
-// tokens that it meets, then fit into 48 KiB of cache.
-constexpr std::int64_t max_column_block = 1024;
+// tokens that it meets, then fit into the first cache.
+constexpr std::int64_t max_column_block = 512;
 constexpr std::int64_t column_block(WeightFormat format) {
-  return format == WeightFormat::b3 ? 3 * packed::b3_block_weights : max_column_block;
+  return format == WeightFormat::b3 ? packed::b3_block_weights : max_column_block;
 }
 constexpr std::int64_t max_tile_rows = 32;
 
-// Memory of one thread, of any content: weights unpacked to a tile, their scales where they are int4,
-// and sums.
+// The same where weights are unpacked to 16 bits: all rows of a piece at once, for these tokens.
+constexpr std::int64_t wide_column_block = 256;
+constexpr std::int64_t max_wide_tokens = 4;
+
+// Memory of one thread, of any content: weights unpacked to tiles, their scales where they are int4,
+// activations in 16 bits, and sums.
 struct MatmulScratch {
-  alignas(64) std::uint8_t tile[max_tile_rows * max_column_block];
-  alignas(64) float scales[max_tile_rows * (max_column_block / int4_group)];
+  alignas(64) std::uint8_t tile[max_rows_a_call * wide_column_block * 2];
+  alignas(64) float scales[max_rows_a_call * (wide_column_block / int4_group)];
+  alignas(64) std::int16_t activations[max_wide_tokens * wide_column_block];
   alignas(64) std::int32_t dots[2 * max_tokens_a_call * max_rows_a_call];
 };
+static_assert(sizeof MatmulScratch::tile >= max_tile_rows * max_column_block);
+static_assert(sizeof MatmulScratch::scales >= max_tile_rows * max_column_block / int4_group * 4);
 
 // One thread each. `x` holds at most max_tokens_a_call tokens.
 struct MatmulKernels {

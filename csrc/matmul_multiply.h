@@ -1,6 +1,7 @@
 // MatmulKernels::multiply: rows for few tokens, tiles for many. Included once per instruction set,
-// inside its namespace, after matmul_edges.h and matmul_int4.h. `tile_from(format)` is the count of
-// tokens from which on tiles are faster.
+// inside its namespace, after matmul_edges.h, matmul_int4.h and:
+//   tile_from(format)   the count of tokens from which on tiles are faster
+//   has_wide_tiles; wide_piece(...)   int8 and int4 go through the tiles of matmul_wide.h
 
 // The integer sums of a piece: dots [tokens, max_rows_a_call], of codes and fine in turn where `fine`.
 template <WeightFormat FORMAT>
@@ -20,33 +21,55 @@ TARGET static void row_dots(const Matrix& matrix, std::int64_t begin, std::int64
   }
 }
 
-// BODY(T) for groups of tile_tokens, of 4 and of single tokens, the first of which is `t`.
-#define FOR_TOKEN_GROUPS(TOKENS, BODY)                                        \
-  {                                                                           \
-    std::int64_t t = 0;                                                       \
-    for (; t + tile_tokens <= (TOKENS); t += tile_tokens) BODY(tile_tokens);  \
-    for (; t + 4 <= (TOKENS); t += 4) BODY(4);                                \
-    for (; t < (TOKENS); ++t) BODY(1);                                        \
-  }
-
 TARGET static void unpack_tile(const Matrix& matrix, std::int64_t begin, std::int64_t end,
-                               std::int64_t column, std::int64_t count, std::uint8_t* tile) {
+                               std::int64_t column, std::int64_t count, std::int64_t to_next,
+                               std::uint8_t* tile) {
   for (std::int64_t r = begin; r < end; r += row_lanes) {
     const std::int64_t last = r + row_lanes < end ? r + row_lanes : end;
-    unpack_rows(matrix, r, last, column, count, tile + 4 * (r - begin));
+    unpack_rows(matrix, r, last, column, count, to_next, tile + 4 * (r - begin));
   }
 }
 
-// The integer sums of a piece, as of row_dots.
+// Bytes of a row in front of `column`, a multiple of column_block.
+INLINE std::int64_t bytes_before(const Matrix& matrix, std::int64_t column) {
+  switch (matrix.format) {
+    case WeightFormat::i2:
+      return column / 4;
+    case WeightFormat::b3:
+      return column / 5;
+    case WeightFormat::nm_bitmap:
+      return column / packed::nm_bitmap_chunk_weights *
+             (packed::nm_bitmap_sign_bytes(matrix.pattern) + 8);
+    case WeightFormat::int8:
+      return column;
+    case WeightFormat::int4:
+      return column / 2;
+  }
+  return 0;
+}
+
+// Bytes from where the tile of row r and column c comes from to where the one after it does: rows of
+// the piece, then columns, then the next piece.
+INLINE std::int64_t to_next_tile(const Matrix& matrix, std::int64_t begin, std::int64_t end,
+                                 std::int64_t r, std::int64_t c) {
+  if (r + tile_rows < end) return tile_rows * matrix.row_stride;
+  const std::int64_t next = c + column_block(matrix.format);
+  if (next >= matrix.columns) return tile_rows * matrix.row_stride - bytes_before(matrix, c);
+  return bytes_before(matrix, next) - bytes_before(matrix, c) - (r - begin) * matrix.row_stride;
+}
+
+// The integer sums of a piece, as of row_dots. Columns outside, so that activations that do not fit into
+// a cache are fetched once for all rows of the piece.
 TARGET static void tile_piece(const Matrix& matrix, std::int64_t begin, std::int64_t end,
                               const Activations& x, bool fine, MatmulScratch& scratch) {
   const std::int64_t block = column_block(matrix.format);
   const std::int64_t step = max_rows_a_call * (fine ? 2 : 1);
-  for (std::int64_t r = begin; r < end; r += tile_rows) {
-    for (std::int64_t c = 0; c < matrix.columns; c += block) {
-      const std::int64_t count = matrix.columns - c < block ? matrix.columns - c : block;
-      const std::int64_t words = packed::divide_up(count, 4);
-      unpack_tile(matrix, r, r + tile_rows < end ? r + tile_rows : end, c, count, scratch.tile);
+  for (std::int64_t c = 0; c < matrix.columns; c += block) {
+    const std::int64_t count = matrix.columns - c < block ? matrix.columns - c : block;
+    const std::int64_t words = packed::divide_up(count, 4);
+    for (std::int64_t r = begin; r < end; r += tile_rows) {
+      unpack_tile(matrix, r, r + tile_rows < end ? r + tile_rows : end, c, count,
+                  to_next_tile(matrix, begin, end, r, c), scratch.tile);
 #define TILE_DOTS(T)                                                                              \
   {                                                                                               \
     const std::int64_t at = t * x.stride + c;                                                     \
@@ -70,12 +93,12 @@ TARGET static void int4_tile_piece(const Matrix& matrix, std::int64_t begin, std
   const std::int64_t groups = packed::divide_up(matrix.columns, int4_group);
   const std::int64_t sums_step = groups * (x.fine ? 2 : 1);
   float* sums = reinterpret_cast<float*>(scratch.dots);
-  for (std::int64_t r = begin; r < end; r += tile_rows) {
-    const std::int64_t last = r + tile_rows < end ? r + tile_rows : end;
-    for (std::int64_t c = 0; c < matrix.columns; c += block) {
-      const std::int64_t count = matrix.columns - c < block ? matrix.columns - c : block;
-      const std::int64_t first_group = c / int4_group, here = packed::divide_up(count, int4_group);
-      unpack_tile(matrix, r, last, c, count, scratch.tile);
+  for (std::int64_t c = 0; c < matrix.columns; c += block) {
+    const std::int64_t count = matrix.columns - c < block ? matrix.columns - c : block;
+    const std::int64_t first_group = c / int4_group, here = packed::divide_up(count, int4_group);
+    for (std::int64_t r = begin; r < end; r += tile_rows) {
+      const std::int64_t last = r + tile_rows < end ? r + tile_rows : end;
+      unpack_tile(matrix, r, last, c, count, to_next_tile(matrix, begin, end, r, c), scratch.tile);
       for (std::int64_t i = 0; i < tile_rows; ++i) {
         const float* from = matrix.scales + (r + i < last ? r + i : r) * groups + first_group;
         for (std::int64_t g = 0; g < here; ++g) scratch.scales[g * tile_rows + i] = from[g];
@@ -99,10 +122,12 @@ TARGET static void multiply(const Activations& x, const std::int32_t* group_sums
                             MatmulScratch& scratch) {
   const Matrix& matrix = *product.matrix;
   const WeightFormat format = matrix.format;
-  const bool tiles = x.tokens >= tile_from(format, x.fine != nullptr);
+  const bool tiles = x.tokens >= tile_from(format);
   if (format == WeightFormat::int4) {
     float* sums = reinterpret_cast<float*>(scratch.dots);
-    if (tiles) {
+    if (tiles && has_wide_tiles) {
+      wide_piece(matrix, begin, end, x, scratch);
+    } else if (tiles) {
       int4_tile_piece(matrix, begin, end, x, group_sums, scratch);
     } else {
       for (std::int64_t r = begin; r < end; r += int4_rows_together) {
@@ -114,7 +139,10 @@ TARGET static void multiply(const Activations& x, const std::int32_t* group_sums
   }
   const bool fine = x.fine && format == WeightFormat::int8;
   std::int32_t* dots = scratch.dots;
-  if (tiles) {
+  const bool wide = tiles && has_wide_tiles && format == WeightFormat::int8;
+  if (wide) {
+    wide_piece(matrix, begin, end, x, scratch);
+  } else if (tiles) {
     tile_piece(matrix, begin, end, x, fine, scratch);
   } else if (format == WeightFormat::i2) {
     row_dots<WeightFormat::i2>(matrix, begin, end, x, false, dots);
@@ -126,7 +154,7 @@ TARGET static void multiply(const Activations& x, const std::int32_t* group_sums
     row_dots<WeightFormat::int8>(matrix, begin, end, x, fine, dots);
   }
   if (format == WeightFormat::int8) {
-    const std::int32_t offset = tiles ? 128 : int8_offset;
+    const std::int32_t offset = wide ? 0 : tiles ? 128 : int8_offset;
     finish_int8(x, product, begin, end, dots, max_rows_a_call, offset);
   } else {
     finish_ternary(x, product, begin, end, dots, max_rows_a_call, 1);

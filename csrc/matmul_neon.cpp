@@ -43,7 +43,9 @@ INLINE Sums dot_codes(Sums sums, const Bytes& codes, const Bytes& x) {
 }
 // Unsigned bytes times signed ones would take another extension: never called.
 constexpr bool has_dot_bytes = false;
-INLINE Sums dot_bytes(const Sums& sums, const Bytes&, const Bytes&) { return sums; }
+[[maybe_unused]] INLINE Sums dot_bytes(const Sums& sums, const Bytes&, const Bytes&) {
+  return sums;
+}
 INLINE Sums widen(const Sums& sums, const Sums& more) { return sums + more; }
 
 // Only tiles need them, which never hold int8 here.
@@ -191,7 +193,7 @@ INLINE float sum_lanes(const Floats& v) { return (v[0] + v[2]) + (v[1] + v[3]); 
 
 // Rows are decoded once for tokens_together tokens, so tiles pay off where decoding is dear. Tiles of
 // int8 would be unsigned.
-INLINE std::int64_t tile_from(WeightFormat format, bool) {
+INLINE std::int64_t tile_from(WeightFormat format) {
   switch (format) {
     case WeightFormat::i2:
       return 32;
@@ -203,6 +205,10 @@ INLINE std::int64_t tile_from(WeightFormat format, bool) {
       return 16;
   }
 }
+
+constexpr bool has_wide_tiles = false;
+[[maybe_unused]] INLINE void wide_piece(const Matrix&, std::int64_t, std::int64_t,
+                                        const Activations&, MatmulScratch&) {}
 
 #include "matmul_multiply.h"
 #include "matmul_table.h"

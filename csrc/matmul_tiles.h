@@ -17,10 +17,18 @@ constexpr int tile_rows = tile_vectors * row_lanes;
 // The rows of one vector of a tile; where the matrix ends, its last row over and over.
 struct RowPointers {
   const std::uint8_t* at[row_lanes];
+  std::int64_t to_next;  // bytes from here to where the tile after this one comes from
 };
 
-INLINE RowPointers row_pointers(const Matrix& matrix, std::int64_t begin, std::int64_t end) {
+// The next tile is asked for while this one is unpacked, to arrive while this one is multiplied.
+INLINE void prefetch_next(const RowPointers& rows, int row, std::int64_t offset) {
+  __builtin_prefetch(rows.at[row] + offset + rows.to_next, 0, 3);
+}
+
+INLINE RowPointers row_pointers(const Matrix& matrix, std::int64_t begin, std::int64_t end,
+                                std::int64_t to_next) {
   RowPointers rows;
+  rows.to_next = to_next;
   for (std::int64_t i = 0; i < row_lanes; ++i) {
     rows.at[i] = matrix.data + (begin + i < end ? begin + i : end - 1) * matrix.row_stride;
   }
@@ -35,7 +43,7 @@ INLINE void store_word(std::uint8_t* tile, std::int64_t column, const Bytes& wei
 INLINE void load_square(const RowPointers& rows, std::int64_t offset, Bytes* square) {
   UNROLL for (int i = 0; i < row_lanes; ++i) square[i] = load_bytes(rows.at[i] + offset);
   if (offset % block_bytes == 0) {
-    UNROLL for (int i = 0; i < row_lanes; ++i) prefetch(rows.at[i] + offset);
+    UNROLL for (int i = 0; i < row_lanes; ++i) prefetch_next(rows, i, offset);
   }
   transpose_words(square);
 }
@@ -92,7 +100,7 @@ INLINE void unpack_bitmap(const Matrix& matrix, const RowPointers& rows, std::in
     Bytes square[block_vectors][row_lanes];
     UNROLL for (int i = 0; i < row_lanes; ++i) {
       const std::uint8_t* signs = rows.at[i] + record;
-      prefetch(signs);
+      prefetch_next(rows, i, record);
       const Bitmap bitmap = load_bitmap(signs, signs + sign_bytes);
       UNROLL for (int v = 0; v < block_vectors; ++v) square[v][i] = bitmap_codes(bitmap, v);
     }
@@ -132,11 +140,12 @@ INLINE void unpack_int4(const RowPointers& rows, std::int64_t begin, std::int64_
 
 // Columns [column, column + count) of rows [begin, end), at most row_lanes, as one vector of a tile:
 // weights plus 1, 128 or 8, by format. May write up to 64 columns more, within max_column_block.
-// `column` is a multiple of column_block.
+// `column` is a multiple of column_block; to_next as of RowPointers.
 TARGET __attribute__((noinline)) static void unpack_rows(const Matrix& matrix, std::int64_t begin,
                                                          std::int64_t end, std::int64_t column,
-                                                         std::int64_t count, std::uint8_t* tile) {
-  const RowPointers rows = row_pointers(matrix, begin, end);
+                                                         std::int64_t count, std::int64_t to_next,
+                                                         std::uint8_t* tile) {
+  const RowPointers rows = row_pointers(matrix, begin, end, to_next);
   switch (matrix.format) {
     case WeightFormat::i2:
       unpack_planes<I2Planes>(rows, matrix.columns, column, count, tile);
@@ -196,3 +205,29 @@ TARGET static void tile_dots(const std::uint8_t* tile, const std::int8_t* x, std
     }
   }
 }
+
+// BODY(T) for groups of at most tile_tokens, as even as they get, the first token of which is `t`.
+#define ONE_TOKEN_GROUP(T, BODY)             \
+  case T:                                    \
+    if constexpr (T <= tile_tokens) BODY(T)  \
+    break;
+#define FOR_TOKEN_GROUPS(TOKENS, BODY)                                        \
+  for (std::int64_t t = 0, left = packed::divide_up(TOKENS, tile_tokens), size; left > 0; \
+       --left, t += size) {                                                   \
+    size = ((TOKENS) - t) / left;                                             \
+    switch (size) {                                                           \
+      ONE_TOKEN_GROUP(1, BODY)                                                \
+      ONE_TOKEN_GROUP(2, BODY)                                                \
+      ONE_TOKEN_GROUP(3, BODY)                                                \
+      ONE_TOKEN_GROUP(4, BODY)                                                \
+      ONE_TOKEN_GROUP(5, BODY)                                                \
+      ONE_TOKEN_GROUP(6, BODY)                                                \
+      ONE_TOKEN_GROUP(7, BODY)                                                \
+      ONE_TOKEN_GROUP(8, BODY)                                                \
+      ONE_TOKEN_GROUP(9, BODY)                                                \
+      ONE_TOKEN_GROUP(10, BODY)                                               \
+      ONE_TOKEN_GROUP(11, BODY)                                               \
+      ONE_TOKEN_GROUP(12, BODY)                                               \
+    }                                                                         \
+  }
+static_assert(tile_tokens <= 12);

@@ -4,10 +4,21 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <string>
+#include <utility>
 #include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 #include "checksum.h"
 #include "kernels.h"
+
+#define FLOAT_KERNELS "int4_table_kernels.h"
+#include "each_float_isa.h"
 
 namespace sparse_bitnet {
 namespace {
@@ -78,92 +89,21 @@ bool all_finite(const float* values, std::int64_t count) {
   return broken == 0;
 }
 
-constexpr int group = int4_group;
+// Quantises `groups` groups of 64 finite values; a scale and 32 bytes for each.
+using QuantizeInt4Row = void (*)(const float* values, std::int64_t groups, std::uint8_t* out,
+                                 float* scales);
 
-// The vectors of every instruction set's baseline; wider ones would be taken apart element by element.
-constexpr int lanes = 4, vectors = group / lanes;
-using Floats = float __attribute__((vector_size(lanes * sizeof(float))));
-
-struct Group {
-  Floats v[vectors];
-};
-
-float sum_of(const Floats& partial) {
-  return (partial[0] + partial[2]) + (partial[1] + partial[3]);
-}
-
-// The value of largest magnitude.
-float extreme_of(const Group& values) {
-  Floats largest = values.v[0], smallest = values.v[0];
-  for (int i = 1; i < vectors; ++i) {
-    largest = values.v[i] > largest ? values.v[i] : largest;
-    smallest = values.v[i] < smallest ? values.v[i] : smallest;
+QuantizeInt4Row choose_int4_row(const std::string& isa) {
+#if defined(__x86_64__)
+  const bool has_fma = __builtin_cpu_supports("fma");
+  if (isa == "avx512" && has_fma && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl")) {
+    return float_avx512::quantize_int4_row;
   }
-  float high = largest[0], low = smallest[0];
-  for (int k = 1; k < lanes; ++k) {
-    high = std::max(high, largest[k]);
-    low = std::min(low, smallest[k]);
-  }
-  return high > -low ? high : low;
-}
-
-// Code of four values, within -8..7, as floats.
-Floats round_values(const Floats& values, float inverse) {
-  // Adding 1.5 * 2^23 rounds to an integer, half to even.
-  const Floats rounding = Floats{} + 12582912.0f, lowest = Floats{} - 8.0f,
-               highest = Floats{} + 7.0f;
-  Floats code = (values * inverse + rounding) - rounding;
-  code = code > highest ? highest : code;
-  return code < lowest ? lowest : code;
-}
-
-// The scale with which the codes are closest to the values, and how much less than the values' sum of
-// squares the squared error then is.
-struct Fit {
-  float scale, gain;
-};
-
-Fit fit(const Group& values, float inverse) {
-  Floats products = {}, squares = {};
-  for (int i = 0; i < vectors; ++i) {
-    const Floats code = round_values(values.v[i], inverse);
-    products += code * values.v[i];
-    squares += code * code;
-  }
-  const float product = sum_of(products), scale = product / sum_of(squares);
-  return {scale, product * scale};
-}
-
-// How many steps the value of largest magnitude is from zero. With 8 it is represented exactly; fewer
-// use less of the range, more clip it for finer steps.
-constexpr float candidates[] = {8.0f, 7.25f, 9.0f};
-
-// Writes 32 bytes and returns the scale. The values are finite.
-float quantize_group(const float* from, std::uint8_t* out) {
-  Group values;
-  std::memcpy(&values, from, sizeof values);
-  const float extreme = extreme_of(values);
-  float best_inverse = 0;
-  Fit best = {0, 0};
-  for (const float steps : candidates) {
-    const float inverse = -steps / extreme;
-    // Of groups of zeros, and of numbers too small to be divided by.
-    if (!std::isfinite(inverse)) break;
-    const Fit found = fit(values, inverse);
-    if (found.gain > best.gain) {
-      best = found;
-      best_inverse = inverse;
-    }
-  }
-  std::uint8_t digits[group];
-  for (int i = 0; i < vectors; ++i) {
-    const Floats digit = round_values(values.v[i], best_inverse) + 8.0f;
-    for (int k = 0; k < lanes; ++k) digits[i * lanes + k] = std::uint8_t(int(digit[k]));
-  }
-  for (int i = 0; i < group / 2; ++i) {
-    out[i] = std::uint8_t(digits[i] | digits[i + group / 2] << 4);
-  }
-  return best.scale;
+  if (isa != "generic" && has_fma) return float_avx2::quantize_int4_row;
+#endif
+  (void)isa;
+  return float_generic::quantize_int4_row;
 }
 
 }  // namespace
@@ -182,7 +122,9 @@ CopiedTable quantize_table(ThreadPool& pool, const TableSource& table, WeightFor
   const std::int64_t columns = table.columns;
   std::vector<std::vector<float>> floats(std::size_t(pool.threads()),
                                          std::vector<float>(std::size_t(columns)));
-  const Kernels& kernels = choose_kernels(supported_isas().front());
+  const Kernels& kernels = choose_kernels("");
+  const QuantizeInt4Row quantize_int4 = choose_int4_row(kernels.isa);
+  const std::int64_t groups = columns / int4_group;
   return for_rows(pool, table, [&](std::int64_t row, const std::uint8_t* from, int thread) {
     std::uint8_t* to = out + row * row_stride;
     float* values = floats[std::size_t(thread)].data();
@@ -196,9 +138,7 @@ CopiedTable quantize_table(ThreadPool& pool, const TableSource& table, WeightFor
     }
     to_floats(table, row, from, values);
     if (!all_finite(values, columns)) return false;
-    for (std::int64_t i = 0; i < columns / group; ++i) {
-      scales[row * (columns / group) + i] = quantize_group(values + i * group, to + i * group / 2);
-    }
+    quantize_int4(values, groups, to, scales + row * groups);
     return true;
   });
 }

@@ -273,7 +273,8 @@ void test_attention(Random& random, CacheType type, double tolerance, int head_d
   AlignedVector<float> maximum(rows, -1e30f), sum(rows * most_lanes), out(rows * padded);
   AlignedVector<float> wide(2 * page_tokens * padded, std::nanf(""));
   const AttentionState state = {maximum.data(), sum.data(), out.data()};
-  kernels.attend({type, head_dim, rows, group, visible, queries.data(), page, wide.data(), state});
+  kernels.attend({type, head_dim, rows, group, visible, queries.data(), page, page.keys,
+                  wide.data(), state});
   for (std::int64_t row = 0; row < rows; ++row) {
     const std::int64_t seen = std::min(visible + row / group, page_tokens);
     std::vector<double> exact(head_dim);

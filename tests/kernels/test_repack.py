@@ -267,6 +267,21 @@ def test_int4_tables_are_close(pool, dtype: torch.dtype) -> None:
     assert error < 0.01
 
 
+def test_int4_tables_are_the_same_on_every_instruction_set(pool, monkeypatch) -> None:
+    values = torch.randn(50, 192) * torch.logspace(-45, 30, 50)[:, None]
+    values[3] = 0
+    values[4] = 1
+    values[5, :64] = values[5, 64]
+    values[6] = torch.arange(192) - 96
+    found = []
+    for isa in _cpu.supported_isas():
+        monkeypatch.setenv("SPARSE_BITNET_ISA", isa)
+        got, scales, finite = quantize_table(pool, values, 4)
+        assert finite
+        found.append((got.tobytes(), scales.tobytes()))
+    assert len(set(found)) == 1
+
+
 def test_values_that_are_not_finite_are_found(pool) -> None:
     for format in (3, 4):
         for bad in (float("nan"), float("inf")):

@@ -1,0 +1,104 @@
+// Tables in int4 for one instruction set, on top of float_vector.h. Every instruction set adds in the same
+// order, over the same number of lanes, and returns the same bits.
+
+constexpr int group_size = int4_group, sum_lanes = 16;
+constexpr int group_vectors = group_size / width, sum_vectors = sum_lanes / width;
+
+using Quad = Vector<float, 16>;
+
+struct Group {
+  Floats v[group_vectors];
+};
+
+INLINE float sum_of(const Floats* partial) {
+  Quad quad[sum_lanes / 4];
+  __builtin_memcpy(quad, partial, sizeof quad);
+  const Quad sums = (quad[0] + quad[2]) + (quad[1] + quad[3]);
+  return (sums[0] + sums[2]) + (sums[1] + sums[3]);
+}
+
+// The value of largest magnitude.
+INLINE float extreme_of(const Group& values) {
+  Floats largest = values.v[0], smallest = values.v[0];
+  UNROLL for (int i = 1; i < group_vectors; ++i) {
+    largest = larger(largest, values.v[i]);
+    smallest = smaller(smallest, values.v[i]);
+  }
+  constexpr int quads = width / 4;
+  Quad high[quads], low[quads];
+  __builtin_memcpy(high, &largest, sizeof high);
+  __builtin_memcpy(low, &smallest, sizeof low);
+  UNROLL for (int i = 1; i < quads; ++i) {
+    high[0] = high[i] > high[0] ? high[i] : high[0];
+    low[0] = low[i] < low[0] ? low[i] : low[0];
+  }
+  float most = high[0][0], least = low[0][0];
+  UNROLL for (int k = 1; k < 4; ++k) {
+    most = high[0][k] > most ? high[0][k] : most;
+    least = low[0][k] < least ? low[0][k] : least;
+  }
+  return most > -least ? most : least;
+}
+
+// Codes within -8..7, as floats.
+INLINE Floats round_values(const Floats& values, float inverse) {
+  // Adding 1.5 * 2^23 rounds to an integer, half to even.
+  const Floats rounding = splat(12582912.0f);
+  const Floats code = (values * inverse + rounding) - rounding;
+  return larger(smaller(code, splat(7.0f)), splat(-8.0f));
+}
+
+// The scale with which the codes are closest to the values, and how much less than the values' sum of
+// squares the squared error then is.
+struct Fit {
+  float scale, gain;
+};
+
+INLINE Fit fit(const Group& values, float inverse) {
+  Floats products[sum_vectors] = {}, squares[sum_vectors] = {};
+  UNROLL for (int i = 0; i < group_vectors; ++i) {
+    const Floats code = round_values(values.v[i], inverse);
+    products[i % sum_vectors] += code * values.v[i];
+    squares[i % sum_vectors] += code * code;
+  }
+  const float product = sum_of(products), scale = product / sum_of(squares);
+  return {scale, product * scale};
+}
+
+// Writes 32 bytes and returns the scale. The values are finite.
+INLINE float quantize_group(const float* from, std::uint8_t* out) {
+  // How many steps the value of largest magnitude is from zero. With 8 it is represented exactly; fewer
+  // use less of the range, more clip it for finer steps.
+  constexpr float candidates[] = {8.0f, 7.25f, 9.0f};
+  Group values;
+  __builtin_memcpy(&values, from, sizeof values);
+  const float extreme = extreme_of(values);
+  float best_inverse = 0;
+  Fit best = {0, 0};
+  for (const float steps : candidates) {
+    const float inverse = -steps / extreme;
+    // Of groups of zeros, and of numbers too small to be divided by.
+    if (!__builtin_isfinite(inverse)) break;
+    const Fit found = fit(values, inverse);
+    if (found.gain > best.gain) {
+      best = found;
+      best_inverse = inverse;
+    }
+  }
+  std::int32_t digits[group_size];
+  UNROLL for (int i = 0; i < group_vectors; ++i) {
+    const Floats digit = round_values(values.v[i], best_inverse) + 8.0f;
+    store(digits + i * width, __builtin_convertvector(digit, Ints));
+  }
+  for (int i = 0; i < group_size / 2; ++i) {
+    out[i] = std::uint8_t(digits[i] | digits[i + group_size / 2] << 4);
+  }
+  return best.scale;
+}
+
+TARGET static void quantize_int4_row(const float* values, std::int64_t groups, std::uint8_t* out,
+                                     float* scales) {
+  for (std::int64_t i = 0; i < groups; ++i) {
+    scales[i] = quantize_group(values + i * group_size, out + i * group_size / 2);
+  }
+}
