@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from sparse_bitnet import files
 from sparse_bitnet.errors import UserError
@@ -100,10 +101,14 @@ class TestAtomicFolder:
         assert os.listdir(old) == ["old"]
         assert os.listdir(old.parent) == ["folder"]
 
-    def test_full_disk_is_one_line_and_keeps_the_old(self, old: Path) -> None:
-        with pytest.raises(UserError, match=r"cannot write .*folder: No space left on device"):
+    @pytest.mark.parametrize(
+        "error",
+        [FULL, SafetensorError("Error while serializing: No space left on device (os error 28)")],
+    )
+    def test_full_disk_is_one_line_and_keeps_the_old(self, old: Path, error: Exception) -> None:
+        with pytest.raises(UserError, match=r"cannot write .*folder: No space left on device$"):
             with atomic_folder(old):
-                raise FULL
+                raise error
         assert os.listdir(old) == ["old"]
         assert os.listdir(old.parent) == ["folder"]
 

@@ -17,6 +17,8 @@ PORT="${PORT:-29400}"
 JOB="${JOB:-sparse-bitnet}"
 PROCESSES="${PROCESSES:-gpu}"
 RESTARTS="${RESTARTS:-10}"
+# Else a machine that joins later waits for an address that nobody tells it.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 # Inside a machine the model is split, between machines replicated: --shard 8 "$@" may be better where
 # the network is slow; `sparse-bitnet plan --shard 8` says what it saves.

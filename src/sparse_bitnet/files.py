@@ -5,6 +5,7 @@ process killed at any moment leaves at most a `.tmp-*` neighbour, which readers 
 next writer removes.
 """
 
+import errno
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from sparse_bitnet.errors import UserError
 
+NO_SPACE = os.strerror(errno.ENOSPC)
 TEMPORARY_PREFIX = ".tmp-"
 REPLACED_PREFIX = f"{TEMPORARY_PREFIX}replaced-"
 
@@ -62,6 +64,11 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
         _replace_folder(temporary, path)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+    except Exception as error:
+        # safetensors, for one, reports a full disk with an exception of its own.
+        if NO_SPACE in str(error):
+            raise UserError(f"cannot write {path}: {NO_SPACE}") from error
+        raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

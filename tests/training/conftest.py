@@ -1,9 +1,11 @@
 """A small prepared folder of real text, and configs that train on it in a second or two."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from world_processes import Worlds
 
 from sparse_bitnet.data.prepare import prepare
 from sparse_bitnet.data.sources import parse_source
@@ -53,6 +55,36 @@ def small_run(prepared: Path, tmp_path: Path) -> Any:
             "precision": "float32",
             "checkpoint_every": 2,
             "validation_tokens": 256,
+            "layer_metrics_every": 3,
+            "threads": 1,
+        }
+        return TrainConfig(**{**values, **changes})
+
+    return config
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[Worlds]:
+    """Worlds of processes that import nothing anew."""
+    with Worlds() as found:
+        yield found
+
+
+@pytest.fixture
+def run_config(prepared: Path, tmp_path: Path) -> Any:
+    """`run_config(name, **changes)`: the config of a run that several processes share."""
+
+    def config(name: str, **changes: Any) -> TrainConfig:
+        values: dict[str, Any] = {
+            "data": str(prepared),
+            "out": str(tmp_path / name),
+            "steps": 6,
+            "batch_size": 12,
+            "micro_batch_size": 2,
+            "sequence_length": 16,
+            "precision": "float32",
+            "checkpoint_every": 2,
+            "validation_tokens": 200,
             "layer_metrics_every": 3,
             "threads": 1,
         }

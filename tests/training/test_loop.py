@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.hub import from_pretrained
 from sparse_bitnet.models import PRESETS
@@ -212,6 +213,14 @@ def test_a_folder_that_is_not_a_run_is_refused(small_run, tmp_path):
     with pytest.raises(UserError, match="neither empty nor a run folder"):
         train(small_run(out=str(tmp_path / "letters")))
     assert [path.name for path in (tmp_path / "letters").iterdir()] == ["dear.txt"]
+
+
+def test_too_little_validation_text_is_refused_at_the_start(small_run):
+    config = small_run(sequence_length=128, validation_tokens=0)
+    validation = len(TokenDataset.open(config.data, "validation"))
+    with pytest.raises(UserError, match=rf"its {validation:,} validation tokens are fewer than"):
+        train(dataclasses.replace(config, sequence_length=validation))
+    assert not Path(config.out).exists()
 
 
 def test_a_folder_in_use_is_refused(small_run):

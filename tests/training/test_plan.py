@@ -31,7 +31,9 @@ def measured(config: SparseBitConfig, dtype: torch.dtype, rows: int) -> tuple[in
     tokens = torch.randint(0, 320, (rows, 33))
     with selected(model):
         held = [
-            part for layer in sparse_layers(model).values() for part in (layer.codes, layer.mask)
+            part
+            for layer in sparse_layers(model).values()
+            for part in (layer.codes, layer.step_mask, layer.mask_words)
         ]
         own = {part.data_ptr() for part in (*held, *model.parameters()) if part is not None}
         saved: dict[int, int] = {}
@@ -82,10 +84,11 @@ def test_more_gpus_need_less_memory_each_and_take_less_time():
     assert many.checkpoint_bytes == eight.checkpoint_bytes == pytest.approx(37e9, rel=0.02)
 
 
-def test_packed_gather_is_an_eighth():
-    found = plan(Job(gpus=64, micro_batch_size=1))
+def test_packed_codes_are_an_eighth_and_gathered_once():
+    job = Job(gpus=64, micro_batch_size=1)
+    found = plan(job)
     part = "gather of linear layers"
-    assert found.traffic_bf16[part] == 8 * found.traffic[part]
+    assert found.traffic_bf16[part] == 8 * 2 * job.micro_steps * found.traffic[part]
     full = plan(Job(gpus=64, micro_batch_size=1, format="full-6:8"))
     assert full.traffic == full.traffic_bf16
 

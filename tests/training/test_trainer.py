@@ -75,13 +75,13 @@ def make_trainer(tmp_path: Path):
 def selections(monkeypatch: pytest.MonkeyPatch) -> list[SparseBitLinear]:
     """Every layer that selects, once per selection."""
     made: list[SparseBitLinear] = []
-    original = SparseBitLinear.select
+    original = SparseBitLinear._source
 
-    def select(self):
+    def source(self):
         made.append(self)
         return original(self)
 
-    monkeypatch.setattr(SparseBitLinear, "select", select)
+    monkeypatch.setattr(SparseBitLinear, "_source", source)
     return made
 
 

@@ -1,8 +1,8 @@
 """Worlds of processes for the tests: imports once, then forks each world that is asked for.
 
 Run as a script it reads one JSON request a line: `configs` of one run after another, `size`, `shard`,
-`timeout_seconds`, and `faults`, what happens to which rank before which step. It answers with each
-rank's exit code (negative: the signal that ended it) and output.
+`timeout_seconds`, `faults`, what happens to which rank before which step, and what to `measure`. It
+answers with each rank's exit code (negative: the signal that ended it) and output.
 """
 
 import contextlib
@@ -32,14 +32,28 @@ TINY = Shape(
     num_key_value_heads=1,
     max_position_embeddings=128,
 )
-LIMIT_SECONDS = 100.0
+MEASURED = Shape(
+    hidden_size=128,
+    intermediate_size=352,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=1024,
+    max_position_embeddings=2048,
+)
+"""Large enough for its tensors to be what a process holds."""
+LIMIT_SECONDS = 300.0
 
 
 class Worlds:
     """The process that forks worlds; ends with the `with` block."""
 
     def __enter__(self) -> "Worlds":
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # a forked rank has no pool of compilers
+        }
         self._child = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
@@ -60,12 +74,14 @@ class Worlds:
         shard: int | None = None,
         timeout_seconds: float = 60.0,
         faults: dict[str, str] | None = None,
+        measure: str = "",
     ) -> list[tuple[int, str]]:
         """Train the configs one after another in a world; (exit code, output) of each rank.
 
         Args:
             faults: "rank:step" -> kill, stop (freeze), slow (half a second), interrupt (SIGTERM),
                 full disk, kill while saving; before the step, or at its checkpoint.
+            measure: "collectives" or "memory", to be read from the output by the function of that name.
         """
         request = {
             "configs": [asdict(config) for config in configs],
@@ -73,6 +89,7 @@ class Worlds:
             "shard": shard,
             "timeout_seconds": timeout_seconds,
             "faults": faults or {},
+            "measure": measure,
         }
         assert self._child.stdin is not None
         assert self._child.stdout is not None
@@ -91,7 +108,7 @@ def main() -> None:
     import sparse_bitnet.training.sharded_trainer  # noqa: F401
 
     torch.set_num_threads(1)
-    PRESETS["qwen2.5-1m"] = TINY
+    PRESETS["qwen2.5-1m"], PRESETS["qwen2.5-memory"] = TINY, MEASURED
     for line in sys.stdin:
         print(json.dumps(run_world(json.loads(line))), flush=True)
 
@@ -178,6 +195,10 @@ def train_all(rank: int, ports: list[int], request: dict[str, Any]) -> int:
     from sparse_bitnet.training.loop import Interrupted, train
 
     inject_faults(rank, request["faults"])
+    if request["measure"] == "collectives":
+        count_collectives()
+    if request["measure"] == "memory":
+        measure_memory()
     launch = Launch(shard=request["shard"], timeout_seconds=request["timeout_seconds"])
     for port, config in zip(ports, request["configs"], strict=True):
         os.environ["MASTER_PORT"] = str(port)
@@ -191,6 +212,86 @@ def train_all(rank: int, ports: list[int], request: dict[str, Any]) -> int:
             return 2
         print(f"done {result.steps}")
     return 0
+
+
+def collectives(output: str) -> list[dict[str, dict[str, int]]]:
+    """Of a rank that was told to count: for each step, name -> how often, and bytes received."""
+    return [json.loads(line[6:]) for line in output.splitlines() if line.startswith("sent: ")]
+
+
+def count_collectives() -> None:
+    """Print after each step which collectives it took, with the bytes that a ring brings to a rank."""
+    import torch.distributed as dist
+
+    from sparse_bitnet.training.steps import Trainer
+
+    counted: dict[str, dict[str, int]] = {}
+
+    def counting(name: str, received: Any) -> Any:
+        function = getattr(dist, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            tensors = [*arguments, *options.values()]
+            size = options["group"].size() if options.get("group") else dist.get_world_size()
+            found = counted.setdefault(name, {"times": 0, "bytes": 0})
+            found["times"] += 1
+            found["bytes"] += received(tensors, size) if size > 1 else 0
+            return function(*arguments, **options)
+
+        setattr(dist, name, call)
+
+    def bytes_of(tensors: list[Any]) -> list[int]:
+        import torch
+
+        return [one.nbytes for one in tensors if isinstance(one, torch.Tensor)]
+
+    counting("all_gather_single", lambda tensors, n: max(bytes_of(tensors)) * (n - 1) // n)
+    counting("reduce_scatter_single", lambda tensors, n: max(bytes_of(tensors)) * (n - 1) // n)
+    counting("all_reduce", lambda tensors, n: 2 * bytes_of(tensors)[0] * (n - 1) // n)
+    step_of = Trainer._step
+
+    def step(self: Trainer, number: int) -> dict[str, Any]:
+        counted.clear()
+        row = step_of(self, number)
+        print(f"sent: {json.dumps(counted)}")
+        return row
+
+    Trainer._step = step  # type: ignore[method-assign]
+
+
+def memory(output: str) -> int:
+    """Of a rank: most bytes of tensors it held at a time up to the end of the third step."""
+    return next(int(line[6:]) for line in output.splitlines() if line.startswith("held: "))
+
+
+def measure_memory() -> None:
+    """Print what the allocator gave out and got back from the start of the training."""
+    from torch.profiler import ProfilerActivity, profile
+
+    from sparse_bitnet.training.steps import Trainer
+
+    step_of = Trainer._step
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    profiler.start()
+
+    def step(self: Trainer, number: int) -> dict[str, Any]:
+        row = step_of(self, number)
+        if number == 3:
+            profiler.stop()
+            results = profiler.profiler.kineto_results  # type: ignore[union-attr]
+            changes = [
+                (event.start_ns(), event.nbytes())
+                for event in results.events()
+                if event.name() == "[memory]"
+            ]
+            held = most = 0
+            for _, change in sorted(changes):
+                held += change
+                most = max(most, held)
+            print(f"held: {most}")
+        return row
+
+    Trainer._step = step  # type: ignore[method-assign]
 
 
 def inject_faults(rank: int, faults: dict[str, str]) -> None:

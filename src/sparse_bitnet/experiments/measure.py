@@ -126,8 +126,9 @@ def weight_history(config: TrainConfig, final: Sequence[WeightStatistics]) -> di
     )
     history = {0: model_statistics(initial, pattern=THRESHOLD_PATTERN)}
     for checkpoint in list_checkpoints(Path(config.out)):
-        # One saved on an interruption lies between the regular ones.
-        if checkpoint.step % config.checkpoint_every == 0 and checkpoint.step < config.steps:
+        # One saved on an interruption lies between the regular ones; several processes write no model.
+        regular = checkpoint.step % config.checkpoint_every == 0 and not checkpoint.is_sharded
+        if regular and checkpoint.step < config.steps:
             history[checkpoint.step] = checkpoint_statistics(
                 checkpoint.path, pattern=THRESHOLD_PATTERN
             )

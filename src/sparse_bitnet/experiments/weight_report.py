@@ -5,7 +5,6 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from sparse_bitnet.evaluation.held_out import resolve_checkpoint
 from sparse_bitnet.experiments.document import Block, Drawing, Grid, Section, Text, html
 from sparse_bitnet.experiments.measure import depth_parts
 from sparse_bitnet.files import write_atomic
+from sparse_bitnet.model_folder import quantization_entry, read_config
 from sparse_bitnet.sparsity import NMPattern
 from sparse_bitnet.training.checkpoint import list_checkpoints
 
@@ -63,7 +63,7 @@ def read_checkpoint(
     say(str(path_or_id))
     layers = checkpoint_statistics(folder, pattern=pattern)
     history = []
-    found = list_checkpoints(Path(path_or_id))
+    found = [one for one in list_checkpoints(Path(path_or_id)) if not one.is_sharded]
     if len(found) > 1:
         for checkpoint in found:
             say(str(checkpoint.path))
@@ -96,9 +96,7 @@ def _label(path_or_id: str) -> str:
 
 
 def _trained_format(folder: Path) -> str:
-    entry: dict[str, Any] = json.loads((folder / "config.json").read_text()).get(
-        "quantization_config", {}
-    )
+    entry = quantization_entry(read_config(folder))
     if entry.get("quant_method") == "sparse_bitnet":
         return entry["format"]["weight"]
     return "ternary" if entry.get("quant_method") == "bitnet" else "full"

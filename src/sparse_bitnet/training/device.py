@@ -1,5 +1,6 @@
 """Where a run computes and in which type."""
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -51,7 +52,11 @@ def prepare_device(config: TrainConfig) -> tuple[torch.device, torch.dtype]:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     if device.type == "cuda":
+        # Read when cuBLAS is first used; without it equal runs need not give equal bits.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
+        # A debugging aid that comes with it and fills every new tensor.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return device, resolve_dtype(config.precision, device)
 
 

@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparse_bitnet.convert import selected
+from sparse_bitnet.convert import selected, sparse_layers
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.training.loss import causal_lm_loss
+from sparse_bitnet.training.meeting import meet
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -90,6 +91,19 @@ class World:
     def replicas(self) -> int:
         """Models, each split over the same number of processes."""
         return 1 if self.mesh is None else self.mesh.size(0)
+
+    @property
+    def model_mesh(self) -> "DeviceMesh":
+        """The mesh over which a model lies: without replicas that of its shards alone, since sums over
+        groups of one process would be collectives too."""
+        assert self.mesh is not None
+        return self.mesh if self.replicas > 1 else self.mesh["shard"]
+
+    @property
+    def model_cpu_mesh(self) -> "DeviceMesh":
+        """`model_mesh`, for tensors on the CPU."""
+        assert self.cpu_mesh is not None
+        return self.cpu_mesh if self.replicas > 1 else self.cpu_mesh["shard"]
 
     def gather(self, value: T) -> list[T]:
         """The value of every process, in the order of ranks."""
@@ -184,8 +198,10 @@ def open_world(launch: Launch, device: torch.device) -> Iterator[World]:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
         rank = int(os.environ["RANK"])
-        store = _launcher_store(rank, size, timeout)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        store = _launcher_store(rank, timeout)
+        name = meet(store, rank, size, launch.timeout_seconds)
+        own = dist.PrefixStore(f"processes/{name}", store)
+        dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timeout)
     except (RuntimeError, ValueError, OSError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
@@ -204,33 +220,27 @@ def open_world(launch: Launch, device: torch.device) -> Iterator[World]:
 
         mesh = make_mesh(device.type)
         yield World(
-            rank=dist.get_rank(),
+            rank=rank,
             size=size,
             mesh=mesh,
             cpu_mesh=mesh if device.type == "cpu" else make_mesh("cpu"),
             background_group=dist.new_group(backend="gloo", timeout=timeout),
-            watchdog=Watchdog(dist.get_rank(), size, launch.timeout_seconds),
+            watchdog=Watchdog(rank, size, launch.timeout_seconds, name=name),
         )
     finally:
         dist.destroy_process_group()
 
 
-def _launcher_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
-    """The key-value store of torchrun's agent, or without one a store of rank 0.
-
-    The agent's outlives a restart of the processes: without a prefix of their own they would meet the
-    addresses of those that died, and wait for them.
-    """
+def _launcher_store(rank: int, timeout: timedelta) -> dist.Store:
+    """The key-value store of torchrun's agent, or without one a store of rank 0."""
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(
+    return dist.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         is_master=rank == 0 and not hosted,
         wait_for_workers=False,
         timeout=timeout,
     )
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"processes/{attempt}/{size}", store)
 
 
 def shard_model_(
@@ -239,7 +249,9 @@ def shard_model_(
     """Split a model over the processes, block by block; it then trains through `summed_loss`.
 
     Blocks move to `device` one at a time, so a GPU never holds more than its part and one block. The
-    embedding, the final norm and the head form the root's group.
+    embedding, the final norm and the head form the root's group. Blocks of ternary layers, once
+    gathered, stay so until `reshard_` or a backward that ends a step: 2 bits a weight are cheaper to
+    hold than to gather again.
     """
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
@@ -249,12 +261,32 @@ def shard_model_(
     for block in model.get_decoder().layers:
         block.to(device)
         prepare_linears_(block, world.mesh.size(-1), compute_dtype)
-        fully_shard(block, mesh=world.mesh)
+        fully_shard(block, mesh=world.model_mesh, reshard_after_forward=not _is_ternary(block))
     model.to(device)  # type: ignore[arg-type]
-    fully_shard(model, mesh=world.mesh)
+    fully_shard(model, mesh=world.model_mesh)
     # The loss never calls the model's own forward: this method stands for it.
     model.summed_loss = MethodType(causal_lm_loss, model)  # type: ignore[assignment]
     register_fsdp_forward_method(model, "summed_loss")
+
+
+def gather_once_(model: torch.nn.Module, last: bool) -> None:
+    """Before each forward of a step: keep what is gathered until the `last` of its backwards.
+
+    The root's group always, blocks where they are ternary; gradients are summed over the processes in
+    the last backward alone.
+    """
+    for module in model.modules():
+        sharded: Any = module
+        if hasattr(module, "set_requires_gradient_sync"):
+            sharded.set_requires_gradient_sync(last, recurse=False)
+            if module is model or _is_ternary(module):
+                sharded.set_reshard_after_backward(last, recurse=False)
+    root: Any = model
+    root.set_is_last_backward(last)
+
+
+def _is_ternary(module: torch.nn.Module) -> bool:
+    return all(layer.config.weight == "ternary" for layer in sparse_layers(module).values())
 
 
 def reshard_(model: torch.nn.Module) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sparse_bitnet.data.shards import TokenDataset
+from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer import SparseBitConfig
 from sparse_bitnet.training import checkpoint_files
 from sparse_bitnet.training.config import TrainConfig
@@ -52,6 +53,14 @@ def train(
 def _claim(run: Path, config: TrainConfig, held: ExitStack) -> dict[str, Any] | None:
     """Check the data, take the run folder for as long as `held`; the result of a finished run."""
     TokenDataset.open(config.data, "train")
+    # Read at the end only: better missed now.
+    held_out = TokenDataset.open(config.data, "validation", verify="never")
+    if len(held_out) <= config.sequence_length:
+        raise UserError(
+            f"{config.data}: its {len(held_out):,} validation tokens are fewer than a sequence of "
+            f"{config.sequence_length} and the token after it; prepare with --validation or a larger "
+            "--validation-fraction"
+        )
     open_run(run, config)
     held.enter_context(run_lock(run))
     checkpoint_files.clean_run(run)

@@ -4,6 +4,7 @@
 `timing.jsonl` holds what the machine determines.
 """
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.files import write_atomic
 from sparse_bitnet.layer import SparseBitLinear
 from sparse_bitnet.training.config import TrainConfig
 
@@ -34,7 +37,7 @@ def selection_metrics(
     flips = {
         name: layer.mask_flips for name, layer in layers.items() if layer.mask_flips is not None
     }
-    masked = any(layer.mask is not None for layer in layers.values())
+    masked = any(layer.mask_words is not None for layer in layers.values())
     zeros = [_zeros(layer) for layer in layers.values()]
     counts = total(torch.stack([*zeros, *flips.values()])).tolist()
     flipped = dict(zip(flips, counts[len(zeros) :], strict=True))
@@ -52,8 +55,8 @@ def selection_metrics(
 def _zeros(layer: SparseBitLinear) -> Tensor:
     if layer.codes is not None:
         return layer.codes.numel() - torch.count_nonzero(layer.codes)
-    if layer.mask is not None:
-        return layer.mask.numel() - torch.count_nonzero(layer.mask)
+    if layer.step_mask is not None:
+        return layer.step_mask.numel() - torch.count_nonzero(layer.step_mask)
     return torch.zeros((), dtype=torch.int64, device=layer.weight.device)
 
 
@@ -72,15 +75,23 @@ class JsonLines:
         kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= after_step]
         text = "".join(kept)
         if path.exists() and path.read_text() != text:
-            path.write_text(text)
-        self._file = open(path, "a", encoding="utf-8")
+            write_atomic(path, text)
+        try:
+            self._file = open(path, "a", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {error.strerror or error}") from error
 
     def write(self, row: dict[str, Any]) -> None:
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        """Append a row. Raises `UserError` when the disk is full."""
+        try:
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise UserError(f"cannot write {self._file.name}: {error.strerror or error}") from error
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # of a row that `write` has complained about
+            self._file.close()
 
 
 def _whole_lines(path: Path) -> list[str]:

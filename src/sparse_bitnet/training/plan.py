@@ -169,8 +169,17 @@ def parameter_counts(shape: Shape, vocab_size: int | None = None) -> tuple[int, 
 def state_bytes(shape: Shape, config: SparseBitConfig, vocab_size: int | None = None) -> int:
     """Masters, gradients, moments, and one step's codes and masks, of a model that is not split."""
     block, embedding, small = parameter_counts(shape, vocab_size)
-    selection = (config.weight == "ternary") + (not config.pattern.is_dense)
-    return 16 * (block + embedding + small) + selection * block
+    selection = (config.weight == "ternary") + mask_bytes(config)
+    return 16 * (block + embedding + small) + round(selection * block)
+
+
+def mask_bytes(config: SparseBitConfig) -> float:
+    """Bytes a weight of a mask: one integer a group, and bools where a step computes with them."""
+    if config.pattern.is_dense:
+        return 0.0
+    m = config.pattern.m
+    words = (1 if m <= 8 else 2 if m <= 16 else 4) / m
+    return words + (config.weight == "full" or config.mask_gradient == "masked")
 
 
 def activation_bytes(
@@ -246,8 +255,8 @@ def plan(job: Job) -> Plan:
         "mask and codes": 12 * block / job.shards / rate,
         "optimiser": 28 * own / rate,
     }
-    hidden = _communication_seconds(job, traffic)
-    hidden_bf16 = _communication_seconds(job, traffic_bf16)
+    hidden = _communication_seconds(job, traffic, packed)
+    hidden_bf16 = _communication_seconds(job, traffic_bf16, 2.0)
     busy = seconds["products"] + seconds["unpacking codes"]
     rest = seconds["mask and codes"] + seconds["optimiser"]
     step = max(busy, hidden) + rest
@@ -271,32 +280,38 @@ def plan(job: Job) -> Plan:
 
 
 def _memory(job: Job, packed: float) -> dict[str, float]:
+    """Of the step's fullest moment: at the end of a forward all activations are there, at the end of
+    the backward all gradients."""
     shape, config = PRESETS[job.model], SparseBitConfig.parse(job.format)
     block, embedding, small = parameter_counts(shape)
-    own = (block + embedding + small) / job.shards
+    weights, sharded = block + embedding + small, job.gpus > 1
     one_block = block / shape.num_hidden_layers
-    selection = (1.25 if config.weight == "ternary" else 0.0) + (not config.pattern.is_dense)
-    largest = shape.hidden_size * shape.intermediate_size
-    gradients = 4 * embedding * 3 + 2 * 4 * one_block
-    if job.micro_steps > 1:
-        gradients += 4 * (block + small)
-    return {
-        "masters (float32)": 4 * own,
-        "gradients, own rows": 4 * own,
-        "AdamW moments": 8 * own,
-        "mask, codes": selection * block / job.shards,
-        "gathered embedding": 4 * embedding,
-        # Two blocks at a time, each in the collective's buffer too; one linear's codes unpacked.
-        "gathered blocks": 4 * packed * one_block + (4 * largest if packed < 1 else 0),
-        "gradients before they are split": gradients,
-        "activations": activation_bytes(
-            shape,
-            config,
-            job.rows * job.sequence_length,
-            checkpointing=job.activation_checkpointing,
-        ),
+    codes = (1.25 if sharded else 1.0) * (config.weight == "ternary")
+    gathered = 0.0
+    if sharded:
+        # Codes of all blocks; or the weights of two, each in the collective's buffer too.
+        gathered = packed * block if packed < 1 else 4 * packed * one_block
+    held = {
+        "masters (float32)": 4 * weights / job.shards,
+        "AdamW moments": 8 * weights / job.shards,
+        "mask, codes": (codes + mask_bytes(config)) * block / job.shards,
+        "gathered embedding": 4.0 * embedding if sharded else 0.0,
+        "gathered blocks": gathered,
+        # Of one block as computed, of another in the collective's buffer.
+        "gradients of two blocks": 8.0 * one_block if sharded else 0.0,
         "runtime": RUNTIME_BYTES,
     }
+    activations = activation_bytes(
+        shape, config, job.rows * job.sequence_length, checkpointing=job.activation_checkpointing
+    )
+    # The head in the compute type and its gradient; before it those of earlier forwards, not split yet.
+    earlier = 4.0 * weights if job.micro_steps > 1 else 0.0
+    # The embedding's gradient as its two parts and, where it is split, their sum; and the own rows.
+    forward = 6 * embedding + earlier
+    backward = 4 * weights / job.shards + (12 if sharded else 8) * embedding
+    if activations + forward > backward:
+        return {**held, "gradients": forward, "activations": activations}
+    return {**held, "gradients": backward, "activations": 0.0}
 
 
 def _traffic(job: Job, linear_bytes: float) -> dict[str, float]:
@@ -305,25 +320,28 @@ def _traffic(job: Job, linear_bytes: float) -> dict[str, float]:
     others = (job.shards - 1) / job.shards
     replicas = job.gpus // job.shards
     weights = block + embedding + small
+    passes = _gathers(job, linear_bytes)
     return {
-        "gather of linear layers": 2 * job.micro_steps * others * linear_bytes * block,
-        "gather of embedding, norms, biases": job.micro_steps
-        * others
-        * 4
-        * (embedding + 2 * small),
+        "gather of linear layers": passes * others * linear_bytes * block,
+        "gather of embedding, norms, biases": others * 4 * (embedding + passes * small),
         "gradients, reduce-scatter": others * 4 * weights,
         "gradients, between replicas": 2 * (replicas - 1) / replicas * 4 * weights / job.shards,
         "scales and counts": 2 * others * 40 * 7 * shape.num_hidden_layers,
     }
 
 
-def _communication_seconds(job: Job, traffic: dict[str, float]) -> float:
+def _gathers(job: Job, linear_bytes: float) -> int:
+    """Of a block in a step: codes stay gathered, weights are gathered for each forward and backward."""
+    return 1 if linear_bytes < 1 else 2 * job.micro_steps
+
+
+def _communication_seconds(job: Job, traffic: dict[str, float], linear_bytes: float) -> float:
     gpu = GPUS[job.gpu]
     inside = gpu.link if job.shards <= GPUS_PER_MACHINE else gpu.network
     between = gpu.link if job.gpus <= GPUS_PER_MACHINE else gpu.network
     replicas = traffic["gradients, between replicas"]
     moved = (sum(traffic.values()) - replicas) / inside + replicas / between
     layers = PRESETS[job.model].num_hidden_layers
-    collectives = (2 * job.micro_steps + 1) * (layers + 1) + 4
+    collectives = (_gathers(job, linear_bytes) + 1) * (layers + 1) + 4
     doublings = max(1, (job.gpus - 1).bit_length())
     return moved / LINK_EFFICIENCY + collectives * COLLECTIVE_LATENCY * doublings

@@ -3,6 +3,7 @@
     sharded/          torch.distributed.checkpoint: "model/<parameter>", "exp_avg/<parameter>",
                       "exp_avg_sq/<parameter>", float32, and "mask/<layer>", the bits of each row of
                       the last mask, packed; every process writes its rows
+    model/            config.json, generation_config.json: what `consolidate` needs beside the weights
     train_config.json, state.json    as in `checkpoint`
 
 All processes copy their rows to the CPU, train on, and write from a thread with a process group of its
@@ -14,6 +15,7 @@ any number of processes, from any number.
 import os
 import shutil
 import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.files import TEMPORARY_PREFIX, sync_tree
+from sparse_bitnet.files import NO_SPACE, TEMPORARY_PREFIX, sync_tree
 from sparse_bitnet.layer import SparseBitLinear
 from sparse_bitnet.training.checkpoint import MOMENTS
 from sparse_bitnet.training.checkpoint_files import (
@@ -44,6 +46,7 @@ from sparse_bitnet.training.distributed import World
 from sparse_bitnet.training.sharded_linear import local_rows
 
 FOLDER = "sharded"
+MODEL_FOLDER = "model"
 T = TypeVar("T")
 
 
@@ -99,10 +102,15 @@ class ShardedSaver:
     """Writes the checkpoints of a run from all its processes, one at a time, in the background."""
 
     def __init__(
-        self, run: Path, world: World, config: TrainConfig, data_identity: dict[str, Any]
+        self,
+        run: Path,
+        world: World,
+        config: TrainConfig,
+        data_identity: dict[str, Any],
+        model_files: dict[str, str],
     ) -> None:
         self.run, self.world, self.config = run, world, config
-        self.data_identity = data_identity
+        self.data_identity, self.model_files = data_identity, model_files
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -147,10 +155,12 @@ class ShardedSaver:
         shards = temporary / FOLDER
         main = self.world.is_main
         try:
-            self._together(path, lambda: _fresh_folder(shards) if main else None)
+            self._together(path, lambda: self._begin(temporary) if main else None)
             self._together(path, lambda: self._save_shards(shards, state))
             rank = self.world.rank
-            own = [*shards.glob(f"__{rank}_*"), *(shards.glob(".metadata") if main else ())]
+            own = [*shards.glob(f"__{rank}_*")]
+            if main:
+                own += [*shards.glob(".metadata"), *(temporary / MODEL_FOLDER).iterdir()]
             sums = self._together(path, lambda: checksums(temporary, own))
             files = {name: crc for part in sums for name, crc in part.items()}
             self._together(
@@ -160,6 +170,13 @@ class ShardedSaver:
             if main:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
+
+    def _begin(self, temporary: Path) -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        (temporary / FOLDER).mkdir(parents=True)
+        (temporary / MODEL_FOLDER).mkdir()
+        for name, text in self.model_files.items():
+            (temporary / MODEL_FOLDER / name).write_text(text)
 
     def _save_shards(self, shards: Path, state: dict[str, Tensor]) -> None:
         writer = dcp.FileSystemWriter(shards, sync_files=True)
@@ -209,15 +226,7 @@ def load_sharded(
     tensors.allocate_(checkpoint.step)
     saved = tensors.saved()
     state = {key: _copy_for_saving(rows, like, world) for key, (rows, like) in saved.items()}
-    try:
-        dcp.load(
-            state,
-            checkpoint_id=checkpoint.path / FOLDER,
-            process_group=world.background_group,
-            no_dist=not world.is_distributed,
-        )
-    except (OSError, CheckpointException, RuntimeError, ValueError) as error:
-        raise UserError(f"{checkpoint.path}: cannot be read ({_reason(error)})") from error
+    read_shards(checkpoint, state, world)
     with torch.no_grad():
         for key, (rows, _) in saved.items():
             read = local_rows(state[key])
@@ -225,6 +234,25 @@ def load_sharded(
                 tensors.load_mask(key.removeprefix("mask/"), read)
             else:
                 rows.copy_(read)
+
+
+def read_shards(checkpoint: Checkpoint, state: dict[str, Tensor], world: World) -> None:
+    """Fill tensors, named as in the checkpoint, with what it holds of them.
+
+    Raises `UserError` when the files are unreadable or lack one.
+    """
+    try:
+        with warnings.catch_warnings():
+            # That a single process reads is no mistake.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            dcp.load(
+                state,
+                checkpoint_id=checkpoint.path / FOLDER,
+                process_group=world.background_group,
+                no_dist=not world.is_distributed,
+            )
+    except (OSError, CheckpointException, RuntimeError, ValueError) as error:
+        raise UserError(f"{checkpoint.path}: cannot be read ({_reason(error)})") from error
 
 
 def load_whole(
@@ -272,17 +300,11 @@ def _copy_for_saving(rows: Tensor, like: torch.nn.Parameter, world: World) -> Te
     copied = rows.detach().to("cpu", copy=True)
     if not isinstance(like, DTensor):
         return copied
-    assert world.cpu_mesh is not None
     shape = torch.Size((like.shape[0], *rows.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
-        copied, world.cpu_mesh, like.placements, run_check=False, shape=shape, stride=stride
+        copied, world.model_cpu_mesh, like.placements, run_check=False, shape=shape, stride=stride
     )
-
-
-def _fresh_folder(folder: Path) -> None:
-    shutil.rmtree(folder.parent, ignore_errors=True)
-    folder.mkdir(parents=True)
 
 
 def _reason(error: BaseException) -> str:
@@ -291,4 +313,6 @@ def _reason(error: BaseException) -> str:
     if failures:
         cause = next(iter(failures.values()))[0]
         return getattr(cause, "strerror", None) or _reason(cause)
+    if "inline_container" in str(error):  # torch's writer does not tell what the system said
+        return f"{NO_SPACE}, or it failed"
     return (str(error).strip() or type(error).__name__).splitlines()[0]

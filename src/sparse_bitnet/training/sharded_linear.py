@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from sparse_bitnet.convert import selected, sparse_layers
-from sparse_bitnet.layer import Selection, SparseBitLinear, _state_of, select
+from sparse_bitnet.layer import Selection, SparseBitLinear, _state_of
 from sparse_bitnet.quantizer import (
     abs_sum,
     fake_quantize_int8,
@@ -65,12 +65,10 @@ class ShardedSparseBitLinear(SparseBitLinear):
         count = torch.tensor(float(rows.numel()), dtype=torch.float64, device=rows.device)
         return torch.stack([abs_sum(rows), count])
 
-    def select(self) -> Selection:
-        """Mask and codes of the own rows."""
+    def _source(self) -> tuple[Tensor, Tensor | None]:
+        """The own rows, and the scale of all."""
         assert self.config.weight == "full" or self.shared_scale is not None
-        return select(
-            self.rows, self.config, dense=self.dense_phase, weight_scale=self.shared_scale
-        )
+        return self.rows, self.shared_scale
 
     @torch.no_grad()
     def select_(self) -> None:
@@ -109,7 +107,9 @@ class ShardedSparseBitLinear(SparseBitLinear):
 
         The gate is the same for all processes and micro-batches, so it can be applied to their sum.
         """
-        gate = self._gradient_gate(Selection(self.codes, self.mask, self.weight_scale), self.rows)
+        gate = self._gradient_gate(
+            Selection(self.codes, self.step_mask, self.weight_scale), self.rows
+        )
         if gate is not None and self.weight.grad is not None:
             cast(DTensor, self.weight.grad).to_local().mul_(gate)
 
@@ -118,7 +118,7 @@ class ShardedSparseBitLinear(SparseBitLinear):
         assert self._holds_selection, "gathered outside selected_shards"
         if self.packed is not None:
             return self.packed
-        rows = self.rows if self.mask is None else self.rows * self.mask
+        rows = self.rows if self.step_mask is None else self.rows * self.step_mask
         return rows.to(self.compute_dtype)
 
 

@@ -3,13 +3,12 @@
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from sparse_bitnet.hub import save_pretrained
 from sparse_bitnet.training import checkpoint_files
 from sparse_bitnet.training.checkpoint_files import Checkpoint
-from sparse_bitnet.training.distributed import copy_whole_, reshard_, shard_model_
+from sparse_bitnet.training.distributed import copy_whole_, gather_once_, reshard_, shard_model_
 from sparse_bitnet.training.sharded_checkpoint import (
     RunTensors,
     ShardedSaver,
@@ -28,9 +27,12 @@ class ShardedTrainer(Trainer):
 
     def _place(self, model: "PreTrainedModel") -> "PreTrainedModel":
         self._prepare(model)
+        described = _describe(model)
         shard_model_(model, self.world, self.device, self.dtype)
         self.parameters = dict(model.named_parameters())
-        self.saver = ShardedSaver(self.run, self.world, self.config, self.dataset.identity())
+        self.saver = ShardedSaver(
+            self.run, self.world, self.config, self.dataset.identity(), described
+        )
         self.stop_requested = False
         return model
 
@@ -70,9 +72,7 @@ class ShardedTrainer(Trainer):
         return total
 
     def _loss(self, input_ids: torch.Tensor, labels: torch.Tensor, *, last: bool) -> torch.Tensor:
-        root = cast(FSDPModule, self.model)
-        root.set_requires_gradient_sync(last)
-        root.set_is_last_backward(last)
+        gather_once_(self.model, last)
         return self.world.loss(
             self.model, input_ids, labels, chunk_tokens=self.config.loss_chunk_tokens
         )
@@ -117,3 +117,14 @@ class ShardedTrainer(Trainer):
                 cast("PreTrainedModel", plain), self.run / "final", self.tokenizer
             )
         )
+
+
+def _describe(model: "PreTrainedModel") -> dict[str, str]:
+    """The files that `save_pretrained` writes beside the weights, by name; before the model is split,
+    since then its class is another."""
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    files = {"config.json": model.config.to_json_string()}
+    if model.generation_config is not None:
+        files["generation_config.json"] = model.generation_config.to_json_string()
+    return files

@@ -38,6 +38,7 @@ class Watchdog:
         size: int,
         timeout_seconds: float,
         *,
+        name: str,
         give_up: Callable[[str], None] | None = None,
     ) -> None:
         """Prepare.
@@ -45,16 +46,21 @@ class Watchdog:
         Args:
             rank, size: of this process, and of the run.
             timeout_seconds: longest time without `progress`.
+            name: what the processes call their meeting, so that no beat of a dead one is heard.
             give_up: called with the diagnosis when it is over, from the thread; default: print it
                 and end the process, since a collective that hangs cannot be called off.
         """
-        self.rank, self.size, self.timeout = rank, size, timeout_seconds
-        self.interval = min(5.0, max(0.1, timeout_seconds / 20))
+        self.rank, self.size, self.timeout, self.name = rank, size, timeout_seconds, name
+        self.interval = min(1.0, max(0.1, timeout_seconds / 20))
         self._give_up = give_up or self._end_process
         self._stop = threading.Event()
         self._step, self._last = 0, time.monotonic()
         self._store: dist.Store | None = None
-        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        # The second waits for nothing but the clock: the first may hang in a connection that is gone.
+        self._threads = [
+            threading.Thread(target=self._beat, name="heartbeat", daemon=True),
+            threading.Thread(target=self._watch, name="watchdog", daemon=True),
+        ]
 
     def __enter__(self) -> "Watchdog":
         # A connection of its own: the main thread may be blocked inside the group's.
@@ -63,17 +69,24 @@ class Watchdog:
             int(os.environ["MASTER_PORT"]),
             is_master=False,
             wait_for_workers=False,
-            timeout=timedelta(seconds=max(1.0, min(30.0, self.timeout))),
+            timeout=timedelta(seconds=self._store_seconds),
         )
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store = dist.PrefixStore(f"heartbeat/{attempt}", store)
+        self._store = dist.PrefixStore(f"heartbeat/{self.name}", store)
         self.progress(0)
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._stop.set()
-        self._thread.join(timeout=2 * self.interval)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=2 * self.interval)
+
+    @property
+    def _store_seconds(self) -> float:
+        """Longest wait for an answer of the store."""
+        return max(1.0, min(10.0, self.timeout))
 
     def progress(self, step: int | None = None) -> None:
         """This process gets on (and has finished `step`): the time starts anew."""
@@ -82,16 +95,30 @@ class Watchdog:
             self._step = step
 
     def diagnose(self) -> str:
-        """Which processes are gone or behind, as far as the store tells; empty when none is."""
+        """Which processes are gone or behind, as far as the store tells; empty when none is.
+
+        Takes no longer than a few heartbeats and an answer of the store.
+        """
+        said: list[str] = []
+        asking = threading.Thread(target=lambda: said.append(self._ask()), daemon=True)
+        asking.start()
+        asking.join(timeout=4 * self.interval + self._store_seconds)
+        return said[0] if said else self._no_answer("no answer")
+
+    def _no_answer(self, reason: str) -> str:
+        where = os.environ.get("MASTER_ADDR")
+        return (
+            f"the key-value store at {where} does not answer ({reason}): the machine of rank 0 is "
+            "down, or this one has lost its network"
+        )
+
+    def _ask(self) -> str:
         try:
             first = self._read()
             time.sleep(3 * self.interval)
             second = self._read()
         except RuntimeError as error:
-            return (
-                f"rank {self.rank}: the key-value store at {os.environ.get('MASTER_ADDR')} does not "
-                f"answer ({_first_line(error)}): its machine, of rank 0, is down or unreachable"
-            )
+            return self._no_answer(_first_line(error))
         missing = [rank for rank in range(self.size) if rank not in second]
         gone = [
             rank
@@ -124,7 +151,7 @@ class Watchdog:
                 beats[rank] = json.loads(self._store.get(str(rank)))
         return beats
 
-    def _run(self) -> None:
+    def _beat(self) -> None:
         assert self._store is not None
         count = 0
         host, pid = socket.gethostname(), os.getpid()
@@ -133,11 +160,20 @@ class Watchdog:
             beat = {"count": count, "step": self._step, "host": host, "pid": pid}
             with contextlib.suppress(RuntimeError):  # the diagnosis says so when it matters
                 self._store.set(str(self.rank), json.dumps(beat))
-            if time.monotonic() - self._last > self.timeout:
-                found = self.diagnose() or "all processes are alive, at the same step"
+            self._stop.wait(self.interval)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self.interval):
+            if not self._is_late():
+                continue
+            found = self.diagnose() or "all processes are alive, at the same step"
+            # The step may have ended while the others were asked, or all be over.
+            if self._is_late() and not self._stop.is_set():
                 self._give_up(f"rank {self.rank}: no step ended for {self.timeout:.0f} s: {found}")
                 return
-            self._stop.wait(self.interval)
+
+    def _is_late(self) -> bool:
+        return time.monotonic() - self._last > self.timeout
 
     def _end_process(self, message: str) -> None:
         print(f"sparse-bitnet: {message}; start the run again", file=sys.stderr, flush=True)

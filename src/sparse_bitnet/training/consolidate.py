@@ -1,0 +1,69 @@
+"""A checkpoint of several processes as the model folder that everything else reads.
+
+A run of several processes has `final` at its end; before that its checkpoints are split by rows. Who
+names such a run to `evaluate`, `pack`, `export` or `analyze` gets the newest one put together, once, by
+one process: RUN/consolidated/step-00000100 with config.json, model.safetensors and train_config.json.
+"""
+
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.files import atomic_folder
+from sparse_bitnet.training.checkpoint_files import Checkpoint, damage
+from sparse_bitnet.training.distributed import World
+from sparse_bitnet.training.sharded_checkpoint import FOLDER, MODEL_FOLDER, read_shards
+
+CONSOLIDATED = "consolidated"
+
+
+def consolidated(checkpoint: Checkpoint) -> Path:
+    """The model folder of a sharded checkpoint, made if it is not there; those of other steps go.
+
+    Takes the memory of the float32 weights, no more; optimiser state is not read.
+
+    Raises `UserError` for a damaged checkpoint, one that does not say what model it holds (of an older
+    release), and when the folder cannot be written.
+    """
+    path = checkpoint.path
+    made = path.parent.parent / CONSOLIDATED / path.name
+    if (made / "config.json").is_file():
+        return made
+    if what := damage(checkpoint):
+        raise UserError(f"{path}: {what}; name an older checkpoint, or continue the run")
+    described = path / MODEL_FOLDER
+    if not (described / "config.json").is_file():
+        raise UserError(
+            f"{path} was written by several processes and does not describe its model; continue the "
+            "run: its next checkpoint will"
+        )
+    weights = _read_weights(checkpoint)
+    with atomic_folder(made) as folder:
+        for file in described.iterdir():
+            shutil.copy(file, folder)
+        shutil.copy(path / "train_config.json", folder)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    for other in made.parent.glob("step-*"):
+        if other != made:
+            shutil.rmtree(other, ignore_errors=True)
+    return made
+
+
+def _read_weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    prefix = "model/"
+    try:
+        metadata = dcp.FileSystemReader(checkpoint.path / FOLDER).read_metadata()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"{checkpoint.path}: cannot be read ({error})") from error
+    state = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in metadata.state_dict_metadata.items()
+        if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+    }
+    read_shards(checkpoint, state, World())
+    return {key.removeprefix(prefix): tensor for key, tensor in state.items()}

@@ -1,0 +1,48 @@
+"""A run of several processes that is not at its end can be read by whoever reads models."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.evaluation.held_out import resolve_checkpoint, trained_context_length
+from sparse_bitnet.evaluation.perplexity import evaluate
+from sparse_bitnet.hub import from_pretrained
+from sparse_bitnet.training.checkpoint_files import list_checkpoints
+from sparse_bitnet.training.loop import train
+
+
+def test_the_newest_checkpoint_of_several_processes_is_put_together(worlds, run_config):
+    alone, several = run_config("alone", checkpoint_every=5), run_config("several")
+    train(alone)
+    outcomes = worlds.run(several, size=3, faults={"1:5": "interrupt"})
+    assert [code for code, _ in outcomes] == [130] * 3, outcomes
+    run = Path(several.out)
+    older, newest = list_checkpoints(run)
+    whole = Path(resolve_checkpoint(run))
+    assert whole == run / "consolidated" / newest.path.name
+    assert resolve_checkpoint(newest.path) == str(whole)
+    expected = from_pretrained(Path(alone.out) / "checkpoints" / newest.path.name)
+    for one, other in zip(
+        expected.state_dict().items(), from_pretrained(whole).state_dict().items(), strict=True
+    ):
+        assert one[0] == other[0]
+        torch.testing.assert_close(one[1], other[1], rtol=1e-3, atol=1e-4)
+    assert trained_context_length(str(whole)) == several.sequence_length
+    found = evaluate(run, several.data, max_tokens=200)
+    assert 1 < found.result.perplexity < 400
+    # Whoever asks for another checkpoint gets that one, and only that is kept.
+    assert Path(resolve_checkpoint(older.path)).name == older.path.name
+    assert not whole.exists()
+
+    shard = next((newest.path / "sharded").glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:100])
+    with pytest.raises(UserError, match="is damaged"):
+        resolve_checkpoint(run)
+    shutil.rmtree(newest.path)
+    shutil.rmtree(older.path / "model")
+    shutil.rmtree(run / "consolidated")
+    with pytest.raises(UserError, match=r"is damaged|continue the run"):
+        resolve_checkpoint(run)

@@ -1,0 +1,30 @@
+"""The files that rows go to: whole lines up to the step that a run goes on from, and a full disk."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.training.metrics import JsonLines, read_rows
+
+
+def test_rows_after_the_step_and_half_lines_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 6)) + '{"st')
+    sink = JsonLines(path, 3)
+    sink.write({"step": 4, "again": True})
+    sink.close()
+    assert [row["step"] for row in read_rows(path)] == [1, 2, 3, 4]
+    assert os.listdir(tmp_path) == ["rows.jsonl"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    sink = JsonLines(tmp_path / "rows.jsonl", 0)
+    sink.close()
+    sink._file = open("/dev/full", "a")
+    with pytest.raises(UserError, match="cannot write /dev/full: No space left on device"):
+        sink.write({"step": 1})
+    sink.close()
