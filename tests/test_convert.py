@@ -217,7 +217,7 @@ class TestSelected:
                         model(input_ids=ids, labels=ids).loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        assert counted.calls["absmean"] == counted.calls["select_ternary"] == steps * layers
+        assert counted.calls["absmean"] == counted.calls["select_ternary_bits"] == steps * layers
         forwards = 1 if use_reentrant is None else 2
         assert counted.calls["quantize_int8"] == steps * micro_batches * forwards * layers
 
@@ -256,7 +256,7 @@ class TestSelected:
             with selected(model):
                 model(batch())
             assert all(layer.is_selected for layer in sparse_layers(model).values())
-        assert counted.calls["select_ternary"] == len(sparse_layers(model))
+        assert counted.calls["select_ternary_bits"] == len(sparse_layers(model))
         assert not any(layer.is_selected for layer in sparse_layers(model).values())
 
     def test_releases_when_the_block_or_the_selection_raises(self, monkeypatch) -> None:
@@ -265,14 +265,14 @@ class TestSelected:
         with pytest.raises(RuntimeError, match="of the user"), selected(model):
             raise RuntimeError("of the user")
         assert not any(layer.is_selected for layer in layers)
-        original = SparseBitLinear.select
+        original = SparseBitLinear.select_
 
         def out_of_memory(self):
             if self is layers[3]:
                 raise MemoryError
             return original(self)
 
-        monkeypatch.setattr(SparseBitLinear, "select", out_of_memory)
+        monkeypatch.setattr(SparseBitLinear, "select_", out_of_memory)
         with pytest.raises(MemoryError), selected(model):
             pass
         assert not any(layer.is_selected for layer in layers)

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from factories import make_layer, tiny_model
+from sparse_bitnet.bench.gpu_train import UsualFakeQuantLinear
 from sparse_bitnet.convert import convert_, selected, set_integer_forward_
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer import SparseBitConfig, SparseBitLinear
@@ -121,6 +122,35 @@ def test_int8_activations_are_what_is_saved() -> None:
         layer(torch.randn(64, 4096))
     activations = [tensor for tensor in saved if tensor.shape == (64, 4096)]
     assert [tensor.dtype for tensor in activations] == [torch.int8]
+
+
+def saved_bytes(module: nn.Module, x: Tensor) -> int:
+    """What autograd keeps for the backward pass, besides parameters and the step's own codes."""
+    own = {tensor.data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in own:
+            saved[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = module(x)
+    assert y.requires_grad
+    return sum(saved.values())
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_less_is_saved_than_by_fake_quantisation_as_usually_written(autocast: bool) -> None:
+    _, layer = integer_twin("ternary-6:8", in_features=256, out_features=32)
+    usual = nn.Linear(256, 32)
+    usual.__class__ = UsualFakeQuantLinear
+    x = torch.randn(512, 256, requires_grad=True)
+    with selected(layer), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        ours, theirs = saved_bytes(layer, x), saved_bytes(usual, x)
+    # int8 codes and a scale a token, against at least the operand in the compute type.
+    assert ours == 512 * (256 + 4)
+    assert theirs > 512 * 256 * (2 if autocast else 4)
 
 
 @pytest.mark.parametrize("text", ["full-6:8", "ternary-6:8,activation=none"])

@@ -121,6 +121,25 @@ class TestSelection:
             layer.select_()
             assert layer.mask_flips == layer.weight.numel() // 4
 
+    def test_masks_are_kept_as_bits_and_as_bools_only_where_a_step_needs_them(self) -> None:
+        for text in VARIANTS.values():
+            layer = make_layer(text)
+            layer.select_()
+            expected = layer.select().mask
+            config = layer.config
+            is_dense = config.pattern.is_dense
+            needed = config.weight == "full" or config.mask_gradient == "masked"
+            assert (layer.step_mask is None) == (is_dense or not needed)
+            assert (layer.mask_words is None) == is_dense
+            for _ in range(2):
+                assert (layer.mask is None) if is_dense else torch.equal(layer.mask, expected)
+                layer.release_()
+                assert layer.step_mask is None
+            if not is_dense:
+                layer.mask = ~expected
+                layer.select_()
+                assert layer.mask_flips == expected.numel()
+
     def test_dense_format_has_no_flips(self) -> None:
         layer = make_layer("ternary-8:8")
         for _ in range(2):

@@ -10,7 +10,16 @@ from torch import Tensor
 
 import reference
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.sparsity import NMPattern, mask_flip_rate, nm_mask, nm_mask_reference
+from sparse_bitnet.sparsity import (
+    NMPattern,
+    count_flips,
+    mask_flip_rate,
+    nm_mask,
+    nm_mask_reference,
+    pack_mask,
+    unpack_mask,
+    word_dtype,
+)
 
 PATTERNS = [NMPattern.parse(text) for text in ("6:8", "2:4", "1:2", "2:8", "7:8", "3:7", "30:32")]
 
@@ -226,3 +235,28 @@ class TestFlipRate:
 def test_operator_contract(n: int, m: int, strided: bool) -> None:
     weight = torch.randn(m * 2, 6).t() if strided else torch.randn(6, m * 2)
     torch.library.opcheck(torch.ops.sparse_bitnet.nm_mask.default, (weight, n, m))
+
+
+class TestMaskWords:
+    @pytest.mark.parametrize("m", [1, 2, 7, 8, 9, 16, 17, 31, 32])
+    def test_round_trip_and_flips(self, m: int) -> None:
+        masks = torch.rand(2, 5, 3 * m) < torch.tensor([0.5, 0.8]).view(2, 1, 1)
+        words = pack_mask(masks, m)
+        assert words.dtype == word_dtype(m)
+        assert words.shape == (2, 5, 3)
+        assert torch.equal(unpack_mask(words, m), masks)
+        assert count_flips(words[0], words[1]) == (masks[0] ^ masks[1]).sum()
+        assert count_flips(words[:, ::2], words[:, ::2]) == 0
+
+    def test_every_byte_counts_its_ones(self) -> None:
+        every = torch.arange(256, dtype=torch.uint8)
+        for byte in every:
+            assert (
+                count_flips(byte.view(1), torch.zeros(1, dtype=torch.uint8))
+                == int(byte).bit_count()
+            )
+
+    def test_groups_of_eight_are_the_little_endian_bitmap(self) -> None:
+        mask = torch.rand(3, 48) < 0.5
+        expected = np.packbits(mask.numpy(), axis=-1, bitorder="little")
+        assert np.array_equal(pack_mask(mask, 8).numpy(), expected)

@@ -16,14 +16,22 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from sparse_bitnet.layer_config import CHOICES, SparseBitConfig
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.quantizer import absmean, fake_quantize_int8, quantize_ternary
-from sparse_bitnet.sparsity import nm_mask
+from sparse_bitnet.sparsity import count_flips, nm_mask, pack_mask, unpack_mask
 from sparse_bitnet.straight_through import dequantized, masked, ternary_int8_linear
 
-__all__ = ["CHOICES", "Selection", "SparseBitConfig", "SparseBitLinear", "select"]
+__all__ = [
+    "CHOICES",
+    "Selection",
+    "SparseBitConfig",
+    "SparseBitLinear",
+    "StepSelection",
+    "select",
+    "select_step",
+]
 
 
 class Selection(NamedTuple):
-    """What one optimiser step uses of one weight: computed once, shared by all its forwards."""
+    """What the forwards use of one weight."""
 
     codes: Tensor | None
     """int8 [out_features, in_features], masked; None with full-precision weights."""
@@ -51,7 +59,7 @@ def select(
     pattern = NMPattern(config.pattern.m, config.pattern.m) if dense else config.pattern
     if config.weight == "full":
         return Selection(None, nm_mask(weight, pattern) if prunes else None, None)
-    if pattern.is_dense or (config.mask_source, config.scale_source) == ("master", "dense"):
+    if _selects_in_one_pass(config, dense):
         scale = absmean(weight) if weight_scale is None else weight_scale
         codes, mask = torch.ops.sparse_bitnet.select_ternary(weight, scale, pattern.n, pattern.m)
         return Selection(codes, mask if prunes else None, scale)
@@ -65,6 +73,62 @@ def select(
     return Selection(codes * mask, mask, scale)
 
 
+class StepSelection(NamedTuple):
+    """What one optimiser step uses of one weight: computed once, shared by all its forwards."""
+
+    codes: Tensor | None
+    """As in `Selection`."""
+    mask: Tensor | None
+    """As in `Selection`; None too where forwards and gradients need the codes alone."""
+    weight_scale: Tensor | None
+    """As in `Selection`."""
+    mask_words: Tensor | None
+    """The mask as `pack_mask` gives it; None when the pattern is dense."""
+    mask_flips: Tensor | None
+    """int64 scalar, positions that differ from those of the step before; None without these."""
+
+
+def select_step(
+    weight: Tensor,
+    config: SparseBitConfig,
+    *,
+    previous: Tensor | None = None,
+    dense: bool = False,
+    weight_scale: Tensor | None = None,
+) -> StepSelection:
+    """`select`, with the mask as bits and the count of its flips, in one pass where the format allows.
+
+    Args:
+        weight, config, dense, weight_scale: as of `select`.
+        previous: `mask_words` of the step before.
+    """
+    m = config.pattern.m
+    needs_mask = config.weight == "full" or config.mask_gradient == "masked"
+    if config.pattern.is_dense or not _selects_in_one_pass(config, dense):
+        codes, mask, scale = select(weight, config, dense=dense, weight_scale=weight_scale)
+        if mask is None:
+            return StepSelection(codes, None, scale, None, None)
+        words = pack_mask(mask, m)
+        flips = None if previous is None else count_flips(previous, words)
+        return StepSelection(codes, mask if needs_mask else None, scale, words, flips)
+    weight = weight.detach()
+    scale = absmean(weight) if weight_scale is None else weight_scale
+    codes, words, flips = torch.ops.sparse_bitnet.select_ternary_bits(
+        weight, scale, m if dense else config.pattern.n, m, previous
+    )
+    mask = unpack_mask(words, m) if needs_mask else None
+    return StepSelection(codes, mask, scale, words, None if previous is None else flips)
+
+
+def _selects_in_one_pass(config: SparseBitConfig, dense: bool) -> bool:
+    """Whether codes and mask follow from the master and its own scale, weight by weight."""
+    if config.weight == "full":
+        return False
+    if dense or config.pattern.is_dense:
+        return True
+    return (config.mask_source, config.scale_source) == ("master", "dense")
+
+
 class SparseBitLinear(nn.Linear):
     """`nn.Linear` with the forward of a `SparseBitConfig`; `weight` stays the dense master.
 
@@ -74,9 +138,10 @@ class SparseBitLinear(nn.Linear):
     Raises `UserError`, naming the layer, when the pattern does not divide in_features.
     """
 
-    mask: Tensor | None
     codes: Tensor | None
     weight_scale: Tensor | None
+    step_mask: Tensor | None
+    mask_words: Tensor | None
     mask_flips: Tensor | None
 
     def __init__(
@@ -101,7 +166,7 @@ class SparseBitLinear(nn.Linear):
         self._holds_selection = False
         self._selected_weight: tuple[int, int, int] | None = None
         self._training_masks: tuple[Tensor | None, Tensor | None] | None = None
-        for buffer in ("codes", "mask", "weight_scale", "mask_flips"):
+        for buffer in ("codes", "weight_scale", "step_mask", "mask_words", "mask_flips"):
             self.register_buffer(buffer, None, persistent=False)
 
     @classmethod
@@ -117,9 +182,28 @@ class SparseBitLinear(nn.Linear):
         layer._adopt(config)
         return layer
 
+    @property
+    def mask(self) -> Tensor | None:
+        """bool [out_features, in_features] of the last selection, see `select_`; None without one.
+
+        It is kept as bits (`mask_words`); what a step needs as bools is in `step_mask`.
+        """
+        if self.step_mask is not None or self.mask_words is None:
+            return self.step_mask
+        return unpack_mask(self.mask_words, self.config.pattern.m)
+
+    @mask.setter
+    def mask(self, value: Tensor | None) -> None:
+        self.mask_words = None if value is None else pack_mask(value, self.config.pattern.m)
+
     def select(self) -> Selection:
         """Mask, codes and scale of the weight as it is now."""
-        return select(self.weight, self.config, dense=self.dense_phase)
+        weight, scale = self._source()
+        return select(weight, self.config, dense=self.dense_phase, weight_scale=scale)
+
+    def _source(self) -> tuple[Tensor, Tensor | None]:
+        """What to select from, and its scale where that is not the weight's own."""
+        return self.weight, None
 
     @torch.no_grad()
     def select_(self) -> None:
@@ -131,21 +215,27 @@ class SparseBitLinear(nn.Linear):
         their flip rate alone.
         """
         self.release_()
-        codes, mask, weight_scale = self.select()
-        if self.training:
-            self.mask_flips = _count_flips(self.mask, mask)
-        else:
-            self._training_masks = (self.mask, self.mask_flips)
-        self.codes, self.mask, self.weight_scale = codes, mask, weight_scale
+        if not self.training:
+            self._training_masks = (self.mask_words, self.mask_flips)
+        weight, scale = self._source()
+        chosen = select_step(
+            weight,
+            self.config,
+            previous=self.mask_words if self.training else None,
+            dense=self.dense_phase,
+            weight_scale=scale,
+        )
+        self.codes, self.step_mask, self.weight_scale = chosen[:3]
+        self.mask_words, self.mask_flips = chosen.mask_words, chosen.mask_flips
         self._selected_weight = _state_of(self.weight)
         self._holds_selection = True
 
     def release_(self) -> None:
         """Forget codes and scale; later forwards follow the weight again."""
         if self._training_masks is not None:
-            self.mask, self.mask_flips = self._training_masks
+            self.mask_words, self.mask_flips = self._training_masks
             self._training_masks = None
-        self.codes = self.weight_scale = None
+        self.codes = self.weight_scale = self.step_mask = None
         self._holds_selection = False
 
     @property
@@ -163,7 +253,7 @@ class SparseBitLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]; computes in the autocast dtype if one is set."""
         if self.is_selected:
-            selection = Selection(self.codes, self.mask, self.weight_scale)
+            selection = Selection(self.codes, self.step_mask, self.weight_scale)
         else:
             selection = self.select()
         gate = self._gradient_gate(selection, self.weight)
@@ -198,10 +288,6 @@ class SparseBitLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, format={self.config}"
-
-
-def _count_flips(previous: Tensor | None, current: Tensor | None) -> Tensor | None:
-    return None if previous is None or current is None else (previous ^ current).sum()
 
 
 def _state_of(weight: Tensor) -> tuple[int, int, int]:

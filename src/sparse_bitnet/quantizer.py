@@ -8,7 +8,7 @@ type of the input, so a bfloat16 master and its float32 copy give the same codes
 import torch
 from torch import Tensor
 
-from sparse_bitnet.sparsity import nm_mask_reference
+from sparse_bitnet.sparsity import count_flips, nm_mask_reference, pack_mask, word_dtype
 
 SCALE_FLOOR = 1e-5
 """Smallest weight scale, and smallest absolute maximum of a token."""
@@ -108,6 +108,16 @@ def select_ternary_reference(
     return codes * mask, mask
 
 
+def select_ternary_bits_reference(
+    weight: Tensor, weight_scale: Tensor, n: int, m: int, previous: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes as of `select_ternary`, the mask as of `pack_mask`, and its flips against `previous`."""
+    codes, mask = torch.ops.sparse_bitnet.select_ternary(weight, weight_scale, n, m)
+    words = pack_mask(mask, m)
+    flips = count_flips(words if previous is None else previous, words)
+    return codes, words, flips
+
+
 def quantize_int8_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     values = x.float().contiguous()
     absmax = values.abs().amax(-1, keepdim=True).clamp_min(SCALE_FLOOR)
@@ -141,9 +151,14 @@ _LIBRARY.define("absmean(Tensor weight) -> Tensor")
 _LIBRARY.define(
     "select_ternary(Tensor weight, Tensor weight_scale, int n, int m) -> (Tensor codes, Tensor mask)"
 )
+_LIBRARY.define(
+    "select_ternary_bits(Tensor weight, Tensor weight_scale, int n, int m, Tensor? previous) -> "
+    "(Tensor codes, Tensor mask_words, Tensor flips)"
+)
 _LIBRARY.define("quantize_int8(Tensor x) -> (Tensor codes, Tensor activation_scale)")
 _LIBRARY.impl("absmean", absmean_reference, "CompositeExplicitAutograd")
 _LIBRARY.impl("select_ternary", select_ternary_reference, "CompositeExplicitAutograd")
+_LIBRARY.impl("select_ternary_bits", select_ternary_bits_reference, "CompositeExplicitAutograd")
 _LIBRARY.impl("quantize_int8", quantize_int8_reference, "CompositeExplicitAutograd")
 
 
@@ -156,6 +171,16 @@ def _(weight: Tensor) -> Tensor:
 def _(weight: Tensor, weight_scale: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     return codes, torch.empty_like(codes, dtype=torch.bool)
+
+
+@torch.library.register_fake("sparse_bitnet::select_ternary_bits", lib=_LIBRARY)
+def _(
+    weight: Tensor, weight_scale: Tensor, n: int, m: int, previous: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    shape = (*weight.shape[:-1], weight.shape[-1] // m)
+    words = torch.empty(shape, dtype=word_dtype(m), device=weight.device)
+    return codes, words, torch.empty((), dtype=torch.int64, device=weight.device)
 
 
 @torch.library.register_fake("sparse_bitnet::quantize_int8", lib=_LIBRARY)

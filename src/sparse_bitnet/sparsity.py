@@ -13,10 +13,14 @@ from sparse_bitnet.pattern import MAX_GROUP, NMPattern
 __all__ = [
     "MAX_GROUP",
     "NMPattern",
+    "count_flips",
     "magnitude_keys",
     "mask_flip_rate",
     "nm_mask",
     "nm_mask_reference",
+    "pack_mask",
+    "unpack_mask",
+    "word_dtype",
 ]
 
 
@@ -45,6 +49,43 @@ def mask_flip_rate(previous: Tensor, current: Tensor) -> Tensor:
     """
     assert previous.shape == current.shape, (previous.shape, current.shape)
     return (previous ^ current).sum(dtype=torch.float64) / current.numel()
+
+
+def word_dtype(m: int) -> torch.dtype:
+    """Of a group's mask as one integer: the smallest of uint8, int16 and int32 with m bits."""
+    return torch.uint8 if m <= 8 else torch.int16 if m <= 16 else torch.int32
+
+
+def pack_mask(mask: Tensor, m: int) -> Tensor:
+    """One integer a group, bit j set where its weight j is kept.
+
+    Args:
+        mask: bool [..., in_features], in_features a multiple of m.
+        m: size of a group.
+
+    Returns `word_dtype(m)` [..., in_features / m]; for m = 8 the little-endian bitmap of the mask.
+    """
+    lanes = mask.unflatten(-1, (-1, m))
+    words = lanes[..., 0].to(word_dtype(m))
+    for lane in range(1, m):
+        words |= lanes[..., lane].to(words.dtype) << lane
+    return words
+
+
+def unpack_mask(words: Tensor, m: int) -> Tensor:
+    """Inverse of `pack_mask`: bool [..., in_features]."""
+    lane = torch.arange(m, dtype=words.dtype, device=words.device)
+    return (words.unsqueeze(-1) >> lane & 1).bool().flatten(-2)
+
+
+def count_flips(previous: Tensor, current: Tensor) -> Tensor:
+    """Positions where two masks of `pack_mask` differ, int64 scalar."""
+    assert (previous.shape, previous.dtype) == (current.shape, current.dtype)
+    bits = (previous ^ current).contiguous().view(torch.uint8)
+    # Ones of each byte: of pairs of bits, of fours, of all eight.
+    bits = bits - (bits >> 1 & 0x55)
+    bits = (bits & 0x33) + (bits >> 2 & 0x33)
+    return (bits + (bits >> 4) & 0x0F).sum(dtype=torch.int64)
 
 
 def magnitude_keys(weight: Tensor) -> Tensor:

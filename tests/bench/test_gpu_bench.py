@@ -12,8 +12,8 @@ from sparse_bitnet.bench import gpu_decode, gpu_kernels, gpu_prefill, gpu_train
 from sparse_bitnet.bench.gpu import run
 from sparse_bitnet.bench.gpu_models import dense_model, random_model, ternary_layers, ternary_model
 from sparse_bitnet.bench.gpu_options import GpuBenchOptions, GpuOutput
-from sparse_bitnet.bench.gpu_record import SpeedRow, table
-from sparse_bitnet.bench.gpu_timing import Ceilings, medians
+from sparse_bitnet.bench.gpu_record import SpeedRow, kernel_table, table
+from sparse_bitnet.bench.gpu_timing import Ceilings, medians, those_that_fit
 from sparse_bitnet.errors import UserError
 
 CPU = torch.device("cpu")
@@ -136,6 +136,50 @@ def test_rounds_are_interleaved():
     found = medians(functions, CPU, 2, before=lambda: calls.append("-"))
     assert "".join(calls) == "aabb-a-b-a-b"
     assert all(seconds >= 0 for seconds, _ in found.values())
+
+
+def test_what_finds_no_memory_becomes_a_row(options, monkeypatch):
+    def forward(self, *arguments):
+        raise torch.OutOfMemoryError("no memory")
+
+    options.tokens = [4]
+    monkeypatch.setattr(gpu_prefill.GraphDecoder, "prefill", forward)
+    rows = gpu_prefill.run(options)
+    assert {row.failed for row in rows} == {"out of memory"}
+    assert {row.tokens_per_second for row in rows} == {None}
+    assert "out of memory" in text_of(table(rows, "title"))
+    monkeypatch.setattr(gpu_kernels, "_measure", forward)
+    kernel_rows = gpu_kernels.run(options)
+    assert {row.route: row.failed for row in kernel_rows} == {
+        "select": None,
+        "all": "out of memory",
+    }
+    assert "out of memory" in text_of(kernel_table(kernel_rows, "title"))
+
+
+def test_only_variants_that_fit_are_timed():
+    def lacking():
+        raise torch.OutOfMemoryError("no memory")
+
+    def recording():
+        try:
+            lacking()
+        finally:
+            raise RuntimeError("the capture failed")
+
+    makers = {"a": lambda: lambda: None, "b": lacking, "c": lambda: recording}
+    found, without = those_that_fit(makers, CPU)
+    assert (list(found), without) == (["a"], ["b", "c"])
+    with pytest.raises(RuntimeError, match="a defect"):
+        those_that_fit({"a": lambda: exec("raise RuntimeError('a defect')")}, CPU)
+
+
+def test_the_papers_sizes_are_the_defaults():
+    from sparse_bitnet.bench.gpu_options import PAPER_DECODE, PAPER_PREFILL
+
+    assert list(PAPER_PREFILL) == [2**power for power in range(9, 17)]
+    assert list(PAPER_DECODE) == [64, 128, 256, 512]
+    assert GpuBenchOptions().batch == GpuBenchOptions().tokens == []
 
 
 def test_what_cannot_be_measured_is_refused(options):

@@ -16,6 +16,7 @@ from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.quantizer import (
     absmean_reference,
     quantize_int8_reference,
+    select_ternary_bits_reference,
     select_ternary_reference,
 )
 from sparse_bitnet.sparsity import nm_mask_reference
@@ -55,24 +56,25 @@ def problem(text: str, out_features: int, groups: int, tokens: int):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("text", PATTERNS)
 def test_selection(text: str, dtype: torch.dtype) -> None:
-    from sparse_bitnet.kernels.triton.select import select_bits
-
     pattern, scale = NMPattern.parse(text), torch.tensor(0.9)
     n, m = pattern.n, pattern.m
     for rows, groups in ((1, 1), (7, 123), (300, 71)):
         weight = (torch.randint(-6, 7, (rows, groups * m)) * 0.3).to(dtype)
         on_gpu = weight.cuda()
-        codes, mask = select_ternary_reference(weight, scale, n, m)
-        for ours, theirs in zip(
-            ops.select_ternary(on_gpu, scale.cuda(), n, m), (codes, mask), strict=True
-        ):
+        expected = select_ternary_reference(weight, scale, n, m)
+        found = ops.select_ternary(on_gpu, scale.cuda(), n, m)
+        for ours, theirs in zip(found, expected, strict=True):
             same(ours, theirs)
         same(ops.nm_mask(on_gpu, n, m), nm_mask_reference(weight, n, m))
         same(ops.absmean(on_gpu), absmean_reference(weight))
-        first = select_bits(on_gpu, scale.cuda(), n, m)
-        same(first.codes, codes)
-        second = select_bits(on_gpu.flip(0).contiguous(), scale.cuda(), n, m, first.mask_words)
-        assert second.flips.item() == (mask ^ mask.flip(0)).sum().item()
+        previous = None
+        for moved in (weight, weight.flip(0).contiguous()):
+            expected = select_ternary_bits_reference(moved, scale, n, m, previous)
+            before = None if previous is None else previous.cuda()
+            found = ops.select_ternary_bits(moved.cuda(), scale.cuda(), n, m, before)
+            for ours, theirs in zip(found, expected, strict=True):
+                same(ours, theirs)
+            previous = expected[1]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

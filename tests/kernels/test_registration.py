@@ -1,5 +1,6 @@
 """The kernels as PyTorch ops: which inputs they take, the dispatcher's contracts, the choice."""
 
+import contextlib
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ ops = torch.ops.sparse_bitnet
 
 SCALE = torch.tensor(0.7)
 WEIGHT = torch.randn(6, 48, generator=torch.Generator().manual_seed(0))
+WORDS = torch.full((6, 3), 0x1FF, dtype=torch.int16)
 
 
 def cpu_status() -> kernels.KernelStatus:
@@ -33,6 +35,8 @@ pytestmark = pytest.mark.skipif(
         (ops.absmean.default, (WEIGHT,)),
         (ops.select_ternary.default, (WEIGHT, SCALE, 6, 8)),
         (ops.select_ternary.default, (WEIGHT, SCALE, 1, 1)),
+        (ops.select_ternary_bits.default, (WEIGHT, SCALE, 6, 8, None)),
+        (ops.select_ternary_bits.default, (WEIGHT, SCALE, 9, 16, WORDS)),
         (ops.quantize_int8.default, (WEIGHT,)),
     ],
 )
@@ -173,3 +177,14 @@ assert bytes(view) == bytes([0, 0, 1, 1, 1, 1, 1, 1]) * 100_000
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
+
+
+def test_kernels_run_on_the_device_of_their_tensors(monkeypatch):
+    from sparse_bitnet.kernels.launch_device import on_its_device
+
+    entered = []
+    monkeypatch.setattr(
+        torch.cuda, "device", lambda device: entered.append(device) or contextlib.nullcontext()
+    )
+    assert on_its_device(lambda tensor, times: times * tensor.sum())(torch.ones(2), 3) == 6
+    assert entered == [torch.device("cpu")]

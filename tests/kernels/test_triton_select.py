@@ -6,8 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparse_bitnet.quantizer import absmean_reference, select_ternary_reference
-from sparse_bitnet.sparsity import nm_mask_reference
+from sparse_bitnet.quantizer import (
+    absmean_reference,
+    select_ternary_bits_reference,
+    select_ternary_reference,
+)
+from sparse_bitnet.sparsity import nm_mask_reference, unpack_mask
 
 pytest.importorskip("triton", reason="triton is not installed")
 from sparse_bitnet.kernels.triton import select
@@ -39,11 +43,6 @@ def weights(rows: int, columns: int, dtype: torch.dtype, special: float) -> Tens
     return torch.where(torch.rand(weight.shape) < special, chosen, weight).to(dtype)
 
 
-def unpacked(words: Tensor, m: int) -> Tensor:
-    bits = words.cpu().long().unsqueeze(-1) >> torch.arange(m) & 1
-    return bits.flatten(-2).bool()
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "m"), PATTERNS)
 def test_codes_mask_bits_and_flips(n: int, m: int, dtype: torch.dtype) -> None:
@@ -57,23 +56,24 @@ def test_codes_mask_bits_and_flips(n: int, m: int, dtype: torch.dtype) -> None:
         assert torch.equal(codes.cpu(), expected_codes)
         assert torch.equal(mask.cpu(), expected_mask)
         assert torch.equal(select.nm_mask(on_device, n, m).cpu(), nm_mask_reference(weight, n, m))
-        chosen = select.select_bits(on_device, device_scale, n, m)
-        assert torch.equal(chosen.codes.cpu(), expected_codes)
-        assert torch.equal(unpacked(chosen.mask_words, m), expected_mask)
-        assert chosen.flips is None
+        codes, words, flips = select.select_ternary_bits(on_device, device_scale, n, m, None)
+        assert torch.equal(codes.cpu(), expected_codes)
+        assert torch.equal(unpack_mask(words, m).cpu(), expected_mask)
+        assert flips.item() == 0
         moved = weights(rows, groups * m, dtype, special)
-        before, chosen = (
-            expected_mask,
-            select.select_bits(moved.to(DEVICE), device_scale, n, m, chosen.mask_words),
-        )
-        after = select_ternary_reference(moved, scale, n, m)[1]
-        assert chosen.flips.item() == (before ^ after).sum().item()
-        assert torch.equal(unpacked(chosen.mask_words, m), after)
+        found = select.select_ternary_bits(moved.to(DEVICE), device_scale, n, m, words)
+        expected = select_ternary_bits_reference(moved, scale, n, m, words.cpu())
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours.dtype == theirs.dtype
+            assert torch.equal(ours.cpu(), theirs)
+        after = unpack_mask(expected[1], m)
+        assert expected[2].item() == (expected_mask ^ after).sum().item()
 
 
 def test_words_of_eight_lanes_are_the_little_endian_bitmap() -> None:
     weight = torch.randn(3, 48)
-    words = select.select_bits(weight.to(DEVICE), torch.tensor(1.0, device=DEVICE), 6, 8).mask_words
+    scale = torch.tensor(1.0, device=DEVICE)
+    _, words, _ = select.select_ternary_bits(weight.to(DEVICE), scale, 6, 8, None)
     assert words.dtype == torch.uint8
     mask = nm_mask_reference(weight, 6, 8)
     powers = 1 << torch.arange(8)

@@ -71,6 +71,22 @@ def test_all_subsets_within_two_of_the_group(m):
     assert torch.equal(back, codes)
 
 
+@pytest.mark.parametrize("n", range(1, 9))
+def test_every_ternary_group_of_eight(n):
+    """All 3**8 groups of codes with at most n non-zeros, for every n:8: exact, or refused."""
+    pattern = NMPattern(n, 8)
+    codes = torch.tensor(list(itertools.product((-1, 0, 1), repeat=8)), dtype=torch.int8)
+    codes = codes[(codes != 0).sum(1) <= n]
+    if n > 6:
+        with pytest.raises(UserError, match=f"pattern {n}:8 has no 2:4 form"):
+            window_expand(codes, pattern)
+        return
+    expanded, index = window_expand(codes, pattern)
+    check_two_of_four(expanded)
+    back = torch.zeros_like(codes).index_add_(1, index, expanded)
+    assert torch.equal(back, codes)
+
+
 @pytest.mark.parametrize("text", ["7:8", "8:8", "1:1", "3:4", "5:6", "4:7", "2:5", "31:32"])
 def test_patterns_without_a_form_are_refused(text):
     pattern = NMPattern.parse(text)

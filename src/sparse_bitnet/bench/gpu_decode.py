@@ -1,5 +1,9 @@
 """Decode steps of a batch as CUDA graphs over a fixed cache: Table 3, lower half."""
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from sparse_bitnet.bench.gpu_models import (
@@ -10,8 +14,9 @@ from sparse_bitnet.bench.gpu_models import (
     ternary_model,
 )
 from sparse_bitnet.bench.gpu_options import PAPER_DECODE, GpuBenchOptions
-from sparse_bitnet.bench.gpu_record import SpeedRow
-from sparse_bitnet.bench.gpu_timing import medians
+from sparse_bitnet.bench.gpu_record import SpeedRow, rows_of
+from sparse_bitnet.bench.gpu_timing import give_back_memory, medians, those_that_fit
+from sparse_bitnet.inference.gpu.attention import FixedCache
 from sparse_bitnet.inference.gpu.decode import GraphDecoder
 from sparse_bitnet.inference.gpu.linear import RoutePolicy
 
@@ -30,35 +35,32 @@ def run(options: GpuBenchOptions) -> list[SpeedRow]:
     rows: list[SpeedRow] = []
     for batch in options.batch or PAPER_DECODE:
         ids = torch.randint(0, dense.config.vocab_size, (batch,), device=device)
-        steps: dict[str, _Step] = {}
-        cache = None
-        for name in ("bf16", *policies):
+        caches: list[FixedCache] = []
+
+        def make(name: str, ids: Any = ids, caches: Any = caches) -> Callable[[], object]:
             if name != "bf16":
                 set_policy_(ternary, policies[name])
-            model = dense if name == "bf16" else ternary
             if options.compile:
                 # Each variant is a graph of its own; together they would pass the limit.
                 torch.compiler.reset()
-            decoder = GraphDecoder(
-                model, batch, options.context + 1, compile=options.compile, cache=cache
-            )
             # One cache serves all: what it holds does not change the time.
-            cache = decoder.cache
-            steps[name] = _Step(decoder, ids, options.context)
-            # The first step records the graph, with the products of this policy.
-            steps[name]()
-        for name, (seconds, spread) in medians(steps, device, options.rounds).items():
-            rows.append(
-                SpeedRow(
-                    phase="decode",
-                    variant=name,
-                    size=batch,
-                    seconds=seconds,
-                    spread=spread,
-                    tokens_per_second=batch / seconds,
-                )
+            decoder = GraphDecoder(
+                dense if name == "bf16" else ternary,
+                len(ids),
+                options.context + 1,
+                compile=options.compile,
+                cache=caches[0] if caches else None,
             )
-        del steps
+            caches[:] = [decoder.cache]
+            # Its first call records the graph, with the products of this policy.
+            return _Step(decoder, ids, options.context)
+
+        makers = {name: functools.partial(make, name) for name in ("bf16", *policies)}
+        steps, lacking = those_that_fit(makers, device)
+        found = medians(steps, device, options.rounds)
+        rows += rows_of("decode", batch, batch, found, lacking)
+        del steps, caches, make, makers
+        give_back_memory(device)
     return rows
 
 

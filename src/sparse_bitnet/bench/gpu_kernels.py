@@ -13,8 +13,16 @@ from sparse_bitnet.bench.gpu_models import (
     ternary_model,
 )
 from sparse_bitnet.bench.gpu_options import GpuBenchOptions
-from sparse_bitnet.bench.gpu_record import KernelRow
-from sparse_bitnet.bench.gpu_timing import CacheFlush, Ceilings, measure_ceilings, medians, recorded
+from sparse_bitnet.bench.gpu_record import OUT_OF_MEMORY, KernelRow
+from sparse_bitnet.bench.gpu_timing import (
+    CacheFlush,
+    Ceilings,
+    give_back_memory,
+    is_out_of_memory,
+    measure_ceilings,
+    medians,
+    recorded,
+)
 from sparse_bitnet.inference.gpu.linear import RoutePolicy, TernaryLinear
 from sparse_bitnet.kernels.int8_linear import quantize_windows
 from sparse_bitnet.kernels.windows import window_layout
@@ -33,8 +41,29 @@ def run(options: GpuBenchOptions) -> list[KernelRow]:
     for layer in ternary_layers(model).values():
         rows.append(_measure_selection(layer, options, device, ceilings, flush))
         for tokens in options.tokens or DEFAULT_TOKENS:
-            rows += _measure(layer, tokens, options, device, ceilings, flush)
+            try:
+                rows += _measure(layer, tokens, options, device, ceilings, flush)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                rows.append(_without_memory(layer, tokens))
+            give_back_memory(device)
     return rows
+
+
+def _without_memory(layer: TernaryLinear, tokens: int) -> KernelRow:
+    return KernelRow(
+        route="all",
+        out_features=layer.out_features,
+        in_features=layer.in_features,
+        tokens=tokens,
+        seconds=None,
+        spread=None,
+        product_seconds=None,
+        bound=None,
+        roofline_share=None,
+        failed=OUT_OF_MEMORY,
+    )
 
 
 def roofline_seconds(
@@ -70,24 +99,17 @@ def _measure_selection(
     ceilings: Ceilings,
     flush: CacheFlush,
 ) -> KernelRow:
-    """Codes, mask and flips from a float32 master: on CUDA as bits, in one kernel."""
+    """Codes, mask bits and flips from a float32 master: on CUDA one kernel."""
     pattern = layer.pattern
     weight = torch.randn(layer.out_features, layer.in_features, device=device)
     scale = absmean(weight)
+    op = torch.ops.sparse_bitnet.select_ternary_bits
+    _, bits, _ = op(weight, scale, pattern.n, pattern.m, None)
     # Read the master, write codes, write and read mask.
-    if device.type == "cuda":
-        from sparse_bitnet.kernels.triton.select import select_bits
+    least_bytes = 5 * weight.numel() + 2 * bits.nbytes
 
-        bits = select_bits(weight, scale, pattern.n, pattern.m).mask_words
-        least_bytes = 5 * weight.numel() + 2 * bits.numel() * bits.element_size()
-
-        def selection() -> Any:
-            return select_bits(weight, scale, pattern.n, pattern.m, bits)
-    else:
-        least_bytes = 6 * weight.numel()
-
-        def selection() -> Any:
-            return torch.ops.sparse_bitnet.select_ternary(weight, scale, pattern.n, pattern.m)
+    def selection() -> Any:
+        return op(weight, scale, pattern.n, pattern.m, bits)
 
     functions = {"select": recorded(selection, device)}
     seconds, spread = medians(functions, device, options.rounds, before=flush)["select"]

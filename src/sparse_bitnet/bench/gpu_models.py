@@ -103,7 +103,8 @@ def choices(options: GpuBenchOptions, model: nn.Module, device: torch.device) ->
         flush = CacheFlush(device)
         for shape, layer in ternary_layers(model).items():
             _measure_layer(table, shape, layer, options, device, flush)
-        if device.type == "cuda":
+        # The stored times of packed products are those of the format that models use by default.
+        if device.type == "cuda" and options.packed_format == RoutePolicy().packed_format:
             table.save(path)
     return table
 

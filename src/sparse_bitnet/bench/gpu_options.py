@@ -24,7 +24,8 @@ class GpuBenchOptions:
     """Prompt lengths (prefill) or sequence lengths of a step (train). Default: the paper's, 2048."""
 
     batch: list[int] = field(default_factory=list)
-    """Sequences (decode: the paper's; train: 4). Prefill is of one sequence."""
+    """Sequences (decode: the paper's; train: 4, fewer where the GPU's memory is too small). Prefill is
+    of one sequence."""
 
     context: int = 512
     """Tokens in the cache before the decoded ones."""

@@ -1,6 +1,7 @@
 """Rows and tables of the GPU benchmarks."""
 
 import dataclasses
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,13 +34,58 @@ class SpeedRow:
     variant: str
     size: int
     """Prompt length, batch of decode, or tokens of a training step."""
-    seconds: float
-    """Median, of a prompt or a step."""
-    spread: float
+    seconds: float | None
+    """Median, of a prompt or a step; None where `failed`."""
+    spread: float | None
     """Slowest over fastest measurement, minus 1."""
-    tokens_per_second: float
+    tokens_per_second: float | None
     peak_bytes: int | None = None
     """Most GPU memory held, of training."""
+    failed: str | None = None
+    """Why it could not be measured."""
+
+
+OUT_OF_MEMORY = "out of memory"
+
+
+def rows_of(
+    phase: str,
+    size: int,
+    tokens: int,
+    found: Mapping[str, tuple[float, float]],
+    lacking: Iterable[str] = (),
+) -> list[SpeedRow]:
+    """Rows of one size: those measured, and those for which the memory did not suffice.
+
+    Args:
+        phase, size: of the rows.
+        tokens: that a prompt or step computes.
+        found: variant -> (seconds, spread).
+        lacking: the other variants.
+    """
+    rows = [
+        SpeedRow(
+            phase=phase,
+            variant=name,
+            size=size,
+            seconds=seconds,
+            spread=spread,
+            tokens_per_second=tokens / seconds,
+        )
+        for name, (seconds, spread) in found.items()
+    ]
+    return rows + [
+        SpeedRow(
+            phase=phase,
+            variant=name,
+            size=size,
+            seconds=None,
+            spread=None,
+            tokens_per_second=None,
+            failed=OUT_OF_MEMORY,
+        )
+        for name in lacking
+    ]
 
 
 @dataclass(kw_only=True)
@@ -50,14 +96,17 @@ class KernelRow:
     out_features: int
     in_features: int
     tokens: int
-    seconds: float
-    spread: float
+    seconds: float | None
+    """Median; None where `failed`."""
+    spread: float | None
     product_seconds: float | None
     """Of the product alone, without quantisation; None where it is not a step of its own."""
-    bound: str
+    bound: str | None
     """What limits it on this machine's roofline: "memory" or "compute"."""
-    roofline_share: float
+    roofline_share: float | None
     """Time that the roofline allows the whole over the time taken."""
+    failed: str | None = None
+    """Why it could not be measured."""
 
 
 def table(rows: list[SpeedRow], title: str) -> "Table":
@@ -68,7 +117,7 @@ def table(rows: list[SpeedRow], title: str) -> "Table":
     phase = rows[0].phase
     baseline, paper = BASELINE[phase], PAPER_SPEEDUP.get(phase, {})
     variants = list(dict.fromkeys(row.variant for row in rows))
-    speed = {(row.size, row.variant): row.tokens_per_second for row in rows}
+    speed = {(row.size, row.variant): row for row in rows}
     found = Table(
         title=title,
         caption=f"tokens/s, and their ratio to {baseline}",
@@ -82,9 +131,14 @@ def table(rows: list[SpeedRow], title: str) -> "Table":
     for size in dict.fromkeys(row.size for row in rows):
         cells = []
         for variant in variants:
-            value = speed[size, variant]
-            ratio = value / speed[size, baseline]
-            cells.append(f"{value:,.0f}" + ("" if variant == baseline else f"  {ratio:.2f}x"))
+            row, base = speed.get((size, variant)), speed.get((size, baseline))
+            if row is None or row.tokens_per_second is None:
+                cells.append("-" if row is None else row.failed or "-")
+                continue
+            text = f"{row.tokens_per_second:,.0f}"
+            if variant != baseline and base is not None and base.tokens_per_second:
+                text += f"  {row.tokens_per_second / base.tokens_per_second:.2f}x"
+            cells.append(text)
         if paper:
             cells.append(f"{paper[size]:.2f}x" if size in paper else "-")
         found.add_row(f"{size:,}", *cells)
@@ -105,10 +159,10 @@ def kernel_table(rows: list[KernelRow], title: str) -> "Table":
             row.route,
             f"{row.out_features} x {row.in_features}",
             f"{row.tokens:,}",
-            f"{row.seconds * 1e6:.1f}",
+            row.failed if row.seconds is None else f"{row.seconds * 1e6:.1f}",
             alone,
-            row.bound,
-            f"{row.roofline_share:.0%}",
+            row.bound or "-",
+            "-" if row.roofline_share is None else f"{row.roofline_share:.0%}",
         )
     return found
 

@@ -1,5 +1,6 @@
 """Times on a GPU by its own events, interleaved, and the ceilings of the machine in the same run."""
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -73,6 +74,43 @@ def recorded(function: Callable[[], object], device: torch.device) -> Callable[[
     with torch.cuda.graph(graph):
         function()
     return graph.replay
+
+
+def those_that_fit(
+    makers: Mapping[str, Callable[[], Callable[[], object]]], device: torch.device
+) -> tuple[dict[str, Callable[[], object]], list[str]]:
+    """Functions that could be made and called once, and the names of those that found no memory."""
+    fitting: dict[str, Callable[[], object]] = {}
+    lacking: list[str] = []
+    for name, make in makers.items():
+        try:
+            function = make()
+            function()
+            fitting[name] = function
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            lacking.append(name)
+        # Here, because the error held on to what its frames had.
+        if lacking and lacking[-1] == name:
+            give_back_memory(device)
+    return fitting, lacking
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether this is what was raised for want of GPU memory, or came of it (recording a graph)."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def give_back_memory(device: torch.device) -> None:
+    """Free what nothing refers to, so that the next variant finds it."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 class CacheFlush:

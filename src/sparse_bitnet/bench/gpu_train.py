@@ -1,6 +1,7 @@
 """Whole training steps: dense bf16, ternary with the int8 forward, with the fake-quantised forward,
 and as fake quantisation is usually written (every operation of its own, in every forward)."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,15 +11,17 @@ from torch import Tensor, nn
 
 from sparse_bitnet.bench.gpu_models import bench_config, bench_device
 from sparse_bitnet.bench.gpu_options import GpuBenchOptions
-from sparse_bitnet.bench.gpu_record import SpeedRow
-from sparse_bitnet.bench.gpu_timing import medians
+from sparse_bitnet.bench.gpu_record import SpeedRow, rows_of
+from sparse_bitnet.bench.gpu_timing import give_back_memory, medians, those_that_fit
 from sparse_bitnet.convert import convert_, selected, set_integer_forward_
 from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.presets import PRESETS
 from sparse_bitnet.quantizer import SCALE_FLOOR
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import autocast, peak_memory_bytes
 from sparse_bitnet.training.loss import causal_lm_loss
 from sparse_bitnet.training.optimizer import build_optimizer
+from sparse_bitnet.training.plan import activation_bytes, state_bytes
 
 VARIANTS = ("bf16", "int8", "fake", "usual")
 DEFAULT_TOKENS = 2048
@@ -34,27 +37,36 @@ def run(options: GpuBenchOptions) -> list[SpeedRow]:
     device = bench_device(options)
     length = (options.tokens or [DEFAULT_TOKENS])[0]
     rows = []
-    for batch in options.batch or (DEFAULT_BATCH,):
+    for batch in options.batch or (_default_batch(options, device, length),):
         for variant in VARIANTS:
-            step = _training_step(variant, options, device, batch, length)
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-            seconds, spread = medians({variant: step}, device, options.rounds)[variant]
-            rows.append(
-                SpeedRow(
-                    phase="train",
-                    variant=variant,
-                    size=batch * length,
-                    seconds=seconds,
-                    spread=spread,
-                    tokens_per_second=batch * length / seconds,
-                    peak_bytes=peak_memory_bytes(device),
-                )
-            )
-            del step
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+
+            def make(variant: str = variant, batch: int = batch) -> Callable[[], object]:
+                return _training_step(variant, options, device, batch, length)
+
+            steps, lacking = those_that_fit({variant: make}, device)
+            found = medians(steps, device, options.rounds)
+            (row,) = rows_of("train", batch * length, batch * length, found, lacking)
+            row.peak_bytes = peak_memory_bytes(device)
+            rows.append(row)
+            del steps
+            give_back_memory(device)
     return rows
+
+
+def _default_batch(options: GpuBenchOptions, device: torch.device, length: int) -> int:
+    """The most sequences, up to four, for which a dense model and its activations should fit."""
+    if device.type != "cuda":
+        return DEFAULT_BATCH
+    layers = bench_config(options).num_hidden_layers
+    shape = dataclasses.replace(PRESETS[options.model], num_hidden_layers=layers)
+    dense = SparseBitConfig.parse("full-8:8")
+    memory = 0.9 * torch.cuda.get_device_properties(device).total_memory
+    for batch in range(DEFAULT_BATCH, 1, -1):
+        if state_bytes(shape, dense) + activation_bytes(shape, dense, batch * length) <= memory:
+            return batch
+    return 1
 
 
 class UsualFakeQuantLinear(nn.Linear):

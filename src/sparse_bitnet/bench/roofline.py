@@ -5,15 +5,15 @@ token, so the int8 multiply-adds of the instruction set bound it. Ceilings are m
 in the same minutes as the speeds.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.model_folder import CONFIG_FILE, quantization_entry, read_config
 from sparse_bitnet.packing.formats import row_bytes
-from sparse_bitnet.packing.metadata import PackedMetadata
+from sparse_bitnet.packing.metadata import QUANT_METHOD, PackedMetadata
 from sparse_bitnet.packing.tensor_file import TensorFile
 
 READ_BYTES = 512 << 20
@@ -110,7 +110,7 @@ def work_of(folder: Path, weight_format: str, head: str, kv_cache: str) -> Work:
 
     Raises `UserError` for a folder that is not packed.
     """
-    config = read_config(folder)
+    config = packed_config(folder)
     file = TensorFile(folder / "model.safetensors")
     metadata = PackedMetadata.from_json(file.metadata, str(file.path))
     stored = weight_format in ("stored", metadata.packed_format)
@@ -131,19 +131,16 @@ def work_of(folder: Path, weight_format: str, head: str, kv_cache: str) -> Work:
     )
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def packed_config(folder: Path) -> dict[str, Any]:
     """config.json of a packed folder. Raises `UserError` for anything else."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        packed = config["quantization_config"]["quant_method"] == "sparse_bitnet_packed"
-    except (OSError, ValueError, KeyError, TypeError):
-        packed = False
-    if not packed:
-        raise UserError(
-            f"{folder} is no packed folder: give a preset, or pack a checkpoint first "
-            "(sparse-bitnet pack CHECKPOINT OUT)"
-        )
-    return config
+    if (folder / CONFIG_FILE).is_file():
+        config = read_config(folder)
+        if quantization_entry(config).get("quant_method") == QUANT_METHOD:
+            return config
+    raise UserError(
+        f"{folder} is no packed folder: give a preset, or pack a checkpoint first "
+        "(sparse-bitnet pack CHECKPOINT OUT)"
+    )
 
 
 def _size(file: TensorFile, name: str) -> int:

@@ -9,7 +9,7 @@ without a measurement everything is dense.
 import json
 import os
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Self, cast
@@ -24,6 +24,9 @@ ROUTES: tuple[Route, ...] = ("dense", "sparse", "packed")
 VERSION = 1
 GAIN = 0.97
 """A path takes over from dense below this share of dense's time: more than the noise of medians."""
+
+WINS = 0.75
+"""Share of the interleaved rounds in which a path has to be faster than dense, or its median is noise."""
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Token counts that are measured by default."""
@@ -127,6 +130,9 @@ def measure(
 ) -> None:
     """Time all paths of a shape, interleaved so that drift of the clock meets all alike.
 
+    A path whose median is below dense's, but which was not faster in most rounds, is left out: it is
+    then never chosen.
+
     Args:
         table: gets the medians.
         shape: of the layer.
@@ -143,7 +149,17 @@ def measure(
         for _ in range(repeats):
             for name, function in functions.items():
                 taken[name].append(seconds_of(function))
-        table.add(shape, count, {name: statistics.median(times) for name, times in taken.items()})
+        medians = {name: statistics.median(times) for name, times in taken.items()}
+        kept = {
+            name: seconds
+            for name, seconds in medians.items()
+            if seconds >= medians["dense"] or _share_won(taken[name], taken["dense"]) >= WINS
+        }
+        table.add(shape, count, kept)
+
+
+def _share_won(times: Sequence[float], others: Sequence[float]) -> float:
+    return sum(a < b for a, b in zip(times, others, strict=True)) / len(times)
 
 
 def table_path(machine: str) -> Path:

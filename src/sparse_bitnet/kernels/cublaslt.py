@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparse_bitnet.kernels.launch_device import on_its_device
+
 SMALLEST_TOKENS = 32
 """On CUDA `torch._int_mm` takes more than 16 rows; fewer are filled up to these."""
 
@@ -74,7 +76,7 @@ def scaled(
 
 def register() -> None:
     """Make it the CUDA implementation of `int8_linear`, which may be defined later."""
-    _LIBRARY.impl("int8_linear", int8_linear, "CUDA")
+    _LIBRARY.impl("int8_linear", on_its_device(int8_linear), "CUDA")
 
 
 # An implementation lives as long as the library object it was registered with.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sparse_bitnet.kernels.cublaslt import filled, scaled
+from sparse_bitnet.kernels.launch_device import on_its_device
 
 TOKEN_MULTIPLE = 16
 """Columns of a dense int8 operand of cuSPARSELt, our tokens, are a multiple of this."""
@@ -90,8 +91,8 @@ def _algorithm(compressed: Tensor, x: Tensor) -> int:
 
 def register() -> None:
     """Make them the CUDA implementation of the sparse ops in int8_linear.py."""
-    _LIBRARY.impl("compress_windows", compress_windows, "CUDA")
-    _LIBRARY.impl("sparse_int8_linear", sparse_int8_linear, "CUDA")
+    _LIBRARY.impl("compress_windows", on_its_device(compress_windows), "CUDA")
+    _LIBRARY.impl("sparse_int8_linear", on_its_device(sparse_int8_linear), "CUDA")
 
 
 # An implementation lives as long as the library object it was registered with.

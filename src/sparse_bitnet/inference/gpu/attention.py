@@ -67,7 +67,7 @@ def grouped_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    decode_mask: Tensor | None = None,
+    key_mask: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention with fewer key than query heads, without copying keys.
@@ -77,21 +77,21 @@ def grouped_attention(
         query: [batch, heads, tokens, head_dim].
         key, value: [batch, kv_heads, length, head_dim].
         scaling: of the scores; by default 1 / sqrt(head_dim).
-        decode_mask: bool [1, 1, 1, length], which keys a single token attends to; without it the
-            attention is causal. It comes through the keyword arguments of the model's forward,
+        key_mask: bool [1 or batch, 1, tokens, length], which keys each token attends to; without it
+            the attention is causal. It comes through the keyword arguments of the model's forward,
             because what models do with an attention mask differs between them.
 
     Returns ([batch, tokens, heads, head_dim], None).
     """
     batch, heads, tokens, head_dim = query.shape
     kv_heads = key.shape[1]
-    if decode_mask is not None:
-        # One token's heads of a group are so many queries of the same keys.
-        grouped = query.reshape(batch, kv_heads, heads // kv_heads, head_dim)
-        y = F.scaled_dot_product_attention(
-            grouped, key, value, attn_mask=decode_mask, scale=scaling
-        )
-        return y.reshape(batch, 1, heads, head_dim), None
+    if key_mask is not None:
+        # The heads of a group are so many more queries of the same keys.
+        group = heads // kv_heads
+        grouped = query.reshape(batch, kv_heads, group * tokens, head_dim)
+        mask = key_mask if tokens == 1 else key_mask.repeat(1, 1, group, 1)
+        y = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
+        return y.reshape(batch, heads, tokens, head_dim).transpose(1, 2), None
     y = F.scaled_dot_product_attention(
         query, key, value, is_causal=tokens > 1, scale=scaling, enable_gqa=heads != kv_heads
     )

@@ -1,5 +1,6 @@
 """Prefill and decode steps of a transformers model over a fixed cache, steps as one CUDA graph."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,6 +8,37 @@ from torch import Tensor
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.inference.gpu.attention import FixedCache, use_grouped_attention_
+
+
+def check_full_attention(model: Any) -> None:
+    """Raise `UserError` for a model with layers of another kind, a sliding window for example."""
+    kinds = sorted(set(getattr(model.config, "layer_types", None) or ["full_attention"]))
+    if kinds != ["full_attention"]:
+        raise UserError(
+            f"the GPU decoder knows full attention only, the model has {', '.join(kinds)}"
+        )
+
+
+def recorded_step(
+    step: Callable[[], Tensor], pool: Any = None
+) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """A step as a CUDA graph, and the tensor into which each replay writes what the step returns.
+
+    Args:
+        step: may be repeated without harm; it runs a few times before it is recorded, since kernels
+            compile and algorithms are searched on the way.
+        pool: of memory to share with other graphs, whose results are then overwritten.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        result = step()
+    return graph, result
 
 
 class GraphDecoder:
@@ -35,9 +67,7 @@ class GraphDecoder:
             compile: let torch.compile fuse the small operators of a step.
             cache: to write to, of these sizes; by default one of its own.
         """
-        kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
-        if kinds != {"full_attention"}:
-            raise UserError(f"the GPU decoder knows full attention only, the model has {kinds}")
+        check_full_attention(model)
         use_grouped_attention_(model)
         self.model, self.batch, self.context_length = model, batch, context_length
         parameter = next(model.parameters())
@@ -86,8 +116,7 @@ class GraphDecoder:
         if not self._tokens.is_cuda:
             return self._forward()
         if self._graph is None:
-            self._record()
-        assert self._graph is not None
+            self._graph, self._logits = recorded_step(self._forward)
         assert self._logits is not None
         self._graph.replay()
         return self._logits
@@ -98,19 +127,6 @@ class GraphDecoder:
         assert 0 < length < self.context_length
         self.length = length
 
-    def _record(self) -> None:
-        # Kernels compile and algorithms are searched before recording; steps at one position repeat
-        # without harm, because each overwrites what the last one stored.
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                self._forward()
-        torch.cuda.current_stream().wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._logits = self._forward()
-
     def _step(self) -> Tensor:
         positions = self.cache.position.view(1, 1)
         return self._run(self._tokens, positions, self.cache.mask())[:, -1]
@@ -119,7 +135,7 @@ class GraphDecoder:
         return self.model(
             input_ids=tokens,
             position_ids=positions,
-            decode_mask=mask,
+            key_mask=mask,
             past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,

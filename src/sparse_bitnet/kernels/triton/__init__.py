@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparse_bitnet.kernels.launch_device import on_its_device
 from sparse_bitnet.pattern import MAX_GROUP, NMPattern
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -41,9 +42,13 @@ def supports_groups(weight: Tensor, n: int, m: int) -> bool:
     return supports(weight) and 1 <= n <= m <= MAX_GROUP and weight.shape[-1] % m == 0
 
 
-def supports_select(weight: Tensor, weight_scale: Tensor, n: int, m: int) -> bool:
-    """The same for a weight, its scale and a pattern."""
+def supports_select(
+    weight: Tensor, weight_scale: Tensor, n: int, m: int, previous: Tensor | None = None
+) -> bool:
+    """The same for a weight, its scale, a pattern and the mask bits of the step before."""
     if weight_scale.device != weight.device or weight_scale.dtype != torch.float32:
+        return False
+    if previous is not None and previous.device != weight.device:
         return False
     return weight_scale.dim() == 0 and supports_groups(weight, n, m)
 
@@ -110,6 +115,12 @@ def register() -> None:
         ("nm_mask", "select", supports_groups, sparsity.nm_mask_reference),
         ("absmean", "select", supports, quantizer.absmean_reference),
         ("select_ternary", "select", supports_select, quantizer.select_ternary_reference),
+        (
+            "select_ternary_bits",
+            "select",
+            supports_select,
+            quantizer.select_ternary_bits_reference,
+        ),
         ("quantize_int8", "quantize_gather", supports, quantizer.quantize_int8_reference),
     )
     for op, module, supported, reference in table:
@@ -118,10 +129,8 @@ def register() -> None:
 
 def register_products() -> None:
     """Make the kernels the CUDA implementation of the inference ops (int8_linear, fused_inputs)."""
-    _LIBRARY.impl("quantize_windows", quantize_windows, "CUDA")
-    _LIBRARY.impl("packed_int8_linear", packed_int8_linear, "CUDA")
-    _LIBRARY.impl("norm_quantize", norm_quantize, "CUDA")
-    _LIBRARY.impl("swiglu_quantize", swiglu_quantize, "CUDA")
+    for op in (quantize_windows, packed_int8_linear, norm_quantize, swiglu_quantize):
+        _LIBRARY.impl(op.__name__, on_its_device(op), "CUDA")
 
 
 # An implementation lives as long as the library object it was registered with.
@@ -135,8 +144,6 @@ def _or_reference(
         if not supported(*arguments):
             return reference(*arguments)
         kernel = getattr(importlib.import_module(f"{_PACKAGE}.{module}"), name)
-        # Triton launches on the current device, whatever the tensors are on.
-        with torch.cuda.device(arguments[0].device):
-            return kernel(*arguments)
+        return on_its_device(kernel)(*arguments)
 
     return op

@@ -5,8 +5,6 @@ largest n one after another, or the smallest m - n to be dropped, whichever is s
 take two picks. Magnitudes are compared as integers, as `sparsity.magnitude_keys` defines.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -14,6 +12,7 @@ from torch import Tensor
 
 from sparse_bitnet.kernels.triton.float_bits import float32_bits, readable
 from sparse_bitnet.quantizer import SCALE_FLOOR
+from sparse_bitnet.sparsity import word_dtype
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Types of weights and activations that the kernels take."""
@@ -24,18 +23,6 @@ ABSMEAN_BLOCK = 8192
 # From here on weight_scale / 2 is a float32 and |w| / scale rounds above 0.5 where |w| > scale / 2.
 _SMALLEST_SCALE = tl.constexpr(2.0**-125)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-
-
-class BitSelection(NamedTuple):
-    """What `select_bits` returns."""
-
-    codes: Tensor
-    """int8, shape of the weight, masked."""
-    mask_words: Tensor
-    """One integer a group, bit j set where its weight j is kept: uint8 for m <= 8, int16 for m <= 16,
-    int32 else. Shape [..., in_features / m]; for m = 8 the little-endian bitmap of the mask."""
-    flips: Tensor | None
-    """int64 scalar, positions that differ from the previous words; None without these."""
 
 
 def select_ternary(weight: Tensor, weight_scale: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
@@ -55,25 +42,19 @@ def nm_mask(weight: Tensor, n: int, m: int) -> Tensor:
     return mask
 
 
-def select_bits(
-    weight: Tensor, weight_scale: Tensor, n: int, m: int, previous: Tensor | None = None
-) -> BitSelection:
-    """Codes, mask bits and the flips against the mask bits of the step before, in one pass.
-
-    Args:
-        weight: float [..., in_features], in_features a multiple of m, m <= 32.
-        weight_scale: float32 scalar.
-        n, m: the pattern.
-        previous: `mask_words` of an earlier call of this shape and m.
-    """
+def select_ternary_bits(
+    weight: Tensor, weight_scale: Tensor, n: int, m: int, previous: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `quantizer.select_ternary_bits_reference`: (int8 codes, mask words, int64 flips)."""
     weight = weight.contiguous()
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    word = torch.uint8 if m <= 8 else torch.int16 if m <= 16 else torch.int32
     shape = (*weight.shape[:-1], weight.shape[-1] // m)
-    words = torch.empty(shape, dtype=word, device=weight.device)
+    words = torch.empty(shape, dtype=word_dtype(m), device=weight.device)
     assert previous is None or (previous.shape, previous.dtype) == (words.shape, words.dtype)
     flips = _launch(weight, weight_scale, n, m, codes=codes, words=words, previous=previous)
-    return BitSelection(codes, words, flips)
+    if flips is None:
+        flips = torch.zeros((), dtype=torch.int64, device=weight.device)
+    return codes, words, flips
 
 
 def absmean(weight: Tensor) -> Tensor:
