@@ -119,8 +119,15 @@ def test_a_chat_survives_what_one_message_cannot_do(folder, capsys, monkeypatch)
     monkeypatch.setattr(sys, "stdin", io.StringIO("word " * 5000 + "\nshort\n"))
     chat.main([folder, "--max-new-tokens", "3"])
     output = capsys.readouterr()
-    assert "fills the context" in output.err
+    assert output.err.endswith("start over, or write less (/reset starts over)\n")
+    assert output.err.count("\n") == 1
     assert output.out.strip()
+
+
+def test_an_answer_that_the_context_cuts_off_says_so(folder, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("some words\n"))
+    chat.main([folder, "--max-new-tokens", "900", "--context-length", "40", "--temperature", "0"])
+    assert capsys.readouterr().out.endswith(" [cut off: the context is full, /reset starts over]\n")
 
 
 def test_a_model_without_template_says_so(folder, tmp_path):

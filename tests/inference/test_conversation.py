@@ -74,7 +74,7 @@ def test_answers_end_where_the_context_does(folder):
     assert found.finish_reason == "length"
     assert len(found.tokens) + found.prompt_tokens == 40
     before = list(conversation.messages)
-    with pytest.raises(UserError, match="fills the context of 40"):
+    with pytest.raises(UserError, match="the context holds 40: start over, or write less"):
         ask(conversation, "too much")
     assert conversation.messages == before
     conversation.close()

@@ -249,3 +249,30 @@ assert not heavy, heavy
         [sys.executable, "-c", script], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout) == (0, "(96,)\n"), done.stderr
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38, -1e-45])
+@pytest.mark.parametrize("kv_cache", ["float32", "float16", "int8"])
+def test_activations_that_are_no_numbers_harm_nobody(qwen: Path, bad: float, kv_cache: str) -> None:
+    """Damaged memory, say: nothing crashes, what does not pass through it stays the same."""
+    engine = Engine.load(qwen, kv_cache=kv_cache, threads=2)
+    first, second = engine.new_sequence(), engine.new_sequence()
+    before = engine.forward([(first, TOKENS), (second, TOKENS[:3])])
+    assert engine._weights is not None
+    for vector in engine._weights.vectors.values():
+        kept = vector.copy()
+        vector[::3] = bad
+        broken = engine.new_sequence()
+        engine.forward([(broken, TOKENS), (first, TOKENS[:1])], "all")
+        for _ in range(2):
+            engine.forward([(broken, [1]), (second, [2])])
+        first.truncate(len(TOKENS))
+        second.truncate(3)
+        broken.close()
+        vector[:] = kept
+    first.truncate(len(TOKENS) - 1)
+    second.truncate(2)
+    after = engine.forward([(first, TOKENS[-1:]), (second, TOKENS[2:3])])
+    for old, new in zip(before, after, strict=True):
+        np.testing.assert_allclose(new, old, atol=1e-4)
+    engine.close()

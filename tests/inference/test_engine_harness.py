@@ -202,8 +202,9 @@ def test_perplexity_of_the_cpu_engine_is_that_of_pytorch(packed, tmp_path, capsy
         found[engine] = json.loads(output.read_text())
     cpu, reference = found["cpu"], found["transformers"]
     assert cpu["perplexity"] == pytest.approx(reference["perplexity"], rel=1e-3)
-    for key in ("tokens", "context_length", "stride", "text_bytes", "checkpoint"):
+    for key in ("tokens", "context_length", "stride", "text_bytes", "checkpoint", "format"):
         assert cpu[key] == reference[key]
+    assert cpu["format"] == "ternary-6:8, packed as nm-bitmap"
     assert cpu["device"] == "cpu engine"
 
 

@@ -68,6 +68,29 @@ def test_an_architecture_that_the_engine_lacks_falls_back_and_says_so(folder, tm
         open_engine(neox, EngineOptions(engine="cpu"))
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_damaged_packed_folder_is_not_left_to_transformers(folder, tmp_path, name):
+    copy = shutil.copytree(folder / "packed", tmp_path / "packed")
+    if name == "config.json":
+        content = json.loads((copy / name).read_text())
+        (copy / name).write_text(json.dumps(content | {"rms_norm_eps": float("nan")}))
+    else:
+        (copy / name).write_bytes((copy / name).read_bytes()[:-100])
+    code = (
+        "import sys\n"
+        "from sparse_bitnet.cli.main import main\n"
+        "try:\n"
+        "    main(sys.argv[1:])\n"
+        "finally:\n"
+        "    assert 'transformers' not in sys.modules\n"
+    )
+    command = [sys.executable, "-c", code, "generate", str(copy), "--prompt", "some words"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"sparse-bitnet: {copy / name}")
+    assert done.stderr.count("\n") == 1
+
+
 def test_the_end_token_can_come_from_the_tokenizer(folder, tmp_path):
     copy = shutil.copytree(folder / "packed", tmp_path / "packed")
     for name in ("config.json", "generation_config.json"):

@@ -239,11 +239,23 @@ def test_logits_that_are_no_numbers_fail_their_own_generation(sink):
         return np.full_like(values, np.nan) if tokens[0] == 7 else values
 
     with running(ScriptedEngine(logits=logits)) as scheduler:
-        bad, good = scheduler.submit([sink.request([7], 5), sink.request([8], 5)])
-        sink.wait(2)
-    assert bad.finish == "error"
-    assert "damaged" in bad.error
+        bad, scored, good = scheduler.submit(
+            [
+                sink.request([7], 5),
+                sink.request([7, 8, 9], 0, score_prompt=True, top_scores=1),
+                sink.request([8], 5),
+            ]
+        )
+        sink.wait(3)
+    for generation in (bad, scored):
+        assert generation.finish == "error"
+        assert "damaged" in generation.error
     assert generated(good) == greedy([8], 5, VOCAB)
+
+
+def test_scores_are_numbers_that_json_has():
+    found = score(np.array([0, -np.inf, -np.inf], np.float32), 2, 2)
+    assert (found.logprob, found.top) == (-9999.0, ((0, 0.0), (1, -9999.0)))
 
 
 def test_cancelling_waiting_and_running_ones(sink):

@@ -57,6 +57,7 @@ def test_texts_are_those_of_the_engine_and_torch_stays_away(folder, engine_optio
     opened.engine.close()
     assert len(set(expected)) > 6, "the test is to tell texts apart"
     options = ["--port", "0", "--threads", "1", "--weight-format", "i2", "--max-running", "5"]
+    options += ["--prefill-slice", "7"]
     process = subprocess.Popen(
         [sys.executable, "-c", COMMAND, "serve", str(folder), *options, "--model-name", "numbers"],
         stdout=subprocess.PIPE,
@@ -103,6 +104,7 @@ def test_missing_packages_are_named(monkeypatch, folder):
     [
         ({"port": 70_000}, "--port 70000"),
         ({"max_running": 0}, "--max-running 0"),
+        ({"prefill_slice": 0}, "--prefill-slice 0"),
         ({"max_tokens": 0}, "--max-tokens 0"),
         ({"grace": -1.0}, "--grace -1"),
     ],

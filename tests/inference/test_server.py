@@ -336,6 +336,7 @@ def test_neutral_and_harmless_parameters_are_accepted(client):
     assert full.choices == plain.choices
     chat(client, tools=[], tool_choice="none", response_format={"type": "text"}, store=False)
     for name, value in {
+        "store": True,
         "tools": [{"type": "function", "function": {"name": "f"}}],
         "response_format": {"type": "json_object"},
         "presence_penalty": 1.0,

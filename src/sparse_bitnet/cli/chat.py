@@ -14,6 +14,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.inference.engine_options import EngineOptions
 
 if TYPE_CHECKING:
+    from sparse_bitnet.inference.conversation import Conversation
     from sparse_bitnet.inference.generation import GenerateResult
 
 HELP = "/reset starts over, /exit (or Ctrl-D) ends, Ctrl-C stops an answer"
@@ -77,7 +78,7 @@ def run(checkpoint: str, config: ChatConfig, text: TextOptions, engine: EngineOp
             elif line.startswith("/"):
                 print(f"{line.split()[0]} is unknown: {HELP}", file=sys.stderr)
             elif line:
-                _answer(conversation.answer, line, config.stats, conversation.model.engine_name)
+                _answer(conversation, line, config)
     finally:
         conversation.close()
 
@@ -97,24 +98,36 @@ def _next_line(is_terminal: bool) -> str | None:
             print(f"\n{HELP}")
 
 
-def _answer(
-    answer: Callable[..., "GenerateResult"], line: str, stats: bool, engine_name: str
-) -> None:
+def _answer(conversation: "Conversation", line: str, config: ChatConfig) -> None:
+    from sparse_bitnet.inference.protocol import ContextFull
+
     with _interrupt_flag() as is_interrupted:
         try:
-            result = answer(
+            result = conversation.answer(
                 line,
                 on_text=lambda piece: print(piece, end="", flush=True),
                 is_cancelled=is_interrupted,
             )
+        except ContextFull as error:
+            print(f"sparse-bitnet: {error} (/reset starts over)", file=sys.stderr)
+            return
         except UserError as error:
-            # A line too long, or a chat that the template refuses: the conversation goes on.
+            # A chat that the template refuses, say: the conversation goes on.
             print(f"sparse-bitnet: {error}", file=sys.stderr)
             return
-    reason = result.texts[0].finish_reason
-    print({"cancelled": " [stopped]", "length": " [cut off: --max-new-tokens]"}.get(reason, ""))
-    if stats:
-        print(statistics(result, engine_name), file=sys.stderr)
+    print(_ending(result, config.max_new_tokens))
+    if config.stats:
+        print(statistics(result, conversation.model.engine_name), file=sys.stderr)
+
+
+def _ending(result: "GenerateResult", max_new_tokens: int) -> str:
+    """What to add to an answer that did not end by itself."""
+    (text,) = result.texts
+    if text.finish_reason == "length" and len(text.tokens) < max_new_tokens:
+        return " [cut off: the context is full, /reset starts over]"
+    return {"cancelled": " [stopped]", "length": " [cut off: --max-new-tokens]"}.get(
+        text.finish_reason, ""
+    )
 
 
 @contextlib.contextmanager

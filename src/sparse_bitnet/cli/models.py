@@ -10,10 +10,11 @@ def main(arguments: list[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from sparse_bitnet.models import PRESETS
+    from sparse_bitnet.presets import PRESETS
 
-    table = Table(title="Model presets (Qwen2.5 family)")
-    for column in ("preset", "hidden", "ffn", "layers", "heads", "kv heads", "vocabulary"):
+    # Without a frame it fits 80 columns, where names would else be cut.
+    table = Table(title="Model presets (Qwen2.5 family)", box=None, padding=(0, 1, 0, 0))
+    for column in ("preset", "hidden", "ffn", "layers", "heads", "kv", "vocabulary"):
         table.add_column(column, justify="left" if column == "preset" else "right")
     table.add_column("block weights", justify="right")
     table.add_column("embedding", justify="right")

@@ -36,6 +36,10 @@ class ServeConfig:
     """Most generations that share a step of the engine. Unless --cache-tokens says otherwise, the cache
     has room for 1024 tokens of each, and one generation may use all of it."""
 
+    prefill_slice: int = 64
+    """Prompt tokens that a step computes while running generations wait for their next token. More: new
+    requests start sooner; fewer: streams pause less."""
+
     max_queue: int = 128
     """Most generations that wait; further ones are answered 429."""
 
@@ -53,6 +57,7 @@ class ServeConfig:
         for name, least in {
             "port": 0,
             "max_running": 1,
+            "prefill_slice": 1,
             "max_queue": 0,
             "max_body_bytes": 1,
         }.items():
@@ -126,6 +131,7 @@ def run(checkpoint: str, config: ServeConfig, options: EngineOptions) -> None:
             opened.engine,
             max_queue=config.max_queue,
             max_running=config.max_running,
+            prefill_slice=config.prefill_slice,
             observer=metrics,
         )
         name = config.model_name or Path(checkpoint).resolve().name or "model"

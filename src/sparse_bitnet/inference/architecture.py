@@ -1,12 +1,10 @@
 """What the CPU engine needs to know of a model: sizes and variants, from its config.json. No torch."""
 
-import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import EngineLacks, UserError
 from sparse_bitnet.inference.rope import Rope, read_rope
 
 MODEL_TYPES = ("qwen2", "llama", "qwen3", "bitnet")
@@ -87,29 +85,17 @@ class Architecture:
         return lengths
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a folder. Raises `UserError` where there is none that can be read."""
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not readable as JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{path}: not a JSON object")
-    return config
-
-
 def read_architecture(config: dict[str, Any], where: str) -> Architecture:
     """What a config.json describes.
 
-    Raises `UserError`, beginning with `where`, for what the CPU engine cannot run and for sizes that
-    are missing or make no model.
+    Raises `EngineLacks`, beginning with `where`, for what the CPU engine cannot run, and `UserError` for
+    sizes that are missing or make no model.
     """
     model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise UserError(f"{where}: model_type is {model_type!r}, not a name")
     if model_type not in MODEL_TYPES:
-        raise UserError(
+        raise EngineLacks(
             f"{where}: the CPU engine runs {', '.join(MODEL_TYPES)}, not {model_type!r}; use --engine "
             "transformers"
         )
@@ -169,8 +155,11 @@ def _refuse_variants(config: dict[str, Any], where: str) -> None:
     """Raise for what changes a forward and is not computed here."""
     reason = None
     layer_types = config.get("layer_types")
-    if config.get("hidden_act") not in ACTIVATIONS:
-        reason = f"activation {config.get('hidden_act')!r}"
+    activation = config.get("hidden_act")
+    if not isinstance(activation, str):
+        raise UserError(f"{where}: hidden_act is {activation!r}, not a name")
+    if activation not in ACTIVATIONS:
+        reason = f"activation {activation!r}"
     elif config.get("mlp_bias"):
         reason = "biases in the feed-forward part"
     elif isinstance(layer_types, list) and any(kind != "full_attention" for kind in layer_types):
@@ -178,4 +167,4 @@ def _refuse_variants(config: dict[str, Any], where: str) -> None:
     elif layer_types is None and config.get("use_sliding_window") and config.get("sliding_window"):
         reason = "sliding window"
     if reason is not None:
-        raise UserError(f"{where}: the CPU engine has no {reason}; use --engine transformers")
+        raise EngineLacks(f"{where}: the CPU engine has no {reason}; use --engine transformers")

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.inference.text import TextTokenizer, read_json
+from sparse_bitnet.inference.text import TextTokenizer
+from sparse_bitnet.model_folder import read_json_if_there
 
 _SPECIAL_TOKENS = (
     "bos_token",
@@ -46,7 +47,7 @@ class ChatTemplate:
         Raises `UserError` when the folder has none.
         """
         folder = Path(folder)
-        config = read_json(folder / "tokenizer_config.json")
+        config = read_json_if_there(folder / "tokenizer_config.json")
         path = folder / "chat_template.jinja"
         if path.is_file():
             source: Any = path.read_text(encoding="utf-8")
@@ -105,7 +106,7 @@ class ChatTemplate:
 
 def _special_tokens(config: Mapping[str, Any], folder: Path) -> dict[str, str]:
     """Their texts, in whichever of the two files and forms they are written."""
-    found = {**read_json(folder / "special_tokens_map.json"), **config}
+    found = {**read_json_if_there(folder / "special_tokens_map.json"), **config}
     texts: dict[str, str] = {}
     for name in _SPECIAL_TOKENS:
         token = found.get(name)

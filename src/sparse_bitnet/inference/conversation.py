@@ -7,10 +7,11 @@ from pathlib import Path
 
 from sparse_bitnet.inference.chat_template import ChatTemplate
 from sparse_bitnet.inference.engine_options import EngineOptions
-from sparse_bitnet.inference.generate import check_context, generate
+from sparse_bitnet.inference.generate import generate
 from sparse_bitnet.inference.generation import GenerateOptions, GenerateResult
 from sparse_bitnet.inference.open_model import OpenModel, open_model
 from sparse_bitnet.inference.prefix_cache import PrefixCache
+from sparse_bitnet.inference.protocol import ContextFull
 
 
 class Conversation:
@@ -72,15 +73,19 @@ class Conversation:
 
         The answer is at most as long as the context has room for.
 
-        Raises `UserError`, the conversation as before, when the template refuses the message or the
-        context is full.
+        Raises `UserError`, the conversation as before, when the template refuses the message, and
+        `ContextFull` when the context has no room for an answer.
         """
         messages = [*self.messages, {"role": "user", "content": message}]
         prompt = self.model.tokenizer.encode(
             self._template.render(messages), add_special_tokens=False
         )
-        check_context(self.model.engine, len(prompt), 1)
         room = self.model.engine.context_length - len(prompt)
+        if room < 1:
+            raise ContextFull(
+                f"the conversation with this message has {len(prompt):,} tokens and the context holds "
+                f"{self.model.engine.context_length:,}: start over, or write less"
+            )
         turn = len(self.messages)
         sampling = self._options.sampling
         options = replace(

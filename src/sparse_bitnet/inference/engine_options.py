@@ -18,6 +18,9 @@ class EngineOptions:
     engine: EngineName = "auto"
     """cpu runs packed models only; transformers anything that it can load. auto: cpu where it can."""
 
+    device: Literal["cpu", "cuda"] = "cpu"
+    """cuda runs ternary models, packed or not, with the kernels for GPUs; others through transformers."""
+
     threads: int | None = None
     """Threads to compute with. Default: one for each core."""
 
@@ -42,13 +45,15 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+        if self.device == "cuda" and self.engine == "cpu":
+            raise UserError("--device cuda: the CPU engine computes on the CPU; leave --engine cpu")
 
     def of_cpu_engine(self) -> dict[str, Any]:
         """As arguments of `Engine.load`."""
         return {
             field.name: getattr(self, field.name)
             for field in fields(self)
-            if field.name != "engine"
+            if field.name not in ("engine", "device")
         }
 
     def check_for_transformers(self, why: str) -> None:

@@ -3,12 +3,12 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from sparse_bitnet.errors import UserError
-from sparse_bitnet.inference.architecture import Architecture, read_architecture, read_config
+from sparse_bitnet.errors import EngineLacks, UserError
+from sparse_bitnet.inference.architecture import Architecture, read_architecture
+from sparse_bitnet.model_folder import quantization_entry, read_config
 from sparse_bitnet.packing.formats import check_layout, has_fixed_rows, row_bytes
 from sparse_bitnet.packing.metadata import QUANT_METHOD, PackedMetadata
 from sparse_bitnet.packing.tensor_file import DTYPES, TensorFile
@@ -59,8 +59,9 @@ class ModelFile:
 def open_model_file(folder: str | Path) -> ModelFile:
     """Open a folder written by `sparse-bitnet pack`.
 
-    Raises `UserError` for anything else, for what the CPU engine cannot run, and, naming the tensor,
-    where one is missing, superfluous, or of another type or shape than config.json describes.
+    Raises `EngineLacks` for what the CPU engine cannot run, superfluous tensors included, and `UserError`
+    for anything else, naming a tensor that is missing or of another type or shape than config.json
+    describes.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -68,15 +69,15 @@ def open_model_file(folder: str | Path) -> ModelFile:
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} has no config.json: it is no model folder; {_remedy(folder)}")
     config = read_config(folder)
-    entry = config.get("quantization_config")
-    if not isinstance(entry, dict) or entry.get("quant_method") != QUANT_METHOD:
+    entry = quantization_entry(config)
+    if entry.get("quant_method") != QUANT_METHOD:
         raise UserError(f"{folder} is not a packed model; {_remedy(folder)}")
     architecture = read_architecture(config, str(folder / "config.json"))
     file = TensorFile(folder / MODEL_FILE)
     metadata = PackedMetadata.from_json(file.metadata, str(file.path))
     metadata.check_config_entry(entry, str(file.path))
     if metadata.format.activation != "int8":
-        raise UserError(
+        raise EngineLacks(
             f"{folder}: the CPU engine computes with int8 activations, this model was trained with "
             f"activation={metadata.format.activation}; use --engine transformers"
         )
@@ -95,14 +96,19 @@ def _check_tensors(model: ModelFile) -> None:
     for name, (dtypes, shape) in wanted.items():
         entry = entries.get(name)
         if entry is None:
-            raise UserError(f"{path}: tensor {name} is missing{_if_not_packed(entries, name)}")
+            if name.removesuffix("_packed") in entries:
+                raise EngineLacks(
+                    f"{path}: tensor {name} is missing: that layer is not ternary, which the CPU engine "
+                    "cannot compute; use --engine transformers"
+                )
+            raise UserError(f"{path}: tensor {name} is missing; copy it and config.json again")
         if entry.dtype not in dtypes or (shape is not None and entry.shape != shape):
             raise UserError(
                 f"{path}: tensor {name} is {DTYPES[entry.dtype]} {list(entry.shape)}, the model needs "
                 f"{' or '.join(DTYPES[dtype] for dtype in dtypes)} {list(shape or ['bytes'])}"
             )
     if unknown := sorted(entries.keys() - wanted.keys()):
-        raise UserError(
+        raise EngineLacks(
             f"{path}: tensor {unknown[0]} is no part of the {model.architecture.model_type} model that "
             "config.json describes"
         )
@@ -144,13 +150,3 @@ def _wanted(model: ModelFile) -> dict[str, tuple[tuple[str, ...], tuple[int, ...
                 f"as {list(shape)}"
             )
     return wanted
-
-
-def _if_not_packed(entries: dict[str, Any], name: str) -> str:
-    """What to add where a linear of a block was left out when the model was trained."""
-    if name.endswith("_packed") and name.removesuffix("_packed") in entries:
-        return (
-            ": that layer is not ternary, which the CPU engine cannot compute; use --engine "
-            "transformers"
-        )
-    return ""

@@ -3,12 +3,19 @@
 import importlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import EngineLacks, UserError
 from sparse_bitnet.inference.engine_options import EngineOptions
 from sparse_bitnet.inference.protocol import InferenceEngine
 from sparse_bitnet.inference.stop import end_tokens
-from sparse_bitnet.inference.text import TOKENIZER_FILE, TextTokenizer, read_json
+from sparse_bitnet.inference.text import TOKENIZER_FILE, TextTokenizer
+from sparse_bitnet.model_folder import (
+    CONFIG_FILE,
+    quantization_entry,
+    read_config,
+    read_json_if_there,
+)
 from sparse_bitnet.packing.metadata import QUANT_METHOD
 
 
@@ -21,10 +28,10 @@ class OpenModel:
 
     engine: InferenceEngine
     engine_name: str
-    """ "cpu" or "transformers"."""
+    """ "cpu", "gpu" or "transformers"."""
 
     note: str | None = None
-    """Why "auto" did not take the CPU engine for a packed model; None where it did."""
+    """Why "auto" took transformers for a packed model, or on a GPU; None where it did not."""
 
     tokenizer: TextTokenizer
     end_tokens: frozenset[int]
@@ -71,6 +78,8 @@ class OpenEngine:
 
 def open_engine(checkpoint: str | Path, options: EngineOptions) -> OpenEngine:
     """As `open_model`, without tokenizer."""
+    if options.device == "cuda":
+        return _on_gpu(checkpoint, options)
     note = None
     if options.engine == "auto" and is_packed(checkpoint):
         note = reason_against_cpu_engine(checkpoint)
@@ -91,6 +100,30 @@ def _cpu_engine(checkpoint: str | Path, options: EngineOptions) -> InferenceEngi
     return Engine.load(checkpoint, **options.of_cpu_engine())
 
 
+def _on_gpu(checkpoint: str | Path, options: EngineOptions) -> OpenEngine:
+    options.check_for_transformers("--device cuda")
+    from sparse_bitnet.evaluation.held_out import resolve_checkpoint
+
+    folder = resolve_checkpoint(checkpoint)
+    from sparse_bitnet.inference.gpu.engine import GpuEngine, UnsuitedModel, check_device
+    from sparse_bitnet.inference.reference import TransformersEngine
+
+    check_device("cuda")
+    room: dict[str, Any] = {
+        "context_length": options.context_length,
+        "cache_tokens": options.cache_tokens,
+    }
+    note = None
+    if options.engine == "auto":
+        try:
+            engine = GpuEngine.load(folder, **room)
+            return OpenEngine(folder=folder, engine=engine, engine_name="gpu")
+        except UnsuitedModel as error:
+            note = str(error)
+    slow = TransformersEngine.load(folder, device="cuda", **room)
+    return OpenEngine(folder=folder, engine=slow, engine_name="transformers", note=note)
+
+
 def _check_extension() -> None:
     try:
         importlib.import_module("sparse_bitnet._cpu")
@@ -102,20 +135,26 @@ def _check_extension() -> None:
 
 
 def reason_against_cpu_engine(checkpoint: str | Path) -> str | None:
-    """Why the CPU engine cannot run a packed folder, as far as its header tells; None where it can."""
+    """Why the CPU engine cannot run a packed folder, as far as its header tells; None where it can.
+
+    Raises `UserError` for one that is damaged: transformers would only find that later.
+    """
     try:
         _check_extension()
-        from sparse_bitnet.inference.model_file import open_model_file
-
-        open_model_file(checkpoint)
     except UserError as error:
+        return str(error)
+    from sparse_bitnet.inference.model_file import open_model_file
+
+    try:
+        open_model_file(checkpoint)
+    except EngineLacks as error:
         return str(error)
     return None
 
 
 def position_count(folder: str | Path) -> int:
     """Positions of a local model by its config.json; 2048 where it does not say."""
-    found = read_json(Path(folder) / "config.json").get("max_position_embeddings")
+    found = read_json_if_there(Path(folder) / CONFIG_FILE).get("max_position_embeddings")
     return found if type(found) is int and found > 0 else DEFAULT_POSITIONS
 
 
@@ -143,9 +182,9 @@ def _with_transformers(
 
 def is_packed(checkpoint: str | Path) -> bool:
     """Whether it is a folder written by `sparse-bitnet pack`, by its config.json."""
-    path = Path(checkpoint) / "config.json"
-    entry = read_json(path).get("quantization_config") if path.is_file() else None
-    return isinstance(entry, dict) and entry.get("quant_method") == QUANT_METHOD
+    if not (Path(checkpoint) / CONFIG_FILE).is_file():
+        return False
+    return quantization_entry(read_config(checkpoint)).get("quant_method") == QUANT_METHOD
 
 
 def _tokenizer(folder: str) -> TextTokenizer:
@@ -158,7 +197,7 @@ def _tokenizer(folder: str) -> TextTokenizer:
 
 def _end_of_tokenizer(folder: str, tokenizer: TextTokenizer) -> frozenset[int]:
     """The end token that tokenizer_config.json names, if any."""
-    named = read_json(Path(folder) / "tokenizer_config.json").get("eos_token")
+    named = read_json_if_there(Path(folder) / "tokenizer_config.json").get("eos_token")
     text = named.get("content") if isinstance(named, dict) else named
     token = tokenizer.token_id(text) if isinstance(text, str) else None
     return frozenset() if token is None else frozenset({token})

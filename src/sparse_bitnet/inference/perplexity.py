@@ -11,13 +11,13 @@ from sparse_bitnet.evaluation.held_out import (
     HeldOutText,
     trained_context_length,
 )
-from sparse_bitnet.evaluation.perplexity import Evaluation, Perplexity
+from sparse_bitnet.evaluation.perplexity import Evaluation, Perplexity, format_name
 from sparse_bitnet.evaluation.windows import TokenSequence, Window, equal_lengths, windows
 from sparse_bitnet.inference.open_model import position_count
 from sparse_bitnet.inference.protocol import InferenceEngine
 from sparse_bitnet.inference.scoring import ScoreJob, score
-from sparse_bitnet.inference.text import read_json
 from sparse_bitnet.layer_config import SparseBitConfig
+from sparse_bitnet.model_folder import quantization_entry, read_config
 
 PAGE = 64
 """Tokens by which the cache of a sequence grows."""
@@ -120,10 +120,10 @@ def evaluate_engine(
         text_bytes=text_bytes,
         on_batch=on_batch and (lambda done: on_batch(done, len(tokens) - 1)),
     )
-    entry = read_json(Path(folder) / "config.json").get("quantization_config") or {}
+    entry = quantization_entry(read_config(folder))
     return Evaluation(
         checkpoint=folder,
-        format=str(SparseBitConfig.from_dict(entry["format"])),
+        format=format_name(SparseBitConfig.from_dict(entry["format"]), entry["packed_format"]),
         data=text.name,
         precision=precision,
         device="cpu engine",

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from sparse_bitnet.inference.protocol import CachedSequence
-from sparse_bitnet.inference.sampling import Sampler
+from sparse_bitnet.inference.sampling import Sampler, check_largest
 from sparse_bitnet.inference.stop import StopStrings
 from sparse_bitnet.inference.text import TextStream, TextTokenizer
 
@@ -173,9 +173,13 @@ class Generation:
 
 def score(logits: np.ndarray, token: int, top: int) -> TokenScore:
     """The token's natural log-probability under float32 logits [vocab_size], and the `top` likeliest
-    (ties: the lower token first)."""
+    (ties: the lower token first).
+
+    Raises `UserError` for logits that are not numbers.
+    """
     values = logits.astype(np.float64)
     peak = values.max()
+    check_largest(peak)
     total = peak + np.log(np.exp(values - peak).sum())
     best: list[tuple[int, float]] = []
     if top := min(top, len(values)):
@@ -183,5 +187,10 @@ def score(logits: np.ndarray, token: int, top: int) -> TokenScore:
         least = np.partition(values, -top)[-top]
         found = np.flatnonzero(values >= least)
         order = found[np.argsort(-values[found], kind="stable")][:top]
-        best = [(int(index), float(values[index] - total)) for index in order]
-    return TokenScore(token, float(values[token] - total), tuple(best))
+        best = [(int(index), _finite(values[index] - total)) for index in order]
+    return TokenScore(token, _finite(values[token] - total), tuple(best))
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity; OpenAI writes this for tokens that are out of the question."""
+    return max(float(logprob), -9999.0)

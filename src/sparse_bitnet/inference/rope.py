@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import EngineLacks, UserError
 
 KNOWN = ("default", "linear", "llama3", "yarn")
 
@@ -32,12 +32,12 @@ def read_rope(config: dict[str, Any], head_dim: int, where: str) -> Rope:
         raise UserError(f"{where}: its rope parameters are no table")
     kind = fields.get("rope_type", fields.get("type", "default"))
     if kind not in KNOWN:
-        raise UserError(
+        raise EngineLacks(
             f"{where}: the CPU engine does not know rope type {kind!r}; use --engine transformers"
         )
     numbers = _Numbers({"rope_theta": config.get("rope_theta"), **fields}, where)
     if numbers.optional("partial_rotary_factor", 1.0) != 1:
-        raise UserError(
+        raise EngineLacks(
             f"{where}: the CPU engine rotates whole heads only; use --engine transformers"
         )
     # torch's float32 power is correctly rounded nearly always, like this one.

@@ -21,13 +21,25 @@ _FEW = 256
 _BLOCK = 512
 """Probabilities are added in blocks, and singly only in the one that the draw hits."""
 
+RANGES = {
+    "temperature": (0, 100),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 100),
+}
+"""What is accepted, on the command line and by the server. Beyond them float32 would overflow, to no
+use: a penalty of 100 already forbids, a temperature of 100 already draws from all tokens alike."""
+
+_GREEDY_BELOW = 1e-4
+"""Temperatures that leave the likeliest token alone anyway, and make logits overflow."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
     """How the next token is chosen. The defaults draw from the model's own distribution."""
 
     temperature: float = 1.0
-    """Divides the logits; 0 always takes the most likely token."""
+    """Divides the logits; 0 always takes the most likely token, as does all below 0.0001."""
 
     top_k: int = 0
     """Draw from so many of the most likely tokens; 0: from all."""
@@ -46,17 +58,16 @@ class SamplingOptions:
 
     def __post_init__(self) -> None:
         """Raise `UserError` that names the option and its range."""
-        _check("temperature", self.temperature, 0 <= self.temperature < math.inf, "0 or above")
+        for name, (least, most) in RANGES.items():
+            value = getattr(self, name)
+            _check(name, value, least <= value <= most, f"{least} to {most}")
         _check("top_k", self.top_k, self.top_k >= 0, "0 (all tokens) or above")
-        _check("top_p", self.top_p, 0 <= self.top_p <= 1, "0 to 1")
-        _check("min_p", self.min_p, 0 <= self.min_p <= 1, "0 to 1")
-        penalty = self.repetition_penalty
-        _check("repetition_penalty", penalty, 0 < penalty < math.inf, "above 0")
         _check("seed", self.seed, 0 <= self.seed < 2**64, "0 to 2**64 - 1")
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0
+        """Whether only the most likely token is ever taken."""
+        return self.temperature < _GREEDY_BELOW
 
 
 def _check(name: str, value: float, is_valid: bool, valid: str) -> None:
@@ -77,7 +88,8 @@ class Candidates(NamedTuple):
 def candidates(
     logits: np.ndarray, seen: np.ndarray | Sequence[int], options: SamplingOptions
 ) -> Candidates:
-    """What remains of the logits after all processors; temperature 0 leaves one token.
+    """What remains of the logits after all processors; temperature 0 leaves one token. Logits of minus
+    infinity are tokens that are never drawn.
 
     Args:
         logits: float32 [vocab_size], not written to.
@@ -87,11 +99,10 @@ def candidates(
     """
     scores = _penalised(logits, seen, options.repetition_penalty)
     best = int(scores.argmax())
-    if not math.isfinite(scores[best]):
-        raise UserError(f"the model's largest logit is {scores[best]}: its weights are damaged")
+    check_largest(scores[best])
     if options.is_greedy:
         return Candidates(np.array([best]), scores[best : best + 1])
-    scores = scores / np.float32(options.temperature)
+    scores = _divided(scores, options.temperature)
     kept = Candidates(_all_tokens(len(scores)), scores)
     if 0 < options.top_k < len(scores):
         # Tokens as likely as the last of the k stay, as in transformers.
@@ -103,6 +114,21 @@ def candidates(
         # Relative to the most likely token, whose power is 1.
         kept = _take(kept, np.flatnonzero(_powers(kept.scores) >= np.float32(options.min_p)))
     return kept
+
+
+def check_largest(logit: float) -> None:
+    """Raise `UserError` where the largest of all logits, NaN among them, is no number."""
+    if not math.isfinite(logit):
+        raise UserError(f"the model's largest logit is {logit}: its weights are damaged")
+
+
+def _divided(scores: np.ndarray, temperature: float) -> np.ndarray:
+    """float32. Where the largest overflows, all are lowered first, which leaves the probabilities."""
+    with np.errstate(over="ignore"):
+        divided = scores / np.float32(temperature)
+        if not math.isfinite(divided.max()):
+            divided = (scores - scores.max()) / np.float32(temperature)
+    return divided
 
 
 @functools.lru_cache(maxsize=2)
@@ -121,13 +147,15 @@ def _penalised(logits: np.ndarray, seen: np.ndarray | Sequence[int], penalty: fl
     tokens = tokens[tokens < len(logits)]
     scores = logits.copy()
     own = logits[tokens]
-    scores[tokens] = np.where(own < 0, own * np.float32(penalty), own / np.float32(penalty))
+    with np.errstate(over="ignore"):
+        scores[tokens] = np.where(own < 0, own * np.float32(penalty), own / np.float32(penalty))
     return scores
 
 
 def _powers(scores: np.ndarray) -> np.ndarray:
     """Probabilities up to a factor; 1 for the most likely token. float32."""
-    return np.exp(scores - scores.max())
+    with np.errstate(over="ignore"):
+        return np.exp(scores - scores.max())
 
 
 def _top_p(scores: np.ndarray, top_p: float) -> np.ndarray:

@@ -87,12 +87,12 @@ class Scheduler:
         observer: Observer | None = None,
     ) -> None:
         """`prefill_slice`: prompt tokens a step while others wait for their next token;
-        `prefill_alone`: while nobody does."""
+        `prefill_alone`: while nobody does, if that is more."""
         self.capacity = min(engine.context_length, engine.free_tokens)
         """Most tokens of one generation, prompt included."""
         self.max_queue, self.max_running = max_queue, max_running
         self._engine = engine
-        self._slices = (prefill_slice, prefill_alone)
+        self._slices = (prefill_slice, max(prefill_slice, prefill_alone))
         self._observer = observer or Observer()
         self._prefixes = PrefixCache(kept_prefixes)
         self._waiting: deque[Generation] = deque()
@@ -314,15 +314,13 @@ class Scheduler:
         self, generations: list[Generation], results: list[np.ndarray], which: WhichLogits
     ) -> None:
         """Choose the next token of each whose tokens are all computed."""
-        if which == "all":
-            for generation, logits in zip(generations, results, strict=True):
-                generation.take_prompt_logits(logits)
-            results = [logits[-1] for logits in results]
         for generation, logits in zip(generations, results, strict=True):
-            if generation.missing:
-                continue
             try:
-                self._hand_out(generation, generation.take_logits(logits))
+                if which == "all":
+                    generation.take_prompt_logits(logits)
+                if not generation.missing:
+                    last = logits[-1] if which == "all" else logits
+                    self._hand_out(generation, generation.take_logits(last))
             except Exception as error:
                 self._fail(generation, error)
 

@@ -9,15 +9,19 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.inference.sampling import SamplingOptions
+from sparse_bitnet.inference.sampling import RANGES, SamplingOptions
 
 MOST_CHOICES = 128
 MOST_STOP_STRINGS = 16
-_GREEDY_BELOW = 1e-4
-"""Temperatures that leave the likeliest token alone anyway, and make logits overflow."""
 _SEEDS = 2**64
 
-Ratio = Annotated[float, Field(ge=0, le=1)]
+
+def _within(name: str) -> Any:
+    """A sampling option's limits, checked here so that the complaint names the parameter."""
+    least, most = RANGES[name]
+    return Field(ge=least, le=most)
+
+
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 # Sizes of prompts are bounded by the size of the body.
 # `fail_fast`: thousands of wrong elements need no thousands of complaints.
@@ -77,23 +81,23 @@ class GenerationBody(_Model):
     stop: StopString | Annotated[list[StopString], Field(max_length=MOST_STOP_STRINGS)] | None = (
         None
     )
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Ratio | None = None
+    temperature: Annotated[float, _within("temperature")] | None = None
+    top_p: Annotated[float, _within("top_p")] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
-    min_p: Ratio | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    min_p: Annotated[float, _within("min_p")] | None = None
+    repetition_penalty: Annotated[float, _within("repetition_penalty")] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=_SEEDS)] | None = None
 
     # Only with the value that changes nothing.
     frequency_penalty: Any = None
     presence_penalty: Any = None
     logit_bias: Any = None
+    store: Any = None
 
     # Accepted: these cannot change the output.
     user: Any = None
     metadata: Any = None
     service_tier: Any = None
-    store: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
@@ -116,15 +120,13 @@ class GenerationBody(_Model):
             "frequency_penalty": (None, 0),
             "presence_penalty": (None, 0),
             "logit_bias": (None, {}),
+            "store": (None, False),
         }
 
     def sampling(self, seed: int) -> SamplingOptions:
         """`seed` may be any integer."""
-        temperature = self.temperature
-        if temperature is not None and temperature < _GREEDY_BELOW:
-            temperature = 0.0
         given = {
-            "temperature": temperature,
+            "temperature": self.temperature,
             "top_p": self.top_p,
             "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty,
@@ -219,7 +221,7 @@ def parse_body(kind: type[Body], body: bytes) -> Body:
         raise _api_error(error) from error
     for name, values in parsed.neutral_values().items():
         value = getattr(parsed, name)
-        if not any(value == neutral and type(value) is not bool for neutral in values):
+        if not any(_is_same(value, neutral) for neutral in values):
             raise ApiError(
                 400,
                 f"{name} is not supported: leave it out",
@@ -240,6 +242,11 @@ def parse_body(kind: type[Body], body: bytes) -> Body:
     except UserError as error:
         raise ApiError(400, str(error)) from error
     return parsed
+
+
+def _is_same(value: Any, neutral: Any) -> bool:
+    """Equal, but False is not 0."""
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 def _api_error(error: ValidationError) -> ApiError:

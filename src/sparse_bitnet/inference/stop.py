@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.inference.text import read_json
+from sparse_bitnet.model_folder import read_json_if_there
 
 
 class StopStrings:
@@ -62,7 +62,7 @@ def end_tokens(folder: str | Path) -> frozenset[int]:
     """
     for name in ("generation_config.json", "config.json"):
         path = Path(folder) / name
-        found = read_json(path).get("eos_token_id")
+        found = read_json_if_there(path).get("eos_token_id")
         if found is None:
             continue
         tokens = found if isinstance(found, list) else [found]

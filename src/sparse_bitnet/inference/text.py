@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sparse_bitnet.errors import UserError
 
@@ -213,19 +213,3 @@ def _byte_level(piece: str) -> bytes:
         return bytes(_BYTES[character] for character in piece)
     except KeyError:  # an added token, which is plain text
         return piece.encode()
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of a model folder; empty where the file is missing.
-
-    Raises `UserError` for a file that is no JSON object.
-    """
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path} is no JSON object")
-    return found
