@@ -1,9 +1,10 @@
-"""Renders the tables of docs/engine.md from the rows in benchmarks/results/.
+"""Renders the tables of README.md and docs/*.md from the rows in benchmarks/results/.
 
     python benchmarks/render.py            # rewrites what stands between the markers
     python benchmarks/render.py --check    # exit code 1 where the file is not what the rows say
 
-Each table stands between `<!-- table: NAME -->` and `<!-- end -->` and shows the newest run of its kind.
+Each table stands between `<!-- table: NAME -->` and `<!-- end -->` and shows the newest run of its kind;
+where none was recorded yet, it stays as it is.
 """
 
 import argparse
@@ -13,29 +14,56 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from sparse_bitnet.experiments.results import read_rows
+from sparse_bitnet.experiments.table import comparison_table, to_markdown
+
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENT = ROOT / "docs" / "engine.md"
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 RESULTS = Path(__file__).parent / "results"
 
 Row = dict
 
 
-def read(kind: str) -> list[Row]:
-    """Rows of the newest run of a kind: those of its last file that share the last one's date."""
+class NothingRecorded(Exception):
+    """There are no rows of a kind."""
+
+
+def newest(kind: str) -> Path:
+    """File of the newest run of a kind. Raises `NothingRecorded` where there is none."""
     files = sorted(RESULTS.glob(f"*_{kind}.jsonl"))
     if not files:
-        return []
-    return [json.loads(line) for line in files[-1].read_text(encoding="utf-8").splitlines()]
+        raise NothingRecorded(kind)
+    return files[-1]
 
 
-def markdown(head: list[str], lines: list[list[str]], row: Row, command: str) -> str:
+def read(kind: str) -> list[Row]:
+    """Rows of the newest run of a kind."""
+    return [json.loads(line) for line in newest(kind).read_text(encoding="utf-8").splitlines()]
+
+
+def markdown(
+    head: list[str], lines: list[list[str]], row: Row, command: str, note: str = ""
+) -> str:
     """A table and where it was measured."""
     width = len(head)
     rows = [head, ["---", *["---:"] * (width - 1)], *lines]
     table = "\n".join("| " + " | ".join(line) + " |" for line in rows)
     versions = row["versions"]
     where = f"{row['hardware']}, {row['date'][:10]}, commit {row['commit']}"
-    return f"{table}\n\n`{command}` ({where}, sparse-bitnet {versions['sparse-bitnet']})"
+    return f"{table}\n\n`{command}` ({note}{where}, sparse-bitnet {versions['sparse-bitnet']})"
+
+
+def quickstart() -> str:
+    rows = read_rows(newest("quickstart"))
+    pattern = next(row.pattern for row in rows if row.pattern != "8:8")
+    made = rows[0].provenance
+    where = (
+        f"{made['threads']} thread a model, torch {made['versions']['torch']}, {made['hardware']}, "
+        f"{made['date'][:10]}, commit {made['commit']}, "
+        f"sparse-bitnet {made['versions']['sparse-bitnet']}"
+    )
+    table = to_markdown(comparison_table(rows, pattern)).rstrip()
+    return f"{table}\n\n`sparse-bitnet quickstart` ({where})"
 
 
 def peers() -> str:
@@ -202,8 +230,109 @@ def server() -> str:
     return markdown(head, lines, rows[0], "python benchmarks/load_server.py PACKED")
 
 
+def faults() -> str:
+    rows = read("faults")
+    head = ["fault", "tried", "survived", "steps lost", "noticed after, s", "commands"]
+    lines = []
+    for fault in dict.fromkeys(row["fault"] for row in rows):
+        own = [row for row in rows if row["fault"] == fault]
+        noticed = sorted(row["notice_seconds"] for row in own if row["notice_seconds"] is not None)
+        lines.append(
+            [
+                fault,
+                f"{len(own)}",
+                f"{sum(row['survived'] for row in own)}",
+                _range(sorted(row["lost_steps"] for row in own)),
+                _range([f"{seconds:.1f}" for seconds in noticed]) if noticed else "-",
+                _range(sorted(row["commands"] for row in own)),
+            ]
+        )
+    note = f"a checkpoint every {rows[0]['checkpoint_every']} of {rows[0]['steps']} steps; "
+    return markdown(head, lines, rows[0], "python benchmarks/faults.py --record", note)
+
+
+def planned() -> str:
+    rows = read("planned")
+    head = ["format", "processes", "sequences a forward", "memory, MB", "planned"]
+    head += ["received a step, MB", "planned"]
+    lines = [
+        [
+            row["format"],
+            str(row["processes"]) + (f", split over {row['shard']}" if row["shard"] else ""),
+            str(row["micro_batch_size"]),
+            f"{row['memory_bytes'] / 1e6:.2f}",
+            f"{row['planned_memory_bytes'] / row['memory_bytes'] - 1:+.1%}",
+            f"{row['received_bytes'] / 1e6:.3f}",
+            f"{row['planned_received_bytes'] / row['received_bytes'] - 1:+.1%}"
+            if row["received_bytes"]
+            else "-",
+        ]
+        for row in rows
+    ]
+    return markdown(head, lines, rows[0], "python benchmarks/planned.py --record")
+
+
+def forwards() -> str:
+    rows = read("forwards")
+    runs = [row for row in rows if row["what"] == "run"]
+    found = next(row for row in rows if row["what"] == "comparison")
+    head = ["seed", "validation loss, fake", "int8", "last training losses, fake", "int8"]
+    lines = []
+    for seed in dict.fromkeys(row["seed"] for row in runs):
+        own = {row["forward"]: row for row in runs if row["seed"] == seed}
+        pair = (own["fake"], own["int8"])
+        losses = [f"{row['validation_loss']:.4f}" for row in pair]
+        lines.append([str(seed), *losses, *(f"{row['curve'][-1]:.4f}" for row in pair)])
+    note = (
+        f"{found['model']} {found['format']}, {found['steps']} steps of {found['tokens_per_step']:,} "
+        f"tokens, {found['compute']} on {found['device']}; "
+    )
+    table = markdown(head, lines, found, "python benchmarks/forwards.py WORK_FOLDER", note)
+    return (
+        f"{table}\n\nint8 minus fake over {found['seeds']} seeds: training loss "
+        f"{found['training_difference']:+.4f} +- {found['training_half_width']:.4f}, validation loss "
+        f"{found['validation_difference']:+.4f} +- {found['validation_half_width']:.4f} (95 %); "
+        f"curves lie {found['curve_distance_of_forwards']:.4f} apart, those of two seeds "
+        f"{found['curve_distance_of_seeds']:.4f}. The forwards "
+        f"{'agree within' if found['agree'] else 'differ by more than'} the noise between seeds."
+    )
+
+
+def opened() -> str:
+    row = read("open-data")[-1]
+    head = ["tokens", "shards", "GB", "opened in, s", "3 batches in, s", "memory, MB"]
+    line = [
+        f"{row['tokens']:,}",
+        str(row["shards"]),
+        f"{row['bytes'] / 1e9:.0f}",
+        f"{row['open_seconds']:.3f}",
+        f"{row['batches_seconds']:.3f}",
+        f"{row['memory_bytes'] / 1e6:.1f}",
+    ]
+    return markdown(head, [line], row, "python benchmarks/open_data.py --record")
+
+
+def _range(values: list) -> str:
+    """The first and the last of sorted values, as text; one of them where they are equal."""
+    low, high = values[0], values[-1]
+    return str(low) if low == high else f"{low} to {high}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
-    function.__name__: function for function in (peers, patterns, batches, closeness, costs, server)
+    function.__name__: function
+    for function in (
+        quickstart,
+        peers,
+        patterns,
+        batches,
+        closeness,
+        costs,
+        server,
+        faults,
+        planned,
+        opened,
+        forwards,
+    )
 }
 
 
@@ -211,7 +340,11 @@ def render(text: str) -> str:
     """The document with its tables made anew."""
 
     def table(match: re.Match[str]) -> str:
-        return f"<!-- table: {match[1]} -->\n\n{TABLES[match[1]]()}\n\n<!-- end -->"
+        try:
+            made = TABLES[match[1]]()
+        except NothingRecorded:
+            return match[0]
+        return f"<!-- table: {match[1]} -->\n\n{made}\n\n<!-- end -->"
 
     return re.sub(r"<!-- table: (\w+) -->.*?<!-- end -->", table, text, flags=re.DOTALL)
 
@@ -220,11 +353,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing")
     check = parser.parse_args().check
-    text = DOCUMENT.read_text(encoding="utf-8")
-    made = render(text)
-    if check:
-        sys.exit(f"{DOCUMENT}: not what the rows say" if made != text else 0)
-    DOCUMENT.write_text(made, encoding="utf-8")
+    for document in DOCUMENTS:
+        text = document.read_text(encoding="utf-8")
+        made = render(text)
+        if check and made != text:
+            sys.exit(f"{document}: not what the rows say")
+        if not check:
+            document.write_text(made, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ ROWS: dict[str, int] = {
     "errors": 0,
     "files": 0,
     "presets": 0,
+    "model_folder": 1,
+    "weight_files": 2,
     "pattern": 1,
     "sparsity": 2,
     "layer_config": 2,

@@ -1,5 +1,6 @@
 """Presets with the published shapes, reproducible initial weights, starting from existing weights."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from factories import tiny_model
 from sparse_bitnet.convert import sparse_layers
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer import SparseBitConfig
-from sparse_bitnet.models import PRESETS, build_model, preset_config
+from sparse_bitnet.models import PRESETS, build_model, preset_config, skeleton
 
 PUBLISHED = {
     # hidden, ffn, layers, heads, kv heads, parameters with tied embeddings counted once
@@ -165,6 +166,29 @@ class TestInit:
         save_file(weights, dense / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(UserError, match=r"lacks model\.layers\.1\.mlp\.down_proj\.weight"):
             build_model("ignored", SparseBitConfig(), init=dense)
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"hidden_size": "x"}, "'hidden_size'.*expected int, got str"),
+            ({"num_attention_heads": 0}, "zero"),
+            ({"rope_parameters": 3}, "rope_parameters"),
+            ({"vocab_size": -3}, "negative dimension"),
+            ({"hidden_act": "x9"}, "x9"),
+            ({"model_type": "x9"}, "x9"),
+        ],
+    )
+    def test_impossible_configs_are_one_line(
+        self, dense: Path, changes: dict, message: str
+    ) -> None:
+        config = json.loads((dense / "config.json").read_text()) | changes
+        with pytest.raises(UserError, match=message) as raised:
+            skeleton(config, dense)
+        assert "\n" not in str(raised.value)
+        (dense / "config.json").write_text(json.dumps(config))
+        with pytest.raises(UserError, match=message) as raised:
+            build_model("ignored", SparseBitConfig(), init=dense)
+        assert "\n" not in str(raised.value)
 
     @pytest.mark.parametrize("content", ["{", None])
     def test_unreadable_folder_is_one_line(self, tmp_path: Path, content: str | None) -> None:

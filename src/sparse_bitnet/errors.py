@@ -7,3 +7,7 @@ class UserError(ValueError):
     The command line prints the message alone and exits with code 2; any other exception is a defect
     of ours and keeps its traceback.
     """
+
+
+class EngineLacks(UserError):
+    """A sound model that the CPU engine cannot run; transformers can."""

@@ -14,6 +14,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import atomic_folder
 from sparse_bitnet.layer import SparseBitConfig
 from sparse_bitnet.models import load_causal_lm
+from sparse_bitnet.weight_files import WeightFiles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -28,7 +29,8 @@ def read_format(entry: dict[str, Any], where: str = "config.json") -> SparseBitC
     """
     if missing := [key for key in REQUIRED_KEYS if key not in entry]:
         raise UserError(f"{where}: quantization_config lacks {', '.join(missing)}")
-    if not isinstance(entry["modules_to_not_convert"], list):
+    kept = entry["modules_to_not_convert"]
+    if not isinstance(kept, list) or not all(isinstance(name, str) for name in kept):
         raise UserError(f"{where}: modules_to_not_convert is not a list of names")
     if not isinstance(entry["version"], int) or not 1 <= entry["version"] <= FORMAT_VERSION:
         raise UserError(
@@ -88,19 +90,11 @@ def check_weights(model: "PreTrainedModel", files: list[str] | None) -> None:
 
     transformers only warns about missing weights and would leave them random.
     """
-    from safetensors import SafetensorError, safe_open
-
     if not files or not all(str(file).endswith(".safetensors") for file in files):
         return
     prefix = f"{model.base_model_prefix}."
-    shapes: dict[str, list[int]] = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for key in opened.keys():  # noqa: SIM118  (not a mapping)
-                    shapes[key.removeprefix(prefix)] = opened.get_slice(key).get_shape()
-        except SafetensorError as error:
-            raise UserError(f"{file} is damaged: {error}") from error
+    stored = WeightFiles([Path(file) for file in files]).shapes
+    shapes = {name.removeprefix(prefix): list(shape) for name, shape in stored.items()}
     for name, layer in sparse_layers(model).items():
         expected, found = (
             list(layer.weight.shape),

@@ -1,5 +1,6 @@
 """The presets as transformers configs and models."""
 
+import copy
 import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from sparse_bitnet.presets import PRESETS, Shape
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Qwen2Config
 
-__all__ = ["PRESETS", "Shape", "build_model", "load_causal_lm", "preset_config"]
+__all__ = ["PRESETS", "Shape", "build_model", "load_causal_lm", "preset_config", "skeleton"]
 
 
 def preset_config(name: str, *, vocab_size: int | None = None) -> "Qwen2Config":
@@ -87,7 +88,6 @@ def load_causal_lm(path_or_id: str | Path, **kwargs: Any) -> "PreTrainedModel":
     Raises `UserError`, one line, for whatever keeps it from loading, a missing weight included
     (transformers alone would leave it random).
     """
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     if str(path_or_id).startswith(("/", ".", "~")) and not Path(path_or_id).is_dir():
@@ -98,11 +98,55 @@ def load_causal_lm(path_or_id: str | Path, **kwargs: Any) -> "PreTrainedModel":
         )
     except UserError:
         raise
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"cannot load a model from {path_or_id}: {reason}") from error
+    except _refusals() as error:
+        raise UserError(f"cannot load a model from {path_or_id}: {_reason(error)}") from error
     model, info = loaded
     if missing := sorted(info["missing_keys"]):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UserError(f"{path_or_id} lacks {missing[0]}{more}: the files are incomplete")
     return model
+
+
+def skeleton(config: dict[str, Any], folder: Path) -> "PreTrainedModel":
+    """The causal LM of a folder's config.json on the meta device: names and shapes, no memory.
+
+    Raises `UserError` for an architecture that transformers does not know, and for sizes and settings
+    that make none.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    # A copy: transformers completes nested entries in place.
+    values = copy.deepcopy({**config, "quantization_config": None})
+    del values["quantization_config"]
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
+    except _refusals() as error:
+        raise UserError(
+            f"{folder}/config.json describes no causal language model that transformers builds: "
+            f"{_reason(error)}"
+        ) from error
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    """What transformers raises for values of files that it cannot use."""
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
+    return (
+        OSError,
+        ValueError,
+        TypeError,
+        LookupError,
+        ArithmeticError,
+        RuntimeError,
+        StrictDataclassError,
+        SafetensorError,
+    )
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error; of a validation error, which says what is wrong in the second, both."""
+    lines = str(error).split("\n") if str(error).strip() else [type(error).__name__]
+    return " ".join(" ".join(lines[: 2 if lines[0].endswith(":") else 1]).split())

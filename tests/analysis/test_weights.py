@@ -187,7 +187,7 @@ def test_layers_left_dense_are_not_counted(tmp_path):
     [
         ({}, "config.json"),
         ({"config.json": "{}"}, "no model"),
-        ({"config.json": "{}", "model.safetensors": "garbage"}, "not a readable safetensors"),
+        ({"config.json": "{}", "model.safetensors": "garbage"}, "safetensors is damaged"),
     ],
 )
 def test_unreadable_folders_are_refused(tmp_path, files, message):

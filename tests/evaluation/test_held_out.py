@@ -62,11 +62,14 @@ def test_missing_folders_are_refused(name):
         resolve_checkpoint(name)
 
 
-@pytest.mark.parametrize("config", [None, "{}", "not json"])
-def test_folder_without_a_model_is_refused(tmp_path, config):
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [(None, "neither a run folder"), ("{}", "neither a run folder"), ("not json", "is damaged")],
+)
+def test_folder_without_a_model_is_refused(tmp_path, config, message):
     if config is not None:
         (tmp_path / "config.json").write_text(config)
-    with pytest.raises(UserError, match="neither a run folder"):
+    with pytest.raises(UserError, match=message):
         resolve_checkpoint(tmp_path)
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from sparse_bitnet.data.tokenizer import load_tokenizer
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.evaluation.held_out import trained_context_length
 from sparse_bitnet.hub import from_pretrained
 from sparse_bitnet.layer import SparseBitConfig, select
 from sparse_bitnet.packing import checkpoint as checkpoint_module
@@ -48,9 +49,10 @@ def test_the_folder_holds_every_tensor(trained: Trained, tmp_path: Path, format:
 def test_the_folder_is_complete(trained: Trained, tmp_path: Path) -> None:
     (source := tmp_path / "source").mkdir()
     shutil.copytree(trained(), source, dirs_exist_ok=True)
-    (source / "train_config.json").write_text("{}")
+    (source / "train_config.json").write_text('{"sequence_length": 96}')
     (source / "chat_template.jinja").write_text("{{ messages }}")
     pack_checkpoint(source, tmp_path / "out")
+    assert trained_context_length(str(tmp_path / "out")) == 96
     names = {path.name for path in (tmp_path / "out").iterdir()}
     expected = {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json"}
     assert expected | {"tokenizer_config.json", "chat_template.jinja"} == names
@@ -138,22 +140,25 @@ def truncate(folder: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "truncated": (truncate, "model.safetensors: cannot be read"),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "cannot be read"),
+    "truncated": (truncate, "model.safetensors is damaged"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "holds no model"),
     "no config": (lambda f: (f / "config.json").unlink(), "neither a run folder"),
-    "broken config": (lambda f: (f / "config.json").write_text("{"), "neither a run folder"),
-    "not ours": (lambda f: edit_config(f, lambda c: c.pop("quantization_config")), "only those"),
+    "broken config": (lambda f: (f / "config.json").write_text("{"), "config.json is damaged"),
+    "not ours": (
+        lambda f: edit_config(f, lambda c: c.pop("quantization_config")),
+        "no trained checkpoint",
+    ),
     "newer": (
         lambda f: edit_config(f, lambda c: c["quantization_config"].update(version=9)),
         "version 9 is not readable",
     ),
     "unknown model": (
         lambda f: edit_config(f, lambda c: c.update(model_type="x9")),
-        "cannot build",
+        "no causal language model that transformers builds",
     ),
     "missing": (
         lambda f: edit_tensors(f, lambda t: t.pop("model.norm.weight")),
-        "lacks tensor model.norm.weight",
+        "lacks model.norm.weight",
     ),
     "surplus": (
         lambda f: edit_tensors(f, lambda t: t.update(extra=torch.zeros(1))),
@@ -161,7 +166,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "other shape": (
         lambda f: edit_tensors(f, lambda t: t.update({"model.norm.weight": torch.zeros(3)})),
-        r"tensor model.norm.weight has shape \[3\], the model needs \[64\]",
+        r"model.norm.weight is \[3\], its config.json asks \[64\]",
     ),
     "broken index": (
         lambda f: (f / "model.safetensors.index.json").write_text("{}"),
@@ -185,7 +190,7 @@ def test_what_cannot_be_packed(trained: Trained, tmp_path: Path) -> None:
         pack_checkpoint(trained(format="full-6:8"), tmp_path / "out")
     with pytest.raises(UserError, match="no such checkpoint"):
         pack_checkpoint(tmp_path / "nowhere" / "else", tmp_path / "out")
-    with pytest.raises(UserError, match="not a local folder"):
+    with pytest.raises(UserError, match="no local folder; download it first"):
         pack_checkpoint("someone/model", tmp_path / "out")
     with pytest.raises(UserError, match="packed format 'q4' is unknown"):
         pack_checkpoint(trained(), tmp_path / "out", format="q4")
@@ -195,7 +200,7 @@ def test_what_cannot_be_packed(trained: Trained, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"layer model.layers.0.self_attn.q_proj: nm-bitmap needs"):
         pack_checkpoint(source, tmp_path / "out", format="nm-bitmap")
     pack_checkpoint(trained(), tmp_path / "packed")
-    with pytest.raises(UserError, match="quant_method sparse_bitnet_packed"):
+    with pytest.raises(UserError, match="it is packed already"):
         pack_checkpoint(tmp_path / "packed", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

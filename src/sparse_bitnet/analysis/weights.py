@@ -4,7 +4,6 @@ Everything is counted per layer on W / mean|W|, so that layers of different scal
 From safetensors files one layer is in memory at a time.
 """
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,8 +18,10 @@ from sparse_bitnet.convert import sparse_layers
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.hub import read_format
 from sparse_bitnet.layer import SparseBitConfig, select
+from sparse_bitnet.model_folder import CONFIG_FILE, quantization_entry, read_config
 from sparse_bitnet.quantizer import absmean, quantize_ternary
 from sparse_bitnet.sparsity import NMPattern
+from sparse_bitnet.weight_files import WeightFiles
 
 BIN_WIDTH = 0.05
 RANGE = 4.0
@@ -259,37 +260,19 @@ def checkpoint_statistics(
 
 def _checkpoint_format(folder: Path) -> tuple[SparseBitConfig, set[str]]:
     """The format of the block linears, and the names of those left dense."""
-    path = folder / "config.json"
-    try:
-        entry = json.loads(path.read_text()).get("quantization_config", {})
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: not a readable checkpoint config ({error})") from error
+    entry = quantization_entry(read_config(folder))
     if entry.get("quant_method") != "sparse_bitnet":
         return SparseBitConfig(weight="full", pattern=NMPattern(1, 1)), set()
-    return read_format(entry, str(path)), set(entry["modules_to_not_convert"])
+    return read_format(entry, str(folder / CONFIG_FILE)), set(entry["modules_to_not_convert"])
 
 
 def _block_matrices(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    from safetensors import SafetensorError, safe_open
-
-    files = sorted(folder.glob("model*.safetensors"))
-    if not files:
-        raise UserError(f"{folder}: no model*.safetensors to read weights from")
-    where: dict[str, Path] = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                where |= dict.fromkeys(opened.keys(), file)
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{file}: not a readable safetensors file ({error})") from error
-    for key in sorted(where, key=_natural):
+    files = WeightFiles.in_folder(folder)
+    for key in sorted(files.shapes, key=_natural):
         name = key.removesuffix(".weight")
-        if name == key or _block_index(name) is None:
+        if name == key or _block_index(name) is None or len(files.shapes[key]) != 2:
             continue
-        with safe_open(where[key], framework="pt") as opened:
-            if len(opened.get_slice(key).get_shape()) != 2:
-                continue
-            weight = opened.get_tensor(key)
+        weight = files.read(key)
         if weight.dtype in _FLOATS:
             yield name, weight
 

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparse_bitnet.convert import sparse_layers
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.held_out import (
     DEFAULT_CONTEXT_LENGTH,
@@ -35,6 +34,7 @@ from sparse_bitnet.evaluation.windows import (
     windows,
 )
 from sparse_bitnet.hub import from_pretrained
+from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
 from sparse_bitnet.training.loss import mean_token_loss
 
@@ -159,6 +159,20 @@ def _check(
         raise UserError(f"context_length={context_length}: the model has {positions} positions")
 
 
+def format_name(config: SparseBitConfig, packed_format: str | None) -> str:
+    """How an evaluated model is named: "ternary-6:8", or "ternary-6:8, packed as i2"."""
+    return str(config) + (f", packed as {packed_format}" if packed_format else "")
+
+
+def _format(model: "PreTrainedModel") -> str:
+    """Of the first layer that has one of our formats, trained or packed."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if isinstance(config, SparseBitConfig):
+            return format_name(config, getattr(module, "packed_format", None))
+    return "unconverted"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """A perplexity with what was evaluated, on what, and how."""
@@ -167,7 +181,8 @@ class Evaluation:
     """The folder or hub id that was loaded."""
 
     format: str
-    """Text form of the SparseBitConfig; "unconverted" for a model without our layers."""
+    """Text form of the SparseBitConfig, of a packed model also how it is packed (`format_name`);
+    "unconverted" for a model without our layers."""
 
     data: str
     precision: str
@@ -230,10 +245,9 @@ def evaluate(
         text_bytes=text_bytes,
         on_batch=on_batch and (lambda done: on_batch(done, len(tokens) - 1)),
     )
-    layers = sparse_layers(model)
     return Evaluation(
         checkpoint=path,
-        format=str(next(iter(layers.values())).config) if layers else "unconverted",
+        format=_format(model),
         data=text.name,
         precision=str(dtype).removeprefix("torch."),
         device=where.type,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import groupby
 
-from sparse_bitnet.experiments.html_report import PAGE_CSS
+from sparse_bitnet.experiments.html_report import PAGE_CSS, html_page
 from sparse_bitnet.experiments.table import Table, to_html, to_markdown
 
 # On its own an SVG has no page whose ink and background it could take.
@@ -124,23 +124,7 @@ def html(title: str, blocks: Sequence[Block]) -> str:
         part = "\n".join(_html(block) for block in group)
         # Figures that follow each other stand side by side where there is room.
         body += f'<div class="figures">{part}</div>\n' if drawings else f"{part}\n"
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{escape(title)}</title>
-<style>
-{PAGE_CSS}{_MORE_CSS}</style>
-</head>
-<body>
-<main>
-<h1>{escape(title)}</h1>
-{body}</main>
-</body>
-</html>
-"""
+    return html_page(title, f"{PAGE_CSS}{_MORE_CSS}", f"<h1>{escape(title)}</h1>\n{body}")
 
 
 def _html(block: Block) -> str:

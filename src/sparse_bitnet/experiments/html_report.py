@@ -57,18 +57,10 @@ def render_report(report: Report) -> str:
     notes = "".join(f"<p class='note'>{escape(note)}</p>" for note in report.table.notes)
     caveats = "".join(f"<li>{escape(caveat)}</li>" for caveat in report.caveats)
     commands = escape("\n".join(report.commands))
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{escape(report.title)}</title>
-<style>
-{PAGE_CSS}</style>
-</head>
-<body>
-<main>
+    return html_page(
+        report.title,
+        PAGE_CSS,
+        f"""\
 <header>
 <h1>{escape(report.title)}</h1>
 <p class="lead">{escape(report.lead)}</p>
@@ -108,7 +100,31 @@ def render_report(report: Report) -> str:
 <div><h2>Configuration</h2>{_definitions(report.config)}</div>
 <div><h2>Where and with what</h2>{_definitions(_flat(report.provenance))}</div>
 </section>
-</main>
+""",
+    )
+
+
+def html_page(title: str, css: str, body: str) -> str:
+    """A self-contained HTML document of one column.
+
+    Args:
+        title: text.
+        css: of the style element.
+        body: the column's HTML, with a newline at the end.
+    """
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{escape(title)}</title>
+<style>
+{css}</style>
+</head>
+<body>
+<main>
+{body}</main>
 </body>
 </html>
 """

@@ -16,13 +16,10 @@ from torch import Tensor
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export import compressed_tensors, hf_bitnet
-from sparse_bitnet.export.source import (
-    TensorFiles,
-    TernaryWeight,
-    linear_layers,
-    read_json,
-    skeleton,
-)
+from sparse_bitnet.export.source import TernaryWeight, linear_layers
+from sparse_bitnet.model_folder import quantization_entry, read_config
+from sparse_bitnet.models import skeleton
+from sparse_bitnet.weight_files import WeightFiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +53,9 @@ def open_foreign(folder: str | Path) -> ForeignCheckpoint:
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"{folder} is no local folder; download it first (hf download {folder})")
-    config = read_json(folder / "config.json")
-    entry = config.pop("quantization_config", None)
-    entry = entry if isinstance(entry, dict) else {}
+    config = read_config(folder)
+    entry = quantization_entry(config)
+    config.pop("quantization_config", None)
     method = entry.get("quant_method")
     if method == "bitnet":
         return _open_bitnet(folder, config, entry)
@@ -78,7 +75,7 @@ def _open_bitnet(folder: Path, config: dict[str, Any], entry: dict[str, Any]) ->
             f"{folder}: use_rms_norm puts a norm inside each layer, which is not covered"
         )
     linears = linear_layers(skeleton(config, folder))
-    files = TensorFiles(folder)
+    files = WeightFiles.in_folder(folder)
     online = entry.get("quantization_mode", "offline") == "online"
     auto = entry.get("linear_class", "bitlinear") == "autobitlinear" or online
     if online:
@@ -127,7 +124,7 @@ def _open_compressed(
 ) -> ForeignCheckpoint:
     packed = _is_packed(folder, entry)
     linears = linear_layers(skeleton(config, folder))
-    files = TensorFiles(folder)
+    files = WeightFiles.in_folder(folder)
     weight = "weight_packed" if packed else "weight"
     layers = {
         name: (linear.out_features, linear.in_features)
@@ -211,7 +208,7 @@ def _checked(codes: Tensor, scale: Tensor, layer: str) -> TernaryWeight:
     return TernaryWeight(codes, largest)
 
 
-def _master(files: TensorFiles, layer: str, shape: tuple[int, int]) -> Tensor:
+def _master(files: WeightFiles, layer: str, shape: tuple[int, int]) -> Tensor:
     stored = files.read(f"{layer}.weight")
     if tuple(stored.shape) != shape or not stored.is_floating_point():
         raise UserError(
@@ -222,7 +219,7 @@ def _master(files: TensorFiles, layer: str, shape: tuple[int, int]) -> Tensor:
 
 
 def _complete(
-    layers: dict[str, tuple[int, int]], files: TensorFiles, weight: str
+    layers: dict[str, tuple[int, int]], files: WeightFiles, weight: str
 ) -> dict[str, tuple[int, int]]:
     if not layers:
         raise UserError(f"{files.folder} has no ternary layer")
@@ -233,7 +230,7 @@ def _complete(
 
 
 def _others(
-    files: TensorFiles, layers: dict[str, tuple[int, int]], names: tuple[str, ...]
+    files: WeightFiles, layers: dict[str, tuple[int, int]], names: tuple[str, ...]
 ) -> dict[str, tuple[int, ...]]:
     of_layers = {f"{layer}.{name}" for layer in layers for name in names}
     return {name: shape for name, shape in files.shapes.items() if name not in of_layers}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.export.source import read_json
+from sparse_bitnet.model_folder import read_json
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from sparse_bitnet.export.deferred import DeferredTensors, OnProgress, write_safetensors
-from sparse_bitnet.export.source import ModelSource, read_json
+from sparse_bitnet.export.source import ModelSource
 from sparse_bitnet.files import atomic_folder
+from sparse_bitnet.model_folder import read_json, read_json_if_there
 from sparse_bitnet.packing.tensor_writer import TensorSpec
 
 EXPORTED_FORMAT = "sparse_bitnet_format"
@@ -98,7 +99,7 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 def write_generation_config(source: Path, folder: Path) -> None:
     """Copy generation_config.json, naming the tokenizer's end token where it names none."""
     path = source / "generation_config.json"
-    config = read_json(path) if path.is_file() else {}
+    config = read_json_if_there(path)
     end = end_token_id(source)
     if config.get("eos_token_id") is None and end is not None:
         config |= {"eos_token_id": end, "pad_token_id": end}

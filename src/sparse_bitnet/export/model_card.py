@@ -8,7 +8,8 @@ from typing import Any
 from sparse_bitnet import __version__
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.config import FORMATS
-from sparse_bitnet.export.source import ModelSource, read_json
+from sparse_bitnet.export.source import ModelSource
+from sparse_bitnet.model_folder import read_json
 
 Row = tuple[str, str]
 

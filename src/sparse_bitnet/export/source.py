@@ -1,31 +1,26 @@
 """A checkpoint of ours as every exporter sees it: codes and scale per sparse layer, the rest as it is.
 
-Nothing is read but headers until a tensor is asked for, so that an export of any size needs the memory
-of its largest tensor. Shapes and names come from the files, the list of sparse layers from the model
-that `config.json` describes, built without memory.
+Masters are read as packing/source.py reads them, packed folders through their own reader: headers at
+first, a tensor when it is asked for.
 """
 
-import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.evaluation.held_out import resolve_checkpoint
-from sparse_bitnet.hub import read_format
+from sparse_bitnet.evaluation.held_out import local_checkpoint
 from sparse_bitnet.layer import SparseBitConfig, select
+from sparse_bitnet.model_folder import quantization_entry, read_config
+from sparse_bitnet.models import skeleton
 from sparse_bitnet.packing.checkpoint import MODEL_FILE
 from sparse_bitnet.packing.codec import unpack
 from sparse_bitnet.packing.loading import open_packed
 from sparse_bitnet.packing.metadata import QUANT_METHOD
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from sparse_bitnet.packing.source import TrainedCheckpoint, open_checkpoint
 
 
 class TernaryWeight(NamedTuple):
@@ -35,91 +30,6 @@ class TernaryWeight(NamedTuple):
     """int8 [out_features, in_features] in {-1, 0, 1}, masked."""
     weight_scale: Tensor
     """float32 scalar."""
-
-
-class TensorFiles:
-    """The tensors of a folder's safetensors files, by name, read one at a time.
-
-    Raises `UserError` for a folder without such files, a damaged one, or one that its index names but
-    that is not there.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self._paths: dict[str, Path] = {}
-        for path in _weight_files(folder):
-            with _opened(path) as file:
-                for name in file.keys():  # noqa: SIM118  (not a mapping)
-                    self.shapes[name] = tuple(file.get_slice(name).get_shape())
-                    self._paths[name] = path
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.shapes
-
-    def read(self, name: str) -> Tensor:
-        """One tensor in its stored dtype."""
-        if name not in self._paths:
-            raise UserError(f"{self.folder} lacks {name}: the files are incomplete")
-        # Opened anew: the pages of a mapping that stays open would pile up as our memory.
-        with _opened(self._paths[name]) as file:
-            return file.get_tensor(name)
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} is damaged: {error}") from error
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = set(read_json(index).get("weight_map", {}).values())
-        files = [folder / name for name in sorted(names)]
-    else:
-        files = sorted(folder.glob("model*.safetensors"))
-    if not files:
-        raise UserError(f"{folder} holds no model*.safetensors")
-    if missing := [file for file in files if not file.is_file()]:
-        raise UserError(f"{missing[0]} is named in {index.name} but is not there")
-    return files
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises `UserError` when the file is missing or holds something else."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(f"{path.parent} holds no {path.name}") from error
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is damaged: {error}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} is damaged: not a JSON object")
-    return content
-
-
-def skeleton(config: dict[str, Any], where: Path) -> "PreTrainedModel":
-    """The causal LM of a config.json on the meta device: names and shapes, no memory.
-
-    Raises `UserError` for an architecture that transformers does not know.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    values = {key: value for key, value in config.items() if key != "quantization_config"}
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{where}/config.json describes no causal language model that transformers builds: "
-            f"{str(error).splitlines()[0]}"
-        ) from error
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
@@ -177,81 +87,47 @@ def open_source(path: str | Path) -> ModelSource:
     Raises `UserError` for what is no such folder, an incomplete or damaged one, and for a checkpoint
     that is no local folder.
     """
-    folder = Path(resolve_checkpoint(path))
-    if not folder.is_dir():
-        raise UserError(f"{path} is no local folder; download it first (hf download {path})")
-    config = read_json(folder / "config.json")
-    entry = config.pop("quantization_config", None)
-    method = entry.get("quant_method") if isinstance(entry, dict) else None
-    if method == QUANT_METHOD:
-        return _open_packed(folder, config, entry)
-    if method != "sparse_bitnet":
-        found = f"quant_method {method!r}" if method else "no quantization_config"
-        raise UserError(
-            f"{folder} is no checkpoint of sparse-bitnet ({found} in config.json); "
-            "`sparse-bitnet import` reads those of other tools"
-        )
-    return _open_masters(folder, config, entry)
+    folder = local_checkpoint(path)
+    config = read_config(folder)
+    if quantization_entry(config).get("quant_method") == QUANT_METHOD:
+        return _open_packed(folder, config)
+    return _of_masters(open_checkpoint(folder))
 
 
-def _open_masters(folder: Path, config: dict[str, Any], entry: dict[str, Any]) -> ModelSource:
-    files = TensorFiles(folder)
-    format = read_format(entry, str(folder / "config.json"))
-    model = skeleton(config, folder)
-    _check_complete(files, model)
-    linears = linear_layers(model)
-    kept = entry["modules_to_not_convert"]
-    layers = {
-        name: (linear.out_features, linear.in_features)
-        for name, linear in linears.items()
-        if name not in kept
-    }
+def _of_masters(checkpoint: TrainedCheckpoint) -> ModelSource:
+    format = checkpoint.format
 
     def read_ternary(layer: str) -> TernaryWeight:
-        codes, _, weight_scale = select(files.read(f"{layer}.weight"), format)
+        codes, _, weight_scale = select(checkpoint.tensor(f"{layer}.weight"), format)
         assert codes is not None
         assert weight_scale is not None
         return TernaryWeight(codes, weight_scale)
 
     def read_effective(layer: str) -> Tensor:
         if format.weight == "full":
-            weight = files.read(f"{layer}.weight").float()
+            weight = checkpoint.tensor(f"{layer}.weight").float()
             mask = select(weight, format).mask
             return weight if mask is None else weight * mask
         codes, weight_scale = read_ternary(layer)
         return codes * weight_scale
 
-    weights = {f"{name}.weight" for name in layers}
+    others = [*checkpoint.embeddings, *checkpoint.others]
     return ModelSource(
-        folder=folder,
-        config=config,
+        folder=checkpoint.folder,
+        config=_without_quantization(checkpoint.config),
         format=format,
-        layers=layers,
-        dense_linears=[name for name in linears if name not in layers],
-        other_tensors={name: shape for name, shape in files.shapes.items() if name not in weights},
-        read=files.read,
+        layers=checkpoint.layers,
+        dense_linears=checkpoint.dense_linears,
+        other_tensors={name: checkpoint.shape(name) for name in others},
+        read=checkpoint.tensor,
         read_ternary=read_ternary,
         read_effective=read_effective,
     )
 
 
-def _check_complete(files: TensorFiles, model: "PreTrainedModel") -> None:
-    """Raise `UserError` for the first tensor of the model that is missing or of another shape."""
-    for name, tensor in model.state_dict().items():
-        if name in model.all_tied_weights_keys:
-            continue
-        found, expected = files.shapes.get(name), tuple(tensor.shape)
-        if found is None:
-            raise UserError(f"{files.folder} lacks {name}: the files are incomplete")
-        if found != expected:
-            raise UserError(
-                f"{files.folder}: {name} is {list(found)}, its config.json asks {list(expected)}"
-            )
-
-
-def _open_packed(folder: Path, config: dict[str, Any], entry: dict[str, Any]) -> ModelSource:
+def _open_packed(folder: Path, config: dict[str, Any]) -> ModelSource:
     file, metadata = open_packed(folder / MODEL_FILE)
-    metadata.check_config_entry(entry, str(file.path))
+    metadata.check_config_entry(quantization_entry(config), str(file.path))
     linears = linear_layers(skeleton(config, folder))
     int8 = {
         name
@@ -284,7 +160,7 @@ def _open_packed(folder: Path, config: dict[str, Any], entry: dict[str, Any]) ->
     internal |= {f"{name}_scale" for name in int8}
     return ModelSource(
         folder=folder,
-        config=config,
+        config=_without_quantization(config),
         format=metadata.format,
         layers=metadata.layers,
         dense_linears=[name for name in linears if name not in metadata.layers],
@@ -295,3 +171,7 @@ def _open_packed(folder: Path, config: dict[str, Any], entry: dict[str, Any]) ->
         read_ternary=read_ternary,
         read_effective=read_effective,
     )
+
+
+def _without_quantization(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key != "quantization_config"}

@@ -3,12 +3,8 @@
 import numpy as np
 
 from sparse_bitnet.packing.bitmaps import Bytes, DamagedBytes
-from sparse_bitnet.packing.formats import (
-    B3_BLOCK_BYTES,
-    B3_BLOCK_WEIGHTS,
-    b3_plane_bytes,
-    b3_row_bytes,
-)
+from sparse_bitnet.packing.formats import B3_BLOCK_WEIGHTS, b3_plane_bytes
+from sparse_bitnet.packing.planes import pack_planes, unpack_planes
 
 _DIGITS = 5
 _VALUES = 3**_DIGITS
@@ -28,37 +24,14 @@ for _digit in range(_DIGITS):
 
 def pack_rows(codes: np.ndarray) -> Bytes:
     """int8 [rows, in_features] -> [rows, row_bytes]."""
-    rows, in_features = codes.shape
-    packed = np.empty((rows, b3_row_bytes(in_features)), np.uint8)
-    blocks, tail = divmod(in_features, B3_BLOCK_WEIGHTS)
-    whole = codes[:, : in_features - tail].reshape(rows, blocks, _DIGITS, B3_BLOCK_BYTES)
-    packed[:, : blocks * B3_BLOCK_BYTES].reshape(rows, blocks, B3_BLOCK_BYTES)[:] = _join(whole)
-    if tail:
-        plane = b3_plane_bytes(tail)
-        padded = np.zeros((rows, _DIGITS * plane), np.int8)
-        padded[:, :tail] = codes[:, in_features - tail :]
-        packed[:, blocks * B3_BLOCK_BYTES :] = _join(padded.reshape(rows, _DIGITS, plane))
-    return packed
+    return pack_planes(codes, B3_BLOCK_WEIGHTS, b3_plane_bytes, _join)
 
 
 def unpack_rows(packed: Bytes, in_features: int) -> np.ndarray:
     """[rows, row_bytes] -> int8 [rows, in_features]. Raises `DamagedBytes` for bytes no matrix has."""
-    rows = len(packed)
     if not _IS_VALID[packed].all():
         raise DamagedBytes("a byte stands for no five codes")
-    blocks, tail = divmod(in_features, B3_BLOCK_WEIGHTS)
-    codes = np.empty((rows, in_features), np.int8)
-    whole = packed[:, : blocks * B3_BLOCK_BYTES].reshape(rows, blocks, B3_BLOCK_BYTES)
-    body = codes[:, : in_features - tail].reshape(rows, blocks, _DIGITS, B3_BLOCK_BYTES)
-    for digit in range(_DIGITS):
-        body[:, :, digit] = _CODE[digit][whole]
-    if tail:
-        last = packed[:, blocks * B3_BLOCK_BYTES :]
-        padded = np.concatenate([_CODE[digit][last] for digit in range(_DIGITS)], axis=1)
-        if padded[:, tail:].any():
-            raise DamagedBytes("the padding of a row is not zero codes")
-        codes[:, in_features - tail :] = padded[:, :tail]
-    return codes
+    return unpack_planes(packed, in_features, B3_BLOCK_WEIGHTS, b3_plane_bytes, _digit_codes)
 
 
 def _join(planes: np.ndarray) -> Bytes:
@@ -69,3 +42,7 @@ def _join(planes: np.ndarray) -> Bytes:
         value *= 3
         value += digits[..., digit, :]
     return _FRACTION[value]
+
+
+def _digit_codes(packed: Bytes, digit: int) -> np.ndarray:
+    return _CODE[digit][packed]

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.evaluation.held_out import TRAINED_CONTEXT, trained_context_length
 from sparse_bitnet.files import atomic_folder
 from sparse_bitnet.layer import select
 from sparse_bitnet.packing.codec import pack
@@ -31,7 +32,7 @@ from sparse_bitnet.packing.formats import (
     row_bytes,
 )
 from sparse_bitnet.packing.metadata import EMBEDDINGS, PackedMetadata
-from sparse_bitnet.packing.source import TrainedCheckpoint, open_checkpoint
+from sparse_bitnet.packing.source import TrainedCheckpoint, open_ternary
 from sparse_bitnet.packing.tensor_writer import TensorFileWriter, TensorSpec
 from sparse_bitnet.quantizer import quantize_int8
 
@@ -102,7 +103,7 @@ def pack_checkpoint(
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not an empty folder: choose another one or remove it")
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_ternary(source)
     metadata = PackedMetadata(
         packed_format=auto_format(checkpoint.format.pattern) if format == "auto" else format,
         format=checkpoint.format,
@@ -116,6 +117,9 @@ def pack_checkpoint(
             checkpoint, metadata, folder / MODEL_FILE, progress
         )
         config = {**checkpoint.config, "quantization_config": metadata.config_entry()}
+        # So that `evaluate` cuts texts as it does for the run, which the folder does not name.
+        if (context_length := trained_context_length(str(checkpoint.folder))) is not None:
+            config[TRAINED_CONTEXT] = context_length
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for pattern in COPIED:
             for path in checkpoint.folder.glob(pattern):
@@ -164,7 +168,7 @@ def _write_tensors(
 def _write_embedding(
     checkpoint: TrainedCheckpoint, name: str, embeddings: str, writer: TensorFileWriter
 ) -> int:
-    rows, columns = checkpoint.stored[name].shape
+    rows, columns = checkpoint.shape(name)
     if embeddings == "int8":
         scales: list[Tensor] = []
         writer.write(name, _int8_pieces(checkpoint.pieces(name), scales))
@@ -192,7 +196,7 @@ def _specs(checkpoint: TrainedCheckpoint, metadata: PackedMetadata) -> Iterator[
             yield TensorSpec(f"{name}.weight_packed", torch.uint8, (10**15,))
         yield TensorSpec(f"{name}.weight_scale", torch.float32, (1,))
     for name in checkpoint.embeddings:
-        rows, columns = checkpoint.stored[name].shape
+        rows, columns = checkpoint.shape(name)
         if metadata.embeddings == "int8":
             yield TensorSpec(name, torch.int8, (rows, columns))
             yield TensorSpec(f"{name}_scale", torch.float32, (rows, 1))
@@ -200,4 +204,4 @@ def _specs(checkpoint: TrainedCheckpoint, metadata: PackedMetadata) -> Iterator[
             dtype = torch.bfloat16 if metadata.embeddings == "bf16" else torch.float32
             yield TensorSpec(name, dtype, (rows, columns))
     for name in checkpoint.others:
-        yield TensorSpec(name, checkpoint.stored[name].dtype, checkpoint.stored[name].shape)
+        yield TensorSpec(name, checkpoint.dtype(name), checkpoint.shape(name))

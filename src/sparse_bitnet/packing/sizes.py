@@ -31,7 +31,7 @@ from sparse_bitnet.packing.formats import (
     row_bytes,
 )
 from sparse_bitnet.packing.metadata import EMBEDDINGS
-from sparse_bitnet.packing.source import open_checkpoint
+from sparse_bitnet.packing.source import open_ternary
 from sparse_bitnet.pattern import NMPattern
 
 PUBLISHED_MODELS = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b")
@@ -134,9 +134,9 @@ def code_statistics(
         source: run folder or model folder of a ternary model; read a layer at a time.
         progress: told the weights done and the weights in all.
 
-    Raises `UserError` as `open_checkpoint` does.
+    Raises `UserError` as `open_ternary` does.
     """
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_ternary(source)
     total = sum(math.prod(shape) for shape in checkpoint.layers.values())
 
     def matrices() -> Iterator[Tensor]:

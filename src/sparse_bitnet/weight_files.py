@@ -1,0 +1,87 @@
+"""The safetensors files of a model folder: names and shapes at once, tensors one at a time."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.model_folder import read_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+INDEX_FILE = "model.safetensors.index.json"
+
+
+class WeightFiles:
+    """The tensors of some safetensors files by name. Nothing stays open or in memory between two reads.
+
+    Attributes:
+        folder: of the files.
+        shapes: name -> shape.
+        dtypes: name -> the format's name of the type, such as "BF16".
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        """Of at least one file. Raises `UserError`, naming it, for one that cannot be read."""
+        self.folder = paths[0].parent
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        self._paths: dict[str, Path] = {}
+        for path in paths:
+            with _opened(path) as file:
+                for name in file.keys():  # noqa: SIM118  (not a mapping)
+                    part = file.get_slice(name)
+                    self.shapes[name] = tuple(part.get_shape())
+                    self.dtypes[name] = part.get_dtype()
+                    self._paths[name] = path
+
+    @classmethod
+    def in_folder(cls, folder: Path) -> "WeightFiles":
+        """The files that the folder's index names; without an index, every model*.safetensors.
+
+        Raises `UserError` for a folder without such files, a damaged one, or one that the index names
+        but that is not there.
+        """
+        return cls(_paths(folder))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.shapes
+
+    def read(self, name: str, part: slice | None = None) -> "Tensor":
+        """A tensor in its stored dtype, or some of its rows. Raises `UserError` where it is missing."""
+        if name not in self._paths:
+            raise UserError(f"{self.folder} lacks {name}: the files are incomplete")
+        # Opened anew each time: the pages of a mapping that stays open would count as our memory.
+        with _opened(self._paths[name]) as file:
+            return file.get_tensor(name) if part is None else file.get_slice(name)[part]
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    except SafetensorError as error:
+        raise UserError(f"{path} is damaged: {error}") from error
+
+
+def _paths(folder: Path) -> list[Path]:
+    index = folder / INDEX_FILE
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise UserError(f"{index} is damaged: no weight_map")
+        paths = sorted({folder / str(name) for name in weight_map.values()})
+    else:
+        paths = sorted(folder.glob("model*.safetensors"))
+    if not paths:
+        raise UserError(f"{folder} holds no model*.safetensors")
+    if missing := [path for path in paths if not path.is_file()]:
+        raise UserError(f"{missing[0]} is named in {index.name} but is not there")
+    return paths
