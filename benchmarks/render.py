@@ -105,11 +105,11 @@ def peers() -> str:
 
 
 def patterns() -> str:
-    rows = [row for row in read("bench") if row["batch"] == 1]
+    rows = [row for row in read("bench") if row["batch"] == 1 and row["kv_cache"] == "float16"]
     threads = sorted({row["threads"] for row in rows})
     head = ["pattern", "weights", "MB a token"]
     head += [f"decode, {count} thread{'s' * (count > 1)}" for count in threads]
-    head += ["memory ceiling used"]
+    head += ["memory's ceiling, GB/s", "used"]
     head += [f"prefill 512, {count} thread{'s' * (count > 1)}" for count in threads]
     head += ["int8 ceiling used", "resident, MB"]
     lines = []
@@ -127,6 +127,7 @@ def patterns() -> str:
                 format,
                 f"{decode[most]['step_bytes'] / 1e6:.0f}",
                 *(f"{decode[count]['tokens_per_second']:.1f}" for count in threads),
+                f"{decode[most]['read_bytes_per_second'] / 1e9:.1f}",
                 f"{decode[most]['memory_share']:.0%}",
                 *(f"{prefill[count]['tokens_per_second']:.0f}" for count in threads),
                 f"{prefill[most]['int8_share']:.0%}",
@@ -140,11 +141,13 @@ def patterns() -> str:
 def batches() -> str:
     rows = [row for row in read("bench") if row["phase"] == "decode"]
     most = max(row["threads"] for row in rows)
-    several = {(r["pattern"], r["weight_format"]) for r in rows if r["batch"] > 1}
+    several = {(r["pattern"], r["weight_format"], r["tokens"]) for r in rows if r["batch"] > 1}
     rows = [
         row
         for row in rows
-        if row["threads"] == most and (row["pattern"], row["weight_format"]) in several
+        if row["threads"] == most
+        and row["kv_cache"] == "float16"
+        and (row["pattern"], row["weight_format"], row["tokens"]) in several
     ]
     sizes = sorted({row["batch"] for row in rows})
     head = ["pattern", "weights", "context", *(f"batch {size}" for size in sizes)]
@@ -156,6 +159,31 @@ def batches() -> str:
         cells = (f"{own[s]['tokens_per_second']:.1f}" if s in own else "-" for s in sizes)
         lines.append([key[0], key[1], str(key[2]), *cells])
     return markdown(head, lines, rows[0], "sparse-bitnet bench")
+
+
+def contexts() -> str:
+    rows = [row for row in read("bench") if (row["phase"], row["batch"]) == ("decode", 1)]
+    most = max(row["threads"] for row in rows)
+    kinds = ("pattern", "weight_format", "kv_cache")
+    long = {tuple(row[kind] for kind in kinds) for row in rows if row["tokens"] > 2048}
+    if not long:
+        raise NothingRecorded("bench with long contexts")
+    lengths = sorted({row["tokens"] for row in rows if tuple(row[kind] for kind in kinds) in long})
+    head = ["pattern", "weights", "cache", *(f"behind {length:,}" for length in lengths)]
+    head += [f"MB a token behind {lengths[-1]:,}"]
+    lines = []
+    for key in sorted(long):
+        # The run with the long contexts is the last one of its kind.
+        own = {
+            row["tokens"]: row
+            for row in rows
+            if row["threads"] == most and tuple(row[kind] for kind in kinds) == key
+        }
+        cells = (f"{own[n]['tokens_per_second']:.1f}" if n in own else "-" for n in lengths)
+        largest = own[max(own)]
+        lines.append([*key, *cells, f"{largest['step_bytes'] / 1e6:,.0f}"])
+    command = "sparse-bitnet bench --contexts 0 8192 32000 --batches 1 --kv-cache C --out FILE"
+    return markdown(head, lines, rows[0], command)
 
 
 def closeness() -> str:
@@ -325,6 +353,7 @@ TABLES: dict[str, Callable[[], str]] = {
         peers,
         patterns,
         batches,
+        contexts,
         closeness,
         costs,
         server,
