@@ -145,7 +145,8 @@ TARGET static void wide_piece(const Matrix& matrix, std::int64_t begin, std::int
     const bool last_block = c + wide_block >= matrix.columns;
     const std::int64_t to_next =
         last_block ? (end - begin) * matrix.row_stride - c / wide_block * row_bytes : row_bytes;
-    for (std::int64_t r = begin; r < end; r += row_lanes) {
+    // Whole tiles: sums of rows that are not there are thrown away, but must not overflow.
+    for (std::int64_t r = begin; r < begin + tiles * tile_rows; r += row_lanes) {
       const std::int64_t tile = (r - begin) / tile_rows, lane = (r - begin) % tile_rows;
       widen_rows(matrix, r, r + row_lanes < end ? r + row_lanes : end, c, count, to_next,
                  scratch.tile + tile * wide_tile_bytes + 4 * lane);
