@@ -52,11 +52,12 @@ def test_neon_kernels_return_the_bits_of_the_generic_ones(tmp_path):
     assert run([emulator, program]) == "0 differences\n"
 
 
-def test_the_other_sources_are_accepted_for_aarch64():
+def test_the_other_sources_are_accepted_for_aarch64(tmp_path):
     others = [
         str(path)
         for path in sorted(SOURCES.glob("*.cpp"))
         if path.name not in DRIVER_NEEDS and not path.name.startswith("bindings")
     ]
     assert others
-    run([*find_compiler(), *FLAGS, "-fsyntax-only", *others])
+    for source in others:  # zig takes neither several at once nor -fsyntax-only
+        run([*find_compiler(), *FLAGS, "-O0", "-c", source, "-o", str(tmp_path / "unused.o")])
