@@ -12,7 +12,8 @@ import torch
 
 from sparse_bitnet.convert import selected
 from sparse_bitnet.hub import from_pretrained
-from sparse_bitnet.inference.protocol import CachedSequence, CacheFull, ContextFull, WhichLogits
+from sparse_bitnet.inference.protocol import CachedSequence, CacheFull, WhichLogits
+from sparse_bitnet.inference.token_sequence import TokenSequence, check_distinct, check_entry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,28 +25,19 @@ DEFAULT_CONTEXT_LENGTH = 2048
 """Where the model's config does not say how many positions it has."""
 
 
-class TransformersSequence:
+class TransformersSequence(TokenSequence):
     """Tokens with a cache of transformers of their own; a fork copies it."""
 
     def __init__(self, engine: "TransformersEngine") -> None:
+        super().__init__()
         self._engine = engine
-        self._tokens: list[int] = []
         self._cache: Any = engine.new_cache()
-        self._is_open = True
         engine.sequences.append(self)
-
-    @property
-    def tokens(self) -> list[int]:
-        return list(self._tokens)
-
-    def __len__(self) -> int:
-        return len(self._tokens)
 
     def fork(self, length: int | None = None) -> "TransformersSequence":
         """A new sequence with a copy of the first `length` tokens (all)."""
-        self.check_open()
         length = len(self) if length is None else length
-        self._check_length(length)
+        self._check(length)
         self._engine.check_room(length)
         other = TransformersSequence(self._engine)
         other._tokens = self._tokens[:length]
@@ -56,8 +48,7 @@ class TransformersSequence:
 
     def truncate(self, length: int) -> None:
         """Forget the tokens from `length` on."""
-        self.check_open()
-        self._check_length(length)
+        self._check(length)
         if length < len(self):
             del self._tokens[length:]
             self._crop(length)
@@ -67,15 +58,6 @@ class TransformersSequence:
             self._is_open = False
             self._tokens, self._cache = [], None
             self._engine.sequences.remove(self)
-
-    def check_open(self) -> None:
-        """Raise `ValueError` after `close`."""
-        if not self._is_open:
-            raise ValueError("the sequence is closed")
-
-    def _check_length(self, length: int) -> None:
-        if not 0 <= length <= len(self):
-            raise ValueError(f"length {length}: the sequence has {len(self)} tokens")
 
     def _crop(self, length: int) -> None:
         if self._cache is None:
@@ -172,23 +154,16 @@ class TransformersEngine:
             for sequence, tokens in batch:
                 assert isinstance(sequence, TransformersSequence)
                 scores = self._run(sequence, list(tokens), logits)
-                sequence._tokens += tokens
+                sequence.append(tokens)
                 if logits != "none":
                     found.append(scores[-1] if logits == "last" else scores)
         return found
 
     def _check(self, batch: Sequence[tuple[CachedSequence, Sequence[int]]]) -> None:
-        if len({id(sequence) for sequence, _ in batch}) < len(batch):
-            raise ValueError("a sequence occurs twice in the batch")
+        check_distinct(batch)
         for sequence, tokens in batch:
             assert isinstance(sequence, TransformersSequence)
-            sequence.check_open()
-            if not tokens or not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
-                raise ValueError(f"needs one or more tokens, each in 0..{self.vocab_size - 1}")
-            if len(sequence) + len(tokens) > self.context_length:
-                raise ContextFull(
-                    f"{len(sequence) + len(tokens)} tokens: the context holds {self.context_length}"
-                )
+            check_entry(sequence, tokens, self.vocab_size, self.context_length)
         self.check_room(sum(len(tokens) for _, tokens in batch))
 
     def _run(

@@ -22,7 +22,8 @@ from sparse_bitnet.inference.gpu.fused import fuse_
 from sparse_bitnet.inference.gpu.linear import RoutePolicy
 from sparse_bitnet.inference.gpu.merge import prepare_
 from sparse_bitnet.inference.gpu.slots import SlotCache
-from sparse_bitnet.inference.protocol import CachedSequence, CacheFull, ContextFull, WhichLogits
+from sparse_bitnet.inference.protocol import CachedSequence, CacheFull, WhichLogits
+from sparse_bitnet.inference.token_sequence import TokenSequence, check_distinct, check_entry
 from sparse_bitnet.kernels.choice_table import ChoiceTable, machine_name, table_path
 
 DEFAULT_SLOTS = 8
@@ -45,22 +46,14 @@ class UnsuitedModel(UserError):
     """A model that the kernels here do not take; transformers may."""
 
 
-class GpuSequence:
+class GpuSequence(TokenSequence):
     """A sequence of a `GpuEngine`; it takes a slot with its first token."""
 
     def __init__(self, engine: "GpuEngine") -> None:
+        super().__init__()
         self._engine = engine
-        self._tokens: list[int] = []
         self.slot: int | None = None
-        self._is_open = True
         engine.sequences.append(self)
-
-    @property
-    def tokens(self) -> list[int]:
-        return list(self._tokens)
-
-    def __len__(self) -> int:
-        return len(self._tokens)
 
     def fork(self, length: int | None = None) -> "GpuSequence":
         """A new sequence with a copy of the first `length` tokens (all). Raises `CacheFull` without a
@@ -85,20 +78,6 @@ class GpuSequence:
         if self._is_open:
             self._is_open, self._tokens, self.slot = False, [], None
             self._engine.sequences.remove(self)
-
-    def append(self, tokens: Sequence[int]) -> None:
-        """Of the engine, after it has computed them."""
-        self._tokens += [int(token) for token in tokens]
-
-    def _check(self, length: int) -> None:
-        self.check_open()
-        if not 0 <= length <= len(self):
-            raise ValueError(f"length {length}: the sequence has {len(self)} tokens")
-
-    def check_open(self) -> None:
-        """Raise `ValueError` after `close`."""
-        if not self._is_open:
-            raise ValueError("the sequence is closed")
 
 
 class GpuEngine:
@@ -258,18 +237,11 @@ class GpuEngine:
     ) -> list[tuple[GpuSequence, Sequence[int]]]:
         """The batch, every sequence with a slot."""
         entries: list[tuple[GpuSequence, Sequence[int]]] = []
-        if len({id(sequence) for sequence, _ in batch}) < len(batch):
-            raise ValueError("a sequence occurs twice in the batch")
+        check_distinct(batch)
         for sequence, tokens in batch:
             if not isinstance(sequence, GpuSequence) or sequence._engine is not self:
                 raise ValueError("a sequence of another engine")
-            sequence.check_open()
-            if not len(tokens) or not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
-                raise ValueError(f"needs one or more tokens, each in 0..{self.vocab_size - 1}")
-            if len(sequence) + len(tokens) > self._context_length:
-                raise ContextFull(
-                    f"{len(sequence) + len(tokens)} tokens: the context holds {self._context_length}"
-                )
+            check_entry(sequence, tokens, self.vocab_size, self._context_length)
             entries.append((sequence, tokens))
         given: list[GpuSequence] = []
         for sequence, _ in entries:
