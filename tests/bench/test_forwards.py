@@ -1,22 +1,15 @@
 """benchmarks/forwards.py: curves, their distances, and what they decide."""
 
-import importlib.util
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "forwards.py"
+from benchmark_scripts import load_script
 
 
 @pytest.fixture(scope="module")
 def forwards() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("forwards", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("forwards")
 
 
 def test_curves_are_means_of_equal_parts(forwards):

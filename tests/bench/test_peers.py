@@ -1,6 +1,5 @@
 """benchmarks/peers.py: the reading of other engines' results, ratios, and llama.cpp itself."""
 
-import importlib.util
 import io
 import json
 import stat
@@ -11,21 +10,14 @@ from types import ModuleType
 import pytest
 from rich.console import Console
 
+from benchmark_scripts import load_script
 from sparse_bitnet.bench.child import Child
 from sparse_bitnet.errors import UserError
-
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "peers.py"
 
 
 @pytest.fixture(scope="module")
 def peers() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("peers", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["peers"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("peers")
 
 
 def executable(path: Path, output: str) -> str:

@@ -1,22 +1,16 @@
 """The tables of the README and the docs are what benchmarks/render.py makes of the result files."""
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "render.py"
+from benchmark_scripts import load_script
 
 
 @pytest.fixture(scope="module")
 def rendering() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("render", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("render")
 
 
 def test_documents_are_as_rendered(rendering: ModuleType) -> None:
@@ -24,7 +18,7 @@ def test_documents_are_as_rendered(rendering: ModuleType) -> None:
     for document in rendering.DOCUMENTS:
         text = document.read_text(encoding="utf-8")
         tables += text.count("<!-- table: ")
-        assert rendering.render(text) == text, f"{document}: run {SCRIPT}"
+        assert rendering.render(text) == text, f"{document}: run python benchmarks/render.py"
     assert tables >= 7
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from texts import some_texts, write_jsonl
 
+from benchmark_scripts import load_script
 from sparse_bitnet.cli.prepare import main
-from sparse_bitnet.data.checksums import record_written
 from sparse_bitnet.data.loader import TokenLoader
-from sparse_bitnet.data.manifest import MANIFEST, Manifest, Shard, SplitManifest
+from sparse_bitnet.data.manifest import MANIFEST, Manifest
 from sparse_bitnet.data.parts import part_folder, prepare_part
 from sparse_bitnet.data.prepare import prepare
 from sparse_bitnet.data.shards import TokenDataset
@@ -128,26 +128,9 @@ def test_hub_data_sets_are_divided_by_files(texts):
 
 
 def test_fifty_billion_tokens_open_at_once_in_little_memory(tmp_path):
-    shard_tokens, count = 1 << 27, 373
-    shards = tuple(
-        Shard(file=f"train-{number:05}.bin", tokens=shard_tokens, crc32="00000000")
-        for number in range(count)
-    )
-    for shard in shards:
-        with open(tmp_path / shard.file, "wb") as file:
-            file.truncate(2 * shard.tokens)  # all zeros, none of them on the disk
-    split = SplitManifest(documents=1, tokens=count * shard_tokens, text_bytes=1, shards=shards)
-    manifest = Manifest(
-        version=1,
-        settings={},
-        tokenizer_hash="",
-        vocab_size=50_000,
-        dtype="uint16",
-        eos_token_id=0,
-        splits={"train": split},
-    )
-    manifest.write(tmp_path)
-    record_written(tmp_path, shards)
+    load_script("open_data").write_sparse(
+        tmp_path, 50_000_000_001
+    )  # zeros, none of them on the disk
     before = resident_bytes()
     began = time.process_time()
     data = TokenDataset.open(tmp_path)

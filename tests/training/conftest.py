@@ -5,26 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from world_processes import Worlds
+from world_processes import TINY, Worlds
 
 from sparse_bitnet.data.prepare import prepare
 from sparse_bitnet.data.sources import parse_source
-from sparse_bitnet.models import PRESETS, Shape
+from sparse_bitnet.models import PRESETS
 from sparse_bitnet.training.config import TrainConfig
 
 
 @pytest.fixture(autouse=True)
 def tiny_preset(monkeypatch: pytest.MonkeyPatch) -> None:
     """The smallest preset, smaller still: a step takes milliseconds."""
-    tiny = Shape(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=128,
-    )
-    monkeypatch.setitem(PRESETS, "qwen2.5-1m", tiny)
+    monkeypatch.setitem(PRESETS, "qwen2.5-1m", TINY)
 
 
 @pytest.fixture(scope="session")
