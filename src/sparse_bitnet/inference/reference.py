@@ -12,8 +12,8 @@ import torch
 
 from sparse_bitnet.convert import selected
 from sparse_bitnet.hub import from_pretrained
+from sparse_bitnet.inference.engine_sequence import EngineSequence, check_distinct, check_entry
 from sparse_bitnet.inference.protocol import CachedSequence, CacheFull, WhichLogits
-from sparse_bitnet.inference.token_sequence import TokenSequence, check_distinct, check_entry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,7 +25,7 @@ DEFAULT_CONTEXT_LENGTH = 2048
 """Where the model's config does not say how many positions it has."""
 
 
-class TransformersSequence(TokenSequence):
+class TransformersSequence(EngineSequence):
     """Tokens with a cache of transformers of their own; a fork copies it."""
 
     def __init__(self, engine: "TransformersEngine") -> None:

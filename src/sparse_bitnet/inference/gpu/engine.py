@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.hub import from_pretrained
+from sparse_bitnet.inference.engine_sequence import EngineSequence, check_distinct, check_entry
 from sparse_bitnet.inference.gpu.attention import use_grouped_attention_
 from sparse_bitnet.inference.gpu.decode import check_full_attention, recorded_step
 from sparse_bitnet.inference.gpu.fused import fuse_
@@ -23,7 +24,6 @@ from sparse_bitnet.inference.gpu.linear import RoutePolicy
 from sparse_bitnet.inference.gpu.merge import prepare_
 from sparse_bitnet.inference.gpu.slots import SlotCache
 from sparse_bitnet.inference.protocol import CachedSequence, CacheFull, WhichLogits
-from sparse_bitnet.inference.token_sequence import TokenSequence, check_distinct, check_entry
 from sparse_bitnet.kernels.choice_table import ChoiceTable, machine_name, table_path
 
 DEFAULT_SLOTS = 8
@@ -46,7 +46,7 @@ class UnsuitedModel(UserError):
     """A model that the kernels here do not take; transformers may."""
 
 
-class GpuSequence(TokenSequence):
+class GpuSequence(EngineSequence):
     """A sequence of a `GpuEngine`; it takes a slot with its first token."""
 
     def __init__(self, engine: "GpuEngine") -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from sparse_bitnet.inference.protocol import CachedSequence, ContextFull
 
 
-class TokenSequence:
+class EngineSequence:
     """The tokens that an engine has computed for one sequence."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ def check_distinct(batch: Sequence[tuple[CachedSequence, Sequence[int]]]) -> Non
 
 
 def check_entry(
-    sequence: TokenSequence, tokens: Sequence[int], vocab_size: int, context_length: int
+    sequence: EngineSequence, tokens: Sequence[int], vocab_size: int, context_length: int
 ) -> None:
     """One entry of such a batch.
 
