@@ -8,7 +8,7 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 # Tests that reach the extension, and where its other build goes.
 SANITIZED := build/sanitize/site
 SANITIZED_TESTS := $(addprefix tests/kernels/test_,cpu.py matmul.py repack.py thread_pool.py) \
-	$(addprefix tests/inference/test_,decoder.py engine.py kv_cache.py model_file.py)
+	$(addprefix tests/engine/test_,decoder.py engine.py kv_cache.py model_file.py)
 
 .PHONY: quickstart test test-fast sanitize lint format bench wheel clean
 

@@ -30,10 +30,10 @@ from rich.console import Console
 from rich.progress import track
 
 from sparse_bitnet.bench.record import append_records, result_file, where_measured
-from sparse_bitnet.inference.engine_options import EngineOptions
-from sparse_bitnet.inference.generate import GenerateOptions, generate
-from sparse_bitnet.inference.open_model import open_model
-from sparse_bitnet.inference.sampling import SamplingOptions
+from sparse_bitnet.engine.engine_options import EngineOptions
+from sparse_bitnet.generation.generate import GenerateOptions, generate
+from sparse_bitnet.generation.open_model import open_model
+from sparse_bitnet.generation.sampling import SamplingOptions
 
 RESULTS = Path(__file__).parent / "results"
 LEAVING = 0.05

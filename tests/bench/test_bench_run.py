@@ -209,7 +209,7 @@ def test_a_model_that_is_neither_preset_nor_packed(tmp_path: Path) -> None:
 
 
 def test_the_engine_itself(tmp_path: Path) -> None:
-    pytest.importorskip("sparse_bitnet.inference.engine")
+    pytest.importorskip("sparse_bitnet.engine.engine")
     write_random_model(tmp_path / "model", "tiny", NMPattern(6, 8))
     code = (
         "import sys\n"

@@ -68,7 +68,7 @@ def test_ratios_are_over_the_fastest_peer_of_the_same_measurement(peers: ModuleT
 
 
 def test_a_run_with_another_engine(peers: ModuleType, tmp_path: Path) -> None:
-    pytest.importorskip("sparse_bitnet.inference.engine")
+    pytest.importorskip("sparse_bitnet.engine.engine")
     binary = executable(tmp_path / "llama-bench", json.dumps([{"avg_ts": 50.0}]))
     options = (
         "--model tiny --pattern 6:8 --type --rounds 2 --prompt 5 --steps 2 --threads 1 --isa generic "

@@ -150,10 +150,10 @@ def test_training_layer(integer: bool) -> None:
 @pytest.mark.parametrize("route", ["dense", "packed", pytest.param("sparse", marks=needs_sparse)])
 @pytest.mark.parametrize("fused", [False, True])
 def test_recorded_decode_steps(route: str, fused: bool) -> None:
-    from sparse_bitnet.inference.gpu.decode import GraphDecoder
-    from sparse_bitnet.inference.gpu.fused import fuse_
-    from sparse_bitnet.inference.gpu.linear import RoutePolicy
-    from sparse_bitnet.inference.gpu.merge import prepare_
+    from sparse_bitnet.engine.gpu.decode import GraphDecoder
+    from sparse_bitnet.engine.gpu.fused import fuse_
+    from sparse_bitnet.engine.gpu.linear import RoutePolicy
+    from sparse_bitnet.engine.gpu.merge import prepare_
 
     model = convert_(tiny_model(), SparseBitConfig()).eval()
     ids = torch.randint(0, 96, (2, 12))

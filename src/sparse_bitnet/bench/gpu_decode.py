@@ -16,9 +16,9 @@ from sparse_bitnet.bench.gpu_models import (
 from sparse_bitnet.bench.gpu_options import PAPER_DECODE, GpuBenchOptions
 from sparse_bitnet.bench.gpu_record import SpeedRow, rows_of
 from sparse_bitnet.bench.gpu_timing import give_back_memory, medians, those_that_fit
-from sparse_bitnet.inference.gpu.attention import FixedCache
-from sparse_bitnet.inference.gpu.decode import GraphDecoder
-from sparse_bitnet.inference.gpu.linear import RoutePolicy
+from sparse_bitnet.engine.gpu.attention import FixedCache
+from sparse_bitnet.engine.gpu.decode import GraphDecoder
+from sparse_bitnet.engine.gpu.linear import RoutePolicy
 
 
 def run(options: GpuBenchOptions) -> list[SpeedRow]:

@@ -23,7 +23,7 @@ from sparse_bitnet.bench.gpu_timing import (
     medians,
     recorded,
 )
-from sparse_bitnet.inference.gpu.linear import RoutePolicy, TernaryLinear
+from sparse_bitnet.engine.gpu.linear import RoutePolicy, TernaryLinear
 from sparse_bitnet.kernels.int8_linear import quantize_windows
 from sparse_bitnet.kernels.windows import window_layout
 from sparse_bitnet.quantizer import absmean, quantize_int8

@@ -9,10 +9,10 @@ from torch import nn
 from sparse_bitnet.bench.gpu_options import GpuBenchOptions
 from sparse_bitnet.bench.gpu_timing import CacheFlush, recorded, seconds_of
 from sparse_bitnet.convert import convert_
+from sparse_bitnet.engine.gpu.fused import fuse_
+from sparse_bitnet.engine.gpu.linear import PACKED_TOKENS, RoutePolicy, TernaryLinear
+from sparse_bitnet.engine.gpu.merge import MERGED, prepare_, put_merged_
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.inference.gpu.fused import fuse_
-from sparse_bitnet.inference.gpu.linear import PACKED_TOKENS, RoutePolicy, TernaryLinear
-from sparse_bitnet.inference.gpu.merge import MERGED, prepare_, put_merged_
 from sparse_bitnet.kernels.choice_table import (
     TOKENS,
     ChoiceTable,

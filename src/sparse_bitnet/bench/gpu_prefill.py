@@ -16,8 +16,8 @@ from sparse_bitnet.bench.gpu_models import (
 from sparse_bitnet.bench.gpu_options import PAPER_PREFILL, GpuBenchOptions
 from sparse_bitnet.bench.gpu_record import SpeedRow, rows_of
 from sparse_bitnet.bench.gpu_timing import give_back_memory, medians, recorded, those_that_fit
-from sparse_bitnet.inference.gpu.decode import GraphDecoder
-from sparse_bitnet.inference.gpu.linear import RoutePolicy
+from sparse_bitnet.engine.gpu.decode import GraphDecoder
+from sparse_bitnet.engine.gpu.linear import RoutePolicy
 
 RECORDED_TOKENS = 8192
 """Prompts up to here run as CUDA graphs: of short ones launching takes longer than computing. Of longer

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from sparse_bitnet.bench.child import resident_bytes, serve
-from sparse_bitnet.inference.protocol import CachedSequence, InferenceEngine
+from sparse_bitnet.engine.protocol import CachedSequence, InferenceEngine
 
 PAGE_TOKENS = 64
 """Tokens a page of the engine's cache holds: a fork takes one page of its own and more as it grows."""
@@ -84,7 +84,7 @@ def main() -> None:
     def answer(question: dict[str, Any]) -> dict[str, Any]:
         nonlocal meter
         if question["op"] == "load":
-            from sparse_bitnet.inference.engine import Engine
+            from sparse_bitnet.engine.engine import Engine
 
             began = time.perf_counter()
             engine = Engine.load(Path(question["folder"]), **question["options"])

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 from sparse_bitnet.cli.arguments import parse
 from sparse_bitnet.cli.generate import statistics
 from sparse_bitnet.cli.sampling_options import TextOptions
+from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.inference.engine_options import EngineOptions
 
 if TYPE_CHECKING:
-    from sparse_bitnet.inference.conversation import Conversation
-    from sparse_bitnet.inference.generation import GenerateResult
+    from sparse_bitnet.generation.conversation import Conversation
+    from sparse_bitnet.generation.generation import GenerateResult
 
 HELP = "/reset starts over, /exit (or Ctrl-D) ends, Ctrl-C stops an answer"
 
@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> None:
 
 def run(checkpoint: str, config: ChatConfig, text: TextOptions, engine: EngineOptions) -> None:
     """Reads standard input until /exit or its end."""
-    from sparse_bitnet.inference.conversation import Conversation
+    from sparse_bitnet.generation.conversation import Conversation
 
     options = text.generate_options(config.max_new_tokens)
     conversation = Conversation.open(checkpoint, engine, options, system=config.system)
@@ -99,7 +99,7 @@ def _next_line(is_terminal: bool) -> str | None:
 
 
 def _answer(conversation: "Conversation", line: str, config: ChatConfig) -> None:
-    from sparse_bitnet.inference.protocol import ContextFull
+    from sparse_bitnet.engine.protocol import ContextFull
 
     with _interrupt_flag() as is_interrupted:
         try:

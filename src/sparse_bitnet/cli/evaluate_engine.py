@@ -7,8 +7,8 @@ from sparse_bitnet.errors import UserError
 
 if TYPE_CHECKING:
     from sparse_bitnet.cli.evaluate import EvaluateConfig
+    from sparse_bitnet.engine.engine_options import EngineOptions
     from sparse_bitnet.evaluation.perplexity import Evaluation
-    from sparse_bitnet.inference.engine_options import EngineOptions
 
 _ENGINE_FIELDS = ("head", "kv_cache", "threads")
 
@@ -21,7 +21,7 @@ def uses_cpu_engine(checkpoint: str, config: "EvaluateConfig") -> bool:
 
     Raises `UserError` for options of the engine where it does not run, and the other way round.
     """
-    from sparse_bitnet.inference.open_model import is_packed, reason_against_cpu_engine
+    from sparse_bitnet.generation.open_model import is_packed, reason_against_cpu_engine
 
     of_transformers = config.device == "cuda" or config.precision == "bf16"
     if config.engine == "cpu":
@@ -49,7 +49,7 @@ def uses_cpu_engine(checkpoint: str, config: "EvaluateConfig") -> bool:
 def _engine_options(
     config: "EvaluateConfig", *, context_length: int | None, cache_tokens: int
 ) -> "EngineOptions":
-    from sparse_bitnet.inference.engine_options import EngineOptions
+    from sparse_bitnet.engine.engine_options import EngineOptions
 
     return EngineOptions(
         engine="cpu",
@@ -64,11 +64,11 @@ def _engine_options(
 def tasks_of_engine(checkpoint: str, config: "EvaluateConfig") -> dict[str, Any]:
     """As `evaluation.harness.evaluate_tasks`."""
     from sparse_bitnet.evaluation.harness import load_paper_tasks, score_tasks
-    from sparse_bitnet.inference.open_model import open_model, position_count
+    from sparse_bitnet.generation.open_model import open_model, position_count
 
     loaded = load_paper_tasks(config.tasks, config.include_path)
     # After that check, which names lm-eval where it is missing.
-    from sparse_bitnet.inference.harness import EngineLM
+    from sparse_bitnet.generation.harness import EngineLM
 
     positions = position_count(checkpoint)
     options = _engine_options(
@@ -94,8 +94,8 @@ def perplexity_of_engine(
 ) -> "Evaluation":
     """As `evaluation.perplexity.evaluate`."""
     from sparse_bitnet.evaluation.held_out import read_held_out
-    from sparse_bitnet.inference.open_model import open_engine
-    from sparse_bitnet.inference.perplexity import PAGE, default_context_length, evaluate_engine
+    from sparse_bitnet.generation.open_model import open_engine
+    from sparse_bitnet.generation.perplexity import PAGE, default_context_length, evaluate_engine
 
     assert config.data is not None
     text = read_held_out(config.data, checkpoint, column=config.column)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from sparse_bitnet.cli.arguments import parse
 from sparse_bitnet.cli.sampling_options import TextOptions
+from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.inference.engine_options import EngineOptions
 
 if TYPE_CHECKING:
-    from sparse_bitnet.inference.generation import GenerateResult
-    from sparse_bitnet.inference.open_model import OpenModel
+    from sparse_bitnet.generation.generation import GenerateResult
+    from sparse_bitnet.generation.open_model import OpenModel
 
 
 @dataclass(kw_only=True)
@@ -58,8 +58,8 @@ def main(arguments: list[str]) -> None:
 
 def run(checkpoint: str, config: GenerateConfig, text: TextOptions, engine: EngineOptions) -> None:
     """Prints the prompt, then its continuation piece by piece."""
-    from sparse_bitnet.inference.generate import generate
-    from sparse_bitnet.inference.open_model import open_model
+    from sparse_bitnet.generation.generate import generate
+    from sparse_bitnet.generation.open_model import open_model
 
     options = text.generate_options(config.max_new_tokens)
     if config.prompt is not None and config.prompt_file is not None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Annotated
 
 from sparse_bitnet.cli.arguments import parse
+from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.inference.engine_options import EngineOptions
 
 API_KEY_VARIABLE = "SPARSE_BITNET_API_KEY"
 _CACHE_TOKENS = 1024
@@ -107,13 +107,13 @@ def run(checkpoint: str, config: ServeConfig, options: EngineOptions) -> None:
         raise UserError(
             f"the server needs {error.name}: pip install 'sparse-bitnet[serve]'"
         ) from error
-    from sparse_bitnet.inference.chat_template import ChatTemplate
-    from sparse_bitnet.inference.metrics import ServerMetrics
-    from sparse_bitnet.inference.open_model import open_model
-    from sparse_bitnet.inference.scheduler import Scheduler
-    from sparse_bitnet.inference.server import create_app
-    from sparse_bitnet.inference.server_answer import ServedModel
-    from sparse_bitnet.inference.serving import listen, serve
+    from sparse_bitnet.generation.chat_template import ChatTemplate
+    from sparse_bitnet.generation.open_model import open_model
+    from sparse_bitnet.generation.scheduler import Scheduler
+    from sparse_bitnet.serve.metrics import ServerMetrics
+    from sparse_bitnet.serve.server import create_app
+    from sparse_bitnet.serve.server_answer import ServedModel
+    from sparse_bitnet.serve.serving import listen, serve
 
     if options.cache_tokens is None:
         # Kept prefixes fill it in time; that of a long context alone could be gigabytes.

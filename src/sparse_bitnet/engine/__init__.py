@@ -1,0 +1,1 @@
+"""The CPU engine: packed weights, caches and logits behind one Python class."""

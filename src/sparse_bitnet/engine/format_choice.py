@@ -1,0 +1,169 @@
+"""Which run-time format of the weights is fastest on this machine: a short measurement, remembered.
+
+One token is multiplied with more weights than caches hold, in each format that holds the pattern:
+reading memory competes with unpacking, and which of the two wins differs from machine to machine.
+"""
+
+import json
+import os
+import platform
+import time
+from pathlib import Path
+
+import numpy as np
+
+from sparse_bitnet import __version__, _cpu
+from sparse_bitnet.engine.weights import FORMATS
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.files import write_atomic
+from sparse_bitnet.packing.formats import coded_pattern, holds_pattern, row_bytes
+from sparse_bitnet.pattern import NMPattern
+
+_BYTES = 64 << 20
+_COLUMNS = 2048
+_REPEATS = 6
+_TIE = 1.02
+"""Of formats this close, the one with the fewest bytes is taken."""
+
+
+def choose_format(pattern: NMPattern, pool: _cpu.ThreadPool, isa: str) -> str:
+    """The run-time format with which one token is fastest, measured now or earlier.
+
+    Args:
+        pattern: of the weights.
+        pool: the threads that will multiply.
+        isa: name of the kernels, "" for the best.
+
+    Raises `ValueError` for kernels that this machine does not have.
+    """
+    kernels = _cpu.MatmulKernels.choose(isa)
+    key = _key(kernels.isa, pool.threads, pattern)
+    path = cache_folder() / "formats.json"
+    known = _read(path)
+    choice = known.get(key)
+    if choice in FORMATS and holds_pattern(choice, pattern):
+        return choice
+    seconds = measure_formats(pattern, pool, kernels)
+    choice = _fastest(seconds, pattern)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps({**known, key: choice}, indent=2) + "\n")
+    except (OSError, UserError):
+        # A folder that cannot be written costs a measurement at every start, nothing else.
+        pass
+    return choice
+
+
+def cache_folder() -> Path:
+    """SPARSE_BITNET_CACHE, or `sparse-bitnet` in XDG_CACHE_HOME or ~/.cache."""
+    own, shared = os.environ.get("SPARSE_BITNET_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    if own:
+        return Path(own)
+    return (Path(shared) if shared else Path.home() / ".cache") / "sparse-bitnet"
+
+
+def measure_formats(
+    pattern: NMPattern, pool: _cpu.ThreadPool, kernels: _cpu.MatmulKernels
+) -> dict[str, float]:
+    """Seconds a weight of every format that holds the pattern, the least of several interleaved."""
+    coded = coded_pattern(pattern)
+    memory = _cpu.HugeBuffer(_BYTES + 512)
+    _fill(memory)
+    x = np.random.default_rng(0).standard_normal(_COLUMNS, np.float32)
+    codes = np.zeros(_COLUMNS + _cpu.ACTIVATION_SLACK, np.int8)
+    scales, sums = np.zeros(1, np.float32), np.zeros(1, np.int32)
+    activations = (codes.ctypes.data, 0, scales.ctypes.data, sums.ctypes.data, 0)
+    kernels.quantize(pool, x.ctypes.data, 1, _COLUMNS, *activations)
+    products, weights, outputs = {}, {}, []
+    for name in _candidates(pattern):
+        format = FORMATS[name]
+        stride = -(-_cpu.bytes_per_row(format, coded.n, coded.m, _COLUMNS) // 64) * 64
+        rows = _BYTES // stride
+        y = np.empty(rows, np.float32)
+        outputs.append(y)
+        weights[name] = rows * _COLUMNS
+        products[name] = _cpu.Product(
+            format,
+            coded.n,
+            coded.m,
+            rows,
+            _COLUMNS,
+            stride,
+            memory.address,
+            1.0,
+            0,
+            0,
+            y.ctypes.data,
+            rows,
+        )
+    seconds = dict.fromkeys(products, float("inf"))
+    for _ in range(_REPEATS):
+        for name, product in products.items():
+            started = time.perf_counter()
+            kernels.matmul(pool, 1, _COLUMNS, *activations, [product])
+            taken = (time.perf_counter() - started) / weights[name]
+            seconds[name] = min(seconds[name], taken)
+    return seconds
+
+
+def _candidates(pattern: NMPattern) -> list[str]:
+    """Formats worth measuring: a bitmap of dense weights takes as many bytes as i2 and more work."""
+    return [
+        name
+        for name in FORMATS
+        if holds_pattern(name, pattern) and not (name == "nm-bitmap" and pattern.is_dense)
+    ]
+
+
+def _fastest(seconds: dict[str, float], pattern: NMPattern) -> str:
+    bound = min(seconds.values()) * _TIE
+    close = [name for name, taken in seconds.items() if taken <= bound]
+    columns = _COLUMNS * pattern.m
+    return min(close, key=lambda name: (row_bytes(name, pattern, columns), seconds[name]))
+
+
+def _fill(memory: _cpu.HugeBuffer) -> None:
+    """Random bytes: what they stand for matters to no kernel's speed, that they are not one page does.
+
+    Each format finds weights it would not write (fields of 3, bitmaps off the pattern); kernels check
+    nothing and stay within their rows.
+    """
+    import ctypes
+
+    view = np.ctypeslib.as_array((ctypes.c_uint8 * memory.size).from_address(memory.address))
+    tile = np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8)
+    for first in range(0, memory.size, tile.size):
+        part = view[first : first + tile.size]
+        part[:] = tile[: part.size]
+
+
+def _key(isa: str, threads: int, pattern: NMPattern) -> str:
+    return f"{__version__} | {_cpu_model()} | {isa} | {threads} threads | {coded_pattern(pattern)}"
+
+
+def _cpu_model() -> str:
+    """As Linux names it, else what the platform says."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            fields = dict(
+                (name.strip(), value.strip())
+                for name, colon, value in (line.partition(":") for line in lines)
+                if colon
+            )
+        found = [fields.get(name, "") for name in ("model name", "cpu family", "model", "stepping")]
+        if any(found):
+            return " ".join(found)
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _read(path: Path) -> dict[str, str]:
+    """What is remembered; nothing where that cannot be read."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(values, dict):
+        return {}
+    return {key: value for key, value in values.items() if isinstance(value, str)}

@@ -1,0 +1,152 @@
+"""A packed folder, opened for the CPU engine: every tensor is there, as config.json asks. No torch."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from sparse_bitnet.engine.architecture import Architecture, read_architecture
+from sparse_bitnet.errors import EngineLacks, UserError
+from sparse_bitnet.model_folder import quantization_entry, read_config
+from sparse_bitnet.packing.formats import check_layout, has_fixed_rows, row_bytes
+from sparse_bitnet.packing.metadata import QUANT_METHOD, PackedMetadata
+from sparse_bitnet.packing.tensor_file import DTYPES, TensorFile
+
+MODEL_FILE = "model.safetensors"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+_TABLE_DTYPES = {"bf16": "BF16", "float32": "F32", "int8": "I8"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFile:
+    """Tensors of a packed model; their contents are not checked yet."""
+
+    folder: Path
+    file: TensorFile
+    metadata: PackedMetadata
+    architecture: Architecture
+
+    @property
+    def table_names(self) -> list[str]:
+        """Embedding and, unless it is the same, output head."""
+        return [EMBEDDING] if self.architecture.ties_head else [EMBEDDING, HEAD]
+
+    def floats(self, name: str) -> np.ndarray:
+        """A tensor as float32, its checksum compared. Raises `UserError`, naming it, if damaged."""
+        self.file.verify_tensor(name)
+        values = self.file.array(name)
+        if self.file.entries[name].dtype == "BF16":
+            values = (values.astype(np.uint32) << 16).view(np.float32)
+        values = values.astype(np.float32, copy=False)
+        if not np.isfinite(values).all():
+            raise UserError(f"{self.file.path}: tensor {name} has values that are not finite")
+        return values
+
+    def scale(self, layer: str) -> float:
+        """The weight scale of a packed layer, checked to be positive."""
+        name = f"{layer}.weight_scale"
+        value = float(self.floats(name)[0])
+        if not 0 < value < math.inf:
+            raise UserError(
+                f"{self.file.path}: tensor {name} is {value}: a scale is positive and finite; pack the "
+                "model again"
+            )
+        return value
+
+
+def open_model_file(folder: str | Path) -> ModelFile:
+    """Open a folder written by `sparse-bitnet pack`.
+
+    Raises `EngineLacks` for what the CPU engine cannot run, superfluous tensors included, and `UserError`
+    for anything else, naming a tensor that is missing or of another type or shape than config.json
+    describes.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder")
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} has no config.json: it is no model folder; {_remedy(folder)}")
+    config = read_config(folder)
+    entry = quantization_entry(config)
+    if entry.get("quant_method") != QUANT_METHOD:
+        raise UserError(f"{folder} is not a packed model; {_remedy(folder)}")
+    architecture = read_architecture(config, str(folder / "config.json"))
+    file = TensorFile(folder / MODEL_FILE)
+    metadata = PackedMetadata.from_json(file.metadata, str(file.path))
+    metadata.check_config_entry(entry, str(file.path))
+    if metadata.format.activation != "int8":
+        raise EngineLacks(
+            f"{folder}: the CPU engine computes with int8 activations, this model was trained with "
+            f"activation={metadata.format.activation}; use --engine transformers"
+        )
+    model = ModelFile(folder=folder, file=file, metadata=metadata, architecture=architecture)
+    _check_tensors(model)
+    return model
+
+
+def _remedy(folder: Path) -> str:
+    return f"pack it first: sparse-bitnet pack {folder} OUT, or use --engine transformers"
+
+
+def _check_tensors(model: ModelFile) -> None:
+    entries, path = model.file.entries, model.file.path
+    wanted = _wanted(model)
+    for name, (dtypes, shape) in wanted.items():
+        entry = entries.get(name)
+        if entry is None:
+            if name.removesuffix("_packed") in entries:
+                raise EngineLacks(
+                    f"{path}: tensor {name} is missing: that layer is not ternary, which the CPU engine "
+                    "cannot compute; use --engine transformers"
+                )
+            raise UserError(f"{path}: tensor {name} is missing; copy it and config.json again")
+        if entry.dtype not in dtypes or (shape is not None and entry.shape != shape):
+            raise UserError(
+                f"{path}: tensor {name} is {DTYPES[entry.dtype]} {list(entry.shape)}, the model needs "
+                f"{' or '.join(DTYPES[dtype] for dtype in dtypes)} {list(shape or ['bytes'])}"
+            )
+    if unknown := sorted(entries.keys() - wanted.keys()):
+        raise EngineLacks(
+            f"{path}: tensor {unknown[0]} is no part of the {model.architecture.model_type} model that "
+            "config.json describes"
+        )
+
+
+def _wanted(model: ModelFile) -> dict[str, tuple[tuple[str, ...], tuple[int, ...] | None]]:
+    """Every tensor: name -> (possible types, shape; None for any number of bytes)."""
+    architecture, metadata, path = model.architecture, model.metadata, model.file.path
+    wanted: dict[str, tuple[tuple[str, ...], tuple[int, ...] | None]] = {}
+    expected = {}
+    floats = ("F32", "BF16", "F16")
+    for layer in range(architecture.layers):
+        block = f"model.layers.{layer}"
+        for linear, shape in architecture.linear_shapes().items():
+            name = f"{block}.{linear}"
+            expected[name] = shape
+            check_layout(metadata.packed_format, metadata.pattern, shape[1], name)
+            packed_shape = None
+            if has_fixed_rows(metadata.packed_format):
+                columns = row_bytes(metadata.packed_format, metadata.pattern, shape[1])
+                packed_shape = (shape[0], columns)
+            wanted[f"{name}.weight_packed"] = (("U8",), packed_shape)
+            wanted[f"{name}.weight_scale"] = (("F32",), (1,))
+        for vector, length in architecture.vector_lengths().items():
+            wanted[f"{block}.{vector}"] = (floats, (length,))
+        if layer >= len(metadata.layers):
+            # A count of layers that the file cannot have is not worth enumerating.
+            break
+    wanted["model.norm.weight"] = (floats, (architecture.hidden,))
+    for name in model.table_names:
+        shape = (architecture.vocab, architecture.hidden)
+        wanted[name] = ((_TABLE_DTYPES[metadata.embeddings],), shape)
+        if metadata.embeddings == "int8":
+            wanted[f"{name}_scale"] = (("F32",), (architecture.vocab, 1))
+    for name, shape in expected.items():
+        if metadata.layers.get(name, shape) != shape:
+            raise UserError(
+                f"{path}: its metadata has layer {name} as {list(metadata.layers[name])}, config.json "
+                f"as {list(shape)}"
+            )
+    return wanted

@@ -1,0 +1,333 @@
+"""Weights of a packed model in the form in which they are multiplied, in memory of their own. No torch.
+
+Every byte of the file is read once: its checksum is computed, its encoding checked and its run-time
+form written in the same pass, piece by piece, so that the file takes no memory of its own.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sparse_bitnet import _cpu
+from sparse_bitnet.engine.model_file import ModelFile
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.packing.formats import coded_pattern, has_fixed_rows, holds_pattern
+
+OnProgress = Callable[[int, int], None]
+"""Called with the bytes of the file that are done, and with all of them."""
+
+FORMATS = {"i2": 0, "b3": 1, "nm-bitmap": 2}
+"""Run-time formats of weights -> csrc/matmul.h's WeightFormat."""
+
+_STORED = {"i2": 0, "b3": 1, "nm-bitmap": 2, "nm-enum": 3}
+_STORED_CODES = 4
+"""csrc/repack.h's StoredFormat."""
+
+_STORED_TABLE = {"F32": 0, "BF16": 1, "I8": 2}
+"""csrc/tables.h's StoredTable."""
+
+_STORED_NAMES = {"F32": "float32", "BF16": "bfloat16", "I8": "int8"}
+_TABLE_TYPES = {"int8": 0, "int4": 1, "bfloat16": 2, "float32": 3}
+"""csrc/decoder.h's TableType."""
+_TABLE_BITS = {"int8": 8, "int4": 4, "bfloat16": 16, "float32": 32}
+_QUANTIZED = {"int8": 3, "int4": 4}
+"""csrc/matmul.h's WeightFormat."""
+
+_INT4_GROUP = 64
+_ALIGNMENT = 64
+_SLACK = 512
+"""Readable bytes behind the last row."""
+
+
+class Matrix(NamedTuple):
+    """A packed matrix, in the order in which `_cpu.ModelBuilder` takes it."""
+
+    format: int
+    n: int
+    m: int
+    rows: int
+    columns: int
+    row_stride: int
+    address: int
+    scale: float
+    scales_address: int
+
+
+class Table(NamedTuple):
+    """Embedding or output head, in the order in which `_cpu.ModelBuilder` takes it."""
+
+    type: int
+    rows: int
+    columns: int
+    row_stride: int
+    address: int
+    scales_address: int
+
+
+@dataclass(kw_only=True)
+class Weights:
+    """What the decoder points to; `kept` owns the memory."""
+
+    matrices: dict[str, Matrix] = field(default_factory=dict)
+    vectors: dict[str, np.ndarray] = field(default_factory=dict)
+    embedding: Table
+    head: Table
+    head_format: str
+    """int8, int4, bfloat16 or float32."""
+    weight_bytes: int
+    """Bytes of the matrices of the blocks."""
+    head_bytes: int
+    """Bytes of the output head with its scales."""
+    kept: list[Any] = field(default_factory=list)
+
+
+def choose_head(model: ModelFile, head: str) -> str:
+    """The form of the output head: int8, int4, bfloat16 or float32, for an option of `Engine.load`.
+
+    Raises `UserError` for an unknown option, and for int4 where the hidden size has no groups of 64.
+    """
+    stored = _STORED_NAMES[model.file.entries[model.table_names[-1]].dtype]
+    choices = {"auto": "int8", "stored": stored, "int8": "int8", "int4": "int4"}
+    if head not in choices:
+        raise UserError(f"head {head!r}: choose one of {', '.join(choices)}")
+    if head == "int4" and model.architecture.hidden % _INT4_GROUP:
+        raise UserError(
+            f"head int4 needs a hidden size in groups of {_INT4_GROUP}, this model has "
+            f"{model.architecture.hidden}; use int8"
+        )
+    return choices[head]
+
+
+def check_format(model: ModelFile, weight_format: str) -> None:
+    """Raise `UserError` where the model cannot be multiplied in a format of `FORMATS`."""
+    if weight_format not in FORMATS:
+        known = ", ".join(FORMATS)
+        raise UserError(f"weight format {weight_format!r} is for archives: choose one of {known}")
+    if not holds_pattern(weight_format, model.metadata.pattern):
+        raise UserError(
+            f"weight format {weight_format} does not hold {model.metadata.pattern}; use i2"
+        )
+
+
+def load_weights(
+    model: ModelFile,
+    pool: _cpu.ThreadPool,
+    *,
+    weight_format: str,
+    head_format: str,
+    progress: OnProgress | None = None,
+) -> Weights:
+    """Read all of a model's tensors.
+
+    Args:
+        model: the opened file.
+        pool: threads to do it with.
+        weight_format: a key of `FORMATS`, accepted by `check_format`.
+        head_format: what `choose_head` returned.
+
+    Raises `UserError`, naming the tensor, where one is damaged; `MemoryError`.
+    """
+    try:
+        descriptor = os.open(model.file.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    except OSError as error:
+        raise UserError(f"cannot read {model.file.path}: {error.strerror or error}") from error
+    try:
+        return _Loader(model, descriptor, pool, weight_format, head_format, progress).load()
+    finally:
+        os.close(descriptor)
+
+
+class _Loader:
+    def __init__(
+        self,
+        model: ModelFile,
+        descriptor: int,
+        pool: _cpu.ThreadPool,
+        weight_format: str,
+        head_format: str,
+        progress: OnProgress | None,
+    ) -> None:
+        self._model, self._descriptor = model, descriptor
+        self._pool, self._progress = pool, progress
+        self._weight_format, self._head_format = weight_format, head_format
+        self._pattern = coded_pattern(model.metadata.pattern)
+        self._done = 0
+        self._total = sum(entry.end - entry.begin for entry in model.file.entries.values())
+        self._kept: list[Any] = []
+
+    def load(self) -> Weights:
+        architecture = self._model.architecture
+        blocks = [f"model.layers.{layer}" for layer in range(architecture.layers)]
+        embedding, embedding_bytes = self._embedding()
+        head, head_bytes = embedding, embedding_bytes
+        if not architecture.ties_head:
+            head, head_bytes = self._table(self._model.table_names[-1], self._head_format)
+        names = [
+            f"{block}.{vector}" for block in blocks for vector in architecture.vector_lengths()
+        ]
+        vectors = {name: self._vector(name) for name in [*names, "model.norm.weight"]}
+        matrices, weight_bytes = self._matrices(blocks)
+        return Weights(
+            matrices=matrices,
+            vectors=vectors,
+            embedding=embedding,
+            head=head,
+            head_format=self._head_format,
+            weight_bytes=weight_bytes,
+            head_bytes=head_bytes,
+            kept=self._kept,
+        )
+
+    def _matrices(self, blocks: list[str]) -> tuple[dict[str, Matrix], int]:
+        shapes = self._model.architecture.linear_shapes()
+        format, n, m = FORMATS[self._weight_format], self._pattern.n, self._pattern.m
+        strides = {
+            name: _aligned(_cpu.bytes_per_row(format, n, m, columns))
+            for name, (_, columns) in shapes.items()
+        }
+        block_bytes = sum(shapes[name][0] * strides[name] for name in shapes)
+        buffer = self._buffer(block_bytes * len(blocks))
+        address = buffer.address
+        matrices = {}
+        for block in blocks:
+            for linear, (rows, columns) in shapes.items():
+                name = f"{block}.{linear}"
+                scale = self._model.scale(name)
+                matrix = Matrix(format, n, m, rows, columns, strides[linear], address, scale, 0)
+                self._fill(name, matrix)
+                matrices[name] = matrix
+                address += rows * strides[linear]
+        return matrices, block_bytes * len(blocks)
+
+    def _fill(self, layer: str, matrix: Matrix) -> None:
+        """Write the rows of a packed tensor to the address of its matrix."""
+        name, metadata = f"{layer}.weight_packed", self._model.metadata
+        if has_fixed_rows(metadata.packed_format):
+            stored, codes = _STORED[metadata.packed_format], None
+            source, source_bytes = self._in_file(name)
+        else:
+            stored, codes = _STORED_CODES, self._decoded(name, matrix)
+            source, source_bytes = (codes.ctypes.data, -1, 0), codes.nbytes
+        crc32, is_readable, damage = _cpu.repack(
+            self._pool,
+            stored,
+            matrix.n,
+            matrix.m,
+            matrix.rows,
+            matrix.columns,
+            source,
+            source_bytes,
+            matrix.format,
+            matrix.address,
+            matrix.rows * matrix.row_stride,
+            matrix.row_stride,
+        )
+        if not is_readable:
+            raise UserError(f"{self._model.file.path}: tensor {name} cannot be read")
+        if codes is None:
+            self._model.file.check_crc32(name, f"{crc32:08x}")
+        if damage is not None:
+            raise UserError(
+                f"{self._model.file.path}: tensor {name} is damaged or not {metadata.packed_format}: "
+                f"{damage}"
+            )
+        self._finish(name)
+
+    def _decoded(self, name: str, matrix: Matrix) -> np.ndarray:
+        """int8 codes [rows, columns] of a tensor that is compressed as a whole."""
+        from sparse_bitnet.packing.codec import unpack
+
+        file, metadata = self._model.file, self._model.metadata
+        file.verify_tensor(name)
+        codes = unpack(
+            file.tensor(name),
+            metadata.packed_format,
+            metadata.pattern,
+            (matrix.rows, matrix.columns),
+            name=name,
+        )
+        return codes.numpy()
+
+    def _embedding(self) -> tuple[Table, int]:
+        name = self._model.table_names[0]
+        if self._model.architecture.ties_head:
+            return self._table(name, self._head_format)
+        return self._table(name, _STORED_NAMES[self._model.file.entries[name].dtype])
+
+    def _table(self, name: str, table_format: str) -> tuple[Table, int]:
+        """A table in a form of `_TABLE_TYPES`, and its bytes."""
+        file, architecture = self._model.file, self._model.architecture
+        rows, columns = architecture.vocab, architecture.hidden
+        dtype = file.entries[name].dtype
+        stride = _aligned(columns * _TABLE_BITS[table_format] // 8)
+        buffer = self._buffer(rows * stride)
+        source = (_STORED_TABLE[dtype], rows, columns, *self._in_file(name))
+        out = (buffer.address, rows * stride, stride)
+        scales = self._stored_scales(name) if dtype == "I8" else None
+        if table_format == _STORED_NAMES[dtype]:
+            report = _cpu.copy_table(self._pool, *source, *out)
+        else:
+            stored_scales = 0 if scales is None else scales.ctypes.data
+            groups = columns // _INT4_GROUP if table_format == "int4" else 1
+            found = np.empty((rows, groups), np.float32)
+            report = _cpu.quantize_table(
+                self._pool,
+                *source,
+                stored_scales,
+                _QUANTIZED[table_format],
+                *out,
+                found.ctypes.data,
+            )
+            scales = found
+        crc32, is_readable, is_finite = report
+        if not is_readable:
+            raise UserError(f"{file.path}: tensor {name} cannot be read")
+        file.check_crc32(name, f"{crc32:08x}")
+        if not is_finite:
+            raise UserError(f"{file.path}: tensor {name} has values that are not finite")
+        self._finish(name)
+        if scales is not None:
+            self._kept.append(scales)
+        table = Table(
+            _TABLE_TYPES[table_format],
+            rows,
+            columns,
+            stride,
+            buffer.address,
+            0 if scales is None else scales.ctypes.data,
+        )
+        return table, rows * stride + (0 if scales is None else scales.nbytes)
+
+    def _stored_scales(self, name: str) -> np.ndarray:
+        """float32 [rows], contiguous."""
+        scales = self._model.floats(f"{name}_scale").reshape(-1)
+        self._finish(f"{name}_scale")
+        return scales
+
+    def _vector(self, name: str) -> np.ndarray:
+        vector = np.ascontiguousarray(self._model.floats(name))
+        self._finish(name)
+        return vector
+
+    def _in_file(self, name: str) -> tuple[tuple[int, int, int], int]:
+        """Where the bytes of a tensor are, for `_cpu`, and how many."""
+        entry = self._model.file.entries[name]
+        return (0, self._descriptor, entry.begin), entry.end - entry.begin
+
+    def _buffer(self, size: int) -> _cpu.HugeBuffer:
+        buffer = _cpu.HugeBuffer(size + _SLACK)
+        self._kept.append(buffer)
+        return buffer
+
+    def _finish(self, name: str) -> None:
+        entry = self._model.file.entries[name]
+        self._done += entry.end - entry.begin
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -1,1 +1,0 @@
-"""Running packed models: the CPU engine, sampling, text generation and the HTTP server."""

@@ -1,0 +1,226 @@
+"""An OpenAI-compatible HTTP server over the scheduler: completions, chat, models, health, metrics."""
+
+import asyncio
+import hmac
+import time
+from typing import Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.generation.scheduler import Scheduler
+from sparse_bitnet.serve.metrics import CONTENT_TYPE, ServerMetrics
+from sparse_bitnet.serve.server_answer import ServedModel, Work, answer
+from sparse_bitnet.serve.server_schema import (
+    ApiError,
+    ChatBody,
+    CompletionBody,
+    error_body,
+    parse_body,
+)
+
+_BODY_SECONDS = 60.0
+"""A body that takes longer to arrive is given up."""
+_COMPLETION_TOKENS = 16
+"""OpenAI's default of max_tokens for completions."""
+
+
+def create_app(model: ServedModel, scheduler: Scheduler, metrics: ServerMetrics) -> FastAPI:
+    """The application. The scheduler must have been started, with `metrics` as its observer."""
+    app = FastAPI(title="sparse-bitnet", openapi_url=None)
+    created = int(time.time())
+
+    async def check_key(request: Request) -> None:
+        given = request.headers.get("authorization", "")
+        wanted = f"Bearer {model.api_key}"
+        if model.api_key and not hmac.compare_digest(given.encode("latin-1"), wanted.encode()):
+            raise ApiError(
+                401,
+                "the API key is missing or wrong: send Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    router = APIRouter(dependencies=[Depends(check_key)])
+
+    def entry(name: str) -> dict[str, Any]:
+        if name != model.name:
+            raise _unknown_model(name, model)
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": created,
+            "owned_by": "sparse-bitnet",
+            "max_model_len": scheduler.capacity,
+        }
+
+    @app.get("/health")
+    async def health() -> Response:
+        state = "ok" if scheduler.is_alive else "stopped"
+        load = scheduler.load()
+        return JSONResponse(
+            {
+                "status": "stopping" if scheduler.stopping else state,
+                "running": load.running,
+                "waiting": load.waiting,
+            },
+            200 if scheduler.is_alive and not scheduler.stopping else 503,
+        )
+
+    @router.get("/metrics")
+    async def show_metrics() -> Response:
+        return Response(metrics.text(scheduler.load()), media_type=CONTENT_TYPE)
+
+    @router.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [entry(model.name)]})
+
+    @router.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> Response:
+        return JSONResponse(entry(name))
+
+    @router.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        raw = await _read_body(request, model.max_body_bytes)
+        # Parsing and tokenising a large body takes a while; streams go on meanwhile.
+        work = await asyncio.to_thread(_completion_work, raw, model)
+        return await answer(request, work, model, scheduler)
+
+    @router.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        raw = await _read_body(request, model.max_body_bytes)
+        work = await asyncio.to_thread(_chat_work, raw, model)
+        return await answer(request, work, model, scheduler)
+
+    app.include_router(router)
+    paths = {route.path for route in [*app.routes, *router.routes] if hasattr(route, "path")}
+    app.add_middleware(_CountResponses, metrics=metrics, paths=frozenset(paths))
+
+    @app.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> Response:
+        return JSONResponse(error.body, error.status, error.headers)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        body = error_body(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+        return JSONResponse(body, error.status_code, error.headers)
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=499)
+
+    @app.exception_handler(Exception)
+    async def defect(request: Request, error: Exception) -> Response:
+        return JSONResponse(error_body(500, "internal error; the server's log has more"), 500)
+
+    return app
+
+
+class _CountResponses:
+    """Counts responses by path and status. Plain ASGI: streams pass through untouched."""
+
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics, paths: frozenset[str]) -> None:
+        self._app, self._metrics, self._paths = app, metrics, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                # Labels must not grow with what clients make up.
+                path = scope["path"] if scope["path"] in self._paths else "other"
+                self._metrics.responded(path, message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counted)
+
+
+async def _read_body(request: Request, most: int) -> bytes:
+    """The body, refused as soon as it is known to be too large."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        # Also keeps web pages of others out: browsers ask before they send this type across origins.
+        raise ApiError(415, "send the body with Content-Type: application/json")
+    too_large = ApiError(413, f"the body is larger than {most} bytes", code="body_too_large")
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length[:20]) > most:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > most:
+                    raise too_large
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {_BODY_SECONDS:.0f} s") from None
+    return bytes(body)
+
+
+def _unknown_model(name: str, model: ServedModel) -> ApiError:
+    return ApiError(
+        404,
+        f"the model {name[:200]!r} does not exist: this server has {model.name!r}",
+        param="model",
+        code="model_not_found",
+    )
+
+
+def _completion_work(raw: bytes, model: ServedModel) -> Work:
+    body = parse_body(CompletionBody, raw)
+    if body.model != model.name:
+        raise _unknown_model(body.model, model)
+    prompts: list[list[int]] = []
+    echo: list[str] = []
+    for prompt in body.prompts:
+        if isinstance(prompt, str):
+            # An empty text starts as one does in training: after the token that ends another.
+            prompts.append(model.tokenizer.encode(prompt) or sorted(model.end_tokens)[:1])
+        else:
+            if max(prompt) >= model.vocab_size:
+                raise ApiError(
+                    400,
+                    f"token {max(prompt)} is above the vocabulary of {model.vocab_size} tokens",
+                    param="prompt",
+                )
+            prompts.append(prompt)
+        if body.echo:
+            echo.append(prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt))
+    if not all(prompts):
+        raise ApiError(400, "the prompt is empty: it has no tokens", param="prompt")
+    max_tokens = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    if max_tokens == 0 and not body.echo:
+        raise ApiError(400, "max_tokens 0 needs echo: true", param="max_tokens")
+    score_prompt = bool(body.echo) and body.logprobs is not None
+    return Work(body, prompts, echo, max_tokens, body.logprobs, score_prompt)
+
+
+def _chat_work(raw: bytes, model: ServedModel) -> Work:
+    body = parse_body(ChatBody, raw)
+    if body.model != model.name:
+        raise _unknown_model(body.model, model)
+    if model.template is None:
+        raise ApiError(
+            400,
+            f"the model {model.name!r} has no chat template: use /v1/completions",
+            param="messages",
+            code="no_chat_template",
+        )
+    try:
+        text = model.template.render([message.plain() for message in body.messages])
+    except UserError as error:
+        raise ApiError(400, str(error), param="messages") from error
+    tokens = model.tokenizer.encode(text, add_special_tokens=False)
+    if not tokens:
+        raise ApiError(400, "the chat is empty: it has no tokens", param="messages")
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if asked == 0:
+        raise ApiError(400, "max_tokens must be at least 1", param="max_tokens")
+    top_scores = (body.top_logprobs or 0) if body.logprobs else None
+    return Work(body, [tokens], (), asked, top_scores, is_chat=True)

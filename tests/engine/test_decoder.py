@@ -1,0 +1,249 @@
+"""The decoder step against the transformers model with the same ternary layers, on every position."""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decoder_in_memory import DecoderInMemory, random_model, reference_logits
+from sparse_bitnet import _cpu
+
+# Most positions agree to the last bits. Where an activation lies between two int8 codes, the last bit of
+# a float decides for one, and one code of 64 inputs moves the logits by 1e-3: the reference differs by
+# as much from itself between PyTorch's attention implementations.
+TOLERANCE, TYPICAL = 5e-3, 3e-6
+
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "llama": {"tie_word_embeddings": False},
+    "qwen3": {"head_dim": 24},
+    "bitnet": {},
+    "odd": {
+        "num_attention_heads": 14,
+        "hidden_size": 140,
+        "intermediate_size": 104,
+        "head_dim": 10,
+    },
+    "deep": {"num_hidden_layers": 4, "num_attention_heads": 6, "hidden_size": 96, "head_dim": 16},
+}
+
+
+@cache
+def isas() -> list[str]:
+    """Instruction sets for which this machine has matrix kernels."""
+    found = []
+    for name in ("generic", "avx2", "avx512vnni", "neon"):
+        try:
+            _cpu.MatmulKernels.choose(name)
+        except ValueError:
+            continue
+        found.append(name)
+    return found
+
+
+@cache
+def model_of(name: str, format: str = "ternary-6:8") -> Any:
+    changes = dict(MODELS[name])
+    family = name if name in ("qwen2", "llama", "qwen3", "bitnet") else "llama"
+    if name == "odd":
+        format = "ternary-8:8"
+    return random_model(family, format=format, **changes)
+
+
+@cache
+def long_model() -> Any:
+    """One whose sequences pass several pages, chunks of pages and chunks of tokens."""
+    return random_model(num_hidden_layers=2, max_position_embeddings=1400, num_key_value_heads=1)
+
+
+def ids_of(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 96, count).tolist()
+
+
+def errors(logits: np.ndarray, reference: np.ndarray) -> np.ndarray:
+    """Relative to the largest logit, of each position."""
+    return np.abs(logits - reference).max(1) / np.abs(reference).max(1)
+
+
+def assert_close(logits: np.ndarray, reference: np.ndarray) -> None:
+    difference = errors(logits, reference)
+    assert difference.max() <= TOLERANCE
+    assert np.median(difference) <= TYPICAL
+
+
+@pytest.fixture(params=isas())
+def isa(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_transformers_on_every_position(name: str, isa: str) -> None:
+    model, ids = model_of(name), ids_of(64)
+    assert_close(DecoderInMemory(model, isa=isa).logits(ids), reference_logits(model, ids))
+
+
+@pytest.mark.parametrize("format", ["i2", "b3", "nm-bitmap"])
+def test_weight_formats_give_the_same_bits(format: str) -> None:
+    model, ids = model_of("qwen2"), ids_of(40)
+    expected = DecoderInMemory(model, isa="generic").logits(ids)
+    logits = DecoderInMemory(model, weight_format=format, isa="generic").logits(ids)
+    np.testing.assert_array_equal(logits, expected)
+
+
+def test_long_sequence_equals_transformers(isa: str) -> None:
+    model, ids = long_model(), ids_of(1300)
+    decoder = DecoderInMemory(model, isa=isa, threads=2, cache_tokens=1344)
+    assert_close(decoder.logits(ids), reference_logits(model, ids))
+
+
+@pytest.mark.parametrize(("cache_type", "bound"), [("float16", 2e-2), ("int8", 6e-2)])
+@pytest.mark.parametrize("name", ["qwen2", "odd", "bitnet"])
+def test_rounded_caches_are_close(name: str, cache_type: str, bound: float, isa: str) -> None:
+    model, ids = model_of(name), ids_of(64)
+    logits = DecoderInMemory(model, cache=cache_type, isa=isa).logits(ids)
+    assert errors(logits, reference_logits(model, ids)).max() <= bound
+
+
+@pytest.mark.parametrize("head", ["bfloat16", "int8", "int4"])
+def test_rounded_heads_equal_their_dequantised_weights(head: str, isa: str) -> None:
+    """The head sees activations of 15 bits."""
+    model, ids = random_model("llama", tie_word_embeddings=False), ids_of(33)
+    decoder = DecoderInMemory(model, embedding="float32", head=head, isa=isa)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.copy_(torch.from_numpy(decoder.dequantised[head]))
+    difference = errors(decoder.logits(ids), reference_logits(model, ids))
+    assert difference.max() <= TOLERANCE
+    assert np.median(difference) <= 2e-4
+
+
+@pytest.mark.parametrize("type", ["bfloat16", "int8", "int4"])
+def test_rounded_embeddings_equal_their_dequantised_weights(type: str) -> None:
+    model, ids = random_model(tie_word_embeddings=False, seed=5), ids_of(20)
+    decoder = DecoderInMemory(model, embedding=type)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.copy_(torch.from_numpy(decoder.dequantised[type]))
+    assert_close(decoder.logits(ids), reference_logits(model, ids))
+
+
+@pytest.mark.parametrize("cache_type", ["float32", "float16", "int8"])
+def test_split_of_a_prompt_changes_no_bit(cache_type: str, isa: str) -> None:
+    model, ids = long_model(), ids_of(700)
+    whole = DecoderInMemory(model, isa=isa, cache=cache_type).logits(ids)
+    decoder = DecoderInMemory(model, isa=isa, cache=cache_type)
+    sequence = decoder.decoder.open()
+    parts, at = [], 0
+    for count in (1, 2, 63, 64, 65, 130, 5, 300, *[1] * 70):
+        parts.append(decoder.forward([(sequence, ids[at : at + count])])[0])
+        at += count
+    assert at == len(ids) == decoder.decoder.length(sequence)
+    np.testing.assert_array_equal(np.concatenate(parts), whole)
+
+
+def test_threads_change_no_bit(isa: str) -> None:
+    model, ids = long_model(), ids_of(650)
+    results = []
+    for threads in (1, 2, 3):
+        decoder = DecoderInMemory(model, isa=isa, threads=threads, cache="float16", head="int8")
+        sequence = decoder.decoder.open()
+        first = decoder.forward([(sequence, ids[:-1])])[0]
+        results.append(np.vstack([first, decoder.forward([(sequence, ids[-1:])])[0]]))
+    np.testing.assert_array_equal(results[0], results[1])
+    np.testing.assert_array_equal(results[0], results[2])
+
+
+def test_instruction_sets_agree() -> None:
+    model, ids = model_of("deep"), ids_of(64)
+    expected = DecoderInMemory(model, isa="generic").logits(ids)
+    for name in isas()[1:]:
+        difference = errors(DecoderInMemory(model, isa=name).logits(ids), expected)
+        assert difference.max() <= TOLERANCE
+        assert np.median(difference) <= 1e-5
+
+
+def test_batch_equals_each_sequence_alone(isa: str) -> None:
+    """Prefill of any length and single tokens together, more tokens than one chunk holds."""
+    model = long_model()
+    lengths, more = (1, 70, 3, 520, 128), (1, 1, 200, 1, 7)
+    texts = [ids_of(a + b, seed) for seed, (a, b) in enumerate(zip(lengths, more, strict=True))]
+    together = DecoderInMemory(
+        model, isa=isa, threads=2, head="int8", cache="int8", cache_tokens=1280
+    )
+    sequences = [together.decoder.open() for _ in texts]
+    first = together.forward(
+        [(s, text[:a]) for s, text, a in zip(sequences, texts, lengths, strict=True)]
+    )
+    then = together.forward(
+        [(s, text[a:]) for s, text, a in zip(sequences, texts, lengths, strict=True)]
+    )
+    for text, *parts in zip(texts, first, then, strict=True):
+        alone = DecoderInMemory(model, isa=isa, head="int8", cache="int8")
+        np.testing.assert_array_equal(np.concatenate(parts), alone.logits(text))
+
+
+@pytest.mark.parametrize("count", [1, 2, 40, 600])
+def test_last_logits_are_the_last_rows_of_all(count: int) -> None:
+    model = long_model()
+    requests = [ids_of(count), ids_of(3, 1), ids_of(count + 1, 2)]
+    decoders = [DecoderInMemory(model, cache_tokens=2048) for _ in range(2)]
+    sequences = [[decoder.decoder.open() for _ in requests] for decoder in decoders]
+    everything = decoders[0].forward(list(zip(sequences[0], requests, strict=True)), "all")
+    last = decoders[1].forward(list(zip(sequences[1], requests, strict=True)), "last")
+    for rows, row in zip(everything, last, strict=True):
+        np.testing.assert_array_equal(rows[-1], row)
+
+
+def test_no_logits_still_fills_the_cache() -> None:
+    model, ids = model_of("qwen2"), ids_of(50)
+    decoder = DecoderInMemory(model)
+    sequence = decoder.decoder.open()
+    decoder.forward([(sequence, ids[:49])], "none")
+    row = decoder.forward([(sequence, ids[49:])], "last")[0]
+    np.testing.assert_array_equal(row, DecoderInMemory(model).logits(ids)[-1])
+
+
+def test_greedy_tokens_equal_transformers() -> None:
+    model, ids = model_of("deep"), ids_of(8)
+    decoder = DecoderInMemory(model)
+    sequence = decoder.decoder.open()
+    given, text = ids, list(ids)
+    for _ in range(50):
+        token = int(decoder.forward([(sequence, given)], "last")[0].argmax())
+        given = [token]
+        text.append(token)
+    expected = reference_logits(model, text[:-1])[len(ids) - 1 :].argmax(1)
+    assert text[len(ids) :] == expected.tolist()
+
+
+def test_model_builder_refuses_what_does_not_fit() -> None:
+    decoder = DecoderInMemory(model_of("qwen2"))
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 96, "norm_epsilon": 1e-6}
+    frequencies = decoder.address(np.ones(8, np.float32))
+
+    def builder(**changes: float) -> _cpu.ModelBuilder:
+        sizes = {"hidden": 64, "intermediate": 96, "activation": 0} | shape | changes
+        return _cpu.ModelBuilder(**{"inverse_frequencies": frequencies} | sizes)
+
+    for wrong, match in (
+        ({"head_dim": 15}, "head_dim is odd"),
+        ({"kv_heads": 3}, "not a multiple of kv_heads"),
+        ({"hidden": 0}, "hidden is outside"),
+        ({"vocab": 0}, "vocab is outside"),
+        ({"activation": 2}, "activation is neither"),
+        ({"inverse_frequencies": 0}, "inverse_frequencies: the address is 0"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            builder(**wrong)
+    good = decoder.table(torch.ones(96, 64), "int8")
+    for place, value in ((0, 9), (1, 95), (2, 63), (3, 32), (4, 0), (4, good[4] + 1), (5, 0)):
+        with pytest.raises(ValueError, match="head"):
+            builder().set_head((*good[:place], value, *good[place + 1 :]))
+    with pytest.raises(ValueError, match="has no embedding"):
+        _cpu.Decoder(builder(), threads=1, cache=0, context_length=8, cache_tokens=8)
+    layer = next(iter(decoder.layers.values()))
+    matrix = decoder.matrix(layer)
+    for place, value in ((0, 7), (1, 0), (3, 65), (4, 63), (5, 63), (5, 0), (6, 0), (6, 8)):
+        wrong_matrix = (*matrix[:place], value, *matrix[place + 1 :])
+        with pytest.raises(ValueError, match="block 0 q"):
+            builder().add_block(*[wrong_matrix] * 7, frequencies, frequencies)

@@ -1,0 +1,278 @@
+"""The CPU engine on packed folders: what transformers computes, for every form of weights and head."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from packed_models import (
+    FAMILIES,
+    load_reference,
+    make_packed,
+    reference_logits,
+    relative_error,
+)
+from sparse_bitnet.engine.protocol import CacheFull, ContextFull
+from sparse_bitnet.errors import UserError
+
+pytest.importorskip("sparse_bitnet._cpu")
+from sparse_bitnet.engine.engine import Engine
+
+TOKENS = [int(token) for token in np.random.default_rng(5).integers(0, 96, 60)]
+EXACT = {"kv_cache": "float32", "head": "stored", "threads": 1}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured here is remembered nowhere else."""
+    monkeypatch.setenv("SPARSE_BITNET_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_packed(tmp_path_factory.mktemp("qwen"), max_position_embeddings=256)
+
+
+def all_logits(engine: Engine, tokens: list[int]) -> np.ndarray:
+    sequence = engine.new_sequence()
+    (logits,) = engine.forward([(sequence, tokens)], "all")
+    sequence.close()
+    return logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("ties", [True, False])
+def test_logits_are_those_of_transformers(tmp_path: Path, family: str, ties: bool) -> None:
+    folder = make_packed(tmp_path, family, tie_word_embeddings=ties)
+    expected = reference_logits(folder, TOKENS)
+    for weight_format in ("i2", "b3", "nm-bitmap"):
+        engine = Engine.load(folder, weight_format=weight_format, **EXACT)
+        assert (engine.weight_format, engine.head_format) == (weight_format, "float32")
+        assert relative_error(all_logits(engine, TOKENS), expected) < 1e-3
+        engine.close()
+
+
+@pytest.mark.parametrize("attention_bias", [True, False])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_variants_of_a_family(tmp_path: Path, family: str, attention_bias: bool) -> None:
+    folder = make_packed(
+        tmp_path,
+        family,
+        attention_bias=attention_bias,
+        head_dim=24,
+        num_hidden_layers=1,
+        rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0},
+    )
+    engine = Engine.load(folder, **EXACT)
+    assert relative_error(all_logits(engine, TOKENS), reference_logits(folder, TOKENS)) < 1e-3
+
+
+@pytest.mark.parametrize("format", ["ternary-8:8", "ternary-2:4", "ternary-2:8"])
+def test_every_packed_format_gives_the_same_bits(tmp_path: Path, format: str) -> None:
+    found = []
+    for packed_format in ("i2", "b3", "nm-bitmap", "nm-enum", "nm-zstd"):
+        folder = make_packed(
+            tmp_path / packed_format,
+            format=format,
+            packed_format=packed_format,
+            num_hidden_layers=1,
+        )
+        for weight_format in ("i2", "b3", "nm-bitmap"):
+            engine = Engine.load(folder, weight_format=weight_format, **EXACT)
+            found.append(all_logits(engine, TOKENS))
+        if packed_format.startswith("nm-e"):
+            expected = reference_logits(folder, TOKENS)
+    assert all(np.array_equal(found[0], logits) for logits in found)
+    assert relative_error(found[0], expected) < 1e-3
+
+
+def test_patterns_that_only_some_formats_hold(tmp_path: Path) -> None:
+    folder = make_packed(
+        tmp_path, format="ternary-3:5", packed_format="nm-enum", hidden_size=60, intermediate_size=85,
+        num_attention_heads=2, num_key_value_heads=1,
+    )  # fmt: skip
+    expected = reference_logits(folder, TOKENS)
+    for weight_format in ("auto", "i2", "b3"):
+        engine = Engine.load(folder, weight_format=weight_format, **EXACT)
+        assert relative_error(all_logits(engine, TOKENS), expected) < 1e-3
+    with pytest.raises(UserError, match="does not hold 3:5"):
+        Engine.load(folder, weight_format="nm-bitmap", threads=1)
+    with pytest.raises(UserError, match=r"nm-enum.* is for archives"):
+        Engine.load(folder, weight_format="stored", threads=1)
+    with pytest.raises(UserError, match="int4 needs a hidden size in groups of 64"):
+        Engine.load(folder, head="int4", threads=1)
+
+
+def test_greedy_continuation_is_that_of_transformers(qwen: Path) -> None:
+    prompt, count = TOKENS[:12], 200
+    model = load_reference(qwen)
+    ids = torch.tensor([prompt])
+    continued = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False
+    )
+    engine = Engine.load(qwen, **EXACT)
+    sequence = engine.new_sequence()
+    (logits,) = engine.forward([(sequence, prompt)])
+    for _ in range(count):
+        (logits,) = engine.forward([(sequence, [int(logits.argmax())])])
+    assert sequence.tokens == continued[0].tolist()
+
+
+@pytest.mark.parametrize("ties", [True, False])
+@pytest.mark.parametrize("embeddings", ["float32", "bf16", "int8"])
+def test_heads_are_close(tmp_path: Path, embeddings: str, ties: bool) -> None:
+    folder = make_packed(tmp_path, embeddings=embeddings, tie_word_embeddings=ties)
+    expected = reference_logits(folder, TOKENS)
+    stored = {"bf16": "bfloat16"}.get(embeddings, embeddings)
+    for head, head_format, bound in (
+        ("stored", stored, 1e-2 if embeddings == "int8" else 1e-3),
+        ("auto", "int8", 2e-2),
+        ("int8", "int8", 2e-2),
+        ("int4", "int4", 0.3),
+    ):
+        engine = Engine.load(folder, head=head, kv_cache="float32", threads=2)
+        assert engine.head_format == head_format
+        assert relative_error(all_logits(engine, TOKENS), expected) < bound, head
+
+
+def test_caches_are_close(qwen: Path) -> None:
+    expected = reference_logits(qwen, TOKENS)
+    for kv_cache, bound in (("float16", 2e-2), ("int8", 0.1)):
+        engine = Engine.load(qwen, kv_cache=kv_cache, head="stored", threads=1)
+        assert relative_error(all_logits(engine, TOKENS), expected) < bound
+
+
+def test_sequences(qwen: Path) -> None:
+    engine = Engine.load(qwen, threads=1, cache_tokens=256)
+    assert (engine.vocab_size, engine.context_length, engine.free_tokens) == (96, 256, 256)
+    whole = engine.new_sequence()
+    assert engine.forward([(whole, TOKENS)], "none") == []
+    assert whole.tokens == TOKENS
+    assert engine.free_tokens == 192
+    part = whole.fork(20)
+    assert (part.tokens, len(part)) == (TOKENS[:20], 20)
+    together = engine.forward([(part, [1, 2, 3]), (whole, [4])])
+    assert [logits.shape for logits in together] == [(96,), (96,)]
+    assert part.tokens == [*TOKENS[:20], 1, 2, 3]
+    alone = engine.new_sequence()
+    (expected,) = engine.forward([(alone, part.tokens)])
+    assert np.array_equal(together[0], expected)
+    whole.truncate(5)
+    assert whole.tokens == TOKENS[:5]
+    (again,) = engine.forward([(whole, TOKENS[5:])], "all")
+    assert again.shape == (55, 96)
+    for sequence in (whole, part, alone):
+        sequence.close()
+        sequence.close()
+    assert engine.free_tokens == 256
+
+
+def test_limits_and_misuse(qwen: Path) -> None:
+    engine = Engine.load(qwen, threads=1, context_length=100, cache_tokens=128)
+    first, second = engine.new_sequence(), engine.new_sequence()
+    engine.forward([(first, TOKENS)], "none")
+    with pytest.raises(ContextFull, match="60 tokens and 41 more pass the context length of 100"):
+        engine.forward([(first, [1] * 41)])
+    with pytest.raises(CacheFull, match="close sequences"):
+        engine.forward([(first, [1] * 40), (second, [1] * 10)])
+    assert (first.tokens, second.tokens) == (TOKENS, [])
+    closed = engine.new_sequence()
+    closed.close()
+    other = Engine.load(qwen, threads=1).new_sequence()
+    for batch, message in (
+        ([(first, [96])], "outside the vocabulary"),
+        ([(first, [-1])], "outside the vocabulary"),
+        ([(first, [1 << 40])], "outside the vocabulary"),
+        ([(first, [])], "at least one"),
+        ([(first, [0.5])], "whole number"),
+        ([(first, [1]), (first, [2])], "twice"),
+        ([(closed, [1])], "closed"),
+        ([(other, [1])], "another engine"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.forward(batch)
+    for length in (-1, 61):
+        with pytest.raises(ValueError, match="has no first"):
+            first.truncate(length)
+        with pytest.raises(ValueError, match="has no first"):
+            first.fork(length)
+    assert engine.forward([]) == []
+    engine.close()
+    engine.close()
+    first.close()
+    with pytest.raises(ValueError, match="the engine is closed"):
+        engine.new_sequence()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"threads": 0}, "threads 0"),
+        ({"weight_format": "nm-enum"}, "weight format 'nm-enum': choose one of"),
+        ({"head": "int2"}, "head 'int2': choose one of"),
+        ({"kv_cache": "int4"}, "kv-cache 'int4': choose one of"),
+        ({"context_length": 257}, "context length 257: .* up to 256 tokens"),
+        ({"context_length": 0}, "context length 0"),
+        ({"isa": "sse9"}, "sse9"),
+    ],
+)
+def test_options_are_checked(qwen: Path, options: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Engine.load(qwen, **options)
+
+
+def test_progress_and_the_mapping_of_the_file(qwen: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    engine = Engine.load(qwen, threads=1, progress=lambda done, total: seen.append((done, total)))
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1][0] <= seen[-1][1] < (qwen / "model.safetensors").stat().st_size
+    assert engine.load_seconds > 0
+    maps = Path("/proc/self/maps")
+    if maps.is_file():
+        assert str(qwen) not in maps.read_text()
+
+
+def test_neither_torch_nor_transformers_is_imported(qwen: Path) -> None:
+    script = f"""
+import sys
+from sparse_bitnet.engine.engine import Engine
+engine = Engine.load({str(qwen)!r}, threads=1)
+sequence = engine.new_sequence()
+print(engine.forward([(sequence, [1, 2, 3])])[0].shape)
+heavy = {{name.partition(".")[0] for name in sys.modules}} & {{"torch", "transformers", "pyarrow"}}
+assert not heavy, heavy
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "(96,)\n"), done.stderr
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38, -1e-45])
+@pytest.mark.parametrize("kv_cache", ["float32", "float16", "int8"])
+def test_activations_that_are_no_numbers_harm_nobody(qwen: Path, bad: float, kv_cache: str) -> None:
+    """Damaged memory, say: nothing crashes, what does not pass through it stays the same."""
+    engine = Engine.load(qwen, kv_cache=kv_cache, threads=2)
+    first, second = engine.new_sequence(), engine.new_sequence()
+    before = engine.forward([(first, TOKENS), (second, TOKENS[:3])])
+    assert engine._weights is not None
+    for vector in engine._weights.vectors.values():
+        kept = vector.copy()
+        vector[::3] = bad
+        broken = engine.new_sequence()
+        engine.forward([(broken, TOKENS), (first, TOKENS[:1])], "all")
+        for _ in range(2):
+            engine.forward([(broken, [1]), (second, [2])])
+        first.truncate(len(TOKENS))
+        second.truncate(3)
+        broken.close()
+        vector[:] = kept
+    first.truncate(len(TOKENS) - 1)
+    second.truncate(2)
+    after = engine.forward([(first, TOKENS[-1:]), (second, TOKENS[2:3])])
+    for old, new in zip(before, after, strict=True):
+        np.testing.assert_allclose(new, old, atol=1e-4)
+    engine.close()

@@ -1,0 +1,166 @@
+"""The GPU inference path in plain PyTorch: merged layers, routes, fixed cache, decode steps."""
+
+import pytest
+import torch
+
+from factories import make_layer, tiny_model
+from sparse_bitnet.convert import convert_, selected
+from sparse_bitnet.engine.gpu.decode import GraphDecoder
+from sparse_bitnet.engine.gpu.fused import QuantizingNorm, fuse_
+from sparse_bitnet.engine.gpu.linear import RoutePolicy, TernaryLinear
+from sparse_bitnet.engine.gpu.merge import FirstSlice, LaterSlice, prepare_
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.kernels.choice_table import ChoiceTable, LayerShape
+from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.pattern import NMPattern
+
+ROUTES = ["dense", "sparse", "packed"]
+
+
+def sparse_model(text: str = "ternary-6:8", family: str = "qwen2"):
+    model = convert_(tiny_model(family), SparseBitConfig.parse(text)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.uniform_(-0.1, 0.1)
+    return model
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("text", ["ternary-6:8", "ternary-2:4", "ternary-8:8", "ternary-7:8"])
+def test_a_layer_gives_the_bits_of_the_trained_one(text, route):
+    trained = make_layer(text)
+    chosen = trained.select()
+    layer = TernaryLinear(
+        chosen.codes,
+        chosen.weight_scale,
+        trained.bias,
+        trained.config.pattern,
+        RoutePolicy(always=route),
+    )
+    for shape in ((48,), (2, 3, 48), (80, 48)):
+        x = torch.randn(shape)
+        assert torch.equal(layer(x), trained(x))
+    # 7:8 and 8:8 have no sparse form and run dense.
+    assert (layer.compressed is not None) == (route == "sparse" and text[-3] in "62")
+
+
+def test_the_table_decides_and_only_the_forms_it_uses_are_kept():
+    trained = make_layer("ternary-6:8")
+    chosen = trained.select()
+    shape = LayerShape(20, 48, NMPattern(6, 8))
+    table = ChoiceTable(machine="")
+    table.add(shape, 1, {"dense": 3.0, "sparse": 4.0, "packed": 1.0})
+    table.add(shape, 128, {"dense": 3.0, "sparse": 1.0, "packed": 2.0})
+    policy = RoutePolicy(table=table, packed_format="nm-bitmap")
+    layer = TernaryLinear(
+        chosen.codes, chosen.weight_scale, trained.bias, shape.pattern, policy, name="up"
+    )
+    assert [policy.choose(shape, tokens) for tokens in (1, 64, 128)] == [
+        "packed",
+        "packed",
+        "sparse",
+    ]
+    assert "forms=dense+sparse+nm-bitmap" in repr(layer)
+    for tokens in (1, 200):
+        x = torch.randn(tokens, 48)
+        assert torch.equal(layer(x), trained(x))
+    plain = TernaryLinear(chosen.codes, chosen.weight_scale, None, shape.pattern, RoutePolicy())
+    assert plain.compressed is None
+    assert plain.weight_packed is None
+    with pytest.raises(UserError, match="packed_format='b3'"):
+        RoutePolicy(packed_format="b3")
+
+
+def test_the_environment_can_force_a_product(monkeypatch):
+    table = ChoiceTable(machine="")
+    for kernel, always in (("auto", None), ("cusparselt", "sparse"), ("triton", "packed")):
+        monkeypatch.setenv("SPARSE_BITNET_KERNEL", kernel)
+        assert RoutePolicy.from_environment(table).always == always
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "gpt_neox"])
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_model_gives_the_same_logits(family, route, fused):
+    model = sparse_model(family=family)
+    ids = torch.randint(0, 96, (2, 17))
+    with torch.no_grad(), selected(model):
+        expected = model(ids).logits
+    prepare_(model, RoutePolicy(always=route))
+    merged = [module for module in model.modules() if isinstance(module, FirstSlice)]
+    assert len(merged) == (0 if family == "gpt_neox" else 4)
+    if fused:
+        fuse_(model)
+        norms = [module for module in model.modules() if isinstance(module, QuantizingNorm)]
+        assert len(norms) == len(merged)
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(model(ids).logits, expected)
+    assert all(first.input is None and first.slices == () for first in merged)
+
+
+def test_packed_checkpoints_are_prepared_too(tmp_path):
+    from sparse_bitnet.hub import from_pretrained, save_pretrained
+    from sparse_bitnet.packing.checkpoint import pack_checkpoint
+
+    model = sparse_model()
+    save_pretrained(model, tmp_path / "model")
+    pack_checkpoint(tmp_path / "model", tmp_path / "packed", embeddings="float32")
+    ids = torch.randint(0, 96, (1, 9))
+    with torch.no_grad():
+        expected = model.eval()(ids).logits
+        packed = prepare_(from_pretrained(tmp_path / "packed").eval(), RoutePolicy(always="packed"))
+        assert torch.equal(packed(ids).logits, expected)
+
+
+def test_slices_of_another_input_are_computed_anew():
+    model = prepare_(sparse_model(), RoutePolicy(always="dense"))
+    attention = model.model.layers[0].self_attn
+    assert isinstance(attention.k_proj, LaterSlice)
+    x, other = torch.randn(2, 1, 3, 64)
+    attention.q_proj(x)
+    k_of_other = attention.k_proj(other)
+    attention.q_proj(other)
+    assert torch.equal(attention.k_proj(other), k_of_other)
+
+
+def test_what_the_kernels_do_not_take_is_refused():
+    with pytest.raises(
+        UserError, match=r"layer model\.layers\.0\.self_attn\.q_proj: the GPU kernels"
+    ):
+        prepare_(sparse_model("full-6:8"), RoutePolicy())
+    with pytest.raises(UserError, match="no ternary layer"):
+        prepare_(tiny_model(), RoutePolicy())
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3"])
+def test_steps_over_the_fixed_cache_equal_the_whole_forward(family):
+    model = prepare_(sparse_model(family=family), RoutePolicy(always="dense"))
+    ids = torch.randint(0, 96, (3, 12))
+    with torch.no_grad():
+        expected = model(ids).logits
+    decoder = GraphDecoder(model, 3, 12)
+    for _ in range(2):
+        found = [decoder.prefill(ids[:, :7])]
+        found += [decoder.step(ids[:, position]) for position in range(7, 12)]
+        torch.testing.assert_close(torch.stack(found, 1), expected[:, 6:], rtol=1e-4, atol=1e-4)
+    with pytest.raises(UserError, match="cache of 12 tokens is full"):
+        decoder.step(ids[:, 0])
+    with pytest.raises(UserError, match="prompts of 3 x 13 tokens"):
+        decoder.prefill(torch.zeros(3, 13, dtype=torch.int64))
+
+
+def test_a_step_compiles_to_one_graph():
+    torch._dynamo.reset()
+    model = fuse_(prepare_(sparse_model(), RoutePolicy(always="sparse")))
+    ids = torch.randint(0, 96, (2, 6))
+    decoder, plain = GraphDecoder(model, 2, 8), GraphDecoder(model, 2, 8)
+    decoder._forward = torch.compile(
+        decoder._step, fullgraph=True, backend="aot_eager", dynamic=False
+    )
+    assert torch.equal(decoder.prefill(ids[:, :4]), plain.prefill(ids[:, :4]))
+    for position in (4, 5):
+        step = ids[:, position]
+        torch.testing.assert_close(decoder.step(step), plain.step(step), rtol=1e-5, atol=1e-5)
+    torch._dynamo.reset()

@@ -1,0 +1,167 @@
+"""What the CPU engine refuses to load, each with one line that says why."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from packed_models import make_packed
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.packing.tensor_file import TensorFile
+from sparse_bitnet.packing.tensor_writer import TensorFileWriter, TensorSpec
+
+pytest.importorskip("sparse_bitnet._cpu")
+from sparse_bitnet.engine.engine import Engine
+
+LAYER = "model.layers.1.mlp.up_proj"
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_packed(tmp_path_factory.mktemp("original"), embeddings="bf16")
+
+
+@pytest.fixture
+def packed(tmp_path: Path, original: Path) -> Path:
+    """A copy to be damaged."""
+    return Path(shutil.copytree(original, tmp_path / "packed"))
+
+
+def load(folder: Path) -> None:
+    Engine.load(folder, threads=1, weight_format="i2").close()
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config |= changes
+    kept = {name: value for name, value in config.items() if value != "(removed)"}
+    (folder / "config.json").write_text(json.dumps(kept))
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """The tensors after `change`, in a file whose checksums are right."""
+    path = folder / "model.safetensors"
+    file = TensorFile(path)
+    tensors = {name: file.tensor(name).clone() for name in file.entries}
+    change(tensors)
+    metadata = {key: value for key, value in file.metadata.items() if key != "crc32"}
+    specs = [TensorSpec(name, value.dtype, tuple(value.shape)) for name, value in tensors.items()]
+    path.unlink()
+    with TensorFileWriter(path, specs, metadata) as writer:
+        for name, value in tensors.items():
+            writer.write(name, [value])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gemma"}, "runs qwen2, llama, qwen3, bitnet, not 'gemma'; use --engine"),
+        ({"hidden_act": "gelu"}, "no activation 'gelu'; use --engine transformers"),
+        ({"layer_types": ["sliding_attention"] * 2}, "no layers without full attention"),
+        (
+            {"layer_types": "(removed)", "use_sliding_window": True, "sliding_window": 32},
+            "no sliding window",
+        ),
+        ({"model_type": ["qwen2"]}, r"model_type is \['qwen2'\], not a name"),
+        ({"hidden_act": {}}, r"hidden_act is {}, not a name"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, not positive"),
+        ({"mlp_bias": True}, "no biases in the feed-forward part"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope type 'longrope'"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor is None"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": -1}}, "rope_theta is -1"),
+        ({"hidden_size": "(removed)"}, "hidden_size is None"),
+        ({"hidden_size": 128}, r"q_proj as \[64, 64\], config\.json as \[128, 128\]"),
+        ({"num_hidden_layers": 3}, r"tensor model\.layers\.2\.\S+ is missing"),
+        ({"num_hidden_layers": 2**31 - 1}, r"tensor model\.layers\.2\.\S+ is missing"),
+        ({"num_hidden_layers": 1}, r"tensor model\.layers\.1\.\S+ is no part of the qwen2 model"),
+        ({"vocab_size": 97}, r"embed_tokens\.weight is bfloat16 \[96, 64\], the model needs"),
+        ({"num_key_value_heads": 3}, "make no model"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'"),
+        ({"model_type": "qwen3"}, r"q_norm|k_norm|q_proj"),
+        ({"tie_word_embeddings": False}, r"tensor lm_head\.weight is missing"),
+    ],
+)
+def test_config_is_compared(packed: Path, changes: dict[str, Any], message: str) -> None:
+    change_config(packed, **changes)
+    with pytest.raises(UserError, match=message):
+        load(packed)
+
+
+def test_folders_that_are_not_packed(tmp_path: Path, original: Path) -> None:
+    for folder in (original.parent / "trained", original.parent):
+        with pytest.raises(UserError, match=r"pack it first: sparse-bitnet pack \S+ OUT"):
+            load(folder)
+    with pytest.raises(UserError, match="no such folder"):
+        load(tmp_path / "nothing")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match="not readable as JSON"):
+        load(tmp_path)
+
+
+def test_every_damaged_tensor_is_named(packed: Path) -> None:
+    path = packed / "model.safetensors"
+    intact = path.read_bytes()
+    load(packed)
+    for name, entry in TensorFile(path).entries.items():
+        raw = bytearray(intact)
+        raw[(entry.begin + entry.end) // 2] ^= 4
+        path.write_bytes(raw)
+        with pytest.raises(UserError, match=f"tensor {name} is damaged"):
+            load(packed)
+    path.write_bytes(intact[:-1])
+    with pytest.raises(UserError, match="truncated"):
+        load(packed)
+
+
+def test_tensors_are_compared(packed: Path, original: Path) -> None:
+    scale, packed_name = f"{LAYER}.weight_scale", f"{LAYER}.weight_packed"
+
+    def invalid(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[packed_name][0, 0] = 255
+
+    for change, message in (
+        (lambda tensors: tensors.pop(packed_name), f"tensor {packed_name} is missing"),
+        (lambda tensors: tensors.pop("model.norm.weight"), "norm.weight is missing"),
+        (lambda tensors: tensors.update(more=torch.zeros(1)), "tensor more is no part"),
+        (lambda tensors: tensors[scale].fill_(0), f"tensor {scale} is 0.0: a scale is positive"),
+        (lambda tensors: tensors[scale].fill_(float("nan")), "not finite"),
+        (lambda tensors: tensors["model.norm.weight"].fill_(float("inf")), "not finite"),
+        (lambda tensors: tensors["model.embed_tokens.weight"].fill_(float("nan")), "not finite"),
+        (
+            lambda tensors: tensors.update({scale: torch.zeros(2)}),
+            r"float32 \[2\], the model needs",
+        ),
+        (lambda tensors: tensors.update({scale: tensors[scale].half()}), "float16"),
+        (invalid, f"tensor {packed_name} is damaged or not i2: a two-bit field holds 3"),
+    ):
+        shutil.copyfile(original / "model.safetensors", packed / "model.safetensors")
+        rewrite(packed, change)
+        with pytest.raises(UserError, match=message):
+            load(packed)
+
+
+def test_floats_of_other_types_are_taken(packed: Path, original: Path) -> None:
+    def narrow(tensors: dict[str, torch.Tensor]) -> None:
+        for name, value in tensors.items():
+            if value.dtype == torch.float32 and not name.endswith("_scale"):
+                tensors[name] = value.bfloat16()
+
+    rewrite(packed, narrow)
+    assert TensorFile(packed / "model.safetensors").entries["model.norm.weight"].dtype == "BF16"
+    load(packed)
+
+
+def test_models_trained_otherwise(tmp_path: Path) -> None:
+    folder = make_packed(tmp_path / "a", format="ternary-6:8,activation=none")
+    with pytest.raises(UserError, match="activation=none; use --engine transformers"):
+        load(folder)
+    folder = make_packed(tmp_path / "b", dense="mlp.up_proj")
+    with pytest.raises(UserError, match=r"up_proj.* is not ternary, .* --engine transformers"):
+        load(folder)
+    folder = make_packed(tmp_path / "c", "gpt_neox")
+    with pytest.raises(UserError, match="not 'gpt_neox'; use --engine transformers"):
+        load(folder)

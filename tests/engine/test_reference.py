@@ -1,0 +1,127 @@
+"""The engine over transformers: its logits are the model's, whatever way the tokens came in."""
+
+import numpy as np
+import pytest
+import torch
+
+from factories import tiny_model
+from sparse_bitnet.convert import convert_, sparse_layers
+from sparse_bitnet.engine.protocol import CacheFull, ContextFull
+from sparse_bitnet.engine.reference import TransformersEngine
+from sparse_bitnet.layer import SparseBitConfig
+
+TOKENS = [5, 17, 3, 90, 41, 8, 8, 60, 22, 1, 33, 70]
+
+
+@pytest.fixture(params=["qwen2", "gpt_neox"])
+def model(request):
+    return tiny_model(request.param, seed=2).eval()
+
+
+@pytest.fixture
+def engine(model):
+    engine = TransformersEngine(model)
+    yield engine
+    engine.close()
+
+
+def whole(model, tokens):
+    """float32 [tokens, vocab_size] of one forward without cache."""
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0].numpy()
+
+
+def close(a, b):
+    np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_all_last_and_none(model, engine):
+    expected = whole(model, TOKENS)
+    sequence = engine.new_sequence()
+    assert engine.forward([(sequence, TOKENS[:4])], "none") == []
+    (last,) = engine.forward([(sequence, TOKENS[4:6])])
+    (every,) = engine.forward([(sequence, TOKENS[6:])], "all")
+    assert last.dtype == every.dtype == np.float32
+    close(last, expected[5])
+    close(every, expected[6:])
+    assert sequence.tokens == TOKENS
+    assert len(sequence) == 12
+    assert engine.vocab_size == 96
+    assert engine.context_length == 64
+
+
+def test_forks_and_truncation_start_from_what_they_share(model, engine):
+    first = engine.new_sequence()
+    engine.forward([(first, TOKENS)], "none")
+    branch, copy, empty = first.fork(5), first.fork(), first.fork(0)
+    first.truncate(8)
+    first.truncate(8)
+    batch = [(first, [7]), (branch, [9, 10]), (copy, [11]), (empty, TOKENS)]
+    tokens = [[*TOKENS[:8], 7], [*TOKENS[:5], 9, 10], [*TOKENS, 11], TOKENS]
+    for logits, expected in zip(engine.forward(batch), tokens, strict=True):
+        close(logits, whole(model, expected)[-1])
+    assert [sequence.tokens for sequence, _ in batch] == tokens
+    first.truncate(0)
+    (logits,) = engine.forward([(first, TOKENS[:3])])
+    close(logits, whole(model, TOKENS[:3])[-1])
+
+
+def test_limits_are_checked_before_anything_changes(model):
+    engine = TransformersEngine(model, context_length=10, cache_tokens=14)
+    one, two = engine.new_sequence(), engine.new_sequence()
+    engine.forward([(one, TOKENS[:8])], "none")
+    with pytest.raises(ContextFull, match="11 tokens: the context holds 10"):
+        engine.forward([(two, [1]), (one, [1, 2, 3])])
+    with pytest.raises(CacheFull):
+        engine.forward([(one, [1]), (two, TOKENS[:6])])
+    with pytest.raises(CacheFull):
+        one.fork()
+    assert (len(one), len(two), engine.free_tokens) == (8, 0, 6)
+    one.close()
+    one.close()
+    assert engine.free_tokens == 14
+    engine.forward([(two, TOKENS[:9])])
+
+
+@pytest.mark.parametrize("tokens", [[], [96], [-1]])
+def test_tokens_that_the_model_lacks_are_refused(engine, tokens):
+    with pytest.raises(ValueError, match="needs one or more tokens"):
+        engine.forward([(engine.new_sequence(), tokens)])
+
+
+def test_misuse_is_refused(engine):
+    sequence = engine.new_sequence()
+    with pytest.raises(ValueError, match="twice"):
+        engine.forward([(sequence, [1]), (sequence, [2])])
+    with pytest.raises(ValueError, match="the sequence has 0 tokens"):
+        sequence.fork(1)
+    sequence.close()
+    for use in (sequence.fork, lambda: engine.forward([(sequence, [1])])):
+        with pytest.raises(ValueError, match="closed"):
+            use()
+
+
+def test_masks_are_selected_while_the_engine_is_open():
+    model = convert_(tiny_model(), SparseBitConfig.parse("ternary-6:8"))
+    layers = sparse_layers(model).values()
+    engine = TransformersEngine(model)
+    assert all(layer.is_selected for layer in layers)
+    engine.close()
+    engine.close()
+    assert not any(layer.is_selected for layer in layers)
+
+
+def test_models_with_a_recurrent_state_compute_all_again():
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.MambaConfig(
+        vocab_size=96, hidden_size=32, state_size=4, num_hidden_layers=2
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    engine = TransformersEngine(model, context_length=32)
+    sequence = engine.new_sequence()
+    engine.forward([(sequence, TOKENS[:6])], "none")
+    fork = sequence.fork(4)
+    (every,) = engine.forward([(fork, [7, 8])], "all")
+    close(every, whole(model, [*TOKENS[:4], 7, 8])[4:])

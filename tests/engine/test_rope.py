@@ -1,0 +1,74 @@
+"""Rotary frequencies are transformers'."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from sparse_bitnet.engine.rope import read_rope
+from sparse_bitnet.errors import UserError
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+
+
+@pytest.mark.parametrize("theta", [10_000.0, 1_000_000.0, 500_000])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_type": "default"},
+        {"rope_type": "linear", "factor": 3.0},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 512,
+        },
+        YARN,
+        {**YARN, "attention_factor": 1.5, "beta_fast": 16.0, "beta_slow": 2.0},
+        {**YARN, "mscale": 0.7, "mscale_all_dim": 1.1, "truncate": False},
+    ],
+    ids=lambda fields: f"{fields['rope_type']}-{len(fields)}",
+)
+def test_frequencies(fields: dict[str, Any], theta: float) -> None:
+    config = LlamaConfig(
+        hidden_size=256,
+        num_attention_heads=2,
+        max_position_embeddings=2048,
+        rope_parameters={**fields, "rope_theta": theta},
+    )
+    expected = LlamaRotaryEmbedding(config)
+    for written in (config.to_dict(), old_form(config.to_dict())):
+        rope = read_rope(written, 128, "test")
+        assert rope.inverse_frequencies.dtype == np.float32
+        torch.testing.assert_close(
+            torch.from_numpy(rope.inverse_frequencies), expected.inv_freq, rtol=3e-7, atol=0
+        )
+        assert rope.scaling == pytest.approx(expected.attention_scaling, rel=1e-12)
+
+
+def old_form(config: dict[str, Any]) -> dict[str, Any]:
+    """As transformers 4 wrote it."""
+    fields = dict(config.pop("rope_parameters"))
+    theta = fields.pop("rope_theta")
+    fields["type"] = fields.pop("rope_type")
+    return {**config, "rope_theta": theta, "rope_scaling": fields}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "'dynamic'; use --engine transformers"),
+        ({}, "rope_theta is None"),
+        ({"rope_theta": True}, "rope_theta is True"),
+        ({"rope_theta": float("inf")}, "rope_theta is inf"),
+        ({"rope_theta": 1e4, "rope_scaling": [1]}, "no table"),
+        ({"rope_theta": 1e4, "rope_scaling": {"partial_rotary_factor": 0.5}}, "whole heads"),
+    ],
+)
+def test_refusals(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_rope(config, 64, "test")

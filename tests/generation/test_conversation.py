@@ -1,0 +1,86 @@
+"""A conversation: the template's prompts, earlier turns from the cache, and what goes wrong in one."""
+
+import pytest
+
+from small_models import CHAT_TEMPLATE, write_models
+from sparse_bitnet.engine.engine_options import EngineOptions
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.generation.chat_template import ChatTemplate
+from sparse_bitnet.generation.conversation import Conversation
+from sparse_bitnet.generation.generation import GenerateOptions
+from sparse_bitnet.generation.open_model import open_model
+from sparse_bitnet.generation.sampling import SamplingOptions
+
+OPTIONS = GenerateOptions(max_new_tokens=6, sampling=SamplingOptions(temperature=0))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_models(tmp_path_factory.mktemp("models"), chat_template=CHAT_TEMPLATE) / "trained"
+
+
+@pytest.fixture
+def conversation(folder):
+    conversation = Conversation.open(folder, EngineOptions(), OPTIONS, system="Few words.")
+    yield conversation
+    conversation.close()
+    assert not conversation.model.engine.sequences
+
+
+def ask(conversation, message, **named):
+    pieces = []
+    result = conversation.answer(message, on_text=pieces.append, **named)
+    assert "".join(pieces) == result.texts[0].text
+    return result
+
+
+def test_earlier_turns_are_part_of_the_prompt_and_not_computed_again(conversation, folder):
+    first = ask(conversation, "some words")
+    second = ask(conversation, "and more")
+    assert [message["role"] for message in conversation.messages] == [
+        *("system", "user", "assistant", "user", "assistant")
+    ]
+    assert conversation.messages[2]["content"] == first.texts[0].text
+    prompt = ChatTemplate.load(folder).render(conversation.messages[:4])
+    tokens = conversation.model.tokenizer.encode(prompt, add_special_tokens=False)
+    assert second.texts[0].prompt_tokens == len(tokens)
+    assert second.texts[0].cached_tokens >= first.texts[0].prompt_tokens - 1
+
+
+def test_reset_forgets_all_but_the_instructions(conversation):
+    once = ask(conversation, "some words")
+    conversation.reset()
+    assert conversation.messages == [{"role": "system", "content": "Few words."}]
+    again = ask(conversation, "some words")
+    assert again.texts[0].tokens == once.texts[0].tokens
+    assert again.texts[0].cached_tokens == again.texts[0].prompt_tokens - 1
+
+
+def test_a_cancelled_answer_stays_as_far_as_it_came(conversation):
+    seen = []
+    result = conversation.answer(
+        "some words", on_text=seen.append, is_cancelled=lambda: len(seen) == 2
+    )
+    assert result.texts[0].finish_reason == "cancelled"
+    assert conversation.messages[-1] == {"role": "assistant", "content": "".join(seen)}
+    ask(conversation, "more")
+
+
+def test_answers_end_where_the_context_does(folder):
+    model = open_model(folder, EngineOptions(context_length=40))
+    options = GenerateOptions(max_new_tokens=500, sampling=OPTIONS.sampling)
+    conversation = Conversation(model, ChatTemplate(CHAT_TEMPLATE), options)
+    found = ask(conversation, "w").texts[0]
+    assert found.finish_reason == "length"
+    assert len(found.tokens) + found.prompt_tokens == 40
+    before = list(conversation.messages)
+    with pytest.raises(UserError, match="the context holds 40: start over, or write less"):
+        ask(conversation, "too much")
+    assert conversation.messages == before
+    conversation.close()
+
+
+def test_a_model_without_template_is_refused(tmp_path):
+    folder = write_models(tmp_path) / "trained"
+    with pytest.raises(UserError, match="no chat template"):
+        Conversation.open(folder, EngineOptions(), OPTIONS)

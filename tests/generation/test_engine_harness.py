@@ -1,0 +1,225 @@
+"""lm-eval over an engine gives the scores of lm-eval's own model, and computes each context once."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("lm_eval")
+
+from small_models import write_models
+from sparse_bitnet.cli import evaluate
+from sparse_bitnet.engine.engine_options import EngineOptions
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.evaluation.harness import evaluate_tasks, load_lm
+from sparse_bitnet.generation.harness import EngineLM
+from sparse_bitnet.generation.open_model import open_model
+
+WORDS = ["some", "words", "more", "talk about", "few"]
+
+TASKS = {
+    "choosing": """\
+output_type: multiple_choice
+doc_to_target: gold
+doc_to_choice: choices
+metric_list: [{metric: acc}, {metric: acc_norm}]
+""",
+    "writing": """\
+output_type: generate_until
+doc_to_target: "{{choices[0]}}"
+generation_kwargs: {until: ["e"], max_gen_toks: 12}
+metric_list: [{metric: exact_match}]
+""",
+    "rolling": """\
+output_type: loglikelihood_rolling
+doc_to_target: "{{question}} {{question}}"
+metric_list: [{metric: word_perplexity}, {metric: bits_per_byte}]
+""",
+}
+
+HEAD = """\
+task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files: {{validation: {path}}}
+training_split: null
+validation_split: validation
+test_split: null
+doc_to_text: "{text}"
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick(tmp_path_factory):
+    """No survey of the machine, which takes seconds; data sets are cached below a temporary folder."""
+    import datasets
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
+        cache = tmp_path_factory.getbasetemp() / "datasets"
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+        yield
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    return write_models(tmp_path_factory.mktemp("models")) / "packed"
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """A folder with one local task of each kind."""
+    folder = tmp_path_factory.mktemp("tasks")
+    data = folder / "questions.jsonl"
+    rows = [
+        {
+            "question": f"some words about {word}",
+            "choices": [word, f"{word} and more", "x"],
+            "gold": 1,
+        }
+        for word in WORDS
+    ]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, rest in TASKS.items():
+        text = "" if name == "rolling" else "{{question}}:"
+        content = HEAD.format(name=name, path=data, text=text) + rest
+        (folder / f"{name}.yaml").write_text(content)
+    return folder
+
+
+@pytest.fixture
+def models(packed):
+    """lm-eval's own model, and ours over the same forward."""
+    opened = open_model(packed, EngineOptions(engine="transformers"))
+    yield (
+        load_lm(packed, batch_size=3, precision="float32", device="cpu"),
+        EngineLM(opened, batch_size=3),
+    )
+    assert not opened.engine.sequences, "every sequence is given back"
+    opened.engine.close()
+
+
+def requests(*arguments):
+    return [SimpleNamespace(args=pair) for pair in arguments]
+
+
+PAIRS = [
+    ("some words", " and more"),
+    ("some words", " talk"),
+    ("some words", "e"),
+    ("some words ", "about"),
+    ("", "words to talk"),
+    ("some words", " and more"),
+    ("few " * 300, "words"),
+    ("some words, and some more words to talk about when few", " are"),
+    ("some words, and some more words to talk about when few", " words are"),
+]
+
+
+def test_log_likelihoods_are_lm_evals(models):
+    theirs, ours = (model.loglikelihood(requests(*PAIRS), disable_tqdm=True) for model in models)
+    for (a, a_greedy), (b, b_greedy) in zip(theirs, ours, strict=True):
+        assert b == pytest.approx(a, abs=1e-4)
+        assert a_greedy == b_greedy
+
+
+def test_rolling_log_likelihoods_are_lm_evals(models):
+    texts = [("some words and more",), ("words to talk about " * 200,)]
+    theirs, ours = (
+        model.loglikelihood_rolling(requests(*texts), disable_tqdm=True) for model in models
+    )
+    assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+def test_generated_texts_are_lm_evals(models):
+    kinds = [{"until": ["e"], "max_gen_toks": 20}, {"until": [], "max_gen_toks": 5}]
+    asked = requests(*[(f"some {word}", kinds[place % 2]) for place, word in enumerate(WORDS)])
+    theirs, ours = (model.generate_until(asked, disable_tqdm=True) for model in models)
+    assert ours == theirs
+    assert len(set(ours)) > 1
+
+
+def test_a_context_is_computed_once_for_all_its_continuations(models):
+    _, ours = models
+    engine = ours._engine
+    computed = []
+    forward = engine.forward
+    engine.forward = lambda batch, logits: (
+        computed.append([len(tokens) for _, tokens in batch]),
+        forward(batch, logits),
+    )[1]
+    context = "some words, and some more words to talk about when few"
+    length = len(ours.tok_encode(context))
+    choices = [" are", " words", " talk"]
+    ours.loglikelihood(requests(*[(context, choice) for choice in choices]), disable_tqdm=True)
+    assert computed[0] == [length - 1]
+    assert len(computed) == 2
+    assert sum(computed[1]) == sum(len(ours.tok_encode(choice)) for choice in choices)
+
+
+def test_a_cache_too_small_for_a_batch_makes_the_batches_smaller(packed, models):
+    theirs, _ = models
+    options = EngineOptions(engine="transformers", cache_tokens=1000)
+    opened = open_model(packed, options)
+    found = EngineLM(opened, batch_size=8).loglikelihood(requests(*PAIRS), disable_tqdm=True)
+    expected = theirs.loglikelihood(requests(*PAIRS), disable_tqdm=True)
+    assert [score for score, _ in found] == pytest.approx(
+        [score for score, _ in expected], abs=1e-4
+    )
+    opened.engine.close()
+
+
+def test_the_cpu_engine_scores_tasks_as_pytorch_does(packed, tasks, tmp_path, capsys):
+    pytest.importorskip("sparse_bitnet._cpu")
+    names = list(TASKS)
+    options = ["--tasks", *names, "--include-path", str(tasks), "--fewshot", "1"]
+    scores = tmp_path / "scores.json"
+    evaluate.main([str(packed), *options, "--engine", "cpu", "--json", str(scores)])
+    assert "acc_norm" in capsys.readouterr().out
+    ours = json.loads(scores.read_text())
+    theirs = evaluate_tasks(
+        packed, names, include_path=tasks, fewshot=1, precision="float32", device="cpu"
+    )
+    for task in names:
+        for metric, value in theirs["results"][task].items():
+            if isinstance(value, float):
+                assert ours["results"][task][metric] == pytest.approx(value, rel=1e-3), metric
+    assert ours["n-samples"] == theirs["n-samples"]
+
+
+def test_perplexity_of_the_cpu_engine_is_that_of_pytorch(packed, tmp_path, capsys):
+    pytest.importorskip("sparse_bitnet._cpu")
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"some words and {number} more" for number in range(60)))
+    found = {}
+    for engine in ("cpu", "transformers"):
+        options = ["--context-length", "100", "--stride", "70", "--batch-size", "3"]
+        options += ["--precision", "float32"] if engine == "transformers" else ["--threads", "2"]
+        output = tmp_path / f"{engine}.json"
+        arguments = [str(packed), "--data", str(text), "--engine", engine, "--json", str(output)]
+        evaluate.main([*arguments, *options])
+        found[engine] = json.loads(output.read_text())
+    cpu, reference = found["cpu"], found["transformers"]
+    assert cpu["perplexity"] == pytest.approx(reference["perplexity"], rel=1e-3)
+    for key in ("tokens", "context_length", "stride", "text_bytes", "checkpoint", "format"):
+        assert cpu[key] == reference[key]
+    assert cpu["format"] == "ternary-6:8, packed as nm-bitmap"
+    assert cpu["device"] == "cpu engine"
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        ("packed", ["--engine", "cpu", "--precision", "bf16"], "computes in float32"),
+        ("packed", ["--engine", "transformers", "--head", "int8"], "options of the CPU engine"),
+        ("packed", ["--device", "cuda", "--threads", "1"], "computes in float32"),
+        ("trained", ["--kv-cache", "int8"], "the model is not packed"),
+        ("trained", ["--engine", "cpu"], "pack it first"),
+        ("packed", ["--context-length", "513"], "513"),
+    ],
+)
+def test_options_that_cannot_be_honoured_are_refused(packed, tmp_path, model, options, words):
+    text = tmp_path / "text.txt"
+    text.write_text("some words")
+    with pytest.raises(UserError, match=words):
+        evaluate.main([str(packed.parent / model), "--data", str(text), *options])

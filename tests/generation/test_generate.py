@@ -1,0 +1,236 @@
+"""Generated text: transformers' own, the same in any company, streamed, bounded, and reusing prefixes."""
+
+import numpy as np
+import pytest
+import torch
+
+from factories import tiny_model
+from sparse_bitnet.data.tokenizer import train_tokenizer
+from sparse_bitnet.engine.protocol import CacheFull, ContextFull
+from sparse_bitnet.engine.reference import TransformersEngine
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.generation.generate import check_context, generate
+from sparse_bitnet.generation.generation import GenerateOptions
+from sparse_bitnet.generation.prefix_cache import PrefixCache
+from sparse_bitnet.generation.sampling import SamplingOptions
+from sparse_bitnet.generation.text import TextTokenizer
+
+GREEDY = SamplingOptions(temperature=0)
+PROMPTS = [[5, 17, 3], [90], [41, 8, 8, 60, 22, 1, 33, 70], [5, 17, 9, 9]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return TextTokenizer(train_tokenizer(["some words, some more words"], 270).backend_tokenizer)
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = tiny_model(seed=6, vocab_size=270, max_position_embeddings=512).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    return model
+
+
+@pytest.fixture
+def engine(model):
+    engine = Counting(model)
+    yield engine
+    assert not engine.sequences, "every sequence is given back"
+    engine.close()
+
+
+class Counting(TransformersEngine):
+    """Remembers how many tokens each forward computed."""
+
+    def __init__(self, *arguments, **named):
+        super().__init__(*arguments, **named)
+        self.computed = []
+
+    def forward(self, batch, logits="last"):
+        self.computed.append([len(tokens) for _, tokens in batch])
+        return super().forward(batch, logits)
+
+
+def run(engine, prompts, tokenizer, **named):
+    options = {
+        name: named.pop(name) for name in ("max_new_tokens", "sampling", "stop") if name in named
+    }
+    options = GenerateOptions(**({"max_new_tokens": 12, "sampling": GREEDY} | options))
+    return generate(engine, prompts, options, tokenizer=tokenizer, **named)
+
+
+def tokens_of(result):
+    return [text.tokens for text in result.texts]
+
+
+def test_greedy_text_is_that_of_transformers(engine, model, tokenizer):
+    found = run(engine, PROMPTS, tokenizer, max_new_tokens=40)
+    for prompt, text in zip(PROMPTS, found.texts, strict=True):
+        expected = model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)
+        assert text.tokens == expected[0, len(prompt) :].tolist()
+        assert text.text == tokenizer.decode(text.tokens)
+        assert (text.finish_reason, text.prompt_tokens) == ("length", len(prompt))
+    assert found.prefill_tokens == sum(map(len, PROMPTS)) - found.texts[3].cached_tokens
+    assert found.decode_tokens == 4 * 39
+    assert found.prefill_rate > 0
+    assert found.decode_rate > 0
+
+
+@pytest.mark.parametrize("max_batch", [1, 3, 32])
+def test_a_text_does_not_depend_on_its_company(engine, tokenizer, max_batch):
+    sampling = SamplingOptions(temperature=1.5, top_p=0.9, repetition_penalty=1.1, seed=3)
+    alone = [run(engine, [prompt], tokenizer, sampling=sampling) for prompt in PROMPTS]
+    together = run(engine, PROMPTS, tokenizer, sampling=sampling, max_batch=max_batch)
+    assert tokens_of(together) == [tokens_of(result)[0] for result in alone]
+    other = run(engine, PROMPTS, tokenizer, sampling=SamplingOptions(temperature=1.5, seed=4))
+    assert tokens_of(other) != tokens_of(together)
+
+
+def test_pieces_of_the_stream_make_up_the_text(engine, tokenizer):
+    pieces = [[] for _ in PROMPTS]
+    found = run(
+        engine,
+        PROMPTS,
+        tokenizer,
+        on_token=lambda number, token, piece: pieces[number].append((token, piece)),
+    )
+    for text, streamed in zip(found.texts, pieces, strict=True):
+        assert [token for token, _ in streamed] == text.tokens
+        assert "".join(piece for _, piece in streamed) == text.text
+
+
+def test_end_tokens_and_stop_strings_end_a_text(engine, tokenizer):
+    (whole,) = run(engine, [PROMPTS[2]], tokenizer).texts
+    end = whole.tokens[4]
+    first = whole.tokens.index(end)
+    (text,) = run(engine, [PROMPTS[2]], tokenizer, end_tokens=frozenset({end})).texts
+    assert text.finish_reason == "stop"
+    assert text.tokens == whole.tokens[: first + 1]
+    assert text.text == tokenizer.decode(whole.tokens[:first])
+
+    stop = whole.text[3:5]
+    (text,) = run(engine, [PROMPTS[2]], tokenizer, stop=(stop, "never")).texts
+    assert text.finish_reason == "stop"
+    assert text.text == whole.text[: whole.text.index(stop)]
+
+
+def test_a_kept_sequence_is_not_computed_again(engine, tokenizer):
+    prefixes = PrefixCache()
+    prompt = list(range(100, 180))
+    first = run(engine, [prompt], tokenizer, prefixes=prefixes)
+    again = run(engine, [prompt], tokenizer, prefixes=prefixes)
+    assert tokens_of(first) == tokens_of(again)
+    assert again.texts[0].cached_tokens == 79
+    assert again.prefill_tokens == 1
+    longer = [*prompt, *first.texts[0].tokens[:5], 7]
+    more = run(engine, [longer], tokenizer, prefixes=prefixes)
+    assert more.texts[0].cached_tokens == 85
+    assert tokens_of(more) == tokens_of(run(engine, [longer], tokenizer))
+    prefixes.clear()
+
+
+def test_prompts_of_one_call_share_what_they_begin_with(engine, tokenizer):
+    shared = list(range(100, 200))
+    prompts = [[*shared, 5], [*shared, 6, 7], [*shared, 8]]
+    alone = [run(engine, [prompt], tokenizer) for prompt in prompts]
+    engine.computed.clear()
+    together = run(engine, prompts, tokenizer)
+    assert tokens_of(together) == [tokens_of(result)[0] for result in alone]
+    assert engine.computed[:2] == [[101], [2, 1]]
+    assert [text.cached_tokens for text in together.texts] == [0, 100, 100]
+
+
+def test_long_prompts_are_computed_in_pieces_and_can_be_cancelled(model, tokenizer):
+    engine = Counting(model)
+    prompt = np.random.default_rng(0).integers(1, 270, 480).tolist()
+    asked = []
+    found = run(
+        engine,
+        [prompt[300::-1][:300], prompt],
+        tokenizer,
+        is_cancelled=lambda: len(asked) >= 2 or asked.append(1),
+    )
+    assert engine.computed == [[300, 212]]
+    assert [text.finish_reason for text in found.texts] == ["cancelled", "cancelled"]
+    assert [len(text.tokens) for text in found.texts] == [1, 0]
+    found = run(engine, [prompt], tokenizer)
+    assert found.texts[0].finish_reason == "length"
+    engine.close()
+
+
+def test_a_cancelled_text_keeps_what_it_has(engine, tokenizer):
+    seen = []
+    prefixes = PrefixCache()
+    (text,) = run(
+        engine,
+        [PROMPTS[0]],
+        tokenizer,
+        prefixes=prefixes,
+        on_token=lambda *token: seen.append(token),
+        is_cancelled=lambda: len(seen) == 5,
+    ).texts
+    assert text.finish_reason == "cancelled"
+    assert len(text.tokens) == 5
+    assert text.text == "".join(piece for _, _, piece in seen)
+    assert len(prefixes) == 1
+    prefixes.clear()
+
+
+def test_a_small_cache_serves_many_prompts_one_after_the_other(model, tokenizer):
+    prompts = [[number] * 50 for number in range(1, 8)]
+    expected = tokens_of(run(TransformersEngine(model), prompts, tokenizer))
+    engine = Counting(model, cache_tokens=140)
+    prefixes = PrefixCache()
+    for _ in range(2):
+        assert tokens_of(run(engine, prompts, tokenizer, prefixes=prefixes)) == expected
+    assert max(map(len, engine.computed)) == 2
+    prefixes.clear()
+    with pytest.raises(CacheFull, match="room for 140 tokens"):
+        run(engine, [[1] * 140], tokenizer)
+    assert not engine.sequences
+    engine.close()
+
+
+def test_a_prompt_and_its_text_may_fill_context_and_cache_exactly(model, tokenizer):
+    engine = TransformersEngine(model, context_length=128, cache_tokens=128)
+    prompt = list(range(1, 117))
+    assert len(run(engine, [prompt], tokenizer).texts[0].tokens) == 12
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new", "error", "words"),
+    [
+        ([], 1, UserError, "prompt is empty"),
+        ([270], 1, UserError, "token 270 is outside the model's vocabulary of 270"),
+        ([1] * 512, 1, ContextFull, "fills the context of 512"),
+        ([1] * 500, 13, ContextFull, "at most 12 new tokens"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_any_work(engine, tokenizer, prompt, new, error, words):
+    with pytest.raises(error, match=words):
+        run(engine, [[1], prompt], tokenizer, max_new_tokens=new)
+    assert engine.computed == []
+    check_context(engine, 500, 12)
+
+
+def test_an_error_gives_all_sequences_back(model, tokenizer):
+    class Failing(TransformersEngine):
+        def forward(self, batch, logits="last"):
+            if len(batch[0][0]) > 5:
+                raise RuntimeError("out of order")
+            return super().forward(batch, logits)
+
+    engine = Failing(model)
+    with pytest.raises(RuntimeError, match="out of order"):
+        run(engine, PROMPTS, tokenizer, max_batch=2)
+    assert not engine.sequences
+
+
+def test_options_are_checked():
+    with pytest.raises(UserError, match="max_new_tokens=0"):
+        GenerateOptions(max_new_tokens=0)
+    with pytest.raises(UserError, match="stop string is empty"):
+        GenerateOptions(stop=("",))

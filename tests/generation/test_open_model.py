@@ -1,0 +1,126 @@
+"""Which engine runs what, and that the CPU engine's way imports no torch."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from small_models import CHAT_TEMPLATE, write_models
+from sparse_bitnet.engine.engine_options import EngineOptions
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.generation.open_model import open_engine, open_model
+
+pytest.importorskip("sparse_bitnet._cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_models(tmp_path_factory.mktemp("models"), chat_template=CHAT_TEMPLATE)
+
+
+@pytest.mark.parametrize(
+    ("model", "engine", "expected"),
+    [
+        ("packed", "auto", "cpu"),
+        ("packed", "cpu", "cpu"),
+        ("packed", "transformers", "transformers"),
+        ("trained", "auto", "transformers"),
+    ],
+)
+def test_the_engine_asked_for_or_the_fastest_that_can(folder, model, engine, expected):
+    opened = open_model(folder / model, EngineOptions(engine=engine, context_length=100))
+    assert (opened.engine_name, opened.note) == (expected, None)
+    assert opened.engine.context_length == 100
+    assert opened.end_tokens == {opened.tokenizer.token_id("<|endoftext|>")}
+    opened.engine.close()
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        ("trained", {"engine": "cpu"}, "pack it first"),
+        ("trained", {"head": "int8"}, "--head int8 is an option of the CPU engine"),
+        ("packed", {"engine": "transformers", "kv_cache": "int8"}, "--kv-cache int8 is an option"),
+        ("packed", {"context_length": 1024}, "512"),
+        ("nowhere", {}, "nowhere"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(folder, model, options, words):
+    with pytest.raises(UserError, match=words):
+        open_model(folder / model, EngineOptions(**options))
+
+
+@pytest.mark.parametrize("name", ["threads", "context_length", "cache_tokens"])
+def test_options_are_checked(name):
+    with pytest.raises(UserError, match=f"--{name.replace('_', '-')} 0"):
+        EngineOptions(**{name: 0})
+
+
+def test_an_architecture_that_the_engine_lacks_falls_back_and_says_so(folder, tmp_path):
+    neox = write_models(tmp_path / "neox", "gpt_neox") / "packed"
+    opened = open_engine(neox, EngineOptions())
+    assert opened.engine_name == "transformers"
+    assert "gpt_neox" in opened.note or "GPTNeoX" in opened.note
+    opened.engine.close()
+    with pytest.raises(UserError, match="--engine transformers"):
+        open_engine(neox, EngineOptions(engine="cpu"))
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_damaged_packed_folder_is_not_left_to_transformers(folder, tmp_path, name):
+    copy = shutil.copytree(folder / "packed", tmp_path / "packed")
+    if name == "config.json":
+        content = json.loads((copy / name).read_text())
+        (copy / name).write_text(json.dumps(content | {"rms_norm_eps": float("nan")}))
+    else:
+        (copy / name).write_bytes((copy / name).read_bytes()[:-100])
+    code = (
+        "import sys\n"
+        "from sparse_bitnet.cli.main import main\n"
+        "try:\n"
+        "    main(sys.argv[1:])\n"
+        "finally:\n"
+        "    assert 'transformers' not in sys.modules\n"
+    )
+    command = [sys.executable, "-c", code, "generate", str(copy), "--prompt", "some words"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"sparse-bitnet: {copy / name}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_end_token_can_come_from_the_tokenizer(folder, tmp_path):
+    copy = shutil.copytree(folder / "packed", tmp_path / "packed")
+    for name in ("config.json", "generation_config.json"):
+        if (copy / name).exists():
+            content = json.loads((copy / name).read_text())
+            content.pop("eos_token_id", None)
+            (copy / name).write_text(json.dumps(content))
+    opened = open_model(copy, EngineOptions())
+    assert opened.end_tokens == {opened.tokenizer.token_id("<|endoftext|>")}
+    opened.engine.close()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["generate", "--prompt", "some words", "--stats"], ["chat", "--max-new-tokens", "4"]],
+)
+def test_generating_with_the_cpu_engine_imports_no_torch(folder, command):
+    code = (
+        "import sys\n"
+        "from sparse_bitnet.cli.main import main\n"
+        f"main({[command[0], str(folder / 'packed'), *command[1:]]!r})\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'pyarrow', 'matplotlib', 'rich'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input="some words\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout

@@ -1,0 +1,390 @@
+"""Continuous batching: every generation gets exactly its own tokens, whatever happens beside it."""
+
+import queue
+import threading
+import time
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models
+
+from scripted_engine import ScriptedEngine, greedy, logits_after
+from sparse_bitnet.engine.protocol import ContextFull
+from sparse_bitnet.generation.prefix_cache import PrefixCache
+from sparse_bitnet.generation.request import GeneratedText, GenerationRequest, score
+from sparse_bitnet.generation.sampling import Sampler, SamplingOptions
+from sparse_bitnet.generation.scheduler import Observer, QueueFull, Scheduler, Stopping
+from sparse_bitnet.generation.text import TextTokenizer
+
+VOCAB = 300
+LONG = 30.0
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """Each token's text is its number and a space."""
+    tokenizer = Tokenizer(models.WordLevel({f"{i} ": i for i in range(VOCAB)}, unk_token="0 "))
+    tokenizer.decoder = decoders.Fuse()
+    return TextTokenizer(tokenizer)
+
+
+@contextmanager
+def running(engine, **options):
+    """A scheduler; at the end nothing is left in the engine."""
+    scheduler = Scheduler(engine, **options)
+    scheduler.start()
+    try:
+        yield scheduler
+    finally:
+        scheduler.stop()
+        assert scheduler.join(LONG)
+        assert engine.sequences == []
+
+
+class Sink:
+    """Collects the outputs of generations."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.ended: queue.Queue = queue.Queue()
+        self.texts: dict = {}
+        self.times: list[float] = []
+
+    def request(self, prompt, max_tokens=8, stop=(), seed=None, **more):
+        options = SamplingOptions(temperature=0) if seed is None else SamplingOptions(seed=seed)
+        return GenerationRequest(
+            prompt=prompt,
+            max_tokens=max_tokens,
+            sampler=Sampler(options, prompt),
+            text=GeneratedText(self.tokenizer, stop),
+            deliver=more.pop("deliver", self.take),
+            **more,
+        )
+
+    def take(self, generation, output):
+        self.texts[generation] = self.texts.get(generation, "") + output.text
+        self.times.append(time.perf_counter())
+        if output.finish is not None:
+            self.ended.put(generation)
+
+    def wait(self, count):
+        return [self.ended.get(timeout=LONG) for _ in range(count)]
+
+
+@pytest.fixture
+def sink(tokenizer):
+    return Sink(tokenizer)
+
+
+def generated(generation):
+    return generation.tokens[len(generation.request.prompt) :]
+
+
+def random_prompts(count, longest=150):
+    rng = np.random.default_rng(5)
+    return [rng.integers(0, VOCAB, rng.integers(1, longest)).tolist() for _ in range(count)]
+
+
+def test_many_generations_get_their_own_tokens(sink):
+    prompts = random_prompts(40)
+    with running(ScriptedEngine(), max_running=7) as scheduler:
+        for start in range(0, 40, 5):
+            requests = [sink.request(p, 5 + i) for i, p in enumerate(prompts[start : start + 5])]
+            scheduler.submit(requests)
+        ended = sink.wait(40)
+    assert len(set(ended)) == 40
+    for generation in ended:
+        request = generation.request
+        assert generated(generation) == greedy(request.prompt, request.max_tokens, VOCAB)
+        assert sink.texts[generation] == "".join(f"{token} " for token in generated(generation))
+        assert generation.finish == "length"
+
+
+def test_draws_do_not_depend_on_neighbours(sink):
+    prompts = random_prompts(9)
+    with running(ScriptedEngine()) as scheduler:
+        [alone] = scheduler.submit([sink.request(prompts[0], 20, seed=7)])
+        sink.wait(1)
+        together = scheduler.submit(
+            [sink.request(p, 20, seed=i) for i, p in enumerate(prompts[1:])]
+            + [sink.request(prompts[0], 20, seed=7), sink.request(prompts[0], 20, seed=8)]
+        )
+        sink.wait(len(together))
+    assert generated(together[-2]) == generated(alone)
+    assert generated(together[-1]) != generated(alone)
+
+
+def test_full_cache_pauses_and_resumes_without_changing_tokens(sink):
+    events = []
+
+    class Count(Observer):
+        def preempted(self):
+            events.append("paused")
+
+    engine = ScriptedEngine(cache_tokens=64 * 8, context_length=400)
+    prompts = random_prompts(6, 60)
+    with running(engine, observer=Count()) as scheduler:
+        scheduler.submit([sink.request(p, 200) for p in prompts])
+        ended = sink.wait(6)
+    assert events, "the test is to run out of cache"
+    for generation in ended:
+        assert generated(generation) == greedy(generation.request.prompt, 200, VOCAB)
+        assert sink.texts[generation].split() == [str(token) for token in generated(generation)]
+
+
+def test_long_prompt_does_not_hold_up_the_others(sink):
+    engine = ScriptedEngine(context_length=4096, delay=0.002)
+    with running(engine, prefill_slice=32) as scheduler:
+        scheduler.submit([sink.request([1], 60)])
+        while not sink.times:
+            time.sleep(0.001)
+        [long] = scheduler.submit([sink.request([2] * 1000, 1)])
+        sink.wait(2)
+    mixed = [sizes for sizes in engine.batches if len(sizes) > 1]
+    assert len(mixed) > 10
+    assert max(max(sizes) for sizes in mixed) <= 32
+    assert generated(long) == greedy(long.request.prompt, 1, VOCAB)
+
+
+def test_prompts_share_a_slice(sink):
+    engine = ScriptedEngine(context_length=4096, delay=0.002)
+    short, long = [3] * 40, [4] * 3000
+    with running(engine, prefill_alone=100) as scheduler:
+        scheduler.submit([sink.request(long, 1), sink.request(short, 1)])
+        first, second = sink.wait(2)
+    assert (first.request.prompt, second.request.prompt) == (short, long)
+    assert engine.batches[0] == [60, 40]
+
+
+def test_ended_sequences_serve_later_prompts(sink):
+    engine = ScriptedEngine()
+    prompt = random_prompts(1)[0] + [9] * 50
+    with running(engine) as scheduler:
+        [first] = scheduler.submit([sink.request(prompt, 10)])
+        sink.wait(1)
+        [again] = scheduler.submit([sink.request(prompt, 10)])
+        [longer] = scheduler.submit([sink.request([*first.tokens, 1, 2], 10)])
+        sink.wait(2)
+    assert (first.cached, again.cached) == (0, len(prompt) - 1)
+    # The last token drawn was never computed.
+    assert longer.cached == len(first.tokens) - 1
+    assert generated(again) == generated(first)
+    assert generated(longer) == greedy([*first.tokens, 1, 2], 10, VOCAB)
+
+
+def test_choices_of_one_prompt_compute_it_once(sink):
+    engine = ScriptedEngine(context_length=2048)
+    prompt = list(range(200)) * 3
+    with running(engine) as scheduler:
+        scheduler.submit([sink.request(prompt, 4, seed=i) for i in range(4)])
+        ended = sink.wait(4)
+    assert sorted(generation.cached for generation in ended) == [0, 599, 599, 599]
+    assert sum(map(sum, engine.batches)) == 600 + 3 + 4 * 3
+
+
+def test_kept_sequences_make_room(sink):
+    engine = ScriptedEngine(cache_tokens=64 * 6, context_length=300)
+    prompts = [[i] * 150 for i in range(8)]
+    with running(engine) as scheduler:
+        for prompt in prompts:
+            scheduler.submit([sink.request(prompt, 100)])
+        ended = sink.wait(8)
+        assert scheduler.load().kept_prefixes >= 1
+    for generation in ended:
+        assert generated(generation) == greedy(generation.request.prompt, 100, VOCAB)
+
+
+def test_end_tokens_and_stop_strings_end_early(sink):
+    expected = greedy([5, 6], 30, VOCAB)
+    with running(ScriptedEngine()) as scheduler:
+        ends = frozenset([expected[4]])
+        stop = (f"{expected[2]} {expected[3]} ",)
+        by_token, by_string = scheduler.submit(
+            [sink.request([5, 6], 30, stop_tokens=ends), sink.request([5, 6], 30, stop=stop)]
+        )
+        sink.wait(2)
+    assert (by_token.finish, by_string.finish) == ("stop", "stop")
+    assert generated(by_token) == expected[:5]
+    assert sink.texts[by_token] == "".join(f"{token} " for token in expected[:4])
+    assert sink.texts[by_string] == "".join(f"{token} " for token in expected[:2])
+
+
+def test_failures_stay_with_the_one_that_fails(sink):
+    engine = ScriptedEngine(fails=lambda tokens: 299 in tokens)
+    good = random_prompts(5)
+    good = [[token for token in prompt if token < 200] + [1] for prompt in good]
+
+    def unsound(generation, output):
+        raise OSError("receiver")
+
+    with running(engine) as scheduler:
+        requests = [sink.request(prompt, 1) for prompt in good]
+        requests.insert(2, sink.request([1, 299, 2], 6))
+        requests.insert(4, sink.request([1, 2], 6, deliver=unsound))
+        generations = scheduler.submit(requests)
+        sink.wait(6)
+        [later] = scheduler.submit([sink.request([1, 2, 3], 1)])
+        sink.wait(1)
+    assert generations[2].finish == "error"
+    assert generations[2].error == "RuntimeError"
+    for generation in [*generations[:2], generations[3], *generations[5:], later]:
+        assert generation.finish == "length"
+        assert generated(generation) == greedy(generation.request.prompt, 1, VOCAB)
+
+
+def test_logits_that_are_no_numbers_fail_their_own_generation(sink):
+    def logits(tokens, size):
+        values = logits_after(tokens, size)
+        return np.full_like(values, np.nan) if tokens[0] == 7 else values
+
+    with running(ScriptedEngine(logits=logits)) as scheduler:
+        bad, scored, good = scheduler.submit(
+            [
+                sink.request([7], 5),
+                sink.request([7, 8, 9], 0, score_prompt=True, top_scores=1),
+                sink.request([8], 5),
+            ]
+        )
+        sink.wait(3)
+    for generation in (bad, scored):
+        assert generation.finish == "error"
+        assert "damaged" in generation.error
+    assert generated(good) == greedy([8], 5, VOCAB)
+
+
+def test_scores_are_numbers_that_json_has():
+    found = score(np.array([0, -np.inf, -np.inf], np.float32), 2, 2)
+    assert (found.logprob, found.top) == (-9999.0, ((0, 0.0), (1, -9999.0)))
+
+
+def test_cancelling_waiting_and_running_ones(sink):
+    with running(ScriptedEngine(delay=0.005), max_running=1) as scheduler:
+        first, second, third = scheduler.submit([sink.request([i], 900) for i in (1, 2, 3)])
+        while not sink.times:
+            time.sleep(0.001)
+        scheduler.cancel(second)
+        [ended] = sink.wait(1)
+        assert ended is second
+        assert second.generated == 0
+        scheduler.cancel(first)
+        sink.wait(1)
+        assert 0 < first.generated < 900
+        assert first.finish == "cancelled"
+        scheduler.cancel(third)
+        scheduler.cancel(third)
+        sink.wait(1)
+
+
+def test_queue_is_bounded_all_or_nothing(sink):
+    with running(ScriptedEngine(delay=0.01), max_running=2, max_queue=3) as scheduler:
+        scheduler.submit([sink.request([i], 900) for i in range(2)])
+        while scheduler.load().running < 2:
+            time.sleep(0.001)
+        scheduler.submit([sink.request([i], 900) for i in range(2)])
+        with pytest.raises(QueueFull):
+            scheduler.submit([sink.request([i], 1) for i in range(2)])
+        assert scheduler.load().waiting == 2
+        scheduler.submit([sink.request([9], 900)])
+
+
+def test_too_long_for_context_or_cache_is_refused_at_once(sink):
+    with running(ScriptedEngine(context_length=100)) as scheduler:
+        with pytest.raises(ContextFull, match=r"95 tokens and max_tokens is 6.*100"):
+            scheduler.submit([sink.request([1] * 95, 6)])
+        scheduler.submit([sink.request([1] * 95, 5)])
+        [whole] = sink.wait(1)
+        assert whole.generated == 5
+    engine = ScriptedEngine(cache_tokens=128)
+    with running(engine) as scheduler:
+        assert scheduler.capacity == 128
+        scheduler.submit([sink.request([1] * 100, 28), sink.request([2] * 100, 28)])
+        assert {generation.generated for generation in sink.wait(2)} == {28}
+
+
+@pytest.mark.parametrize("grace", [0.0, 30.0])
+def test_stopping(sink, grace):
+    scheduler = Scheduler(ScriptedEngine(delay=0.002), max_running=1)
+    scheduler.start()
+    first, second = scheduler.submit([sink.request([1], 40), sink.request([2], 40)])
+    while not sink.times:
+        time.sleep(0.001)
+    scheduler.stop(grace)
+    with pytest.raises(Stopping):
+        scheduler.submit([sink.request([3], 1)])
+    assert scheduler.join(LONG)
+    assert second.finish == "shutdown"
+    assert first.finish == ("length" if grace else "shutdown")
+    assert len(sink.wait(2)) == 2
+
+
+def test_scores_of_prompt_and_text(sink):
+    prompt = random_prompts(1, 99)[0] + [3] * 40
+    with running(ScriptedEngine()) as scheduler:
+        scored = [
+            sink.request(prompt, wanted, top_scores=3, score_prompt=True) for wanted in (0, 4)
+        ]
+        only, both = scheduler.submit(scored)
+        sink.wait(2)
+    assert only.generated == 0
+    assert only.finish == "length"
+    assert only.prompt_scores == both.prompt_scores
+    assert [entry.token for entry in only.prompt_scores] == prompt
+    assert only.prompt_scores[0].logprob is None
+    for place in (1, 31, 32, 33, len(prompt) - 1):
+        logits = logits_after(prompt[:place], VOCAB).astype(np.float64)
+        expected = logits - np.log(np.exp(logits).sum())
+        entry = only.prompt_scores[place]
+        assert entry.logprob == pytest.approx(expected[prompt[place]], abs=1e-9)
+        assert [token for token, _ in entry.top] == np.argsort(-expected)[:3].tolist()
+    assert generated(both) == greedy(prompt, 4, VOCAB)
+
+
+def test_score_of_ties_names_lower_tokens_first():
+    logits = np.zeros(10, dtype=np.float32)
+    logits[7] = 1
+    found = score(logits, 0, 3)
+    assert [token for token, _ in found.top] == [7, 0, 1]
+    assert found.logprob == pytest.approx(-np.log(9 + np.e))
+
+
+def test_submitting_from_many_threads(sink):
+    prompts = random_prompts(24, 30)
+    with running(ScriptedEngine(), max_running=5, max_queue=100) as scheduler:
+        threads = [
+            threading.Thread(target=lambda p=p: scheduler.submit([sink.request(p, 6)]))
+            for p in prompts
+        ]
+        for thread in threads:
+            thread.start()
+        ended = sink.wait(24)
+        for thread in threads:
+            thread.join()
+    for generation in ended:
+        assert generated(generation) == greedy(generation.request.prompt, 6, VOCAB)
+
+
+def test_prefix_cache_keeps_the_longest_and_most_recent():
+    engine = ScriptedEngine()
+    cache = PrefixCache(2)
+
+    def keep(*tokens):
+        sequence = engine.new_sequence()
+        sequence._tokens += tokens
+        cache.keep(sequence, np.asarray(tokens, dtype=np.int32))
+        return sequence
+
+    def find(*tokens):
+        return cache.longest(np.asarray(tokens, dtype=np.int32))
+
+    short = keep(1, 2)
+    long = keep(1, 2, 3)
+    assert not short.is_open, "the longer one serves all that it could"
+    other = keep(5, 6)
+    assert find(1, 2, 9) == (long, 2)
+    assert find(8) == (None, 0)
+    keep(7)
+    assert not other.is_open, "the least recently used goes first"
+    assert long.is_open
+    cache.clear()
+    assert engine.sequences == []

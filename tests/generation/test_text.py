@@ -1,0 +1,130 @@
+"""Tokens to text, one at a time: whole characters only, and the text of the tokenizer itself."""
+
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from sparse_bitnet.data.tokenizer import load_tokenizer, train_tokenizer
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.generation.text import TextStream, TextTokenizer
+
+TEXTS = [
+    "plain words, and some   spaces\n\n",
+    "Ünïcödé, 中文字, 👍🏽 family 👨‍👩‍👧",
+    "",
+    " leading space",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A byte-level tokenizer that knows no characters beyond ASCII: each of their bytes is a token."""
+    tokenizer = train_tokenizer(["plain words and words again"] * 5, 270)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    tokenizer.add_tokens(["two words"])
+    path = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def byte_token_tokenizer():
+    """SentencePiece's kind: ▁ for spaces, <0x..> for bytes."""
+    pieces = ["<unk>", "▁", "a", "b", "▁a", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokenizer = Tokenizer(
+        models.BPE(
+            {piece: place for place, piece in enumerate(pieces)},
+            [("▁", "a")],
+            unk_token="<unk>",
+            byte_fallback=True,
+        )
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return TextTokenizer(tokenizer)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_tokens_and_text_are_those_of_transformers(folder, text):
+    ours, theirs = TextTokenizer.load(folder), load_tokenizer(folder)
+    for given_text in (text, f"<|im_start|>{text}two words<|endoftext|>"):
+        tokens = ours.encode(given_text)
+        assert tokens == theirs(given_text).input_ids
+        assert tokens == ours.encode(given_text, add_special_tokens=False)
+        for skip in (True, False):
+            decoded = ours.decode(tokens, skip_special_tokens=skip)
+            assert decoded == theirs.decode(tokens, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_stream_gives_each_character_with_its_last_byte(folder, text):
+    tokenizer = TextTokenizer.load(folder)
+    stream, shown, fed = TextStream(tokenizer), "", b""
+    for token in tokenizer.encode(text):
+        shown += stream.feed(token)
+        fed += tokenizer.token_bytes(token)
+        assert shown == fed.decode(errors="ignore")
+    assert shown == text
+    assert stream.flush() == ""
+
+
+@given(st.lists(st.integers(0, 300), max_size=40))
+def test_any_tokens_at_all_give_what_the_tokenizer_gives(tokens):
+    tokenizer = train_tokenizer(["plain words"], 260)
+    ours = TextTokenizer(tokenizer.backend_tokenizer)
+    assert ours.decode(tokens) == tokenizer.backend_tokenizer.decode(tokens)
+
+
+def test_bytes_that_are_no_character_are_shown_as_such(folder):
+    tokenizer = TextTokenizer.load(folder)
+    by_byte = {tokenizer.token_bytes(token): token for token in range(257)}
+    tokens = [by_byte[bytes([byte])] for byte in b"a\xe4\xb8b\xff\xe4"]
+    stream = TextStream(tokenizer)
+    assert [stream.feed(token) for token in tokens] == ["a", "", "", "\ufffdb", "\ufffd", ""]
+    assert stream.flush() == "\ufffd"
+
+
+def test_byte_tokens_of_sentencepiece(folder):
+    tokenizer = byte_token_tokenizer()
+    tokens = tokenizer.encode("a 中b")
+    assert tokenizer.decode(tokens) == "a 中b"
+    whole = TextStream(tokenizer)
+    assert "".join(map(whole.feed, tokens)) == " a 中b", "as it continues another text"
+    assert tokenizer.token_bytes(tokens[0]) == b" a"
+
+
+def test_decoders_that_look_at_neighbours():
+    words = Tokenizer(
+        models.WordPiece({"un": 0, "##do": 1, "it": 2, "[UNK]": 3}, unk_token="[UNK]")
+    )
+    words.decoder = decoders.WordPiece()
+    tokenizer = TextTokenizer(words)
+    stream = TextStream(tokenizer)
+    assert "".join(map(stream.feed, [0, 1, 2])) + stream.flush() == "undo it"
+    assert tokenizer.decode([0, 1, 2]) == "undo it"
+
+
+def test_numbers_beyond_the_vocabulary_are_no_text(folder):
+    tokenizer = TextTokenizer.load(folder)
+    assert tokenizer.token_bytes(5000) == b""
+    assert tokenizer.decode([5000]) == ""
+    assert tokenizer.token_id("<|im_start|>") in tokenizer.special_tokens
+    assert tokenizer.token_id("nowhere") is None
+
+
+def test_missing_and_damaged_files_are_named(tmp_path):
+    with pytest.raises(UserError, match=r"has no tokenizer\.json"):
+        TextTokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match=r"tokenizer\.json is damaged"):
+        TextTokenizer.load(tmp_path)
+    assert os.listdir(tmp_path) == ["tokenizer.json"]

@@ -1,0 +1,324 @@
+"""The HTTP server as clients meet it: through the real `openai` client, over a real socket."""
+
+import concurrent.futures
+
+import numpy as np
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from scripted_engine import ScriptedEngine, greedy, logits_after
+from serving_thread import END, byte_tokenizer, server
+
+VOCAB = 257
+
+
+def engine(**options):
+    return ScriptedEngine(vocab_size=VOCAB, **options)
+
+
+@pytest.fixture(scope="module")
+def served():
+    with server(engine(), max_queue=60, max_running=8) as running:
+        yield running
+
+
+@pytest.fixture
+def client(served):
+    with served.client() as found:
+        yield found
+
+
+TOKENIZER = byte_tokenizer()
+
+
+def expected_tokens(prompt, count):
+    """Up to and with the token that ends a text."""
+    tokens = greedy(prompt, count, VOCAB)
+    return tokens[: tokens.index(END) + 1] if END in tokens else tokens
+
+
+def expected_text(prompt, count):
+    return TOKENIZER.decode(expected_tokens(prompt, count))
+
+
+def complete(client, prompt, count=12, **more):
+    more = {"temperature": 0, "max_tokens": count} | more
+    return client.completions.create(model="scripted", prompt=prompt, **more)
+
+
+def chat(client, text="hello", count=12, **more):
+    more = {"temperature": 0, "max_tokens": count} | more
+    messages = more.pop("messages", [{"role": "user", "content": text}])
+    return client.chat.completions.create(model="scripted", messages=messages, **more)
+
+
+def test_completion(client):
+    prompt = "Grüße, 世界"
+    answer = complete(client, prompt, 20)
+    tokens = TOKENIZER.encode(prompt)
+    assert answer.object == "text_completion"
+    assert answer.model == "scripted"
+    [choice] = answer.choices
+    assert choice.text == expected_text(tokens, 20)
+    assert choice.finish_reason == "length"
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(tokens), 20)
+    assert answer.usage.total_tokens == len(tokens) + 20
+
+
+def test_default_is_sixteen_tokens(client):
+    answer = client.completions.create(model="scripted", prompt="some", temperature=0)
+    assert answer.choices[0].text == expected_text(TOKENIZER.encode("some"), 16)
+
+
+def test_empty_prompt_starts_after_the_end_of_another_text(client):
+    assert complete(client, "", 5).choices[0].text == expected_text([END], 5)
+
+
+def test_prompts_of_every_form(client):
+    tokens = TOKENIZER.encode("abc")
+    for prompt, texts in [
+        ("abc", ["abc"]),
+        (["abc", "d"], ["abc", "d"]),
+        (tokens, ["abc"]),
+        ([tokens, tokens[:2]], ["abc", "ab"]),
+    ]:
+        answer = complete(client, prompt, 5, n=2)
+        assert [choice.index for choice in answer.choices] == list(range(2 * len(texts)))
+        for choice in answer.choices:
+            wanted = TOKENIZER.encode(texts[choice.index // 2])
+            assert choice.text == expected_text(wanted, 5)
+        assert answer.usage.prompt_tokens == sum(map(len, texts))
+        generated = [expected_tokens(TOKENIZER.encode(text), 5) for text in texts]
+        assert answer.usage.completion_tokens == 2 * sum(map(len, generated))
+
+
+def test_usage_tells_what_was_cached(client):
+    prompt = "~ begins no prompt of another test " * 3
+    counts = [complete(client, prompt).usage.prompt_tokens_details.cached_tokens for _ in "ab"]
+    assert counts == [0, len(prompt) - 1]
+
+
+def test_streamed_completion_is_the_whole_one(client):
+    whole = complete(client, "stream", 40)
+    options = {"include_usage": True}
+    chunks = list(complete(client, "stream", 40, stream=True, stream_options=options))
+    *pieces, last = chunks
+    assert "".join(chunk.choices[0].text for chunk in pieces) == whole.choices[0].text
+    assert [chunk.choices[0].finish_reason for chunk in pieces][-1] == "length"
+    assert all(chunk.usage is None for chunk in pieces)
+    assert last.choices == []
+    assert last.usage.completion_tokens == 40
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_characters_are_never_split(served):
+    text = "é世👍🏽!"
+    stream = TOKENIZER.encode(text)
+
+    def spelled(tokens, size):
+        logits = np.zeros(size, dtype=np.float32)
+        logits[stream[(len(tokens) - 1) % len(stream)]] = 9
+        return logits
+
+    with server(engine(logits=spelled)) as running, running.client() as client:
+        chunks = list(complete(client, "x", 3 * len(stream), stream=True))
+        pieces = [chunk.choices[0].text for chunk in chunks]
+        assert "".join(pieces) == text * 3
+        assert "�" not in "".join(pieces)
+        cut = complete(client, "x", 2)
+        assert cut.choices[0].text == "é"
+        half = complete(client, "x", 3)
+        assert half.choices[0].text == "é�"
+
+
+def test_chat_and_its_stream(client):
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}],
+        },
+    ]
+    tokens = TOKENIZER.encode("<system>be brief<user>hello<assistant>")
+    answer = chat(client, messages=messages, count=30)
+    assert answer.object == "chat.completion"
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].message.content == expected_text(tokens, 30)
+    assert answer.usage.prompt_tokens == len(tokens)
+    chunks = list(chat(client, messages=messages, count=30, stream=True))
+    assert chunks[0].object == "chat.completion.chunk"
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == answer.choices[0].message.content
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_chat_without_a_limit_ends_with_the_context():
+    with server(engine(context_length=64, logits=never_ending)) as running:
+        with running.client() as client:
+            messages = [{"role": "user", "content": "go"}]
+            answer = client.chat.completions.create(model="scripted", messages=messages)
+            assert answer.usage.total_tokens == 64
+            assert answer.choices[0].finish_reason == "length"
+
+
+def never_ending(tokens, size):
+    logits = logits_after(tokens, size)
+    logits[END] = -100
+    return logits
+
+
+def test_end_token_and_stop_strings(client):
+    prompt = next(
+        text
+        for text in map(str, range(10_000))
+        if END in expected_tokens(TOKENIZER.encode(text), 60)
+    )
+    tokens = expected_tokens(TOKENIZER.encode(prompt), 60)
+    answer = complete(client, prompt, 60)
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].text == TOKENIZER.decode(tokens)
+    assert answer.usage.completion_tokens == len(tokens)
+    whole = expected_text(TOKENIZER.encode("stop here"), 40)
+    stop = next(whole[i : i + 2] for i in range(8, 38) if whole[i : i + 2].isascii())
+    for streamed in (False, True):
+        answer = complete(client, "stop here", 40, stop=["never there", stop], stream=streamed)
+        choices = [chunk.choices[0] for chunk in answer] if streamed else answer.choices
+        assert "".join(choice.text for choice in choices) == whole[: whole.index(stop)]
+        assert choices[-1].finish_reason == "stop"
+
+
+def test_seed_decides_whatever_runs_beside_it(client, served):
+    options = {"temperature": 1.0, "seed": 11, "top_p": 0.9, "extra_body": {"top_k": 50}}
+    alone = complete(client, "seeded", 30, **options).choices[0].text
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        others = [
+            pool.submit(complete, client, f"other {i}", 30, temperature=1.0, seed=i)
+            for i in range(8)
+        ]
+        same = [pool.submit(complete, client, "seeded", 30, **options) for _ in range(4)]
+        assert {future.result().choices[0].text for future in same} == {alone}
+        assert len({future.result().choices[0].text for future in others}) == 8
+    assert complete(client, "seeded", 30, **options | {"seed": -1}).choices[0].text != alone
+    two = complete(client, "seeded", 30, n=2, **options)
+    assert two.choices[0].text == alone != two.choices[1].text
+    unseeded = {complete(client, "seeded", 30, temperature=1.0).choices[0].text for _ in "ab"}
+    assert len(unseeded) == 2
+
+
+def test_logprobs_and_echo_of_completions(client):
+    prompt = "Echo é"
+    tokens = TOKENIZER.encode(prompt)
+    answer = complete(client, prompt, 4, echo=True, logprobs=2)
+    [choice] = answer.choices
+    assert choice.text == prompt + expected_text(tokens, 4)
+    found = choice.logprobs
+    assert found.tokens[:5] == ["E", "c", "h", "o", " "]
+    assert found.tokens[5:7] == ["bytes:\\xc3", "bytes:\\xa9"]
+    assert found.text_offset[:7] == [0, 1, 2, 3, 4, 5, 5]
+    assert found.text_offset[7] == 6
+    assert found.token_logprobs[0] is None
+    logits = logits_after(tokens[:1], VOCAB).astype(float)
+    wanted = logits[tokens[1]] - np.log(np.exp(logits).sum())
+    assert found.token_logprobs[1] == pytest.approx(wanted)
+    assert len(found.tokens) == len(tokens) + 4
+    assert max(found.top_logprobs[-1].values()) == pytest.approx(found.token_logprobs[-1])
+    scored = complete(client, prompt, 0, echo=True, logprobs=0)
+    assert scored.choices[0].text == prompt
+    assert scored.choices[0].logprobs.token_logprobs == found.token_logprobs[: len(tokens)]
+    assert scored.usage.completion_tokens == 0
+    streamed = list(complete(client, prompt, 4, echo=True, logprobs=2, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in streamed) == choice.text
+    pieces = [chunk.choices[0].logprobs for chunk in streamed if chunk.choices[0].logprobs]
+    assert [value for piece in pieces for value in piece.token_logprobs] == found.token_logprobs
+    plain = complete(client, prompt, 4, echo=True)
+    assert (plain.choices[0].text, plain.choices[0].logprobs) == (choice.text, None)
+
+
+def test_logprobs_of_chat(client):
+    answer = chat(client, count=5, logprobs=True, top_logprobs=3)
+    entries = answer.choices[0].logprobs.content
+    assert len(entries) == 5
+    spelled = bytes(byte for entry in entries for byte in entry.bytes)
+    assert spelled.decode(errors="replace") == answer.choices[0].message.content
+    assert all(entry.top_logprobs[0].logprob == entry.logprob for entry in entries)
+    assert {len(entry.top_logprobs) for entry in entries} == {3}
+
+
+def test_models_health_and_metrics(client, served):
+    assert [model.id for model in client.models.list()] == ["scripted"]
+    assert client.models.retrieve("scripted").owned_by == "sparse-bitnet"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+    with served.http() as http:
+        assert served.is_idle()
+        assert http.get("/health").json() == {"status": "ok", "running": 0, "waiting": 0}
+
+        def metrics():
+            page = http.get("/metrics")
+            assert page.headers["content-type"].startswith("text/plain; version=0.0.4")
+            return {
+                (sample.name, *sorted(sample.labels.values())): sample.value
+                for family in text_string_to_metric_families(page.text)
+                for sample in family.samples
+            }
+
+        before = metrics()
+        complete(client, "measured", 9)
+        after = metrics()
+
+    def grown(*name):
+        name = (f"sparse_bitnet_{name[0]}", *name[1:])
+        return after[name] - before.get(name, 0)
+
+    assert grown("requests_total", "length") == 1
+    assert grown("prompt_tokens_total") == len("measured")
+    assert grown("generated_tokens_total") == 9
+    assert grown("time_to_first_token_seconds_count") == 1
+    assert grown("time_per_token_seconds_count") == 8
+    assert grown("http_responses_total", "/v1/completions", "200") == 1
+    assert after[("sparse_bitnet_queue_length",)] == after[("sparse_bitnet_running",)] == 0
+    assert 0 < after[("sparse_bitnet_cache_used_tokens",)] < after[("sparse_bitnet_cache_tokens",)]
+
+
+def test_neutral_and_harmless_parameters_are_accepted(client):
+    plain = complete(client, "neutral")
+    options = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "best_of": 1}
+    full = complete(client, "neutral", user="me", suffix=None, stop=None, **options)
+    assert full.choices == plain.choices
+    chat(client, tools=[], tool_choice="none", response_format={"type": "text"}, store=False)
+    for name, value in {
+        "store": True,
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "response_format": {"type": "json_object"},
+        "presence_penalty": 1.0,
+    }.items():
+        with pytest.raises(openai.BadRequestError, match=name):
+            chat(client, **{name: value})
+    with pytest.raises(openai.BadRequestError, match="not both"):
+        chat(client, max_completion_tokens=4)
+    part = {"type": "image_url", "image_url": {"url": "x"}}
+    with pytest.raises(openai.BadRequestError, match="image_url"):
+        chat(client, messages=[{"role": "user", "content": [part]}])
+
+
+def test_model_without_a_template_has_no_chat():
+    with server(engine(), template=None) as running, running.client() as client:
+        with pytest.raises(openai.BadRequestError, match="no chat template"):
+            chat(client)
+        assert complete(client, "x").choices
+    with server(engine(), template="{{ raise_exception('only questions') }}") as running:
+        with running.client() as client, pytest.raises(openai.BadRequestError, match="only quest"):
+            chat(client)
+
+
+def test_limit_of_tokens():
+    with server(engine(), max_tokens=10) as running, running.client() as client:
+        assert complete(client, "x", 10).usage.completion_tokens <= 10
+        with pytest.raises(openai.BadRequestError, match="limit of 10"):
+            complete(client, "x", 11)
+        answer = client.chat.completions.create(
+            model="scripted", messages=[{"role": "user", "content": "x"}]
+        )
+        assert answer.usage.completion_tokens <= 10

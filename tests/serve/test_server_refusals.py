@@ -1,0 +1,94 @@
+"""What the server refuses, seen as plain HTTP: status, parameter and code of every error object."""
+
+import json
+
+import pytest
+
+from scripted_engine import ScriptedEngine
+from serving_thread import server
+
+VOCAB = 257
+
+
+@pytest.fixture(scope="module")
+def served():
+    with server(ScriptedEngine(vocab_size=VOCAB), max_queue=60, max_running=8) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("status", "param", "code", "change"),
+    [
+        (404, "model", "model_not_found", {"model": "gpt-4"}),
+        (400, "model", "missing_required_parameter", {"model": ...}),
+        (400, "prompt", "missing_required_parameter", {"prompt": ...}),
+        (400, "prompt", None, {"prompt": []}),
+        (400, "prompt", None, {"prompt": [1, "a"]}),
+        (400, "prompt", None, {"prompt": [VOCAB]}),
+        (400, "prompt", None, {"prompt": [-1]}),
+        (400, "prompt", None, {"prompt": [True]}),
+        (400, "prompt", None, {"prompt": ["a"] * 129}),
+        (400, None, "context_length_exceeded", {"prompt": "x" * 1020}),
+        (400, "max_tokens", "context_length_exceeded", {"max_tokens": 10**30}),
+        (400, "max_tokens", None, {"max_tokens": 0}),
+        (400, "max_tokens", None, {"max_tokens": 1.5}),
+        (400, "temperature", None, {"temperature": -1}),
+        (400, "temperature", None, {"temperature": "0"}),
+        (400, "temperature", None, {"temperature": float("nan")}),
+        (400, "top_p", None, {"top_p": 2}),
+        (400, "seed", None, {"seed": 2**64}),
+        (400, "stop", None, {"stop": [""]}),
+        (400, "n", None, {"n": 0}),
+        (400, "n", None, {"n": 100}),
+        (400, "frequency_penalty", "unsupported_parameter", {"frequency_penalty": 0.5}),
+        (400, "logit_bias", "unsupported_parameter", {"logit_bias": {"5": 1}}),
+        (400, "best_of", "unsupported_parameter", {"best_of": 4}),
+        (400, "suffix", "unsupported_parameter", {"suffix": "end"}),
+        (400, "temprature", "unknown_parameter", {"temprature": 1}),
+        (400, "stream_options", None, {"stream_options": {"include_usage": True}}),
+    ],
+)
+def test_bad_requests_are_named(served, status, param, code, change):
+    body = {"model": "scripted", "prompt": "x"} | change
+    body = {name: value for name, value in body.items() if value is not ...}
+    with served.http() as http:
+        answer = http.post(
+            "/v1/completions",
+            content=json.dumps(body),
+            headers={"Content-Type": "application/json"},
+        )
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (status, param, code), error
+    assert error["message"]
+    assert "\n" not in error["message"]
+
+
+def test_api_key():
+    with server(ScriptedEngine(vocab_size=VOCAB), api_key="säcret") as running:
+        with running.http() as http:
+            for headers in (
+                {},
+                {"Authorization": "Bearer no"},
+                {"Authorization": "säcret".encode()},
+            ):
+                for path in ("/v1/models", "/metrics"):
+                    answer = http.get(path, headers=headers)
+                    assert answer.status_code == 401
+                    assert answer.json()["error"]["code"] == "invalid_api_key"
+            assert http.post("/v1/completions", content=b"x").status_code == 401
+            assert http.get("/health").status_code == 200
+            right = {"Authorization": "Bearer säcret".encode()}
+            assert http.get("/v1/models", headers=right).status_code == 200
+
+
+def test_unknown_paths_and_methods_are_error_objects(served):
+    with served.http() as http:
+        for method, path, status in [
+            ("GET", "/", 404),
+            ("GET", "/v1/nothing", 404),
+            ("GET", "/v1/completions", 405),
+            ("DELETE", "/health", 405),
+        ]:
+            answer = http.request(method, path)
+            assert answer.status_code == status
+            assert answer.json()["error"]["type"] == "invalid_request_error"

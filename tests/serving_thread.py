@@ -1,0 +1,101 @@
+"""A real server on a free port, in a thread, over an engine of the test's choice."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import httpx
+import openai
+import uvicorn
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from sparse_bitnet.generation.chat_template import ChatTemplate
+from sparse_bitnet.generation.scheduler import Scheduler
+from sparse_bitnet.generation.text import TextTokenizer
+from sparse_bitnet.serve.metrics import ServerMetrics
+from sparse_bitnet.serve.server import create_app
+from sparse_bitnet.serve.server_answer import ServedModel
+from sparse_bitnet.serve.serving import listen
+
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+END = 256
+
+
+def byte_tokenizer() -> TextTokenizer:
+    """A token for each byte, and a special one, `END`, that ends a text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
+    assert tokenizer.token_to_id("<|end|>") == END
+    return TextTokenizer(tokenizer)
+
+
+@dataclass
+class Running:
+    """A server that takes requests."""
+
+    url: str
+    scheduler: Scheduler
+    model: ServedModel
+    engine: object
+
+    def client(self, **options) -> openai.OpenAI:
+        options = {"api_key": "key", "max_retries": 0, "timeout": 30} | options
+        return openai.OpenAI(base_url=f"{self.url}/v1", **options)
+
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=30)
+
+    def is_idle(self, seconds: float = 10) -> bool:
+        """Whether nothing runs or waits, soon."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            load = self.scheduler.load()
+            if load.running == load.waiting == 0:
+                return True
+            time.sleep(0.005)
+        return False
+
+
+@contextmanager
+def server(engine, *, template: str | None = TEMPLATE, **options) -> Iterator[Running]:
+    """`options`: of `ServedModel` and `Scheduler`."""
+    fields = ("api_key", "max_tokens", "max_body_bytes")
+    own = {name: options.pop(name) for name in fields if name in options}
+    model = ServedModel(
+        name="scripted",
+        tokenizer=byte_tokenizer(),
+        template=template and ChatTemplate(template),
+        end_tokens=frozenset({END}),
+        vocab_size=engine.vocab_size,
+        **own,
+    )
+    metrics = ServerMetrics()
+    scheduler = Scheduler(engine, observer=metrics, **options)
+    bound = listen("127.0.0.1", 0)
+    config = uvicorn.Config(
+        create_app(model, scheduler, metrics), log_level="error", lifespan="off", ws="none"
+    )
+    process = uvicorn.Server(config)
+    thread = threading.Thread(target=process.run, args=([bound],), daemon=True)
+    scheduler.start()
+    thread.start()
+    port = bound.getsockname()[1]
+    try:
+        while not process.started:
+            time.sleep(0.005)
+        yield Running(f"http://127.0.0.1:{port}", scheduler, model, engine)
+    finally:
+        scheduler.stop()
+        process.should_exit = True
+        thread.join(30)
+        assert scheduler.join(30)
+        bound.close()
+    assert engine.sequences == []
