@@ -157,7 +157,7 @@ def test_taken_port_and_unknown_host_are_errors_of_the_user():
 
 SCRIPT = """
 import sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = [sys.argv[1], f"{sys.argv[1]}/.."]
 from scripted_engine import ScriptedEngine, logits_after
 from test_server_limits import serve_in_this_process
 serve_in_this_process(grace=float(sys.argv[2]))
