@@ -14,10 +14,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from sparse_bitnet.generation.chat_template import ChatTemplate
 from sparse_bitnet.generation.scheduler import Scheduler
 from sparse_bitnet.generation.text import TextTokenizer
-from sparse_bitnet.serve.metrics import ServerMetrics
-from sparse_bitnet.serve.server import create_app
-from sparse_bitnet.serve.server_answer import ServedModel
-from sparse_bitnet.serve.serving import listen
+from sparse_bitnet.serve.answer import ServedModel
+from sparse_bitnet.serve.app import create_app
+from sparse_bitnet.serve.http_server import listen
+from sparse_bitnet.serve.prometheus import ServerMetrics
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"

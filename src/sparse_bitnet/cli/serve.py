@@ -110,10 +110,10 @@ def run(checkpoint: str, config: ServeConfig, options: EngineOptions) -> None:
     from sparse_bitnet.generation.chat_template import ChatTemplate
     from sparse_bitnet.generation.open_model import open_model
     from sparse_bitnet.generation.scheduler import Scheduler
-    from sparse_bitnet.serve.metrics import ServerMetrics
-    from sparse_bitnet.serve.server import create_app
-    from sparse_bitnet.serve.server_answer import ServedModel
-    from sparse_bitnet.serve.serving import listen, serve
+    from sparse_bitnet.serve.answer import ServedModel
+    from sparse_bitnet.serve.app import create_app
+    from sparse_bitnet.serve.http_server import listen, serve
+    from sparse_bitnet.serve.prometheus import ServerMetrics
 
     if options.cache_tokens is None:
         # Kept prefixes fill it in time; that of a long context alone could be gigabytes.

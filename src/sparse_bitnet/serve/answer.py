@@ -15,8 +15,8 @@ from sparse_bitnet.generation.request import GeneratedText, Generation, Generati
 from sparse_bitnet.generation.sampling import Sampler
 from sparse_bitnet.generation.scheduler import QueueFull, Scheduler, Stopping
 from sparse_bitnet.generation.text import TextTokenizer
-from sparse_bitnet.serve.server_replies import DONE, ChatReply, Choice, Reply, event
-from sparse_bitnet.serve.server_schema import ApiError, GenerationBody
+from sparse_bitnet.serve.replies import DONE, ChatReply, Choice, Reply, event
+from sparse_bitnet.serve.schema import ApiError, GenerationBody
 
 _RETRY = {"Retry-After": "1"}
 

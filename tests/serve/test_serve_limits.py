@@ -17,7 +17,7 @@ import pytest
 from scripted_engine import ScriptedEngine, logits_after
 from serving_thread import END, server
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.serve.serving import listen
+from sparse_bitnet.serve.http_server import listen
 
 VOCAB = 257
 HERE = Path(__file__).parent
@@ -127,7 +127,7 @@ def test_bodies_above_the_limit_are_refused_while_reading():
 
 
 def test_body_that_does_not_arrive_is_given_up(monkeypatch):
-    monkeypatch.setattr("sparse_bitnet.serve.server._BODY_SECONDS", 0.2)
+    monkeypatch.setattr("sparse_bitnet.serve.app._BODY_SECONDS", 0.2)
     with server(ScriptedEngine(vocab_size=VOCAB)) as running:
         head = b"POST /v1/completions HTTP/1.1\nHost: x\nContent-Type: application/json\n"
         assert raw_request(running.url, head + b"Content-Length: 9", b"{") == 408
@@ -159,7 +159,7 @@ SCRIPT = """
 import sys
 sys.path[:0] = [sys.argv[1], f"{sys.argv[1]}/.."]
 from scripted_engine import ScriptedEngine, logits_after
-from test_server_limits import serve_in_this_process
+from test_serve_limits import serve_in_this_process
 serve_in_this_process(grace=float(sys.argv[2]))
 """
 
@@ -168,10 +168,10 @@ def serve_in_this_process(grace):
     """In a child process: signals go to its main thread."""
     from serving_thread import byte_tokenizer
     from sparse_bitnet.generation.scheduler import Scheduler
-    from sparse_bitnet.serve.metrics import ServerMetrics
-    from sparse_bitnet.serve.server import create_app
-    from sparse_bitnet.serve.server_answer import ServedModel
-    from sparse_bitnet.serve.serving import serve
+    from sparse_bitnet.serve.answer import ServedModel
+    from sparse_bitnet.serve.app import create_app
+    from sparse_bitnet.serve.http_server import serve
+    from sparse_bitnet.serve.prometheus import ServerMetrics
 
     engine, metrics = slow(), ServerMetrics()
     scheduler = Scheduler(engine, max_running=1, observer=metrics)

@@ -13,9 +13,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.scheduler import Scheduler
-from sparse_bitnet.serve.metrics import CONTENT_TYPE, ServerMetrics
-from sparse_bitnet.serve.server_answer import ServedModel, Work, answer
-from sparse_bitnet.serve.server_schema import (
+from sparse_bitnet.serve.answer import ServedModel, Work, answer
+from sparse_bitnet.serve.prometheus import CONTENT_TYPE, ServerMetrics
+from sparse_bitnet.serve.schema import (
     ApiError,
     ChatBody,
     CompletionBody,
