@@ -14,6 +14,7 @@ ROWS: dict[str, int] = {
     "errors": 0,
     "files": 0,
     "presets": 0,
+    "progress": 0,
     "model_folder": 1,
     "weight_files": 2,
     "pattern": 1,

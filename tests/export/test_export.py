@@ -1,18 +1,15 @@
 """Exporting: folders that are complete, appear whole, and replace nothing."""
 
 import hashlib
-import io
 import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 
 from sparse_bitnet.cli.main import main
-from sparse_bitnet.cli.progress_lines import ProgressLines
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.config import FORMATS, ExportConfig
 from sparse_bitnet.export.formats import export
@@ -152,16 +149,3 @@ def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFix
         main(["export", str(checkpoint), str(tmp_path / "out"), "--format", "dense"])
     assert stopped.value.code == 2
     assert "exists already" in capsys.readouterr().err
-
-
-def test_progress_lines_are_drawn_on_terminals_only() -> None:
-    for is_terminal in (True, False):
-        console = Console(file=io.StringIO(), force_terminal=is_terminal, width=100)
-        with ProgressLines(console) as lines:
-            show = lines.line("writing", "MB", 1e6)
-            assert (show is not None) == is_terminal
-            if show is not None:
-                show(1_000_000, 3_000_000)
-                show(3_000_000, 3_000_000)
-        assert ("writing" in console.file.getvalue()) == is_terminal
-        assert ("3/3 MB" in console.file.getvalue()) == is_terminal

@@ -42,18 +42,16 @@ def main(arguments: list[str]) -> None:
 
 def _run(options: "BenchOptions", out: Path | None) -> None:
     from rich.console import Console
-    from rich.progress import Progress
 
     from sparse_bitnet.bench.contention import warning
     from sparse_bitnet.bench.record import append_records, records, table, where_measured
     from sparse_bitnet.bench.run import run
+    from sparse_bitnet.progress import Progress
 
     console = Console()
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("starting", total=1.0)
-        rows = run(
-            options, lambda what, share: progress.update(task, description=what, completed=share)
-        )
+    with Progress(console) as progress:
+        line = progress.line("starting")
+        rows = run(options, lambda what, share: line(share, 1.0, label=what))
     where = where_measured()
     console.print(table(rows))
     console.print(f"{where['hardware']}, {where['date'][:10]}, commit {where['commit']}")

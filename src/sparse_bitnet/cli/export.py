@@ -3,9 +3,9 @@
 from typing import Annotated
 
 from sparse_bitnet.cli.arguments import parse
-from sparse_bitnet.cli.progress_lines import ProgressLines
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.config import FORMATS, ExportConfig
+from sparse_bitnet.progress import Progress
 
 
 def main(arguments: list[str]) -> None:
@@ -45,7 +45,7 @@ def run(checkpoint: str, out: str, config: ExportConfig) -> None:
     from sparse_bitnet.export.formats import export
 
     console = Console()
-    with ProgressLines(console) as lines:
+    with Progress(console) as lines:
         result = export(
             checkpoint,
             out,

@@ -47,13 +47,13 @@ def run(folder: str, out: str, config: ImportConfig) -> None:
     """Import with a progress line, then print what was read."""
     from rich.console import Console
 
-    from sparse_bitnet.cli.progress_lines import ProgressLines
     from sparse_bitnet.export.importer import import_checkpoint
+    from sparse_bitnet.progress import Progress
     from sparse_bitnet.sparsity import NMPattern
 
     console = Console()
     pattern = None if config.pattern is None else NMPattern.parse(config.pattern)
-    with ProgressLines(console) as lines:
+    with Progress(console) as lines:
         result = import_checkpoint(
             folder,
             out,

@@ -53,12 +53,12 @@ def run(checkpoint: str, out: str, config: PackConfig) -> None:
     """Pack with a progress line; prints sizes and the comparison."""
     from rich.console import Console
 
-    from sparse_bitnet.cli.progress_lines import ProgressLines
     from sparse_bitnet.packing.check import check_packed
     from sparse_bitnet.packing.checkpoint import pack_checkpoint
+    from sparse_bitnet.progress import Progress
 
     console = Console()
-    with ProgressLines(console) as progress:
+    with Progress(console) as progress:
         packed = pack_checkpoint(
             checkpoint,
             out,

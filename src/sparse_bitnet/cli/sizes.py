@@ -60,14 +60,14 @@ def run(checkpoint: str | None, config: SizesConfig) -> None:
     """Print one of the two tables; write JSON if asked."""
     from rich.console import Console
 
-    from sparse_bitnet.cli.progress_lines import ProgressLines
     from sparse_bitnet.files import write_atomic
     from sparse_bitnet.packing.sizes import code_statistics, gaussian_statistics, size_table
+    from sparse_bitnet.progress import Progress
     from sparse_bitnet.sparsity import NMPattern
 
     console = Console()
     if checkpoint is not None:
-        with ProgressLines(console) as progress:
+        with Progress(console) as progress:
             line = progress.line("reading", "M weights", 1e6)
             measured = [code_statistics(checkpoint, progress=line)]
     elif config.gaussian is not None:

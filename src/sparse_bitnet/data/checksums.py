@@ -13,6 +13,7 @@ import numpy as np
 from sparse_bitnet.data.manifest import VERIFIED, Shard
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import write_atomic
+from sparse_bitnet.progress import Progress
 
 _CHUNK_BYTES = 1 << 24
 _PROGRESS_BYTES = 1 << 30
@@ -38,22 +39,17 @@ def verify_shards(folder: Path, shards: Sequence[Shard]) -> None:
     """
     if not shards:
         return
-    from rich.console import Console
-    from rich.progress import track
-
     paths = [folder / shard.file for shard in shards]
     # Taken first: a file that changes while it is read does not look like the one that was found right.
     stamps = [_stamp(path) for path in paths]
-    console = Console(stderr=True)
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        for shard, checksum in track(
-            zip(shards, pool.map(file_crc32, paths), strict=True),
-            f"checking {folder}",
-            total=len(shards),
-            console=console,
-            transient=True,
-            disable=sum(size for size, _ in stamps) < _PROGRESS_BYTES or not console.is_terminal,
-        ):
+    total, done = sum(size for size, _ in stamps), 0
+    with Progress() as progress, ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        line = progress.line(f"checking {folder}", "MB", 1e6)
+        checksums = pool.map(file_crc32, paths)
+        for shard, checksum, (size, _) in zip(shards, checksums, stamps, strict=True):
+            done += size
+            if total >= _PROGRESS_BYTES:
+                line(done, total)
             if shard.crc32 != f"{checksum:08x}":
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise UserError(

@@ -26,7 +26,6 @@ from sparse_bitnet.data.manifest import (
     SplitManifest,
     token_dtype,
 )
-from sparse_bitnet.data.preparation_progress import Show, preparation_progress
 from sparse_bitnet.data.preparation_state import PreparationState, begin, check_settings, locked
 from sparse_bitnet.data.shards import ShardWriter
 from sparse_bitnet.data.tokenizer import (
@@ -37,6 +36,7 @@ from sparse_bitnet.data.tokenizer import (
 )
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import atomic_folder
+from sparse_bitnet.progress import Line, Progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -107,16 +107,20 @@ def prepare(
         # There only if the process died between its last two steps.
         (out / PREPARATION).unlink(missing_ok=True)
         return manifest
-    with locked(out), preparation_progress(progress) as show:
+    from rich.console import Console
+
+    console = Console(stderr=True, force_terminal=progress)
+    with locked(out), Progress(console) as display:
+        line = display.line("starting", "MB", 1e6)
         start = begin(out, settings)
         if not (out / TOKENIZER).exists():
             if tokenizer is None:
                 assert vocab_size is not None
-                show("training a tokenizer", None, 0)
+                line(0, None, label="training a tokenizer")
                 tokenizer = train_tokenizer(_sample(source), vocab_size)
             with atomic_folder(out / TOKENIZER) as folder:
                 tokenizer.save_pretrained(folder)
-        return _Preparation(source, out, start, show).run()
+        return _Preparation(source, out, start, line).run()
 
 
 class _Batch(NamedTuple):
@@ -131,8 +135,8 @@ class _Batch(NamedTuple):
 class _Preparation:
     """One run: the writers, and what has been written so far."""
 
-    def __init__(self, source: TextSource, out: Path, state: PreparationState, show: Show) -> None:
-        self.source, self.out, self.state, self.show = source, out, state, show
+    def __init__(self, source: TextSource, out: Path, state: PreparationState, line: Line) -> None:
+        self.source, self.out, self.state, self.line = source, out, state, line
         self.tokenizer = load_tokenizer(out / TOKENIZER)
         self.backend = self.tokenizer.backend_tokenizer
         self.backend.no_truncation()
@@ -148,6 +152,7 @@ class _Preparation:
         self.checkpointed = time.monotonic()
 
     def run(self) -> Manifest:
+        self._show(None)
         pending: deque[tuple[_Batch, Future[dict[str, np.ndarray]]]] = deque()
         try:
             with ThreadPoolExecutor(_BATCHES_IN_FLIGHT) as pool:
@@ -182,11 +187,11 @@ class _Preparation:
         finished_shard = sum(len(writer.shards) for writer in self.writers.values()) > shards
         if finished_shard or time.monotonic() - self.checkpointed > _CHECKPOINT_SECONDS:
             self._checkpoint()
-        self.show(
-            "tokenising",
-            batch.last.progress,
-            sum(count["text_bytes"] for count in self.state.counts.values()),
-        )
+        self._show(batch.last.progress)
+
+    def _show(self, share: float | None) -> None:
+        size = sum(count["text_bytes"] for count in self.state.counts.values())
+        self.line(size, size / share if share else None, label="tokenising")
 
     def _checkpoint(self) -> None:
         if self.state.source is None:  # the source cannot go on from here: after the next batch

@@ -1,0 +1,142 @@
+"""How far long work is: amount, rate and time left, as bars on a terminal, else as a few lines."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+OnProgress = Callable[[int, int], None]
+"""Called with how much is done and how much there is; a `Line` is one."""
+
+_RATE_SECONDS = 60.0
+"""Rate and time left follow from the last minute."""
+
+
+class Progress:
+    """A context on a console inside which `line` makes lines; `print` writes above them."""
+
+    def __init__(self, console: "Console | None" = None, *, plain_lines: int = 0) -> None:
+        """Use `console`, by default stderr.
+
+        Without a terminal each line prints its state about `plain_lines` times on its way.
+        """
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as Display
+
+        self.console = console or Console(stderr=True)
+        self.plain_lines = plain_lines
+        self.display = Display(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[state]}", markup=False),
+            console=self.console,
+            transient=True,
+            disable=not self.console.is_terminal,
+        )
+
+    def __enter__(self) -> Self:
+        self.display.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.display.stop()
+
+    def line(self, label: str, unit: str = "", scale: float = 1) -> "Line":
+        """A line that appears with the first call.
+
+        `scale` is how many of what is counted make up one `unit`: 1e6 bytes one MB. Without a unit
+        the line shows percent.
+        """
+        return Line(self, label, unit, scale)
+
+    def print(self, text: str, style: str | None = None) -> None:
+        """Write a line that stays."""
+        self.console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+class Line:
+    """One piece of work. Call it with how much is done and how much there is."""
+
+    def __init__(self, progress: Progress, label: str, unit: str, scale: float) -> None:
+        self._progress, self._label, self._unit, self._scale = progress, label, unit, scale
+        self._task: Any = None
+        self._printed = -1
+        self._recent: deque[tuple[float, float]] = deque()
+
+    def __call__(
+        self,
+        done: float,
+        total: float | None,
+        *,
+        text: str = "",
+        label: str | None = None,
+        seconds_left: float | None = None,
+    ) -> None:
+        """Show that `done` of `total` (None: unknown) is done.
+
+        Args:
+            text: shown after the amount.
+            label: replaces the line's label from here on.
+            seconds_left: of whoever knows better than this line's own rate.
+        """
+        self._label = label or self._label
+        state = self._state(done, total, text, seconds_left)
+        progress = self._progress
+        if progress.console.is_terminal:
+            if self._task is None:
+                self._task = progress.display.add_task(self._label, total=None, state="")
+            progress.display.update(
+                self._task, description=self._label, completed=done, total=total, state=state
+            )
+        elif progress.plain_lines and total:
+            share = int(done * progress.plain_lines / total)
+            if share > self._printed:
+                self._printed = share
+                progress.print(f"{self._label}  {state}")
+
+    def end(self) -> None:
+        """Take the line away."""
+        if self._task is not None:
+            self._progress.display.remove_task(self._task)
+            self._task = None
+
+    def _state(
+        self, done: float, total: float | None, text: str, seconds_left: float | None
+    ) -> str:
+        recent, now = self._recent, time.monotonic()
+        recent.append((now, done))
+        while len(recent) > 2 and now - recent[1][0] > _RATE_SECONDS:
+            recent.popleft()
+        seconds, amount = now - recent[0][0], done - recent[0][1]
+        rate = amount / seconds if seconds > 0 else 0.0
+        parts = []
+        if self._unit:
+            of = "" if total is None else f"/{_short(total / self._scale)}"
+            parts.append(f"{_short(done / self._scale)}{of} {self._unit}")
+            if rate > 0:
+                parts.append(f"{_short(rate / self._scale)} {self._unit}/s")
+        elif total:
+            parts.append(f"{done / total:.0%}")
+        if text:
+            parts.append(text)
+        if seconds_left is None and rate > 0 and total is not None:
+            seconds_left = (total - done) / rate
+        if seconds_left:
+            parts.append(f"{duration(seconds_left)} left")
+        return ", ".join(parts)
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
+
+
+def duration(seconds: float) -> str:
+    """ "45 s", "12 min", "1 h 05 min"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min"
