@@ -131,6 +131,36 @@ class TestConvert:
         convert_(model, TERNARY, lambda module, name: True)
         assert "lm_head" in sparse_layers(model)
 
+    def test_dense_layers_stay_ordinary_and_are_stored(self) -> None:
+        config = SparseBitConfig(dense_layers=("down_proj", "layers.0.*"))
+        model = convert_(tiny_model(), config)
+        names = {f"model.layers.1.{name}" for name in [*ATTENTION, *MLP[:2]]}
+        assert set(sparse_layers(model)) == names
+        entry = model.config.quantization_config
+        assert entry["format"]["dense_layers"] == "down_proj+layers.0.*"
+        assert "model.layers.1.mlp.down_proj" in entry["modules_to_not_convert"]
+
+    def test_dense_layers_hold_for_layers_converted_before_and_under_a_filter(self) -> None:
+        model = convert_(tiny_model(), TERNARY)
+        weights = [layer.weight for layer in sparse_layers(model).values()]
+        config = SparseBitConfig(dense_layers=("down_proj",))
+        convert_(model, config, lambda module, name: "mlp" in name)
+        layers = sparse_layers(model)
+        assert not any("down_proj" in name for name in layers)
+        assert type(model.model.layers[0].mlp.down_proj) is nn.Linear
+        assert {id(weight) for weight in weights} <= {id(p) for p in model.parameters()}
+
+    def test_a_layer_that_no_pattern_divides_may_stay_dense(self) -> None:
+        model = tiny_model(intermediate_size=172)
+        with pytest.raises(UserError, match="172 is not a multiple of 8"):
+            convert_(model, TERNARY)
+        convert_(model, SparseBitConfig(dense_layers=("down_proj",)))
+        assert len(sparse_layers(model)) == 12
+
+    def test_a_dense_layer_that_is_not_there(self) -> None:
+        with pytest.raises(UserError, match="dense_layers donw_proj: no linear layer of Qwen2"):
+            convert_(tiny_model(), SparseBitConfig(dense_layers=("donw_proj",)))
+
     def test_converting_again_takes_the_new_config(self) -> None:
         model = convert_(tiny_model(), TERNARY)
         names = list(sparse_layers(model))

@@ -19,7 +19,13 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.hub import from_pretrained, save_pretrained
 from sparse_bitnet.layer import SparseBitConfig
 
-FORMATS = ("ternary-6:8", "full-2:4", "ternary-8:8", "ternary-6:8,mask_gradient=masked,ste=clipped")
+FORMATS = (
+    "ternary-6:8",
+    "full-2:4",
+    "ternary-8:8",
+    "ternary-6:8,mask_gradient=masked,ste=clipped",
+    "ternary-6:8,dense_layers=down_proj+model.layers.0.*",
+)
 IDS = torch.arange(24).view(2, 12)
 
 

@@ -22,7 +22,8 @@ def forms() -> st.SearchStrategy[str]:
         for field in draw(st.permutations(fields)):
             if draw(st.booleans()):
                 text += f",{field}={draw(st.sampled_from(CHOICES[field]))}"
-        return text
+        globs = draw(st.lists(st.from_regex(r"[a-z0-9_.*\[\]?-]+", fullmatch=True), max_size=3))
+        return text + (f",dense_layers={'+'.join(globs)}" if globs else "")
 
     return draw_form()
 
@@ -88,6 +89,8 @@ class TestConfig:
             ("ternary-6:8,weight=full", "not field=value"),
             ("ternary-6:8,ste", "'ste' is not field=value"),
             ("ternary6:8", "write ternary-n:m or full-n:m"),
+            ("ternary-6:8,dense_layers=", "dense_layers='': give names of layers"),
+            ("ternary-6:8,dense_layers=a++b", "give names of layers"),
             ("bf16-6:8", "write ternary-n:m or full-n:m"),
             ("ternary-6-8", "write it as n:m"),
             ("", "write ternary-n:m or full-n:m"),
@@ -97,6 +100,19 @@ class TestConfig:
         with pytest.raises(UserError, match=reason) as raised:
             SparseBitConfig.parse(text)
         assert "\n" not in str(raised.value)
+
+    def test_dense_layers_are_globs_over_names_and_their_ends(self) -> None:
+        config = SparseBitConfig.parse("ternary-6:8,dense_layers=down_proj+layers.0.*")
+        assert config.dense_layers == ("down_proj", "layers.0.*")
+        dense = ("down_proj", "model.layers.3.mlp.down_proj", "model.layers.0.mlp.up_proj")
+        assert all(config.keeps_dense(name) for name in dense)
+        assert not config.keeps_dense("model.layers.10.mlp.up_proj")
+        assert not config.keeps_dense("model.layers.1.mlp.updown_proj")
+        with pytest.raises(UserError, match="give names of layers"):
+            SparseBitConfig(dense_layers=(1,))  # type: ignore[arg-type]
+
+    def test_a_config_without_dense_layers_is_stored_as_before_they_were(self) -> None:
+        assert "dense_layers" not in SparseBitConfig().to_dict()
 
     def test_dict_with_missing_unknown_or_no_fields(self) -> None:
         values = SparseBitConfig().to_dict()

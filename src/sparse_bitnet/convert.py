@@ -8,6 +8,7 @@ from torch import nn
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer import SparseBitConfig, SparseBitLinear
+from sparse_bitnet.layer_config import layer_matches
 
 FORMAT_VERSION = 1
 """Version of the `quantization_config` entry that a converted model's config carries."""
@@ -24,7 +25,7 @@ def convert_(model: Model, config: SparseBitConfig, filter_fn: FilterFn | None =
         config: the format of every converted layer.
         filter_fn: (module, full name) -> whether to convert this `nn.Linear`. By default every
             linear of the blocks, never an embedding, an output head or a weight tied to one
-            (`is_block_linear`).
+            (`is_block_linear`). The config's `dense_layers` stay as they are in either case.
 
     A layer already converted takes the new config, a layer that stands at several places stays one.
     A transformers model's config gets the `quantization_config` with which it saves and loads.
@@ -35,10 +36,21 @@ def convert_(model: Model, config: SparseBitConfig, filter_fn: FilterFn | None =
     if isinstance(model, nn.Linear):
         raise UserError("convert_: a bare linear layer has no place to be replaced in; wrap it")
     chosen = _block_linears(model) if filter_fn is None else filter_fn
-    targets = {
+    linears = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
-        if type(module) in (nn.Linear, SparseBitLinear) and chosen(module, name)
+        if type(module) in (nn.Linear, SparseBitLinear)
+    }
+    for glob in config.dense_layers:
+        if filter_fn is None and not any(layer_matches(name, glob) for name in linears):
+            raise UserError(
+                f"dense_layers {glob}: no linear layer of {type(model).__name__} has such a name"
+                + (f"; one is called {next(iter(linears))}" if linears else "")
+            )
+    targets = {
+        name: module
+        for name, module in linears.items()
+        if not config.keeps_dense(name) and chosen(module, name)
     }
     if not targets:
         raise UserError(
@@ -46,12 +58,15 @@ def convert_(model: Model, config: SparseBitConfig, filter_fn: FilterFn | None =
         )
     for name, module in targets.items():
         config.pattern.check_divides(module.in_features, name)
-    layers: dict[nn.Module, SparseBitLinear] = {}
-    for name, module in targets.items():
+    layers: dict[nn.Module, nn.Linear] = {}
+    for name, module in linears.items():
         parent, _, child = name.rpartition(".")
-        if module not in layers:
+        if name in targets and module not in layers:
             layers[module] = SparseBitLinear.from_linear(module, config, name)
-        setattr(model.get_submodule(parent), child, layers[module])
+        elif config.keeps_dense(name) and isinstance(module, SparseBitLinear):
+            layers[module] = module.to_linear()
+        if module in layers:
+            setattr(model.get_submodule(parent), child, layers[module])
     model_config: Any = getattr(model, "config", None)
     if hasattr(model_config, "to_dict"):
         model_config.quantization_config = quantization_config(model, config)

@@ -6,7 +6,7 @@ straight-through estimator, paper section 2.3).
 """
 
 import functools
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,8 @@ __all__ = [
     "select",
     "select_step",
 ]
+
+Layer = TypeVar("Layer", bound=nn.Linear)
 
 
 class Selection(NamedTuple):
@@ -172,15 +174,16 @@ class SparseBitLinear(nn.Linear):
     @classmethod
     def from_linear(cls, linear: nn.Linear, config: SparseBitConfig, name: str) -> Self:
         """A layer that owns the very parameters of `linear` (no copy, ties are kept)."""
-        config.pattern.check_divides(linear.in_features, name)
-        layer = cls.__new__(cls)
-        nn.Module.__init__(layer)
-        layer.in_features, layer.out_features = linear.in_features, linear.out_features
-        layer.register_parameter("weight", cast(nn.Parameter, linear.weight))
-        layer.register_parameter("bias", linear.bias)
-        layer.training = linear.training
-        layer._adopt(config)
-        return layer
+        layer = cls(
+            linear.in_features, linear.out_features, device="meta", config=config, name=name
+        )
+        return _adopt_parameters(layer, linear)
+
+    def to_linear(self) -> nn.Linear:
+        """An ordinary layer that owns the very parameters of this one."""
+        return _adopt_parameters(
+            nn.Linear(self.in_features, self.out_features, device="meta"), self
+        )
 
     @property
     def mask(self) -> Tensor | None:
@@ -288,6 +291,12 @@ class SparseBitLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, format={self.config}"
+
+
+def _adopt_parameters(layer: Layer, owner: nn.Linear) -> Layer:
+    layer.weight, layer.bias = owner.weight, owner.bias
+    layer.training = owner.training
+    return layer
 
 
 def _state_of(weight: Tensor) -> tuple[int, int, int]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, Literal, Self
 
 from sparse_bitnet.errors import UserError
@@ -15,6 +16,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "mask_gradient": ("dense", "masked"),
     "ste": ("identity", "clipped"),
 }
+
+OPTIONS = (*(name for name in CHOICES if name != "weight"), "dense_layers")
+"""What the text form may carry after the pattern."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +49,10 @@ class SparseBitConfig:
     ste: Literal["identity", "clipped"] = "identity"
     """Ternary straight-through gradient: everywhere, or only where |weight| <= weight_scale."""
 
+    dense_layers: tuple[str, ...] = ()
+    """Layers that stay ordinary linear ones: globs over module names or their ends, as `down_proj`,
+    `layers.0.*`, `*.self_attn.*`. In the text form they are joined by `+`."""
+
     def __post_init__(self) -> None:
         if isinstance(self.pattern, str):
             object.__setattr__(self, "pattern", NMPattern.parse(self.pattern))
@@ -53,6 +61,7 @@ class SparseBitConfig:
         if self.activation is None:
             default = "int8" if self.weight == "ternary" else "none"
             object.__setattr__(self, "activation", default)
+        object.__setattr__(self, "dense_layers", _globs(self.dense_layers))
         for field, allowed in CHOICES.items():
             if getattr(self, field) not in allowed:
                 raise UserError(f"{field}={getattr(self, field)!r}: choose one of {allowed}")
@@ -75,9 +84,14 @@ class SparseBitConfig:
                 "before the scale: set at most one of them"
             )
 
+    def keeps_dense(self, name: str) -> bool:
+        """Whether one of `dense_layers` matches a module's full name."""
+        return any(layer_matches(name, glob) for glob in self.dense_layers)
+
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read the text form: "ternary-6:8", "full-2:4", "ternary-6:8,mask_gradient=masked".
+        """Read the text form: "ternary-6:8", "full-2:4", "ternary-6:8,mask_gradient=masked",
+        "ternary-6:8,dense_layers=down_proj+layers.0.*".
 
         Raises `UserError` naming the part that cannot be read.
         """
@@ -90,8 +104,8 @@ class SparseBitConfig:
         fields: dict[str, Any] = {"weight": weight, "pattern": NMPattern.parse(pattern)}
         for option in options:
             field, equals, value = option.strip().partition("=")
-            if not equals or field not in CHOICES or field == "weight":
-                known = ", ".join(name for name in CHOICES if name != "weight")
+            if not equals or field not in OPTIONS:
+                known = ", ".join(OPTIONS)
                 raise UserError(
                     f"format {text!r}: {option!r} is not field=value with one of {known}"
                 )
@@ -104,11 +118,15 @@ class SparseBitConfig:
         for field in CHOICES:
             if getattr(self, field) != getattr(default, field):
                 parts.append(f"{field}={getattr(self, field)}")
+        if self.dense_layers:
+            parts.append(f"dense_layers={'+'.join(self.dense_layers)}")
         return ",".join(parts)
 
     def to_dict(self) -> dict[str, str]:
-        """All fields as strings, for JSON; `from_dict` reads them back."""
-        return {field.name: str(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        """All fields as strings, for JSON; `from_dict` reads them back. No `dense_layers`, no entry."""
+        values = {field.name: str(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        del values["dense_layers"]
+        return values | ({"dense_layers": "+".join(self.dense_layers)} if self.dense_layers else {})
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
@@ -116,8 +134,22 @@ class SparseBitConfig:
         if not isinstance(values, dict):
             raise UserError(f"sparse_bitnet config {values!r} is not a table of fields")
         names = {field.name for field in dataclasses.fields(cls)}
-        if missing := sorted(names - values.keys()):
+        if missing := sorted(names - {"dense_layers"} - values.keys()):
             raise UserError(f"sparse_bitnet config lacks {', '.join(missing)}")
         if unknown := sorted(values.keys() - names):
             raise UserError(f"sparse_bitnet config has unknown {', '.join(unknown)}")
         return cls(**values)
+
+
+def layer_matches(name: str, glob: str) -> bool:
+    """Whether a glob matches a module's full name, or its last components."""
+    return fnmatchcase(name, glob) or fnmatchcase(name, f"*.{glob}")
+
+
+def _globs(given: Any) -> tuple[str, ...]:
+    globs = tuple(given.split("+")) if isinstance(given, str) else given
+    if not isinstance(globs, tuple | list) or not all(
+        isinstance(glob, str) and glob.strip() and not set(glob) & set("+,") for glob in globs
+    ):
+        raise UserError(f"dense_layers={given!r}: give names of layers, for example down_proj")
+    return tuple(glob.strip() for glob in globs)
