@@ -24,8 +24,8 @@ from sparse_bitnet.experiments.decision import Interval
 from sparse_bitnet.experiments.provenance import provenance
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
-from sparse_bitnet.training.loop import train
 from sparse_bitnet.training.metrics import METRICS_FILE, read_rows
+from sparse_bitnet.training.train import train
 
 RESULTS = Path(__file__).parent / "results"
 FORWARDS = ("fake", "int8")

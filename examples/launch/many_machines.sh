@@ -9,7 +9,7 @@
 # as long as the number of processes divides the batch.
 set -euo pipefail
 
-: "${HEAD:?address of the machine where all meet}"
+: "${HEAD:?address of the machine of the rendezvous}"
 : "${MACHINES:?how many machines, or a range such as 6:8}"
 : "${DATA:?folder written by sparse-bitnet prepare, shared}"
 : "${OUT:?run folder, shared}"

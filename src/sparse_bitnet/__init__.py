@@ -31,7 +31,7 @@ _PUBLIC = {
     "build_model": "models",
     "save_pretrained": "hub",
     "from_pretrained": "hub",
-    "SparseBitCallback": "training.trainer",
+    "SparseBitCallback": "training.callback",
     "UserError": "errors",
 }
 

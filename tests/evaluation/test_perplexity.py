@@ -14,7 +14,7 @@ from sparse_bitnet.evaluation.perplexity import Perplexity, evaluate, perplexity
 from sparse_bitnet.evaluation.windows import windows
 from sparse_bitnet.hub import from_pretrained
 from sparse_bitnet.training.config import TrainConfig
-from sparse_bitnet.training.loop import validation_loss
+from sparse_bitnet.training.train import validation_loss
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 import sparse_bitnet.experiments.quickstart as quickstart_module
-import sparse_bitnet.training.loop
+import sparse_bitnet.training.train
 from sparse_bitnet.cli import evaluate as evaluate_cli
 from sparse_bitnet.cli import quickstart as cli
 from sparse_bitnet.data.loader import TokenLoader
@@ -146,7 +146,7 @@ def test_report(finished):
 
 def test_finished_quickstart_is_not_run_again(finished, monkeypatch):
     config, result, _ = finished
-    monkeypatch.setattr(sparse_bitnet.training.loop, "Trainer", None)
+    monkeypatch.setattr(sparse_bitnet.training.train, "Trainer", None)
     again = quickstart(config)
     assert again.rows == result.rows
     assert again.sample == result.sample

@@ -28,7 +28,7 @@ from sparse_bitnet.layer import SparseBitConfig
 from sparse_bitnet.models import build_model
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
-from sparse_bitnet.training.loop import validation_loss
+from sparse_bitnet.training.train import validation_loss
 
 ALL = list(EXPERIMENTS)
 QUIET = Console(quiet=True)

@@ -9,8 +9,8 @@ import pytest
 from sparse_bitnet import files
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.training.checkpoint import list_checkpoints
-from sparse_bitnet.training.loop import train
 from sparse_bitnet.training.run_folder import Interrupted
+from sparse_bitnet.training.train import train
 
 
 def stop_after(step):

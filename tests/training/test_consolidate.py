@@ -11,7 +11,7 @@ from sparse_bitnet.evaluation.held_out import resolve_checkpoint, trained_contex
 from sparse_bitnet.evaluation.perplexity import evaluate
 from sparse_bitnet.hub import from_pretrained
 from sparse_bitnet.training.checkpoint_files import list_checkpoints
-from sparse_bitnet.training.loop import train
+from sparse_bitnet.training.train import train
 
 
 def test_the_newest_checkpoint_of_several_processes_is_put_together(worlds, run_config):

@@ -49,7 +49,7 @@ def test_the_dead_the_slow_and_the_absent_are_told_apart(store):
     assert said.index("rank 2 (") < said.index("rank 1 (")
 
 
-def test_beats_of_an_earlier_meeting_are_not_heard(store):
+def test_beats_of_an_earlier_rendezvous_are_not_heard(store):
     with watched(1, 2, "before") as old:
         until(lambda: 1 in old._read())
     with watched(0, 2, "now") as watchdog:

@@ -11,8 +11,8 @@ from world_processes import Worlds
 from sparse_bitnet.hub import from_pretrained
 from sparse_bitnet.training.checkpoint_files import list_checkpoints
 from sparse_bitnet.training.config import TrainConfig
-from sparse_bitnet.training.loop import train
 from sparse_bitnet.training.metrics import read_rows
+from sparse_bitnet.training.train import train
 
 CELLS = ("full-8:8", "full-6:8", "ternary-8:8", "ternary-6:8")
 CURVES = ("loss", "gradient_norm", "flip_rate", "zero_fraction", "validation_loss")

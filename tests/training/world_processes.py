@@ -104,9 +104,6 @@ def main() -> None:
     import torch.distributed.fsdp
     import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 
-    import sparse_bitnet.training.loop
-    import sparse_bitnet.training.sharded_trainer  # noqa: F401
-
     torch.set_num_threads(1)
     PRESETS["qwen2.5-1m"], PRESETS["qwen2.5-memory"] = TINY, MEASURED
     for line in sys.stdin:
@@ -192,7 +189,7 @@ def be_rank(rank: int, ports: list[int], request: dict[str, Any], output: Path) 
 def train_all(rank: int, ports: list[int], request: dict[str, Any]) -> int:
     from sparse_bitnet.errors import UserError
     from sparse_bitnet.training.distributed import Launch
-    from sparse_bitnet.training.loop import Interrupted, train
+    from sparse_bitnet.training.train import Interrupted, train
 
     inject_faults(rank, request["faults"])
     if request["measure"] == "collectives":
@@ -223,7 +220,7 @@ def count_collectives() -> None:
     """Print after each step which collectives it took, with the bytes that a ring brings to a rank."""
     import torch.distributed as dist
 
-    from sparse_bitnet.training.steps import Trainer
+    from sparse_bitnet.training.trainer import Trainer
 
     counted: dict[str, dict[str, int]] = {}
 
@@ -268,7 +265,7 @@ def measure_memory() -> None:
     """Print what the allocator gave out and got back from the start of the training."""
     from torch.profiler import ProfilerActivity, profile
 
-    from sparse_bitnet.training.steps import Trainer
+    from sparse_bitnet.training.trainer import Trainer
 
     step_of = Trainer._step
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
@@ -298,7 +295,7 @@ def inject_faults(rank: int, faults: dict[str, str]) -> None:
     from torch.distributed.checkpoint import FileSystemWriter
 
     from sparse_bitnet.training.sharded_checkpoint import ShardedSaver
-    from sparse_bitnet.training.steps import Trainer
+    from sparse_bitnet.training.trainer import Trainer
 
     step_of = Trainer._step
     save_shards = ShardedSaver._save_shards

@@ -15,7 +15,7 @@ from sparse_bitnet.training.recipes import RECIPES
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sparse_bitnet.training.steps import RunResult
+    from sparse_bitnet.training.trainer import RunResult
 
 
 @dataclass(kw_only=True)
@@ -80,8 +80,8 @@ def run(chosen: Options) -> None:
     from rich.console import Console
 
     from sparse_bitnet.training.distributed import ErrorElsewhere, Launch
-    from sparse_bitnet.training.loop import Interrupted, train
     from sparse_bitnet.training.progress import training_progress
+    from sparse_bitnet.training.train import Interrupted, train
 
     config = chosen.config()
     launch = Launch(shard=chosen.shard, timeout_seconds=chosen.timeout_seconds)

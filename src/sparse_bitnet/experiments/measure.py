@@ -29,7 +29,7 @@ from sparse_bitnet.training import metrics
 from sparse_bitnet.training.checkpoint import list_checkpoints
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
-from sparse_bitnet.training.loop import RunResult
+from sparse_bitnet.training.train import RunResult
 
 CURVE_POINTS = 100
 """Most points of a thinned curve: 100 runs then fit into a megabyte."""

@@ -33,7 +33,7 @@ from sparse_bitnet.sparsity import NMPattern
 from sparse_bitnet.training import metrics
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
-from sparse_bitnet.training.loop import RunResult, train
+from sparse_bitnet.training.train import RunResult, train
 
 EXPERIMENT = "quickstart"
 RESULTS = "results.jsonl"

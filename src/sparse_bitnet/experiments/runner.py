@@ -22,8 +22,8 @@ from sparse_bitnet.experiments.speed import Speed
 from sparse_bitnet.experiments.store import ResultFolder, RunRow, make_setting
 from sparse_bitnet.experiments.workers import OnStep, parallel, serial
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
-from sparse_bitnet.training.loop import train
 from sparse_bitnet.training.run_folder import run_lock
+from sparse_bitnet.training.train import train
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -21,7 +21,7 @@ from torch import Tensor
 from sparse_bitnet.convert import selected, sparse_layers
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.training.loss import causal_lm_loss
-from sparse_bitnet.training.meeting import meet
+from sparse_bitnet.training.rendezvous import rendezvous
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -199,7 +199,7 @@ def open_world(launch: Launch, device: torch.device) -> Iterator[World]:
     try:
         rank = int(os.environ["RANK"])
         store = _launcher_store(rank, timeout)
-        name = meet(store, rank, size, launch.timeout_seconds)
+        name = rendezvous(store, rank, size, launch.timeout_seconds)
         own = dist.PrefixStore(f"processes/{name}", store)
         dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timeout)
     except (RuntimeError, ValueError, OSError, KeyError) as error:

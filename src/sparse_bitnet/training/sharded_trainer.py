@@ -16,7 +16,7 @@ from sparse_bitnet.training.sharded_checkpoint import (
     load_whole,
 )
 from sparse_bitnet.training.sharded_linear import gathered_bytes, sharded_layers
-from sparse_bitnet.training.steps import Trainer, say
+from sparse_bitnet.training.trainer import Trainer, say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -46,7 +46,7 @@ class Watchdog:
         Args:
             rank, size: of this process, and of the run.
             timeout_seconds: longest time without `progress`.
-            name: what the processes call their meeting, so that no beat of a dead one is heard.
+            name: of their rendezvous, so that no beat of a dead process is heard.
             give_up: called with the diagnosis when it is over, from the thread; default: print it
                 and end the process, since a collective that hangs cannot be called off.
         """

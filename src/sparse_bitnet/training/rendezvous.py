@@ -1,4 +1,4 @@
-"""Finding together in a key-value store that remembers earlier processes of the same run.
+"""The rendezvous of a run's processes in a key-value store that remembers earlier ones.
 
 torchrun's store outlives the processes that it starts. After a restart, and when a machine has left or
 come, the store still holds the addresses of the dead, and the machines disagree about how often they
@@ -14,11 +14,11 @@ import torch.distributed as dist
 POLL_SECONDS = 0.05
 
 
-def meet(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> str:
+def rendezvous(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> str:
     """A name that exactly the `size` processes alive now have in common; all of them call it.
 
-    A process that is replaced while the others meet is waited for; one that calls again later meets
-    the others anew.
+    A process that is replaced meanwhile is waited for; one that calls again later needs the others to
+    call again too.
 
     Raises `TimeoutError` when somebody does not come within the time; in the first process it says who.
     """

@@ -16,7 +16,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.hub import from_pretrained, save_pretrained
 from sparse_bitnet.layer import SparseBitConfig, SparseBitLinear
 from sparse_bitnet.sparsity import mask_flip_rate, nm_mask
-from sparse_bitnet.training.trainer import SparseBitCallback
+from sparse_bitnet.training.callback import SparseBitCallback
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

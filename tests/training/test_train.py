@@ -18,12 +18,12 @@ from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.hub import from_pretrained
 from sparse_bitnet.models import PRESETS
-from sparse_bitnet.training import loop, steps
+from sparse_bitnet.training import trainer as trainer_module
 from sparse_bitnet.training.checkpoint import list_checkpoints
 from sparse_bitnet.training.config import TrainConfig
-from sparse_bitnet.training.loop import train
 from sparse_bitnet.training.metrics import read_rows
 from sparse_bitnet.training.run_folder import Interrupted, run_lock
+from sparse_bitnet.training.train import train
 
 
 def rows(run: Path | str) -> list[dict]:
@@ -75,7 +75,7 @@ def test_final_folder_is_the_trained_model(small_run):
     config = small_run()
     result = train(config)
     model = from_pretrained(Path(config.out) / "final")
-    loss, tokens = loop.validation_loss(
+    loss, tokens = trainer_module.validation_loss(
         model, config, device=torch.device("cpu"), dtype=torch.float32
     )
     assert (loss, tokens) == (result.validation_loss, result.validation_tokens)
@@ -85,16 +85,16 @@ def test_final_folder_is_the_trained_model(small_run):
 @pytest.mark.parametrize("format", ["full-8:8", "full-6:8", "ternary-8:8", "ternary-6:8"])
 def test_the_four_cells_start_alike_and_see_the_same_batches(small_run, format, monkeypatch):
     batches = []
-    original = steps.TokenLoader.batch
+    original = trainer_module.TokenLoader.batch
     monkeypatch.setattr(
-        steps.TokenLoader,
+        trainer_module.TokenLoader,
         "batch",
         lambda self, step: batches.append(original(self, step)) or batches[-1],
     )
     config = small_run(format=format, steps=1, checkpoint_every=0)
-    trainer = steps.Trainer(config, Path(config.out).parent, None)
+    trainer = trainer_module.Trainer(config, Path(config.out).parent, None)
     start = {name: value.clone() for name, value in trainer.model.named_parameters()}
-    reference = steps.Trainer(small_run(format="full-8:8"), Path(config.out).parent, None)
+    reference = trainer_module.Trainer(small_run(format="full-8:8"), Path(config.out).parent, None)
     for name, value in reference.model.named_parameters():
         assert torch.equal(start[name], value), name
     trainer._forward_backward(1)
@@ -178,7 +178,7 @@ def test_kill_9_at_random_moments_gives_the_same_bytes(small_run, tmp_path):
         "from sparse_bitnet.models import PRESETS, Shape\n"
         f"PRESETS['qwen2.5-1m'] = {PRESETS['qwen2.5-1m']!r}\n"
         "from sparse_bitnet.training.config import TrainConfig\n"
-        "from sparse_bitnet.training.loop import train\n"
+        "from sparse_bitnet.training.train import train\n"
         "text = pathlib.Path(sys.argv[1]).read_text()\n"
         "config = TrainConfig.from_json(text, 'config')\n"
         "train(config, on_step=lambda row: print(row['step'], flush=True))\n"
@@ -238,11 +238,11 @@ def test_a_loss_that_is_not_finite_stops_with_step_checkpoint_and_batch(small_ru
 
     def poisoned(*args, **kwargs):
         calls.append(1)
-        loss = loop_loss(*args, **kwargs)
+        loss = real_loss(*args, **kwargs)
         return loss * float("nan") if len(calls) > 5 else loss
 
-    loop_loss = steps.causal_lm_loss
-    monkeypatch.setattr(steps, "causal_lm_loss", poisoned)
+    real_loss = trainer_module.causal_lm_loss
+    monkeypatch.setattr(trainer_module, "causal_lm_loss", poisoned)
     with pytest.raises(UserError, match="step 3: loss nan") as caught:
         train(config)
     message = str(caught.value)

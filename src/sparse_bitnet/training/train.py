@@ -13,7 +13,7 @@ from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import resolve_device
 from sparse_bitnet.training.distributed import Launch, open_world
 from sparse_bitnet.training.run_folder import Interrupted, open_run, run_lock
-from sparse_bitnet.training.steps import OnStep, RunResult, Trainer, validation_loss
+from sparse_bitnet.training.trainer import OnStep, RunResult, Trainer, validation_loss
 
 __all__ = ["Interrupted", "OnStep", "RunResult", "train", "validation_loss"]
 

@@ -1,0 +1,96 @@
+"""The per-step selection as a callback of `transformers.Trainer`.
+
+    model = convert_(AutoModelForCausalLM.from_pretrained(...), SparseBitConfig())
+    Trainer(model=model, callbacks=[SparseBitCallback()], ...).train()
+
+A converted model trains the same without it, but then every forward, recomputed ones included, selects
+mask and codes again, and nothing is logged.
+"""
+
+from contextlib import ExitStack
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from sparse_bitnet.convert import selected, sparse_layers
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.training.metrics import selection_metrics
+
+
+class SparseBitCallback(TrainerCallback):
+    """Selects mask and codes once per optimiser step and once per evaluation.
+
+    Every training log gets `flip_rate` (share of mask positions that changed since the step before,
+    from the second step on) and `zero_fraction` (share of zeros among the effective weights), both of
+    the last step and over all sparse layers together. They reach `state.log_history`, the console and
+    every callback that comes after this one; Trainer's own reporters (`report_to`) come before, so
+    put this callback first in `trainer.callback_handler.callbacks` for them to see it.
+
+    A step or an evaluation that raises leaves nothing that another weight could meet: see
+    `SparseBitLinear.is_selected`.
+
+    Raises `UserError` at the start of training when the model holds no `SparseBitLinear`.
+    """
+
+    def __init__(self) -> None:
+        self._selection = ExitStack()
+        self._in_evaluation = False
+        self._metrics: dict[str, float] = {}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._release()
+        if not sparse_layers(kwargs["model"]):
+            name = type(kwargs["model"]).__name__
+            raise UserError(f"SparseBitCallback: {name} has no SparseBitLinear; use convert_ first")
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        model = kwargs["model"]
+        # Trainer does so only inside the step; an evaluation mode would leave the flips uncounted.
+        model.train()
+        self._selection.enter_context(selected(model))
+        found = selection_metrics(sparse_layers(model), by_layer=False)
+        self._metrics = {name: value for name, value in found.items() if value is not None}
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._release()
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # There is no event before an evaluation: its first batch selects by itself.
+        if not self._in_evaluation:
+            self._selection.enter_context(selected(kwargs["model"]))
+            self._in_evaluation = True
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._release()
+
+    def on_predict(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, float],
+        **kwargs: Any,
+    ) -> None:
+        self._release()
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        logs = kwargs["logs"]
+        if "loss" in logs:
+            logs.update(self._metrics)
+            state.log_history[-1].update(self._metrics)
+
+    def _release(self) -> None:
+        self._selection.close()
+        self._in_evaluation = False
