@@ -11,6 +11,21 @@
 namespace nb = nanobind;
 using namespace sparse_bitnet;
 
+namespace {
+
+void require_array(int dtype, std::int64_t count, std::int64_t width) {
+  require(dtype == int(Dtype::float32) || dtype == int(Dtype::bfloat16), "no such dtype");
+  require(width >= 0 && width <= most_elements && count >= 0 && count <= most_elements / (width + 1),
+          "a size is out of range");
+}
+
+void require_groups(int dtype, std::int64_t groups, int n, int m) {
+  require(1 <= n && n <= m && m <= max_group, "the pattern is not 1 <= n <= m <= 32");
+  require_array(dtype, groups, m);
+}
+
+}  // namespace
+
 NB_MODULE(_cpu, module) {
   // PyTorch's dispatcher holds the registered functions until the process ends.
   nb::set_leak_warnings(false);
@@ -28,6 +43,7 @@ NB_MODULE(_cpu, module) {
           "nm_mask",
           [](const Kernels& kernels, Address weight, int dtype, std::int64_t groups, int n, int m,
              Address mask, int threads) {
+            require_groups(dtype, groups, n, m);
             nm_mask(kernels, pointer<const void>(weight), Dtype(dtype), groups, n, m,
                     pointer<std::uint8_t>(mask), threads);
           },
@@ -37,6 +53,7 @@ NB_MODULE(_cpu, module) {
           "select_ternary",
           [](const Kernels& kernels, Address weight, int dtype, float weight_scale,
              std::int64_t groups, int n, int m, Address codes, Address mask, int threads) {
+            require_groups(dtype, groups, n, m);
             select_ternary(kernels, pointer<const void>(weight), Dtype(dtype), weight_scale, groups,
                            n, m, pointer<std::int8_t>(codes), pointer<std::uint8_t>(mask), threads);
           },
@@ -45,6 +62,7 @@ NB_MODULE(_cpu, module) {
       .def(
           "absmean",
           [](const Kernels& kernels, Address weight, int dtype, std::int64_t count, int threads) {
+            require_array(dtype, count, 1);
             return absmean(kernels, pointer<const void>(weight), Dtype(dtype), count, threads);
           },
           nb::arg("weight"), nb::arg("dtype"), nb::arg("count"), nb::arg("threads"), unlocked)
@@ -52,6 +70,7 @@ NB_MODULE(_cpu, module) {
           "quantize_int8",
           [](const Kernels& kernels, Address x, int dtype, std::int64_t tokens,
              std::int64_t features, Address codes, Address activation_scale, int threads) {
+            require_array(dtype, tokens, features);
             quantize_int8(kernels, pointer<const void>(x), Dtype(dtype), tokens, features,
                           pointer<std::int8_t>(codes), pointer<float>(activation_scale), threads);
           },

@@ -3,6 +3,8 @@
 #pragma once
 
 #include <cstdint>
+#include <stdexcept>
+#include <string>
 
 #include <nanobind/nanobind.h>
 
@@ -14,6 +16,16 @@ template <class T>
 T* pointer(Address address) {
   return reinterpret_cast<T*>(address);
 }
+
+inline void require(bool condition, const std::string& what) {
+  if (!condition) throw std::invalid_argument(what);
+}
+
+// Elements of any array that Python hands over: sizes within them, and small multiples of them, cannot
+// overflow.
+constexpr std::int64_t most_elements = std::int64_t(1) << 48;
+
+constexpr int most_threads = 1024;
 
 void bind_matmul(nanobind::module_& module);
 void bind_decoder(nanobind::module_& module);

@@ -17,7 +17,7 @@ struct Ceilings {
   Ceilings(int threads, std::int64_t bytes) : pool(threads), buffer(pool, bytes) {}
 };
 
-constexpr int most_threads = 4096;
+constexpr std::int64_t most_bytes = std::int64_t(1) << 46;
 constexpr int most_prefetch_bytes = 1 << 16;  // lie behind the buffer
 constexpr double most_seconds = 60;
 
@@ -34,7 +34,7 @@ void bind_ceilings(nb::module_& module) {
       .def(
           "__init__",
           [](Ceilings* self, int threads, std::int64_t bytes) {
-            if (threads < 1 || threads > most_threads || bytes < 1) {
+            if (threads < 1 || threads > most_threads || bytes < 1 || bytes > most_bytes) {
               throw nb::value_error("threads or bytes out of range");
             }
             new (self) Ceilings(threads, bytes);

@@ -18,7 +18,7 @@
 //   decoder = Decoder(model, threads, cache, context_length, cache_tokens, isa="")
 //     cache: 0 float32, 1 float16, 2 int8.
 //   decoder.open() -> sequence; close(sequence); fork(sequence, length) -> sequence;
-//   truncate(sequence, length); length(sequence); free_tokens (property); isa (property)
+//   truncate(sequence, length); length(sequence); free_tokens (property); isa (property); shut()
 //   decoder.forward(requests, which, logits)
 //     requests: [(sequence, address of int32 tokens, count)]; which: 0 none, 1 last, 2 all; logits:
 //     address of float32 [requests, vocab] (last) or [sum of counts, vocab] (all), 0 with none.
@@ -28,6 +28,8 @@
 
 #include <cmath>
 #include <cstdint>
+#include <memory>
+#include <mutex>
 #include <new>
 #include <stdexcept>
 #include <string>
@@ -42,6 +44,7 @@
 
 #include "bindings.h"
 #include "decoder.h"
+#include "platform.h"
 
 namespace nb = nanobind;
 
@@ -55,10 +58,6 @@ using MatrixArguments = std::tuple<int, int, int, std::int64_t, std::int64_t, st
 using TableArguments =
     std::tuple<int, std::int64_t, std::int64_t, std::int64_t, Address, Address>;
 using RequestArguments = std::tuple<int, Address, std::int64_t>;
-
-void require(bool condition, const std::string& what) {
-  if (!condition) throw std::invalid_argument(what);
-}
 
 const float* floats(Address address, const std::string& name, bool wanted) {
   require(address != 0 || !wanted, name + ": the address is 0");
@@ -205,33 +204,99 @@ class ModelBuilder {
   Model model_;
 };
 
-void make_decoder(Decoder* place, const ModelBuilder& builder, int threads, int cache,
-                  std::int64_t context_length, std::int64_t cache_tokens, const std::string& isa) {
-  require(threads >= 1 && threads <= 1024, "threads is outside 1..1024");
-  require(cache >= 0 && cache <= int(CacheType::int8), "unknown cache type");
-  require(context_length >= 1 && context_length <= (std::int64_t(1) << 24),
-          "context_length is outside 1..2^24");
-  require(cache_tokens >= 1 && cache_tokens <= (std::int64_t(1) << 31),
-          "cache_tokens is outside 1..2^31");
-  const Model& model = builder.complete();
-  new (place) Decoder(
-      model, DecoderOptions{threads, CacheType(cache), context_length, cache_tokens, isa});
+// A decoder for one caller at a time: what it holds is changed by every call, and its threads are those of
+// the process that made it.
+class DecoderHandle {
+ public:
+  DecoderHandle(const ModelBuilder& builder, int threads, int cache, std::int64_t context_length,
+                std::int64_t cache_tokens, const std::string& isa) {
+    require(threads >= 1 && threads <= most_threads, "threads is outside 1..1024");
+    require(cache >= 0 && cache <= int(CacheType::int8), "unknown cache type");
+    require(context_length >= 1 && context_length <= (std::int64_t(1) << 24),
+            "context_length is outside 1..2^24");
+    require(cache_tokens >= 1 && cache_tokens <= (std::int64_t(1) << 31),
+            "cache_tokens is outside 1..2^31");
+    decoder_ = std::make_unique<Decoder>(
+        builder.complete(),
+        DecoderOptions{threads, CacheType(cache), context_length, cache_tokens, isa});
+    isa_ = decoder_->isa();
+  }
+
+  ~DecoderHandle() {
+    if (is_forked()) static_cast<void>(decoder_.release());
+  }
+
+  const std::string& isa() const { return isa_; }
+
+  // body(decoder), while nobody else is in it.
+  template <class Body>
+  auto use(Body&& body) {
+    const auto lock = enter();
+    if (!decoder_) throw std::runtime_error("the decoder is closed");
+    return body(*decoder_);
+  }
+
+  // What it points to may then be freed. In the child of a fork, which may have caught the parent in the
+  // middle of a call, the decoder is forgotten.
+  void shut() {
+    if (is_forked()) {
+      static_cast<void>(decoder_.release());
+      return;
+    }
+    const auto lock = enter();
+    decoder_.reset();
+  }
+
+  void forward(const std::vector<RequestArguments>& arguments, int which, Address logits) {
+    require(which >= 0 && which <= int(Logits::all), "unknown choice of logits");
+    require(which == int(Logits::none) || logits != 0, "logits: the address is 0");
+    require(logits % alignof(float) == 0, "logits: not aligned to 4 bytes");
+    std::vector<Request> requests;
+    requests.reserve(arguments.size());
+    for (const auto& [sequence, tokens, count] : arguments) {
+      require(tokens != 0 && tokens % alignof(std::int32_t) == 0, "tokens: not aligned to 4 bytes");
+      require(count >= 1, "a request has no tokens");
+      requests.push_back({sequence, pointer<const std::int32_t>(tokens), count});
+    }
+    use([&](Decoder& decoder) {
+      nb::gil_scoped_release released;
+      decoder.forward(requests.data(), int(requests.size()), Logits(which), pointer<float>(logits));
+    });
+  }
+
+ private:
+  bool is_forked() const { return forks_ != fork_count(); }
+
+  std::unique_lock<std::mutex> enter() {
+    if (is_forked()) {
+      throw std::runtime_error("the engine belongs to the parent of this process: load it after the fork");
+    }
+    std::unique_lock<std::mutex> lock(busy_, std::try_to_lock);
+    if (!lock) {
+      throw std::runtime_error("another thread is using the engine: it takes one call at a time");
+    }
+    return lock;
+  }
+
+  const int forks_ = fork_count();
+  std::mutex busy_;
+  std::unique_ptr<Decoder> decoder_;
+  std::string isa_;
+};
+
+// A method of the decoder, for the handle.
+template <class Result, class... Arguments>
+auto used(Result (Decoder::*method)(Arguments...)) {
+  return [method](DecoderHandle& handle, Arguments... arguments) {
+    return handle.use([&](Decoder& decoder) { return (decoder.*method)(arguments...); });
+  };
 }
 
-void forward(Decoder& decoder, const std::vector<RequestArguments>& arguments, int which,
-             Address logits) {
-  require(which >= 0 && which <= int(Logits::all), "unknown choice of logits");
-  require(which == int(Logits::none) || logits != 0, "logits: the address is 0");
-  require(logits % alignof(float) == 0, "logits: not aligned to 4 bytes");
-  std::vector<Request> requests;
-  requests.reserve(arguments.size());
-  for (const auto& [sequence, tokens, count] : arguments) {
-    require(tokens != 0 && tokens % alignof(std::int32_t) == 0, "tokens: not aligned to 4 bytes");
-    require(count >= 1, "a request has no tokens");
-    requests.push_back({sequence, pointer<const std::int32_t>(tokens), count});
-  }
-  nb::gil_scoped_release released;
-  decoder.forward(requests.data(), int(requests.size()), Logits(which), pointer<float>(logits));
+template <class Result, class... Arguments>
+auto used(Result (Decoder::*method)(Arguments...) const) {
+  return [method](DecoderHandle& handle, Arguments... arguments) {
+    return handle.use([&](Decoder& decoder) { return (decoder.*method)(arguments...); });
+  };
 }
 
 }  // namespace
@@ -254,23 +319,27 @@ void bind_decoder(nb::module_& module) {
            "q_norm"_a = 0, "k_norm"_a = 0,
            "A matrix: (format, n, m, rows, columns, row_stride, address, scale, scales_address).");
 
-  nb::class_<Decoder>(module, "Decoder",
-                      "A decoder step over packed weights with a cache of many sequences. Used from "
-                      "one thread at a time.")
-      .def("__init__", &make_decoder, "model"_a, "threads"_a, "cache"_a, "context_length"_a,
-           "cache_tokens"_a, "isa"_a = "")
-      .def_prop_ro("isa", &Decoder::isa)
-      .def("open", &Decoder::open, "A new, empty sequence.")
-      .def("close", &Decoder::close, "sequence"_a, "Give its pages back.")
-      .def("fork", &Decoder::fork, "sequence"_a, "length"_a,
+  nb::class_<DecoderHandle>(
+      module, "Decoder",
+      "A decoder step over packed weights with a cache of many sequences. RuntimeError from a thread that "
+      "calls while another one does, in the child of a fork, and after `shut`.")
+      .def(nb::init<const ModelBuilder&, int, int, std::int64_t, std::int64_t, const std::string&>(),
+           "model"_a, "threads"_a, "cache"_a, "context_length"_a, "cache_tokens"_a, "isa"_a = "")
+      .def_prop_ro("isa", &DecoderHandle::isa)
+      .def("open", used(&Decoder::open), "A new, empty sequence.")
+      .def("close", used(&Decoder::close), "sequence"_a, "Give its pages back.")
+      .def("fork", used(&Decoder::fork), "sequence"_a, "length"_a,
            "A new sequence with the first `length` tokens; ValueError where the cache is full.")
-      .def("truncate", &Decoder::truncate, "sequence"_a, "length"_a,
+      .def("truncate", used(&Decoder::truncate), "sequence"_a, "length"_a,
            "Forget the tokens from `length` on.")
-      .def("length", &Decoder::length, "sequence"_a)
-      .def_prop_ro("free_tokens", &Decoder::free_tokens, "Room in whole free pages.")
-      .def("forward", &forward, "requests"_a, "which"_a, "logits"_a,
+      .def("length", used(&Decoder::length), "sequence"_a)
+      .def_prop_ro("free_tokens", used(&Decoder::free_tokens), "Room in whole free pages.")
+      .def("forward", &DecoderHandle::forward, "requests"_a, "which"_a, "logits"_a,
            "requests: [(sequence, address of int32 tokens, count)]; which: 0 no logits, 1 those of "
-           "each request's last token, 2 of every token, written to the address `logits`.");
+           "each request's last token, 2 of every token, written to the address `logits`.")
+      .def("shut", &DecoderHandle::shut,
+           "Free the decoder, then its weights may go; again does nothing. RuntimeError while another "
+           "thread is in a call.");
 }
 
 }  // namespace sparse_bitnet

@@ -13,7 +13,7 @@
 
 #include "bindings.h"
 #include "checksum.h"
-#include "memory.h"
+#include "platform.h"
 #include "repack.h"
 #include "tables.h"
 
@@ -22,16 +22,15 @@ namespace nb = nanobind;
 namespace sparse_bitnet {
 namespace {
 
-void require(bool condition, const char* message) {
-  if (!condition) throw std::invalid_argument(message);
-}
-
 // (address, -1, 0) of memory, or (0, file descriptor, offset in the file).
 using SourceArguments = std::tuple<Address, int, std::int64_t>;
 
+constexpr std::int64_t most_file_bytes = std::int64_t(1) << 62;
+
 ByteSource byte_source(const SourceArguments& arguments) {
   const auto& [address, descriptor, offset] = arguments;
-  require(address != 0 || (descriptor >= 0 && offset >= 0), "neither an address nor a file");
+  require(address != 0 || (descriptor >= 0 && offset >= 0 && offset <= most_file_bytes),
+          "neither an address nor a file");
   return {pointer<const std::uint8_t>(address), descriptor, offset};
 }
 

@@ -5,12 +5,15 @@
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
+#include <stdexcept>
 #include <thread>
 #include <vector>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
+
+#include "platform.h"
 
 namespace sparse_bitnet {
 namespace {
@@ -81,6 +84,8 @@ struct ThreadPool::State {
   std::mutex mutex;
   std::condition_variable wake;
   std::vector<std::thread> workers;
+  std::atomic<bool> has_caller{false};
+  const int forks = fork_count();
 
   // Those of the own range first, then what others have left.
   void take_pieces(int thread) {
@@ -134,6 +139,11 @@ ThreadPool::ThreadPool(int threads) : state_(std::make_unique<State>(threads)) {
 }
 
 ThreadPool::~ThreadPool() {
+  if (state_->forks != fork_count()) {
+    // The threads are the parent's: there is nobody to stop.
+    static_cast<void>(state_.release());
+    return;
+  }
   {
     std::lock_guard<std::mutex> lock(state_->mutex);
     state_->stopping.store(true);
@@ -153,6 +163,12 @@ void ThreadPool::run(std::int64_t count, std::int64_t size, bool in_ranges, Piec
       piece(context, begin, std::min(begin + size, count), 0);
     }
     return;
+  }
+  if (state.forks != fork_count()) {
+    throw std::runtime_error("the threads stayed in the parent of this process when it was forked");
+  }
+  if (state.has_caller.exchange(true, std::memory_order_acquire)) {
+    throw std::runtime_error("another thread is using this thread pool");
   }
   state.size = size;
   state.piece = piece;
@@ -178,6 +194,7 @@ void ThreadPool::run(std::int64_t count, std::int64_t size, bool in_ranges, Piec
       return (state.region.load(std::memory_order_acquire) & inside_mask) == 0;
     });
   }
+  state.has_caller.store(false, std::memory_order_release);
 }
 
 }  // namespace sparse_bitnet

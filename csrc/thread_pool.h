@@ -24,7 +24,8 @@ class ThreadPool {
   // Calls piece(context, begin, end, thread) for pieces of `size` of [0, count), on all threads, the
   // calling one among them; `thread` counts from 0. Threads take the pieces in order, or, `in_ranges`,
   // each those of a stretch of its own before it helps the others. Returns when all are done. Pieces
-  // must not throw and must not call the pool. One caller at a time.
+  // must not throw and must not call the pool. Throws std::runtime_error where another thread is calling,
+  // and in the child of a fork.
   void run(std::int64_t count, std::int64_t size, bool in_ranges, Piece piece, void* context);
 
   // The same for a callable (begin, end, thread), in order.

@@ -205,10 +205,14 @@ def test_huge_buffer() -> None:
     assert not view.any()
     view[:] = 1
     assert buffer.huge_bytes == -1 or 0 <= buffer.huge_bytes <= 3 << 21
+
+
+@pytest.mark.parametrize(
+    "size", [-1, -(2**63), 1 << 62, *(2**63 - (1 << bits) for bits in (0, 21, 22))]
+)
+def test_huge_buffer_of_an_impossible_size(size: int) -> None:
     with pytest.raises(MemoryError):
-        _cpu.HugeBuffer(1 << 62)
-    with pytest.raises(MemoryError):
-        _cpu.HugeBuffer(-1)
+        _cpu.HugeBuffer(size)
 
 
 def quantize_table(pool, values: torch.Tensor, format: int, scales: np.ndarray | None = None):

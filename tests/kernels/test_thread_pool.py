@@ -1,5 +1,7 @@
 """The engine's thread pool: every piece once, from tiny regions to sleeping threads."""
 
+import os
+import threading
 import time
 
 import numpy as np
@@ -64,3 +66,46 @@ def test_a_pool_ends_at_any_time():
         del pool
     for _ in range(20):
         _cpu.ThreadPool(4)
+
+
+def call_for_a_minute(call) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        call()
+
+
+def test_one_caller_at_a_time():
+    pool, stop = _cpu.ThreadPool(2), threading.Event()
+
+    def keep_busy() -> None:
+        while not stop.is_set():
+            try:
+                visit(pool, 100, 100_000, 1000)
+            except RuntimeError:  # the other thread was first
+                continue
+
+    other = threading.Thread(target=keep_busy)
+    other.start()
+    try:
+        with pytest.raises(RuntimeError, match="another thread is using this thread pool"):
+            call_for_a_minute(lambda: visit(pool, 100, 100_000, 1000))
+    finally:
+        stop.set()
+        other.join()
+    visit(pool, 3, 50, 1)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system does not fork")
+def test_the_child_of_a_fork_is_told():
+    pool = _cpu.ThreadPool(2)
+    visit(pool, 1, 50, 1)
+    child = os.fork()
+    if child == 0:
+        try:
+            visit(pool, 1, 50, 1)
+        except RuntimeError as error:
+            del pool  # does not wait for threads that are not there
+            os._exit(0 if "forked" in str(error) else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    visit(pool, 1, 50, 1)

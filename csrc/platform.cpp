@@ -1,10 +1,13 @@
-#include "memory.h"
+#include "platform.h"
 
+#include <pthread.h>
 #include <sys/mman.h>
 
+#include <atomic>
 #include <cinttypes>
 #include <cstdint>
 #include <cstdio>
+#include <limits>
 #include <new>
 
 namespace sparse_bitnet {
@@ -12,8 +15,10 @@ namespace sparse_bitnet {
 HugeBuffer::HugeBuffer(std::int64_t size) : size_(size) {
   // One huge page more, so that an aligned start is in it; a whole number of them, so that the last
   // bytes are in a huge page too.
+  if (size < 0 || size > std::numeric_limits<std::int64_t>::max() - 2 * huge_page_bytes) {
+    throw std::bad_alloc();
+  }
   const std::int64_t whole = (size + huge_page_bytes - 1) / huge_page_bytes * huge_page_bytes;
-  if (size < 0 || whole < size) throw std::bad_alloc();
   mapped_size_ = whole + huge_page_bytes;
   mapped_ = mmap(nullptr, std::size_t(mapped_size_), PROT_READ | PROT_WRITE,
                  MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -48,6 +53,13 @@ std::int64_t HugeBuffer::huge_bytes() const {
   }
   std::fclose(maps);
   return kibibytes * 1024;
+}
+
+int fork_count() {
+  static std::atomic<int> forks{0};
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { ++forks; });
+  static_cast<void>(registered);
+  return forks.load(std::memory_order_relaxed);
 }
 
 }  // namespace sparse_bitnet

@@ -1,5 +1,4 @@
-// Memory for weights: aligned, zeroed, in huge pages where the system has them. Streaming weights from
-// pages of 4 KiB costs visibly more, under virtualisation most of all.
+// All that an operating system decides: memory in huge pages, reading of files, forks.
 
 #pragma once
 
@@ -9,6 +8,8 @@ namespace sparse_bitnet {
 
 constexpr std::int64_t huge_page_bytes = std::int64_t(1) << 21;
 
+// Zeroed memory for weights and caches, in huge pages where the system has them: streaming from pages of
+// 4 KiB costs visibly more, under virtualisation most of all.
 class HugeBuffer {
  public:
   // `size` >= 0 zero bytes, aligned to huge_page_bytes. Pages are taken when first written to. Throws
@@ -29,5 +30,9 @@ class HugeBuffer {
   void* mapped_;
   std::uint8_t* data_;
 };
+
+// Forks between the start of the program and this process: what was made at another count is of a parent,
+// whose threads do not exist here.
+int fork_count();
 
 }  // namespace sparse_bitnet

@@ -1,0 +1,134 @@
+"""The extension refuses sizes that do not fit before it allocates, divides or multiplies with them."""
+
+import os
+import threading
+from functools import cache
+
+import numpy as np
+import pytest
+from test_thread_pool import call_for_a_minute
+
+from decoder_in_memory import DecoderInMemory, random_model
+from sparse_bitnet import _cpu
+
+HUGE = (2**63 - 1, 2**62, 2**53, -1, -(2**63))
+
+
+@pytest.mark.parametrize("size", HUGE)
+def test_sizes_of_the_ops_kernels(size: int) -> None:
+    kernels = _cpu.Kernels.choose("")
+    with pytest.raises(ValueError, match="out of range"):
+        kernels.nm_mask(0, _cpu.FLOAT32, size, 2, 4, 0, 1)
+    with pytest.raises(ValueError, match="out of range"):
+        kernels.select_ternary(0, _cpu.BFLOAT16, 1.0, size, 2, 4, 0, 0, 1)
+    with pytest.raises(ValueError, match="out of range"):
+        kernels.absmean(0, _cpu.FLOAT32, size, 1)
+    with pytest.raises(ValueError, match="out of range"):
+        kernels.quantize_int8(0, _cpu.FLOAT32, size, 8, 0, 0, 1)
+    with pytest.raises(ValueError, match="out of range"):
+        kernels.quantize_int8(0, _cpu.FLOAT32, 8, size, 0, 0, 1)
+
+
+@pytest.mark.parametrize(("n", "m"), [(0, 4), (5, 4), (1, 0), (1, 33), (1, -4)])
+def test_patterns(n: int, m: int) -> None:
+    with pytest.raises(ValueError, match="pattern"):
+        _cpu.Kernels.choose("").nm_mask(0, _cpu.FLOAT32, 8, n, m, 0, 1)
+    with pytest.raises(ValueError, match="pattern"):
+        _cpu.bytes_per_row(2, n, m, 64)
+
+
+@pytest.mark.parametrize("size", [*HUGE, 0])
+def test_sizes_of_the_matrix_kernels(size: int) -> None:
+    kernels, pool = _cpu.MatmulKernels.choose(""), _cpu.ThreadPool(1)
+    with pytest.raises(ValueError, match="columns"):
+        _cpu.bytes_per_row(0, 1, 1, size)
+    good = {"rows": 8, "columns": 64, "row_stride": 64, "y_stride": 8}
+    for name in good:
+        sizes = good | {name: size}
+        with pytest.raises(ValueError, match=name):
+            _cpu.Product(format=0, n=1, m=1, data=0, scale=1.0, scales=0, bias=0, y=0, **sizes)
+    product = _cpu.Product(0, 1, 1, 8, 64, 64, 0, 1.0, 0, 0, 0, 8)
+    with pytest.raises(ValueError, match="columns"):
+        kernels.quantize(pool, 0, 1, size, 0, 0, 0, 0, 0)
+    with pytest.raises(ValueError, match="columns"):
+        kernels.matmul(pool, 1, size, 0, 0, 0, 0, 0, [product])
+    if size:
+        with pytest.raises(ValueError, match="tokens"):
+            kernels.quantize(pool, 0, size, 64, 0, 0, 0, 0, 0)
+        with pytest.raises(ValueError, match="tokens"):
+            kernels.matmul(pool, size, 64, 0, 0, 0, 0, 0, [product])
+    with pytest.raises(ValueError, match="stride"):
+        kernels.matmul_table(pool, 0, 1, 64, 1, 8, 64, size, 0, 0, 8)
+
+
+@pytest.mark.parametrize("threads", [0, -1, 1025, 2**31 - 1])
+def test_thread_counts(threads: int) -> None:
+    with pytest.raises(ValueError, match="threads"):
+        _cpu.ThreadPool(threads)
+
+
+@pytest.mark.parametrize("bytes", [0, -1, 2**47, 2**63 - 1])
+def test_sizes_of_the_roofline(bytes: int) -> None:
+    with pytest.raises(ValueError, match="out of range"):
+        _cpu.Ceilings(1, bytes)
+
+
+def test_offsets_in_files() -> None:
+    source = (0, 0, 2**63 - 1)
+    with pytest.raises(ValueError, match="neither an address nor a file"):
+        _cpu.repack(_cpu.ThreadPool(1), 0, 1, 1, 1, 256, source, 64, 0, 64, 64, 64)
+
+
+@cache
+def small_decoder() -> DecoderInMemory:
+    return DecoderInMemory(random_model(max_position_embeddings=2048), threads=2, cache_tokens=2048)
+
+
+def test_a_decoder_takes_one_caller_at_a_time() -> None:
+    """Without that: a crash, or logits of another thread's tokens."""
+    decoder = small_decoder().decoder
+    tokens, sequence = np.zeros(1500, np.int32), decoder.open()
+    started, stop = threading.Event(), threading.Event()
+
+    def keep_busy() -> None:
+        while not stop.is_set():
+            try:
+                decoder.truncate(sequence, 0)
+                started.set()
+                decoder.forward([(sequence, tokens.ctypes.data, len(tokens))], 0, 0)
+            except RuntimeError:  # the other thread was first
+                continue
+
+    other = threading.Thread(target=keep_busy)
+    other.start()
+    try:
+        assert started.wait(60)
+        with pytest.raises(RuntimeError, match="another thread is using the engine"):
+            call_for_a_minute(lambda: decoder.length(sequence))
+    finally:
+        stop.set()
+        other.join()
+    decoder.close(sequence)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system does not fork")
+def test_a_decoder_stays_with_its_process() -> None:
+    decoder = small_decoder().decoder
+    child = os.fork()
+    if child == 0:
+        try:
+            decoder.open()
+        except RuntimeError as error:
+            decoder.shut()
+            os._exit(0 if "load it after the fork" in str(error) else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    decoder.close(decoder.open())
+
+
+def test_a_decoder_that_is_shut() -> None:
+    decoder = DecoderInMemory(random_model()).decoder
+    decoder.shut()
+    decoder.shut()
+    with pytest.raises(RuntimeError, match="closed"):
+        decoder.open()
