@@ -1,15 +1,20 @@
 """What the CPU engine refuses to load, each with one line that says why."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from packed_models import make_packed
+from sparse_bitnet.engine.architecture import read_architecture
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.packing.tensor_file import TensorFile
 from sparse_bitnet.packing.tensor_writer import TensorFileWriter, TensorSpec
@@ -68,7 +73,13 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> 
         ),
         ({"model_type": ["qwen2"]}, r"model_type is \['qwen2'\], not a name"),
         ({"hidden_act": {}}, r"hidden_act is {}, not a name"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, not positive"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, not a positive number"),
+        ({"hidden_size": 2**31 - 1}, "hidden_size is above 8,388,608, the most"),
+        ({"head_dim": 2**30}, "head_dim is above 1,024"),
+        ({"max_position_embeddings": 2**24 + 1}, "max_position_embeddings is above 16,777,216"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps is 1000+, not a positive number"),
+        ({"rms_norm_eps": 1e300}, "rms_norm_eps is 1e[+]300, not a positive number"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 10**400}}, "rope_theta is 10+"),
         ({"mlp_bias": True}, "no biases in the feed-forward part"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope type 'longrope'"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor is None"),
@@ -89,6 +100,60 @@ def test_config_is_compared(packed: Path, changes: dict[str, Any], message: str)
     change_config(packed, **changes)
     with pytest.raises(UserError, match=message):
         load(packed)
+
+
+NUMBERS = st.one_of(
+    st.integers(),
+    st.floats(),
+    st.sampled_from([0, 1, -1, 2**24 + 1, 2**31 - 1, 2**63, 10**400, 1e38, 1e308, 5e-324]),
+)
+VALUES = st.recursive(
+    st.one_of(st.none(), st.booleans(), NUMBERS, st.text(max_size=5)),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+ROPE_FIELDS = st.fixed_dictionaries(
+    {"rope_type": st.sampled_from(["default", "linear", "llama3", "yarn", "su"])},
+    optional=dict.fromkeys(
+        (
+            "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "attention_factor",
+            "original_max_position_embeddings", "mscale", "mscale_all_dim", "beta_fast", "beta_slow",
+            "truncate", "partial_rotary_factor",
+        ),
+        NUMBERS | st.floats(0.1, 10) | VALUES,
+    ),
+)  # fmt: skip
+
+
+@settings(
+    max_examples=int(os.environ.get("SPARSE_BITNET_FUZZ", "150")),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(data=st.data())
+def test_any_config_is_read_or_refused_in_one_line(original: Path, data: st.DataObject) -> None:
+    """What is read keeps to the limits of the C++ decoder."""
+    config = json.loads((original / "config.json").read_text())
+    if data.draw(st.booleans()):
+        config["rope_parameters"] = data.draw(ROPE_FIELDS)
+    for name in data.draw(st.lists(st.sampled_from(sorted(config)), max_size=2)):
+        config[name] = data.draw(VALUES)
+    found, message = None, ""
+    try:
+        found = read_architecture(config, "config.json")
+    except UserError as error:
+        message = str(error)
+    if found is None:
+        assert message.startswith("config.json")
+        assert "\n" not in message
+        return
+    assert max(found.hidden, found.intermediate, found.heads * found.head_dim) <= 1 << 23
+    assert found.positions <= 1 << 24
+    assert len(found.rope.inverse_frequencies) * 2 == found.head_dim <= 1024
+    assert np.isfinite(found.rope.inverse_frequencies).all()
+    assert np.isfinite(np.float32([found.norm_epsilon, found.rope.scaling])).all()
 
 
 def test_folders_that_are_not_packed(tmp_path: Path, original: Path) -> None:

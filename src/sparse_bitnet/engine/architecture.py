@@ -1,10 +1,9 @@
 """What the CPU engine needs to know of a model: sizes and variants, from its config.json. No torch."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
-from sparse_bitnet.engine.rope import Rope, read_rope
+from sparse_bitnet.engine.rope import Rope, as_positive_float, read_rope
 from sparse_bitnet.errors import EngineLacks, UserError
 
 MODEL_TYPES = ("qwen2", "llama", "qwen3", "bitnet")
@@ -12,6 +11,9 @@ MODEL_TYPES = ("qwen2", "llama", "qwen3", "bitnet")
 
 ACTIVATIONS = {"silu": 0, "swish": 0, "relu2": 1}
 """transformers' names -> csrc/decoder.h's Activation."""
+
+MOST_FEATURES, MOST_HEAD_DIM, MOST_POSITIONS = 1 << 23, 1 << 10, 1 << 24
+"""The largest sizes that csrc/bindings_decoder.cpp takes."""
 
 BLOCK_LINEARS = (
     "self_attn.q_proj",
@@ -101,11 +103,13 @@ def read_architecture(config: dict[str, Any], where: str) -> Architecture:
         )
     fields = _Fields(config, where)
     _refuse_variants(config, where)
-    heads, hidden = fields.size("num_attention_heads"), fields.size("hidden_size")
+    heads = fields.size("num_attention_heads", most=MOST_FEATURES)
+    hidden = fields.size("hidden_size", most=MOST_FEATURES)
     kv_heads = fields.size("num_key_value_heads", heads)
     # Qwen3's heads have 128 values unless it says otherwise, those of the others share out `hidden`.
-    head_dim = fields.size("head_dim", 128 if model_type == "qwen3" else hidden // heads)
-    if heads % kv_heads or head_dim % 2 or head_dim < 2:
+    default = 128 if model_type == "qwen3" else hidden // heads
+    head_dim = fields.size("head_dim", default, most=MOST_HEAD_DIM)
+    if heads % kv_heads or head_dim % 2 or heads * head_dim > MOST_FEATURES:
         raise UserError(
             f"{where}: {heads} heads of {head_dim} values with {kv_heads} key-value heads make no model"
         )
@@ -113,7 +117,7 @@ def read_architecture(config: dict[str, Any], where: str) -> Architecture:
     return Architecture(
         model_type=model_type,
         hidden=hidden,
-        intermediate=fields.size("intermediate_size"),
+        intermediate=fields.size("intermediate_size", most=MOST_FEATURES),
         layers=fields.size("num_hidden_layers"),
         heads=heads,
         kv_heads=kv_heads,
@@ -121,7 +125,7 @@ def read_architecture(config: dict[str, Any], where: str) -> Architecture:
         vocab=fields.size("vocab_size"),
         norm_epsilon=fields.positive("rms_norm_eps"),
         activation=ACTIVATIONS[config["hidden_act"]],
-        positions=fields.size("max_position_embeddings"),
+        positions=fields.size("max_position_embeddings", most=MOST_POSITIONS),
         ties_head=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=model_type == "qwen2" or attention_bias,
         o_bias=model_type != "qwen2" and attention_bias,
@@ -135,20 +139,23 @@ class _Fields:
     def __init__(self, config: dict[str, Any], where: str) -> None:
         self._config, self._where = config, where
 
-    def size(self, name: str, default: int | None = None) -> int:
+    def size(self, name: str, default: int | None = None, most: int = (1 << 31) - 1) -> int:
         value = self._config.get(name)
         value = default if value is None else value
-        if type(value) is not int or not 0 < value < 1 << 31:
+        if type(value) is not int or value < 1:
             raise UserError(f"{self._where}: {name} is {value!r}, not a positive size")
+        if value > most:
+            raise UserError(
+                f"{self._where}: {name} is above {most:,}, the most that can be computed"
+            )
         return value
 
     def positive(self, name: str) -> float:
-        value = self._config.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UserError(f"{self._where}: {name} is {value!r}, not a number")
-        if not 0 < value < math.inf:
-            raise UserError(f"{self._where}: {name} is {value!r}, not positive")
-        return float(value)
+        value = as_positive_float(self._config.get(name))
+        if value is None:
+            shown = repr(self._config.get(name))[:40]
+            raise UserError(f"{self._where}: {name} is {shown}, not a positive number")
+        return value
 
 
 def _refuse_variants(config: dict[str, Any], where: str) -> None:

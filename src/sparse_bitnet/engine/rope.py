@@ -40,6 +40,24 @@ def read_rope(config: dict[str, Any], head_dim: int, where: str) -> Rope:
         raise EngineLacks(
             f"{where}: the CPU engine rotates whole heads only; use --engine transformers"
         )
+    try:
+        with np.errstate(all="ignore"):
+            rope = _frequencies(kind, head_dim, numbers, config)
+            is_sound = bool(
+                np.isfinite([*rope.inverse_frequencies, np.float32(rope.scaling)]).all()
+            )
+    except UserError:
+        raise
+    except (ArithmeticError, ValueError):
+        is_sound = False
+    if not is_sound:
+        raise UserError(
+            f"{where}: its rope parameters give frequencies that are not finite; correct them"
+        )
+    return rope
+
+
+def _frequencies(kind: str, head_dim: int, numbers: "_Numbers", config: dict[str, Any]) -> Rope:
     # torch's float32 power is correctly rounded nearly always, like this one.
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     powers = np.power(numbers["rope_theta"], exponents.astype(np.float64)).astype(np.float32)
@@ -53,6 +71,16 @@ def read_rope(config: dict[str, Any], head_dim: int, where: str) -> Rope:
     return Rope(inverse_frequencies=plain, scaling=1.0)
 
 
+def as_positive_float(value: Any) -> float | None:
+    """A number of a JSON file, if it is positive and finite in float32; None where it is not."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if 0 < value < _LARGEST else None
+
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+
 class _Numbers:
     """The fields of the rope parameters, as positive floats."""
 
@@ -60,16 +88,13 @@ class _Numbers:
         self._fields, self._where = fields, where
 
     def __getitem__(self, name: str) -> float:
-        value = self._fields.get(name)
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not 0 < value < math.inf
-        ):
+        value = as_positive_float(self._fields.get(name))
+        if value is None:
+            shown = repr(self._fields.get(name))[:40]
             raise UserError(
-                f"{self._where}: rope parameter {name} is {value!r}, not a positive number"
+                f"{self._where}: rope parameter {name} is {shown}, not a positive number"
             )
-        return float(value)
+        return value
 
     def optional(self, name: str, default: float) -> float:
         return default if self._fields.get(name) is None else self[name]
