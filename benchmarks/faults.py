@@ -26,7 +26,7 @@ from faults_lab import CHECKPOINT_EVERY, LOST, STEPS, Lab, Trial
 from two_machines import INTERFACE, TwoMachines
 
 from sparse_bitnet.bench.record import append_records, result_file, where_measured
-from sparse_bitnet.training.checkpoint_files import list_checkpoints
+from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 
 RESULTS = Path(__file__).parent / "results"
 SHORT_SECONDS = 12.0

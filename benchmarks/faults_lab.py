@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sparse_bitnet.training.checkpoint_files import list_checkpoints
+from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.training.metrics import read_rows
 
 STEPS, CHECKPOINT_EVERY = 30, 5

@@ -8,9 +8,9 @@ from torch import nn
 from factories import tiny_model
 from sparse_bitnet.convert import convert_
 from sparse_bitnet.data.tokenizer import train_tokenizer
+from sparse_bitnet.export.pack import pack_checkpoint
 from sparse_bitnet.hub import save_pretrained
 from sparse_bitnet.layer import SparseBitConfig
-from sparse_bitnet.packing.checkpoint import pack_checkpoint
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}\n{% endfor %}"

@@ -9,6 +9,7 @@ import errno
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,8 @@ from sparse_bitnet.errors import UserError
 NO_SPACE = os.strerror(errno.ENOSPC)
 TEMPORARY_PREFIX = ".tmp-"
 REPLACED_PREFIX = f"{TEMPORARY_PREFIX}replaced-"
+
+_CHUNK_BYTES = 1 << 24
 
 
 def write_atomic(path: Path | str, data: bytes | str) -> None:
@@ -86,6 +89,15 @@ def remove_leftovers(folder: Path) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
         else:
             leftover.unlink(missing_ok=True)
+
+
+def file_crc32(path: Path) -> int:
+    """CRC-32 of a file; releases the interpreter's lock while it computes."""
+    checksum = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            checksum = zlib.crc32(chunk, checksum)
+    return checksum
 
 
 def _replace_folder(temporary: Path, path: Path) -> None:

@@ -13,10 +13,10 @@ from sparse_bitnet.convert import selected
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.config import ExportConfig
 from sparse_bitnet.export.formats import export
+from sparse_bitnet.export.sizes import gaussian_statistics
 from sparse_bitnet.hub import from_pretrained
 from sparse_bitnet.models import preset_config
 from sparse_bitnet.packing.loading import open_packed, packed_layers
-from sparse_bitnet.packing.sizes import gaussian_statistics
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.presets import PRESETS
 

@@ -101,8 +101,8 @@ def test_a_model_gives_the_same_logits(family, route, fused):
 
 
 def test_packed_checkpoints_are_prepared_too(tmp_path):
+    from sparse_bitnet.export.pack import pack_checkpoint
     from sparse_bitnet.hub import from_pretrained, save_pretrained
-    from sparse_bitnet.packing.checkpoint import pack_checkpoint
 
     model = sparse_model()
     save_pretrained(model, tmp_path / "model")

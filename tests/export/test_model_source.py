@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.export.pack import pack_checkpoint
 from sparse_bitnet.export.source import ModelSource, open_source
 from sparse_bitnet.hub import from_pretrained
 from sparse_bitnet.layer import SparseBitConfig
-from sparse_bitnet.packing.checkpoint import pack_checkpoint
 
 
 def test_codes_and_effective_weights_are_those_of_the_model(

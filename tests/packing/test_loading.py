@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from factories import MODEL_FAMILIES
 from sparse_bitnet.convert import selected
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.export.pack import pack_checkpoint
+from sparse_bitnet.export.pack_check import check_packed
 from sparse_bitnet.hub import from_pretrained
-from sparse_bitnet.packing.check import check_packed
-from sparse_bitnet.packing.checkpoint import pack_checkpoint
 from sparse_bitnet.packing.codec import pack
 from sparse_bitnet.packing.formats import FORMATS
 from sparse_bitnet.packing.loading import open_packed, packed_layers

@@ -9,8 +9,8 @@ from sparse_bitnet.errors import UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sparse_bitnet.packing.check import PackCheck
-    from sparse_bitnet.packing.checkpoint import PackResult
+    from sparse_bitnet.export.pack import PackResult
+    from sparse_bitnet.export.pack_check import PackCheck
 
 
 @dataclass(kw_only=True)
@@ -53,8 +53,8 @@ def run(checkpoint: str, out: str, config: PackConfig) -> None:
     """Pack with a progress line; prints sizes and the comparison."""
     from rich.console import Console
 
-    from sparse_bitnet.packing.check import check_packed
-    from sparse_bitnet.packing.checkpoint import pack_checkpoint
+    from sparse_bitnet.export.pack import pack_checkpoint
+    from sparse_bitnet.export.pack_check import check_packed
     from sparse_bitnet.progress import Progress
 
     console = Console()

@@ -10,7 +10,7 @@ from sparse_bitnet.cli.arguments import parse
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sparse_bitnet.packing.sizes import CodeStatistics, ModelSize
+    from sparse_bitnet.export.sizes import CodeStatistics, ModelSize
 
 
 @dataclass(kw_only=True)
@@ -60,8 +60,8 @@ def run(checkpoint: str | None, config: SizesConfig) -> None:
     """Print one of the two tables; write JSON if asked."""
     from rich.console import Console
 
+    from sparse_bitnet.export.sizes import code_statistics, gaussian_statistics, size_table
     from sparse_bitnet.files import write_atomic
-    from sparse_bitnet.packing.sizes import code_statistics, gaussian_statistics, size_table
     from sparse_bitnet.progress import Progress
     from sparse_bitnet.sparsity import NMPattern
 

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,10 +11,9 @@ import numpy as np
 
 from sparse_bitnet.data.manifest import VERIFIED, Shard
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.files import write_atomic
+from sparse_bitnet.files import file_crc32, write_atomic
 from sparse_bitnet.progress import Progress
 
-_CHUNK_BYTES = 1 << 24
 _PROGRESS_BYTES = 1 << 30
 
 
@@ -72,15 +70,6 @@ def changed_shards(folder: Path, shards: Sequence[Shard]) -> list[Shard]:
         for shard in shards
         if record.get(shard.file) != [*_stamp(folder / shard.file), shard.crc32]
     ]
-
-
-def file_crc32(path: Path) -> int:
-    """CRC-32 of a file; releases the interpreter's lock while it computes."""
-    checksum = 0
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            checksum = zlib.crc32(chunk, checksum)
-    return checksum
 
 
 def _stamp(path: Path) -> tuple[int, int]:

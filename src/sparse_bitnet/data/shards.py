@@ -20,9 +20,10 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
-from sparse_bitnet.data.checksums import changed_shards, check_size, file_crc32, verify_shards
+from sparse_bitnet.data.checksums import changed_shards, check_size, verify_shards
 from sparse_bitnet.data.manifest import Manifest, Shard, token_dtype
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.files import file_crc32
 
 ALWAYS_VERIFIED_BYTES = 256_000_000
 

@@ -20,13 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparse_bitnet.checkpoint.locate import resolve_checkpoint, trained_context_length
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.evaluation.held_out import (
-    DEFAULT_CONTEXT_LENGTH,
-    read_held_out,
-    resolve_checkpoint,
-    trained_context_length,
-)
+from sparse_bitnet.evaluation.held_out import DEFAULT_CONTEXT_LENGTH, read_held_out
 from sparse_bitnet.evaluation.windows import (
     TokenSequence,
     equal_lengths,

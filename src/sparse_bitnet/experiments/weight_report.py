@@ -15,8 +15,8 @@ from sparse_bitnet.analysis.paper_figures import (
     threshold_overlay,
 )
 from sparse_bitnet.analysis.weights import WeightStatistics, checkpoint_statistics, pool
+from sparse_bitnet.checkpoint.locate import resolve_checkpoint
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.evaluation.held_out import resolve_checkpoint
 from sparse_bitnet.experiments.document import Block, Drawing, Grid, Section, Text, html
 from sparse_bitnet.experiments.measure import depth_parts
 from sparse_bitnet.files import write_atomic

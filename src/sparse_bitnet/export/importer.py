@@ -29,10 +29,10 @@ from sparse_bitnet.export.hf_folder import (
     write_generation_config,
     write_json,
 )
+from sparse_bitnet.export.pack import pack_checkpoint
 from sparse_bitnet.export.source import TernaryWeight
 from sparse_bitnet.files import TEMPORARY_PREFIX, atomic_folder
 from sparse_bitnet.layer import SparseBitConfig, select
-from sparse_bitnet.packing.checkpoint import pack_checkpoint
 from sparse_bitnet.packing.formats import check_format
 from sparse_bitnet.packing.tensor_writer import TensorSpec
 from sparse_bitnet.quantizer import SCALE_FLOOR

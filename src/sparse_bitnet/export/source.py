@@ -1,6 +1,6 @@
 """A checkpoint of ours as every exporter sees it: codes and scale per sparse layer, the rest as it is.
 
-Masters are read as packing/source.py reads them, packed folders through their own reader: headers at
+Masters are read as checkpoint/trained.py reads them, packed folders through their own reader: headers at
 first, a tensor when it is asked for.
 """
 
@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from sparse_bitnet.checkpoint.locate import local_checkpoint
+from sparse_bitnet.checkpoint.trained import TrainedCheckpoint, open_checkpoint
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.evaluation.held_out import local_checkpoint
+from sparse_bitnet.export.pack import MODEL_FILE
 from sparse_bitnet.layer import SparseBitConfig, select
 from sparse_bitnet.model_folder import quantization_entry, read_config
 from sparse_bitnet.models import skeleton
-from sparse_bitnet.packing.checkpoint import MODEL_FILE
 from sparse_bitnet.packing.codec import unpack
 from sparse_bitnet.packing.loading import open_packed
 from sparse_bitnet.packing.metadata import QUANT_METHOD
-from sparse_bitnet.packing.source import TrainedCheckpoint, open_checkpoint
 
 
 class TernaryWeight(NamedTuple):

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparse_bitnet.checkpoint.locate import trained_context_length
 from sparse_bitnet.convert import selected
 from sparse_bitnet.data.tokenizer import load_tokenizer
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.evaluation.held_out import read_held_out, trained_context_length
+from sparse_bitnet.evaluation.held_out import read_held_out
 from sparse_bitnet.evaluation.windows import inputs_and_labels, windows
 from sparse_bitnet.export.config import ExportConfig
 from sparse_bitnet.export.deferred import OnProgress

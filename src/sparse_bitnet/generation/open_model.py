@@ -102,7 +102,7 @@ def _cpu_engine(checkpoint: str | Path, options: EngineOptions) -> InferenceEngi
 
 def _on_gpu(checkpoint: str | Path, options: EngineOptions) -> OpenEngine:
     options.check_for_transformers("--device cuda")
-    from sparse_bitnet.evaluation.held_out import resolve_checkpoint
+    from sparse_bitnet.checkpoint.locate import resolve_checkpoint
 
     folder = resolve_checkpoint(checkpoint)
     from sparse_bitnet.engine.gpu.engine import GpuEngine, UnsuitedModel, check_device
@@ -164,7 +164,7 @@ DEFAULT_POSITIONS = 2048
 def _with_transformers(
     checkpoint: str | Path, options: EngineOptions, note: str | None
 ) -> OpenEngine:
-    from sparse_bitnet.evaluation.held_out import resolve_checkpoint
+    from sparse_bitnet.checkpoint.locate import resolve_checkpoint
 
     # First: importing transformers takes seconds, a mistyped name should not.
     folder = resolve_checkpoint(checkpoint)

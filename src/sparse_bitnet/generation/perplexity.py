@@ -5,13 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
+from sparse_bitnet.checkpoint.locate import trained_context_length
 from sparse_bitnet.engine.protocol import InferenceEngine
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.evaluation.held_out import (
-    DEFAULT_CONTEXT_LENGTH,
-    HeldOutText,
-    trained_context_length,
-)
+from sparse_bitnet.evaluation.held_out import DEFAULT_CONTEXT_LENGTH, HeldOutText
 from sparse_bitnet.evaluation.perplexity import Evaluation, Perplexity, format_name
 from sparse_bitnet.evaluation.windows import TokenSequence, Window, equal_lengths, windows
 from sparse_bitnet.generation.open_model import position_count

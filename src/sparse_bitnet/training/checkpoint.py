@@ -20,10 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sparse_bitnet.convert import sparse_layers
-from sparse_bitnet.errors import UserError
-from sparse_bitnet.files import atomic_folder
-from sparse_bitnet.training.checkpoint_files import (
+from sparse_bitnet.checkpoint.saved_steps import (
     Checkpoint,
     check_state,
     checkpoint_path,
@@ -33,6 +30,9 @@ from sparse_bitnet.training.checkpoint_files import (
     list_checkpoints,
     write_state,
 )
+from sparse_bitnet.convert import sparse_layers
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.files import atomic_folder
 from sparse_bitnet.training.config import TrainConfig
 
 if TYPE_CHECKING:

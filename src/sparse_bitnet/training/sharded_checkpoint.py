@@ -15,7 +15,6 @@ any number of processes, from any number.
 import os
 import shutil
 import threading
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,11 +28,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from sparse_bitnet.errors import UserError
-from sparse_bitnet.files import NO_SPACE, TEMPORARY_PREFIX, sync_tree
-from sparse_bitnet.layer import SparseBitLinear
-from sparse_bitnet.training.checkpoint import MOMENTS
-from sparse_bitnet.training.checkpoint_files import (
+from sparse_bitnet.checkpoint.consolidate import first_reason, read_shards
+from sparse_bitnet.checkpoint.saved_steps import (
+    FOLDER,
+    MODEL_FOLDER,
     Checkpoint,
     check_state,
     checkpoint_path,
@@ -41,12 +39,14 @@ from sparse_bitnet.training.checkpoint_files import (
     drop_old,
     write_state,
 )
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.files import TEMPORARY_PREFIX, sync_tree
+from sparse_bitnet.layer import SparseBitLinear
+from sparse_bitnet.training.checkpoint import MOMENTS
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.distributed import World
 from sparse_bitnet.training.sharded_linear import local_rows
 
-FOLDER = "sharded"
-MODEL_FOLDER = "model"
 T = TypeVar("T")
 
 
@@ -199,7 +199,7 @@ class ShardedSaver:
             reason = error.strerror or str(error)
         except CheckpointException as error:
             # Of any process: all get the same.
-            reason, where = _reason(error), next(iter(error.failures), where)
+            reason, where = first_reason(error), next(iter(error.failures), where)
         outcomes: list[Any] = [None] * self.world.size
         dist.all_gather_object(outcomes, (result, reason, where), group=self.world.background_group)
         for _, reason, where in outcomes:
@@ -226,7 +226,7 @@ def load_sharded(
     tensors.allocate_(checkpoint.step)
     saved = tensors.saved()
     state = {key: _copy_for_saving(rows, like, world) for key, (rows, like) in saved.items()}
-    read_shards(checkpoint, state, world)
+    read_shards(checkpoint, state, world.background_group, world.is_distributed)
     with torch.no_grad():
         for key, (rows, _) in saved.items():
             read = local_rows(state[key])
@@ -234,25 +234,6 @@ def load_sharded(
                 tensors.load_mask(key.removeprefix("mask/"), read)
             else:
                 rows.copy_(read)
-
-
-def read_shards(checkpoint: Checkpoint, state: dict[str, Tensor], world: World) -> None:
-    """Fill tensors, named as in the checkpoint, with what it holds of them.
-
-    Raises `UserError` when the files are unreadable or lack one.
-    """
-    try:
-        with warnings.catch_warnings():
-            # That a single process reads is no mistake.
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            dcp.load(
-                state,
-                checkpoint_id=checkpoint.path / FOLDER,
-                process_group=world.background_group,
-                no_dist=not world.is_distributed,
-            )
-    except (OSError, CheckpointException, RuntimeError, ValueError) as error:
-        raise UserError(f"{checkpoint.path}: cannot be read ({_reason(error)})") from error
 
 
 def load_whole(
@@ -286,7 +267,7 @@ def load_whole(
                     opened, name = files[key]
                     rows.copy_(opened.get_slice(name)[first : first + len(rows)])
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:
-        raise UserError(f"{path}: cannot be read ({_reason(error)})") from error
+        raise UserError(f"{path}: cannot be read ({first_reason(error)})") from error
 
 
 def first_row(parameter: Tensor, world: World) -> int:
@@ -305,14 +286,3 @@ def _copy_for_saving(rows: Tensor, like: torch.nn.Parameter, world: World) -> Te
     return DTensor.from_local(
         copied, world.model_cpu_mesh, like.placements, run_check=False, shape=shape, stride=stride
     )
-
-
-def _reason(error: BaseException) -> str:
-    """The first line that says why, of an exception that wraps those of all processes or of one."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        cause = next(iter(failures.values()))[0]
-        return getattr(cause, "strerror", None) or _reason(cause)
-    if "inline_container" in str(error):  # torch's writer does not tell what the system said
-        return f"{NO_SPACE}, or it failed"
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.distributed.tensor import DTensor
 
+from sparse_bitnet.checkpoint import saved_steps
+from sparse_bitnet.checkpoint.saved_steps import Checkpoint
 from sparse_bitnet.hub import save_pretrained
-from sparse_bitnet.training import checkpoint_files
-from sparse_bitnet.training.checkpoint_files import Checkpoint
 from sparse_bitnet.training.distributed import copy_whole_, gather_once_, reshard_, shard_model_
 from sparse_bitnet.training.sharded_checkpoint import (
     RunTensors,
@@ -38,18 +38,18 @@ class ShardedTrainer(Trainer):
 
     def _restore(self) -> int:
         world = self.world
-        listed = world.on_main(lambda: checkpoint_files.list_checkpoints(self.run))
+        listed = world.on_main(lambda: saved_steps.list_checkpoints(self.run))
 
         def find_damage(checkpoint: Checkpoint) -> str | None:
-            parts = world.gather(checkpoint_files.damage(checkpoint, world.rank, world.size))
+            parts = world.gather(saved_steps.damage(checkpoint, world.rank, world.size))
             return next((found for found in parts if found is not None), None)
 
         def put_aside(checkpoint: Checkpoint, message: str) -> None:
             if world.is_main:
-                checkpoint_files.rename_damaged(checkpoint)
+                saved_steps.rename_damaged(checkpoint)
                 say(message)
 
-        found = checkpoint_files.newest_intact(listed, find_damage, put_aside)
+        found = saved_steps.newest_intact(listed, find_damage, put_aside)
         if found is None:
             return 0
         load = load_sharded if found.is_sharded else load_whole

@@ -5,10 +5,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from sparse_bitnet.checkpoint import saved_steps
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer import SparseBitConfig
-from sparse_bitnet.training import checkpoint_files
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import resolve_device
 from sparse_bitnet.training.distributed import Launch, open_world
@@ -63,7 +63,7 @@ def _claim(run: Path, config: TrainConfig, held: ExitStack) -> dict[str, Any] | 
         )
     open_run(run, config)
     held.enter_context(run_lock(run))
-    checkpoint_files.clean_run(run)
+    saved_steps.clean_run(run)
     if (run / "result.json").is_file():
         return json.loads((run / "result.json").read_text())
     return None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from sparse_bitnet.checkpoint import saved_steps
 from sparse_bitnet.convert import set_dense_phase_, set_integer_forward_, sparse_layers
 from sparse_bitnet.data.loader import TokenLoader
 from sparse_bitnet.data.shards import TokenDataset
@@ -20,7 +21,7 @@ from sparse_bitnet.hub import save_pretrained
 from sparse_bitnet.layer import SparseBitConfig
 from sparse_bitnet.models import PRESETS, build_model
 from sparse_bitnet.training import checkpoint as checkpoints
-from sparse_bitnet.training import checkpoint_files, metrics
+from sparse_bitnet.training import metrics
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import (
     autocast,
@@ -122,13 +123,13 @@ class Trainer:
 
     def _restore(self) -> int:
         """Continue from the newest intact checkpoint; returns its step, 0 without one."""
-        listed = checkpoint_files.list_checkpoints(self.run)
+        listed = saved_steps.list_checkpoints(self.run)
 
-        def put_aside(checkpoint: checkpoint_files.Checkpoint, message: str) -> None:
-            checkpoint_files.rename_damaged(checkpoint)
+        def put_aside(checkpoint: saved_steps.Checkpoint, message: str) -> None:
+            saved_steps.rename_damaged(checkpoint)
             say(message)
 
-        found = checkpoint_files.newest_intact(listed, checkpoint_files.damage, put_aside)
+        found = saved_steps.newest_intact(listed, saved_steps.damage, put_aside)
         if found is None:
             return 0
         if found.is_sharded:
@@ -270,7 +271,7 @@ class Trainer:
     def _check_finite(self, step: int, loss: float, norm: float) -> None:
         if all(value - value == 0 for value in (loss, norm)):
             return
-        good = checkpoint_files.list_checkpoints(self.run)
+        good = saved_steps.list_checkpoints(self.run)
         kept = f"last good checkpoint {good[-1].path}" if good else "no checkpoint yet"
         self.world.fail(
             f"step {step}: loss {loss}, gradient norm {norm}, not finite; {kept}; batch "

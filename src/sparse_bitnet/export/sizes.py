@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparse_bitnet.checkpoint.trained import open_ternary
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer import SparseBitConfig, select
 from sparse_bitnet.models import PRESETS, Shape
@@ -31,7 +32,6 @@ from sparse_bitnet.packing.formats import (
     row_bytes,
 )
 from sparse_bitnet.packing.metadata import EMBEDDINGS
-from sparse_bitnet.packing.source import open_ternary
 from sparse_bitnet.pattern import NMPattern
 
 PUBLISHED_MODELS = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b")

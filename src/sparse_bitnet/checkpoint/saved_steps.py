@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparse_bitnet.data.checksums import file_crc32
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.files import remove_leftovers
+from sparse_bitnet.files import file_crc32, remove_leftovers
 
 CHECKPOINT_VERSION = 1
 STATE = "state.json"
+FOLDER, MODEL_FOLDER = "sharded", "model"
+"""Of a checkpoint in shards: the shards, and what describes their model."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Checkpoint:
     @property
     def is_sharded(self) -> bool:
         """Written by several processes; else by one."""
-        return (self.path / "sharded").is_dir()
+        return (self.path / FOLDER).is_dir()
 
 
 def list_checkpoints(run: Path) -> list[Checkpoint]:

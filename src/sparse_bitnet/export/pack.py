@@ -19,8 +19,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from sparse_bitnet.checkpoint.locate import TRAINED_CONTEXT, trained_context_length
+from sparse_bitnet.checkpoint.trained import TrainedCheckpoint, open_ternary
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.evaluation.held_out import TRAINED_CONTEXT, trained_context_length
 from sparse_bitnet.files import atomic_folder
 from sparse_bitnet.layer import select
 from sparse_bitnet.packing.codec import pack
@@ -32,7 +33,6 @@ from sparse_bitnet.packing.formats import (
     row_bytes,
 )
 from sparse_bitnet.packing.metadata import EMBEDDINGS, PackedMetadata
-from sparse_bitnet.packing.source import TrainedCheckpoint, open_ternary
 from sparse_bitnet.packing.tensor_writer import TensorFileWriter, TensorSpec
 from sparse_bitnet.quantizer import quantize_int8
 

@@ -6,18 +6,19 @@ one process: RUN/consolidated/step-00000100 with config.json, model.safetensors 
 """
 
 import shutil
+import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from sparse_bitnet.checkpoint.saved_steps import FOLDER, MODEL_FOLDER, Checkpoint, damage
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.files import atomic_folder
-from sparse_bitnet.training.checkpoint_files import Checkpoint, damage
-from sparse_bitnet.training.distributed import World
-from sparse_bitnet.training.sharded_checkpoint import FOLDER, MODEL_FOLDER, read_shards
+from sparse_bitnet.files import NO_SPACE, atomic_folder
 
 CONSOLIDATED = "consolidated"
 
@@ -65,5 +66,40 @@ def _read_weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
         for key, entry in metadata.state_dict_metadata.items()
         if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
     }
-    read_shards(checkpoint, state, World())
+    read_shards(checkpoint, state)
     return {key.removeprefix(prefix): tensor for key, tensor in state.items()}
+
+
+def read_shards(
+    checkpoint: Checkpoint,
+    state: dict[str, torch.Tensor],
+    group: Any = None,
+    is_distributed: bool = False,
+) -> None:
+    """Fill tensors, named as in the checkpoint, with what it holds of them.
+
+    Raises `UserError` when the files are unreadable or lack one.
+    """
+    try:
+        with warnings.catch_warnings():
+            # That a single process reads is no mistake.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            dcp.load(
+                state,
+                checkpoint_id=checkpoint.path / FOLDER,
+                process_group=group,
+                no_dist=not is_distributed,
+            )
+    except (OSError, CheckpointException, RuntimeError, ValueError) as error:
+        raise UserError(f"{checkpoint.path}: cannot be read ({first_reason(error)})") from error
+
+
+def first_reason(error: BaseException) -> str:
+    """The first line that says why, of an exception that wraps those of all processes or of one."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        cause = next(iter(failures.values()))[0]
+        return getattr(cause, "strerror", None) or first_reason(cause)
+    if "inline_container" in str(error):  # torch's writer does not tell what the system said
+        return f"{NO_SPACE}, or it failed"
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

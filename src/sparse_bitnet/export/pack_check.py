@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sparse_bitnet.checkpoint.locate import resolve_checkpoint
 from sparse_bitnet.convert import selected
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.evaluation.held_out import resolve_checkpoint
 from sparse_bitnet.hub import from_pretrained
 
 SEQUENCES, TOKENS = 2, 64

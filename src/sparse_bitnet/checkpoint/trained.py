@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from sparse_bitnet.checkpoint.locate import local_checkpoint
 from sparse_bitnet.convert import convert_, sparse_layers
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.evaluation.held_out import local_checkpoint
 from sparse_bitnet.hub import from_pretrained, read_format
 from sparse_bitnet.layer import SparseBitConfig
 from sparse_bitnet.model_folder import CONFIG_FILE, quantization_entry, read_config

@@ -1,0 +1,1 @@
+"""Stored models: what a user names becomes a folder, and the folder's tensors are read one at a time."""

@@ -1,0 +1,75 @@
+"""What a user names as a checkpoint -> the folder that holds it."""
+
+import re
+from pathlib import Path
+
+from sparse_bitnet.checkpoint.saved_steps import Checkpoint, list_checkpoints
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.model_folder import CONFIG_FILE, read_config, read_json_if_there
+
+TRAINED_CONTEXT = "trained_context_length"
+"""Key of a packed folder's config.json; other readers ignore it."""
+
+
+def resolve_checkpoint(path_or_id: str | Path) -> str:
+    """The folder (or hub id) to load for what a user names.
+
+    A run folder stands for its finished model `final`, before that for its latest checkpoint, which
+    is put together first if several processes wrote it; a folder with a config.json of transformers
+    for itself; OWNER/NAME that is no local path for a model of the hub.
+
+    Raises `UserError` for a folder that holds no model and for a path that does not exist.
+    """
+    path = Path(path_or_id)
+    if (path / "final" / "config.json").is_file():
+        return str(path / "final")
+    found = list_checkpoints(path) or list_checkpoints(path.parent.parent)
+    named = [one for one in found if path in (one.path, one.path.parent.parent)]
+    if named:
+        return str(_model_folder(named[-1]))
+    if _is_model_folder(path):
+        return str(path)
+    if path.exists():
+        raise UserError(
+            f"{path} is neither a run folder with a checkpoint nor a model folder (config.json)"
+        )
+    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(path_or_id)) and not str(path_or_id).startswith("."):
+        return str(path_or_id)
+    raise UserError(f"no such checkpoint: {path_or_id}")
+
+
+def _model_folder(checkpoint: Checkpoint) -> Path:
+    if not checkpoint.is_sharded:
+        return checkpoint.path
+    from sparse_bitnet.checkpoint.consolidate import consolidated
+
+    return consolidated(checkpoint)
+
+
+def local_checkpoint(path_or_id: str | Path) -> Path:
+    """As `resolve_checkpoint`. Raises `UserError` also for what is no local folder."""
+    folder = Path(resolve_checkpoint(path_or_id))
+    if not folder.is_dir():
+        raise UserError(
+            f"{path_or_id} is no local folder; download it first (hf download {path_or_id})"
+        )
+    return folder
+
+
+def _is_model_folder(path: Path) -> bool:
+    return (path / CONFIG_FILE).is_file() and "model_type" in read_config(path)
+
+
+def trained_context_length(checkpoint: str) -> int | None:
+    """The sequence length with which a checkpoint of ours was trained; None for any other."""
+    folder = Path(checkpoint)
+    places = (
+        (folder / "train_config.json", "sequence_length"),
+        (folder / CONFIG_FILE, TRAINED_CONTEXT),
+        (folder.parent / "config.json", "sequence_length"),
+    )
+    for path, key in places:
+        found = read_json_if_there(path).get(key)
+        if type(found) is int and found > 0:
+            return found
+    return None
