@@ -1,5 +1,6 @@
 """A real server on a free port, in a thread, over an engine of the test's choice."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -8,15 +9,15 @@ from dataclasses import dataclass
 
 import httpx
 import openai
-import uvicorn
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from sparse_bitnet.generation.chat_template import ChatTemplate
 from sparse_bitnet.generation.scheduler import Scheduler
 from sparse_bitnet.generation.text import TextTokenizer
+from sparse_bitnet.serve.allowed_hosts import AllowedHosts
 from sparse_bitnet.serve.answer import ServedModel
 from sparse_bitnet.serve.app import create_app
-from sparse_bitnet.serve.http_server import listen
+from sparse_bitnet.serve.http_server import HttpServer, listen
 from sparse_bitnet.serve.prometheus import ServerMetrics
 
 TEMPLATE = (
@@ -64,8 +65,16 @@ class Running:
         return False
 
 
+class _ThreadServer(HttpServer):
+    """Signals stay with the main thread."""
+
+    capture_signals = contextlib.nullcontext
+
+
 @contextmanager
-def server(engine, *, template: str | None = TEMPLATE, **options) -> Iterator[Running]:
+def server(
+    engine, *, template: str | None = TEMPLATE, allowed_hosts: tuple = (), **options
+) -> Iterator[Running]:
     """`options`: of `ServedModel` and `Scheduler`."""
     fields = ("api_key", "max_tokens", "max_body_bytes")
     own = {name: options.pop(name) for name in fields if name in options}
@@ -80,10 +89,8 @@ def server(engine, *, template: str | None = TEMPLATE, **options) -> Iterator[Ru
     metrics = ServerMetrics()
     scheduler = Scheduler(engine, observer=metrics, **options)
     bound = listen("127.0.0.1", 0)
-    config = uvicorn.Config(
-        create_app(model, scheduler, metrics), log_level="error", lifespan="off", ws="none"
-    )
-    process = uvicorn.Server(config)
+    app = create_app(model, scheduler, metrics, AllowedHosts("127.0.0.1", allowed_hosts))
+    process = _ThreadServer(app, scheduler)
     thread = threading.Thread(target=process.run, args=([bound],), daemon=True)
     scheduler.start()
     thread.start()

@@ -223,12 +223,12 @@ def test_hostile_bodies(served, body):
     [
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
         b"GET / HTTP/9.9\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: "
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nTransfer-Encoding: "
         b"chunked\r\n\r\nzz\r\n",
-        b"GET /v1/models/" + b"a" * 70_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"GET /v1/models/%ff%00%0a HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: x\r\nAuthorization: \xff\xfe\r\n\r\n",
+        b"GET /v1/models/" + b"a" * 70_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /v1/models/%ff%00%0a HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nAuthorization: \xff\xfe\r\n\r\n",
         b"\r\n" * 1000,
     ],
     ids=range(8),

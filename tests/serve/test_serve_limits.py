@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -110,7 +111,7 @@ def raw_request(url, head, body=b"", read=True):
 def test_bodies_above_the_limit_are_refused_while_reading():
     engine = ScriptedEngine(vocab_size=VOCAB)
     with server(engine, max_body_bytes=1000) as running, running.http() as http:
-        head = b"POST /v1/completions HTTP/1.1\nHost: x\nContent-Type: application/json\n"
+        head = b"POST /v1/completions HTTP/1.1\nHost: localhost\nContent-Type: application/json\n"
         assert raw_request(running.url, head + b"Content-Length: 1001") == 413
         # Chunks that never end: refused when the limit is passed, not when they stop.
         chunks = head + b"Transfer-Encoding: chunked"
@@ -129,7 +130,7 @@ def test_bodies_above_the_limit_are_refused_while_reading():
 def test_body_that_does_not_arrive_is_given_up(monkeypatch):
     monkeypatch.setattr("sparse_bitnet.serve.app._BODY_SECONDS", 0.2)
     with server(ScriptedEngine(vocab_size=VOCAB)) as running:
-        head = b"POST /v1/completions HTTP/1.1\nHost: x\nContent-Type: application/json\n"
+        head = b"POST /v1/completions HTTP/1.1\nHost: localhost\nContent-Type: application/json\n"
         assert raw_request(running.url, head + b"Content-Length: 9", b"{") == 408
 
 
@@ -168,6 +169,7 @@ def serve_in_this_process(grace):
     """In a child process: signals go to its main thread."""
     from serving_thread import byte_tokenizer
     from sparse_bitnet.generation.scheduler import Scheduler
+    from sparse_bitnet.serve.allowed_hosts import AllowedHosts
     from sparse_bitnet.serve.answer import ServedModel
     from sparse_bitnet.serve.app import create_app
     from sparse_bitnet.serve.http_server import serve
@@ -184,7 +186,7 @@ def serve_in_this_process(grace):
     )
     bound = listen("127.0.0.1", 0)
     serve(
-        create_app(model, scheduler, metrics),
+        create_app(model, scheduler, metrics, AllowedHosts("127.0.0.1")),
         scheduler,
         bound,
         grace=grace,
@@ -195,9 +197,13 @@ def serve_in_this_process(grace):
 
 
 @contextmanager
-def child(grace):
+def child(grace, files=1024):
+    """A process that serves, allowed so many open files."""
+    command = f"ulimit -n {files} && exec " + shlex.join(
+        [sys.executable, "-c", SCRIPT, str(HERE), str(grace)]
+    )
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(HERE), str(grace)],
+        ["sh", "-c", command],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

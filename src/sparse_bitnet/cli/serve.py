@@ -1,6 +1,5 @@
 """`sparse-bitnet serve`: an OpenAI-compatible HTTP server for a checkpoint."""
 
-import logging
 import os
 import sys
 from dataclasses import dataclass, replace
@@ -29,6 +28,10 @@ class ServeConfig:
     api_key: str | None = None
     """Key that clients must send. Default: SPARSE_BITNET_API_KEY, or none."""
 
+    allowed_host: tuple[str, ...] = ()
+    """Further names by which clients may call this server (the Host of their requests, and the Origin of
+    web pages), such as that of a proxy; * for any. The address listened on is allowed."""
+
     model_name: str | None = None
     """Name of the model in requests. Default: the checkpoint folder's."""
 
@@ -49,6 +52,9 @@ class ServeConfig:
     max_body_bytes: int = 1 << 20
     """Larger request bodies are answered 413."""
 
+    max_connections: int = 1000
+    """Most connections that are open at the same time."""
+
     grace: float = 10.0
     """Seconds that running generations get to end after SIGINT or SIGTERM."""
 
@@ -60,6 +66,7 @@ class ServeConfig:
             "prefill_slice": 1,
             "max_queue": 0,
             "max_body_bytes": 1,
+            "max_connections": 1,
         }.items():
             if getattr(self, name) < least:
                 option = name.replace("_", "-")
@@ -110,6 +117,7 @@ def run(checkpoint: str, config: ServeConfig, options: EngineOptions) -> None:
     from sparse_bitnet.generation.chat_template import ChatTemplate
     from sparse_bitnet.generation.open_model import open_model
     from sparse_bitnet.generation.scheduler import Scheduler
+    from sparse_bitnet.serve.allowed_hosts import AllowedHosts
     from sparse_bitnet.serve.answer import ServedModel
     from sparse_bitnet.serve.app import create_app
     from sparse_bitnet.serve.http_server import listen, serve
@@ -164,9 +172,14 @@ def run(checkpoint: str, config: ServeConfig, options: EngineOptions) -> None:
             shown = f"[{host}]" if ":" in host else host
             print(f"{name}: http://{shown}:{port}/v1 (Ctrl-C to stop)", flush=True)
 
-        # It warns of every write to a client that has gone.
-        logging.getLogger("asyncio").setLevel(logging.ERROR)
-        app = create_app(model, scheduler, metrics)
-        serve(app, scheduler, bound, grace=config.grace, on_ready=announce)
+        app = create_app(model, scheduler, metrics, AllowedHosts(host, config.allowed_host))
+        serve(
+            app,
+            scheduler,
+            bound,
+            grace=config.grace,
+            max_connections=config.max_connections,
+            on_ready=announce,
+        )
     finally:
         opened.engine.close()

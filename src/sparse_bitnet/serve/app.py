@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.scheduler import Scheduler
+from sparse_bitnet.serve.allowed_hosts import AllowedHosts
 from sparse_bitnet.serve.answer import ServedModel, Work, answer
 from sparse_bitnet.serve.prometheus import CONTENT_TYPE, ServerMetrics
 from sparse_bitnet.serve.schema import (
@@ -29,7 +30,9 @@ _COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for completions."""
 
 
-def create_app(model: ServedModel, scheduler: Scheduler, metrics: ServerMetrics) -> FastAPI:
+def create_app(
+    model: ServedModel, scheduler: Scheduler, metrics: ServerMetrics, hosts: AllowedHosts
+) -> FastAPI:
     """The application. The scheduler must have been started, with `metrics` as its observer."""
     app = FastAPI(title="sparse-bitnet", openapi_url=None)
     created = int(time.time())
@@ -98,7 +101,7 @@ def create_app(model: ServedModel, scheduler: Scheduler, metrics: ServerMetrics)
 
     app.include_router(router)
     paths = {route.path for route in [*app.routes, *router.routes] if hasattr(route, "path")}
-    app.add_middleware(_CountResponses, metrics=metrics, paths=frozenset(paths))
+    app.add_middleware(_Entrance, metrics=metrics, paths=frozenset(paths), hosts=hosts)
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
@@ -120,17 +123,16 @@ def create_app(model: ServedModel, scheduler: Scheduler, metrics: ServerMetrics)
     return app
 
 
-class _CountResponses:
-    """Counts responses by path and status. Plain ASGI: streams pass through untouched."""
+class _Entrance:
+    """Refuses what is not meant for this server, and counts responses by path and status. Plain ASGI:
+    streams pass through untouched."""
 
-    def __init__(self, app: ASGIApp, metrics: ServerMetrics, paths: frozenset[str]) -> None:
-        self._app, self._metrics, self._paths = app, metrics, paths
+    def __init__(
+        self, app: ASGIApp, metrics: ServerMetrics, paths: frozenset[str], hosts: AllowedHosts
+    ) -> None:
+        self._app, self._metrics, self._paths, self._hosts = app, metrics, paths, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 # Labels must not grow with what clients make up.
@@ -138,7 +140,12 @@ class _CountResponses:
                 self._metrics.responded(path, message["status"])
             await send(message)
 
-        await self._app(scope, receive, counted)
+        try:
+            self._hosts.check(scope)
+        except ApiError as error:
+            await JSONResponse(error.body, error.status, error.headers)(scope, receive, counted)
+        else:
+            await self._app(scope, receive, counted)
 
 
 async def _read_body(request: Request, most: int) -> bytes:

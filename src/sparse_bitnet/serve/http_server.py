@@ -1,14 +1,19 @@
-"""The server as a process: its socket, its signals, and an end that leaves no stream hanging."""
+"""Listening: uvicorn with bounds for what a client can hold, and an end in order on SIGINT or SIGTERM."""
 
+import asyncio
+import logging
+import resource
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.scheduler import Scheduler
@@ -17,6 +22,16 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LAST_EVENTS_SECONDS = 5
 """For the ends of streams to reach their clients, once the generations have ended."""
 _SWITCH_SECONDS = 2e-4
+_HEADER_SECONDS = 10.0
+"""From a connection's start, or its last answer, to the end of the next request's headers."""
+_UNREAD_SECONDS = 60.0
+"""A client that does not read its answer is given up."""
+_BACKLOG = 2048
+_ACCEPTED_AT_ONCE = 16
+"""asyncio accepts so many connections before the first of them can be counted."""
+_OTHER_FILES = 96
+"""Descriptors kept free for the model, for new connections until they are counted, and the like."""
+_LOG_SECONDS = 60.0
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -36,13 +51,124 @@ def listen(host: str, port: int) -> socket.socket:
     return bound
 
 
-class _Server(uvicorn.Server):
+class _Connection(H11Protocol):
+    """One that waits too long for its client is closed. Where there are too many, the one goes that has
+    waited longest for the rest of a request: whoever sends half requests only shuts out themselves."""
+
+    most = 1
+    _waiting_since: float = 0.0
+    _deadline: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+        if len(self.connections) > self.most:
+            # This one is among them.
+            idle = [c for c in self.connections if isinstance(c, _Connection) and c._is_idle]
+            min(idle, key=lambda connection: connection._waiting_since)._drop()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        for timer in (self._deadline, self._unread):
+            if timer is not None:
+                timer.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(_UNREAD_SECONDS, self._drop)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+
+    @property
+    def _awaits_headers(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def _is_idle(self) -> bool:
+        """Nothing is being answered."""
+        return self._awaits_headers or self.cycle.more_body
+
+    def _watch(self) -> None:
+        """The time for headers runs from when they are awaited, whatever trickles in meanwhile."""
+        if not self._awaits_headers:
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+        elif self._deadline is None:
+            self._waiting_since = self.loop.time()
+            self._deadline = self.loop.call_later(_HEADER_SECONDS, self._drop)
+
+    def _drop(self) -> None:
+        self.connections.discard(self)
+        # Not `close`, which waits for what has been written to be read.
+        self.transport.abort()
+
+
+class _OnceAMinute(logging.Filter):
+    """Lets a message through if the same has not been written within a minute, and says how often it came
+    meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[tuple[str, str], list[float]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        now = time.monotonic()
+        error = record.exc_info[1] if record.exc_info else None
+        key = (str(record.msg).partition("\n")[0], repr(error)[:200])
+        last, count = self._seen.get(key, (-_LOG_SECONDS, 0))
+        if now - last < _LOG_SECONDS:
+            self._seen[key][1] += 1
+            return False
+        if len(self._seen) > 1000:
+            self._seen.clear()
+        self._seen[key] = [now, 0]
+        if count:
+            record.msg = f"{record.msg} ({int(count)} more like the last)"
+        return True
+
+
+class HttpServer(uvicorn.Server):
     """The first signal lets running generations end within the grace time, the second ends them at
     once. Either way the process ends in order instead of by the signal."""
 
-    def __init__(self, config: uvicorn.Config, scheduler: Scheduler, grace: float) -> None:
+    def __init__(
+        self, app: FastAPI, scheduler: Scheduler, *, grace: float = 0.0, max_connections: int = 1000
+    ) -> None:
+        """`max_connections`: fewer where the system allows the process fewer open files."""
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if files != resource.RLIM_INFINITY:
+            max_connections = min(max_connections, max(files - _OTHER_FILES, 1))
+        config = uvicorn.Config(
+            app,
+            http=type("Connection", (_Connection,), {"most": max_connections}),
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            ws="none",
+            backlog=_ACCEPTED_AT_ONCE,
+            timeout_graceful_shutdown=int(grace) + _LAST_EVENTS_SECONDS,
+        )
         super().__init__(config)
         self._scheduler, self._grace = scheduler, grace
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for bound in sockets or ():
+            bound.listen(_BACKLOG)
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -64,23 +190,22 @@ def serve(
     bound: socket.socket,
     *,
     grace: float,
+    max_connections: int = 1000,
     on_ready: Callable[[], None],
 ) -> None:
     """Serve until SIGINT or SIGTERM; starts the scheduler and ends it. From the main thread.
 
     Args:
         grace: seconds that running generations get to end after the first signal.
+        max_connections: most that are open at the same time.
         on_ready: called just before requests are taken.
     """
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        lifespan="off",
-        ws="none",
-        timeout_graceful_shutdown=int(grace) + _LAST_EVENTS_SECONDS,
-    )
+    server = HttpServer(app, scheduler, grace=grace, max_connections=max_connections)
+    # It warns of every write to a client that has gone.
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
+    calm = _OnceAMinute()
+    for name in ("asyncio", "uvicorn.error", "sparse_bitnet.generation.scheduler"):
+        logging.getLogger(name).addFilter(calm)
     scheduler.start()
     interval = sys.getswitchinterval()
     # Every write to a socket gives the interpreter's lock away, and the scheduler's thread would keep it
@@ -88,7 +213,7 @@ def serve(
     sys.setswitchinterval(_SWITCH_SECONDS)
     try:
         on_ready()
-        _Server(config, scheduler, grace).run(sockets=[bound])
+        server.run(sockets=[bound])
     finally:
         scheduler.stop()
         scheduler.join()

@@ -1,0 +1,74 @@
+"""Who may be meant: the Host and Origin of a request against the address that the server listens on.
+
+A page of a stranger can point its own name at this machine's address and then read what it likes from a
+server that does not look at the name it was called by. Numbers cannot be pointed elsewhere.
+"""
+
+import ipaddress
+import socket
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from starlette.types import Scope
+
+from sparse_bitnet.serve.schema import ApiError
+
+ANY = "*"
+
+
+class AllowedHosts:
+    """The names and addresses by which a server is called."""
+
+    def __init__(self, listening: str, names: Iterable[str] = ()) -> None:
+        """`listening`: the address of the socket; `names`: further ones, `ANY` for whatever comes."""
+        address = ipaddress.ip_address(listening.partition("%")[0])
+        self._names = {_canonical(name) for name in names} | {str(address)}
+        self._takes_numbers = address.is_unspecified
+        """Listening on all addresses: any of them may be meant."""
+        if address.is_loopback or address.is_unspecified:
+            self._names |= {"localhost", "127.0.0.1", "::1"}
+        if address.is_unspecified:
+            self._names.add(_canonical(socket.gethostname()))
+
+    def check(self, scope: Scope) -> None:
+        """Raises `ApiError` for a request that is not meant for this server, or whose end is unclear."""
+        headers = [(name, value.decode("latin-1")) for name, value in scope["headers"]]
+        names = {name for name, _ in headers}
+        if {b"content-length", b"transfer-encoding"} <= names:
+            # Which of the two counts is where proxies and servers disagree.
+            raise ApiError(
+                400,
+                "Content-Length and Transfer-Encoding together: send one of them",
+                headers=_CLOSE,
+            )
+        host = [value for name, value in headers if name == b"host"]
+        if len(host) != 1 or not self._allows(f"//{host[0]}"):
+            raise _refusal("Host", ", ".join(host))
+        for name, value in headers:
+            if name == b"origin" and not self._allows(value):
+                raise _refusal("Origin", value)
+
+    def _allows(self, url: str) -> bool:
+        if ANY in self._names:
+            return True
+        try:
+            name = _canonical(urlsplit(url).hostname or "")
+            return name in self._names or (self._takes_numbers and bool(ipaddress.ip_address(name)))
+        except ValueError:
+            return False
+
+
+_CLOSE = {"Connection": "close"}
+
+
+def _canonical(name: str) -> str:
+    return name.strip("[]").rstrip(".").lower()
+
+
+def _refusal(header: str, value: str) -> ApiError:
+    return ApiError(
+        403,
+        f"{header} {value[:200]!r} is none of this server's: start it with --allowed-host NAME",
+        code="host_not_allowed",
+        headers=_CLOSE,
+    )

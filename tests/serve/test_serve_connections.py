@@ -1,0 +1,151 @@
+"""Who may connect, as what, and for how long: raw requests over real sockets."""
+
+import logging
+import socket
+
+import httpx
+import pytest
+from test_serve_limits import child, raw_request
+
+from scripted_engine import ScriptedEngine
+from serving_thread import server
+from sparse_bitnet.serve.allowed_hosts import AllowedHosts
+from sparse_bitnet.serve.http_server import _OnceAMinute
+from sparse_bitnet.serve.schema import ApiError
+
+VOCAB = 257
+
+
+def request(host, *origin):
+    headers = [(b"host", host.encode())] if host is not None else []
+    return {"headers": headers + [(b"origin", value.encode()) for value in origin]}
+
+
+@pytest.mark.parametrize(
+    ("listening", "names", "allowed", "refused"),
+    [
+        (
+            "127.0.0.1",
+            (),
+            ["127.0.0.1", "127.0.0.1:8000", "localhost:1", "LOCALHOST.", "[::1]:8000"],
+            ["evil.example:8000", "127.0.0.1.evil.example", "10.0.0.1", "", "::x", "a b", "[::"],
+        ),
+        ("::1", ["box"], ["box", "[::1]"], ["[::2]", "boxes"]),
+        ("10.0.0.5", (), ["10.0.0.5:80"], ["localhost", "10.0.0.6", "evil.example"]),
+        ("0.0.0.0", (), ["10.0.0.6", "[fe80::1]", "localhost"], ["evil.example"]),
+        ("::", ["*"], ["evil.example"], []),
+    ],
+)
+def test_hosts_are_those_of_the_address_and_those_named(listening, names, allowed, refused):
+    hosts = AllowedHosts(listening, names)
+    for host in allowed:
+        hosts.check(request(host))
+        hosts.check(request(host, f"http://{host}"))
+    for host in refused:
+        with pytest.raises(ApiError, match="--allowed-host"):
+            hosts.check(request(host))
+        with pytest.raises(ApiError, match="--allowed-host"):
+            hosts.check(request(allowed[0], f"http://{host}"))
+
+
+def test_a_host_that_is_missing_or_doubled_is_refused():
+    hosts = AllowedHosts("127.0.0.1")
+    doubled = {"headers": request("localhost")["headers"] * 2}
+    for scope in (request(None), doubled, request("localhost", "null")):
+        with pytest.raises(ApiError) as refused:
+            hosts.check(scope)
+        assert refused.value.status == 403
+
+
+def test_a_page_that_rebinds_its_name_reaches_nothing():
+    with server(ScriptedEngine(vocab_size=VOCAB)) as running, running.http() as http:
+        for path in ("/health", "/v1/models", "/metrics", "/nothing"):
+            answer = http.get(path, headers={"Host": "evil.example"})
+            assert answer.status_code == 403
+            assert answer.json()["error"]["code"] == "host_not_allowed"
+            answer = http.get(path, headers={"Origin": "http://evil.example"})
+            assert answer.status_code == 403
+        body = {"model": "scripted", "prompt": "x"}
+        answer = http.post("/v1/completions", json=body, headers={"Host": "evil.example"})
+        assert answer.status_code == 403
+        assert running.engine.batches == []
+        assert http.get("/health", headers={"Origin": running.url}).status_code == 200
+        assert 'http_responses_total{path="/health",status="403"} 2.0' in http.get("/metrics").text
+
+
+def test_two_ends_of_one_body_are_refused():
+    with server(ScriptedEngine(vocab_size=VOCAB)) as running:
+        head = b"POST /v1/completions HTTP/1.1\nHost: localhost\nContent-Type: application/json\n"
+        both = head + b"Content-Length: 5\nTransfer-Encoding: chunked"
+        assert raw_request(running.url, both, b"0\r\n\r\n") == 400
+
+
+def connect(url):
+    host, port = url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=30)
+
+
+def is_closed(connection):
+    """Soon; what comes before is let pass."""
+    try:
+        while connection.recv(9999):
+            pass
+        return True
+    except ConnectionError:
+        return True
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /hea", b"GET /health HTTP/1.1\r\nHost: localhost\r\n"])
+def test_headers_that_do_not_end_are_given_up(monkeypatch, sent):
+    monkeypatch.setattr("sparse_bitnet.serve.http_server._HEADER_SECONDS", 0.2)
+    with server(ScriptedEngine(vocab_size=VOCAB)) as running:
+        with connect(running.url) as connection:
+            connection.sendall(sent)
+            assert is_closed(connection)
+        with connect(running.url) as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert connection.recv(9999).startswith(b"HTTP/1.1 200")
+            # One byte ends uvicorn's wait for the next request, not ours.
+            connection.sendall(b"G")
+            assert is_closed(connection)
+
+
+def test_half_requests_never_keep_whole_ones_out():
+    """With room for a hundred connections, 260 that send half a request, and then a whole one."""
+    with child(0, files=200) as (process, url):
+        halves = []
+        for number in range(260):
+            halves.append(connect(url))
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            body = b"Content-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+            try:
+                halves[-1].sendall(head + body if number % 2 else head)
+            except ConnectionError:
+                pytest.fail("the newest is not the one to go")
+        for _ in range(3):
+            assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+        for connection in halves:
+            connection.close()
+        process.terminate()
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert len(errors) < 2000, errors[:2000]
+
+
+def test_the_same_error_is_logged_once_a_minute(monkeypatch, caplog):
+    now = [0.0]
+    monkeypatch.setattr("sparse_bitnet.serve.http_server.time.monotonic", lambda: now[0])
+    log = logging.Logger("calm")
+    log.addFilter(_OnceAMinute())
+    log.addHandler(caplog.handler)
+    for _ in range(1000):
+        log.error("out of %s\nfile 7", "files")
+    log.error("another")
+    now[0] = 61
+    log.error("out of %s\nfile 8", "files")
+    shown = [record.getMessage() for record in caplog.records]
+    assert shown == [
+        "out of files\nfile 7",
+        "another",
+        "out of files\nfile 8 (999 more like the last)",
+    ]
