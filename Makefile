@@ -10,10 +10,14 @@ SANITIZED := build/sanitize/site
 SANITIZED_TESTS := $(addprefix tests/kernels/test_,cpu.py matmul.py repack.py thread_pool.py) \
 	$(addprefix tests/engine/test_,decoder.py engine.py kv_cache.py model_file.py)
 
-.PHONY: quickstart test test-fast sanitize lint format bench wheel clean
+.PHONY: quickstart experiments test test-fast sanitize lint format bench wheel clean
 
 quickstart: $(STAMP)
 	$(BIN)/sparse-bitnet quickstart
+
+# The repository's page, from the committed results; docs/experiments.html is the same page, not tracked.
+experiments: $(STAMP)
+	$(BIN)/sparse-bitnet report docs/results/cpu --document docs/experiments.md --page docs/experiments.html
 
 test: $(STAMP)
 	$(BIN)/python -m pytest tests -n 2

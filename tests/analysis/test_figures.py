@@ -97,6 +97,15 @@ def test_same_input_same_bytes(name):
     assert draw(name) == draw(name)
 
 
+def test_sparse_curves_lie_thin_over_their_wide_dense_twins():
+    svg = draw("loss")
+    wide = [match.start() for match in re.finditer(r"stroke-width: 4[;\"]", svg)]
+    dashed = [match.start() for match in re.finditer(r"stroke-dasharray: [^;]*; [^>]*--full", svg)]
+    assert wide
+    assert dashed
+    assert max(wide[:2]) < min(dashed)
+
+
 def test_labels_are_text_and_escaped():
     texts = [element.text for element in ElementTree.fromstring(draw("loss")).iter()]
     assert "ternary, 6:8 <&>" in texts

@@ -129,6 +129,25 @@ def test_paper_stands_for_the_papers_five_tasks(monkeypatch, checkpoint):
     assert asked == ["hellaswag", "arc_easy", "piqa", "boolq", "copa", "doubling"]
 
 
+@pytest.mark.parametrize("order", ["first", "last"])
+def test_the_option_for_tasks_leaves_the_checkpoint_alone(monkeypatch, order):
+    given = []
+    monkeypatch.setattr(evaluate, "run_tasks", lambda *arguments: given.append(arguments))
+    options = ["--tasks", "piqa,copa"]
+    evaluate.main([*options, "folder"] if order == "first" else ["folder", *options])
+    ((checkpoint, config),) = given
+    assert (checkpoint, config.tasks) == ("folder", ("piqa,copa",))
+
+
+def test_tasks_may_be_joined_by_commas(monkeypatch):
+    monkeypatch.setattr(harness, "load_tasks", lambda names, _: names)
+    assert harness.load_paper_tasks(["paper,doubling", "x"]) == [
+        *harness.PAPER_TASKS,
+        "doubling",
+        "x",
+    ]
+
+
 def test_unknown_tasks_and_folders_are_refused(tasks, monkeypatch):
     monkeypatch.setattr(
         "lm_eval.tasks.TaskManager.__init__.__defaults__", (None, None, False, None)

@@ -48,14 +48,18 @@ def test_unfinished_checkpoints_do_not_count(tmp_path):
 
 
 def test_hub_ids_are_passed_on():
-    for name in ("Qwen/Qwen2.5-0.5B", "gpt2"):
+    for name in ("Qwen/Qwen2.5-0.5B", "openai-community/gpt2"):
         assert resolve_checkpoint(name) == name
         assert trained_context_length(name) is None
 
 
-@pytest.mark.parametrize("name", ["no/such/folder", "./missing", "../missing", "a b"])
-def test_missing_folders_are_refused(name):
-    with pytest.raises(UserError, match="no such checkpoint"):
+@pytest.mark.parametrize(
+    "name", ["no/such/folder", "./missing", "../missing", "a b", "norun", "runs/norun"]
+)
+def test_missing_folders_are_refused_without_asking_the_hub(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(UserError, match=f"no such checkpoint: no folder {name} "):
         resolve_checkpoint(name)
 
 

@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from sparse_bitnet.analysis.weights import model_statistics, pool
+from sparse_bitnet.cli import report as report_cli
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.experiments import runner
@@ -266,6 +267,27 @@ def test_the_report_is_made_of_the_result_files_alone(smoke, tmp_path, monkeypat
     again = tmp_path / "again.md"
     write_report([Path("smoke")], document=again)
     assert again.read_bytes() == document.read_bytes()
+
+
+def test_the_command_writes_below_the_results_and_prints_the_claims(
+    smoke, tmp_path, monkeypatch, capsys
+):
+    """A file docs/experiments.md of the user's own stays."""
+    (tmp_path / "docs").mkdir()
+    own = tmp_path / "docs" / "experiments.md"
+    own.write_text("mine")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    report_cli.main([str(smoke)])
+    printed = capsys.readouterr().out
+    assert own.read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["docs"]
+    assert (smoke / "report.md").is_file()
+    assert (smoke / "report.html").is_file()
+    assert len(list((smoke / "figures").glob("*.svg"))) == 6
+    for expected in ("The paper's claims", "verdict", "not decided", "report.md"):
+        assert expected in printed
+    assert max(len(line) for line in printed.splitlines() if "report" not in line) <= 80
 
 
 def test_notes_written_by_people_become_part_of_the_page(smoke, tmp_path):

@@ -39,7 +39,7 @@ class Curve:
     """ "full" or "ternary": the colour."""
 
     sparse: bool
-    """The line style: dense runs are solid, sparse ones dashed."""
+    """The line style: dense runs are wide and pale, sparse ones thin and dashed, on top."""
 
     steps: Sequence[int]
     values: Sequence[float]
@@ -217,8 +217,16 @@ def running_mean(values: Sequence[float] | np.ndarray, width: int) -> np.ndarray
 
 
 def _style(curve: Curve) -> dict[str, Any]:
-    dashes = (0, (3.5, 1.6)) if curve.sparse else "solid"
-    return {"color": COLOURS[curve.weight], "linestyle": dashes, "label": curve.label}
+    """A sparse run lies within a line's width of its dense twin: thin and dark over wide and pale."""
+    if not curve.sparse:
+        return {"color": COLOURS[curve.weight], "linewidth": 4, "alpha": 0.4, "label": curve.label}
+    return {
+        "color": COLOURS[curve.weight],
+        "linestyle": (0, (3.5, 1.6)),
+        "linewidth": 1.3,
+        "zorder": 3,
+        "label": curve.label,
+    }
 
 
 def _dots(curve: Curve) -> dict[str, Any]:

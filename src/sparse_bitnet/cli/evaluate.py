@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
+import tyro
+
 from sparse_bitnet.cli.arguments import parse
 from sparse_bitnet.errors import UserError
 
@@ -27,8 +29,9 @@ class EvaluateConfig:
     """Folder written by `sparse-bitnet prepare` (its validation split), or a text file or glob (.txt,
     .jsonl, .jsonl.zst, .parquet; every document is scored)."""
 
-    tasks: tuple[str, ...] = ()
-    """lm-eval tasks, groups or tags to score instead; `paper`: the paper's five zero-shot tasks."""
+    tasks: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """lm-eval tasks, groups or tags to score instead, joined by commas; `paper`: the paper's five
+    zero-shot tasks."""
 
     include_path: str | None = None
     """Folder of lm-eval task files (.yaml) of your own; with local data they need no network."""
@@ -79,7 +82,6 @@ class EvaluateConfig:
 
 def main(arguments: list[str]) -> None:
     """Print a table and write JSON."""
-    import tyro
 
     def entry(
         checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")],

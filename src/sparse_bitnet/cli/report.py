@@ -16,8 +16,8 @@ def main(arguments: list[str]) -> None:
         folders: Annotated[tuple[Path, ...], tyro.conf.Positional]
         """Folders written by `reproduce`, one chapter each."""
 
-        document: Path = Path("docs/experiments.md")
-        """Markdown file to write; its figures go to figures/ beside it."""
+        document: Path | None = None
+        """Markdown file to write, figures/ beside it; default report.md in the first folder."""
 
         page: Path | None = None
         """HTML file to write; default report.html in the first folder."""
@@ -32,8 +32,14 @@ def main(arguments: list[str]) -> None:
 
     if not options.folders:
         raise UserError("name at least one folder of results")
-    from sparse_bitnet.experiments.report import write_report
+    from rich.console import Console
 
+    from sparse_bitnet.experiments.report import print_claims, write_report
+
+    document = options.document or options.folders[0] / "report.md"
     page = options.page or options.folders[0] / "report.html"
-    write_report(options.folders, document=options.document, page=page)
-    print(f"{options.document} and {page}")
+    sets = write_report(options.folders, document=document, page=page)
+    console = Console()
+    for results in sets:
+        print_claims(results, console)
+    print(f"{document} and {page}")

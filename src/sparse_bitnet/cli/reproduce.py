@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> None:
         """smoke (seconds), cpu (1 to 2.5 hours on 2 cores), gpu (25 minutes, one H200) or paper."""
 
         out: Path | None = None
-        """Folder of the results, new or continued; default results/SCALE."""
+        """Folder of the results, new or continued; default runs/SCALE."""
 
         seeds: int | None = None
         """Seeds of every experiment, instead of the scale's own numbers."""
@@ -45,8 +45,8 @@ def main(arguments: list[str]) -> None:
         search: bool = False
         """Only the search of the learning rate: short for the experiment `search`."""
 
-        tasks: tuple[str, ...] = ("paper",)
-        """Of table1: lm-eval task names; paper stands for its five."""
+        tasks: str = "paper"
+        """Of table1: lm-eval task names joined by commas; paper stands for its five."""
 
         include_path: Path | None = None
         """Of table1: folder of lm-eval task files with local data, for use without network."""
@@ -72,7 +72,7 @@ def main(arguments: list[str]) -> None:
     if options.dry_run:
         print_plan(scale, chosen, options.seeds, console)
         return
-    out = options.out or Path("results") / scale.name
+    out = options.out or Path("runs") / scale.name
     if "table1" in names:
         chosen = list(dict.fromkeys([*chosen, "table2"]))
     run(
@@ -96,7 +96,7 @@ def run_tasks(scale: Scale, out: Path, options: Any, console: "Console") -> None
     count = score(
         scale,
         out,
-        options.tasks,
+        options.tasks.split(","),
         include_path=options.include_path,
         limit=options.limit,
         seeds=options.seeds or 1,

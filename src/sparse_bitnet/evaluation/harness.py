@@ -128,8 +128,9 @@ class LoadedTasks(NamedTuple):
 
 
 def load_paper_tasks(tasks: Sequence[str], include_path: str | Path | None = None) -> LoadedTasks:
-    """As `load_tasks`; "paper" stands for the paper's five."""
-    names = [name for task in tasks for name in (PAPER_TASKS if task == "paper" else (task,))]
+    """As `load_tasks`, also of names joined by commas; "paper" stands for the paper's five."""
+    asked = [name for task in tasks for name in task.split(",")]
+    names = [name for task in asked for name in (PAPER_TASKS if task == "paper" else (task,))]
     return load_tasks(names, include_path)
 
 

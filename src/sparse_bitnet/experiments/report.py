@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.experiments import paper_tables as tables
@@ -28,13 +29,16 @@ from sparse_bitnet.experiments.result_set import ResultSet
 from sparse_bitnet.files import write_atomic
 from sparse_bitnet.models import PRESETS
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 TITLE = "The paper's experiments, repeated"
 
 
 def write_report(
     folders: Sequence[Path], *, document: Path | None = None, page: Path | None = None
-) -> None:
-    """Render sets of results.
+) -> list[ResultSet]:
+    """Render sets of results and return them.
 
     Args:
         folders: of `reproduce`, in the order of the chapters.
@@ -43,7 +47,8 @@ def write_report(
 
     Raises `UserError` for a folder without results.
     """
-    blocks = report_blocks([ResultSet.read(folder) for folder in folders])
+    sets = [ResultSet.read(folder) for folder in folders]
+    blocks = report_blocks(sets)
     if page is not None:
         page.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(page, html(TITLE, blocks))
@@ -53,6 +58,19 @@ def write_report(
         for name, svg in files.items():
             write_atomic(document.parent / "figures" / name, svg)
         write_atomic(document, text)
+    return sets
+
+
+def print_claims(results: ResultSet, console: "Console") -> None:
+    """The table of claims, short enough for a terminal."""
+    from rich import box
+    from rich.table import Table
+
+    title = f"The paper's claims at scale {results.setting['scale']}"
+    table = Table("claim", "model", "verdict", "measured", title=title, box=box.SIMPLE_HEAD)
+    for claim in claims(results):
+        table.add_row(claim.text, claim.model, claim.verdict, claim.result)
+    console.print(table)
 
 
 def report_blocks(sets: Sequence[ResultSet]) -> list[Block]:
@@ -119,9 +137,7 @@ def _setting(results: ResultSet) -> list[Block]:
                 f"Versions: {versions}.",
             )
         ),
-        Code(
-            (f"sparse-bitnet reproduce all --scale {setting['scale']} --out {results.folder.path}",)
-        ),
+        Code((f"sparse-bitnet reproduce all --scale {setting['scale']}",)),
     ]
 
 
