@@ -33,9 +33,11 @@ def resolve_checkpoint(path_or_id: str | Path) -> str:
         raise UserError(
             f"{path} is neither a run folder with a checkpoint nor a model folder (config.json)"
         )
-    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(path_or_id)) and not str(path_or_id).startswith("."):
+    # A hub id is OWNER/NAME; a mistyped folder must not wait for the network.
+    is_id = re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(path_or_id))
+    if is_id and not Path(path.parts[0]).exists():
         return str(path_or_id)
-    raise UserError(f"no such checkpoint: {path_or_id}")
+    raise UserError(f"no such checkpoint: no folder {path_or_id} (hub models are OWNER/NAME)")
 
 
 def _model_folder(checkpoint: Checkpoint) -> Path:
