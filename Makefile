@@ -3,14 +3,14 @@ PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
+SOURCES := pyproject.toml constraints.txt requirements.lock CMakeLists.txt $(wildcard csrc/*)
 
 # Tests that reach the extension, and where its other build goes.
 SANITIZED := build/sanitize/site
 SANITIZED_TESTS := $(addprefix tests/kernels/test_,cpu.py matmul.py repack.py thread_pool.py) \
 	$(addprefix tests/engine/test_,decoder.py engine.py kv_cache.py model_file.py)
 
-.PHONY: quickstart experiments test test-fast sanitize lint format bench wheel clean
+.PHONY: quickstart experiments test test-fast sanitize lint format bench wheel lock clean
 
 quickstart: $(STAMP)
 	$(BIN)/sparse-bitnet quickstart
@@ -40,6 +40,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/deptry src
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
@@ -54,8 +55,14 @@ wheel: $(STAMP)
 $(STAMP): $(SOURCES)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --no-deps --require-hashes --requirement requirements.lock
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
+
+# Every package that constraints.txt leaves open, with hashes. What torch brings of its own for a GPU is
+# left to torch.
+lock:
+	uv pip compile --quiet --extra dev --constraint constraints.txt --output-file requirements.lock pyproject.toml
 
 clean:
 	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache

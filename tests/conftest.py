@@ -6,6 +6,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
+import importlib
 from collections.abc import Iterator
 
 import hypothesis
@@ -15,6 +16,19 @@ import torch
 if not torch.cuda.is_available():
     # Triton kernels then run interpreted; triton looks when it is first imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A broken build fails; without the extension tests run only where that is asked for."""
+    if os.environ.get("SPARSE_BITNET_PURE_PYTHON") is None:
+        try:
+            importlib.import_module("sparse_bitnet._cpu")
+        except ImportError as error:
+            raise pytest.UsageError(
+                f"the compiled kernels do not load ({error}): install the package again, or set "
+                "SPARSE_BITNET_PURE_PYTHON=1 to test without them"
+            ) from error
+
 
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("project")

@@ -1,12 +1,17 @@
 """What importing the package does, and what it does not."""
 
 import importlib
+import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import sparse_bitnet
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(script: str) -> str:
@@ -101,3 +106,34 @@ def test_public_names_are_the_modules_own_and_documented() -> None:
 def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'sparse_n'"):
         sparse_bitnet.sparse_n  # noqa: B018
+
+
+def test_the_lock_holds_what_is_pinned_by_hand() -> None:
+    pins, locked = (
+        dict(
+            re.findall(
+                r"^([\w.-]+)==([\w.]+)", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE
+            )
+        )
+        for name in ("constraints.txt", "requirements.lock")
+    )
+    built_with = {"nanobind", "scikit-build-core"}
+    assert {name: locked.get(name) for name in pins.keys() - built_with - {"torch"}} == {
+        name: version for name, version in pins.items() if name not in built_with | {"torch"}
+    }
+    assert not any(name.startswith(("torch", "nvidia", "triton")) for name in locked)
+
+
+@pytest.mark.parametrize("pure_python", [False, True])
+def test_without_the_extension_tests_run_only_on_purpose(pure_python: bool) -> None:
+    script = """
+import sys
+sys.modules["sparse_bitnet._cpu"] = None
+import pytest
+sys.exit(pytest.main(["--collect-only", "-p", "no:cacheprovider", "tests/test_progress.py"]))
+"""
+    environment = {**os.environ, **({"SPARSE_BITNET_PURE_PYTHON": "1"} if pure_python else {})}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode == 0) == pure_python, done.stderr
+    assert ("the compiled kernels do not load" in done.stderr) != pure_python

@@ -90,6 +90,7 @@ def serve(handle: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     # What libraries print must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    sys.stdout = sys.stderr  # one buffer: what is printed last stands last
     for line in sys.stdin:
         try:
             answer = handle(json.loads(line))
