@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -195,9 +196,9 @@ def test_limits_and_misuse(qwen: Path) -> None:
         with pytest.raises(ValueError, match=message):
             engine.forward(batch)
     for length in (-1, 61):
-        with pytest.raises(ValueError, match="has no first"):
+        with pytest.raises(ValueError, match="the sequence has 60 tokens"):
             first.truncate(length)
-        with pytest.raises(ValueError, match="has no first"):
+        with pytest.raises(ValueError, match="the sequence has 60 tokens"):
             first.fork(length)
     assert engine.forward([]) == []
     engine.close()
@@ -216,6 +217,8 @@ def test_limits_and_misuse(qwen: Path) -> None:
         ({"kv_cache": "int4"}, "kv-cache 'int4': choose one of"),
         ({"context_length": 257}, "context length 257: .* up to 256 tokens"),
         ({"context_length": 0}, "context length 0"),
+        ({"cache_tokens": 0}, "cache tokens 0: must be within 1.."),
+        ({"cache_tokens": 2**40}, "cache tokens 1099511627776: must be within 1.."),
         ({"isa": "sse9"}, "sse9"),
     ],
 )
@@ -249,6 +252,116 @@ assert not heavy, heavy
         [sys.executable, "-c", script], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout) == (0, "(96,)\n"), done.stderr
+
+
+class Gate:
+    """Holds `_compute` of an engine until it is opened; says who has come in and gone."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[str] = []
+        self.entered, self.opened = threading.Event(), threading.Event()
+        compute = engine._compute
+
+        def held(batch, logits):
+            self.events.append("in")
+            self.entered.set()
+            assert self.opened.wait(60)
+            found = compute(batch, logits)
+            self.events.append("out")
+            return found
+
+        monkeypatch.setattr(engine, "_compute", held)
+
+
+def test_two_threads_take_turns(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine.load(qwen, threads=2)
+    expected = all_logits(engine, TOKENS)[-1]
+    sequences = [engine.new_sequence() for _ in range(4)]
+    gate, found = Gate(engine, monkeypatch), []
+
+    def forward(sequence) -> None:
+        found.extend(engine.forward([(sequence, TOKENS)]))
+
+    threads = [threading.Thread(target=forward, args=(sequence,)) for sequence in sequences]
+    threads[0].start()
+    assert gate.entered.wait(60)
+    for thread in threads[1:]:
+        thread.start()
+    assert not engine._turns.acquire(blocking=False), "the first has the turn"
+    gate.opened.set()
+    for thread in threads:
+        thread.join(60)
+    assert gate.events == ["in", "out"] * 4
+    assert len(found) == 4
+    assert all(np.array_equal(logits, expected) for logits in found)
+
+
+def test_closing_waits_for_the_forward_of_another_thread(
+    qwen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine.load(qwen, threads=2)
+    expected = all_logits(engine, TOKENS)[-1]
+    sequence = engine.new_sequence()
+    gate, found = Gate(engine, monkeypatch), []
+    forward = threading.Thread(target=lambda: found.extend(engine.forward([(sequence, TOKENS)])))
+    forward.start()
+    assert gate.entered.wait(60)
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    assert engine._weights is not None
+    gate.opened.set()
+    for thread in (forward, closing):
+        thread.join(60)
+    assert np.array_equal(found[0], expected)
+    assert (engine._weights, sequence.is_open) == (None, False)
+    with pytest.raises(ValueError, match="closed"):
+        engine.forward([(sequence, [1])])
+
+
+def test_the_child_of_a_fork_is_refused_and_ends_in_order(qwen: Path) -> None:
+    """Forked while another thread of the parent is in a forward."""
+    script = f"""
+import os, sys, threading
+import numpy as np
+from sparse_bitnet.engine.engine import Engine
+engine = Engine.load({str(qwen)!r}, threads=2)
+tokens = {TOKENS}
+sequence, other = engine.new_sequence(), engine.new_sequence()
+expected = engine.forward([(other, tokens)])
+entered, forked = threading.Event(), threading.Event()
+compute, found = engine._compute, []
+def held(batch, logits):
+    entered.set()
+    forked.wait(60)
+    return compute(batch, logits)
+engine._compute = held
+thread = threading.Thread(target=lambda: found.extend(engine.forward([(sequence, tokens)])))
+thread.start()
+assert entered.wait(60)
+child = os.fork()
+if child == 0:
+    for call in (lambda: engine.forward([(other, [1])]), engine.new_sequence, other.fork,
+                 lambda: other.truncate(1), lambda: engine.free_tokens):
+        try:
+            call()
+            os._exit(3)
+        except ValueError as error:
+            assert "loaded before this process was forked" in str(error)
+    other.close()
+    engine.close()
+    del engine, other, sequence
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+forked.set()
+thread.join(60)
+assert np.array_equal(found[0], expected[0])
+engine.close()
+print("fine")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38, -1e-45])

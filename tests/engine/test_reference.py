@@ -70,7 +70,7 @@ def test_limits_are_checked_before_anything_changes(model):
     engine = TransformersEngine(model, context_length=10, cache_tokens=14)
     one, two = engine.new_sequence(), engine.new_sequence()
     engine.forward([(one, TOKENS[:8])], "none")
-    with pytest.raises(ContextFull, match="11 tokens: the context holds 10"):
+    with pytest.raises(ContextFull, match="8 tokens and 3 more pass the context length of 10"):
         engine.forward([(two, [1]), (one, [1, 2, 3])])
     with pytest.raises(CacheFull):
         engine.forward([(one, [1]), (two, TOKENS[:6])])
@@ -85,7 +85,7 @@ def test_limits_are_checked_before_anything_changes(model):
 
 @pytest.mark.parametrize("tokens", [[], [96], [-1]])
 def test_tokens_that_the_model_lacks_are_refused(engine, tokens):
-    with pytest.raises(ValueError, match="needs one or more tokens"):
+    with pytest.raises(ValueError, match=r"at least one|outside the vocabulary"):
         engine.forward([(engine.new_sequence(), tokens)])
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from sparse_bitnet.bench.child import resident_bytes, serve
-from sparse_bitnet.engine.protocol import CachedSequence, InferenceEngine
+from sparse_bitnet.engine.protocol import EngineSequence, InferenceEngine
 
 PAGE_TOKENS = 64
 """Tokens a page of the engine's cache holds: a fork takes one page of its own and more as it grows."""
@@ -31,7 +31,7 @@ class EngineMeter:
 
     def __init__(self, engine: InferenceEngine) -> None:
         self._engine = engine
-        self._contexts: dict[int, CachedSequence] = {}
+        self._contexts: dict[int, EngineSequence] = {}
         # The first forward touches memory and wakes threads; that is loading, not speed.
         self.prefill(2)
 
@@ -64,7 +64,7 @@ class EngineMeter:
             sequence.close()
         return seconds
 
-    def _context(self, length: int) -> CachedSequence | None:
+    def _context(self, length: int) -> EngineSequence | None:
         if length == 0:
             return None
         if length not in self._contexts:

@@ -2,9 +2,8 @@
 
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -12,7 +11,7 @@ from sparse_bitnet import _cpu
 from sparse_bitnet.engine.architecture import BLOCK_LINEARS, Architecture
 from sparse_bitnet.engine.format_choice import choose_format
 from sparse_bitnet.engine.model_file import ModelFile, open_model_file
-from sparse_bitnet.engine.protocol import CachedSequence, CacheFull, ContextFull, WhichLogits
+from sparse_bitnet.engine.protocol import CacheFull, EngineSequence, InferenceEngine, WhichLogits
 from sparse_bitnet.engine.weights import (
     FORMATS,
     OnProgress,
@@ -28,52 +27,10 @@ CACHE_TYPES = {"float32": 0, "float16": 1, "int8": 2}
 """csrc/decoder.h's CacheType."""
 
 _WHICH = {"none": 0, "last": 1, "all": 2}
-_MOST_THREADS = 1024
 
 
-class EngineSequence:
-    """A sequence of an `Engine`; see `protocol.CachedSequence`."""
-
-    def __init__(self, engine: "Engine", number: int, tokens: list[int]) -> None:
-        self._engine, self._number, self._tokens = engine, number, tokens
-        self._is_open = True
-
-    @property
-    def tokens(self) -> list[int]:
-        return list(self._tokens)
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def fork(self, length: int | None = None) -> "EngineSequence":
-        """Raises `CacheFull` where the copy of a page that both would write has no room."""
-        length = self._checked(len(self) if length is None else length)
-        try:
-            number = self._engine._running().fork(self._number, length)
-        except ValueError as error:
-            raise CacheFull(f"{error}: close sequences or raise the cache's size") from error
-        return EngineSequence(self._engine, number, self._tokens[:length])
-
-    def truncate(self, length: int) -> None:
-        self._engine._running().truncate(self._number, self._checked(length))
-        del self._tokens[length:]
-
-    def close(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            if self._engine._decoder is not None:
-                self._engine._decoder.close(self._number)
-
-    def _checked(self, length: int) -> int:
-        if not self._is_open:
-            raise ValueError("the sequence is closed")
-        if not 0 <= length <= len(self):
-            raise ValueError(f"a sequence of {len(self)} tokens has no first {length}")
-        return length
-
-
-class Engine:
-    """A packed model on the CPU; see `protocol.InferenceEngine`. Made by `Engine.load`.
+class Engine(InferenceEngine):
+    """A packed model on the CPU. Made by `Engine.load`.
 
     Attributes:
         folder: of the model.
@@ -82,12 +39,14 @@ class Engine:
         weight_format: "i2", "b3" or "nm-bitmap": the weights in memory.
         head_format: "int8", "int4", "bfloat16" or "float32": the output head in memory.
         weight_bytes, head_bytes: what a token reads of them.
+        isa: name of the kernels in use.
         load_seconds: from the call of `load` to its return.
     """
 
     def __init__(
         self, model: ModelFile, weights: Weights, decoder: _cpu.Decoder, context_length: int
     ) -> None:
+        super().__init__(model.architecture.vocab, context_length)
         self.folder: Path = model.folder
         self.architecture: Architecture = model.architecture
         self.threads = 0
@@ -95,10 +54,9 @@ class Engine:
         self.head_format = weights.head_format
         self.weight_bytes, self.head_bytes = weights.weight_bytes, weights.head_bytes
         self.load_seconds = 0.0
-        self._context_length = context_length
+        self.isa: str = decoder.isa
         self._weights: Weights | None = weights
-        self._decoder: _cpu.Decoder | None = decoder
-        self._isa: str = decoder.isa
+        self._decoder: Any = decoder
 
     @classmethod
     def load(
@@ -134,11 +92,14 @@ class Engine:
         the engine does not run, for options that do not fit, and where memory does not suffice.
         """
         started = time.perf_counter()
-        threads = _threads(threads)
+        threads = _within("threads", default_threads() if threads is None else threads, 1024)
         _check_choice("weight format", weight_format, WEIGHT_FORMATS)
         _check_choice("kv-cache", kv_cache, tuple(CACHE_TYPES))
         model = open_model_file(folder)
         context_length = _context_length(model, context_length)
+        if cache_tokens is None:
+            cache_tokens = context_length
+        cache_tokens = _within("cache tokens", cache_tokens, 1 << 31)
         head_format = choose_head(model, head)
         try:
             _cpu.MatmulKernels.choose(isa)
@@ -163,7 +124,7 @@ class Engine:
                 threads,
                 CACHE_TYPES[kv_cache],
                 context_length,
-                context_length if cache_tokens is None else cache_tokens,
+                cache_tokens,
                 isa,
             )
         except MemoryError as error:
@@ -177,91 +138,44 @@ class Engine:
         return engine
 
     @property
-    def vocab_size(self) -> int:
-        return self.architecture.vocab
-
-    @property
-    def context_length(self) -> int:
-        return self._context_length
-
-    @property
     def free_tokens(self) -> int:
-        return self._running().free_tokens
+        with self.turn():
+            return self._decoder.free_tokens
 
-    @property
-    def isa(self) -> str:
-        """Name of the kernels in use."""
-        return self._isa
-
-    def new_sequence(self) -> EngineSequence:
-        return EngineSequence(self, self._running().open(), [])
-
-    def forward(
-        self,
-        batch: Sequence[tuple[CachedSequence, Sequence[int]]],
-        logits: WhichLogits = "last",
+    def _compute(
+        self, batch: list[tuple[EngineSequence, np.ndarray]], logits: WhichLogits
     ) -> list[np.ndarray]:
-        """See `protocol.InferenceEngine.forward`.
-
-        Raises `ValueError` for tokens outside the vocabulary, no tokens, and sequences that are closed,
-        of another engine or twice in the batch.
-        """
-        decoder = self._running()
-        if logits not in _WHICH:
-            raise ValueError(f"logits {logits!r}: one of {', '.join(_WHICH)}")
-        if not batch:
-            return []
-        sequences = [self._own(sequence) for sequence, _ in batch]
-        if len(set(map(id, sequences))) != len(sequences):
-            raise ValueError("a sequence is twice in the batch")
-        tokens = [self._checked_tokens(tokens) for _, tokens in batch]
-        for sequence, new in zip(sequences, tokens, strict=True):
-            if len(sequence) + len(new) > self._context_length:
-                raise ContextFull(
-                    f"{len(sequence)} tokens and {len(new)} more pass the context length of "
-                    f"{self._context_length}"
-                )
-        counts = [len(new) for new in tokens]
+        counts = [len(tokens) for _, tokens in batch]
         rows = {"none": 0, "last": len(batch), "all": sum(counts)}[logits]
         values = np.empty((rows, self.vocab_size), np.float32)
-        requests = [
-            (sequence._number, new.ctypes.data, len(new))
-            for sequence, new in zip(sequences, tokens, strict=True)
-        ]
+        requests = [(sequence.cache, tokens.ctypes.data, len(tokens)) for sequence, tokens in batch]
         try:
-            decoder.forward(requests, _WHICH[logits], values.ctypes.data if rows else 0)
+            self._decoder.forward(requests, _WHICH[logits], values.ctypes.data if rows else 0)
         except ValueError as error:
-            # All else that it refuses was refused above.
+            # All else that it refuses was refused before.
             raise CacheFull(f"{error}: close sequences or raise the cache's size") from error
-        for sequence, new in zip(sequences, tokens, strict=True):
-            sequence._tokens.extend(new.tolist())
         if logits == "none":
             return []
         return list(values) if logits == "last" else np.split(values, np.cumsum(counts)[:-1])
 
-    def close(self) -> None:
-        """Give the memory back; a second call does nothing. Sequences are then closed."""
+    def _open(self) -> int:
+        return self._decoder.open()
+
+    def _fork(self, sequence: EngineSequence, length: int) -> int:
+        try:
+            return self._decoder.fork(sequence.cache, length)
+        except ValueError as error:
+            raise CacheFull(f"{error}: close sequences or raise the cache's size") from error
+
+    def _truncate(self, sequence: EngineSequence, length: int) -> None:
+        self._decoder.truncate(sequence.cache, length)
+
+    def _release(self, sequence: EngineSequence) -> None:
+        self._decoder.close(sequence.cache)
+
+    def _close(self) -> None:
+        self._decoder.shut()
         self._decoder = self._weights = None
-
-    def _running(self) -> _cpu.Decoder:
-        if self._decoder is None:
-            raise ValueError("the engine is closed")
-        return self._decoder
-
-    def _own(self, sequence: CachedSequence) -> EngineSequence:
-        if not isinstance(sequence, EngineSequence) or sequence._engine is not self:
-            raise ValueError("a sequence of another engine")
-        sequence._checked(0)
-        return sequence
-
-    def _checked_tokens(self, tokens: Sequence[int]) -> np.ndarray:
-        """int32 [tokens]. Out-of-range numbers are found before they are narrowed."""
-        array = np.asarray(tokens)
-        if array.ndim != 1 or not array.size or array.dtype.kind not in "iu":
-            raise ValueError("tokens are a list of at least one whole number")
-        if array.min() < 0 or array.max() >= self.vocab_size:
-            raise ValueError(f"a token is outside the vocabulary of {self.vocab_size}")
-        return np.ascontiguousarray(array, np.int32)
 
 
 def _build(architecture: Architecture, weights: Weights) -> _cpu.ModelBuilder:
@@ -307,13 +221,16 @@ def _build(architecture: Architecture, weights: Weights) -> _cpu.ModelBuilder:
     return model
 
 
-def _threads(threads: int | None) -> int:
-    if threads is None:
-        has_affinity = hasattr(os, "sched_getaffinity")
-        return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    if not 1 <= threads <= _MOST_THREADS:
-        raise UserError(f"threads {threads}: must be within 1..{_MOST_THREADS}")
-    return threads
+def default_threads() -> int:
+    """One for each processor that this process may use."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+
+
+def _within(what: str, value: int, most: int) -> int:
+    if not 1 <= value <= most:
+        raise UserError(f"{what} {value}: must be within 1..{most}")
+    return value
 
 
 def _context_length(model: ModelFile, context_length: int | None) -> int:

@@ -1,16 +1,25 @@
-"""What text generation, the scheduler and lm-eval ask of an engine. Free of torch.
+"""What text generation, the scheduler and lm-eval ask of an engine, and what all engines share: their
+sequences, the checks of a batch, and one caller at a time. Free of torch.
 
-`engine.Engine` runs packed models in C++; `reference.TransformersEngine` any transformers model.
+`engine.Engine` runs packed models in C++; `reference.TransformersEngine` any transformers model;
+`gpu.engine.GpuEngine` ternary ones on a GPU.
 """
 
-from collections.abc import Sequence
-from typing import Literal, Protocol
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import numpy as np
 
 from sparse_bitnet.errors import UserError
 
 WhichLogits = Literal["none", "last", "all"]
+
+Batch = Sequence[tuple["EngineSequence", Sequence[int]]]
+"""Sequences, each once, with the tokens to append."""
 
 
 class ContextFull(UserError):
@@ -21,58 +30,178 @@ class CacheFull(UserError):
     """The cache has no room for the tokens of a forward; closing sequences makes room."""
 
 
-class CachedSequence(Protocol):
+class EngineSequence:
     """Tokens whose keys and values an engine holds."""
+
+    def __init__(self, engine: "InferenceEngine", cache: Any, tokens: list[int]) -> None:
+        """By the engine. `cache`: where it keeps keys and values, its own affair."""
+        self.engine, self.cache = engine, cache
+        self._tokens = tokens
+        self.is_open = True
+        engine.sequences.append(self)
 
     @property
     def tokens(self) -> list[int]:
         """The tokens so far, a copy."""
-        ...
+        return list(self._tokens)
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return len(self._tokens)
 
-    def fork(self, length: int | None = None) -> "CachedSequence":
-        """A new sequence that starts with the first `length` tokens (all) and shares their memory."""
-        ...
+    def append(self, tokens: Sequence[int]) -> None:
+        """By the engine, after it has computed them."""
+        self._tokens += [int(token) for token in tokens]
+
+    def fork(self, length: int | None = None) -> "EngineSequence":
+        """A new sequence that starts with the first `length` tokens (all). Raises `CacheFull`."""
+        with self.engine.turn():
+            length = self.check(len(self) if length is None else length)
+            cache = self.engine._fork(self, length)
+            return EngineSequence(self.engine, cache, self._tokens[:length])
 
     def truncate(self, length: int) -> None:
         """Forget the tokens from `length` on."""
-        ...
+        with self.engine.turn():
+            if self.check(length) < len(self):
+                del self._tokens[length:]
+                self.engine._truncate(self, length)
 
     def close(self) -> None:
         """Give the memory back; a second call does nothing."""
-        ...
+        if self.is_open and self.engine.is_usable:
+            with self.engine.turn():
+                self.engine._release(self)
+                self.engine.sequences.remove(self)
+        self.is_open = False
+
+    def check(self, length: int) -> int:
+        """The length. Raises `ValueError` if the sequence is closed or has fewer tokens."""
+        if not self.is_open:
+            raise ValueError("the sequence is closed")
+        if not 0 <= length <= len(self):
+            raise ValueError(f"length {length}: the sequence has {len(self)} tokens")
+        return length
 
 
-class InferenceEngine(Protocol):
-    """A loaded model with a cache for many sequences. Used from one thread at a time."""
+class InferenceEngine(ABC):
+    """A loaded model with a cache for many sequences. Calls from several threads take turns.
+
+    Attributes:
+        vocab_size: tokens that the model knows.
+        context_length: most tokens of one sequence.
+        sequences: the open ones.
+    """
+
+    page_tokens = 1
+    """Tokens by which the room grows that a sequence takes in the cache."""
+
+    def __init__(self, vocab_size: int, context_length: int) -> None:
+        self.vocab_size, self.context_length = vocab_size, context_length
+        self.sequences: list[EngineSequence] = []
+        self._turns = threading.RLock()
+        self._process = os.getpid()
+        self._is_closed = False
 
     @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def context_length(self) -> int:
-        """Most tokens of one sequence."""
-        ...
-
-    @property
+    @abstractmethod
     def free_tokens(self) -> int:
         """Tokens for which the cache has room, whole pages."""
-        ...
 
-    def new_sequence(self) -> CachedSequence: ...
+    def new_sequence(self) -> EngineSequence:
+        """An empty sequence."""
+        with self.turn():
+            return EngineSequence(self, self._open(), [])
 
-    def forward(
-        self,
-        batch: Sequence[tuple[CachedSequence, Sequence[int]]],
-        logits: WhichLogits = "last",
-    ) -> list[np.ndarray]:
+    def forward(self, batch: Batch, logits: WhichLogits = "last") -> list[np.ndarray]:
         """Append tokens to sequences and return float32 logits, one array for each entry of the batch:
         [vocab_size] after its last token ("last"), [tokens, vocab_size] ("all"), or an empty list
         ("none").
 
-        Raises `ContextFull` or `CacheFull` before anything has changed.
+        Raises, before anything has changed, `ContextFull` or `CacheFull`, and `ValueError` for no tokens
+        or some outside the vocabulary, and for sequences that are closed, of another engine or twice in
+        the batch.
         """
-        ...
+        with self.turn():
+            if logits not in ("none", "last", "all"):
+                raise ValueError(f"logits {logits!r}: one of none, last, all")
+            if len({id(sequence) for sequence, _ in batch}) < len(batch):
+                raise ValueError("a sequence is twice in the batch")
+            checked = [(sequence, self._checked(sequence, tokens)) for sequence, tokens in batch]
+            found = self._compute(checked, logits) if checked else []
+            for sequence, tokens in checked:
+                sequence.append(tokens.tolist())
+            return found
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give the memory back, after a call of another thread has ended; a second call does nothing.
+        Sequences are then closed."""
+        if not self.is_usable:
+            self._is_closed = True
+            return
+        with self.turn():
+            for sequence in list(self.sequences):
+                sequence.close()
+            self._close()
+            self._is_closed = True
+
+    @property
+    def is_usable(self) -> bool:
+        """Neither closed nor of another process."""
+        return not self._is_closed and self._process == os.getpid()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Inside, no other thread changes the engine.
+
+        Raises `ValueError` after `close`, and in a child of fork(), which has none of the engine's
+        threads and perhaps a copy of its memory in the middle of a change.
+        """
+        if self._process != os.getpid():
+            raise ValueError("the engine was loaded before this process was forked: load it here")
+        with self._turns:
+            if self._is_closed:
+                raise ValueError("the engine is closed")
+            yield
+
+    def _checked(self, sequence: EngineSequence, tokens: Sequence[int]) -> np.ndarray:
+        """int32 [tokens]. Out-of-range numbers are found before they are narrowed."""
+        if getattr(sequence, "engine", None) is not self:
+            raise ValueError("a sequence of another engine")
+        sequence.check(0)
+        array = np.asarray(tokens)
+        if array.ndim != 1 or not array.size or array.dtype.kind not in "iu":
+            raise ValueError("tokens are a list of at least one whole number")
+        if array.min() < 0 or array.max() >= self.vocab_size:
+            raise ValueError(f"a token is outside the vocabulary of {self.vocab_size}")
+        if len(sequence) + len(array) > self.context_length:
+            raise ContextFull(
+                f"{len(sequence)} tokens and {len(array)} more pass the context length of "
+                f"{self.context_length}"
+            )
+        return np.ascontiguousarray(array, np.int32)
+
+    @abstractmethod
+    def _compute(
+        self, batch: list[tuple[EngineSequence, np.ndarray]], logits: WhichLogits
+    ) -> list[np.ndarray]:
+        """`forward` of a checked batch."""
+
+    @abstractmethod
+    def _open(self) -> Any:
+        """The `cache` of a new sequence."""
+
+    @abstractmethod
+    def _fork(self, sequence: EngineSequence, length: int) -> Any:
+        """The `cache` of a new sequence with the first tokens of another."""
+
+    @abstractmethod
+    def _truncate(self, sequence: EngineSequence, length: int) -> None:
+        """Forget keys and values from `length` on."""
+
+    def _release(self, sequence: EngineSequence) -> None:
+        """Give back the `cache` of a sequence that is closed."""
+        sequence.cache = None
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Give the model back; sequences are closed already."""

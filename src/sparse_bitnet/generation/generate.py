@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sparse_bitnet.engine.protocol import (
-    CachedSequence,
     CacheFull,
     ContextFull,
+    EngineSequence,
     InferenceEngine,
 )
 from sparse_bitnet.errors import UserError
@@ -129,7 +129,7 @@ class _Text:
         self.prompt = np.asarray(prompt, dtype=np.int32)
         self.most_tokens = len(prompt) + options.max_new_tokens - 1
         """In its sequence, at the end; the last token drawn is not computed."""
-        self.sequence: CachedSequence | None = None
+        self.sequence: EngineSequence | None = None
         self.computed = 0
         """Tokens of the prompt that the sequence holds."""
         self.cached = 0
@@ -211,7 +211,7 @@ class _Run:
             admitted.append(text)
         return admitted
 
-    def _open(self, text: _Text, source: CachedSequence | None, length: int) -> bool:
+    def _open(self, text: _Text, source: EngineSequence | None, length: int) -> bool:
         """Start its sequence, giving up those kept from before until all texts can be finished; False,
         and nothing changed, where that is not enough."""
         try:
@@ -230,7 +230,7 @@ class _Run:
     def _prefill(self, texts: list[_Text]) -> None:
         pending = deque(texts)
         while pending and not self.is_cancelled():
-            batch: list[tuple[CachedSequence, Sequence[int]]] = []
+            batch: list[tuple[EngineSequence, Sequence[int]]] = []
             ready: list[tuple[int, _Text]] = []
             room = _PREFILL_TOKENS
             while pending and room:

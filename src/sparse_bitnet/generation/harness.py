@@ -13,7 +13,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, has_bos_prefix, normalize_gen_kwargs
 
 from sparse_bitnet.data.tokenizer import load_tokenizer
-from sparse_bitnet.engine.protocol import CachedSequence, CacheFull
+from sparse_bitnet.engine.protocol import CacheFull, EngineSequence
 from sparse_bitnet.generation.generate import generate
 from sparse_bitnet.generation.generation import GenerateOptions
 from sparse_bitnet.generation.open_model import OpenModel
@@ -144,7 +144,7 @@ class EngineLM(TemplateLM):
         prefixes: PrefixCache,
     ) -> dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[float, bool]]:
         """Each context once up to its last token, then every continuation from there."""
-        opened: list[CachedSequence] = []
+        opened: list[EngineSequence] = []
         try:
             contexts: list[ScoreJob] = []
             for context, _ in batch:
@@ -170,7 +170,7 @@ class EngineLM(TemplateLM):
                 sequence.close()
         return {key: (sum(job.log_probabilities), job.is_greedy) for key, job in jobs.items()}
 
-    def _start(self, context: np.ndarray, prefixes: PrefixCache) -> tuple[CachedSequence, int]:
+    def _start(self, context: np.ndarray, prefixes: PrefixCache) -> tuple[EngineSequence, int]:
         """A sequence that holds what is known of a context, and how much that is."""
         source, length = prefixes.longest(context)
         if source is not None and length >= _WORTH_REUSING:

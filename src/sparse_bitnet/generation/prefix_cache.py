@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from sparse_bitnet.engine.protocol import CachedSequence
+from sparse_bitnet.engine.protocol import EngineSequence
 
 
 def shared_length(a: np.ndarray, b: np.ndarray) -> int:
@@ -21,12 +21,12 @@ class PrefixCache:
     def __init__(self, most: int = 64) -> None:
         """`most`: sequences kept at once; 0 keeps none."""
         self._most = most
-        self._kept: list[tuple[CachedSequence, np.ndarray]] = []
+        self._kept: list[tuple[EngineSequence, np.ndarray]] = []
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def keep(self, sequence: CachedSequence, tokens: np.ndarray) -> None:
+    def keep(self, sequence: EngineSequence, tokens: np.ndarray) -> None:
         """Take over a sequence that holds `tokens` (int32 [length])."""
         if self._most == 0 or len(tokens) == 0:
             sequence.close()
@@ -39,11 +39,11 @@ class PrefixCache:
             self.evict()
 
     def longest(
-        self, tokens: np.ndarray, others: Iterable[tuple[CachedSequence | None, np.ndarray]] = ()
-    ) -> tuple[CachedSequence | None, int]:
+        self, tokens: np.ndarray, others: Iterable[tuple[EngineSequence | None, np.ndarray]] = ()
+    ) -> tuple[EngineSequence | None, int]:
         """The sequence, kept or one of `others`, that shares the longest beginning with `tokens`, and
         the length of that; (None, 0) if none shares any."""
-        best: CachedSequence | None = None
+        best: EngineSequence | None = None
         length, used = 0, None
         for entry in self._kept:
             shared = shared_length(entry[1], tokens)
@@ -69,10 +69,10 @@ class PrefixCache:
         while self.evict():
             pass
 
-    def _drop(self, entry: tuple[CachedSequence, np.ndarray]) -> None:
+    def _drop(self, entry: tuple[EngineSequence, np.ndarray]) -> None:
         self._remove(entry)
         entry[0].close()
 
-    def _remove(self, entry: tuple[CachedSequence, np.ndarray]) -> None:
+    def _remove(self, entry: tuple[EngineSequence, np.ndarray]) -> None:
         # By identity: comparing arrays has no single truth value.
         self._kept = [other for other in self._kept if other is not entry]

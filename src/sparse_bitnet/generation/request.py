@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from sparse_bitnet.engine.protocol import CachedSequence
+from sparse_bitnet.engine.protocol import EngineSequence
 from sparse_bitnet.generation.sampling import Sampler, check_largest
 from sparse_bitnet.generation.stop import StopStrings
 from sparse_bitnet.generation.text import TextStream, TextTokenizer
@@ -108,7 +108,7 @@ class Generation:
     error: str | None = None
     """With finish "error": what happened."""
 
-    sequence: CachedSequence | None = None
+    sequence: EngineSequence | None = None
     cancel_asked: threading.Event = field(default_factory=threading.Event)
     arrived: float = field(default_factory=time.perf_counter)
     last_token_at: float | None = None

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparse_bitnet.engine.protocol import (
-    CachedSequence,
     CacheFull,
     ContextFull,
+    EngineSequence,
     InferenceEngine,
     WhichLogits,
 )
@@ -242,7 +242,7 @@ class Scheduler:
                 return True
         return False
 
-    def _start(self, generation: Generation, source: CachedSequence | None, shared: int) -> bool:
+    def _start(self, generation: Generation, source: EngineSequence | None, shared: int) -> bool:
         """Open its sequence; False if there is no room as long as others run."""
         sequence = None
         while True:

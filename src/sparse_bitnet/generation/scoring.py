@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from sparse_bitnet.engine.protocol import CachedSequence, InferenceEngine
+from sparse_bitnet.engine.protocol import EngineSequence, InferenceEngine
 from sparse_bitnet.errors import UserError
 
 _MOST_LOGITS = 1 << 25
@@ -21,7 +21,7 @@ _MOST_TOKENS = 512
 class ScoreJob:
     """Tokens to append to a sequence, and the tokens that really followed."""
 
-    sequence: CachedSequence
+    sequence: EngineSequence
     tokens: Sequence[int]
     targets: Sequence[int]
     """What follows each of the last `len(targets)` of `tokens`; at most as many."""
@@ -78,7 +78,7 @@ def _run(engine: InferenceEngine, jobs: Sequence[ScoreJob], *, scored: bool, mos
 
     pending = deque(job for job in jobs if left(job))
     while pending:
-        batch: list[tuple[CachedSequence, Sequence[int]]] = []
+        batch: list[tuple[EngineSequence, Sequence[int]]] = []
         pieces: list[tuple[ScoreJob, int]] = []
         room = most
         while pending and room:

@@ -14,14 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparse_bitnet.engine.engine_sequence import EngineSequence, check_distinct, check_entry
 from sparse_bitnet.engine.gpu.attention import use_grouped_attention_
 from sparse_bitnet.engine.gpu.decode import check_full_attention, recorded_step
 from sparse_bitnet.engine.gpu.fused import fuse_
 from sparse_bitnet.engine.gpu.linear import RoutePolicy
 from sparse_bitnet.engine.gpu.merge import prepare_
 from sparse_bitnet.engine.gpu.slots import SlotCache
-from sparse_bitnet.engine.protocol import CachedSequence, CacheFull, WhichLogits
+from sparse_bitnet.engine.protocol import CacheFull, EngineSequence, InferenceEngine, WhichLogits
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.hub import from_pretrained
 from sparse_bitnet.kernels.choice_table import ChoiceTable, machine_name, table_path
@@ -38,50 +37,16 @@ DEFAULT_POSITIONS = 2048
 _SHORTEST = 256
 """Least keys of a recorded step."""
 
-_PAGE = 64
-"""Tokens in which callers count room (see `protocol.InferenceEngine.free_tokens`)."""
-
 
 class UnsuitedModel(UserError):
     """A model that the kernels here do not take; transformers may."""
 
 
-class GpuSequence(EngineSequence):
-    """A sequence of a `GpuEngine`; it takes a slot with its first token."""
+class GpuEngine(InferenceEngine):
+    """A ternary model on a GPU. `load` makes it from a checkpoint.
 
-    def __init__(self, engine: "GpuEngine") -> None:
-        super().__init__()
-        self._engine = engine
-        self.slot: int | None = None
-        engine.sequences.append(self)
-
-    def fork(self, length: int | None = None) -> "GpuSequence":
-        """A new sequence with a copy of the first `length` tokens (all). Raises `CacheFull` without a
-        free slot."""
-        length = len(self) if length is None else length
-        self._check(length)
-        engine = self._engine
-        slot = engine.free_slot() if length else None
-        other = GpuSequence(engine)
-        if slot is not None:
-            assert self.slot is not None
-            engine.cache.copy(self.slot, slot, length)
-            other.slot, other._tokens = slot, self._tokens[:length]
-        return other
-
-    def truncate(self, length: int) -> None:
-        """Forget the tokens from `length` on."""
-        self._check(length)
-        del self._tokens[length:]
-
-    def close(self) -> None:
-        if self._is_open:
-            self._is_open, self._tokens, self.slot = False, [], None
-            self._engine.sequences.remove(self)
-
-
-class GpuEngine:
-    """A ternary model on a GPU; see `protocol.InferenceEngine`. `load` makes it from a checkpoint."""
+    The `cache` of a sequence is its slot, taken with its first token; None before.
+    """
 
     def __init__(
         self,
@@ -110,7 +75,8 @@ class GpuEngine:
         positions = getattr(config, "max_position_embeddings", None) or DEFAULT_POSITIONS
         if context_length is not None and context_length > positions:
             raise UserError(f"--context-length {context_length}: the model has {positions}")
-        self._context_length = context_length or positions
+        super().__init__(len(model.get_input_embeddings().weight), context_length or positions)
+        self.page_tokens = self.context_length
         try:
             check_full_attention(model)
             self._model: Any = fuse_(prepare_(model.eval(), policy or stored_policy()))
@@ -122,19 +88,17 @@ class GpuEngine:
         # Not the buffers: weight scales and rotary frequencies are float32.
         for parameter in self._model.parameters():
             parameter.data = parameter.data.to(dtype)
-        slots = self._slots(cache_tokens, SlotCache.slot_bytes(config, self._context_length, dtype))
+        slots = self._slots(cache_tokens, SlotCache.slot_bytes(config, self.context_length, dtype))
         try:
-            self.cache = SlotCache(config, slots, self._context_length, dtype, self.device)
+            self.cache = SlotCache(config, slots, self.context_length, dtype, self.device)
         except torch.OutOfMemoryError as error:
             raise UserError(
-                f"the GPU has no memory for {slots} x {self._context_length} tokens: ask for less with "
+                f"the GPU has no memory for {slots} x {self.context_length} tokens: ask for less with "
                 "--context-length or --cache-tokens"
             ) from error
         self._tokens = torch.zeros(slots, 1, dtype=torch.int64, device=self.device)
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
-        self.sequences: list[GpuSequence] = []
-        """The open ones."""
         self.load_seconds = 0.0
 
     @classmethod
@@ -169,97 +133,71 @@ class GpuEngine:
 
     def _slots(self, cache_tokens: int | None, slot_bytes: int) -> int:
         if cache_tokens is not None:
-            return max(1, cache_tokens // self._context_length)
+            return max(1, cache_tokens // self.context_length)
         if self.device.type != "cuda":
             return DEFAULT_SLOTS
         free, _ = torch.cuda.mem_get_info(self.device)
         return max(1, min(DEFAULT_SLOTS, int(MEMORY_SHARE * free) // slot_bytes))
 
     @property
-    def vocab_size(self) -> int:
-        """Tokens that the embedding has."""
-        return self._model.get_input_embeddings().weight.shape[0]
-
-    @property
-    def context_length(self) -> int:
-        return self._context_length
-
-    @property
     def free_tokens(self) -> int:
         """Of the slots that no token has been written to; 0 if new sequences wait for all of them."""
-        taken = sum(sequence.slot is not None for sequence in self.sequences)
+        taken = sum(sequence.cache is not None for sequence in self.sequences)
         free = self.cache.slots - taken
         if len(self.sequences) - taken > free:
             return 0
-        return free * -(-self._context_length // _PAGE) * _PAGE
+        return free * self.context_length
 
-    def free_slot(self) -> int:
-        """The first slot of none. Raises `CacheFull` if there is none."""
-        taken = {sequence.slot for sequence in self.sequences}
-        for slot in range(self.cache.slots):
-            if slot not in taken:
-                return slot
-        raise CacheFull(
-            f"all {self.cache.slots} slots of the cache are taken: close sequences or raise the cache's "
-            "size"
-        )
-
-    def new_sequence(self) -> GpuSequence:
-        return GpuSequence(self)
-
-    def forward(
-        self,
-        batch: Sequence[tuple[CachedSequence, Sequence[int]]],
-        logits: WhichLogits = "last",
+    def _compute(
+        self, batch: list[tuple[EngineSequence, np.ndarray]], logits: WhichLogits
     ) -> list[np.ndarray]:
-        """See `InferenceEngine.forward`. Raises `ValueError` for a closed sequence, one that occurs
-        twice, no tokens, and a token outside the vocabulary."""
-        entries = self._checked(batch)
-        found: list[Tensor | None] = [None] * len(entries)
+        new = [sequence for sequence, _ in batch if sequence.cache is None]
+        for sequence, slot in zip(new, self._free_slots(len(new)), strict=True):
+            sequence.cache = slot
+        found: list[Tensor | None] = [None] * len(batch)
         with torch.inference_mode():
-            single = [i for i, (_, tokens) in enumerate(entries) if len(tokens) == 1]
-            for index, (sequence, tokens) in enumerate(entries):
+            single = [i for i, (_, tokens) in enumerate(batch) if len(tokens) == 1]
+            for index, (sequence, tokens) in enumerate(batch):
                 if len(tokens) > 1:
-                    found[index] = self._prompt(sequence, tokens, logits)
+                    found[index] = self._prompt(sequence, tokens.tolist(), logits)
             if single:
-                scores = self._step([(entries[i][0], entries[i][1][0]) for i in single])
+                scores = self._step([(batch[i][0], int(batch[i][1][0])) for i in single])
                 for index, row in zip(single, scores, strict=True):
                     found[index] = row.unsqueeze(0)
-            for sequence, tokens in entries:
-                sequence.append(tokens)
             if logits == "none":
                 return []
             values = [rows.float().cpu().numpy() for rows in found if rows is not None]
         return [rows[-1] if logits == "last" else rows for rows in values]
 
-    def _checked(
-        self, batch: Sequence[tuple[CachedSequence, Sequence[int]]]
-    ) -> list[tuple[GpuSequence, Sequence[int]]]:
-        """The batch, every sequence with a slot."""
-        entries: list[tuple[GpuSequence, Sequence[int]]] = []
-        check_distinct(batch)
-        for sequence, tokens in batch:
-            if not isinstance(sequence, GpuSequence) or sequence._engine is not self:
-                raise ValueError("a sequence of another engine")
-            check_entry(sequence, tokens, self.vocab_size, self._context_length)
-            entries.append((sequence, tokens))
-        given: list[GpuSequence] = []
-        for sequence, _ in entries:
-            if sequence.slot is None:
-                try:
-                    sequence.slot = self.free_slot()
-                except CacheFull:
-                    for other in given:
-                        other.slot = None
-                    raise
-                given.append(sequence)
-        return entries
+    def _free_slots(self, count: int) -> list[int]:
+        taken = {sequence.cache for sequence in self.sequences}
+        free = [slot for slot in range(self.cache.slots) if slot not in taken]
+        if count > len(free):
+            raise CacheFull(
+                f"all {self.cache.slots} slots of the cache are taken: close sequences or raise the "
+                "cache's size"
+            )
+        return free[:count]
 
-    def _prompt(self, sequence: GpuSequence, tokens: Sequence[int], logits: WhichLogits) -> Tensor:
+    def _open(self) -> None:
+        return None
+
+    def _fork(self, sequence: EngineSequence, length: int) -> int | None:
+        if length == 0:
+            return None
+        (slot,) = self._free_slots(1)
+        self.cache.copy(sequence.cache, slot, length)
+        return slot
+
+    def _truncate(self, sequence: EngineSequence, length: int) -> None:
+        """What lies behind the length is never looked at."""
+
+    def _prompt(
+        self, sequence: EngineSequence, tokens: Sequence[int], logits: WhichLogits
+    ) -> Tensor:
         """Logits [tokens or 1, vocab_size] of two or more tokens behind those of a sequence."""
-        assert sequence.slot is not None
         start, count = len(sequence), len(tokens)
-        self.cache.start_prompt(sequence.slot, start)
+        self.cache.start_prompt(sequence.cache, start)
         ids = torch.tensor([list(tokens)], device=self.device)
         positions = torch.arange(start, start + count, device=self.device)
         mask = None
@@ -268,16 +206,16 @@ class GpuEngine:
             mask = (keys <= positions[:, None]).view(1, 1, count, -1)
         return self._run(ids, positions.unsqueeze(0), mask, count if logits == "all" else 1)[0]
 
-    def _step(self, entries: list[tuple[GpuSequence, int]]) -> Tensor:
+    def _step(self, entries: list[tuple[EngineSequence, int]]) -> Tensor:
         """Logits [sequences, vocab_size] of one more token each."""
-        slots = [_slot(sequence) for sequence, _ in entries]
+        slots = [sequence.cache for sequence, _ in entries]
         rows = min(_power_of_two(max(slots) + 1), self.cache.slots)
         longest = max(len(sequence) for sequence, _ in entries) + 1
-        length = min(max(_power_of_two(longest), _SHORTEST), self._context_length)
+        length = min(max(_power_of_two(longest), _SHORTEST), self.context_length)
         places: list[int | None] = [None] * rows
         tokens = [0] * rows
         for slot, (sequence, token) in zip(slots, entries, strict=True):
-            places[slot], tokens[slot] = len(sequence), int(token)
+            places[slot], tokens[slot] = len(sequence), token
         self.cache.set_positions(places)
         self._tokens[:rows, 0].copy_(torch.tensor(tokens))
         self.cache.start_step(length)
@@ -305,10 +243,7 @@ class GpuEngine:
             logits_to_keep=keep,
         ).logits
 
-    def close(self) -> None:
-        """Give the memory back; a second call does nothing. Sequences are then closed."""
-        for sequence in list(self.sequences):
-            sequence.close()
+    def _close(self) -> None:
         self._graphs.clear()
         self._model = None
         self.cache.keys, self.cache.values = [], []
@@ -324,11 +259,6 @@ def stored_policy() -> RoutePolicy:
     """By the times stored for this GPU, or as SPARSE_BITNET_KERNEL asks; dense without either."""
     machine = machine_name()
     return RoutePolicy.from_environment(ChoiceTable.load(table_path(machine), machine))
-
-
-def _slot(sequence: GpuSequence) -> int:
-    assert sequence.slot is not None
-    return sequence.slot
 
 
 def _power_of_two(value: int) -> int:
