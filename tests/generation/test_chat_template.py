@@ -1,8 +1,13 @@
 """Chats are rendered as transformers renders them, in a sandbox."""
 
 import json
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sparse_bitnet.data.tokenizer import load_tokenizer, train_tokenizer
 from sparse_bitnet.errors import UserError
@@ -97,6 +102,85 @@ def test_refusals_and_attacks_are_one_line_errors(source):
     template = ChatTemplate(source)
     with pytest.raises(UserError, match="refuses this chat"):
         template.render(CHATS[0])
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{{ 'a' * 10**9 }}", "memory"),
+        ("{{ [0] * 10**9 }}", "memory"),
+        ("{{ messages | tojson(indent=10**9) }}", "memory"),
+        ("{{ 'a' | center(10**9) }}", "memory"),
+        ("{{ '%1000000000d' % 1 }}", "memory"),
+        ("{{ '{:1000000000}'.format(1) }}", "memory"),
+        ("{% set n = namespace(x='ab') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+         "memory"),
+        ("{{ lipsum(10**9) }}", "lipsum"),
+        ("{% for i in range(10**5) %}{{ '%1000d' % i }}{% endfor %}", "16,777,216 characters"),
+        ("{% for i in range(10**5) %}{% for i in range(10**5) %}{% endfor %}{% endfor %}", "long"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "deeply"),
+        ("{{ (messages | length + 8) ** (9 ** 9) }}", "long"),
+        ("{{ raise_exception('two\nlines') }}", "two lines"),
+    ],
+)  # fmt: skip
+def test_a_template_takes_no_more_than_it_may(source, words):
+    """Only for the message that asks for it: the next one is answered as before."""
+    template = ChatTemplate("{% if messages[0].attack %}" + source + "{% else %}fine{% endif %}")
+    with pytest.raises(UserError, match=words) as refused:
+        template.render([{"attack": True}])
+    assert "\n" not in str(refused.value)
+    assert template.render([{"attack": False}]) == "fine"
+
+
+def test_many_threads_render_at_once():
+    template = ChatTemplate("{{ messages[0].content }}")
+    texts = [str(number) * 1000 for number in range(200)]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda text: template.render([{"content": text}]), texts))
+    assert found == texts
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"\xff{{ 1 }}", "cannot read .*jinja"),
+        (b"{{ " + b"(" * 5000 + b")" * 5000 + b" }}", "is damaged"),
+        (b"{% if 1 %}" * 3000 + b"{% endif %}" * 3000, "is damaged"),
+        (b"{{ 1 +" + b"+" * 200_000 + b"1 }}", "is damaged"),
+        (b"", None),
+    ],
+    ids=range(5),
+)
+def test_a_damaged_template_is_one_line(tmp_path, content, words):
+    (tmp_path / "chat_template.jinja").write_bytes(content)
+    if words is None:
+        assert ChatTemplate.load(tmp_path).render([]) == ""
+        return
+    with pytest.raises(UserError, match=words) as refused:
+        ChatTemplate.load(tmp_path)
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 1000
+
+
+@given(
+    st.recursive(
+        st.one_of(st.none(), st.integers(), st.text(max_size=9), st.just("default")),
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=3),
+            st.dictionaries(st.sampled_from(["name", "template", "content", "x"]), inner),
+        ),
+        max_leaves=6,
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_templates_of_any_form_are_one_line_or_none(value):
+    with tempfile.TemporaryDirectory() as name:
+        config = {"chat_template": value, "eos_token": value}
+        Path(name, "tokenizer_config.json").write_text(json.dumps(config))
+        try:
+            ChatTemplate.load(name)
+        except UserError as error:
+            assert "\n" not in str(error)  # noqa: PT017
 
 
 def test_a_syntax_error_names_its_line():

@@ -1,11 +1,12 @@
-"""Chats to prompts: a model's own Jinja template, rendered as transformers renders it.
+"""Chats to prompts: a model's own Jinja template, rendered as transformers renders it, in a process of
+its own that bounds what a template of strangers can take."""
 
-Templates come with models of strangers, so they run in Jinja's immutable sandbox, and all that they
-see are plain JSON values.
-"""
-
-import datetime
 import json
+import signal
+import subprocess
+import sys
+import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,19 +27,14 @@ _SPECIAL_TOKENS = (
 
 
 class ChatTemplate:
-    """A compiled template with the special tokens that it may name."""
+    """A template with the special tokens that it may name. Any thread may render."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
         """Raises `UserError` for a template with a syntax error."""
-        import jinja2
-
-        try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise UserError(
-                f"the chat template is damaged: line {error.lineno}: {error}"
-            ) from error
+        self._source = source
         self._special_tokens = dict(special_tokens or {})
+        self._lock = threading.Lock()
+        self._process = self._start()
 
     @classmethod
     def load(cls, folder: str | Path) -> "ChatTemplate":
@@ -50,12 +46,17 @@ class ChatTemplate:
         config = read_json_if_there(folder / "tokenizer_config.json")
         path = folder / "chat_template.jinja"
         if path.is_file():
-            source: Any = path.read_text(encoding="utf-8")
+            try:
+                source: Any = path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise UserError(f"cannot read {path}: {error}") from error
         else:
             source = config.get("chat_template")
         if isinstance(source, list):
             # Several templates by name, the older form.
-            source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
+            entries = [entry for entry in source if isinstance(entry, dict)]
+            named = [entry for entry in entries if entry.get("name") == "default"]
+            source = named[-1].get("template") if named else None
         if not isinstance(source, str):
             raise UserError(
                 f"{folder} has no chat template (chat_template.jinja, or chat_template in "
@@ -82,26 +83,70 @@ class ChatTemplate:
             add_generation_prompt: end with the beginning of the assistant's answer.
             variables: further names that the template knows, such as `tools`.
 
-        Raises `UserError` where the template refuses the chat, or goes wrong.
+        Raises `UserError` where the template refuses the chat, goes wrong, or takes more time, memory or
+        text than `template_process` allows.
         """
-        import jinja2
-
         given = {"tools": None, "documents": None} | self._special_tokens | variables
+        given |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
         try:
-            return self._template.render(
-                messages=_plain(list(messages)),
-                add_generation_prompt=add_generation_prompt,
-                **{name: _plain(value) for name, value in given.items()},
-            )
-        except (
-            jinja2.TemplateError,
-            ArithmeticError,
-            LookupError,
-            TypeError,
-            ValueError,
-            RuntimeError,
-        ) as error:
-            raise UserError(f"the chat template refuses this chat: {error}") from error
+            request = json.dumps(given, default=_plain)
+        except (RecursionError, TypeError, ValueError) as error:
+            raise UserError(f"the chat is no JSON: {error}") from error
+        with self._lock:
+            if self._process.poll() is not None:
+                self._finish()
+                self._process = self._start()
+            reply = _ask(self._process, request)
+        if "error" in reply:
+            raise UserError(f"the chat template refuses this chat: {_one_line(reply['error'])}")
+        return reply["text"]
+
+    def _start(self) -> "subprocess.Popen[str]":
+        # Without the current folder on its path, whose files are as strange as the template; and in a
+        # group of its own: Ctrl-C ends an answer, not this.
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "sparse_bitnet.generation.template_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            process_group=0,
+        )
+        self._finish = weakref.finalize(self, _end, process)
+        reply = _ask(process, json.dumps(self._source))
+        if "error" in reply:
+            raise UserError(f"the chat template is damaged: {_one_line(reply['error'])}")
+        return process
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    process.kill()
+    process.communicate()
+
+
+def _ask(process: "subprocess.Popen[str]", request: str) -> dict[str, str]:
+    """One line to the process, and its reply; without one it has ended."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(request + "\n")
+        process.stdin.flush()
+        answer = process.stdout.readline()
+    except BrokenPipeError:
+        answer = ""
+    if answer.endswith("\n"):
+        return json.loads(answer)
+    late = process.wait() == -signal.SIGPROF
+    return {"error": "it takes too long" if late else "it takes too much memory"}
+
+
+def _plain(value: Any) -> Any:
+    """For what JSON has no form for: the name of its type."""
+    return dict(value) if isinstance(value, Mapping) else f"<{type(value).__name__}>"
+
+
+def _one_line(message: str) -> str:
+    return " ".join(message.split())[:500]
 
 
 def _special_tokens(config: Mapping[str, Any], folder: Path) -> dict[str, str]:
@@ -114,57 +159,3 @@ def _special_tokens(config: Mapping[str, Any], folder: Path) -> dict[str, str]:
         if isinstance(text, str):
             texts[name] = text
     return texts
-
-
-def _plain(value: Any) -> Any:
-    """A copy made of JSON values alone; anything else is replaced by the name of its type."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    for kind in (bool, int, float, str):
-        if isinstance(value, kind):
-            # Strings from subclasses lose what methods these add.
-            return kind(value)
-    return value if value is None else f"<{type(value).__name__}>"
-
-
-def _environment() -> Any:
-    """Whitespace, filters and functions as chat templates expect them."""
-    import jinja2
-    import jinja2.ext
-    import jinja2.sandbox
-
-    class GenerationBlock(jinja2.ext.Extension):
-        """`{% generation %}` marks the assistant's words for training; here it only passes them on."""
-
-        tags = {"generation"}  # noqa: RUF012  (as Jinja declares it)
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            call = self.call_method("_pass_on", [])
-            return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-        def _pass_on(self, caller: Any) -> str:
-            return caller()
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        # Jinja's own filter escapes HTML.
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    def strftime_now(format: str) -> str:
-        return datetime.datetime.now().strftime(format)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[GenerationBlock, jinja2.ext.loopcontrols],
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = strftime_now
-    return environment

@@ -1,0 +1,109 @@
+"""The process in which a chat template runs: `python -m sparse_bitnet.generation.template_process`.
+
+Templates come with models of strangers. Jinja's immutable sandbox keeps them from files and attributes,
+not from `'a' * 10**9` or loops in loops; the system does that, by the memory and the processor time of a
+process that does nothing else. Reads requests and writes replies, one JSON object a line: first the
+template's source, then what to render it with.
+"""
+
+import datetime
+import json
+import resource
+import signal
+import sys
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+
+MOST_SECONDS = 2.0
+"""Of processor time, for each request."""
+MOST_BYTES = 512 << 20
+"""Of address space; Python and Jinja take a tenth of it."""
+MOST_TEXT = 16 << 20
+"""Characters of a rendered chat."""
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's words for training; here it only passes them on."""
+
+    tags = {"generation"}  # noqa: RUF012  (as Jinja declares it)
+
+    def parse(self, parser: Any) -> Any:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("_pass_on", [])
+        return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def _pass_on(self, caller: Any) -> str:
+        return caller()
+
+
+def _environment() -> jinja2.Environment:
+    """Whitespace, filters and functions as chat templates expect them."""
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        # Jinja's own filter escapes HTML.
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    def strftime_now(format: str) -> str:
+        return datetime.datetime.now().strftime(format)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationBlock, jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+    del environment.globals["lipsum"]
+    return environment
+
+
+def _render(template: jinja2.Template, line: str) -> str:
+    pieces, size = [], 0
+    for piece in template.generate(json.loads(line)):
+        pieces.append(piece)
+        size += len(piece)
+        if size > MOST_TEXT:
+            raise ValueError(f"it writes more than {MOST_TEXT:,} characters")
+    return "".join(pieces)
+
+
+def _complaint(error: Exception) -> str:
+    match error:
+        case jinja2.TemplateSyntaxError():
+            return f"line {error.lineno}: {error.message}"
+        case MemoryError():
+            return "it takes too much memory"
+        case RecursionError():
+            return "it is nested too deeply"
+    return str(error) or type(error).__name__
+
+
+def main() -> None:
+    """Answer until the input ends."""
+    for kind, most in ((resource.RLIMIT_AS, MOST_BYTES), (resource.RLIMIT_CORE, 0)):
+        resource.setrlimit(kind, (most, most))
+    environment, template = _environment(), None
+    for line in sys.stdin:
+        # Processor time, not the clock's: a busy machine is no reason. The system ends the process.
+        signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)
+        reply = {}
+        try:
+            if template is None:
+                template = environment.from_string(json.loads(line))
+            else:
+                reply["text"] = _render(template, line)
+        except Exception as error:
+            reply["error"] = _complaint(error)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(json.dumps(reply), flush=True)
+
+
+if __name__ == "__main__":
+    main()
