@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from factories import tiny_config
+from sparse_bitnet.checkpoint import packed_loading
 from sparse_bitnet.convert import convert_
 from sparse_bitnet.export.pack import pack_checkpoint
 from sparse_bitnet.hub import from_pretrained, save_pretrained
 from sparse_bitnet.layer import SparseBitConfig
-from sparse_bitnet.packing import loading
 
 FAMILIES = ("qwen2", "llama", "qwen3", "bitnet")
 
@@ -48,7 +48,7 @@ def make_packed(
     """
     from transformers import AutoModelForCausalLM
 
-    loading.register()
+    packed_loading.register()
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(tiny_model_config(family, **changes))
 

@@ -10,8 +10,8 @@ from sparse_bitnet.bench.gpu_train import UsualFakeQuantLinear
 from sparse_bitnet.convert import convert_, selected, set_integer_forward_
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer import SparseBitConfig, SparseBitLinear
-from sparse_bitnet.quantizer import quantize_int8
-from sparse_bitnet.straight_through import int8_linear, integer_product
+from sparse_bitnet.ops.int8_linear import int8_linear, integer_product
+from sparse_bitnet.ops.quantize_int8 import quantize_int8
 
 FORMATS = (
     "ternary-6:8",
@@ -65,11 +65,11 @@ def test_in_16_bits_the_exact_sums_are_rounded_once(dtype: torch.dtype) -> None:
 def test_scales_may_differ_by_row() -> None:
     x_codes = torch.randint(-128, 128, (2, 5, 33), dtype=torch.int8)
     codes = torch.randint(-1, 2, (7, 33), dtype=torch.int8)
-    x_scale, row_scale, bias = torch.rand(2, 5, 1), torch.rand(7), torch.randn(7)
+    activation_scale, row_scale, bias = torch.rand(2, 5, 1), torch.rand(7), torch.randn(7)
     sums = (x_codes.long() @ codes.long().t()).float()
     for weight_scale, b in ((row_scale, bias), (row_scale[:1], None), (row_scale[0], bias)):
-        y = int8_linear(x_codes, x_scale, codes, weight_scale, b, torch.float32)
-        expected = sums * (x_scale * weight_scale)
+        y = int8_linear(x_codes, activation_scale, codes, weight_scale, b, torch.float32)
+        expected = sums * (activation_scale * weight_scale)
         assert torch.equal(y, expected if b is None else expected + b)
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer import CHOICES, SparseBitConfig
-from sparse_bitnet.sparsity import NMPattern
+from sparse_bitnet.pattern import NMPattern
 
 
 def forms() -> st.SearchStrategy[str]:

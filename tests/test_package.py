@@ -33,18 +33,33 @@ assert not [name for name in {heavy} if name in sys.modules]
     assert run(script) == ""
 
 
-def test_kernels_are_loaded_once_and_only_after_the_operators_exist() -> None:
-    script = """
+@pytest.mark.parametrize("name", ["nm_mask", "absmean", "quantize_int8"])
+def test_the_first_operator_of_a_process_runs_the_compiled_kernel(name: str) -> None:
+    """Whichever public name is used first, without another module of the package before it."""
+    script = f"""
 import sparse_bitnet
-from sparse_bitnet import kernels
-loads = []
-def load():
-    import torch
-    loads.append(torch.ops.sparse_bitnet.select_ternary)
-kernels.load = load
-sparse_bitnet.quantize_ternary
-import sparse_bitnet.layer
-assert len(loads) == 1
+sparse_bitnet.{name}
+import torch
+from sparse_bitnet.ops.backends import cpu_kernels
+has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key("sparse_bitnet::{name}", "CPU")
+assert has_kernel == (cpu_kernels()[0] is not None)
+"""
+    run(script)
+
+
+@pytest.mark.parametrize("name", ["nm_mask", "absmean", "convert_"])
+def test_an_unknown_kernel_is_refused_by_the_first_operator(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("SPARSE_BITNET_KERNEL", "nonsense")
+    script = f"""
+import sparse_bitnet
+try:
+    sparse_bitnet.{name}
+except sparse_bitnet.UserError as error:
+    assert "nonsense: choose one of auto" in str(error), error
+else:
+    raise AssertionError("accepted")
 """
     run(script)
 

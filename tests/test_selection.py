@@ -9,7 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from factories import VARIANTS, make_layer
-from sparse_bitnet.sparsity import NMPattern, nm_mask
+from sparse_bitnet.ops.nm_mask import nm_mask
+from sparse_bitnet.pattern import NMPattern
 
 
 class TestSelection:

@@ -1,8 +1,7 @@
 """1.58-bit language models with N:M semi-structured sparsity.
 
-Importing this package imports neither torch nor transformers. Two things are arranged for later, when
-those modules are first imported by whoever needs them: our kernels register with torch's dispatcher,
-and our checkpoints become loadable by transformers' `from_pretrained`.
+Importing this package imports neither torch nor transformers. When transformers is imported by whoever
+needs it, our checkpoints become loadable by its `from_pretrained`.
 """
 
 import importlib
@@ -16,13 +15,13 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "NMPattern": "pattern",
-    "nm_mask": "sparsity",
-    "mask_flip_rate": "sparsity",
-    "absmean": "quantizer",
-    "quantize_ternary": "quantizer",
-    "quantize_int8": "quantizer",
-    "fake_quantize_ternary": "quantizer",
-    "fake_quantize_int8": "quantizer",
+    "nm_mask": "ops.nm_mask",
+    "mask_flip_rate": "ops.operands",
+    "absmean": "ops.absmean",
+    "quantize_ternary": "ops.select_ternary",
+    "quantize_int8": "ops.quantize_int8",
+    "fake_quantize_ternary": "straight_through",
+    "fake_quantize_int8": "straight_through",
     "SparseBitConfig": "layer_config",
     "SparseBitLinear": "layer",
     "convert_": "convert",
@@ -37,14 +36,8 @@ _PUBLIC = {
 
 __all__ = [*_PUBLIC, "__version__"]  # noqa: PLE0604
 
-# Module -> each "module:function" of ours to call once it has been imported.
-_AFTER_IMPORT = {
-    "sparse_bitnet.quantizer": ("sparse_bitnet.kernels:load",),
-    "transformers.quantizers.auto": (
-        "sparse_bitnet.hub:register",
-        "sparse_bitnet.packing.loading:register",
-    ),
-}
+_REGISTRY = "transformers.quantizers.auto"
+_REGISTERED = ("sparse_bitnet.hub", "sparse_bitnet.checkpoint.packed_loading")
 
 
 def __getattr__(name: str):
@@ -57,19 +50,18 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-def _call_after(name: str) -> None:
-    for target in _AFTER_IMPORT[name]:
-        module, _, function = target.partition(":")
-        getattr(importlib.import_module(module), function)()
+def _register() -> None:
+    for module in _REGISTERED:
+        importlib.import_module(module).register()
 
 
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Runs a function of ours right after a module named in `_AFTER_IMPORT` has been imported."""
+class _AfterRegistry(importlib.abc.MetaPathFinder):
+    """Enters our quantizers right after transformers' registry of them has been imported."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name not in _AFTER_IMPORT:
+        if name != _REGISTRY:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
         found = (finder.find_spec(name, path, target) for finder in others)
@@ -80,17 +72,12 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            _call_after(name)
+            _register()
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-def _arrange() -> None:
-    sys.meta_path.insert(0, _AfterImport())
-    for name in _AFTER_IMPORT:
-        if name in sys.modules and not name.startswith("sparse_bitnet."):
-            _call_after(name)
-
-
-_arrange()
+sys.meta_path.insert(0, _AfterRegistry())
+if _REGISTRY in sys.modules:
+    _register()

@@ -14,10 +14,21 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from sparse_bitnet.layer_config import CHOICES, SparseBitConfig
+from sparse_bitnet.ops.absmean import absmean
+from sparse_bitnet.ops.nm_mask import nm_mask
+from sparse_bitnet.ops.operands import count_flips, pack_mask, unpack_mask
+from sparse_bitnet.ops.select_ternary import (
+    quantize_ternary,
+    select_ternary,
+    select_ternary_bits,
+)
 from sparse_bitnet.pattern import NMPattern
-from sparse_bitnet.quantizer import absmean, fake_quantize_int8, quantize_ternary
-from sparse_bitnet.sparsity import count_flips, nm_mask, pack_mask, unpack_mask
-from sparse_bitnet.straight_through import dequantized, masked, ternary_int8_linear
+from sparse_bitnet.straight_through import (
+    dequantized,
+    fake_quantize_int8,
+    masked,
+    ternary_int8_linear,
+)
 
 __all__ = [
     "CHOICES",
@@ -63,7 +74,7 @@ def select(
         return Selection(None, nm_mask(weight, pattern) if prunes else None, None)
     if _selects_in_one_pass(config, dense):
         scale = absmean(weight) if weight_scale is None else weight_scale
-        codes, mask = torch.ops.sparse_bitnet.select_ternary(weight, scale, pattern.n, pattern.m)
+        codes, mask = select_ternary(weight, scale, pattern.n, pattern.m)
         return Selection(codes, mask if prunes else None, scale)
     if config.mask_source == "ternary":
         codes, scale = quantize_ternary(weight, weight_scale)
@@ -115,7 +126,7 @@ def select_step(
         return StepSelection(codes, mask if needs_mask else None, scale, words, flips)
     weight = weight.detach()
     scale = absmean(weight) if weight_scale is None else weight_scale
-    codes, words, flips = torch.ops.sparse_bitnet.select_ternary_bits(
+    codes, words, flips = select_ternary_bits(
         weight, scale, m if dense else config.pattern.n, m, previous
     )
     mask = unpack_mask(words, m) if needs_mask else None

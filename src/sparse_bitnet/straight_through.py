@@ -10,7 +10,30 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sparse_bitnet.quantizer import quantize_int8, unpack_codes
+from sparse_bitnet.ops.int8_linear import int8_linear
+from sparse_bitnet.ops.operands import unpack_codes
+from sparse_bitnet.ops.quantize_int8 import quantize_int8
+from sparse_bitnet.ops.select_ternary import quantize_ternary
+
+
+def fake_quantize_ternary(weight: Tensor) -> Tensor:
+    """The ternary weight as floats of the dtype of `weight`; the gradient is the identity."""
+    codes, scale = quantize_ternary(weight)
+    return straight_through(weight, (codes * scale).to(weight.dtype))
+
+
+def fake_quantize_int8(x: Tensor) -> Tensor:
+    """The int8 activation as floats of the dtype of `x`; the gradient is the identity."""
+    codes, scale = quantize_int8(x)
+    return straight_through(x, (codes * scale).to(x.dtype))
+
+
+def straight_through(latent: Tensor, value: Tensor) -> Tensor:
+    """`value` in the forward pass, the identity onto `latent` in the backward pass.
+
+    Exact in both directions, unlike `latent + (value - latent).detach()`, which rounds twice.
+    """
+    return _StraightThrough.apply(latent, value)
 
 
 def masked(weight: Tensor, mask: Tensor, gate: Tensor | None) -> Tensor:
@@ -54,64 +77,22 @@ def ternary_int8_linear(
     return _TernaryInt8Linear.apply(x, weight, bias, codes, weight_scale, gate, integer)
 
 
-def int8_linear(
-    x_codes: Tensor,
-    x_scale: Tensor,
-    codes: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    """x_codes @ codes.T in int32, times x_scale * weight_scale, plus bias, rounded to `dtype`.
-
-    Args:
-        x_codes: int8 [..., in_features].
-        x_scale: float32 [..., 1].
-        codes: int8 [out_features, in_features].
-        weight_scale: float32, one value or [out_features].
-        bias: [out_features] or None.
-        dtype: of the output; all before it is float32.
-
-    Returns [..., out_features]. No gradient flows.
-    """
-    return torch.ops.sparse_bitnet.int8_linear(x_codes, x_scale, codes, weight_scale, bias, dtype)
-
-
-# 2**24 / 128: sums of so many int8 products are integers that float32 holds, in any order.
-EXACT_IN_FLOAT32 = 1 << 17
-
-
-def integer_product(x_codes: Tensor, codes: Tensor) -> Tensor:
-    """x_codes @ codes.T exactly, as float32: the sums stay below 2**24.
-
-    Args:
-        x_codes: int8 [..., in_features].
-        codes: int8 [out_features, in_features] in {-1, 0, 1}.
-    """
-    wide = torch.float32 if codes.shape[-1] <= EXACT_IN_FLOAT32 else torch.float64
-    return F.linear(x_codes.to(wide), codes.to(wide)).float()
-
-
-def int8_linear_reference(
-    x_codes: Tensor,
-    x_scale: Tensor,
-    codes: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    # Not even float32 products may become bfloat16 ones here.
-    with torch.autocast(x_codes.device.type, enabled=False):
-        y = integer_product(x_codes, codes) * (x_scale * weight_scale)
-    return (y if bias is None else y + bias).to(dtype)
-
-
 def _gated(gradient: Tensor, gate: Tensor | None) -> Tensor:
     return gradient if gate is None else gradient * gate
 
 
 def _unpacked(codes: Tensor, in_features: int) -> Tensor:
     return unpack_codes(codes, in_features) if codes.dtype == torch.uint8 else codes
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, latent: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 class _Masked(torch.autograd.Function):
@@ -143,13 +124,13 @@ class _TernaryInt8Linear(torch.autograd.Function):
     def forward(ctx, x, weight, bias, codes, weight_scale, gate, integer):
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        x_codes, x_scale = quantize_int8(x)
-        ctx.save_for_backward(x_codes, x_scale, codes, weight_scale, gate)
+        x_codes, activation_scale = quantize_int8(x)
+        ctx.save_for_backward(x_codes, activation_scale, codes, weight_scale, gate)
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         codes = _unpacked(codes, x.shape[-1])
         if integer:
-            return int8_linear(x_codes, x_scale, codes, weight_scale, bias, dtype)
-        x_operand, y_scale = x_codes.to(dtype), x_scale * weight_scale
+            return int8_linear(x_codes, activation_scale, codes, weight_scale, bias, dtype)
+        x_operand, y_scale = x_codes.to(dtype), activation_scale * weight_scale
         if dtype == torch.float16:
             # Sums of codes can pass 65504, the end of float16; 1/128 of them, still exact, cannot.
             x_operand, y_scale = x_operand / 128, y_scale * 128
@@ -162,7 +143,7 @@ class _TernaryInt8Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
-        x_codes, x_scale, codes, weight_scale, gate = ctx.saved_tensors
+        x_codes, activation_scale, codes, weight_scale, gate = ctx.saved_tensors
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         dtype = gradient.dtype
         grad_x = grad_weight = grad_bias = None
@@ -171,22 +152,8 @@ class _TernaryInt8Linear(torch.autograd.Function):
             grad_x = ((gradient @ codes.to(dtype)) * weight_scale).to(x_dtype)
         rows = gradient.reshape(-1, gradient.shape[-1])
         if ctx.needs_input_grad[1]:
-            x = (x_codes * x_scale).to(dtype).reshape(-1, x_codes.shape[-1])
+            x = (x_codes * activation_scale).to(dtype).reshape(-1, x_codes.shape[-1])
             grad_weight = _gated((rows.t() @ x).to(weight_dtype), gate)
         if bias_dtype is not None and ctx.needs_input_grad[2]:
             grad_bias = rows.sum(0, dtype=torch.float32).to(bias_dtype)
         return grad_x, grad_weight, grad_bias, None, None, None, None
-
-
-_LIBRARY = torch.library.Library("sparse_bitnet", "FRAGMENT")
-_LIBRARY.define(
-    "int8_linear(Tensor x_codes, Tensor x_scale, Tensor codes, Tensor weight_scale, Tensor? bias, "
-    "ScalarType dtype) -> Tensor"
-)
-_LIBRARY.impl("int8_linear", int8_linear_reference, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("sparse_bitnet::int8_linear", lib=_LIBRARY)
-def _(x_codes, x_scale, codes, weight_scale, bias, dtype):
-    shape = (*x_codes.shape[:-1], codes.shape[0])
-    return torch.empty(shape, dtype=dtype, device=x_codes.device)

@@ -20,7 +20,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.hub import save_pretrained
 from sparse_bitnet.layer import SparseBitConfig
 from sparse_bitnet.models import build_model
-from sparse_bitnet.sparsity import NMPattern
+from sparse_bitnet.pattern import NMPattern
 
 DENSE = SparseBitConfig.parse("full-8:8")
 

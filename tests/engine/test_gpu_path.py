@@ -10,8 +10,8 @@ from sparse_bitnet.engine.gpu.fused import QuantizingNorm, fuse_
 from sparse_bitnet.engine.gpu.linear import RoutePolicy, TernaryLinear
 from sparse_bitnet.engine.gpu.merge import FirstSlice, LaterSlice, prepare_
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.kernels.choice_table import ChoiceTable, LayerShape
 from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.ops.tuning_cache import LayerShape, TuningCache
 from sparse_bitnet.pattern import NMPattern
 
 ROUTES = ["dense", "sparse", "packed"]
@@ -49,7 +49,7 @@ def test_the_table_decides_and_only_the_forms_it_uses_are_kept():
     trained = make_layer("ternary-6:8")
     chosen = trained.select()
     shape = LayerShape(20, 48, NMPattern(6, 8))
-    table = ChoiceTable(machine="")
+    table = TuningCache(machine="")
     table.add(shape, 1, {"dense": 3.0, "sparse": 4.0, "packed": 1.0})
     table.add(shape, 128, {"dense": 3.0, "sparse": 1.0, "packed": 2.0})
     policy = RoutePolicy(table=table, packed_format="nm-bitmap")
@@ -73,7 +73,7 @@ def test_the_table_decides_and_only_the_forms_it_uses_are_kept():
 
 
 def test_the_environment_can_force_a_product(monkeypatch):
-    table = ChoiceTable(machine="")
+    table = TuningCache(machine="")
     for kernel, always in (("auto", None), ("cusparselt", "sparse"), ("triton", "packed")):
         monkeypatch.setenv("SPARSE_BITNET_KERNEL", kernel)
         assert RoutePolicy.from_environment(table).always == always

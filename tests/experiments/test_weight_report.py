@@ -19,7 +19,7 @@ from sparse_bitnet.experiments.weight_report import (
 )
 from sparse_bitnet.hub import save_pretrained
 from sparse_bitnet.layer import SparseBitConfig
-from sparse_bitnet.sparsity import NMPattern
+from sparse_bitnet.pattern import NMPattern
 
 PATTERN = NMPattern(6, 8)
 

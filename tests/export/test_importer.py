@@ -22,7 +22,7 @@ from sparse_bitnet.export.source import TernaryWeight, open_source
 from sparse_bitnet.hub import from_pretrained
 from sparse_bitnet.layer import SparseBitConfig, select
 from sparse_bitnet.packing.metadata import QUANT_METHOD
-from sparse_bitnet.sparsity import NMPattern
+from sparse_bitnet.pattern import NMPattern
 
 FORMATS = ["bitnet", "compressed-tensors-w2a8", "compressed-tensors-w8a8"]
 LAYER = "model.layers.0.mlp.gate_proj"

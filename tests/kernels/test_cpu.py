@@ -8,15 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_bitnet.quantizer import (
-    absmean_reference,
-    quantize_int8_reference,
-    select_ternary_reference,
-)
-from sparse_bitnet.sparsity import nm_mask_reference
+from sparse_bitnet.ops.absmean import absmean_reference
+from sparse_bitnet.ops.nm_mask import nm_mask_reference
+from sparse_bitnet.ops.quantize_int8 import quantize_int8_reference
+from sparse_bitnet.ops.select_ternary import select_ternary_reference
 
 _cpu = pytest.importorskip("sparse_bitnet._cpu", reason="the extension is not built")
-cpu = pytest.importorskip("sparse_bitnet.kernels.cpu")
+cpu = pytest.importorskip("sparse_bitnet.ops.cpu")
 
 DTYPES = [torch.float32, torch.bfloat16]
 # Ties, both zeros, denormals of either dtype, the largest finite numbers, infinities, NaN.

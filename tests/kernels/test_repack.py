@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.ops.nm_mask import nm_mask_reference
+from sparse_bitnet.ops.quantize_int8 import quantize_int8_reference
 from sparse_bitnet.packing.codec import pack, unpack
 from sparse_bitnet.packing.formats import holds_pattern, row_bytes
 from sparse_bitnet.pattern import NMPattern
-from sparse_bitnet.quantizer import quantize_int8_reference
-from sparse_bitnet.sparsity import nm_mask_reference
 
 _cpu = pytest.importorskip("sparse_bitnet._cpu")
 

@@ -9,18 +9,18 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from factories import tiny_model
+from sparse_bitnet.checkpoint import packed_loading
 from sparse_bitnet.convert import convert_
 from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.hub import save_pretrained
 from sparse_bitnet.layer import SparseBitConfig
-from sparse_bitnet.packing import loading
 
 IDS = torch.arange(24).view(2, 12)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def packed_models_are_registered() -> None:
-    loading.register()
+    packed_loading.register()
 
 
 def make_model(family: str = "qwen2", format: str = "ternary-6:8", **changes: object) -> nn.Module:

@@ -10,11 +10,12 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from torch import Tensor
 
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.ops.nm_mask import nm_mask
+from sparse_bitnet.ops.select_ternary import quantize_ternary
 from sparse_bitnet.packing import bitmaps
 from sparse_bitnet.packing.codec import pack, unpack
 from sparse_bitnet.packing.formats import FORMATS, has_fixed_rows, holds_pattern, row_bytes
-from sparse_bitnet.quantizer import quantize_ternary
-from sparse_bitnet.sparsity import NMPattern, nm_mask
+from sparse_bitnet.pattern import NMPattern
 
 FIXED = [name for name in FORMATS if has_fixed_rows(name)]
 

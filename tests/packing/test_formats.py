@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.ops.nm_mask import nm_mask
 from sparse_bitnet.packing import formats
 from sparse_bitnet.packing.codec import pack
 from sparse_bitnet.packing.formats import (
@@ -20,7 +21,7 @@ from sparse_bitnet.packing.formats import (
     nm_enum_states,
     row_bytes,
 )
-from sparse_bitnet.sparsity import MAX_GROUP, NMPattern, nm_mask
+from sparse_bitnet.pattern import MAX_GROUP, NMPattern
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 CONSTANT = re.compile(r"^constexpr (?:int|std::int64_t) (\w+) = (.+);$", re.MULTILINE)

@@ -18,7 +18,7 @@ from sparse_bitnet.layer import SparseBitConfig
 from sparse_bitnet.models import PRESETS, build_model
 from sparse_bitnet.packing.codec import pack
 from sparse_bitnet.packing.formats import FORMATS, has_fixed_rows
-from sparse_bitnet.sparsity import NMPattern
+from sparse_bitnet.pattern import NMPattern
 
 Trained = Callable[..., Path]
 

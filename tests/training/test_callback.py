@@ -15,7 +15,8 @@ from sparse_bitnet.convert import convert_, sparse_layers
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.hub import from_pretrained, save_pretrained
 from sparse_bitnet.layer import SparseBitConfig, SparseBitLinear
-from sparse_bitnet.sparsity import mask_flip_rate, nm_mask
+from sparse_bitnet.ops.nm_mask import nm_mask
+from sparse_bitnet.ops.operands import mask_flip_rate
 from sparse_bitnet.training.callback import SparseBitCallback
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -24,9 +24,10 @@ from sparse_bitnet.bench.gpu_timing import (
     recorded,
 )
 from sparse_bitnet.engine.gpu.linear import RoutePolicy, TernaryLinear
-from sparse_bitnet.kernels.int8_linear import quantize_windows
-from sparse_bitnet.kernels.windows import window_layout
-from sparse_bitnet.quantizer import absmean, quantize_int8
+from sparse_bitnet.ops.absmean import absmean
+from sparse_bitnet.ops.quantize_int8 import quantize_int8
+from sparse_bitnet.ops.quantize_windows import quantize_windows
+from sparse_bitnet.ops.windows import window_layout
 
 DEFAULT_TOKENS = (1, 8, 64, 512, 4096, 16384)
 

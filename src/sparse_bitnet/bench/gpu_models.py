@@ -13,18 +13,18 @@ from sparse_bitnet.engine.gpu.fused import fuse_
 from sparse_bitnet.engine.gpu.linear import PACKED_TOKENS, RoutePolicy, TernaryLinear
 from sparse_bitnet.engine.gpu.merge import MERGED, prepare_, put_merged_
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.kernels.choice_table import (
-    TOKENS,
-    ChoiceTable,
-    LayerShape,
-    Route,
-    machine_name,
-    measure,
-    table_path,
-)
-from sparse_bitnet.kernels.windows import has_windows
 from sparse_bitnet.layer import SparseBitConfig
 from sparse_bitnet.models import preset_config
+from sparse_bitnet.ops.tuning_cache import (
+    TOKENS,
+    LayerShape,
+    Route,
+    TuningCache,
+    cache_path,
+    machine_name,
+    measure,
+)
+from sparse_bitnet.ops.windows import has_windows
 from sparse_bitnet.packing.formats import holds_pattern
 from sparse_bitnet.pattern import NMPattern
 
@@ -94,11 +94,11 @@ def ternary_layers(model: nn.Module) -> dict[LayerShape, TernaryLinear]:
     return layers
 
 
-def choices(options: GpuBenchOptions, model: nn.Module, device: torch.device) -> ChoiceTable:
+def choices(options: GpuBenchOptions, model: nn.Module, device: torch.device) -> TuningCache:
     """The stored table of this GPU, or one measured with the model's own layers, and stored."""
     machine = machine_name()
-    path = table_path(machine)
-    table = ChoiceTable.load(path, machine)
+    path = cache_path(machine)
+    table = TuningCache.load(path, machine)
     if options.choices == "measure":
         flush = CacheFlush(device)
         for shape, layer in ternary_layers(model).items():
@@ -118,7 +118,7 @@ def possible_routes(pattern: NMPattern, packed_format: str, tokens: int) -> list
 
 
 def _measure_layer(
-    table: ChoiceTable,
+    table: TuningCache,
     shape: LayerShape,
     layer: TernaryLinear,
     options: GpuBenchOptions,

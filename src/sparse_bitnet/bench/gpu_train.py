@@ -15,8 +15,8 @@ from sparse_bitnet.bench.gpu_record import SpeedRow, rows_of
 from sparse_bitnet.bench.gpu_timing import give_back_memory, medians, those_that_fit
 from sparse_bitnet.convert import convert_, selected, set_integer_forward_
 from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.ops.operands import SCALE_FLOOR
 from sparse_bitnet.presets import PRESETS
-from sparse_bitnet.quantizer import SCALE_FLOOR
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import autocast, peak_memory_bytes
 from sparse_bitnet.training.loss import causal_lm_loss

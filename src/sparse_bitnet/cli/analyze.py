@@ -44,7 +44,7 @@ def run(checkpoints: list[str], pattern: str, out: Path) -> None:
         summary_rows,
         write_weight_report,
     )
-    from sparse_bitnet.sparsity import NMPattern
+    from sparse_bitnet.pattern import NMPattern
 
     if not checkpoints:
         raise UserError("name at least one checkpoint")

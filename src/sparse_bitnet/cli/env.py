@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> None:
     for name, value in environment().items():
         print(f"{name:<14} {value}")
     print("\nkernels")
-    from sparse_bitnet.kernels import status
+    from sparse_bitnet.ops.backends import status
 
     for kernel in status():
         in_use = "in use" if kernel.in_use else "not used"

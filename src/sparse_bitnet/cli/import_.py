@@ -48,8 +48,8 @@ def run(folder: str, out: str, config: ImportConfig) -> None:
     from rich.console import Console
 
     from sparse_bitnet.export.importer import import_checkpoint
+    from sparse_bitnet.pattern import NMPattern
     from sparse_bitnet.progress import Progress
-    from sparse_bitnet.sparsity import NMPattern
 
     console = Console()
     pattern = None if config.pattern is None else NMPattern.parse(config.pattern)

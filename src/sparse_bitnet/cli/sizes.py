@@ -62,8 +62,8 @@ def run(checkpoint: str | None, config: SizesConfig) -> None:
 
     from sparse_bitnet.export.sizes import code_statistics, gaussian_statistics, size_table
     from sparse_bitnet.files import write_atomic
+    from sparse_bitnet.pattern import NMPattern
     from sparse_bitnet.progress import Progress
-    from sparse_bitnet.sparsity import NMPattern
 
     console = Console()
     if checkpoint is not None:
@@ -91,7 +91,7 @@ def _print_sizes(console: "Console", rows: list["ModelSize"]) -> None:
     from rich.table import Table
 
     from sparse_bitnet.packing.formats import auto_format
-    from sparse_bitnet.sparsity import NMPattern
+    from sparse_bitnet.pattern import NMPattern
 
     formats = list(dict.fromkeys(row.packed_format for row in rows))
     table = Table(

@@ -24,7 +24,7 @@ from sparse_bitnet.experiments.store import ResultFolder, RunRow, relative_confi
 from sparse_bitnet.hub import from_pretrained
 from sparse_bitnet.layer import SparseBitConfig
 from sparse_bitnet.models import build_model
-from sparse_bitnet.sparsity import NMPattern
+from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.training import metrics
 from sparse_bitnet.training.checkpoint import list_checkpoints
 from sparse_bitnet.training.config import TrainConfig

@@ -29,7 +29,7 @@ from sparse_bitnet.experiments.workers import Ended, OnStep, parallel, serial
 from sparse_bitnet.files import write_atomic
 from sparse_bitnet.hub import from_pretrained
 from sparse_bitnet.models import preset_config
-from sparse_bitnet.sparsity import NMPattern
+from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.training import metrics
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import resolve_device, resolve_dtype

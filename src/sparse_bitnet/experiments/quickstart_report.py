@@ -23,7 +23,7 @@ from sparse_bitnet.experiments.quickstart_config import QuickstartConfig, format
 from sparse_bitnet.experiments.results import DENSE_PATTERN, ResultRow, cells, paper_cells
 from sparse_bitnet.experiments.table import NOTHING, comparison_table, model_label, verdict
 from sparse_bitnet.models import PRESETS
-from sparse_bitnet.sparsity import NMPattern
+from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.training.metrics import METRICS_FILE, read_rows
 
 

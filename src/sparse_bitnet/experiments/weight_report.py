@@ -21,7 +21,7 @@ from sparse_bitnet.experiments.document import Block, Drawing, Grid, Section, Te
 from sparse_bitnet.experiments.measure import depth_parts
 from sparse_bitnet.files import write_atomic
 from sparse_bitnet.model_folder import quantization_entry, read_config
-from sparse_bitnet.sparsity import NMPattern
+from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.training.checkpoint import list_checkpoints
 
 PAPER_ZERO_CODES = 0.423

@@ -24,6 +24,7 @@ from sparse_bitnet.checkpoint.trained import TrainedCheckpoint, open_ternary
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import atomic_folder
 from sparse_bitnet.layer import select
+from sparse_bitnet.ops.quantize_int8 import quantize_int8
 from sparse_bitnet.packing.codec import pack
 from sparse_bitnet.packing.formats import (
     auto_format,
@@ -34,7 +35,6 @@ from sparse_bitnet.packing.formats import (
 )
 from sparse_bitnet.packing.metadata import EMBEDDINGS, PackedMetadata
 from sparse_bitnet.packing.tensor_writer import TensorFileWriter, TensorSpec
-from sparse_bitnet.quantizer import quantize_int8
 
 MODEL_FILE = "model.safetensors"
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from sparse_bitnet.checkpoint.locate import local_checkpoint
+from sparse_bitnet.checkpoint.packed_loading import open_packed
 from sparse_bitnet.checkpoint.trained import TrainedCheckpoint, open_checkpoint
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.pack import MODEL_FILE
@@ -19,7 +20,6 @@ from sparse_bitnet.layer import SparseBitConfig, select
 from sparse_bitnet.model_folder import quantization_entry, read_config
 from sparse_bitnet.models import skeleton
 from sparse_bitnet.packing.codec import unpack
-from sparse_bitnet.packing.loading import open_packed
 from sparse_bitnet.packing.metadata import QUANT_METHOD
 
 

@@ -23,16 +23,15 @@ from torch.utils._pytree import tree_map_only
 
 from sparse_bitnet.convert import selected, sparse_layers
 from sparse_bitnet.layer import Selection, SparseBitLinear, _state_of
-from sparse_bitnet.quantizer import (
-    abs_sum,
+from sparse_bitnet.ops.absmean import abs_sum, mean_to_scale
+from sparse_bitnet.ops.nm_mask import nm_mask
+from sparse_bitnet.ops.operands import pack_codes, unpack_codes
+from sparse_bitnet.straight_through import (
+    dequantized,
     fake_quantize_int8,
-    mean_to_scale,
-    pack_codes,
     straight_through,
-    unpack_codes,
+    ternary_int8_linear,
 )
-from sparse_bitnet.sparsity import nm_mask
-from sparse_bitnet.straight_through import dequantized, ternary_int8_linear
 
 Reduce = Callable[[Tensor], Tensor]
 """Sums a tensor over the processes that hold the shards of one model."""

@@ -23,7 +23,7 @@ from sparse_bitnet.engine.gpu.slots import SlotCache
 from sparse_bitnet.engine.protocol import CacheFull, EngineSequence, InferenceEngine, WhichLogits
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.hub import from_pretrained
-from sparse_bitnet.kernels.choice_table import ChoiceTable, machine_name, table_path
+from sparse_bitnet.ops.tuning_cache import TuningCache, cache_path, machine_name
 
 DEFAULT_SLOTS = 8
 """Sequences held at once where the memory allows and nothing else is asked for."""
@@ -258,7 +258,7 @@ def check_device(device: str) -> None:
 def stored_policy() -> RoutePolicy:
     """By the times stored for this GPU, or as SPARSE_BITNET_KERNEL asks; dense without either."""
     machine = machine_name()
-    return RoutePolicy.from_environment(ChoiceTable.load(table_path(machine), machine))
+    return RoutePolicy.from_environment(TuningCache.load(cache_path(machine), machine))
 
 
 def _power_of_two(value: int) -> int:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from sparse_bitnet.engine.gpu.linear import QuantizedTokens, TernaryLinear
 from sparse_bitnet.engine.gpu.merge import FirstSlice
-from sparse_bitnet.kernels.fused_inputs import norm_quantize, swiglu_quantize
+from sparse_bitnet.ops.norm_quantize import norm_quantize
+from sparse_bitnet.ops.swiglu_quantize import swiglu_quantize
 
 MODEL_TYPES = ("qwen2", "qwen3", "llama")
 """transformers models whose layers take norm, attention and MLP apart as this module expects."""

@@ -11,21 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.kernels import choice_of_kernel, load_products
-from sparse_bitnet.kernels.choice_table import ChoiceTable, LayerShape, Route
-from sparse_bitnet.kernels.int8_linear import (
-    PACKED_FORMATS,
-    compress_windows,
-    packed_int8_linear,
-    quantize_windows,
-    sparse_int8_linear,
-)
-from sparse_bitnet.kernels.windows import has_windows, window_expand
+from sparse_bitnet.ops.backends import choice_of_kernel
+from sparse_bitnet.ops.int8_linear import int8_linear
+from sparse_bitnet.ops.packed_int8_linear import PACKED_FORMATS, packed_int8_linear
+from sparse_bitnet.ops.quantize_int8 import quantize_int8
+from sparse_bitnet.ops.quantize_windows import quantize_windows
+from sparse_bitnet.ops.sparse_int8_linear import compress_windows, sparse_int8_linear
+from sparse_bitnet.ops.tuning_cache import LayerShape, Route, TuningCache
+from sparse_bitnet.ops.windows import has_windows, window_expand
 from sparse_bitnet.packing.codec import pack
 from sparse_bitnet.packing.formats import holds_pattern
 from sparse_bitnet.pattern import NMPattern
-from sparse_bitnet.quantizer import quantize_int8
-from sparse_bitnet.straight_through import int8_linear
 
 PACKED_TOKENS = 64
 """Most tokens for which packed products are considered."""
@@ -35,7 +31,7 @@ PACKED_TOKENS = 64
 class RoutePolicy:
     """How layers choose: always one product where it can be used, or by a table of measured times."""
 
-    table: ChoiceTable = field(default_factory=lambda: ChoiceTable(machine=""))
+    table: TuningCache = field(default_factory=lambda: TuningCache(machine=""))
     always: Route | None = None
     """Not by the table: this product, and dense where it is impossible."""
 
@@ -50,7 +46,7 @@ class RoutePolicy:
             )
 
     @classmethod
-    def from_environment(cls, table: ChoiceTable) -> "RoutePolicy":
+    def from_environment(cls, table: TuningCache) -> "RoutePolicy":
         """By the table, or what SPARSE_BITNET_KERNEL=triton (packed) or cusparselt (sparse) asks for."""
         always: dict[str, Route] = {
             "triton": "packed",
@@ -129,7 +125,6 @@ class TernaryLinear(nn.Module):
         Raises `UserError` for codes outside the pattern.
         """
         super().__init__()
-        load_products()
         self.out_features, self.in_features = codes.shape
         self.pattern, self.policy = pattern, policy
         self.shape = LayerShape(self.out_features, self.in_features, pattern)

@@ -1,0 +1,1 @@
+"""The package's operators, one file each: what it computes, its reference, its shapes, its kernels."""

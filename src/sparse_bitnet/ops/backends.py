@@ -1,0 +1,202 @@
+"""How an op gets its implementations, and which kernels are in use and why.
+
+An op is defined by plain PyTorch, for every device, and may have a compiled kernel for CPUs and one for
+CUDA. SPARSE_BITNET_KERNEL chooses: "auto" (the default) takes what there is, "reference" the plain
+PyTorch code, "cpu" the compiled kernels or an error, "triton" the CUDA kernels or an error,
+"cusparselt" these and sparse tensor cores for every pattern that maps to 2:4, or an error. What is not
+asked for is chosen as by "auto".
+"""
+
+import importlib.util
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.pattern import MAX_GROUP
+
+if TYPE_CHECKING:
+    from sparse_bitnet.ops.cpu import Kernels
+
+CHOICES = ("auto", "reference", "cpu", "triton", "cusparselt")
+CPU_DTYPES = (torch.float32, torch.bfloat16)
+CUDA_DTYPES = (*CPU_DTYPES, torch.float16)
+
+_REMEDY = "reinstall sparse-bitnet where a C++ compiler (GCC or Clang) is available"
+
+# An implementation lives as long as the library object it was registered with. Registered by hand
+# rather than through @custom_op, whose call costs three times as much.
+_LIBRARY = torch.library.Library("sparse_bitnet", "FRAGMENT")
+
+
+class KernelStatus(NamedTuple):
+    """One line of `sparse-bitnet env`."""
+
+    name: str
+    in_use: bool
+    reason: str
+
+
+def choice_of_kernel() -> str:
+    """What SPARSE_BITNET_KERNEL says, "auto" by default. Raises `UserError` for an unknown name."""
+    choice = os.environ.get("SPARSE_BITNET_KERNEL") or "auto"
+    if choice not in CHOICES:
+        raise UserError(f"SPARSE_BITNET_KERNEL={choice}: choose one of {', '.join(CHOICES)}")
+    return choice
+
+
+@cache
+def cpu_kernels() -> "tuple[Kernels | None, str]":
+    """The compiled kernels that the ops use, None for the references; and the reason.
+
+    Raises `UserError` when SPARSE_BITNET_KERNEL or SPARSE_BITNET_ISA asks for what this installation
+    or this machine does not have.
+    """
+    choice = choice_of_kernel()
+    if choice == "reference":
+        return None, "SPARSE_BITNET_KERNEL=reference"
+    try:
+        from sparse_bitnet.ops.cpu import Kernels
+    except ImportError as error:
+        reason = f"the extension sparse_bitnet._cpu cannot be imported ({error}); {_REMEDY}"
+        if choice == "cpu":
+            raise UserError(f"SPARSE_BITNET_KERNEL=cpu: {reason}") from error
+        return None, reason
+    try:
+        kernels = Kernels()
+    except ValueError as error:
+        raise UserError(f"{error}; unset SPARSE_BITNET_ISA to use the best of them") from error
+    return kernels, f"{kernels.isa} instructions, {kernels.threads} threads"
+
+
+@cache
+def triton_unavailable() -> str:
+    """Why the Triton kernels cannot run on this machine; empty where they can."""
+    if torch.version.cuda is None:
+        return "this PyTorch is built without CUDA"
+    if not torch.cuda.is_available():
+        return "PyTorch sees no CUDA device"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (pip install triton)"
+    if torch.cuda.get_device_capability()[0] < 8:
+        return "the kernels are for compute capability 8.0 and later"
+    return ""
+
+
+@cache
+def cusparselt_unavailable() -> str:
+    """Why 2:4 products cannot run on this machine; empty where they can."""
+    if reason := triton_unavailable():
+        return reason
+    library = getattr(torch.backends, "cusparselt", None)
+    if library is None or not library.is_available():
+        return "this PyTorch is built without cuSPARSELt"
+    return ""
+
+
+def check_choice() -> None:
+    """Raise `UserError` when SPARSE_BITNET_KERNEL is no choice, or one that cannot be honoured here.
+
+    Asks CUDA only where a CUDA kernel is asked for.
+    """
+    choice = choice_of_kernel()
+    cpu_kernels()
+    unavailable = {"triton": triton_unavailable, "cusparselt": cusparselt_unavailable}
+    if choice in unavailable and (reason := unavailable[choice]()):
+        raise UserError(f"SPARSE_BITNET_KERNEL={choice}: {reason}")
+
+
+def status() -> list[KernelStatus]:
+    """Every kernel, whether it is in use, and the reason. Raises what `check_choice` raises."""
+    check_choice()
+    choice = choice_of_kernel()
+    kernels, reason = cpu_kernels()
+    how = "always" if choice == "cusparselt" else "where measured faster than dense"
+    rows = [
+        KernelStatus(
+            "reference",
+            kernels is None,
+            "plain PyTorch; also for the devices and dtypes no kernel covers",
+        ),
+        KernelStatus("cpu", kernels is not None, reason),
+    ]
+    for name, unavailable, use in (
+        ("triton", triton_unavailable, "selection, quantisation and products on CUDA tensors"),
+        ("cusparselt", cusparselt_unavailable, f"sparse tensor cores, {how}"),
+    ):
+        refused = f"SPARSE_BITNET_KERNEL={choice}" if choice == "reference" else unavailable()
+        rows.append(KernelStatus(name, not refused, refused or use))
+    return rows
+
+
+def define(
+    schema: str,
+    reference: Callable[..., Any],
+    fake: Callable[..., Any] | None,
+    *,
+    takes: Callable[..., bool] = lambda *arguments: True,
+    cpu: bool = False,
+    cuda: Callable[..., Any] | None = None,
+    cuda_unavailable: Callable[[], str] = triton_unavailable,
+) -> None:
+    """Register an op `torch.ops.sparse_bitnet.NAME` with all its implementations.
+
+    Args:
+        schema: name, arguments and results, as torch writes them.
+        reference: plain PyTorch, for every device, and what kernels have to return.
+        fake: shapes and dtypes of the results; None for an op that is never compiled.
+        takes: whether kernels take these arguments; others go to the reference.
+        cpu: whether the compiled kernels have a method of this name.
+        cuda: the kernel for CUDA tensors; it imports triton when it is called.
+        cuda_unavailable: why that kernel cannot run here, empty where it can.
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+    if fake is not None:
+        torch.library.register_fake(f"sparse_bitnet::{name}", fake, lib=_LIBRARY)
+    kernels, _ = cpu_kernels()
+    if cpu and kernels is not None:
+        kernel = getattr(kernels, name)
+
+        def on_cpu(*arguments: Any) -> Any:
+            fits = arguments[0].dtype in CPU_DTYPES and takes(*arguments)
+            return (kernel if fits else reference)(*arguments)
+
+        _LIBRARY.impl(name, on_cpu, "CPU")
+    if cuda is not None and torch.version.cuda is not None and choice_of_kernel() != "reference":
+
+        def on_cuda(*arguments: Any) -> Any:
+            if cuda_unavailable() or not takes(*arguments):
+                return reference(*arguments)
+            return on_its_device(cuda)(*arguments)
+
+        _LIBRARY.impl(name, on_cuda, "CUDA")
+
+
+def on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel, run while the device of its first argument, a CUDA tensor, is the current one: the
+    device on which kernels are launched."""
+
+    def op(*arguments: Any) -> Any:
+        with torch.cuda.device(arguments[0].device):
+            return kernel(*arguments)
+
+    return op
+
+
+def takes_values(tensor: Tensor) -> bool:
+    """Whether kernels take this weight or activation; the references take all."""
+    return tensor.dtype in CUDA_DTYPES and tensor.dim() > 0 and tensor.numel() > 0
+
+
+def takes_groups(weight: Tensor, n: int, m: int) -> bool:
+    """The same for a weight and a pattern."""
+    return takes_values(weight) and 1 <= n <= m <= MAX_GROUP and weight.shape[-1] % m == 0
+
+
+check_choice()

@@ -1,0 +1,95 @@
+"""The compiled CPU kernels (`sparse_bitnet._cpu`, source in csrc/) as implementations of our ops.
+
+Each returns what its reference returns, bit for bit, whatever the instruction set and the number of
+threads. Only `absmean` may differ from its reference, in the last bit, since it adds in another order;
+it is the same on every machine.
+"""
+
+import torch
+from torch import Tensor
+
+from sparse_bitnet import _cpu
+
+_DTYPES = {torch.float32: _cpu.FLOAT32, torch.bfloat16: _cpu.BFLOAT16}
+
+
+class Kernels:
+    """The ops on the kernels of one instruction set, for inputs that the ops let through.
+
+    Args:
+        isa: "generic", "avx2" or "avx512"; by default what SPARSE_BITNET_ISA names, or the best.
+        threads: how many threads to use; by default as many as PyTorch does.
+
+    Raises `ValueError`, listing what this machine has, for an instruction set it lacks.
+    """
+
+    def __init__(self, isa: str = "", threads: int | None = None) -> None:
+        self._kernels = _cpu.Kernels.choose(isa)
+        self._threads = threads
+
+    @property
+    def isa(self) -> str:
+        return self._kernels.isa
+
+    @property
+    def threads(self) -> int:
+        return self._threads or torch.get_num_threads()
+
+    def nm_mask(self, weight: Tensor, n: int, m: int) -> Tensor:
+        """See `ops.nm_mask`."""
+        weight = weight.contiguous()
+        mask = torch.empty(weight.shape, dtype=torch.bool)
+        self._kernels.nm_mask(
+            weight.data_ptr(),
+            _DTYPES[weight.dtype],
+            weight.numel() // m,
+            n,
+            m,
+            mask.data_ptr(),
+            self.threads,
+        )
+        return mask
+
+    def absmean(self, weight: Tensor) -> Tensor:
+        """See `ops.absmean`."""
+        weight = weight.contiguous()
+        mean = self._kernels.absmean(
+            weight.data_ptr(), _DTYPES[weight.dtype], weight.numel(), self.threads
+        )
+        return torch.tensor(mean, dtype=torch.float32)
+
+    def select_ternary(
+        self, weight: Tensor, weight_scale: Tensor, n: int, m: int
+    ) -> tuple[Tensor, Tensor]:
+        """Masked int8 codes and the bool mask, in one pass over the weights."""
+        weight = weight.contiguous()
+        codes = torch.empty(weight.shape, dtype=torch.int8)
+        mask = torch.empty(weight.shape, dtype=torch.bool)
+        self._kernels.select_ternary(
+            weight.data_ptr(),
+            _DTYPES[weight.dtype],
+            weight_scale.item(),
+            weight.numel() // m,
+            n,
+            m,
+            codes.data_ptr(),
+            mask.data_ptr(),
+            self.threads,
+        )
+        return codes, mask
+
+    def quantize_int8(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """See `ops.quantize_int8`."""
+        x = x.contiguous()
+        codes = torch.empty(x.shape, dtype=torch.int8)
+        activation_scale = torch.empty((*x.shape[:-1], 1), dtype=torch.float32)
+        self._kernels.quantize_int8(
+            x.data_ptr(),
+            _DTYPES[x.dtype],
+            activation_scale.numel(),
+            x.shape[-1],
+            codes.data_ptr(),
+            activation_scale.data_ptr(),
+            self.threads,
+        )
+        return codes, activation_scale

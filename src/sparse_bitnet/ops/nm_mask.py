@@ -1,0 +1,71 @@
+"""N:M semi-structured sparsity: which n of every m consecutive weights are kept.
+
+Groups are contiguous along `in_features` (the last dimension). A weight is kept when fewer than n
+weights of its group come before it in the order "larger magnitude first, lower index first", so every
+group keeps exactly n and the result does not depend on a sorting routine (paper, section 2.2).
+"""
+
+import torch
+from torch import Tensor
+
+from sparse_bitnet.ops.backends import define, takes_groups
+from sparse_bitnet.pattern import NMPattern
+
+
+def nm_mask(weight: Tensor, pattern: NMPattern) -> Tensor:
+    """The n largest |weight| of every group of m, ties to the lower index.
+
+    Args:
+        weight: float tensor [..., in_features], in_features a multiple of m.
+        pattern: which n of m.
+
+    Returns a bool tensor of the same shape with exactly n ones in every group. No gradient flows.
+
+    Raises `UserError` when m does not divide in_features.
+    """
+    pattern.check_divides(weight.shape[-1], "(nm_mask)")
+    return torch.ops.sparse_bitnet.nm_mask(weight.detach(), pattern.n, pattern.m)
+
+
+def nm_mask_reference(weight: Tensor, n: int, m: int) -> Tensor:
+    """Compare and count: m passes over the weights, no sorting. Defines what every kernel returns."""
+    if n == m:
+        return torch.ones(weight.shape, dtype=torch.bool, device=weight.device)
+    keys = _magnitude_keys(weight.contiguous()).unflatten(-1, (-1, m))
+    lane = torch.arange(m, device=weight.device)
+    ahead = torch.zeros(keys.shape, dtype=torch.int8, device=weight.device)
+    for j in range(m):
+        other = keys[..., j : j + 1]
+        ahead += (other > keys) | ((other == keys) & (lane > j))
+    return (ahead < n).flatten(-2)
+
+
+def _magnitude_keys(weight: Tensor) -> Tensor:
+    """Integers that order like |weight|: the bits of the absolute value.
+
+    Comparing integers gives a total order (NaN above infinity), the same one in every kernel, and it
+    is exact: no comparison depends on flush-to-zero modes.
+    """
+    if weight.dtype == torch.float64:
+        return weight.abs().view(torch.int64)
+    return weight.float().abs().view(torch.int32)
+
+
+def _fake(weight: Tensor, n: int, m: int) -> Tensor:
+    return torch.empty(weight.shape, dtype=torch.bool, device=weight.device)
+
+
+def _triton(weight: Tensor, n: int, m: int) -> Tensor:
+    from sparse_bitnet.ops.triton.select import nm_mask
+
+    return nm_mask(weight, n, m)
+
+
+define(
+    "nm_mask(Tensor weight, int n, int m) -> Tensor",
+    nm_mask_reference,
+    _fake,
+    takes=takes_groups,
+    cpu=True,
+    cuda=_triton,
+)

@@ -1,0 +1,83 @@
+"""What the ops exchange: masks as one integer a group, ternary codes as two bits each, int8 tokens."""
+
+import torch
+from torch import Tensor
+
+SCALE_FLOOR = 1e-5
+"""Smallest weight scale, and smallest absolute maximum of a token."""
+
+
+def empty_tokens(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Room for the result of quantising the tokens of `x`: int8 [..., width], float32 [..., 1]."""
+    codes = torch.empty((*x.shape[:-1], width), dtype=torch.int8, device=x.device)
+    return codes, torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+
+
+def word_dtype(m: int) -> torch.dtype:
+    """Of a group's mask as one integer: the smallest of uint8, int16 and int32 with m bits."""
+    return torch.uint8 if m <= 8 else torch.int16 if m <= 16 else torch.int32
+
+
+def pack_mask(mask: Tensor, m: int) -> Tensor:
+    """One integer a group, bit j set where its weight j is kept.
+
+    Args:
+        mask: bool [..., in_features], in_features a multiple of m.
+        m: size of a group.
+
+    Returns `word_dtype(m)` [..., in_features / m]; for m = 8 the little-endian bitmap of the mask.
+    """
+    lanes = mask.unflatten(-1, (-1, m))
+    words = lanes[..., 0].to(word_dtype(m))
+    for lane in range(1, m):
+        words |= lanes[..., lane].to(words.dtype) << lane
+    return words
+
+
+def unpack_mask(words: Tensor, m: int) -> Tensor:
+    """Inverse of `pack_mask`: bool [..., in_features]."""
+    lane = torch.arange(m, dtype=words.dtype, device=words.device)
+    return (words.unsqueeze(-1) >> lane & 1).bool().flatten(-2)
+
+
+def count_flips(previous: Tensor, current: Tensor) -> Tensor:
+    """Positions where two masks of `pack_mask` differ, int64 scalar."""
+    assert (previous.shape, previous.dtype) == (current.shape, current.dtype)
+    bits = (previous ^ current).contiguous().view(torch.uint8)
+    # Ones of each byte: of pairs of bits, of fours, of all eight.
+    bits = bits - (bits >> 1 & 0x55)
+    bits = (bits & 0x33) + (bits >> 2 & 0x33)
+    return (bits + (bits >> 4) & 0x0F).sum(dtype=torch.int64)
+
+
+def mask_flip_rate(previous: Tensor, current: Tensor) -> Tensor:
+    """Share of positions where two masks differ, in [0, 1] (paper, eq. 6).
+
+    Args:
+        previous, current: bool tensors of one shape.
+
+    Returns a float64 scalar tensor.
+    """
+    assert previous.shape == current.shape, (previous.shape, current.shape)
+    return (previous ^ current).sum(dtype=torch.float64) / current.numel()
+
+
+def pack_codes(codes: Tensor) -> Tensor:
+    """Four codes a byte, the first in the lowest bits, each stored as code + 1.
+
+    Args:
+        codes: int8 [rows, in_features] in {-1, 0, 1}.
+
+    Returns uint8 [rows, ceil(in_features / 4)], for sending; files have `packing`'s formats.
+    """
+    rows, width = codes.shape
+    padded = torch.nn.functional.pad(codes + 1, (0, -width % 4)).to(torch.uint8)
+    lanes = padded.view(rows, -(-width // 4), 4)
+    return lanes[..., 0] | lanes[..., 1] << 2 | lanes[..., 2] << 4 | lanes[..., 3] << 6
+
+
+def unpack_codes(packed: Tensor, in_features: int) -> Tensor:
+    """Inverse of `pack_codes`: int8 [rows, in_features]."""
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=packed.device)
+    lanes = (packed.unsqueeze(-1) >> shifts) & 3
+    return lanes.flatten(-2)[..., :in_features].to(torch.int8) - 1

@@ -1,0 +1,59 @@
+"""int8 activations in the order of a pattern's 2:4 windows: the operand of `sparse_int8_linear`."""
+
+import torch
+from torch import Tensor
+
+from sparse_bitnet.ops.backends import define
+from sparse_bitnet.ops.operands import empty_tokens
+from sparse_bitnet.ops.quantize_int8 import quantize_int8_reference
+from sparse_bitnet.ops.windows import gather_index, layout_of, window_layout
+from sparse_bitnet.pattern import NMPattern
+
+
+def quantize_windows(x: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor]:
+    """Int8 activations per token in the order of a pattern's windows.
+
+    Args:
+        x: float [..., in_features].
+        pattern: of the weights; see `windows.window_layout`.
+
+    Returns (int8 [..., K'], K' a multiple of 32, zeros in columns that fill up; float32 [..., 1]).
+    """
+    return torch.ops.sparse_bitnet.quantize_windows(x, pattern.n, pattern.m)
+
+
+def quantize_windows_reference(x: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
+    """`quantize_windows` in plain PyTorch: what every kernel returns, bit for bit."""
+    codes, activation_scale = quantize_int8_reference(x)
+    index = gather_index(NMPattern(n, m), x.shape[-1], padded=True).to(x.device)
+    return torch.where(index < 0, 0, codes[..., index.clamp_min(0)]), activation_scale
+
+
+def quantize_in_order(x: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
+    """In the order of the windows of n:m, or with m = 0 in its own: what the fused ops end with."""
+    return quantize_windows_reference(x, n, m) if m else quantize_int8_reference(x)
+
+
+def order_of(windows: NMPattern | None) -> tuple[int, int]:
+    """The n and m that fused ops take for a pattern's windows; (0, 0) for the features' own order."""
+    return (0, 0) if windows is None else (windows.n, windows.m)
+
+
+def empty_in_order(x: Tensor, features: int, n: int, m: int) -> tuple[Tensor, Tensor]:
+    """Room for `features` of each token of `x`, quantised in the order of `quantize_in_order`."""
+    layout = layout_of(n, m)
+    return empty_tokens(x, features if layout is None else layout.padded_width(features))
+
+
+def _triton(x: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
+    from sparse_bitnet.ops.triton.quantize_gather import quantize_windows
+
+    return quantize_windows(x, window_layout(NMPattern(n, m)))
+
+
+define(
+    "quantize_windows(Tensor x, int n, int m) -> (Tensor codes, Tensor activation_scale)",
+    quantize_windows_reference,
+    lambda x, n, m: empty_in_order(x, x.shape[-1], n, m),
+    cuda=_triton,
+)

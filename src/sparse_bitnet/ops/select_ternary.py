@@ -1,0 +1,131 @@
+"""Masked ternary codes of a weight, together with its mask as bools or as bits: one pass over it.
+
+Everything is computed in float32 whatever the type of the input, so a bfloat16 master and its float32
+copy give the same codes.
+"""
+
+import torch
+from torch import Tensor
+
+from sparse_bitnet.ops.absmean import absmean
+from sparse_bitnet.ops.backends import define, takes_groups
+from sparse_bitnet.ops.nm_mask import nm_mask_reference
+from sparse_bitnet.ops.operands import count_flips, pack_mask, word_dtype
+
+# Below, weight_scale / 2 need not be a float32 and the CPU kernel's comparison would not be exact.
+_SMALLEST_SCALE = 2.0**-125
+
+
+def quantize_ternary(weight: Tensor, weight_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """codes = clip(round_half_even(weight / weight_scale), -1, 1).
+
+    Args:
+        weight: float tensor of any shape.
+        weight_scale: float32 scalar; `absmean(weight)` when not given.
+
+    Returns (int8 codes of the shape of `weight`, float32 scalar scale).
+    """
+    scale = absmean(weight) if weight_scale is None else weight_scale
+    codes, _ = select_ternary(weight.detach(), scale, 1, 1)
+    return codes, scale
+
+
+def select_ternary(weight: Tensor, weight_scale: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
+    """Codes of the kept weights, zero elsewhere, and the mask.
+
+    Args:
+        weight: float [..., in_features], in_features a multiple of m.
+        weight_scale: float32 scalar.
+        n, m: keep n of every m; see `nm_mask`.
+
+    Returns (int8 codes, bool mask), both of the shape of `weight`.
+    """
+    return torch.ops.sparse_bitnet.select_ternary(weight, weight_scale, n, m)
+
+
+def select_ternary_bits(
+    weight: Tensor, weight_scale: Tensor, n: int, m: int, previous: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes as of `select_ternary`, the mask as of `pack_mask`, and its flips against `previous`.
+
+    Returns (int8 codes, mask words, int64 scalar: 0 without `previous`).
+    """
+    return torch.ops.sparse_bitnet.select_ternary_bits(weight, weight_scale, n, m, previous)
+
+
+def select_ternary_reference(
+    weight: Tensor, weight_scale: Tensor, n: int, m: int
+) -> tuple[Tensor, Tensor]:
+    """`select_ternary` in plain PyTorch: what every kernel returns, bit for bit."""
+    weight = weight.contiguous()
+    mask = nm_mask_reference(weight, n, m)
+    codes = (weight.float() / weight_scale).round().clamp(-1, 1).to(torch.int8)
+    return codes * mask, mask
+
+
+def select_ternary_bits_reference(
+    weight: Tensor, weight_scale: Tensor, n: int, m: int, previous: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`select_ternary_bits` of `select_ternary`, by whatever kernel that has."""
+    codes, mask = select_ternary(weight, weight_scale, n, m)
+    words = pack_mask(mask, m)
+    flips = count_flips(words if previous is None else previous, words)
+    return codes, words, flips
+
+
+def _takes(
+    weight: Tensor, weight_scale: Tensor, n: int, m: int, previous: Tensor | None = None
+) -> bool:
+    others = (weight_scale,) if previous is None else (weight_scale, previous)
+    if weight_scale.dim() or weight_scale.dtype != torch.float32:
+        return False
+    if any(other.device != weight.device for other in others):
+        return False
+    too_small = weight.device.type == "cpu" and not weight_scale.item() >= _SMALLEST_SCALE
+    return not too_small and takes_groups(weight, n, m)
+
+
+def _fake(weight: Tensor, weight_scale: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
+    codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    return codes, torch.empty_like(codes, dtype=torch.bool)
+
+
+def _fake_bits(
+    weight: Tensor, weight_scale: Tensor, n: int, m: int, previous: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    shape = (*weight.shape[:-1], weight.shape[-1] // m)
+    words = torch.empty(shape, dtype=word_dtype(m), device=weight.device)
+    return codes, words, torch.empty((), dtype=torch.int64, device=weight.device)
+
+
+def _triton(weight: Tensor, weight_scale: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
+    from sparse_bitnet.ops.triton.select import select_ternary
+
+    return select_ternary(weight, weight_scale, n, m)
+
+
+def _triton_bits(
+    weight: Tensor, weight_scale: Tensor, n: int, m: int, previous: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    from sparse_bitnet.ops.triton.select import select_ternary_bits
+
+    return select_ternary_bits(weight, weight_scale, n, m, previous)
+
+
+define(
+    "select_ternary(Tensor weight, Tensor weight_scale, int n, int m) -> (Tensor codes, Tensor mask)",
+    select_ternary_reference,
+    _fake,
+    takes=_takes,
+    cpu=True,
+    cuda=_triton,
+)
+define(
+    "select_ternary_bits(Tensor weight, Tensor weight_scale, int n, int m, Tensor? previous) -> "
+    "(Tensor codes, Tensor mask_words, Tensor flips)",
+    select_ternary_bits_reference,
+    _fake_bits,
+    takes=_takes,
+    cuda=_triton_bits,
+)

@@ -1,0 +1,1 @@
+"""Bodies of the CUDA kernels, compiled on first use; the ops import them when they first need them."""

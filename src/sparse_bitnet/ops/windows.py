@@ -1,0 +1,137 @@
+"""N:M codes in the 2:4 form of sparse tensor cores, and the activations in the order that goes with it.
+
+A group of m = 2k weights of which at most 2k - 2 are not zero splits into k - 1 windows of four at
+offsets 0, 2, 4, ..., each with at most two non-zeros: from left to right, every non-zero goes to the
+first window that holds its position and has room. So 6:8 becomes three windows, 12 columns for 8, and
+half of the 12 are computed: 0.75 of the dense multiply-adds. Patterns whose every aligned four weights
+already hold at most two non-zeros (2:4, 2:8, 1:m) pass through as they are.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.pattern import NMPattern
+
+WINDOW = 4
+"""Columns of a window; two of them may be other than zero."""
+
+COLUMN_MULTIPLE = 32
+"""Widths of sparse int8 operands are multiples of this (cuSPARSELt); zero columns fill up."""
+
+
+class WindowLayout(NamedTuple):
+    """Which source column every expanded column reads. Column c of an expanded row is lane
+    c % 4 of window c // 4 % windows of group c // (4 * windows); its source is group * m + 2 * window
+    + lane, or c itself where the pattern passes through."""
+
+    m: int
+    """Source columns of a group; 4 where the pattern passes through."""
+    windows: int
+    """Windows of a group; 1 where the pattern passes through."""
+
+    def width(self, in_features: int) -> int:
+        """Expanded columns without filling up: K' of K."""
+        return -(-in_features // self.m) * self.windows * WINDOW
+
+    def padded_width(self, in_features: int) -> int:
+        """Expanded columns with zeros up to a multiple of 32."""
+        return -(-self.width(in_features) // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+
+
+def window_layout(pattern: NMPattern) -> WindowLayout:
+    """How a pattern maps to 2:4.
+
+    Raises `UserError`, naming the reason, for patterns that cannot: 7:8, 8:8, odd m with n > 1.
+    """
+    n, m = pattern.n, pattern.m
+    if not pattern.is_dense and (n == 1 or (n == 2 and m % WINDOW == 0)):
+        return WindowLayout(WINDOW, 1)
+    if m % 2 == 0 and m >= WINDOW and n <= m - 2:
+        return WindowLayout(m, m // 2 - 1)
+    raise UserError(
+        f"pattern {pattern} has no 2:4 form: it takes an even m and at most m - 2 of every m weights; "
+        "run it on the dense kernels"
+    )
+
+
+def layout_of(n: int, m: int) -> WindowLayout | None:
+    """The layout of a pattern's windows; None with m = 0, which is an order without windows."""
+    return window_layout(NMPattern(n, m)) if m else None
+
+
+def has_windows(pattern: NMPattern) -> bool:
+    """Whether `window_layout` accepts the pattern."""
+    try:
+        window_layout(pattern)
+    except UserError:
+        return False
+    return True
+
+
+def gather_index(pattern: NMPattern, in_features: int, *, padded: bool = False) -> Tensor:
+    """Source column of every expanded column: int64 [K'], -1 for columns that fill up.
+
+    Args:
+        pattern: one that `window_layout` accepts.
+        in_features: K.
+        padded: fill up to a multiple of 32.
+    """
+    layout = window_layout(pattern)
+    columns = layout.padded_width(in_features) if padded else layout.width(in_features)
+    column = torch.arange(columns)
+    window, lane = column // WINDOW, column % WINDOW
+    source = window // layout.windows * layout.m + 2 * (window % layout.windows) + lane
+    return torch.where((column < layout.width(in_features)) & (source < in_features), source, -1)
+
+
+def window_expand(
+    codes: Tensor, pattern: NMPattern, *, padded: bool = False, name: str = "(unnamed)"
+) -> tuple[Tensor, Tensor]:
+    """Codes in 2:4 form: `expanded @ x[index]` equals `codes @ x`, exactly.
+
+    Args:
+        codes: int8 [rows, in_features], at most n non-zeros in every group of m.
+        pattern: n:m of the codes.
+        padded: fill the rows up to a multiple of 32 columns with zeros.
+        name: of the layer, for error messages.
+
+    Returns (int8 expanded [rows, K'], int64 index [K'], -1 where a column has no source).
+
+    Raises `UserError` for a pattern without 2:4 form and for codes outside the pattern.
+    """
+    layout = window_layout(pattern)
+    pattern.check_divides(codes.shape[1], name)
+    rows, in_features = codes.shape
+    groups = -(-in_features // layout.m)
+    grouped = codes.new_zeros(rows, groups * layout.m)
+    grouped[:, :in_features] = codes
+    grouped = grouped.view(rows, groups, layout.m)
+    width = layout.padded_width(in_features) if padded else layout.width(in_features)
+    expanded = codes.new_zeros(rows, width)
+    windows = expanded[:, : layout.width(in_features)].view(rows, groups, layout.windows, WINDOW)
+    used = torch.zeros(rows, groups, layout.windows, dtype=torch.int8, device=codes.device)
+    for position in range(layout.m):
+        # The code is zero once it has found its window.
+        code = grouped[:, :, position]
+        for window in range(max(0, position // 2 - 1), min(layout.windows, position // 2 + 1)):
+            here = torch.where(used[:, :, window] < 2, code, 0)
+            windows[:, :, window, position - 2 * window] = here
+            used[:, :, window] += here != 0
+            code = code - here
+        if code.any():
+            raise UserError(
+                f"layer {name}: a group of {pattern.m} has more than {pattern.n} non-zero codes"
+            )
+    return expanded, gather_index(pattern, in_features, padded=padded).to(codes.device)
+
+
+def check_two_of_four(expanded: Tensor) -> None:
+    """Raise `UserError` where four columns of a row hold more than two non-zeros, which the hardware's
+    compression would drop without a word."""
+    crowded = (expanded.unflatten(-1, (-1, WINDOW)) != 0).sum(-1) > 2
+    if crowded.any():
+        row, window = crowded.nonzero()[0].tolist()
+        raise UserError(f"row {row}: columns {4 * window}..{4 * window + 3} are not 2:4 sparse")

@@ -1,0 +1,162 @@
+"""Every CUDA kernel, compiled, against its reference on the CPU: odd shapes, poisoned memory."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from factories import make_layer, tiny_model
+from sparse_bitnet.convert import convert_, selected, set_integer_forward_
+from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.ops.absmean import absmean_reference
+from sparse_bitnet.ops.backends import cusparselt_unavailable, triton_unavailable
+from sparse_bitnet.ops.int8_linear import int8_linear_reference
+from sparse_bitnet.ops.nm_mask import nm_mask_reference
+from sparse_bitnet.ops.quantize_int8 import quantize_int8_reference
+from sparse_bitnet.ops.quantize_windows import quantize_windows, quantize_windows_reference
+from sparse_bitnet.ops.select_ternary import select_ternary_bits_reference, select_ternary_reference
+from sparse_bitnet.ops.sparse_int8_linear import compress_windows, sparse_int8_linear
+from sparse_bitnet.ops.windows import has_windows, window_expand
+from sparse_bitnet.packing.codec import pack
+from sparse_bitnet.packing.formats import holds_pattern
+from sparse_bitnet.pattern import NMPattern
+
+pytestmark = pytest.mark.skipif(bool(triton_unavailable()), reason=triton_unavailable() or "none")
+needs_sparse = pytest.mark.skipif(bool(cusparselt_unavailable()), reason=cusparselt_unavailable())
+
+ops = torch.ops.sparse_bitnet
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+PATTERNS = ["6:8", "2:4", "2:8", "7:8", "8:8", "3:7", "9:16"]
+# out_features, groups of the pattern, tokens
+SHAPES = [(1, 1, 1), (33, 5, 3), (257, 41, 17), (96, 32, 64), (40, 344, 8), (1024, 130, 100)]
+
+
+def same(ours: Tensor, theirs: Tensor) -> None:
+    assert ours.is_cuda
+    torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def problem(text: str, out_features: int, groups: int, tokens: int):
+    pattern = NMPattern.parse(text)
+    weight = torch.randn(out_features, groups * pattern.m)
+    codes, _ = select_ternary_reference(weight, torch.tensor(0.6), pattern.n, pattern.m)
+    x = torch.randn(tokens, groups * pattern.m)
+    return pattern, codes, x, torch.rand(out_features), torch.randn(out_features)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("text", PATTERNS)
+def test_selection(text: str, dtype: torch.dtype) -> None:
+    pattern, scale = NMPattern.parse(text), torch.tensor(0.9)
+    n, m = pattern.n, pattern.m
+    for rows, groups in ((1, 1), (7, 123), (300, 71)):
+        weight = (torch.randint(-6, 7, (rows, groups * m)) * 0.3).to(dtype)
+        on_gpu = weight.cuda()
+        expected = select_ternary_reference(weight, scale, n, m)
+        found = ops.select_ternary(on_gpu, scale.cuda(), n, m)
+        for ours, theirs in zip(found, expected, strict=True):
+            same(ours, theirs)
+        same(ops.nm_mask(on_gpu, n, m), nm_mask_reference(weight, n, m))
+        same(ops.absmean(on_gpu), absmean_reference(weight))
+        previous = None
+        for moved in (weight, weight.flip(0).contiguous()):
+            expected = select_ternary_bits_reference(moved, scale, n, m, previous)
+            before = None if previous is None else previous.cuda()
+            found = ops.select_ternary_bits(moved.cuda(), scale.cuda(), n, m, before)
+            for ours, theirs in zip(found, expected, strict=True):
+                same(ours, theirs)
+            previous = expected[1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("features", [1, 7, 64, 1000, 11008])
+def test_quantisation(features: int, dtype: torch.dtype) -> None:
+    x = torch.randn(5, features)
+    x[1, 0], x[2] = float("nan"), 0
+    x[3] = torch.arange(features) % 255 - 127 + 0.5
+    x = x.to(dtype)
+    for ours, theirs in zip(ops.quantize_int8(x.cuda()), quantize_int8_reference(x), strict=True):
+        same(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("text", PATTERNS)
+def test_products(text: str, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    pattern, codes, x, scale, bias = problem(text, *shape)
+    x_codes, activation_scale = quantize_int8_reference(x)
+    expected = int8_linear_reference(x_codes, activation_scale, codes, scale, bias, dtype)
+    head, tail = (x_codes.cuda(), activation_scale.cuda()), (scale.cuda(), bias.cuda(), dtype)
+    same(ops.int8_linear(*head, codes.cuda(), *tail), expected)
+    for format in ("i2", "nm-bitmap"):
+        if holds_pattern(format, pattern):
+            packed = pack(codes, format, pattern).cuda()
+            same(
+                ops.packed_int8_linear(*head, packed, format, pattern.n, pattern.m, *tail), expected
+            )
+
+
+@needs_sparse
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("text", [text for text in PATTERNS if has_windows(NMPattern.parse(text))])
+def test_sparse_products(text: str, shape: tuple[int, int, int]) -> None:
+    pattern, codes, x, scale, bias = problem(text, *shape)
+    windows = quantize_windows(x.cuda(), pattern)
+    for ours, theirs in zip(
+        windows, quantize_windows_reference(x, pattern.n, pattern.m), strict=True
+    ):
+        same(ours, theirs)
+    expanded, _ = window_expand(codes, pattern, padded=True)
+    compressed = compress_windows(expanded.cuda())
+    for dtype in DTYPES:
+        tail = (scale.cuda(), bias.cuda(), dtype)
+        y = sparse_int8_linear(*windows, compressed, len(codes), *tail)
+        same(y, int8_linear_reference(*quantize_int8_reference(x), codes, scale, bias, dtype))
+
+
+@pytest.mark.parametrize("integer", [False, True])
+def test_training_layer(integer: bool) -> None:
+    """Forward and gradients as on the CPU, under autocast too."""
+    layer = make_layer("ternary-6:8", in_features=96, out_features=40)
+    set_integer_forward_(layer, integer)
+    x, grad_y = torch.randn(2, 33, 96), torch.randn(2, 33, 40)
+
+    def results(device: str, dtype: torch.dtype) -> list[Tensor]:
+        moved, input = layer.to(device), x.to(device).detach().requires_grad_()
+        moved.zero_grad()
+        with torch.autocast(device, dtype, enabled=dtype != torch.float32):
+            y = moved(input)
+        y.backward(grad_y.to(y))
+        return [t.detach().cpu() for t in (y, input.grad, moved.weight.grad, moved.bias.grad)]
+
+    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
+        for ours, theirs in zip(results("cuda", dtype), results("cpu", dtype), strict=True):
+            assert (ours - theirs).abs().max() <= bound * theirs.abs().max()
+
+
+@pytest.mark.parametrize("route", ["dense", "packed", pytest.param("sparse", marks=needs_sparse)])
+@pytest.mark.parametrize("fused", [False, True])
+def test_recorded_decode_steps(route: str, fused: bool) -> None:
+    from sparse_bitnet.engine.gpu.decode import GraphDecoder
+    from sparse_bitnet.engine.gpu.fused import fuse_
+    from sparse_bitnet.engine.gpu.linear import RoutePolicy
+    from sparse_bitnet.engine.gpu.merge import prepare_
+
+    model = convert_(tiny_model(), SparseBitConfig()).eval()
+    ids = torch.randint(0, 96, (2, 12))
+    with torch.no_grad(), selected(model):
+        expected = model(ids).logits
+    prepare_(model.cuda(), RoutePolicy(always=route))
+    decoder = GraphDecoder(fuse_(model) if fused else model, 2, 12)
+    found = [decoder.prefill(ids[:, :7].cuda()).cpu()]
+    found += [decoder.step(ids[:, position].cuda()).cpu() for position in range(7, 12)]
+    # An activation next to a rounding boundary may fall on its other side: one step of 127.
+    torch.testing.assert_close(torch.stack(found, 1), expected[:, 6:], rtol=2e-2, atol=2e-2)
+
+
+def test_compiles_without_graph_breaks() -> None:
+    torch._dynamo.reset()
+    layer = make_layer("ternary-6:8").cuda()
+    set_integer_forward_(layer, True)
+    x = torch.randn(4, 48, device="cuda")
+    assert torch.equal(torch.compile(layer, fullgraph=True)(x), layer(x))
+    torch._dynamo.reset()

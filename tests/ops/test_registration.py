@@ -1,0 +1,192 @@
+"""The kernels as PyTorch ops: which inputs they take, the dispatcher's contracts, the choice."""
+
+import contextlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.ops import backends
+from sparse_bitnet.ops.absmean import absmean_reference
+from sparse_bitnet.ops.nm_mask import nm_mask, nm_mask_reference
+from sparse_bitnet.ops.quantize_int8 import quantize_int8_reference
+from sparse_bitnet.ops.select_ternary import select_ternary_reference
+from sparse_bitnet.pattern import NMPattern
+
+pytest.importorskip("sparse_bitnet._cpu", reason="the extension is not built")
+cpu = pytest.importorskip("sparse_bitnet.ops.cpu")
+ops = torch.ops.sparse_bitnet
+
+SCALE = torch.tensor(0.7)
+WEIGHT = torch.randn(6, 48, generator=torch.Generator().manual_seed(0))
+WORDS = torch.full((6, 3), 0x1FF, dtype=torch.int16)
+
+
+def cpu_status() -> backends.KernelStatus:
+    return next(row for row in backends.status() if row.name == "cpu")
+
+
+pytestmark = pytest.mark.skipif(
+    not cpu_status().in_use, reason="SPARSE_BITNET_KERNEL chooses the reference"
+)
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments"),
+    [
+        (ops.nm_mask.default, (WEIGHT, 6, 8)),
+        (ops.absmean.default, (WEIGHT,)),
+        (ops.select_ternary.default, (WEIGHT, SCALE, 6, 8)),
+        (ops.select_ternary.default, (WEIGHT, SCALE, 1, 1)),
+        (ops.select_ternary_bits.default, (WEIGHT, SCALE, 6, 8, None)),
+        (ops.select_ternary_bits.default, (WEIGHT, SCALE, 9, 16, WORDS)),
+        (ops.quantize_int8.default, (WEIGHT,)),
+    ],
+)
+def test_opcheck(op, arguments):
+    torch.library.opcheck(op, arguments)
+
+
+def test_compiles_without_graph_breaks():
+    def step(weight, x):
+        scale = ops.absmean(weight)
+        codes, mask = ops.select_ternary(weight, scale, 6, 8)
+        return codes, mask, ops.nm_mask(weight, 2, 4), *ops.quantize_int8(x)
+
+    compiled = torch.compile(step, fullgraph=True)
+    for ours, eager in zip(compiled(WEIGHT, WEIGHT), step(WEIGHT, WEIGHT), strict=True):
+        assert torch.equal(ours, eager)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        WEIGHT.double(),
+        WEIGHT.half(),
+        WEIGHT.bfloat16(),
+        WEIGHT.t().contiguous().t(),
+        WEIGHT[:, ::2],
+        WEIGHT[1:, :24],
+        WEIGHT.reshape(2, 3, 48),
+        WEIGHT[0],
+        WEIGHT[:0],
+    ],
+    ids=[
+        "float64",
+        "float16",
+        "bfloat16",
+        "transposed",
+        "strided",
+        "narrowed",
+        "3d",
+        "1d",
+        "empty",
+    ],
+)
+def test_every_input_gives_what_the_reference_gives(weight):
+    codes, mask = ops.select_ternary(weight, SCALE, 3, 8)
+    expected_codes, expected_mask = select_ternary_reference(weight, SCALE, 3, 8)
+    assert torch.equal(codes, expected_codes)
+    assert torch.equal(mask, expected_mask)
+    assert torch.equal(ops.nm_mask(weight, 3, 8), expected_mask)
+    if weight.numel():
+        assert torch.equal(ops.absmean(weight), absmean_reference(weight))
+        for ours, theirs in zip(
+            ops.quantize_int8(weight), quantize_int8_reference(weight), strict=True
+        ):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("scale", [2.0**-126, 3 * 2.0**-149, -0.7, 0.0, float("nan"), float("inf")])
+def test_unusual_scales(scale):
+    weight = torch.tensor([[1e-38, 2.0**-127, 2.0**-149, -(2.0**-148), 0.0, 1.0, -0.4, 0.35]])
+    for weight_scale in (torch.tensor(scale), torch.tensor(scale, dtype=torch.float64)):
+        ours, _ = ops.select_ternary(weight, weight_scale, 1, 1)
+        theirs, _ = select_ternary_reference(weight, weight_scale, 1, 1)
+        assert torch.equal(ours, theirs)
+
+
+def test_groups_beyond_the_kernels_and_groups_that_do_not_fit():
+    weight = torch.randn(2, 80)
+    assert torch.equal(ops.nm_mask(weight, 9, 40), nm_mask_reference(weight, 9, 40))
+    with pytest.raises(RuntimeError):
+        ops.nm_mask(weight, 3, 7)
+
+
+def test_gradients_are_not_recorded_and_training_weights_are_accepted():
+    weight = torch.nn.Parameter(WEIGHT.clone())
+    assert torch.equal(nm_mask(weight, NMPattern(6, 8)), ops.nm_mask(WEIGHT, 6, 8))
+
+
+@pytest.fixture
+def unloaded(monkeypatch):
+    backends.cpu_kernels.cache_clear()
+    yield monkeypatch
+    backends.cpu_kernels.cache_clear()
+
+
+def test_status_names_the_instruction_set():
+    assert "instructions" in cpu_status().reason
+    assert [row.name for row in backends.status()] == ["reference", "cpu", "triton", "cusparselt"]
+
+
+def test_the_reference_can_be_chosen(unloaded):
+    unloaded.setenv("SPARSE_BITNET_KERNEL", "reference")
+    assert cpu_status() == backends.KernelStatus("cpu", False, "SPARSE_BITNET_KERNEL=reference")
+
+
+def test_an_unknown_choice_is_refused(unloaded):
+    unloaded.setenv("SPARSE_BITNET_KERNEL", "fast")
+    with pytest.raises(UserError, match="fast: choose one of auto, reference, cpu"):
+        backends.check_choice()
+
+
+def test_a_missing_extension_is_reported_or_refused(unloaded):
+    unloaded.delitem(sys.modules, "sparse_bitnet.ops.cpu")
+    unloaded.setitem(sys.modules, "sparse_bitnet.ops.cpu", None)
+    unloaded.setenv("SPARSE_BITNET_KERNEL", "auto")
+    assert not cpu_status().in_use
+    assert "compiler" in cpu_status().reason
+    backends.cpu_kernels.cache_clear()
+    unloaded.setenv("SPARSE_BITNET_KERNEL", "cpu")
+    with pytest.raises(UserError, match=r"cpu: the extension .* reinstall"):
+        backends.check_choice()
+
+
+def test_the_instruction_set_can_be_chosen(monkeypatch):
+    monkeypatch.setenv("SPARSE_BITNET_ISA", "generic")
+    assert cpu.Kernels().isa == "generic"
+
+
+def test_an_instruction_set_this_machine_lacks_is_refused(unloaded):
+    unloaded.setenv("SPARSE_BITNET_ISA", "sse9")
+    unloaded.delenv("SPARSE_BITNET_KERNEL", raising=False)
+    with pytest.raises(UserError, match=r"SPARSE_BITNET_ISA=sse9: this machine has .*generic"):
+        backends.check_choice()
+
+
+def test_without_openmp_the_calling_thread_does_the_work():
+    """In a process that never loads PyTorch there is no OpenMP runtime to borrow threads from."""
+    code = """
+import array
+from sparse_bitnet import _cpu
+weight = array.array("f", range(800_000))
+mask = bytearray(800_000)
+view = array.array("B", mask)
+_cpu.Kernels.choose().nm_mask(weight.buffer_info()[0], _cpu.FLOAT32, 100_000, 6, 8,
+                              view.buffer_info()[0], 2)
+assert bytes(view) == bytes([0, 0, 1, 1, 1, 1, 1, 1]) * 100_000
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def test_kernels_run_on_the_device_of_their_tensors(monkeypatch):
+    entered = []
+    monkeypatch.setattr(
+        torch.cuda, "device", lambda device: entered.append(device) or contextlib.nullcontext()
+    )
+    assert backends.on_its_device(lambda tensor, times: times * tensor.sum())(torch.ones(2), 3) == 6
+    assert entered == [torch.device("cpu")]

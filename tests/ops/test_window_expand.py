@@ -1,0 +1,124 @@
+"""The 2:4 form of N:M codes: complete over all patterns of a group, exact, refused where impossible."""
+
+import itertools
+
+import pytest
+import torch
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.ops.windows import (
+    check_two_of_four,
+    gather_index,
+    has_windows,
+    window_expand,
+    window_layout,
+)
+from sparse_bitnet.pattern import NMPattern
+
+MAPPED = [
+    "2:4",
+    "4:6",
+    "6:8",
+    "5:8",
+    "4:8",
+    "3:8",
+    "8:10",
+    "2:8",
+    "1:2",
+    "1:4",
+    "1:3",
+    "2:12",
+    "1:5",
+]
+
+
+def every_group(pattern: NMPattern) -> torch.Tensor:
+    """int8 [groups, m]: all placements of exactly n non-zeros, with three assignments of signs."""
+    chosen = list(itertools.combinations(range(pattern.m), pattern.n))
+    rows = torch.zeros(3 * len(chosen), pattern.m, dtype=torch.int8)
+    for row, positions in enumerate(chosen):
+        for lane, position in enumerate(positions):
+            rows[3 * row, position] = 1
+            rows[3 * row + 1, position] = -1
+            rows[3 * row + 2, position] = 1 - 2 * (lane % 2)
+    return rows
+
+
+@pytest.mark.parametrize("text", MAPPED)
+def test_every_placement_of_a_group_fits_and_keeps_its_product(text):
+    pattern = NMPattern.parse(text)
+    # Twelve groups to a row: groups of passing patterns meet in one window at every offset.
+    groups = every_group(pattern)
+    shuffled = groups[torch.randint(len(groups), (len(groups) * 11,))].view(len(groups), -1)
+    codes = torch.cat([groups, shuffled], 1)
+    expanded, index = window_expand(codes, pattern)
+    check_two_of_four(expanded)
+    x = torch.randint(-128, 128, (codes.shape[1],))
+    gathered = torch.where(index < 0, 7, x[index.clamp_min(0)])
+    assert torch.equal(expanded.long() @ gathered, codes.long() @ x)
+    assert (expanded[:, index < 0] == 0).all()
+
+
+@pytest.mark.parametrize("m", [4, 6, 8, 10, 12])
+def test_all_subsets_within_two_of_the_group(m):
+    """Every (2k - 2):2k, and with it every smaller n: all 2**m subsets that are small enough."""
+    subsets = torch.tensor(list(itertools.product([0, 1], repeat=m)), dtype=torch.int8)
+    codes = subsets[subsets.sum(1) <= m - 2]
+    expanded, index = window_expand(codes, NMPattern(m - 2, m))
+    check_two_of_four(expanded)
+    assert expanded.shape[1] == 4 * (m // 2 - 1)
+    back = torch.zeros_like(codes).index_add_(1, index, expanded)
+    assert torch.equal(back, codes)
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+def test_every_ternary_group_of_eight(n):
+    """All 3**8 groups of codes with at most n non-zeros, for every n:8: exact, or refused."""
+    pattern = NMPattern(n, 8)
+    codes = torch.tensor(list(itertools.product((-1, 0, 1), repeat=8)), dtype=torch.int8)
+    codes = codes[(codes != 0).sum(1) <= n]
+    if n > 6:
+        with pytest.raises(UserError, match=f"pattern {n}:8 has no 2:4 form"):
+            window_expand(codes, pattern)
+        return
+    expanded, index = window_expand(codes, pattern)
+    check_two_of_four(expanded)
+    back = torch.zeros_like(codes).index_add_(1, index, expanded)
+    assert torch.equal(back, codes)
+
+
+@pytest.mark.parametrize("text", ["7:8", "8:8", "1:1", "3:4", "5:6", "4:7", "2:5", "31:32"])
+def test_patterns_without_a_form_are_refused(text):
+    pattern = NMPattern.parse(text)
+    assert not has_windows(pattern)
+    with pytest.raises(UserError, match=f"pattern {text} has no 2:4 form"):
+        window_expand(torch.zeros(2, 32 * pattern.m, dtype=torch.int8), pattern)
+
+
+def test_the_hardware_index_of_6_8():
+    index = gather_index(NMPattern(6, 8), 16)
+    expected = [8 * g + 2 * w + lane for g in range(2) for w in range(3) for lane in range(4)]
+    assert index.tolist() == expected
+    assert gather_index(NMPattern(2, 4), 8).tolist() == list(range(8))
+
+
+def test_rows_fill_up_to_what_the_library_takes():
+    codes = torch.ones(3, 8, dtype=torch.int8)
+    codes[:, 1:3] = 0
+    expanded, index = window_expand(codes, NMPattern(6, 8), padded=True)
+    assert expanded.shape == (3, 32)
+    assert index.tolist()[12:] == [-1] * 20
+    assert (expanded[:, 12:] == 0).all()
+    assert window_layout(NMPattern(6, 8)).padded_width(11008) == 16512
+
+
+def test_codes_outside_the_pattern_are_refused():
+    codes = torch.ones(2, 16, dtype=torch.int8)
+    with pytest.raises(UserError, match="layer up: a group of 8 has more than 6"):
+        window_expand(codes, NMPattern(6, 8), name="up")
+    with pytest.raises(UserError, match="not a multiple of 8"):
+        window_expand(codes[:, :12], NMPattern(6, 8))
+    with pytest.raises(UserError, match=r"row 0: columns 0\.\.3"):
+        check_two_of_four(codes)
+    with pytest.raises(UserError):
+        check_two_of_four(window_expand(codes, NMPattern(2, 4))[0])
