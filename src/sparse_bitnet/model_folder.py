@@ -1,12 +1,30 @@
-"""The JSON files of a model folder, read without trust, with one set of messages. No torch."""
+"""The files of a model folder, read without trust. No torch.
+
+Whatever a folder names lies inside it, nothing but regular files is opened, everything but the weights
+has a limit of size, and code that a folder brings along is never run.
+"""
 
 import json
+import os
+import re
+import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from sparse_bitnet.errors import UserError
 
 CONFIG_FILE = "config.json"
+INDEX_FILE = "model.safetensors.index.json"
+
+_LARGEST = {name: 128 << 20 for name in ("tokenizer.json", "vocab.json", "merges.txt", INDEX_FILE)}
+_LARGEST_OTHER = 16 << 20
+"""Most bytes of a file that holds no weights; published tokenizer.json have up to 33 MB, others 1."""
+
+_SMALL_SUFFIXES = {".json", ".jinja", ".txt"}
+_HUB_ID = r"\w[\w.-]*/\w[\w.-]*"
+_HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "LICENSE*")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
@@ -22,12 +40,12 @@ def quantization_entry(config: dict[str, Any]) -> dict[str, Any]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises `UserError` when the file is missing or holds something else."""
+    raw = read_small(path)
     try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise UserError(f"{path.parent} holds no {path.name}") from error
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+        content = json.loads(raw)
+        if _SURROGATE.search(raw):
+            # Half a character in a name would only be found when it is printed or written.
+            json.dumps(content, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged: not readable as JSON ({error})") from error
     if not isinstance(content, dict):
@@ -37,4 +55,111 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_json_if_there(path: Path) -> dict[str, Any]:
     """As `read_json`; empty where the file is missing."""
-    return read_json(path) if path.exists() else {}
+    return read_json(path) if os.path.lexists(path) else {}
+
+
+def read_small(path: Path) -> bytes:
+    """A whole file that holds no weights. Raises `UserError` where it is missing or none to read."""
+    try:
+        check_file(path)
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise UserError(f"{path.parent} holds no {path.name}") from error
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def check_folder(folder: Path) -> None:
+    """`check_file` for every file of a model folder, for readers that open them by themselves."""
+    try:
+        for path in folder.iterdir():
+            if not path.is_dir():
+                check_file(path)
+    except OSError as error:
+        raise UserError(f"cannot read {error.filename or folder}: {error.strerror}") from error
+
+
+def check_file(path: Path) -> None:
+    """Raise `UserError` for a file that is a device or a pipe, a link that leads out of its folder, or
+    too large for one without weights; `OSError` for one that is missing."""
+    folder, real = path.parent.resolve(), path.resolve(strict=True)
+    # The hub's cache keeps the files of a snapshot beside it, once for all snapshots.
+    cache = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
+    if not (real.is_relative_to(folder) or real.is_relative_to(cache)):
+        raise UserError(f"{path} is a link to {real}, out of its folder: copy the file there")
+    status = real.stat()
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+        raise UserError(f"{path} is no regular file")
+    largest = _LARGEST.get(path.name, _LARGEST_OTHER)
+    if path.suffix in _SMALL_SUFFIXES and status.st_size > largest:
+        raise UserError(
+            f"{path} has {status.st_size:,} bytes, more than the {largest:,} that are read of it"
+        )
+
+
+def file_inside(folder: Path, name: object) -> Path:
+    """The file that a folder's index names. Raises `UserError` for a name that leads out of the folder,
+    and for a file that is not there or none to read (`check_file`)."""
+    if (
+        not isinstance(name, str)
+        or not name
+        or Path(name).is_absolute()
+        or ".." in Path(name).parts
+    ):
+        raise UserError(f"{folder / INDEX_FILE} names {name!r}, which is no file of its folder")
+    path = folder / name
+    try:
+        if not path.resolve().is_relative_to(folder.resolve()):
+            check_file(folder / Path(name).parts[0])
+        check_file(path)
+    except (OSError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path} is named in {INDEX_FILE} but is not there") from error
+    return path
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name can mean a model of the hub: OWNER/NAME, where OWNER is no local folder."""
+    return bool(re.fullmatch(_HUB_ID, name)) and not Path(name).parent.exists()
+
+
+def local_folder(path_or_id: str | Path, patterns: tuple[str, ...] = _HUB_FILES) -> Path:
+    """A folder as it is; of a hub id, its files that match `patterns`, downloaded or from the cache.
+
+    Raises `UserError` for a name that is neither, at once, and for a model that the hub does not give.
+    """
+    folder = Path(path_or_id)
+    if folder.is_dir():
+        return folder
+    if not is_hub_id(str(path_or_id)):
+        raise UserError(f"no such folder: {path_or_id}")
+    import huggingface_hub
+
+    try:
+        # One request that answers at once where there is no network.
+        return Path(
+            huggingface_hub.snapshot_download(str(path_or_id), allow_patterns=list(patterns))
+        )
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"no such folder: {path_or_id}, and the hub gives no model of that name ({reason})"
+        ) from error
+
+
+def load_with(loader: Callable[..., Any], source: Any, **kwargs: Any) -> Any:
+    """What one of transformers' loaders makes of a model folder, a hub id or a config.
+
+    Every such call of the package is this one: the folder is checked first, and code in it is not run,
+    nor is anyone asked whether it may (transformers would take the answer from stdin).
+
+    Args:
+        loader: such as `AutoModelForCausalLM.from_pretrained`.
+        source: its first argument.
+        kwargs: the others.
+    """
+    if isinstance(source, str | Path):
+        source = local_folder(source)
+        check_folder(source)
+    return loader(source, trust_remote_code=False, **kwargs)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sparse_bitnet.convert import convert_
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.model_folder import load_with
 from sparse_bitnet.presets import PRESETS, Shape
 
 if TYPE_CHECKING:
@@ -90,11 +91,9 @@ def load_causal_lm(path_or_id: str | Path, **kwargs: Any) -> "PreTrainedModel":
     """
     from transformers import AutoModelForCausalLM
 
-    if str(path_or_id).startswith(("/", ".", "~")) and not Path(path_or_id).is_dir():
-        raise UserError(f"cannot load a model from {path_or_id}: no such folder")
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path_or_id, output_loading_info=True, **kwargs
+        loaded: Any = load_with(
+            AutoModelForCausalLM.from_pretrained, path_or_id, output_loading_info=True, **kwargs
         )
     except UserError:
         raise
@@ -121,7 +120,7 @@ def skeleton(config: dict[str, Any], folder: Path) -> "PreTrainedModel":
     del values["quantization_config"]
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
+            return load_with(AutoModelForCausalLM.from_config, AutoConfig.for_model(**values))
     except _refusals() as error:
         raise UserError(
             f"{folder}/config.json describes no causal language model that transformers builds: "

@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.model_folder import read_json
+from sparse_bitnet.model_folder import INDEX_FILE, check_file, file_inside, read_json
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-INDEX_FILE = "model.safetensors.index.json"
 
 
 class WeightFiles:
@@ -63,6 +61,7 @@ def _opened(path: Path) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open
 
     try:
+        check_file(path)
         with safe_open(path, framework="pt") as file:
             yield file
     except OSError as error:
@@ -77,11 +76,9 @@ def _paths(folder: Path) -> list[Path]:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise UserError(f"{index} is damaged: no weight_map")
-        paths = sorted({folder / str(name) for name in weight_map.values()})
+        paths = [file_inside(folder, name) for name in sorted(set(map(str, weight_map.values())))]
     else:
         paths = sorted(folder.glob("model*.safetensors"))
     if not paths:
         raise UserError(f"{folder} holds no model*.safetensors")
-    if missing := [path for path in paths if not path.is_file()]:
-        raise UserError(f"{missing[0]} is named in {index.name} but is not there")
     return paths

@@ -1,11 +1,10 @@
 """What a user names as a checkpoint -> the folder that holds it."""
 
-import re
 from pathlib import Path
 
 from sparse_bitnet.checkpoint.saved_steps import Checkpoint, list_checkpoints
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.model_folder import CONFIG_FILE, read_config, read_json_if_there
+from sparse_bitnet.model_folder import CONFIG_FILE, is_hub_id, read_config, read_json_if_there
 
 TRAINED_CONTEXT = "trained_context_length"
 """Key of a packed folder's config.json; other readers ignore it."""
@@ -33,9 +32,7 @@ def resolve_checkpoint(path_or_id: str | Path) -> str:
         raise UserError(
             f"{path} is neither a run folder with a checkpoint nor a model folder (config.json)"
         )
-    # A hub id is OWNER/NAME; a mistyped folder must not wait for the network.
-    is_id = re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(path_or_id))
-    if is_id and not Path(path.parts[0]).exists():
+    if is_hub_id(str(path_or_id)):
         return str(path_or_id)
     raise UserError(f"no such checkpoint: no folder {path_or_id} (hub models are OWNER/NAME)")
 

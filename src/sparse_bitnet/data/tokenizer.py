@@ -9,11 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 from sparse_bitnet.data.readers import first_line
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.model_folder import load_with, local_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
+
+_FILES = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
 
 SMALLEST_VOCABULARY = 257
 """Every byte and the end-of-text token."""
@@ -45,14 +54,13 @@ def load_tokenizer(
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    folder = Path(path_or_hub_id)
-    if not folder.is_dir():
-        folder = _download(str(path_or_hub_id))
+    folder = local_folder(Path(path_or_hub_id), _FILES)
     exact = (folder / "tokenizer.json").exists()
+    loader: Any = PreTrainedTokenizerFast if exact else AutoTokenizer
     try:
-        tokenizer: Any = (PreTrainedTokenizerFast if exact else AutoTokenizer).from_pretrained(
-            folder
-        )
+        tokenizer = load_with(loader.from_pretrained, folder)
+    except UserError:
+        raise
     except Exception as error:
         raise UserError(
             f"no readable tokenizer in {path_or_hub_id}: {first_line(error)}"
@@ -68,26 +76,6 @@ def load_tokenizer(
             f"{path_or_hub_id}: the tokenizer names no end-of-text token; choose one with --eos-token"
         )
     return tokenizer
-
-
-def _download(hub_id: str) -> Path:
-    import huggingface_hub
-
-    patterns = [
-        "tokenizer*",
-        "vocab*",
-        "merges.txt",
-        "special_tokens_map.json",
-        "added_tokens.json",
-    ]
-    # One request that answers at once where there is no network; transformers would ask for each
-    # possible file, with retries, for minutes.
-    try:
-        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=patterns))
-    except Exception as error:
-        raise UserError(
-            f"no tokenizer {hub_id!r}: no such folder, and the hub gives none ({first_line(error)})"
-        ) from error
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":

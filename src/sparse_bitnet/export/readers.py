@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.model_card import gguf_file_name
+from sparse_bitnet.model_folder import load_with
 
 _NEEDED = {
     "bitnet": ("accelerate", "accelerate", "pip install accelerate"),
@@ -86,7 +87,7 @@ class TransformersReader:
         from sparse_bitnet.hub import from_pretrained
 
         self.name = name
-        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._tokenizer = load_with(AutoTokenizer.from_pretrained, folder)
         with quiet_loading():
             self._model = from_pretrained(folder, dtype=torch.float32).eval()
             # compressed-tensors decompresses, with a progress bar, in the first forward.

@@ -1,0 +1,196 @@
+"""Folders that mean harm: code that no command runs, paths that lead out, files that never end."""
+
+import ast
+import contextlib
+import io
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from small_models import write_models
+from sparse_bitnet.checkpoint.locate import resolve_checkpoint
+from sparse_bitnet.cli.main import main
+from sparse_bitnet.data.prepare import prepare
+from sparse_bitnet.data.sources import parse_source
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.export.config import ExportConfig
+from sparse_bitnet.export.formats import export
+from sparse_bitnet.model_folder import check_folder, file_inside, local_folder, read_json
+
+SOURCE = Path(__file__).parents[2] / "src" / "sparse_bitnet"
+CODE = """from pathlib import Path
+from transformers import PretrainedConfig, PreTrainedTokenizerFast, Qwen2ForCausalLM
+Path({mark!r}).touch()
+class Config(PretrainedConfig): model_type = "planted"
+class Model(Qwen2ForCausalLM): pass
+class Tokenizer(PreTrainedTokenizerFast): pass
+"""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_models(tmp_path_factory.mktemp("models"))
+    export(folder / "trained", folder / "bitnet", ExportConfig(format="bitnet"))
+    (folder / "text").mkdir()
+    for number in range(20):
+        (folder / "text" / f"{number}.txt").write_text(f"{number} words and some more\n" * 40)
+    source = parse_source(str(folder / "text" / "*.txt"), validation_fraction=0.3)
+    prepare(source, folder / "data", tokenizer=folder / "trained")
+    return folder
+
+
+@pytest.fixture(params=["unknown architecture", "known architecture"])
+def plant(request: pytest.FixtureRequest, models: Path, tmp_path: Path):
+    """`plant("trained")`: a copy of a model folder whose code, once run, leaves `mark`."""
+
+    def make(kind: str) -> Path:
+        folder = tmp_path / kind
+        shutil.copytree(models / kind, folder)
+        (folder / "code.py").write_text(CODE.format(mark=str(tmp_path / "mark")))
+        config = json.loads((folder / "config.json").read_text())
+        config["auto_map"] = {
+            "AutoConfig": "code.Config",
+            "AutoModelForCausalLM": "code.Model",
+        }
+        if request.param.startswith("unknown"):
+            config["model_type"] = "planted"
+        (folder / "config.json").write_text(json.dumps(config))
+        path = folder / "tokenizer_config.json"
+        tokenizer = json.loads(path.read_text())
+        tokenizer |= {"auto_map": {"AutoTokenizer": ["code.Tokenizer", "code.Tokenizer"]}}
+        path.write_text(json.dumps(tokenizer | {"tokenizer_class": "Tokenizer"}))
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("kind", ["trained", "packed", "bitnet"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "generate {model} --max-tokens 2",
+        "generate {model} --max-tokens 2 --engine transformers",
+        "chat {model} --max-tokens 2",
+        "serve {model} --port 999999",
+        "serve {model} --port 999999 --engine transformers",
+        "evaluate {model} --data {text} --max-tokens 20",
+        "train --init {model} --data {data} --out {out} --steps 1 --device cpu --sequence-length 16",
+        "prepare --input {text} --tokenizer {model} --out {out}",
+        "pack {model} {out}",
+        "export {model} {out} --format bitnet --verify",
+        "import {model} {out}",
+        "analyze {model}",
+        "sizes {model}",
+    ],
+)
+def test_no_command_runs_a_folders_code(
+    command: str, kind: str, plant, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = models / "text" / "0.txt"
+    out, data = tmp_path / "out", models / "data"
+    names = {"model": plant(kind), "text": text, "out": out, "data": data}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 50))
+    arguments = [part.format(**names) for part in command.split()]
+    with contextlib.suppress(SystemExit):
+        main(arguments)
+    assert not (tmp_path / "mark").exists()
+
+
+def test_transformers_loaders_are_called_in_one_function() -> None:
+    found = []
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                owner, name = ast.unparse(node.func.value), node.func.attr
+                if name in ("from_pretrained", "from_config") or owner.startswith("Auto"):
+                    found.append(f"{path.relative_to(SOURCE)}: {owner}.{name}")
+    # It looks a name up in a table, whatever the config says.
+    assert found == ["models.py: AutoConfig.for_model"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text("{}")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    return folder
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors"])
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("/dev/zero", "out of its folder"),
+        ("../other/config.json", "out of its folder: copy the file there"),
+    ],
+)
+def test_links_that_lead_out_are_refused(
+    folder: Path, name: str, target: str, message: str
+) -> None:
+    (folder / name).symlink_to(target)
+    with pytest.raises(UserError, match=message):
+        check_folder(folder)
+    with pytest.raises(UserError, match=message):
+        read_json(folder / name)
+
+
+def test_pipes_and_endless_files_are_refused(folder: Path) -> None:
+    os.mkfifo(folder / "config.json")
+    for check in (check_folder, lambda folder: read_json(folder / "config.json")):
+        with pytest.raises(UserError, match="is no regular file"):
+            check(folder)
+    (folder / "config.json").unlink()
+    with open(folder / "generation_config.json", "wb") as file:
+        file.truncate(17 << 20)
+    with pytest.raises(UserError, match="more than the 16,777,216 that are read of it"):
+        check_folder(folder)
+
+
+def test_links_within_the_folder_and_the_hubs_cache_are_read(tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "snapshots" / "1", tmp_path / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "0").write_text("{}")
+    (snapshot / "config.json").symlink_to("../../blobs/0")
+    (snapshot / "copy.json").symlink_to("config.json")
+    check_folder(snapshot)
+    assert read_json(snapshot / "copy.json") == {}
+    (tmp_path / "blobs" / "1").symlink_to("/dev/zero")
+    (snapshot / "other.json").symlink_to("../../blobs/1")
+    with pytest.raises(UserError, match="out of its folder"):
+        check_folder(snapshot)
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../other/config.json", "a/../../b", "", 3, None])
+def test_an_index_names_files_of_its_folder(folder: Path, name: object) -> None:
+    with pytest.raises(UserError, match="is no file of its folder"):
+        file_inside(folder, name)
+
+
+def test_halves_of_characters_are_refused(folder: Path) -> None:
+    (folder / "config.json").write_text('{"name": "\\ud83d\\ude42"}')
+    assert read_json(folder / "config.json") == {"name": "\N{SLIGHTLY SMILING FACE}"}
+    (folder / "config.json").write_text('{"name": "\\ud83d"}')
+    with pytest.raises(UserError, match="not readable as JSON"):
+        read_json(folder / "config.json")
+
+
+@pytest.mark.parametrize("name", ["norun", "runs/norun", "a/b/c", "~/x", "/x/y", "-x/y"])
+def test_a_mistyped_folder_never_goes_to_the_hub(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("hub"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(UserError, match=f"no such folder: {name}"):
+        local_folder(name)
+    with pytest.raises(UserError, match=f"no such checkpoint: no folder {name} "):
+        resolve_checkpoint(name)
