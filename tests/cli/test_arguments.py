@@ -23,9 +23,22 @@ class Config:
     kind: Literal["a", "b"] = "a"
     """Which."""
 
+    rate: float = 1.0
+    """How fast."""
+
+    stop: int = 0
+    """Where."""
+
+    shape: tuple[int, int] | None = None
+    """Of what."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise UserError(f"steps={self.steps}: must be above 0")
+
 
 def entry(
-    folder: Annotated[str, tyro.conf.Positional],
+    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")],
     config: Annotated[Config, tyro.conf.arg(name="")],
 ) -> tuple[str, Config]:
     """Do it."""
@@ -43,23 +56,29 @@ def test_values_arrive(capsys):
     assert capsys.readouterr().out == "running\n"
 
 
+@pytest.mark.parametrize("framed", [False, True])
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["x", "--steps", "abc"], "Error parsing --steps"),
-        (["x", "--stride", "abc"], "Error parsing --stride"),
-        (["x", "--kind", "c"], "invalid choice 'c' for argument '--kind'"),
-        (["x", "--nope"], "--nope"),
-        (["x", "--steps"], "--steps"),
-        ([], "Missing"),
+        (["x", "--steps", "abc"], "--steps 'abc': not a whole number"),
+        (["x", "--stride", "abc"], "--stride 'abc': not a whole number"),
+        (["x", "--rate", "abc"], "--rate 'abc': not a number"),
+        (["x", "--kind", "c"], "--kind 'c': choose among 'a', 'b'"),
+        (["x", "--shape", "1", "b"], "--shape cannot be '1', 'b'"),
+        (["x", "--nope"], "--nope is no option"),
+        (["x", "--stepz", "1"], "--stepz is no option (did you mean --steps?)"),
+        (["--strid=1", "x"], "--strid is no option (did you mean --stride?)"),
+        (["x", "--steps"], "the value of --steps is missing"),
+        (["x", "--stop", "1", "y"], "y is one argument too many"),
+        ([], "FOLDER is missing"),
     ],
 )
-def test_complaints_are_one_line(arguments, message, capsys):
+def test_complaints_are_one_line(arguments, message, framed, capsys, monkeypatch):
+    monkeypatch.setattr("tyro._fmtlib._should_use_utf8_drawing_chars", lambda: framed)
     with pytest.raises(UserError) as error:
         parse(entry, arguments, prog="sparse-bitnet verb")
     text = str(error.value)
-    assert message in text
-    assert text.endswith("; see sparse-bitnet verb --help")
+    assert text == f"{message}; see sparse-bitnet verb --help"
     assert "\n" not in text
     assert not set("│╭─╰") & set(text)
     assert capsys.readouterr().err == ""
@@ -74,4 +93,19 @@ def test_help_prints_and_exits(capsys):
     with pytest.raises(SystemExit) as stop:
         parse(entry, ["--help"], prog="p")
     assert stop.value.code == 0
-    assert "--steps" in "".join(capsys.readouterr())
+    printed = "".join(capsys.readouterr())
+    assert "--steps" in printed
+    assert "--stride INT" in printed
+    assert "{None}" not in printed
+
+
+def test_what_a_config_refuses_is_one_line():
+    with pytest.raises(UserError, match=r"^steps=0: must be above 0; see p --help$"):
+        parse(Config, ["--steps", "0"], prog="p")
+
+
+def test_none_is_a_value_of_what_may_be_none():
+    default = Config(stride=4)
+    assert parse(Config, ["--stride", "None"], prog="p", default=default).stride is None
+    assert parse(Config, ["--shape", "1", "2"], prog="p", default=default).shape == (1, 2)
+    assert parse(Config, [], prog="p", default=default) == default

@@ -50,6 +50,7 @@ def test_help_of_every_command_needs_no_torch(command):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert command in done.stdout
+    assert "{None}" not in done.stdout
 
 
 def test_version():
@@ -59,7 +60,8 @@ def test_version():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["trian"], "unknown command 'trian'"),
+        (["trian"], "unknown command 'trian' (did you mean train?)"),
+        (["train", "--steps", "x"], "--steps 'x': not a whole number"),
         (["train", "--recipe", "papr"], "recipe 'papr' is unknown"),
         (["train", "--format", "ternary-9:8"], "9:8: needs 1 <= n <= m"),
         (["train", "--format", "binary"], "write ternary-n:m"),

@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
     return str(folder)
 
 
-GREEDY = ["--temperature", "0", "--max-new-tokens", "20"]
+GREEDY = ["--temperature", "0", "--max-tokens", "20"]
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_prompts_come_from_files_and_pipes_too(
 
 
 def test_an_empty_prompt_starts_a_text(folder, capsys):
-    sampling = ["--temperature", "9", "--seed", "1", "--max-new-tokens", "5"]
+    sampling = ["--temperature", "9", "--seed", "1", "--max-tokens", "5"]
     generate.main([folder, "--prompt", "", *sampling, "--stats"])
     output = capsys.readouterr()
     assert output.out.strip()
@@ -89,7 +89,7 @@ def test_stop_strings_and_sampling_are_options(folder, expected, capsys):
         (["--prompt", "a", "--prompt-file", "b"], "either --prompt or --prompt-file"),
         (["--prompt-file", "nowhere.txt"], "nowhere.txt"),
         (["--prompt", "a", "--top-p", "2"], "top_p=2"),
-        (["--prompt", "a", "--max-new-tokens", "5000"], "the context holds 4,096"),
+        (["--prompt", "a", "--max-tokens", "5000"], "the context holds 4,096"),
         (["--prompt", "a", "--engine", "cpu"], "pack it first"),
     ],
 )
@@ -102,9 +102,9 @@ def test_what_cannot_be_done_is_one_line(folder, options, words):
 def test_a_chat_goes_on_until_it_is_told_to_end(folder, capsys, monkeypatch):
     lines = "some words\n\n/reset\nsome words\n/unknown\nmore\n/exit\nnever\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-    chat.main([folder, "--temperature", "0", "--max-new-tokens", "6", "--stats"])
+    chat.main([folder, "--temperature", "0", "--max-tokens", "6", "--stats"])
     output = capsys.readouterr()
-    answers = output.out.split(" [cut off: --max-new-tokens]\n")
+    answers = output.out.split(" [cut off: --max-tokens]\n")
     assert len(answers) == 4
     assert answers[0] == answers[1] != ""
     assert answers[3] == ""
@@ -117,7 +117,7 @@ def test_a_chat_goes_on_until_it_is_told_to_end(folder, capsys, monkeypatch):
 
 def test_a_chat_survives_what_one_message_cannot_do(folder, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("word " * 5000 + "\nshort\n"))
-    chat.main([folder, "--max-new-tokens", "3"])
+    chat.main([folder, "--max-tokens", "3"])
     output = capsys.readouterr()
     assert output.err.endswith("start over, or write less (/reset starts over)\n")
     assert output.err.count("\n") == 1
@@ -126,7 +126,7 @@ def test_a_chat_survives_what_one_message_cannot_do(folder, capsys, monkeypatch)
 
 def test_an_answer_that_the_context_cuts_off_says_so(folder, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("some words\n"))
-    chat.main([folder, "--max-new-tokens", "900", "--context-length", "40", "--temperature", "0"])
+    chat.main([folder, "--max-tokens", "900", "--context-length", "40", "--temperature", "0"])
     assert capsys.readouterr().out.endswith(" [cut off: the context is full, /reset starts over]\n")
 
 
@@ -153,10 +153,10 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(folder, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("some words\nmore\n"))
     monkeypatch.setattr(sys, "stdout", output)
     before = signal.getsignal(signal.SIGINT)
-    chat.main([folder, "--max-new-tokens", "30", "--temperature", "0"])
+    chat.main([folder, "--max-tokens", "30", "--temperature", "0"])
     first, second, rest = output.getvalue().split("]\n")
     assert first.endswith(" [stopped")
     assert len(first) < 20
-    assert second.endswith(" [cut off: --max-new-tokens")
+    assert second.endswith(" [cut off: --max-tokens")
     assert rest == ""
     assert signal.getsignal(signal.SIGINT) is before

@@ -105,7 +105,7 @@ def test_the_end_token_can_come_from_the_tokenizer(folder, tmp_path):
 
 @pytest.mark.parametrize(
     "command",
-    [["generate", "--prompt", "some words", "--stats"], ["chat", "--max-new-tokens", "4"]],
+    [["generate", "--prompt", "some words", "--stats"], ["chat", "--max-tokens", "4"]],
 )
 def test_generating_with_the_cpu_engine_imports_no_torch(folder, command):
     code = (

@@ -1,15 +1,34 @@
 """Command-line options through tyro, with its complaints in one line instead of a box."""
 
+import dataclasses
+import difflib
 import functools
 import io
+import re
 import sys
-from collections.abc import Callable
-from contextlib import redirect_stderr
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from types import NoneType
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from sparse_bitnet.errors import UserError
 
+if TYPE_CHECKING:
+    from tyro.constructors import PrimitiveConstructorSpec, PrimitiveTypeInfo
+
 T = TypeVar("T")
+
+# What tyro says, and what we say instead.
+_COMPLAINTS = (
+    (r"Unrecognized options: ([^,]+).*", r"\1 is one argument too many"),
+    (r"Missing from .*?: ([A-Z-]+) .*", r"\1 is missing"),
+    (r"Missing value for argument '(.+?)'\..*", lambda found: f"{_shown(found[1])} is missing"),
+    (r"Error parsing (-\S+): invalid literal for int\(\).*: (.+)", r"\1 \2: not a whole number"),
+    (r"Error parsing (-\S+): could not convert string to float: (.+)", r"\1 \2: not a number"),
+    (r"invalid choice (.+) for argument '(.+)'\. Expected one of \((.+)\)", r"\2 \1: choose among \3"),
+    (r"Error parsing (-\S+): Could not .*?arguments:? \[(.+?)\].*", r"\1 cannot be \2"),
+    (r"Error parsing \w+: (.+)", r"\1"),
+)  # fmt: skip
 
 
 def parse(
@@ -39,28 +58,89 @@ def parse(
     def later(*values: Any, **named: Any) -> Callable[[], T]:
         return lambda: target(*values, **named)
 
+    registry = tyro.constructors.ConstructorRegistry()
+    registry.primitive_rule(_or_none)
     complaint = io.StringIO()
     chosen: Any = target if isinstance(target, type) else later
     more: dict[str, Any] = {} if default is None else {"default": default}
+    run = functools.partial(
+        tyro.cli, chosen, prog=prog, description=description, registry=registry, **more
+    )
     try:
         with redirect_stderr(complaint):
-            parsed = tyro.cli(chosen, args=arguments, prog=prog, description=description, **more)
+            parsed: Any = run(args=arguments)
     except SystemExit as stop:
         if stop.code in (0, None):
             print(complaint.getvalue(), end="", file=sys.stderr)
             raise
-        raise UserError(f"{_first_paragraph(complaint.getvalue())}; see {prog} --help") from None
+        text = _unknown_option(arguments, run) or _in_one_line(complaint.getvalue())
+        raise UserError(f"{text}; see {prog} --help") from None
     return parsed if isinstance(target, type) else parsed()
 
 
-def _first_paragraph(box: str) -> str:
-    """The text of tyro's box before its first empty or ruled line."""
-    words: list[str] = []
-    for line in box.splitlines():
-        text = line.strip("│ ")
-        if line.startswith(("╭", "╰")):
-            continue
-        if not text or text.startswith("─"):
+def no_options(arguments: list[str], *, prog: str, description: str | None) -> None:
+    """Parse the arguments of a command that has none."""
+    parse(lambda: None, arguments, prog=prog, description=description)
+
+
+def _or_none(info: "PrimitiveTypeInfo") -> "PrimitiveConstructorSpec | None":
+    """`int | None` reads as INT; the word None still stands for None."""
+    from tyro.constructors import ConstructorRegistry, PrimitiveTypeInfo
+    from tyro.constructors import UnsupportedTypeAnnotationError as Unsupported
+
+    others = [each for each in get_args(info.type) if each is not NoneType]
+    if len(others) != 1 or NoneType not in get_args(info.type):
+        return None
+    inner = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(others[0], info.markers))
+    if isinstance(inner, Unsupported):
+        return None
+    return dataclasses.replace(
+        inner,
+        choices=inner.choices and (*inner.choices, "None"),
+        instance_from_str=lambda text: None if text == ["None"] else inner.instance_from_str(text),
+        is_instance=lambda value: value is None or inner.is_instance(value),
+        str_from_instance=lambda value: (
+            ["None"] if value is None else inner.str_from_instance(value)
+        ),
+    )
+
+
+def _unknown_option(arguments: list[str], run: Callable[..., Any]) -> str | None:
+    """What to say of the first option that `run` does not have; None where it has all."""
+    shown = io.StringIO()
+    with redirect_stdout(shown), suppress(SystemExit):
+        run(args=["--help"])
+    options = re.findall(r"(?<![\w-])--[a-z][\w-]*", shown.getvalue())
+    for argument in arguments:
+        name = argument.partition("=")[0].replace("_", "-")
+        if name == "--":
             break
-        words += text.split()
-    return " ".join(words).rstrip(".") or "the options do not parse"
+        if name.startswith("--") and name not in options:
+            return f"{name} is no option{did_you_mean(name, options)}"
+    return None
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """ " (did you mean ...?)" where a known word is close, else nothing."""
+    close = difflib.get_close_matches(word, list(known), 1, 0.7)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _in_one_line(box: str) -> str:
+    """The first paragraph of tyro's box, whose title is in its frame or, in ASCII, underlined."""
+    lines = [line.strip("│ ") for line in box.splitlines()]
+    body = lines[1:] if box.startswith("╭") else lines[2:]
+    words: list[str] = []
+    for line in body:
+        if not line or line.startswith(("─", "-----")):
+            break
+        words += line.split()
+    text = " ".join(words).rstrip(".") or "the options do not parse"
+    for pattern, ours in _COMPLAINTS:
+        if found := re.fullmatch(pattern, text):
+            return ours(found) if callable(ours) else found.expand(ours)
+    return text
+
+
+def _shown(name: str) -> str:
+    return f"the value of {name}" if name.startswith("-") else name.upper()

@@ -27,7 +27,7 @@ class ChatConfig:
     system: str | None = None
     """Instructions that come before the conversation."""
 
-    max_new_tokens: int = 512
+    max_tokens: int = 512
     """Most tokens of an answer."""
 
     stats: bool = False
@@ -62,7 +62,7 @@ def run(checkpoint: str, config: ChatConfig, text: TextOptions, engine: EngineOp
     """Reads standard input until /exit or its end."""
     from sparse_bitnet.generation.conversation import Conversation
 
-    options = text.generate_options(config.max_new_tokens)
+    options = text.generate_options(config.max_tokens)
     conversation = Conversation.open(checkpoint, engine, options, system=config.system)
     if conversation.model.note:
         print(f"through transformers: {conversation.model.note}", file=sys.stderr)
@@ -115,7 +115,7 @@ def _answer(conversation: "Conversation", line: str, config: ChatConfig) -> None
             # A chat that the template refuses, say: the conversation goes on.
             print(f"sparse-bitnet: {error}", file=sys.stderr)
             return
-    print(_ending(result, config.max_new_tokens))
+    print(_ending(result, config.max_tokens))
     if config.stats:
         print(statistics(result, conversation.model.engine_name), file=sys.stderr)
 
@@ -125,7 +125,7 @@ def _ending(result: "GenerateResult", max_new_tokens: int) -> str:
     (text,) = result.texts
     if text.finish_reason == "length" and len(text.tokens) < max_new_tokens:
         return " [cut off: the context is full, /reset starts over]"
-    return {"cancelled": " [stopped]", "length": " [cut off: --max-new-tokens]"}.get(
+    return {"cancelled": " [stopped]", "length": " [cut off: --max-tokens]"}.get(
         text.finish_reason, ""
     )
 

@@ -4,7 +4,7 @@ import os
 import platform
 from importlib import metadata
 
-from sparse_bitnet.cli.arguments import parse
+from sparse_bitnet.cli.arguments import no_options
 
 PACKAGES = (
     "sparse-bitnet",
@@ -22,7 +22,7 @@ PACKAGES = (
 
 def main(arguments: list[str]) -> None:
     """Print versions, devices and kernels; attach it to a bug report."""
-    parse(_nothing, arguments, prog="sparse-bitnet env", description=main.__doc__)
+    no_options(arguments, prog="sparse-bitnet env", description=main.__doc__)
     for name, value in environment().items():
         print(f"{name:<14} {value}")
     print("\nkernels")
@@ -66,7 +66,3 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _nothing() -> None:
-    pass

@@ -25,7 +25,7 @@ class GenerateConfig:
     prompt_file: str | None = None
     """File with the text to continue; - is standard input."""
 
-    max_new_tokens: int = 64
+    max_tokens: int = 64
     """Most tokens to add."""
 
     stats: bool = False
@@ -61,7 +61,7 @@ def run(checkpoint: str, config: GenerateConfig, text: TextOptions, engine: Engi
     from sparse_bitnet.generation.generate import generate
     from sparse_bitnet.generation.open_model import open_model
 
-    options = text.generate_options(config.max_new_tokens)
+    options = text.generate_options(config.max_tokens)
     if config.prompt is not None and config.prompt_file is not None:
         raise UserError("give either --prompt or --prompt-file")
     model = open_model(checkpoint, engine)

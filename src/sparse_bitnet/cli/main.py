@@ -49,7 +49,10 @@ def main(arguments: list[str] | None = None) -> None:
         return
     verb, *rest = arguments
     if verb not in COMMANDS:
-        _fail(f"unknown command {verb!r}; `sparse-bitnet --help` lists them")
+        from sparse_bitnet.cli.arguments import did_you_mean
+
+        hint = did_you_mean(verb, COMMANDS)
+        _fail(f"unknown command {verb!r}{hint}; `sparse-bitnet --help` lists them")
     # Downloads' progress bars and advice of libraries would drown our own output.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -1,11 +1,11 @@
 """`sparse-bitnet models`: the presets and their sizes."""
 
-from sparse_bitnet.cli.arguments import parse
+from sparse_bitnet.cli.arguments import no_options
 
 
 def main(arguments: list[str]) -> None:
     """Print every preset with its shape and parameter counts."""
-    parse(_nothing, arguments, prog="sparse-bitnet models", description=main.__doc__)
+    no_options(arguments, prog="sparse-bitnet models", description=main.__doc__)
 
     from rich.console import Console
     from rich.table import Table
@@ -31,7 +31,3 @@ def main(arguments: list[str]) -> None:
             f"{shape.vocab_size * shape.hidden_size:,}",
         )
     Console().print(table)
-
-
-def _nothing() -> None:
-    pass
