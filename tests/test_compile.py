@@ -55,7 +55,7 @@ def test_inductor_gives_identical_codes_masks_outputs_and_gradients() -> None:
 
     def everything() -> tuple[list[Tensor], list[Tensor]]:
         outputs = [single(batched), single(empty), half(flat)]
-        return outputs, [*single.select(), *half.select()]
+        return outputs, [*single.select()[:3], *half.select()[:3]]
 
     def results(function) -> list[Tensor]:
         outputs, chosen = function()

@@ -1,5 +1,7 @@
 """The int8 forward of training: the integers of the fake-quantised product, rounded once."""
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -7,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from factories import make_layer, tiny_model
 from sparse_bitnet.bench.gpu_train import UsualFakeQuantLinear
-from sparse_bitnet.convert import convert_, selected, set_integer_forward_
+from sparse_bitnet.convert import convert_, selected, set_integer_forward_, sparse_layers
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer import SparseBitConfig, SparseBitLinear
 from sparse_bitnet.ops.int8_linear import int8_linear, integer_product
@@ -126,7 +128,9 @@ def test_int8_activations_are_what_is_saved() -> None:
 
 def saved_bytes(module: nn.Module, x: Tensor) -> int:
     """What autograd keeps for the backward pass, besides parameters and the step's own codes."""
-    own = {tensor.data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+    selections = [layer.state.current or () for layer in sparse_layers(module).values()]
+    held = (*module.parameters(), *module.buffers(), *itertools.chain(*selections))
+    own = {tensor.data_ptr() for tensor in held if tensor is not None}
     saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:

@@ -9,7 +9,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from factories import VARIANTS, make_layer
+from sparse_bitnet.convert import selected
+from sparse_bitnet.layer import Selection, SparseBitLinear
 from sparse_bitnet.ops.nm_mask import nm_mask
+from sparse_bitnet.ops.select_ternary import quantize_ternary
 from sparse_bitnet.pattern import NMPattern
 
 
@@ -130,16 +133,48 @@ class TestSelection:
             config = layer.config
             is_dense = config.pattern.is_dense
             needed = config.weight == "full" or config.mask_gradient == "masked"
-            assert (layer.step_mask is None) == (is_dense or not needed)
+            assert (layer.state.current.mask is None) == (is_dense or not needed)
             assert (layer.mask_words is None) == is_dense
             for _ in range(2):
                 assert (layer.mask is None) if is_dense else torch.equal(layer.mask, expected)
                 layer.release_()
-                assert layer.step_mask is None
+                assert layer.state.current is None
             if not is_dense:
                 layer.mask = ~expected
                 layer.select_()
                 assert layer.mask_flips == expected.numel()
+
+    @pytest.mark.parametrize("text", VARIANTS.values())
+    @pytest.mark.parametrize("training", [True, False])
+    def test_an_overridden_selection_is_that_of_every_forward(
+        self, text: str, training: bool
+    ) -> None:
+        class FirstOfEachGroup(SparseBitLinear):
+            def select(self) -> Selection:
+                mask = torch.arange(self.in_features).expand_as(self.weight) % 8 < 6
+                if self.config.weight == "full":
+                    return Selection(None, mask, None)
+                codes, scale = quantize_ternary(self.weight)
+                return Selection(codes * mask, mask, scale)
+
+        layer = make_layer(text).train(training)
+        layer.__class__ = FirstOfEachGroup
+        x = torch.randn(4, 48)
+        expected = layer(x)
+        assert not torch.equal(expected, make_layer(text)(x))
+        for flips in (None, 0):
+            with selected(layer):
+                assert torch.equal(layer(x), expected)
+                assert torch.equal(layer.mask, layer.select().mask)
+                assert layer.mask_flips == (flips if training else None)
+        assert (layer.mask is not None) == training
+
+    def test_a_selection_moves_with_its_layer(self) -> None:
+        layer = make_layer("ternary-6:8")
+        layer.select_()
+        layer.to("meta")
+        assert all(part.is_meta for part in layer.state.current if part is not None)
+        assert layer.state.mask_words.is_meta
 
     def test_dense_format_has_no_flips(self) -> None:
         layer = make_layer("ternary-8:8")

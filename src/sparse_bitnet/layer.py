@@ -5,8 +5,10 @@ parameter and receives the gradient of the effective weight, pruned positions in
 straight-through estimator, paper section 2.3).
 """
 
-import functools
-from typing import Any, NamedTuple, Self, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -34,24 +36,28 @@ __all__ = [
     "CHOICES",
     "Selection",
     "SparseBitConfig",
+    "SelectionState",
     "SparseBitLinear",
-    "StepSelection",
     "select",
-    "select_step",
 ]
 
 Layer = TypeVar("Layer", bound=nn.Linear)
 
 
 class Selection(NamedTuple):
-    """What the forwards use of one weight."""
+    """What the forwards of one weight use, and the mask as it is kept from step to step."""
 
     codes: Tensor | None
     """int8 [out_features, in_features], masked; None with full-precision weights."""
     mask: Tensor | None
-    """bool [out_features, in_features]; None when the pattern is dense."""
+    """bool [out_features, in_features]; None when the pattern is dense, or with `mask_words` where
+    forwards and gradients need the codes alone."""
     weight_scale: Tensor | None
     """float32 scalar; None with full-precision weights."""
+    mask_words: Tensor | None = None
+    """The mask as `pack_mask` gives it; None when the pattern is dense, or where only `mask` is."""
+    mask_flips: Tensor | None = None
+    """int64 scalar, positions that differ from those of the step before; None without these."""
 
 
 def select(
@@ -60,22 +66,33 @@ def select(
     *,
     dense: bool = False,
     weight_scale: Tensor | None = None,
+    words: bool = False,
+    previous: Tensor | None = None,
 ) -> Selection:
     """Mask, ternary codes and scale of a master weight [out_features, in_features].
 
-    `dense=True` keeps every weight whatever the pattern (the first phase of dense-to-sparse): the
-    mask is then all ones, so the flips of the first sparse step are counted against it. With
-    `weight_scale` (float32 scalar) `weight` may be some rows of a matrix of that scale.
+    Args:
+        weight: the master; with `weight_scale` it may be some rows of a matrix of that scale.
+        config: the format.
+        dense: keep every weight whatever the pattern (the first phase of dense-to-sparse): the mask is
+            then all ones, so the flips of the first sparse step are counted against it.
+        weight_scale: float32 scalar, instead of the weight's own.
+        words: where one pass gives it, the mask as `mask_words`, flips against `previous` included.
+        previous: `mask_words` of the step before.
     """
     weight = weight.detach()
     prunes = not config.pattern.is_dense
     pattern = NMPattern(config.pattern.m, config.pattern.m) if dense else config.pattern
     if config.weight == "full":
         return Selection(None, nm_mask(weight, pattern) if prunes else None, None)
-    if _selects_in_one_pass(config, dense):
+    if dense or not prunes or (config.mask_source, config.scale_source) == ("master", "dense"):
         scale = absmean(weight) if weight_scale is None else weight_scale
-        codes, mask = select_ternary(weight, scale, pattern.n, pattern.m)
-        return Selection(codes, mask if prunes else None, scale)
+        if not words or not prunes:
+            codes, mask = select_ternary(weight, scale, pattern.n, pattern.m)
+            return Selection(codes, mask if prunes else None, scale)
+        codes, bits, flips = select_ternary_bits(weight, scale, pattern.n, pattern.m, previous)
+        needed = unpack_mask(bits, pattern.m) if config.mask_gradient == "masked" else None
+        return Selection(codes, needed, scale, bits, None if previous is None else flips)
     if config.mask_source == "ternary":
         codes, scale = quantize_ternary(weight, weight_scale)
         mask = nm_mask(codes.to(weight.dtype), config.pattern)
@@ -86,60 +103,59 @@ def select(
     return Selection(codes * mask, mask, scale)
 
 
-class StepSelection(NamedTuple):
-    """What one optimiser step uses of one weight: computed once, shared by all its forwards."""
+@dataclass
+class SelectionState:
+    """What a layer holds of its selections; its tensors move with the layer and are never saved."""
 
-    codes: Tensor | None
-    """As in `Selection`."""
-    mask: Tensor | None
-    """As in `Selection`; None too where forwards and gradients need the codes alone."""
-    weight_scale: Tensor | None
-    """As in `Selection`."""
-    mask_words: Tensor | None
-    """The mask as `pack_mask` gives it; None when the pattern is dense."""
-    mask_flips: Tensor | None
-    """int64 scalar, positions that differ from those of the step before; None without these."""
+    current: Selection | None = None
+    """What forwards use instead of selecting anew."""
+
+    mask_words: Tensor | None = None
+    """The last training step's."""
+
+    mask_flips: Tensor | None = None
+    """The last training step's."""
+
+    _made_for: tuple[int, int, int] | None = None
+    _optimizer_steps: ClassVar[int] = 0
+
+    def hold(self, selection: Selection, weight: Tensor) -> None:
+        """Make it the current one, for as long as `weight` stays what it is."""
+        _watch_optimizers()
+        self.current, self._made_for = selection, self._state_of(weight)
+
+    def is_current(self, weight: Tensor | None) -> bool:
+        """Whether the current selection is still that of the weight; None asks for optimisers alone."""
+        if self.current is None or self._made_for is None:
+            return False
+        if weight is None:
+            return self._made_for[2] == self._optimizer_steps
+        return self._made_for == self._state_of(weight)
+
+    def apply_(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Change every tensor, as `nn.Module.to` does with a module's own."""
+
+        def changed(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else change(tensor)
+
+        if self.current is not None:
+            self.current = Selection(*map(changed, self.current))
+        self.mask_words, self.mask_flips = changed(self.mask_words), changed(self.mask_flips)
+
+    @classmethod
+    def count_step(cls, *_: Any) -> None:
+        """An optimiser has made a step: fused ones write weights without a new version."""
+        cls._optimizer_steps += 1
+
+    def _state_of(self, weight: Tensor) -> tuple[int, int, int]:
+        """Changes whenever the values of `weight` may have."""
+        version = 0 if weight.is_inference() else weight._version  # inference tensors keep none
+        return id(weight), version, self._optimizer_steps
 
 
-def select_step(
-    weight: Tensor,
-    config: SparseBitConfig,
-    *,
-    previous: Tensor | None = None,
-    dense: bool = False,
-    weight_scale: Tensor | None = None,
-) -> StepSelection:
-    """`select`, with the mask as bits and the count of its flips, in one pass where the format allows.
-
-    Args:
-        weight, config, dense, weight_scale: as of `select`.
-        previous: `mask_words` of the step before.
-    """
-    m = config.pattern.m
-    needs_mask = config.weight == "full" or config.mask_gradient == "masked"
-    if config.pattern.is_dense or not _selects_in_one_pass(config, dense):
-        codes, mask, scale = select(weight, config, dense=dense, weight_scale=weight_scale)
-        if mask is None:
-            return StepSelection(codes, None, scale, None, None)
-        words = pack_mask(mask, m)
-        flips = None if previous is None else count_flips(previous, words)
-        return StepSelection(codes, mask if needs_mask else None, scale, words, flips)
-    weight = weight.detach()
-    scale = absmean(weight) if weight_scale is None else weight_scale
-    codes, words, flips = select_ternary_bits(
-        weight, scale, m if dense else config.pattern.n, m, previous
-    )
-    mask = unpack_mask(words, m) if needs_mask else None
-    return StepSelection(codes, mask, scale, words, None if previous is None else flips)
-
-
-def _selects_in_one_pass(config: SparseBitConfig, dense: bool) -> bool:
-    """Whether codes and mask follow from the master and its own scale, weight by weight."""
-    if config.weight == "full":
-        return False
-    if dense or config.pattern.is_dense:
-        return True
-    return (config.mask_source, config.scale_source) == ("master", "dense")
+@cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_post_hook(SelectionState.count_step)
 
 
 class SparseBitLinear(nn.Linear):
@@ -150,12 +166,6 @@ class SparseBitLinear(nn.Linear):
 
     Raises `UserError`, naming the layer, when the pattern does not divide in_features.
     """
-
-    codes: Tensor | None
-    weight_scale: Tensor | None
-    step_mask: Tensor | None
-    mask_words: Tensor | None
-    mask_flips: Tensor | None
 
     def __init__(
         self,
@@ -170,17 +180,10 @@ class SparseBitLinear(nn.Linear):
     ) -> None:
         config.pattern.check_divides(in_features, name)
         super().__init__(in_features, out_features, bias, device, dtype)
-        self._adopt(config)
-
-    def _adopt(self, config: SparseBitConfig) -> None:
         self.config = config
         self.dense_phase = False
         self.integer_forward = False
-        self._holds_selection = False
-        self._selected_weight: tuple[int, int, int] | None = None
-        self._training_masks: tuple[Tensor | None, Tensor | None] | None = None
-        for buffer in ("codes", "weight_scale", "step_mask", "mask_words", "mask_flips"):
-            self.register_buffer(buffer, None, persistent=False)
+        self.state = SelectionState()
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, config: SparseBitConfig, name: str) -> Self:
@@ -198,22 +201,44 @@ class SparseBitLinear(nn.Linear):
 
     @property
     def mask(self) -> Tensor | None:
-        """bool [out_features, in_features] of the last selection, see `select_`; None without one.
-
-        It is kept as bits (`mask_words`); what a step needs as bools is in `step_mask`.
-        """
-        if self.step_mask is not None or self.mask_words is None:
-            return self.step_mask
-        return unpack_mask(self.mask_words, self.config.pattern.m)
+        """bool [out_features, in_features] of the last selection, see `select_`; None without one."""
+        if self.state.current is not None and self.state.current.mask is not None:
+            return self.state.current.mask
+        words = self.mask_words
+        return None if words is None else unpack_mask(words, self.config.pattern.m)
 
     @mask.setter
     def mask(self, value: Tensor | None) -> None:
         self.mask_words = None if value is None else pack_mask(value, self.config.pattern.m)
 
+    @property
+    def mask_words(self) -> Tensor | None:
+        """The same as `pack_mask` gives it: how a mask is kept and stored."""
+        return (self.state.current or self.state).mask_words
+
+    @mask_words.setter
+    def mask_words(self, words: Tensor | None) -> None:
+        self.state.mask_words = words
+
+    @property
+    def mask_flips(self) -> Tensor | None:
+        """int64 scalar, positions that the last selection changed; None without a predecessor."""
+        return (self.state.current or self.state).mask_flips
+
     def select(self) -> Selection:
-        """Mask, codes and scale of the weight as it is now."""
+        """Mask, codes and scale of the weight as it is now: for every forward, or once for a step.
+
+        Override it to choose them otherwise; codes, mask and scale are enough.
+        """
         weight, scale = self._source()
-        return select(weight, self.config, dense=self.dense_phase, weight_scale=scale)
+        return select(
+            weight,
+            self.config,
+            dense=self.dense_phase,
+            weight_scale=scale,
+            words=weight.is_cuda,  # one kernel there; elsewhere the mask is packed afterwards
+            previous=self.state.mask_words if self.training else None,
+        )
 
     def _source(self) -> tuple[Tensor, Tensor | None]:
         """What to select from, and its scale where that is not the weight's own."""
@@ -223,34 +248,26 @@ class SparseBitLinear(nn.Linear):
     def select_(self) -> None:
         """Select once; forwards use the result until `release_`, or until the weight changes.
 
-        In training mode `mask` outlives the release: the next call counts in `mask_flips` (int64
-        scalar, None without a predecessor) the positions that changed. In evaluation mode the
-        release puts `mask` and `mask_flips` back, so an evaluation between two training steps leaves
-        their flip rate alone.
+        In training mode `mask` and `mask_flips` outlive the release, and the next call counts the
+        positions that changed. In evaluation mode both are as before after the release, so an
+        evaluation between two training steps leaves their flip rate alone.
         """
         self.release_()
-        if not self.training:
-            self._training_masks = (self.mask_words, self.mask_flips)
-        weight, scale = self._source()
-        chosen = select_step(
-            weight,
-            self.config,
-            previous=self.mask_words if self.training else None,
-            dense=self.dense_phase,
-            weight_scale=scale,
-        )
-        self.codes, self.step_mask, self.weight_scale = chosen[:3]
-        self.mask_words, self.mask_flips = chosen.mask_words, chosen.mask_flips
-        self._selected_weight = _state_of(self.weight)
-        self._holds_selection = True
+        codes, mask, scale, words, flips = self.select()
+        if words is None and mask is not None:
+            words = pack_mask(mask, self.config.pattern.m)
+        previous = self.state.mask_words if self.training else None
+        if flips is None and words is not None and previous is not None:
+            flips = count_flips(previous, words)
+        if codes is not None and self.config.mask_gradient == "dense":
+            mask = None
+        self.state.hold(Selection(codes, mask, scale, words, flips), self.weight)
+        if self.training:
+            self.state.mask_words, self.state.mask_flips = words, flips
 
     def release_(self) -> None:
         """Forget codes and scale; later forwards follow the weight again."""
-        if self._training_masks is not None:
-            self.mask_words, self.mask_flips = self._training_masks
-            self._training_masks = None
-        self.codes = self.weight_scale = self.step_mask = None
-        self._holds_selection = False
+        self.state.current = None
 
     @property
     def is_selected(self) -> bool:
@@ -261,25 +278,30 @@ class SparseBitLinear(nn.Linear):
         cannot look and trusts the caller.
         """
         if torch.compiler.is_compiling():
-            return self._holds_selection
-        return self._holds_selection and self._selected_weight == _state_of(self.weight)
+            return self.state.current is not None
+        return self.state.is_current(self.weight)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self.state.apply_(fn)
+        return super()._apply(fn, recurse)
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]; computes in the autocast dtype if one is set."""
-        if self.is_selected:
-            selection = Selection(self.codes, self.step_mask, self.weight_scale)
-        else:
+        selection = self.state.current if self.is_selected else None
+        if selection is None:
             selection = self.select()
-        gate = self._gradient_gate(selection, self.weight)
+        gradient_mask = self._gradient_mask(selection, self.weight)
         if selection.codes is None:
             x = fake_quantize_int8(input) if self.config.activation == "int8" else input
             weight = self.weight
             if selection.mask is not None:
-                weight = masked(weight, selection.mask, gate)
+                weight = masked(weight, selection.mask, gradient_mask)
             return F.linear(x, weight, self.bias)
         assert selection.weight_scale is not None
         if self.config.activation == "none":
-            weight = dequantized(self.weight, selection.codes, selection.weight_scale, gate)
+            weight = dequantized(
+                self.weight, selection.codes, selection.weight_scale, gradient_mask
+            )
             return F.linear(input, weight, self.bias)
         return ternary_int8_linear(
             input,
@@ -287,18 +309,18 @@ class SparseBitLinear(nn.Linear):
             self.bias,
             selection.codes,
             selection.weight_scale,
-            gate,
+            gradient_mask,
             integer=self.integer_forward,
         )
 
-    def _gradient_gate(self, selection: Selection, weight: Tensor) -> Tensor | None:
+    def _gradient_mask(self, selection: Selection, weight: Tensor) -> Tensor | None:
         """Bool [out_features, in_features]: where the weight gets its gradient; None is everywhere."""
-        gate = selection.mask if self.config.mask_gradient == "masked" else None
+        kept = selection.mask if self.config.mask_gradient == "masked" else None
         if self.config.ste == "clipped":
             assert selection.weight_scale is not None
             inside = weight.detach().float().abs() <= selection.weight_scale
-            gate = inside if gate is None else inside & gate
-        return gate
+            kept = inside if kept is None else inside & kept
+        return kept
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, format={self.config}"
@@ -308,21 +330,3 @@ def _adopt_parameters(layer: Layer, owner: nn.Linear) -> Layer:
     layer.weight, layer.bias = owner.weight, owner.bias
     layer.training = owner.training
     return layer
-
-
-def _state_of(weight: Tensor) -> tuple[int, int, int]:
-    """Changes whenever the values of `weight` may have."""
-    version = 0 if weight.is_inference() else weight._version  # inference tensors keep none
-    return id(weight), version, _optimizer_steps()[0]
-
-
-@functools.cache
-def _optimizer_steps() -> list[int]:
-    """The count of steps of all optimisers: fused ones write weights without a new version."""
-    steps = [0]
-
-    def count(*_: Any) -> None:
-        steps[0] += 1
-
-    register_optimizer_step_post_hook(count)
-    return steps

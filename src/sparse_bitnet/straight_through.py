@@ -2,7 +2,7 @@
 
 The forward uses the mask, the codes, or both; the backward gives the master the gradient of the
 effective weight, pruned positions included (dual straight-through estimator, paper section 2.3). A
-`gate` (bool, shape of the weight) limits it to some positions; None is everywhere.
+`gradient_mask` (bool, shape of the weight) limits it to some positions; None is everywhere.
 """
 
 import torch
@@ -36,14 +36,16 @@ def straight_through(latent: Tensor, value: Tensor) -> Tensor:
     return _StraightThrough.apply(latent, value)
 
 
-def masked(weight: Tensor, mask: Tensor, gate: Tensor | None) -> Tensor:
+def masked(weight: Tensor, mask: Tensor, gradient_mask: Tensor | None) -> Tensor:
     """weight * mask, with the gradient passed to the dense weight."""
-    return _Masked.apply(weight, mask, gate)
+    return _Masked.apply(weight, mask, gradient_mask)
 
 
-def dequantized(weight: Tensor, codes: Tensor, weight_scale: Tensor, gate: Tensor | None) -> Tensor:
+def dequantized(
+    weight: Tensor, codes: Tensor, weight_scale: Tensor, gradient_mask: Tensor | None
+) -> Tensor:
     """codes * weight_scale in the dtype of the weight, with the gradient passed to the weight."""
-    return _Dequantized.apply(weight, codes, weight_scale, gate)
+    return _Dequantized.apply(weight, codes, weight_scale, gradient_mask)
 
 
 def ternary_int8_linear(
@@ -52,7 +54,7 @@ def ternary_int8_linear(
     bias: Tensor | None,
     codes: Tensor,
     weight_scale: Tensor,
-    gate: Tensor | None = None,
+    gradient_mask: Tensor | None = None,
     *,
     integer: bool = False,
 ) -> Tensor:
@@ -74,11 +76,11 @@ def ternary_int8_linear(
     integer result whatever the order of summation. int8 activations are saved for the backward pass,
     a quarter of what float32 ones take.
     """
-    return _TernaryInt8Linear.apply(x, weight, bias, codes, weight_scale, gate, integer)
+    return _TernaryInt8Linear.apply(x, weight, bias, codes, weight_scale, gradient_mask, integer)
 
 
-def _gated(gradient: Tensor, gate: Tensor | None) -> Tensor:
-    return gradient if gate is None else gradient * gate
+def _where_kept(gradient: Tensor, gradient_mask: Tensor | None) -> Tensor:
+    return gradient if gradient_mask is None else gradient * gradient_mask
 
 
 def _unpacked(codes: Tensor, in_features: int) -> Tensor:
@@ -97,35 +99,35 @@ class _StraightThrough(torch.autograd.Function):
 
 class _Masked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, weight, mask, gate):
-        ctx.save_for_backward(gate)
+    def forward(ctx, weight, mask, gradient_mask):
+        ctx.save_for_backward(gradient_mask)
         return weight * mask
 
     @staticmethod
     def backward(ctx, gradient):
-        (gate,) = ctx.saved_tensors
-        return _gated(gradient, gate), None, None
+        (gradient_mask,) = ctx.saved_tensors
+        return _where_kept(gradient, gradient_mask), None, None
 
 
 class _Dequantized(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, weight, codes, weight_scale, gate):
-        ctx.save_for_backward(gate)
+    def forward(ctx, weight, codes, weight_scale, gradient_mask):
+        ctx.save_for_backward(gradient_mask)
         return (codes * weight_scale).to(weight.dtype)
 
     @staticmethod
     def backward(ctx, gradient):
-        (gate,) = ctx.saved_tensors
-        return _gated(gradient, gate), None, None, None
+        (gradient_mask,) = ctx.saved_tensors
+        return _where_kept(gradient, gradient_mask), None, None, None
 
 
 class _TernaryInt8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, codes, weight_scale, gate, integer):
+    def forward(ctx, x, weight, bias, codes, weight_scale, gradient_mask, integer):
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         x_codes, activation_scale = quantize_int8(x)
-        ctx.save_for_backward(x_codes, activation_scale, codes, weight_scale, gate)
+        ctx.save_for_backward(x_codes, activation_scale, codes, weight_scale, gradient_mask)
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         codes = _unpacked(codes, x.shape[-1])
         if integer:
@@ -143,7 +145,7 @@ class _TernaryInt8Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
-        x_codes, activation_scale, codes, weight_scale, gate = ctx.saved_tensors
+        x_codes, activation_scale, codes, weight_scale, gradient_mask = ctx.saved_tensors
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         dtype = gradient.dtype
         grad_x = grad_weight = grad_bias = None
@@ -153,7 +155,7 @@ class _TernaryInt8Linear(torch.autograd.Function):
         rows = gradient.reshape(-1, gradient.shape[-1])
         if ctx.needs_input_grad[1]:
             x = (x_codes * activation_scale).to(dtype).reshape(-1, x_codes.shape[-1])
-            grad_weight = _gated((rows.t() @ x).to(weight_dtype), gate)
+            grad_weight = _where_kept((rows.t() @ x).to(weight_dtype), gradient_mask)
         if bias_dtype is not None and ctx.needs_input_grad[2]:
             grad_bias = rows.sum(0, dtype=torch.float32).to(bias_dtype)
         return grad_x, grad_weight, grad_bias, None, None, None, None

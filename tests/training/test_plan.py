@@ -30,11 +30,7 @@ def measured(config: SparseBitConfig, dtype: torch.dtype, rows: int) -> tuple[in
     optimizer = build_optimizer(model, TrainConfig())
     tokens = torch.randint(0, 320, (rows, 33))
     with selected(model):
-        held = [
-            part
-            for layer in sparse_layers(model).values()
-            for part in (layer.codes, layer.step_mask, layer.mask_words)
-        ]
+        held = [part for layer in sparse_layers(model).values() for part in layer.state.current]
         own = {part.data_ptr() for part in (*held, *model.parameters()) if part is not None}
         saved: dict[int, int] = {}
         kept = []

@@ -147,7 +147,7 @@ def _master(foreign: ForeignCheckpoint, layer: str, format: SparseBitConfig) -> 
             "the smallest there is here"
         )
     master = masters_of(ternary)
-    codes, _, weight_scale = select(master, format)
+    codes, _, weight_scale = select(master, format)[:3]
     assert codes is not None
     if not torch.equal(codes, ternary.codes):
         raise UserError(

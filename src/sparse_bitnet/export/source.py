@@ -98,7 +98,7 @@ def _of_masters(checkpoint: TrainedCheckpoint) -> ModelSource:
     format = checkpoint.format
 
     def read_ternary(layer: str) -> TernaryWeight:
-        codes, _, weight_scale = select(checkpoint.tensor(f"{layer}.weight"), format)
+        codes, _, weight_scale = select(checkpoint.tensor(f"{layer}.weight"), format)[:3]
         assert codes is not None
         assert weight_scale is not None
         return TernaryWeight(codes, weight_scale)

@@ -53,10 +53,16 @@ def selection_metrics(
 
 
 def _zeros(layer: SparseBitLinear) -> Tensor:
-    if layer.codes is not None:
-        return layer.codes.numel() - torch.count_nonzero(layer.codes)
-    if layer.step_mask is not None:
-        return layer.step_mask.numel() - torch.count_nonzero(layer.step_mask)
+    selection = layer.state.current
+    kept = (
+        None
+        if selection is None
+        else selection.mask
+        if selection.codes is None
+        else selection.codes
+    )
+    if kept is not None:
+        return kept.numel() - torch.count_nonzero(kept)
     return torch.zeros((), dtype=torch.int64, device=layer.weight.device)
 
 

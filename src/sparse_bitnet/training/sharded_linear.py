@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from sparse_bitnet.convert import selected, sparse_layers
-from sparse_bitnet.layer import Selection, SparseBitLinear, _state_of
+from sparse_bitnet.layer import Selection, SparseBitLinear
 from sparse_bitnet.ops.absmean import abs_sum, mean_to_scale
 from sparse_bitnet.ops.nm_mask import nm_mask
 from sparse_bitnet.ops.operands import pack_codes, unpack_codes
@@ -40,7 +40,7 @@ Reduce = Callable[[Tensor], Tensor]
 class ShardedSparseBitLinear(SparseBitLinear):
     """A `SparseBitLinear` that selects on this process's rows and computes with everybody's.
 
-    `mask`, `codes` and `mask_flips` are those of the own rows. Forwards are possible only inside
+    `mask`, its flips and the codes are those of the own rows. Forwards are possible only inside
     `selected_shards`. Made from a whole layer by `shard_linears_`.
     """
 
@@ -72,7 +72,8 @@ class ShardedSparseBitLinear(SparseBitLinear):
     @torch.no_grad()
     def select_(self) -> None:
         super().select_()
-        self.packed = None if self.codes is None else pack_codes(self.codes)
+        codes = self.selection.codes
+        self.packed = None if codes is None else pack_codes(codes)
 
     def release_(self) -> None:
         super().release_()
@@ -81,15 +82,19 @@ class ShardedSparseBitLinear(SparseBitLinear):
     @property
     def is_selected(self) -> bool:
         # The parameter is another object while it is gathered: the optimiser's steps have to do.
-        held = self._selected_weight
-        return self._holds_selection and held is not None and held[2] == _state_of(self.weight)[2]
+        return self.state.is_current(None)
+
+    @property
+    def selection(self) -> Selection:
+        """The step's, of the own rows; forwards and gathers are possible only with one."""
+        assert self.state.current is not None, "used outside selected_shards"
+        return self.state.current
 
     # A gathered weight is no tensor that a compiler could trace: its products stay as they are.
     @torch.compiler.disable
     def forward(self, input: Tensor) -> Tensor:
-        gathered, scale = self.gathered, self.weight_scale
+        gathered, scale = self.gathered, self.selection.weight_scale
         assert gathered is not None, "forward before a gather"
-        assert self._holds_selection, "forward outside selected_shards"
         if scale is None:
             x = fake_quantize_int8(input) if self.config.activation == "int8" else input
             return F.linear(x, straight_through(self.weight, gathered), self.bias)
@@ -101,23 +106,21 @@ class ShardedSparseBitLinear(SparseBitLinear):
         )
 
     @torch.no_grad()
-    def gate_gradient_(self) -> None:
+    def mask_gradient_(self) -> None:
         """Zero the reduced gradient of the own rows where the config gives the weight none.
 
-        The gate is the same for all processes and micro-batches, so it can be applied to their sum.
+        The mask is the same for all processes and micro-batches, so it can be applied to their sum.
         """
-        gate = self._gradient_gate(
-            Selection(self.codes, self.step_mask, self.weight_scale), self.rows
-        )
-        if gate is not None and self.weight.grad is not None:
-            cast(DTensor, self.weight.grad).to_local().mul_(gate)
+        kept = self._gradient_mask(self.selection, self.rows)
+        if kept is not None and self.weight.grad is not None:
+            cast(DTensor, self.weight.grad).to_local().mul_(kept)
 
     def bytes_to_send(self) -> Tensor:
         """What `fully_shard` gathers of this layer: [rows, width], uint8 codes or masked weights."""
-        assert self._holds_selection, "gathered outside selected_shards"
+        mask = self.selection.mask
         if self.packed is not None:
             return self.packed
-        rows = self.rows if self.step_mask is None else self.rows * self.step_mask
+        rows = self.rows if mask is None else self.rows * mask
         return rows.to(self.compute_dtype)
 
 

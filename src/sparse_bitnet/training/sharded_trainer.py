@@ -62,7 +62,7 @@ class ShardedTrainer(Trainer):
     def _forward_backward(self, step: int) -> float:
         loss = super()._forward_backward(step)
         for layer in sharded_layers(self.model):
-            layer.gate_gradient_()
+            layer.mask_gradient_()
         mine = torch.tensor(
             [loss, float(self.stop.received)], dtype=torch.float64, device=self.device
         )
