@@ -2,16 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <utility>
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#elif defined(__aarch64__)
-#include <arm_neon.h>
-#endif
-
-#define FLOAT_KERNELS "attention_kernels.h"
-#include "each_float_isa.h"
 
 namespace sparse_bitnet {
 namespace {
@@ -29,16 +19,6 @@ std::int64_t aligned_floats(std::int64_t count) { return (count + 15) / 16 * 16;
 constexpr std::int64_t work_for_threads = 1500;
 
 }  // namespace
-
-const AttentionKernels& choose_attention_kernels(const std::string& isa) {
-#if defined(__x86_64__)
-  if (isa == "avx512vnni") return float_avx512::attention_kernels;
-  // Whatever has FMA has F16C, which not every compiler can ask for.
-  if (isa == "avx2" && __builtin_cpu_supports("fma")) return float_avx2::attention_kernels;
-#endif
-  (void)isa;
-  return float_generic::attention_kernels;
-}
 
 AttentionPlan::AttentionPlan(const KvCache& cache, std::int64_t heads, std::int64_t kv_heads,
                              std::int64_t head_dim, int threads)
@@ -111,7 +91,7 @@ void AttentionPlan::set(const Segment* segments, std::int64_t count) {
   }
 }
 
-void AttentionPlan::run(const AttentionKernels& kernels, ThreadPool& pool, std::int64_t layer,
+void AttentionPlan::run(const VectorKernels& kernels, ThreadPool& pool, std::int64_t layer,
                         const float* queries, float* out, std::int64_t stride) {
   for (Merge& merge : merges_) merge.left->store(merge.chunks, std::memory_order_relaxed);
   const std::int64_t count = std::int64_t(tasks_.size());
@@ -123,7 +103,7 @@ void AttentionPlan::run(const AttentionKernels& kernels, ThreadPool& pool, std::
                     });
 }
 
-void AttentionPlan::run_task(const AttentionKernels& kernels, const Task& task, std::int64_t layer,
+void AttentionPlan::run_task(const VectorKernels& kernels, const Task& task, std::int64_t layer,
                              const float* queries, float* out, std::int64_t stride, int thread) {
   const Segment& segment = segments_[task.segment];
   const std::int64_t rows = task.tokens * group_;
@@ -160,7 +140,7 @@ void AttentionPlan::run_task(const AttentionKernels& kernels, const Task& task, 
   write_rows(kernels, task, all, out, stride);
 }
 
-void AttentionPlan::attend_pages(const AttentionKernels& kernels, const Task& task,
+void AttentionPlan::attend_pages(const VectorKernels& kernels, const Task& task,
                                  std::int64_t layer, std::int64_t first, std::int64_t count,
                                  float* scratch, const AttentionState& state) const {
   const std::int64_t rows = task.tokens * group_;
@@ -178,7 +158,7 @@ void AttentionPlan::attend_pages(const AttentionKernels& kernels, const Task& ta
   }
 }
 
-void AttentionPlan::write_rows(const AttentionKernels& kernels, const Task& task,
+void AttentionPlan::write_rows(const VectorKernels& kernels, const Task& task,
                                const AttentionState& state, float* out,
                                std::int64_t stride) const {
   for (std::int64_t row = 0; row < task.tokens * group_; ++row) {

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "aligned_vector.h"
+#include "isa.h"
 #include "kv_cache.h"
 
 namespace sparse_bitnet {
@@ -41,20 +42,6 @@ struct PageAttention {
   AttentionState state;
 };
 
-struct AttentionKernels {
-  const char* isa;
-  void (*attend)(const PageAttention& work);
-  void (*merge)(const AttentionState& into, const AttentionState& from, std::int64_t rows,
-                std::int64_t padded);
-  // out [head_dim] of one row = state.out / state.sum.
-  void (*finish)(const AttentionState& state, std::int64_t row, std::int64_t head_dim, float* out);
-  // Stores a key and a value [head_dim] as token `slot` of a page.
-  void (*append)(CacheType type, const PageView& page, std::int64_t slot, const float* key,
-                 const float* value, std::int64_t head_dim);
-};
-
-const AttentionKernels& choose_attention_kernels(const std::string& isa);
-
 // Tokens of one sequence within a batch whose keys and values are already in the cache.
 struct Segment {
   int sequence;
@@ -72,7 +59,7 @@ class AttentionPlan {
   void set(const Segment* segments, std::int64_t count);
 
   // queries, out: [rows, stride], of which heads * head_dim are used.
-  void run(const AttentionKernels& kernels, ThreadPool& pool, std::int64_t layer,
+  void run(const VectorKernels& kernels, ThreadPool& pool, std::int64_t layer,
            const float* queries, float* out, std::int64_t stride);
 
  private:
@@ -88,12 +75,12 @@ class AttentionPlan {
     std::atomic<std::int64_t>* left;
   };
 
-  void run_task(const AttentionKernels& kernels, const Task& task, std::int64_t layer,
+  void run_task(const VectorKernels& kernels, const Task& task, std::int64_t layer,
                 const float* queries, float* out, std::int64_t stride, int thread);
-  void attend_pages(const AttentionKernels& kernels, const Task& task, std::int64_t layer,
+  void attend_pages(const VectorKernels& kernels, const Task& task, std::int64_t layer,
                     std::int64_t first, std::int64_t count, float* scratch,
                     const AttentionState& state) const;
-  void write_rows(const AttentionKernels& kernels, const Task& task, const AttentionState& state,
+  void write_rows(const VectorKernels& kernels, const Task& task, const AttentionState& state,
                   float* out, std::int64_t stride) const;
   AttentionState state_at(float* memory, std::int64_t rows) const;
   std::int64_t state_floats(std::int64_t rows) const;

@@ -1,4 +1,5 @@
-// The parts of the extension module; each adds its functions and classes.
+// The parts of the extension module; each adds its functions and classes. Sizes are checked here, before
+// anything is allocated or multiplied; addresses are believed.
 
 #pragma once
 
@@ -7,6 +8,8 @@
 #include <string>
 
 #include <nanobind/nanobind.h>
+
+#include "isa.h"
 
 namespace sparse_bitnet {
 
@@ -25,11 +28,12 @@ inline void require(bool condition, const std::string& what) {
 // overflow.
 constexpr std::int64_t most_elements = std::int64_t(1) << 48;
 
+constexpr std::int64_t most_rows = (std::int64_t(1) << 31) - 1;
 constexpr int most_threads = 1024;
 
-void bind_matmul(nanobind::module_& module);
+void bind_matmul(nanobind::module_& module, nanobind::class_<Kernels>& kernels);
 void bind_decoder(nanobind::module_& module);
 void bind_memory(nanobind::module_& module);
-void bind_ceilings(nanobind::module_& module);
+void bind_roofline(nanobind::module_& module);
 
 }  // namespace sparse_bitnet

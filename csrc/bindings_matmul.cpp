@@ -1,40 +1,80 @@
-// Matrix kernels one by one, for tests and benchmarks: addresses and sizes in, nothing owned.
+// Matrices, tables, and their products one by one, for the engine's loader, tests and benchmarks.
 
+#include <cmath>
 #include <vector>
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include "bindings.h"
-#include "matmul_kernels.h"
+#include "matmul.h"
 
 namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace sparse_bitnet {
 namespace {
 
-Activations activations(std::int64_t tokens, std::int64_t columns, Address codes, Address fine,
-                        Address scales, Address sums, Address fine_sums) {
-  return {tokens,
-          columns,
-          activation_stride(columns),
-          pointer<std::int8_t>(codes),
-          pointer<std::int8_t>(fine),
-          pointer<float>(scales),
-          pointer<std::int32_t>(sums),
-          pointer<std::int32_t>(fine_sums)};
+void require_columns(std::int64_t columns) {
+  require(columns >= 1 && columns <= packed::max_in_features, "columns are outside 1..2^23");
 }
 
-void require_shape(int format, int n, int m, std::int64_t rows, std::int64_t columns) {
-  require(int(WeightFormat::i2) <= format && format <= int(WeightFormat::int4), "no such weight format");
+void require_stride(std::int64_t rows, std::int64_t row_stride, std::int64_t row_bytes,
+                    std::int64_t alignment) {
+  require(rows >= 1 && rows <= most_rows, "rows are outside 1..2^31 - 1");
+  require(row_stride >= row_bytes && row_stride % alignment == 0 && row_stride <= most_elements / rows,
+          "row_stride is less than a row, too large, or not aligned");
+}
+
+std::int64_t bytes_per_row(WeightFormat format, int n, int m, std::int64_t columns) {
   require(packed::is_valid({n, m}), "the pattern is not 1 <= n <= m <= 32");
-  require(rows >= 1 && rows < std::int64_t(1) << 31, "rows are outside 1..2^31 - 1");
-  require(columns >= 1 && columns <= packed::max_in_features, "columns are outside 1..2^23");
+  require(format != WeightFormat::nm_bitmap || packed::nm_bitmap_supports({n, m}),
+          "nm_bitmap does not hold the pattern: m does not divide 64");
+  require_columns(columns);
+  return Matrix::bytes_per_row(format, {n, m}, columns);
 }
 
-void require_tokens(std::int64_t tokens, std::int64_t columns) {
-  require(columns >= 1 && columns <= packed::max_in_features, "columns are outside 1..2^23");
+void make_matrix(Matrix* place, WeightFormat format, int n, int m, std::int64_t rows,
+                 std::int64_t columns, std::int64_t row_stride, Address address, float scale,
+                 Address scales) {
+  require_stride(rows, row_stride, bytes_per_row(format, n, m, columns), matrix_alignment);
+  require(address != 0 && address % matrix_alignment == 0, "the address is not aligned to 64 bytes");
+  require(std::isfinite(scale), "the scale is not finite");
+  const bool has_scales = format == WeightFormat::int8 || format == WeightFormat::int4;
+  require((scales != 0 || !has_scales) && scales % alignof(float) == 0,
+          "the scales are missing or not aligned to 4 bytes");
+  new (place) Matrix{format,     {n, m}, rows, columns,
+                     row_stride, pointer<const std::uint8_t>(address), scale,
+                     pointer<const float>(scales)};
+}
+
+void make_table(Table* place, TableType type, std::int64_t rows, std::int64_t columns,
+                std::int64_t row_stride, Address address, Address scales) {
+  require_columns(columns);
+  const bool integers = type == TableType::int8 || type == TableType::int4;
+  require(type != TableType::int4 || columns % int4_group == 0, "int4 needs columns in groups of 64");
+  const std::int64_t alignment = integers ? matrix_alignment : type == TableType::float32 ? 4 : 2;
+  require_stride(rows, row_stride, Table::bytes_per_row(type, columns), alignment);
+  require(address != 0 && address % alignment == 0, "the address is not aligned");
+  require((scales != 0 || !integers) && scales % alignof(float) == 0,
+          "the scales are missing or not aligned to 4 bytes");
+  new (place) Table{type,       rows, columns, row_stride, pointer<const std::uint8_t>(address),
+                    pointer<const float>(scales)};
+}
+
+void make_activations(Activations* place, std::int64_t tokens, std::int64_t columns, Address codes,
+                      Address fine, Address scales, Address sums, Address fine_sums) {
+  require_columns(columns);
   require(tokens >= 0 && tokens <= most_elements / columns, "tokens are out of range");
+  new (place) Activations{tokens,
+                          columns,
+                          activation_stride(columns),
+                          pointer<std::int8_t>(codes),
+                          pointer<std::int8_t>(fine),
+                          pointer<float>(scales),
+                          pointer<std::int32_t>(sums),
+                          pointer<std::int32_t>(fine_sums)};
 }
 
 // A matrix with its output, as Python hands it over.
@@ -44,20 +84,68 @@ struct BoundProduct {
   std::int64_t y_stride;
 };
 
+void multiply(const Kernels& kernels, ThreadPool& pool, const Activations& x,
+              const std::vector<BoundProduct>& bound, int repeats) {
+  std::vector<Product> group;
+  for (const BoundProduct& product : bound) {
+    require(product.matrix.columns == x.columns, "the matrix has other columns");
+    require(x.tokens <= most_elements / product.y_stride, "tokens are out of range");
+    group.push_back({&product.matrix, pointer<const float>(product.bias), pointer<float>(product.y),
+                     product.y_stride});
+  }
+  nb::gil_scoped_release release;
+  for (int i = 0; i < repeats; ++i) matmul(kernels, pool, x, group.data(), int(group.size()));
+}
+
+void multiply_table(const Kernels& kernels, ThreadPool& pool, Address x, std::int64_t tokens,
+                    std::int64_t x_stride, const Table& table, Address y, std::int64_t y_stride) {
+  require(table.type == TableType::bfloat16 || table.type == TableType::float32, "not a table of floats");
+  require(tokens >= 0 && tokens < most_elements, "tokens are out of range");
+  require(x_stride >= table.columns && x_stride <= most_elements / (tokens + 1) &&
+              y_stride >= table.rows && y_stride <= most_elements / (tokens + 1),
+          "a stride is out of range");
+  matmul_table(kernels, pool, pointer<const float>(x), tokens, x_stride, table, pointer<float>(y),
+               y_stride);
+}
+
+void count_visits(ThreadPool& pool, std::int64_t regions, std::int64_t count, std::int64_t size,
+                  Address visits, Address threads, bool in_ranges) {
+  require(count >= 0 && count <= most_elements && size >= 1 && size <= most_elements,
+          "count or size is out of range");
+  auto visit = [&](std::int64_t begin, std::int64_t end, int thread) {
+    for (std::int64_t j = begin; j < end; ++j) {
+      ++pointer<std::int32_t>(visits)[j];
+      pointer<std::int32_t>(threads)[j] = thread;
+    }
+  };
+  for (std::int64_t i = 0; i < regions; ++i) {
+    if (in_ranges) {
+      pool.parallel_for_ranges(count, size, visit);
+    } else {
+      pool.parallel_for(count, size, visit);
+    }
+  }
+}
+
 }  // namespace
 
-void bind_matmul(nb::module_& module) {
+void bind_matmul(nb::module_& module, nb::class_<Kernels>& kernels) {
   const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
   module.attr("ACTIVATION_SLACK") = activation_slack;
   module.attr("MATRIX_ALIGNMENT") = matrix_alignment;
-  module.def(
-      "bytes_per_row",
-      [](int format, int n, int m, std::int64_t columns) {
-        require_shape(format, n, m, 1, columns);
-        return Matrix::bytes_per_row(WeightFormat(format), {n, m}, columns);
-      },
-      nb::arg("format"), nb::arg("n"), nb::arg("m"), nb::arg("columns"),
-      "Bytes that a row of a WeightFormat takes, without the padding to row_stride.");
+  nb::enum_<WeightFormat>(module, "WeightFormat", "See csrc/matmul.h.")
+      .value("i2", WeightFormat::i2)
+      .value("b3", WeightFormat::b3)
+      .value("nm_bitmap", WeightFormat::nm_bitmap)
+      .value("int8", WeightFormat::int8)
+      .value("int4", WeightFormat::int4);
+  nb::enum_<TableType>(module, "TableType", "How an embedding or head is stored, see csrc/matmul.h.")
+      .value("int8", TableType::int8)
+      .value("int4", TableType::int4)
+      .value("bfloat16", TableType::bfloat16)
+      .value("float32", TableType::float32);
+  module.def("bytes_per_row", &bytes_per_row, "format"_a, "n"_a, "m"_a, "columns"_a,
+             "Bytes that a row takes, without the padding to row_stride.");
 
   nb::class_<ThreadPool>(module, "ThreadPool", "The engine's threads, see csrc/thread_pool.h.")
       .def(
@@ -66,121 +154,46 @@ void bind_matmul(nb::module_& module) {
             require(threads >= 1 && threads <= most_threads, "threads is outside 1..1024");
             new (self) ThreadPool(threads);
           },
-          nb::arg("threads"))
+          "threads"_a)
       .def_prop_ro("threads", &ThreadPool::threads)
-      .def(
-          "count_visits",
-          [](ThreadPool& pool, std::int64_t regions, std::int64_t count, std::int64_t size,
-             Address visits, Address threads, bool in_ranges) {
-            require(count >= 0 && count <= most_elements && size >= 1 && size <= most_elements,
-                    "count or size is out of range");
-            auto* visited = pointer<std::int32_t>(visits);
-            auto* by = pointer<std::int32_t>(threads);
-            auto visit = [&](std::int64_t begin, std::int64_t end, int thread) {
-              for (std::int64_t j = begin; j < end; ++j) {
-                ++visited[j];
-                by[j] = thread;
-              }
-            };
-            for (std::int64_t i = 0; i < regions; ++i) {
-              if (in_ranges) {
-                pool.parallel_for_ranges(count, size, visit);
-              } else {
-                pool.parallel_for(count, size, visit);
-              }
-            }
-          },
-          nb::arg("regions"), nb::arg("count"), nb::arg("size"), nb::arg("visits"),
-          nb::arg("threads"), nb::arg("in_ranges") = false, unlocked,
-          "Runs regions that add 1 to every int32 of visits [count] and note the thread: a test.");
+      .def("count_visits", &count_visits, "regions"_a, "count"_a, "size"_a, "visits"_a, "threads"_a,
+           "in_ranges"_a = false, unlocked,
+           "Runs regions that add 1 to every int32 of visits [count] and note the thread: a test.");
 
-  nb::class_<BoundProduct>(module, "Product", "A matrix and where its product goes.")
+  nb::class_<Matrix>(module, "Matrix",
+                     "Weights ready to be multiplied: addresses of rows, 64-byte aligned, row_stride bytes "
+                     "apart, and of the float32 scales of int8 and int4. n, m: the pattern, of nm_bitmap.")
+      .def("__init__", &make_matrix, "format"_a, "n"_a, "m"_a, "rows"_a, "columns"_a, "row_stride"_a,
+           "address"_a, "scale"_a = 1.0f, "scales"_a = 0);
+  nb::class_<Table>(module, "Table",
+                    "Embedding or output head: addresses of rows, row_stride bytes apart, and of the float32 "
+                    "scales of int8 and int4.")
+      .def("__init__", &make_table, "type"_a, "rows"_a, "columns"_a, "row_stride"_a, "address"_a,
+           "scales"_a = 0);
+  nb::class_<Activations>(module, "Activations",
+                          "Addresses of quantised activations, see csrc/matmul.h; fine and fine_sums may be 0.")
+      .def("__init__", &make_activations, "tokens"_a, "columns"_a, "codes"_a, "fine"_a, "scales"_a,
+           "sums"_a, "fine_sums"_a);
+  nb::class_<BoundProduct>(module, "Product", "A matrix and the addresses of its bias (or 0) and output.")
       .def(
           "__init__",
-          [](BoundProduct* self, int format, int n, int m, std::int64_t rows, std::int64_t columns,
-             std::int64_t row_stride, Address data, float scale, Address scales, Address bias,
-             Address y, std::int64_t y_stride) {
-            require_shape(format, n, m, rows, columns);
-            const std::int64_t row_bytes =
-                Matrix::bytes_per_row(WeightFormat(format), {n, m}, columns);
-            require(row_stride >= row_bytes && row_stride % matrix_alignment == 0 &&
-                        row_stride <= most_elements / rows,
-                    "row_stride is too small, too large or no multiple of 64");
-            require(y_stride >= rows && y_stride <= most_elements, "y_stride is out of range");
-            new (self) BoundProduct{
-                {WeightFormat(format), {n, m}, rows, columns, row_stride,
-                 pointer<const std::uint8_t>(data), scale, pointer<const float>(scales)},
-                bias,
-                y,
-                y_stride};
+          [](BoundProduct* self, const Matrix& matrix, Address bias, Address y, std::int64_t y_stride) {
+            require(y_stride >= matrix.rows && y_stride <= most_elements, "y_stride is out of range");
+            new (self) BoundProduct{matrix, bias, y, y_stride};
           },
-          nb::arg("format"), nb::arg("n"), nb::arg("m"), nb::arg("rows"), nb::arg("columns"),
-          nb::arg("row_stride"), nb::arg("data"), nb::arg("scale"), nb::arg("scales"),
-          nb::arg("bias"), nb::arg("y"), nb::arg("y_stride"));
+          "matrix"_a, "bias"_a, "y"_a, "y_stride"_a);
 
-  nb::class_<MatmulKernels>(module, "MatmulKernels", "Matrix kernels of one instruction set.")
-      .def_static("choose", &choose_matmul_kernels, nb::arg("isa") = "", nb::rv_policy::reference,
-                  "By name, or by SPARSE_BITNET_ISA, or the best. ValueError if there is none.")
-      .def_prop_ro("isa", [](const MatmulKernels& kernels) { return std::string(isa_name(kernels)); })
+  kernels
       .def(
           "quantize",
-          [](const MatmulKernels& kernels, ThreadPool& pool, Address x, std::int64_t tokens,
-             std::int64_t columns, Address codes, Address fine, Address scales, Address sums,
-             Address fine_sums) {
-            require_tokens(tokens, columns);
-            Activations a = activations(tokens, columns, codes, fine, scales, sums, fine_sums);
-            quantize(kernels, pool, pointer<const float>(x), a);
+          [](const Kernels& self, ThreadPool& pool, Address x, Activations& activations) {
+            quantize(self, pool, pointer<const float>(x), activations);
           },
-          nb::arg("pool"), nb::arg("x"), nb::arg("tokens"), nb::arg("columns"), nb::arg("codes"),
-          nb::arg("fine"), nb::arg("scales"), nb::arg("sums"), nb::arg("fine_sums"), unlocked,
-          "x [tokens, columns] float32 to Activations with stride activation_stride(columns).")
-      .def(
-          "matmul",
-          [](const MatmulKernels& kernels, ThreadPool& pool, std::int64_t tokens,
-             std::int64_t columns, Address codes, Address fine, Address scales, Address sums,
-             Address fine_sums, nb::list products, int repeats) {
-            std::vector<BoundProduct> bound;
-            for (nb::handle product : products) {
-              bound.push_back(nb::cast<const BoundProduct&>(product));
-            }
-            require_tokens(tokens, columns);
-            std::vector<Product> group;
-            for (const BoundProduct& product : bound) {
-              require(product.matrix.columns == columns, "the matrix has other columns");
-              require(tokens <= most_elements / product.y_stride, "tokens are out of range");
-              group.push_back({&product.matrix, pointer<const float>(product.bias),
-                               pointer<float>(product.y), product.y_stride});
-            }
-            const Activations a = activations(tokens, columns, codes, fine, scales, sums, fine_sums);
-            nb::gil_scoped_release release;
-            for (int i = 0; i < repeats; ++i) {
-              matmul(kernels, pool, a, group.data(), int(group.size()));
-            }
-          },
-          nb::arg("pool"), nb::arg("tokens"), nb::arg("columns"), nb::arg("codes"), nb::arg("fine"),
-          nb::arg("scales"), nb::arg("sums"), nb::arg("fine_sums"), nb::arg("products"),
-          nb::arg("repeats") = 1, "The products of one group, `repeats` times over.")
-      .def(
-          "matmul_table",
-          [](const MatmulKernels& kernels, ThreadPool& pool, Address x, std::int64_t tokens,
-             std::int64_t x_stride, int type, std::int64_t rows, std::int64_t columns,
-             std::int64_t row_stride, Address data, Address y, std::int64_t y_stride) {
-            require_tokens(tokens, columns);
-            require(0 <= type && type <= int(FloatType::float32), "no such type of floats");
-            require(rows >= 1 && rows < std::int64_t(1) << 31, "rows are outside 1..2^31 - 1");
-            const std::int64_t bytes = type == int(FloatType::float32) ? 4 : 2;
-            require(row_stride >= bytes * columns && row_stride <= most_elements / rows &&
-                        x_stride >= columns && x_stride <= most_elements / (tokens + 1) &&
-                        y_stride >= rows && y_stride <= most_elements / (tokens + 1),
-                    "a stride is out of range");
-            const FloatTable table = {FloatType(type), rows, columns, row_stride,
-                                      pointer<const std::uint8_t>(data)};
-            matmul_table(kernels, pool, pointer<const float>(x), tokens, x_stride, table,
-                         pointer<float>(y), y_stride);
-          },
-          nb::arg("pool"), nb::arg("x"), nb::arg("tokens"), nb::arg("x_stride"), nb::arg("type"),
-          nb::arg("rows"), nb::arg("columns"), nb::arg("row_stride"), nb::arg("data"), nb::arg("y"),
-          nb::arg("y_stride"), unlocked);
+          "pool"_a, "x"_a, "activations"_a, unlocked, "x [tokens, columns] float32 to activations.")
+      .def("matmul", &multiply, "pool"_a, "x"_a, "products"_a, "repeats"_a = 1,
+           "The products of one group, `repeats` times over.")
+      .def("matmul_table", &multiply_table, "pool"_a, "x"_a, "tokens"_a, "x_stride"_a, "table"_a, "y"_a,
+           "y_stride"_a, unlocked, "A table of floats times x [tokens, x_stride] float32.");
 }
 
 }  // namespace sparse_bitnet

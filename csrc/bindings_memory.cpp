@@ -1,8 +1,6 @@
-// Loading for Python: memory for weights, and what is written into it. Addresses and sizes in; all
-// sizes are checked here against each other before anything is read or written.
+// Loading for Python: memory for weights, and what is written into it.
 
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <tuple>
 
@@ -18,76 +16,83 @@
 #include "tables.h"
 
 namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace sparse_bitnet {
 namespace {
 
-// (address, -1, 0) of memory, or (0, file descriptor, offset in the file).
-using SourceArguments = std::tuple<Address, int, std::int64_t>;
-
 constexpr std::int64_t most_file_bytes = std::int64_t(1) << 62;
 
-ByteSource byte_source(const SourceArguments& arguments) {
-  const auto& [address, descriptor, offset] = arguments;
-  require(address != 0 || (descriptor >= 0 && offset >= 0 && offset <= most_file_bytes),
+void require_source(std::int64_t rows, std::int64_t columns, const ByteSource& source) {
+  require(source.data != nullptr ||
+              (source.descriptor >= 0 && source.offset >= 0 && source.offset <= most_file_bytes),
           "neither an address nor a file");
-  return {pointer<const std::uint8_t>(address), descriptor, offset};
+  require(0 < rows && rows <= most_rows && 0 < columns && columns <= packed::max_in_features,
+          "the shape is out of range");
 }
 
-constexpr std::int64_t largest_rows = std::int64_t(1) << 31;
-
-// Whether [rows, row_bytes] fits with rows `stride` apart.
-void require_room(std::int64_t rows, std::int64_t row_bytes, std::int64_t stride, Address out,
-                  std::int64_t out_bytes) {
-  require(stride >= row_bytes && stride % matrix_alignment == 0 && stride < (1 << 28),
-          "row_stride is too small or no multiple of 64");
-  require(out != 0 && out % matrix_alignment == 0, "the output is not aligned to 64 bytes");
-  require(rows * stride <= out_bytes, "the output is too small");
-}
-
-std::tuple<std::uint32_t, bool, std::optional<std::string>> bound_repack(
-    ThreadPool& pool, int stored_format, int n, int m, std::int64_t rows, std::int64_t columns,
-    const SourceArguments& source, std::int64_t source_bytes, int format, Address out, std::int64_t out_bytes,
-    std::int64_t row_stride) {
+void make_stored_matrix(StoredMatrix* place, StoredFormat format, int n, int m, std::int64_t rows,
+                        std::int64_t columns, std::int64_t bytes, Address address, int descriptor,
+                        std::int64_t offset) {
   const packed::Pattern pattern = {n, m};
-  require(0 <= stored_format && stored_format <= int(StoredFormat::codes), "no such stored format");
-  require(int(WeightFormat::i2) <= format && format <= int(WeightFormat::nm_bitmap),
-          "the format is none of i2, b3 and nm_bitmap");
+  const ByteSource source = {pointer<const std::uint8_t>(address), descriptor, offset};
+  require_source(rows, columns, source);
   require(packed::is_valid(pattern), "the pattern is not 1 <= n <= m <= 32");
-  require(0 < rows && rows < largest_rows, "rows are out of range");
-  require(0 < columns && columns <= packed::max_in_features &&
-              columns % packed::coded(pattern).m == 0,
-          "columns are out of range or no multiple of m");
-  const bool is_bitmap = StoredFormat(stored_format) == StoredFormat::nm_bitmap ||
-                         WeightFormat(format) == WeightFormat::nm_bitmap;
-  require(!is_bitmap || packed::nm_bitmap_supports(pattern), "nm_bitmap does not hold the pattern");
-  const StoredMatrix stored = {StoredFormat(stored_format), pattern, rows, columns,
-                               byte_source(source)};
-  require(source_bytes == rows * stored_row_bytes(stored.format, pattern, columns),
+  require(columns % packed::coded(pattern).m == 0, "columns are no multiple of m");
+  require(format != StoredFormat::nm_bitmap || packed::nm_bitmap_supports(pattern),
+          "nm_bitmap does not hold the pattern");
+  require(bytes == rows * stored_row_bytes(format, pattern, columns),
           "the stored bytes do not make up the matrix");
-  require_room(rows, Matrix::bytes_per_row(WeightFormat(format), pattern, columns), row_stride, out,
-               out_bytes);
+  new (place) StoredMatrix{format, pattern, rows, columns, source};
+}
+
+void make_stored_table(TableSource* place, StoredTable type, std::int64_t rows, std::int64_t columns,
+                       std::int64_t bytes, Address address, int descriptor, std::int64_t offset,
+                       Address scales) {
+  const ByteSource source = {pointer<const std::uint8_t>(address), descriptor, offset};
+  require_source(rows, columns, source);
+  require(bytes == rows * columns * bytes_of(type), "the stored bytes do not make up the table");
+  new (place) TableSource{type, rows, columns, source, pointer<const float>(scales)};
+}
+
+using MatrixReport = std::tuple<std::uint32_t, bool, std::optional<std::string>>;
+using TableReport = std::tuple<std::uint32_t, bool, bool>;
+
+MatrixReport repack_matrix(ThreadPool& pool, const StoredMatrix& stored, const Matrix& out) {
+  require(out.format == WeightFormat::i2 || out.format == WeightFormat::b3 ||
+              out.format == WeightFormat::nm_bitmap,
+          "the format is none of i2, b3 and nm_bitmap");
+  require(out.rows == stored.rows && out.columns == stored.columns &&
+              out.pattern.n == stored.pattern.n && out.pattern.m == stored.pattern.m,
+          "the matrix has another shape or pattern than the stored one");
   const Repacked result =
-      repack(pool, stored, WeightFormat(format), pointer<std::uint8_t>(out), row_stride);
+      repack(pool, stored, out.format, const_cast<std::uint8_t*>(out.data), out.row_stride);
   std::optional<std::string> damage;
   if (result.damage != nullptr) damage = result.damage;
   return {result.crc32, result.is_readable, damage};
 }
 
-TableSource checked_table(int type, std::int64_t rows, std::int64_t columns,
-                          const SourceArguments& source, std::int64_t source_bytes,
-                          Address scales) {
-  require(0 <= type && type <= int(StoredTable::int8), "no such table type");
-  require(0 < rows && rows < largest_rows && 0 < columns && columns <= packed::max_in_features,
-          "the table's shape is out of range");
-  const TableSource table = {StoredTable(type), rows, columns, byte_source(source),
-                             pointer<const float>(scales)};
-  require(source_bytes == rows * columns * bytes_of(table.type),
-          "the stored bytes do not make up the table");
-  return table;
+TableReport load_table(ThreadPool& pool, const TableSource& stored, const Table& out,
+                       const std::string& isa) {
+  require(out.rows == stored.rows && out.columns == stored.columns,
+          "the table has another shape than the stored one");
+  auto* rows = const_cast<std::uint8_t*>(out.data);
+  CopiedTable result;
+  if (Table::bytes_per_row(out.type, out.columns) == stored.columns * bytes_of(stored.type)) {
+    require((out.type == TableType::int8) == (stored.type == StoredTable::int8),
+            "the types are not the same");
+    result = copy_table(pool, stored, rows, out.row_stride);
+    result.is_finite = true;
+  } else {
+    require(out.type == TableType::int8 || out.type == TableType::int4, "the type is not int8 or int4");
+    require(stored.type != StoredTable::int8 || stored.scales != nullptr, "int8 without scales");
+    const bool is_int4 = out.type == TableType::int4;
+    result = quantize_table(choose_kernels(isa).vector, pool, stored,
+                            is_int4 ? WeightFormat::int4 : WeightFormat::int8, rows, out.row_stride,
+                            const_cast<float*>(out.scales));
+  }
+  return {result.crc32, result.is_readable, result.is_finite};
 }
-
-using TableReport = std::tuple<std::uint32_t, bool, bool>;
 
 }  // namespace
 
@@ -95,68 +100,47 @@ void bind_memory(nb::module_& module) {
   const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
   nb::class_<HugeBuffer>(module, "HugeBuffer",
                          "Zeroed memory aligned to 2 MiB, in huge pages where the system has them.")
-      .def(nb::init<std::int64_t>(), nb::arg("size"))
+      .def(nb::init<std::int64_t>(), "size"_a)
       .def_prop_ro("address",
                    [](const HugeBuffer& buffer) { return reinterpret_cast<Address>(buffer.data()); })
       .def_prop_ro("size", &HugeBuffer::size)
       .def_prop_ro("huge_bytes", &HugeBuffer::huge_bytes,
                    "Bytes in huge pages now; -1 where the system does not tell.");
 
-  module.def("repack", &bound_repack, nb::arg("pool"), nb::arg("stored_format"), nb::arg("n"),
-             nb::arg("m"), nb::arg("rows"), nb::arg("columns"), nb::arg("source"),
-             nb::arg("source_bytes"), nb::arg("format"), nb::arg("out"), nb::arg("out_bytes"),
-             nb::arg("row_stride"), unlocked,
-             "A packed matrix (StoredFormat of csrc/repack.h) to a WeightFormat of csrc/matmul.h. "
-             "source: (address, -1, 0), or (0, file descriptor, offset). "
-             "Returns the CRC-32 of the stored bytes, whether they could be read, and why they encode no "
-             "matrix, or None.");
-  module.def(
-      "copy_table",
-      [](ThreadPool& pool, int type, std::int64_t rows, std::int64_t columns,
-         const SourceArguments& source, std::int64_t source_bytes, Address out,
-         std::int64_t out_bytes, std::int64_t row_stride) {
-        const TableSource table = checked_table(type, rows, columns, source, source_bytes, 0);
-        require_room(rows, columns * bytes_of(table.type), row_stride, out, out_bytes);
-        const CopiedTable result =
-            copy_table(pool, table, pointer<std::uint8_t>(out), row_stride);
-        return TableReport(result.crc32, result.is_readable, true);
-      },
-      nb::arg("pool"), nb::arg("type"), nb::arg("rows"), nb::arg("columns"), nb::arg("source"),
-      nb::arg("source_bytes"), nb::arg("out"), nb::arg("out_bytes"), nb::arg("row_stride"), unlocked,
-      "Rows of a table (StoredTable of csrc/tables.h) to rows row_stride apart. Returns the CRC-32 of "
-      "the stored bytes, whether they could be read, and True.");
-  module.def(
-      "quantize_table",
-      [](ThreadPool& pool, int type, std::int64_t rows, std::int64_t columns,
-         const SourceArguments& source, std::int64_t source_bytes, Address stored_scales,
-         int format, Address out, std::int64_t out_bytes, std::int64_t row_stride,
-         Address scales) {
-        const TableSource table =
-            checked_table(type, rows, columns, source, source_bytes, stored_scales);
-        const bool is_int4 = format == int(WeightFormat::int4);
-        require(is_int4 || format == int(WeightFormat::int8), "the format is not int8 or int4");
-        require(!is_int4 || columns % int4_group == 0, "int4 needs columns in groups of 64");
-        require(table.type != StoredTable::int8 || stored_scales != 0, "int8 without scales");
-        require(scales != 0 && scales % alignof(float) == 0, "the scales are not aligned");
-        require_room(rows, Matrix::bytes_per_row(WeightFormat(format), {1, 1}, columns), row_stride,
-                     out, out_bytes);
-        const CopiedTable result = quantize_table(pool, table, WeightFormat(format),
-                                                  pointer<std::uint8_t>(out), row_stride,
-                                                  pointer<float>(scales));
-        return TableReport(result.crc32, result.is_readable, result.is_finite);
-      },
-      nb::arg("pool"), nb::arg("type"), nb::arg("rows"), nb::arg("columns"), nb::arg("source"),
-      nb::arg("source_bytes"), nb::arg("stored_scales"), nb::arg("format"), nb::arg("out"),
-      nb::arg("out_bytes"), nb::arg("row_stride"), nb::arg("scales"), unlocked,
-      "A table to int8 or int4. Returns the CRC-32 of the stored bytes, whether they could be read, and "
-      "whether all values are finite.");
+  nb::enum_<StoredFormat>(module, "StoredFormat", "See csrc/repack.h.")
+      .value("i2", StoredFormat::i2)
+      .value("b3", StoredFormat::b3)
+      .value("nm_bitmap", StoredFormat::nm_bitmap)
+      .value("nm_enum", StoredFormat::nm_enum)
+      .value("codes", StoredFormat::codes);
+  nb::enum_<StoredTable>(module, "StoredType", "Elements of a table in a file.")
+      .value("float32", StoredTable::float32)
+      .value("bfloat16", StoredTable::bfloat16)
+      .value("int8", StoredTable::int8);
+  nb::class_<StoredMatrix>(module, "StoredMatrix",
+                           "A packed matrix of so many bytes, at an address or at an offset of a file.")
+      .def("__init__", &make_stored_matrix, "format"_a, "n"_a, "m"_a, "rows"_a, "columns"_a, "bytes"_a,
+           "address"_a = 0, "descriptor"_a = -1, "offset"_a = 0);
+  nb::class_<TableSource>(module, "StoredTable",
+                          "A table of so many bytes, at an address or at an offset of a file, with the address "
+                          "of the scales of int8.")
+      .def("__init__", &make_stored_table, "type"_a, "rows"_a, "columns"_a, "bytes"_a, "address"_a = 0,
+           "descriptor"_a = -1, "offset"_a = 0, "scales"_a = 0);
+
+  module.def("repack", &repack_matrix, "pool"_a, "stored"_a, "out"_a, unlocked,
+             "Writes the rows of `out`. Returns the CRC-32 of the stored bytes, whether they could be read, "
+             "and why they encode no matrix, or None.");
+  module.def("load_table", &load_table, "pool"_a, "stored"_a, "out"_a, "isa"_a = "", unlocked,
+             "Writes the rows of `out`, copied, or quantised with its scales to int8 or int4. Returns the "
+             "CRC-32 of the stored bytes, whether they could be read, and whether what was quantised is "
+             "finite.");
   module.def(
       "crc32",
       [](Address data, std::int64_t size) {
         require(size == 0 || (size > 0 && data != 0), "no data");
         return crc32(pointer<const std::uint8_t>(data), size);
       },
-      nb::arg("data"), nb::arg("size"), unlocked, "zlib's CRC-32 of so many bytes.");
+      "data"_a, "size"_a, unlocked, "zlib's CRC-32 of so many bytes.");
 }
 
 }  // namespace sparse_bitnet

@@ -115,7 +115,7 @@ Decoder::Decoder(Model model, const DecoderOptions& options)
 
 Decoder::~Decoder() = default;
 
-const char* Decoder::isa() const { return isa_name(state_->kernels); }
+const char* Decoder::isa() const { return state_->kernels.isa; }
 
 int Decoder::open() { return state_->cache.open(); }
 

@@ -12,23 +12,12 @@
 #include <string>
 #include <vector>
 
+#include "isa.h"
 #include "matmul.h"
 
 namespace sparse_bitnet {
 
-enum class Activation : int { silu = 0, relu_squared = 1 };
-enum class CacheType : int { float32 = 0, float16 = 1, int8 = 2 };
 enum class Logits : int { none = 0, last = 1, all = 2 };
-
-// How an embedding or head is stored: int8 and int4 as in matmul.h, or floats in rows of `columns`.
-enum class TableType : int { int8 = 0, int4 = 1, bfloat16 = 2, float32 = 3 };
-
-struct Table {
-  TableType type;
-  std::int64_t rows, columns, row_stride;  // bytes between rows
-  const std::uint8_t* data;
-  const float* scales;  // of int8 and int4
-};
 
 struct Block {
   Matrix q, k, v, o, gate, up, down;
@@ -56,7 +45,7 @@ struct DecoderOptions {
   CacheType cache;
   std::int64_t context_length;  // most tokens of one sequence
   std::int64_t cache_tokens;    // room for so many tokens over all sequences, in pages
-  std::string isa;              // see choose_matmul_kernels
+  std::string isa;              // see choose_kernels
 };
 
 // Tokens a page of the cache holds. Sequences share whole pages after a fork (reference counts).
@@ -74,7 +63,7 @@ class Decoder {
   Decoder(Model model, const DecoderOptions& options);
   ~Decoder();
 
-  const char* isa() const;  // of the matrix kernels
+  const char* isa() const;
 
   int open();                                       // a new, empty sequence
   void close(int sequence);                         // gives its pages back

@@ -30,18 +30,18 @@ void Decoder::State::rotate_and_append(const Block& block, std::int64_t layer,
     for (std::int64_t head = 0; head < model.heads; ++head) {
       float* query = queries + token * q_width + head * head_dim;
       if (block.q_norm) {
-        elementwise.add_and_norm(query, nullptr, block.q_norm, model.norm_epsilon, head_dim, query);
+        kernels.vector.add_and_norm(query, nullptr, block.q_norm, model.norm_epsilon, head_dim, query);
       }
-      elementwise.rotate(query, cosine, sine, half, score_scale);
+      kernels.vector.rotate(query, cosine, sine, half, score_scale);
     }
     const std::int32_t page = cache.pages(segment.sequence)[position / page_tokens];
     for (std::int64_t head = 0; head < model.kv_heads; ++head) {
       float* key = keys + token * kv_width + head * head_dim;
       if (block.k_norm) {
-        elementwise.add_and_norm(key, nullptr, block.k_norm, model.norm_epsilon, head_dim, key);
+        kernels.vector.add_and_norm(key, nullptr, block.k_norm, model.norm_epsilon, head_dim, key);
       }
-      elementwise.rotate(key, cosine, sine, half, 1.0f);
-      attention.append(cache.type(), cache.view(page, layer, head), position % page_tokens, key,
+      kernels.vector.rotate(key, cosine, sine, half, 1.0f);
+      kernels.vector.append(cache.type(), cache.view(page, layer, head), position % page_tokens, key,
                        values + token * kv_width + head * head_dim, head_dim);
     }
   });
@@ -67,7 +67,7 @@ void Decoder::State::attend(const Block& block, std::int64_t layer, std::int64_t
     }
     plan.set(parts.data(), std::int64_t(parts.size()));
   }
-  plan.run(attention, pool, layer, q(), attended(tokens), q_width);
+  plan.run(kernels.vector, pool, layer, q(), attended(tokens), q_width);
 }
 
 // Moves the wanted rows to the front.
@@ -85,7 +85,7 @@ void Decoder::State::project_attended(const Block& block, std::int64_t tokens, f
   each_token(tokens, q_width, [&](std::int64_t token, int) {
     float* x = rows + token * q_width;
     if (block.attention_sub_norm) {
-      elementwise.add_and_norm(x, nullptr, block.attention_sub_norm, model.norm_epsilon, q_width, x);
+      kernels.vector.add_and_norm(x, nullptr, block.attention_sub_norm, model.norm_epsilon, q_width, x);
     }
     quantize_row(x, attended_codes, token);
   });
@@ -101,9 +101,9 @@ void Decoder::State::feed_forward(const Block& block, std::int64_t tokens) {
   matmul(kernels, pool, hidden_codes.rows(0, tokens), products, 2);
   each_token(tokens, n, [&](std::int64_t token, int) {
     float* x = gate + token * n;
-    elementwise.gated(model.activation, x, up + token * n, n);
+    kernels.vector.gated(model.activation, x, up + token * n, n);
     if (block.ffn_sub_norm) {
-      elementwise.add_and_norm(x, nullptr, block.ffn_sub_norm, model.norm_epsilon, n, x);
+      kernels.vector.add_and_norm(x, nullptr, block.ffn_sub_norm, model.norm_epsilon, n, x);
     }
     quantize_row(x, gated_codes, token);
   });
@@ -119,15 +119,11 @@ void Decoder::State::write_logits(float* logits) {
   if (codes) head_codes.reserve(tokens, n, true);
   each_token(tokens, n, [&](std::int64_t token, int) {
     float* x = &residual[token * n];
-    elementwise.add_and_norm(x, &delta[token * n], model.final_norm, model.norm_epsilon, n, x);
+    kernels.vector.add_and_norm(x, &delta[token * n], model.final_norm, model.norm_epsilon, n, x);
     if (codes) quantize_row(x, head_codes, token);
   });
   if (!codes) {
-    const FloatType type =
-        table.type == TableType::bfloat16 ? FloatType::bfloat16 : FloatType::float32;
-    matmul_table(kernels, pool, residual.data(), tokens, n,
-                 {type, table.rows, table.columns, table.row_stride, table.data}, logits,
-                 model.vocab);
+    matmul_table(kernels, pool, residual.data(), tokens, n, table, logits, model.vocab);
     return;
   }
   const WeightFormat format =

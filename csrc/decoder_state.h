@@ -11,7 +11,7 @@
 #include "aligned_vector.h"
 #include "attention.h"
 #include "decoder.h"
-#include "elementwise.h"
+#include "isa.h"
 #include "kv_cache.h"
 
 namespace sparse_bitnet {
@@ -57,9 +57,7 @@ struct Decoder::State {
   State(Model given, const DecoderOptions& options)
       : model(std::move(given)),
         context_length(options.context_length),
-        kernels(choose_matmul_kernels(options.isa)),
-        elementwise(choose_elementwise_kernels(isa_name(kernels))),
-        attention(choose_attention_kernels(isa_name(kernels))),
+        kernels(choose_kernels(options.isa)),
         pool(options.threads),
         cache(options.cache, std::int64_t(model.blocks.size()), model.kv_heads, model.head_dim,
               options.cache_tokens),
@@ -69,9 +67,7 @@ struct Decoder::State {
 
   const Model model;
   const std::int64_t context_length;
-  const MatmulKernels& kernels;
-  const ElementwiseKernels& elementwise;
-  const AttentionKernels& attention;
+  const Kernels& kernels;
   ThreadPool pool;
   KvCache cache;
   AttentionPlan plan;
@@ -130,7 +126,7 @@ struct Decoder::State {
     const std::int64_t n = model.hidden;
     each_token(tokens, n, [&](std::int64_t token, int thread) {
       float* out = row[thread].data();
-      elementwise.add_and_norm(&residual[token * n], add ? &delta[token * n] : nullptr, weight,
+      kernels.vector.add_and_norm(&residual[token * n], add ? &delta[token * n] : nullptr, weight,
                                model.norm_epsilon, n, out);
       quantize_row(out, hidden_codes, token);
     });

@@ -1,38 +1,92 @@
-// The body of generic.cpp, avx2.cpp and avx512.cpp: the kernels, compiled for one instruction set.
-// The including file defines NAMESPACE, TARGET, VECTOR_BYTES, ISA_NAME, ISA_SUPPORTED and TABLE.
+// The table of kernels: for each instruction set, the function of every operation. One row is chosen, by
+// name or as the best, and passed down.
 //
-// Standard headers come first and contribute types only: an inline function of theirs, compiled here
-// for a newer instruction set, could be the copy the linker keeps for the whole program.
+// Each function is one thread's work on contiguous arrays given by address; nothing is allocated, nothing
+// is kept. The Python references define what `ops` compute; integers are the same bits in every row.
+
+#pragma once
 
 #include <cstdint>
-#include <limits>
-#include <utility>
-
-#include "kernels.h"
-
-#if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "the kernels assume a little-endian machine"
-#endif
+#include <string>
+#include <vector>
 
 namespace sparse_bitnet {
-namespace NAMESPACE {
 
-#include "vector.h"
-#include "select.h"
-#include "quantize.h"
+enum class Dtype : int { float32 = 0, bfloat16 = 1 };
+enum class Activation : int { silu = 0, relu_squared = 1 };
+enum class CacheType : int { float32 = 0, float16 = 1, int8 = 2 };
+struct PageView;
+struct PageAttention;
+struct AttentionState;
+struct MatmulKernels;
+struct RooflineLoops;
 
-static bool supported() { return ISA_SUPPORTED; }
+constexpr int max_group = 32;
 
-}  // namespace NAMESPACE
+// What is written in terms of vectors of any width (isa-inl.h).
+struct VectorKernels {
+  // weight [groups, m] -> mask [groups, m], 1 where the weight is among the n largest magnitudes of
+  // its group, ties to the lower index. 1 <= n < m <= 32.
+  void (*nm_mask)(const void* weight, Dtype dtype, std::int64_t groups, int n, int m,
+                  std::uint8_t* mask);
 
-const Kernels TABLE = {
-    ISA_NAME,
-    NAMESPACE::supported,
-    NAMESPACE::nm_mask,
-    NAMESPACE::select_ternary,
-    NAMESPACE::dense_ternary,
-    NAMESPACE::sum_magnitudes,
-    NAMESPACE::quantize_int8,
+  // Same mask; codes [groups, m] = mask * clip(round_half_even(weight / weight_scale), -1, 1).
+  // weight_scale >= 2^-125.
+  void (*select_ternary)(const void* weight, Dtype dtype, float weight_scale, std::int64_t groups,
+                         int n, int m, std::int8_t* codes, std::uint8_t* mask);
+
+  // codes [count] of a dense matrix.
+  void (*dense_ternary)(const void* weight, Dtype dtype, float weight_scale, std::int64_t count,
+                        std::int8_t* codes);
+
+  // Sum of |weight| over at most sum_block weights, in float64, in a fixed order.
+  double (*sum_magnitudes)(const void* weight, Dtype dtype, std::int64_t count);
+
+  // x [tokens, features] -> codes [tokens, features], activation_scale [tokens].
+  void (*quantize_int8)(const void* x, Dtype dtype, std::int64_t tokens, std::int64_t features,
+                        std::int8_t* codes, float* activation_scale);
+
+  // Groups of 64 finite values -> a scale and 32 bytes of WeightFormat::int4 each.
+  void (*quantize_int4)(const float* values, std::int64_t groups, std::uint8_t* out, float* scales);
+
+  // residual [n] += delta [n] (if not null); out [n] = residual / sqrt(mean(residual^2) + epsilon) *
+  // weight. `out` may be `residual`.
+  void (*add_and_norm)(float* residual, const float* delta, const float* weight, float epsilon,
+                       std::int64_t n, float* out);
+
+  // gate [n] = activation(gate) * up.
+  void (*gated)(Activation activation, float* gate, const float* up, std::int64_t n);
+
+  // x [2 half] = (x * cosine + rotate_half(x) * sine) * scale, cosine and sine [half].
+  void (*rotate)(float* x, const float* cosine, const float* sine, std::int64_t half, float scale);
+
+  // Attention of some rows to one page of the cache, see attention.h; then two states into one.
+  void (*attend)(const PageAttention& work);
+  void (*merge)(const AttentionState& into, const AttentionState& from, std::int64_t rows,
+                std::int64_t padded);
+  // out [head_dim] of one row = state.out / state.sum.
+  void (*finish)(const AttentionState& state, std::int64_t row, std::int64_t head_dim, float* out);
+  // Stores a key and a value [head_dim] as token `slot` of a page.
+  void (*append)(CacheType type, const PageView& page, std::int64_t slot, const float* key,
+                 const float* value, std::int64_t head_dim);
 };
+
+extern const VectorKernels vector_generic, vector_avx2, vector_avx512;
+
+// A row.
+struct Kernels {
+  const char* isa;
+  bool (*is_supported)();
+  const VectorKernels& vector;
+  const MatmulKernels& matmul;    // matmul_kernels.h
+  const RooflineLoops& roofline;  // roofline.h
+};
+
+// Names of the rows that this machine runs, best first.
+std::vector<std::string> supported_isas();
+
+// The row of that name; of an empty one that which SPARSE_BITNET_ISA names, or else the best. Throws
+// std::invalid_argument that lists what this machine has.
+const Kernels& choose_kernels(const std::string& isa);
 
 }  // namespace sparse_bitnet

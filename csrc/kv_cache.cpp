@@ -1,35 +1,16 @@
 #include "kv_cache.h"
 
-#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <new>
 #include <stdexcept>
 #include <string>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 namespace sparse_bitnet {
 namespace {
 
-constexpr std::size_t huge_page = std::size_t(1) << 21;
-
 std::int64_t element_bytes(CacheType type) {
   return type == CacheType::float32 ? 4 : type == CacheType::float16 ? 2 : 1;
-}
-
-// Untouched memory costs nothing until a page is used, so that room for many tokens may be asked for.
-std::uint8_t* allocate(std::size_t bytes) {
-  const std::size_t alignment = bytes >= huge_page ? huge_page : 64;
-  const std::size_t rounded = (bytes + alignment - 1) / alignment * alignment;
-  void* data = std::aligned_alloc(alignment, rounded);
-  if (!data) throw std::bad_alloc();
-#if defined(__linux__)
-  if (alignment == huge_page) madvise(data, rounded, MADV_HUGEPAGE);
-#endif
-  return static_cast<std::uint8_t*>(data);
 }
 
 std::int64_t pages_of(std::int64_t tokens) { return (tokens + page_tokens - 1) / page_tokens; }
@@ -40,7 +21,7 @@ std::int64_t round_up(std::int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 KvCache::KvCache(CacheType type, std::int64_t layers, std::int64_t kv_heads, std::int64_t head_dim,
                  std::int64_t cache_tokens)
-    : type_(type), kv_heads_(kv_heads), data_(nullptr, &std::free) {
+    : type_(type), kv_heads_(kv_heads) {
   const std::int64_t element = element_bytes(type);
   key_bytes_ = round_up(head_dim * page_tokens * element);
   value_bytes_ = round_up(page_tokens * padded_dim(head_dim) * element);
@@ -52,12 +33,11 @@ KvCache::KvCache(CacheType type, std::int64_t layers, std::int64_t kv_heads, std
       count > std::numeric_limits<std::int64_t>::max() / 2 / page_bytes_) {
     throw std::bad_alloc();
   }
-  data_.reset(allocate(std::size_t(count * page_bytes_)));
+  // Untouched memory costs nothing until a page is used, so that room for many tokens may be asked for.
+  data_ = std::make_unique<HugeBuffer>(count * page_bytes_);
   references_.assign(count, 0);
   for (std::int64_t page = count; page-- > 0;) free_.push_back(std::int32_t(page));
 }
-
-KvCache::~KvCache() = default;
 
 KvCache::Sequence& KvCache::find(int sequence) {
   const auto found = sequences_.find(sequence);
@@ -83,7 +63,7 @@ void KvCache::release_page(std::int32_t page) {
 }
 
 void KvCache::copy_page(std::int32_t to, std::int32_t from) {
-  std::memcpy(data_.get() + to * page_bytes_, data_.get() + from * page_bytes_, page_bytes_);
+  std::memcpy(data_->data() + to * page_bytes_, data_->data() + from * page_bytes_, page_bytes_);
 }
 
 bool KvCache::must_copy_last(const Sequence& sequence) const {
@@ -166,7 +146,7 @@ const std::int32_t* KvCache::pages(int sequence) const { return find(sequence).p
 
 PageView KvCache::view(std::int32_t page, std::int64_t layer, std::int64_t kv_head) const {
   std::uint8_t* keys =
-      data_.get() + page * page_bytes_ + (layer * kv_heads_ + kv_head) * head_bytes_;
+      data_->data() + page * page_bytes_ + (layer * kv_heads_ + kv_head) * head_bytes_;
   std::uint8_t* values = keys + key_bytes_;
   float* scales = reinterpret_cast<float*>(values + value_bytes_);
   const bool has_scales = type_ == CacheType::int8;

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "decoder.h"
+#include "platform.h"
 
 namespace sparse_bitnet {
 
@@ -35,9 +36,6 @@ class KvCache {
  public:
   KvCache(CacheType type, std::int64_t layers, std::int64_t kv_heads, std::int64_t head_dim,
           std::int64_t cache_tokens);
-  ~KvCache();
-  KvCache(const KvCache&) = delete;
-  KvCache& operator=(const KvCache&) = delete;
 
   // As in decoder.h; std::out_of_range for a sequence that is not open or a length it does not have,
   // std::length_error where no page is free for the last one of a fork.
@@ -73,7 +71,7 @@ class KvCache {
   CacheType type_;
   std::int64_t kv_heads_;
   std::int64_t key_bytes_, value_bytes_, scale_bytes_, head_bytes_, page_bytes_;
-  std::unique_ptr<std::uint8_t, void (*)(void*)> data_;
+  std::unique_ptr<HugeBuffer> data_;
   std::vector<std::int32_t> references_;
   std::vector<std::int32_t> free_;  // a stack: pages used lately come first
   std::unordered_map<int, Sequence> sequences_;

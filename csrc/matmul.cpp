@@ -1,9 +1,7 @@
-// The choice of an instruction set, and the whole operations: the inner functions over the threads.
-
 #include "matmul.h"
 
 #include <algorithm>
-#include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <stdexcept>
 #include <vector>
@@ -12,17 +10,6 @@
 
 namespace sparse_bitnet {
 namespace {
-
-// Best first.
-const MatmulKernels* const all_kernels[] = {
-#if defined(__x86_64__)
-    &avx512vnni_matmul_kernels,
-    &avx2_matmul_kernels,
-#elif defined(__aarch64__)
-    &neon_matmul_kernels,
-#endif
-    &generic_matmul_kernels,
-};
 
 // Another thread gains something from this many multiplications on.
 constexpr std::int64_t work_per_thread = 1 << 16;
@@ -47,7 +34,7 @@ Activations token_range(const Activations& x, std::int64_t begin, std::int64_t e
 }
 
 // For products with int4 weights; nothing otherwise. [tokens, codes and fine, groups]
-const std::vector<std::int32_t>& group_sums(const MatmulKernels& kernels, ThreadPool& pool,
+const std::vector<std::int32_t>& group_sums(const Kernels& kernels, ThreadPool& pool,
                                             const Activations& x, const Product* products, int count) {
   thread_local std::vector<std::int32_t> sums;
   const bool needed = std::any_of(products, products + count, [](const Product& product) {
@@ -59,8 +46,8 @@ const std::vector<std::int32_t>& group_sums(const MatmulKernels& kernels, Thread
   std::int32_t* to = sums.data();
   pool.parallel_for(x.tokens, 16, [&](std::int64_t begin, std::int64_t end, int) {
     for (std::int64_t t = begin; t < end; ++t) {
-      kernels.sum_groups(x.codes + t * x.stride, groups, to + t * parts * groups);
-      if (x.fine) kernels.sum_groups(x.fine + t * x.stride, groups, to + (t * parts + 1) * groups);
+      kernels.matmul.sum_groups(x.codes + t * x.stride, groups, to + t * parts * groups);
+      if (x.fine) kernels.matmul.sum_groups(x.fine + t * x.stride, groups, to + (t * parts + 1) * groups);
     }
   });
   return sums;
@@ -91,33 +78,57 @@ std::int64_t Matrix::bytes_per_row(WeightFormat format, packed::Pattern pattern,
   throw std::invalid_argument("unknown weight format");
 }
 
-const MatmulKernels& choose_matmul_kernels(const std::string& isa) {
-  const char* variable = std::getenv("SPARSE_BITNET_ISA");
-  const bool from_variable = isa.empty() && variable && *variable;
-  const std::string given = from_variable ? variable : isa;
-  const std::string wanted = given == "avx512" ? "avx512vnni" : given;
-  std::string has;
-  for (const MatmulKernels* kernels : all_kernels) {
-    if (!kernels->supported()) continue;
-    if (wanted.empty() || wanted == kernels->isa) return *kernels;
-    has += (has.empty() ? "" : ", ") + std::string(kernels->isa);
+std::int64_t Table::bytes_per_row(TableType type, std::int64_t columns) {
+  switch (type) {
+    case TableType::int8: return columns;
+    case TableType::int4: return columns / 2;
+    case TableType::bfloat16: return columns * 2;
+    case TableType::float32: return columns * 4;
   }
-  throw std::invalid_argument(std::string(from_variable ? "SPARSE_BITNET_ISA=" : "instruction set ") +
-                              given + ": the matrix kernels of this machine are " + has);
+  throw std::invalid_argument("unknown table type");
 }
 
-const char* isa_name(const MatmulKernels& kernels) { return kernels.isa; }
+void table_row(const Table& table, std::int64_t row, float* out) {
+  const std::uint8_t* data = table.data + row * table.row_stride;
+  const std::int64_t columns = table.columns;
+  switch (table.type) {
+    case TableType::float32:
+      std::memcpy(out, data, columns * sizeof(float));
+      break;
+    case TableType::bfloat16:
+      for (std::int64_t i = 0; i < columns; ++i) {
+        std::uint16_t half;
+        std::memcpy(&half, data + 2 * i, sizeof half);
+        const std::uint32_t bits = std::uint32_t(half) << 16;
+        std::memcpy(out + i, &bits, sizeof bits);
+      }
+      break;
+    case TableType::int8:
+      for (std::int64_t i = 0; i < columns; ++i) {
+        out[i] = float(std::int8_t(data[i])) * table.scales[row];
+      }
+      break;
+    case TableType::int4:
+      for (std::int64_t i = 0; i < columns; ++i) {
+        const std::int64_t group = i / int4_group, place = i % int4_group;
+        const int byte = data[group * (int4_group / 2) + place % (int4_group / 2)];
+        const int code = (place < int4_group / 2 ? byte & 15 : byte >> 4) - 8;
+        out[i] = float(code) * table.scales[row * (columns / int4_group) + group];
+      }
+      break;
+  }
+}
 
-void quantize(const MatmulKernels& kernels, const float* x, Activations& activations) {
+void quantize(const Kernels& kernels, const float* x, Activations& activations) {
   const Activations& a = activations;
   for (std::int64_t t = 0; t < a.tokens; ++t) {
-    kernels.quantize_token(x + t * a.columns, a.columns, a.stride, a.codes + t * a.stride,
+    kernels.matmul.quantize_token(x + t * a.columns, a.columns, a.stride, a.codes + t * a.stride,
                            a.fine ? a.fine + t * a.stride : nullptr, a.scales + t, a.sums + t,
                            a.fine ? a.fine_sums + t : nullptr);
   }
 }
 
-void quantize(const MatmulKernels& kernels, ThreadPool& pool, const float* x,
+void quantize(const Kernels& kernels, ThreadPool& pool, const float* x,
               Activations& activations) {
   const std::int64_t columns = activations.columns;
   const std::int64_t piece = std::max<std::int64_t>(1, work_per_thread / 4 / columns);
@@ -127,7 +138,7 @@ void quantize(const MatmulKernels& kernels, ThreadPool& pool, const float* x,
   });
 }
 
-void matmul(const MatmulKernels& kernels, ThreadPool& pool, const Activations& x,
+void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& x,
             const Product* products, int count) {
   std::int64_t rows = 0;
   for (int i = 0; i < count; ++i) rows += products[i].matrix->rows;
@@ -154,7 +165,7 @@ void matmul(const MatmulKernels& kernels, ThreadPool& pool, const Activations& x
       for (std::int64_t t = 0; t < x.tokens; t += max_tokens_a_call) {
         Product part = *product;
         part.y += t * part.y_stride;
-        kernels.multiply(token_range(x, t, std::min(t + max_tokens_a_call, x.tokens)),
+        kernels.matmul.multiply(token_range(x, t, std::min(t + max_tokens_a_call, x.tokens)),
                          sums ? sums + t * sums_a_token : nullptr, part, begin, end, scratch);
       }
     }
@@ -162,12 +173,12 @@ void matmul(const MatmulKernels& kernels, ThreadPool& pool, const Activations& x
   pool.parallel_for_ranges(pieces, threads > 1 ? 1 : pieces, body);
 }
 
-void matmul_table(const MatmulKernels& kernels, ThreadPool& pool, const float* x,
-                  std::int64_t tokens, std::int64_t x_stride, const FloatTable& table, float* y,
+void matmul_table(const Kernels& kernels, ThreadPool& pool, const float* x,
+                  std::int64_t tokens, std::int64_t x_stride, const Table& table, float* y,
                   std::int64_t y_stride) {
   const std::int64_t size = rows_a_piece(table.rows, pool.threads());
   pool.parallel_for_ranges(table.rows, size, [&](std::int64_t begin, std::int64_t end, int) {
-    kernels.multiply_table(x, tokens, x_stride, table, begin, end, y, y_stride);
+    kernels.matmul.multiply_table(x, tokens, x_stride, table, begin, end, y, y_stride);
   });
 }
 

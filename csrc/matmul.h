@@ -4,8 +4,8 @@
 #pragma once
 
 #include <cstdint>
-#include <string>
 
+#include "isa.h"
 #include "packed_format.h"
 #include "thread_pool.h"
 
@@ -54,20 +54,12 @@ struct Activations {
 constexpr std::int64_t activation_stride(std::int64_t columns) { return (columns + 63) / 64 * 64; }
 constexpr std::int64_t activation_slack = 512;
 
-struct MatmulKernels;
-
-// By name ("generic", "avx2", "avx512vnni", "neon"), or with an empty name by SPARSE_BITNET_ISA
-// ("avx512" is taken for "avx512vnni"), or else the best this machine has. Throws
-// std::invalid_argument.
-const MatmulKernels& choose_matmul_kernels(const std::string& isa);
-const char* isa_name(const MatmulKernels& kernels);
-
 // x [tokens, columns] -> activations (its arrays are the caller's, sizes and strides set). The same
-// bits as quantizer.quantize_int8.
-void quantize(const MatmulKernels& kernels, ThreadPool& pool, const float* x, Activations& activations);
+// bits as ops quantize_int8.
+void quantize(const Kernels& kernels, ThreadPool& pool, const float* x, Activations& activations);
 
 // The same on the calling thread alone, for use inside a piece of other work.
-void quantize(const MatmulKernels& kernels, const float* x, Activations& activations);
+void quantize(const Kernels& kernels, const float* x, Activations& activations);
 
 // One product of a group that shares its input; the group's rows are shared out over the threads
 // together (q, k and v; gate and up).
@@ -84,21 +76,27 @@ struct Product {
 //   float(128 * dot(w, codes) + dot(w, fine)) / 128, rounded once, in place of float(dot).
 // int4: sum over groups, in ascending order in float32, of float(dot in the group, as for int8) *
 //   scales[r, g], then * x_scale[t], + bias.
-void matmul(const MatmulKernels& kernels, ThreadPool& pool, const Activations& x,
+void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& x,
             const Product* products, int count);
 
-// Weights kept as floats, row_stride bytes between rows, of any alignment.
-enum class FloatType : int { bfloat16 = 0, float32 = 1 };
+// How an embedding or head is stored: int8 and int4 as above, or floats in rows of `columns`.
+enum class TableType : int { int8 = 0, int4 = 1, bfloat16 = 2, float32 = 3 };
 
-struct FloatTable {
-  FloatType type;
-  std::int64_t rows, columns, row_stride;
-  const std::uint8_t* data;
+struct Table {
+  TableType type;
+  std::int64_t rows, columns, row_stride;  // bytes between rows
+  const std::uint8_t* data;  // floats may have any alignment
+  const float* scales;       // of int8 and int4
+
+  static std::int64_t bytes_per_row(TableType type, std::int64_t columns);
 };
 
-// y[t, r] = sum over c of table[r, c] * x[t, c] in float32, x [tokens, x_stride], y [tokens, y_stride].
+// out [columns] = a row of a table, dequantised.
+void table_row(const Table& table, std::int64_t row, float* out);
+
+// y[t, r] = sum over c of a float table[r, c] * x[t, c] in float32, x [tokens, x_stride], y [tokens, y_stride].
 // The order of the additions depends on the instruction set, but not on threads.
-void matmul_table(const MatmulKernels& kernels, ThreadPool& pool, const float* x, std::int64_t tokens,
-                  std::int64_t x_stride, const FloatTable& table, float* y, std::int64_t y_stride);
+void matmul_table(const Kernels& kernels, ThreadPool& pool, const float* x, std::int64_t tokens,
+                  std::int64_t x_stride, const Table& table, float* y, std::int64_t y_stride);
 
 }  // namespace sparse_bitnet

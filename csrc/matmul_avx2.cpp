@@ -15,7 +15,7 @@ namespace avx2_matmul {
 
 #define TARGET __attribute__((target("avx2,bmi,bmi2,fma")))
 #define VECTOR_BYTES 32
-#include "vector.h"
+#include "vector-inl.h"
 
 using Bytes = Vector<std::uint8_t>;
 using Sums = Vector<std::int32_t>;
@@ -193,29 +193,22 @@ INLINE void widen_words(const Bytes& words, Bytes* first, Bytes* second) {
   *second = bit_cast<Bytes>(_mm256_srai_epi16(high, 8));
 }
 
-#include "matmul_edges.h"
-#include "matmul_rows.h"
-#include "matmul_tiles.h"
-#include "matmul_int4.h"
-#include "matmul_wide.h"
+#include "matmul_edges-inl.h"
+#include "matmul_rows-inl.h"
+#include "matmul_tiles-inl.h"
+#include "matmul_int4-inl.h"
+#include "matmul_wide-inl.h"
 
 INLINE std::int64_t tile_from(WeightFormat format) {
   return format == WeightFormat::int8 ? 6 : 4;
 }
 
-#include "matmul_multiply.h"
-#include "matmul_table.h"
-
-static bool supported() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2") &&
-         __builtin_cpu_supports("fma");
-}
+#include "matmul_multiply-inl.h"
+#include "matmul_table-inl.h"
 
 }  // namespace avx2_matmul
 
-const MatmulKernels avx2_matmul_kernels = {
-    "avx2",
-    avx2_matmul::supported,
+const MatmulKernels matmul_avx2 = {
     avx2_matmul::quantize_token,
     avx2_matmul::sum_groups,
     avx2_matmul::multiply,

@@ -21,7 +21,7 @@ namespace avx512vnni_matmul {
 #define TARGET \
   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,bmi,bmi2,fma")))
 #define VECTOR_BYTES 64
-#include "vector.h"
+#include "vector-inl.h"
 
 using Bytes = Vector<std::uint8_t>;
 using Sums = Vector<std::int32_t>;
@@ -189,10 +189,10 @@ INLINE Floats widen_bfloat16(const std::uint8_t* from) {
 }
 INLINE float sum_lanes(const Floats& v) { return _mm512_reduce_add_ps(bit_cast<__m512>(v)); }
 
-#include "matmul_edges.h"
-#include "matmul_rows.h"
-#include "matmul_tiles.h"
-#include "matmul_int4.h"
+#include "matmul_edges-inl.h"
+#include "matmul_rows-inl.h"
+#include "matmul_tiles-inl.h"
+#include "matmul_int4-inl.h"
 
 // Where decoding along the rows costs little, a tile pays off late. 16-bit products would take int8 and
 // int4 no faster than 8-bit ones do.
@@ -216,21 +216,12 @@ constexpr bool has_wide_tiles = false;
 [[maybe_unused]] INLINE void wide_piece(const Matrix&, std::int64_t, std::int64_t,
                                         const Activations&, MatmulScratch&) {}
 
-#include "matmul_multiply.h"
-#include "matmul_table.h"
-
-static bool supported() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("bmi2") &&
-         __builtin_cpu_supports("fma");
-}
+#include "matmul_multiply-inl.h"
+#include "matmul_table-inl.h"
 
 }  // namespace avx512vnni_matmul
 
-const MatmulKernels avx512vnni_matmul_kernels = {
-    "avx512vnni",
-    avx512vnni_matmul::supported,
+const MatmulKernels matmul_avx512vnni = {
     avx512vnni_matmul::quantize_token,
     avx512vnni_matmul::sum_groups,
     avx512vnni_matmul::multiply,

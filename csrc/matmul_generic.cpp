@@ -9,9 +9,7 @@ namespace sparse_bitnet {
 namespace generic_matmul {
 
 #define TARGET
-#include "matmul_edges.h"
-
-static bool supported() { return true; }
+#include "matmul_edges-inl.h"
 
 // Weights [begin, begin + count) of a row, a column_block at most, as signed bytes.
 static void unpack(const Matrix& matrix, const std::uint8_t* row, std::int64_t begin,
@@ -130,9 +128,9 @@ static void multiply(const Activations& x, const std::int32_t*, const Product& p
   }
 }
 
-static float weight_at(const FloatTable& table, const std::uint8_t* row, std::int64_t column) {
+static float weight_at(const Table& table, const std::uint8_t* row, std::int64_t column) {
   std::uint32_t bits = 0;
-  if (table.type == FloatType::float32) {
+  if (table.type == TableType::float32) {
     __builtin_memcpy(&bits, row + 4 * column, 4);
   } else {
     std::uint16_t half;
@@ -145,7 +143,7 @@ static float weight_at(const FloatTable& table, const std::uint8_t* row, std::in
 }
 
 static void multiply_table(const float* x, std::int64_t tokens, std::int64_t x_stride,
-                           const FloatTable& table, std::int64_t begin, std::int64_t end, float* y,
+                           const Table& table, std::int64_t begin, std::int64_t end, float* y,
                            std::int64_t y_stride) {
   constexpr int chains = 8;
   for (std::int64_t r = begin; r < end; ++r) {
@@ -169,9 +167,7 @@ static void multiply_table(const float* x, std::int64_t tokens, std::int64_t x_s
 
 }  // namespace generic_matmul
 
-const MatmulKernels generic_matmul_kernels = {
-    "generic",
-    generic_matmul::supported,
+const MatmulKernels matmul_generic = {
     generic_matmul::quantize_token,
     generic_matmul::sum_groups,
     generic_matmul::multiply,

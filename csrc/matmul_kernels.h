@@ -1,5 +1,5 @@
-// The inner functions behind matmul.h: what one instruction set provides. matmul.cpp adds the choice,
-// the threads and the memory.
+// The inner functions behind matmul.h: what one instruction set provides. matmul.cpp adds the threads and
+// the memory.
 
 #pragma once
 
@@ -38,9 +38,6 @@ static_assert(sizeof MatmulScratch::scales >= max_tile_rows * max_column_block /
 
 // One thread each. `x` holds at most max_tokens_a_call tokens.
 struct MatmulKernels {
-  const char* isa;
-  bool (*supported)();
-
   // x [columns] -> codes and fine (or null) [stride], zeros behind `columns`; *scale, *sum, *fine_sum.
   void (*quantize_token)(const float* x, std::int64_t columns, std::int64_t stride,
                          std::int8_t* codes, std::int8_t* fine, float* scale, std::int32_t* sum,
@@ -56,16 +53,10 @@ struct MatmulKernels {
 
   // y[:, begin:end] of matmul_table, any number of tokens.
   void (*multiply_table)(const float* x, std::int64_t tokens, std::int64_t x_stride,
-                         const FloatTable& table, std::int64_t begin, std::int64_t end, float* y,
+                         const Table& table, std::int64_t begin, std::int64_t end, float* y,
                          std::int64_t y_stride);
 };
 
-extern const MatmulKernels generic_matmul_kernels;
-#if defined(__x86_64__)
-extern const MatmulKernels avx2_matmul_kernels;
-extern const MatmulKernels avx512vnni_matmul_kernels;
-#elif defined(__aarch64__)
-extern const MatmulKernels neon_matmul_kernels;
-#endif
+extern const MatmulKernels matmul_generic, matmul_avx2, matmul_avx512vnni, matmul_neon;
 
 }  // namespace sparse_bitnet

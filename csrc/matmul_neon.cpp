@@ -7,9 +7,6 @@
 #include <utility>
 
 #include <arm_neon.h>
-#if defined(__linux__)
-#include <sys/auxv.h>
-#endif
 
 #include "matmul_kernels.h"
 
@@ -22,7 +19,7 @@ namespace neon_matmul {
 #define TARGET __attribute__((target("arch=armv8.2-a+dotprod")))
 #endif
 #define VECTOR_BYTES 16
-#include "vector.h"
+#include "vector-inl.h"
 
 using Bytes = Vector<std::uint8_t>;
 using Sums = Vector<std::int32_t>;
@@ -186,10 +183,10 @@ INLINE Floats widen_bfloat16(const std::uint8_t* from) {
 }
 INLINE float sum_lanes(const Floats& v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 
-#include "matmul_edges.h"
-#include "matmul_rows.h"
-#include "matmul_tiles.h"
-#include "matmul_int4.h"
+#include "matmul_edges-inl.h"
+#include "matmul_rows-inl.h"
+#include "matmul_tiles-inl.h"
+#include "matmul_int4-inl.h"
 
 // Rows are decoded once for tokens_together tokens, so tiles pay off where decoding is dear. Tiles of
 // int8 would be unsigned.
@@ -210,22 +207,12 @@ constexpr bool has_wide_tiles = false;
 [[maybe_unused]] INLINE void wide_piece(const Matrix&, std::int64_t, std::int64_t,
                                         const Activations&, MatmulScratch&) {}
 
-#include "matmul_multiply.h"
-#include "matmul_table.h"
-
-static bool supported() {
-#if defined(__linux__)
-  return getauxval(AT_HWCAP) & (1 << 20);  // HWCAP_ASIMDDP
-#else
-  return true;  // every Apple processor
-#endif
-}
+#include "matmul_multiply-inl.h"
+#include "matmul_table-inl.h"
 
 }  // namespace neon_matmul
 
-const MatmulKernels neon_matmul_kernels = {
-    "neon",
-    neon_matmul::supported,
+const MatmulKernels matmul_neon = {
     neon_matmul::quantize_token,
     neon_matmul::sum_groups,
     neon_matmul::multiply,

@@ -1,21 +1,14 @@
 #include "parallel.h"
 
-#include <dlfcn.h>
-
 #include <algorithm>
 #include <atomic>
+
+#include "platform.h"
 
 namespace sparse_bitnet {
 namespace {
 
-// GCC's entry point of a parallel region, which the runtimes of LLVM and Intel provide as well.
-using GompParallel = void (*)(void (*function)(void*), void* data, unsigned threads, unsigned flags);
-
-GompParallel find_openmp() {
-  return reinterpret_cast<GompParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
-}
-
-struct Job {
+struct Region {
   const std::int64_t count, size;
   const Piece piece;
   void* const context;
@@ -34,14 +27,14 @@ struct Job {
 }  // namespace
 
 void run_pieces(std::int64_t count, std::int64_t size, int threads, Piece piece, void* context) {
-  static const GompParallel openmp = find_openmp();
+  static const OpenmpParallel openmp = find_openmp();
   const std::int64_t team = std::min<std::int64_t>(threads, (count + size - 1) / size);
   if (team <= 1 || !openmp) {
     if (count > 0) piece(context, 0, count);
     return;
   }
-  Job job{count, size, piece, context};
-  openmp([](void* data) { static_cast<Job*>(data)->take_pieces(); }, &job, unsigned(team), 0);
+  Region region{count, size, piece, context};
+  openmp([](void* data) { static_cast<Region*>(data)->take_pieces(); }, &region, unsigned(team), 0);
 }
 
 }  // namespace sparse_bitnet

@@ -1,12 +1,19 @@
 #include "platform.h"
 
+#include <dlfcn.h>
 #include <pthread.h>
 #include <sys/mman.h>
+#include <unistd.h>
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
 
 #include <atomic>
+#include <cerrno>
 #include <cinttypes>
 #include <cstdint>
 #include <cstdio>
+#include <cstring>
 #include <limits>
 #include <new>
 
@@ -55,11 +62,57 @@ std::int64_t HugeBuffer::huge_bytes() const {
   return kibibytes * 1024;
 }
 
+bool ByteSource::read(std::int64_t first, std::int64_t size, std::uint8_t* buffer) const {
+  if (data != nullptr) {
+    std::memcpy(buffer, data + first, std::size_t(size));
+    return true;
+  }
+  for (std::int64_t done = 0; done < size;) {
+    const auto count = pread(descriptor, buffer + done, std::size_t(size - done),
+                             off_t(offset + first + done));
+    if (count < 0 && errno == EINTR) continue;
+    if (count <= 0) return false;
+    done += count;
+  }
+  return true;
+}
+
 int fork_count() {
   static std::atomic<int> forks{0};
   static const int registered = pthread_atfork(nullptr, nullptr, [] { ++forks; });
   static_cast<void>(registered);
   return forks.load(std::memory_order_relaxed);
 }
+
+OpenmpParallel find_openmp() {
+  return reinterpret_cast<OpenmpParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+}
+
+#if defined(__x86_64__)
+
+// Whatever has FMA has F16C, which not every compiler can ask for.
+bool cpu_has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+         __builtin_cpu_supports("bmi2");
+}
+
+bool cpu_has_avx512() {
+  return cpu_has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+
+bool cpu_has_avx512vnni() { return cpu_has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+
+#elif defined(__aarch64__)
+
+bool cpu_has_dotprod() {
+#if defined(__linux__)
+  return getauxval(AT_HWCAP) & (1 << 20);  // HWCAP_ASIMDDP
+#else
+  return true;  // every Apple processor
+#endif
+}
+
+#endif
 
 }  // namespace sparse_bitnet

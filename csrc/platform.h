@@ -1,4 +1,5 @@
-// All that an operating system decides: memory in huge pages, reading of files, forks.
+// All that an operating system or a processor model decides: memory in huge pages, reading of files,
+// forks, the OpenMP runtime, instruction sets.
 
 #pragma once
 
@@ -31,8 +32,34 @@ class HugeBuffer {
   std::uint8_t* data_;
 };
 
+// Bytes that are read once, a piece at a time: from memory, or from a file by pread. A file is not
+// mapped: faults of its pages would cost more than copying them through a buffer that stays in the
+// cache, they would count as memory of ours, and a file cut short meanwhile would end the process.
+struct ByteSource {
+  const std::uint8_t* data;  // or null: then `descriptor`, from `offset` on
+  int descriptor;
+  std::int64_t offset;
+
+  // Copies `size` bytes from `first` on; false where they cannot be read.
+  bool read(std::int64_t first, std::int64_t size, std::uint8_t* buffer) const;
+};
+
 // Forks between the start of the program and this process: what was made at another count is of a parent,
 // whose threads do not exist here.
 int fork_count();
+
+// GCC's entry point of a parallel region, which the runtimes of LLVM and Intel provide as well, of the
+// OpenMP runtime in the process; null where there is none.
+using OpenmpParallel = void (*)(void (*function)(void*), void* data, unsigned threads, unsigned flags);
+OpenmpParallel find_openmp();
+
+// Whether this machine runs the instruction sets of a row of isa.cpp.
+#if defined(__x86_64__)
+bool cpu_has_avx2();        // with FMA, F16C, BMI2
+bool cpu_has_avx512();      // F, BW, DQ, VL, besides
+bool cpu_has_avx512vnni();  // besides
+#elif defined(__aarch64__)
+bool cpu_has_dotprod();
+#endif
 
 }  // namespace sparse_bitnet

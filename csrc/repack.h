@@ -5,9 +5,9 @@
 
 #include <cstdint>
 
-#include "byte_source.h"
 #include "matmul.h"
 #include "packed_format.h"
+#include "platform.h"
 #include "thread_pool.h"
 
 namespace sparse_bitnet {

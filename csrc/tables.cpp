@@ -4,21 +4,9 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <string>
-#include <utility>
 #include <vector>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#elif defined(__aarch64__)
-#include <arm_neon.h>
-#endif
-
 #include "checksum.h"
-#include "kernels.h"
-
-#define FLOAT_KERNELS "int4_table_kernels.h"
-#include "each_float_isa.h"
 
 namespace sparse_bitnet {
 namespace {
@@ -89,23 +77,6 @@ bool all_finite(const float* values, std::int64_t count) {
   return broken == 0;
 }
 
-// Quantises `groups` groups of 64 finite values; a scale and 32 bytes for each.
-using QuantizeInt4Row = void (*)(const float* values, std::int64_t groups, std::uint8_t* out,
-                                 float* scales);
-
-QuantizeInt4Row choose_int4_row(const std::string& isa) {
-#if defined(__x86_64__)
-  const bool has_fma = __builtin_cpu_supports("fma");
-  if (isa == "avx512" && has_fma && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl")) {
-    return float_avx512::quantize_int4_row;
-  }
-  if (isa != "generic" && has_fma) return float_avx2::quantize_int4_row;
-#endif
-  (void)isa;
-  return float_generic::quantize_int4_row;
-}
-
 }  // namespace
 
 CopiedTable copy_table(ThreadPool& pool, const TableSource& table, std::uint8_t* out,
@@ -117,13 +88,12 @@ CopiedTable copy_table(ThreadPool& pool, const TableSource& table, std::uint8_t*
   });
 }
 
-CopiedTable quantize_table(ThreadPool& pool, const TableSource& table, WeightFormat format,
-                           std::uint8_t* out, std::int64_t row_stride, float* scales) {
+CopiedTable quantize_table(const VectorKernels& kernels, ThreadPool& pool, const TableSource& table,
+                           WeightFormat format, std::uint8_t* out, std::int64_t row_stride,
+                           float* scales) {
   const std::int64_t columns = table.columns;
   std::vector<std::vector<float>> floats(std::size_t(pool.threads()),
                                          std::vector<float>(std::size_t(columns)));
-  const Kernels& kernels = choose_kernels("");
-  const QuantizeInt4Row quantize_int4 = choose_int4_row(kernels.isa);
   const std::int64_t groups = columns / int4_group;
   return for_rows(pool, table, [&](std::int64_t row, const std::uint8_t* from, int thread) {
     std::uint8_t* to = out + row * row_stride;
@@ -138,7 +108,7 @@ CopiedTable quantize_table(ThreadPool& pool, const TableSource& table, WeightFor
     }
     to_floats(table, row, from, values);
     if (!all_finite(values, columns)) return false;
-    quantize_int4(values, groups, to, scales + row * groups);
+    kernels.quantize_int4(values, groups, to, scales + row * groups);
     return true;
   });
 }

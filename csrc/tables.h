@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-#include "byte_source.h"
 #include "matmul.h"
+#include "platform.h"
 #include "thread_pool.h"
 
 namespace sparse_bitnet {
@@ -33,10 +33,11 @@ struct CopiedTable {
 CopiedTable copy_table(ThreadPool& pool, const TableSource& table, std::uint8_t* out,
                        std::int64_t row_stride);
 
-// To WeightFormat::int8 (scales [rows], as quantizer.quantize_int8) or int4 (scales
+// To WeightFormat::int8 (scales [rows], as the op quantize_int8) or int4 (scales
 // [rows, columns / 64], columns a multiple of 64; of several scales for a group the one with the
 // least squared error). The same bits for every thread count and instruction set.
-CopiedTable quantize_table(ThreadPool& pool, const TableSource& table, WeightFormat format,
-                           std::uint8_t* out, std::int64_t row_stride, float* scales);
+CopiedTable quantize_table(const VectorKernels& kernels, ThreadPool& pool, const TableSource& table,
+                           WeightFormat format, std::uint8_t* out, std::int64_t row_stride,
+                           float* scales);
 
 }  // namespace sparse_bitnet

@@ -14,8 +14,11 @@ from sparse_bitnet.layer import SparseBitConfig, select
 from sparse_bitnet.packing.codec import pack
 from sparse_bitnet.packing.formats import holds_pattern
 
-WEIGHT_FORMATS = {"i2": 0, "b3": 1, "nm-bitmap": 2}
-CACHES = {"float32": 0, "float16": 1, "int8": 2}
+WEIGHT_FORMATS = {
+    "i2": _cpu.WeightFormat.i2,
+    "b3": _cpu.WeightFormat.b3,
+    "nm-bitmap": _cpu.WeightFormat.nm_bitmap,
+}
 
 
 def random_model(
@@ -89,7 +92,7 @@ class DecoderInMemory:
             head_dim=head_dim,
             vocab=self.vocab,
             norm_epsilon=config.rms_norm_eps,
-            activation=int(config.hidden_act == "relu2"),
+            activation=_cpu.Activation(int(config.hidden_act == "relu2")),
             inverse_frequencies=self.floats(inner.rotary_emb.inv_freq),
         )
         builder.set_head(self.table(model.get_output_embeddings().weight, head))
@@ -117,7 +120,7 @@ class DecoderInMemory:
         self.decoder = _cpu.Decoder(
             builder,
             threads=threads,
-            cache=CACHES[cache],
+            cache=_cpu.CacheType[cache],
             context_length=context_length or config.max_position_embeddings,
             cache_tokens=cache_tokens,
             isa=isa,
@@ -145,7 +148,7 @@ class DecoderInMemory:
         memory[start : start + count * stride].reshape(count, stride)[:, :width] = rows
         return stride, self.address(memory) + start
 
-    def matrix(self, linear: Any) -> tuple:
+    def matrix(self, linear: Any, **changes: Any) -> _cpu.Matrix:
         pattern = linear.config.pattern
         format = self.weight_format if holds_pattern(self.weight_format, pattern) else "i2"
         with torch.no_grad():
@@ -154,9 +157,13 @@ class DecoderInMemory:
         assert scale is not None
         stride, address = self.rows(pack(codes, format, pattern).numpy())
         coded = (1, 1) if pattern.is_dense else (pattern.n, pattern.m)
-        return (WEIGHT_FORMATS[format], *coded, *codes.shape, stride, address, float(scale), 0)
+        n, m = coded
+        rows, columns = codes.shape
+        given = {"format": WEIGHT_FORMATS[format], "n": n, "m": m, "rows": rows, "columns": columns}
+        given |= {"row_stride": stride, "address": address, "scale": float(scale)}
+        return _cpu.Matrix(**given | changes)
 
-    def table(self, weight: Tensor, type: str) -> tuple:
+    def table(self, weight: Tensor, type: str, **changes: Any) -> _cpu.Table:
         """Also leaves the values that the table stands for in `dequantised[type]`."""
         weight = weight.detach().float()
         rows, columns = weight.shape
@@ -180,8 +187,9 @@ class DecoderInMemory:
             scales = self.floats(scale)
         self.dequantised[type] = dequantised.numpy()
         stride, address = self.rows(data)
-        number = ["int8", "int4", "bfloat16", "float32"].index(type)
-        return (number, rows, columns, stride, address, scales)
+        given = {"type": _cpu.TableType[type], "rows": rows, "columns": columns}
+        given |= {"row_stride": stride, "address": address, "scales": scales}
+        return _cpu.Table(**given | changes)
 
     def forward(
         self, requests: Sequence[tuple[int, Sequence[int]]], which: str = "all"
@@ -195,7 +203,7 @@ class DecoderInMemory:
                 (sequence, ids.ctypes.data, len(ids))
                 for (sequence, _), ids in zip(requests, tokens, strict=True)
             ],
-            ["none", "last", "all"].index(which),
+            _cpu.Logits[which],
             0 if which == "none" else logits.ctypes.data,
         )
         if which == "none":

@@ -32,7 +32,7 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[NMPattern]:
 
 
 def test_what_is_measured(cache: Path) -> None:
-    pool, kernels = _cpu.ThreadPool(1), _cpu.MatmulKernels.choose("generic")
+    pool, kernels = _cpu.ThreadPool(1), _cpu.Kernels.choose("generic")
     for text, names in (
         ("6:8", {"i2", "b3", "nm-bitmap"}),
         ("8:8", {"i2", "b3"}),

@@ -13,7 +13,7 @@
 
 #include "aligned_vector.h"
 #include "attention.h"
-#include "elementwise.h"
+#include "isa.h"
 #include "matmul.h"
 #include "packed_rows.h"
 
@@ -54,7 +54,7 @@ struct Tokens {
   std::vector<std::int32_t> sums, fine_sums;
   Activations activations;
 
-  Tokens(const MatmulKernels& kernels, const std::vector<float>& x, std::int64_t tokens, bool with_fine) {
+  Tokens(const Kernels& kernels, const std::vector<float>& x, std::int64_t tokens, bool with_fine) {
     const std::int64_t columns = std::int64_t(x.size()) / tokens;
     const std::int64_t stride = activation_stride(columns);
     codes.assign(tokens * stride + activation_slack, poison);
@@ -114,7 +114,7 @@ struct Weights {
   }
 };
 
-std::vector<float> product(const MatmulKernels& kernels, ThreadPool& pool, const Weights& weights,
+std::vector<float> product(const Kernels& kernels, ThreadPool& pool, const Weights& weights,
                            const Tokens& x, const float* bias) {
   const std::int64_t stride = weights.matrix.rows + y_padding;
   std::vector<float> y(x.activations.tokens * stride, -77.0f);
@@ -123,9 +123,9 @@ std::vector<float> product(const MatmulKernels& kernels, ThreadPool& pool, const
   return y;
 }
 
-struct Kernels {
-  const MatmulKernels& generic = choose_matmul_kernels("generic");
-  const MatmulKernels& neon = choose_matmul_kernels("neon");
+struct Rows {
+  const Kernels& generic = choose_kernels("generic");
+  const Kernels& neon = choose_kernels("neon");
 };
 
 constexpr packed::Pattern dense = {1, 1};
@@ -137,7 +137,7 @@ constexpr std::pair<WeightFormat, packed::Pattern> layouts[] = {
     {WeightFormat::nm_bitmap, {5, 16}},
 };
 
-void compare(const Kernels& kernels, ThreadPool& pool, const Weights& weights,
+void compare(const Rows& kernels, ThreadPool& pool, const Weights& weights,
              const std::vector<float>& x, std::int64_t tokens, bool fine, const float* bias) {
   const Tokens theirs(kernels.generic, x, tokens, fine), ours(kernels.neon, x, tokens, fine);
   expect(theirs == ours, "quantised activations: %d columns", int(weights.matrix.columns));
@@ -149,7 +149,7 @@ void compare(const Kernels& kernels, ThreadPool& pool, const Weights& weights,
          int(weights.matrix.rows), int(weights.matrix.columns), int(tokens), int(fine));
 }
 
-void test_products(const Kernels& kernels, Random& random) {
+void test_products(const Rows& kernels, Random& random) {
   ThreadPool one(1), two(2);
   for (const auto& [format, pattern] : layouts) {
     const std::pair<int, int> shapes[] = {{1, 64}, {3, 16}, {17, 336}, {33, 1072}, {6, 2576}};
@@ -176,7 +176,7 @@ void test_products(const Kernels& kernels, Random& random) {
   }
 }
 
-void test_quantize(const Kernels& kernels, Random& random) {
+void test_quantize(const Rows& kernels, Random& random) {
   const float infinity = std::numeric_limits<float>::infinity();
   for (int columns : {1, 15, 64, 100, 1337}) {
     std::vector<float> x = random.floats(7 * columns);
@@ -195,11 +195,11 @@ void test_quantize(const Kernels& kernels, Random& random) {
   }
 }
 
-void test_tables(const Kernels& kernels, Random& random) {
+void test_tables(const Rows& kernels, Random& random) {
   ThreadPool pool(1);
   for (const auto& [rows, columns] : {std::pair(1, 1), {3, 7}, {33, 100}, {70, 333}}) {
-    for (FloatType type : {FloatType::bfloat16, FloatType::float32}) {
-      const int size = type == FloatType::float32 ? 4 : 2;
+    for (TableType type : {TableType::bfloat16, TableType::float32}) {
+      const int size = type == TableType::float32 ? 4 : 2;
       std::vector<float> values = random.floats(rows * columns);
       std::vector<std::uint8_t> data(rows * columns * size);
       for (std::size_t i = 0; i < values.size(); ++i) {
@@ -209,7 +209,7 @@ void test_tables(const Kernels& kernels, Random& random) {
         std::memcpy(&values[i], bytes, 4);
         std::memcpy(&data[i * size], bytes + 4 - size, size);
       }
-      const FloatTable table = {type, rows, columns, columns * size, data.data()};
+      const Table table = {type, rows, columns, columns * size, data.data(), nullptr};
       for (int tokens : {1, 2, 5}) {
         const std::vector<float> x = random.floats(tokens * columns);
         std::vector<float> y(tokens * rows);
@@ -230,7 +230,7 @@ void test_tables(const Kernels& kernels, Random& random) {
 }
 
 void test_elementwise(Random& random) {
-  const ElementwiseKernels& kernels = choose_elementwise_kernels("neon");
+  const VectorKernels& kernels = choose_kernels("neon").vector;
   for (int n : {2, 14, 64, 898}) {
     const std::vector<float> x = random.floats(n), delta = random.floats(n), weight = random.floats(n);
     std::vector<float> residual = x, out(n), gate = x, turned = x;
@@ -255,7 +255,7 @@ void test_elementwise(Random& random) {
 
 // One page, several queries of two heads, each token seeing one key more.
 void test_attention(Random& random, CacheType type, double tolerance, int head_dim, int tokens) {
-  const AttentionKernels& kernels = choose_attention_kernels("neon");
+  const VectorKernels& kernels = choose_kernels("neon").vector;
   const std::int64_t padded = padded_dim(head_dim), group = 2, rows = group * tokens;
   const std::int64_t visible = 40;
   Memory keys(4 * page_tokens * padded, poison), values = keys;
@@ -301,7 +301,7 @@ void test_attention(Random& random, CacheType type, double tolerance, int head_d
 
 int main() {
   Random random;
-  const Kernels kernels;
+  const Rows kernels;
   test_quantize(kernels, random);
   test_products(kernels, random);
   test_tables(kernels, random);

@@ -18,47 +18,52 @@ HUGE = (2**63 - 1, 2**62, 2**53, -1, -(2**63))
 def test_sizes_of_the_ops_kernels(size: int) -> None:
     kernels = _cpu.Kernels.choose("")
     with pytest.raises(ValueError, match="out of range"):
-        kernels.nm_mask(0, _cpu.FLOAT32, size, 2, 4, 0, 1)
+        kernels.nm_mask(0, _cpu.Dtype.float32, size, 2, 4, 0, 1)
     with pytest.raises(ValueError, match="out of range"):
-        kernels.select_ternary(0, _cpu.BFLOAT16, 1.0, size, 2, 4, 0, 0, 1)
+        kernels.select_ternary(0, _cpu.Dtype.bfloat16, 1.0, size, 2, 4, 0, 0, 1)
     with pytest.raises(ValueError, match="out of range"):
-        kernels.absmean(0, _cpu.FLOAT32, size, 1)
+        kernels.absmean(0, _cpu.Dtype.float32, size, 1)
     with pytest.raises(ValueError, match="out of range"):
-        kernels.quantize_int8(0, _cpu.FLOAT32, size, 8, 0, 0, 1)
+        kernels.quantize_int8(0, _cpu.Dtype.float32, size, 8, 0, 0, 1)
     with pytest.raises(ValueError, match="out of range"):
-        kernels.quantize_int8(0, _cpu.FLOAT32, 8, size, 0, 0, 1)
+        kernels.quantize_int8(0, _cpu.Dtype.float32, 8, size, 0, 0, 1)
 
 
 @pytest.mark.parametrize(("n", "m"), [(0, 4), (5, 4), (1, 0), (1, 33), (1, -4)])
 def test_patterns(n: int, m: int) -> None:
     with pytest.raises(ValueError, match="pattern"):
-        _cpu.Kernels.choose("").nm_mask(0, _cpu.FLOAT32, 8, n, m, 0, 1)
+        _cpu.Kernels.choose("").nm_mask(0, _cpu.Dtype.float32, 8, n, m, 0, 1)
     with pytest.raises(ValueError, match="pattern"):
-        _cpu.bytes_per_row(2, n, m, 64)
+        _cpu.bytes_per_row(_cpu.WeightFormat.nm_bitmap, n, m, 64)
 
 
 @pytest.mark.parametrize("size", [*HUGE, 0])
 def test_sizes_of_the_matrix_kernels(size: int) -> None:
-    kernels, pool = _cpu.MatmulKernels.choose(""), _cpu.ThreadPool(1)
+    kernels, pool = _cpu.Kernels.choose(""), _cpu.ThreadPool(1)
     with pytest.raises(ValueError, match="columns"):
-        _cpu.bytes_per_row(0, 1, 1, size)
-    good = {"rows": 8, "columns": 64, "row_stride": 64, "y_stride": 8}
+        _cpu.bytes_per_row(_cpu.WeightFormat.i2, 1, 1, size)
+    good = {"rows": 8, "columns": 64, "row_stride": 64}
     for name in good:
-        sizes = good | {name: size}
         with pytest.raises(ValueError, match=name):
-            _cpu.Product(format=0, n=1, m=1, data=0, scale=1.0, scales=0, bias=0, y=0, **sizes)
-    product = _cpu.Product(0, 1, 1, 8, 64, 64, 0, 1.0, 0, 0, 0, 8)
+            _cpu.Matrix(_cpu.WeightFormat.i2, 1, 1, address=64, **good | {name: size})
+        with pytest.raises(ValueError, match=name):
+            _cpu.Table(_cpu.TableType.int8, address=64, scales=64, **good | {name: size})
+    matrix = _cpu.Matrix(_cpu.WeightFormat.i2, 1, 1, 8, 64, 64, 64)
+    with pytest.raises(ValueError, match="y_stride"):
+        _cpu.Product(matrix, 0, 0, size)
     with pytest.raises(ValueError, match="columns"):
-        kernels.quantize(pool, 0, 1, size, 0, 0, 0, 0, 0)
-    with pytest.raises(ValueError, match="columns"):
-        kernels.matmul(pool, 1, size, 0, 0, 0, 0, 0, [product])
+        _cpu.Activations(1, size, 0, 0, 0, 0, 0)
     if size:
         with pytest.raises(ValueError, match="tokens"):
-            kernels.quantize(pool, 0, size, 64, 0, 0, 0, 0, 0)
-        with pytest.raises(ValueError, match="tokens"):
-            kernels.matmul(pool, size, 64, 0, 0, 0, 0, 0, [product])
+            _cpu.Activations(size, 64, 0, 0, 0, 0, 0)
+    activations = _cpu.Activations(1, 128, 0, 0, 0, 0, 0)
+    with pytest.raises(ValueError, match="other columns"):
+        kernels.matmul(pool, activations, [_cpu.Product(matrix, 0, 0, 8)])
+    table = _cpu.Table(_cpu.TableType.float32, 8, 64, 256, 64)
     with pytest.raises(ValueError, match="stride"):
-        kernels.matmul_table(pool, 0, 1, 64, 1, 8, 64, size, 0, 0, 8)
+        kernels.matmul_table(pool, 0, 1, 64, table, 0, size)
+    with pytest.raises(ValueError, match="stride"):
+        kernels.matmul_table(pool, 0, 1, size, table, 0, 8)
 
 
 @pytest.mark.parametrize("threads", [0, -1, 1025, 2**31 - 1])
@@ -70,13 +75,15 @@ def test_thread_counts(threads: int) -> None:
 @pytest.mark.parametrize("bytes", [0, -1, 2**47, 2**63 - 1])
 def test_sizes_of_the_roofline(bytes: int) -> None:
     with pytest.raises(ValueError, match="out of range"):
-        _cpu.Ceilings(1, bytes)
+        _cpu.Roofline(1, bytes)
 
 
 def test_offsets_in_files() -> None:
-    source = (0, 0, 2**63 - 1)
+    place = {"descriptor": 0, "offset": 2**63 - 1}
     with pytest.raises(ValueError, match="neither an address nor a file"):
-        _cpu.repack(_cpu.ThreadPool(1), 0, 1, 1, 1, 256, source, 64, 0, 64, 64, 64)
+        _cpu.StoredMatrix(_cpu.StoredFormat.i2, 1, 1, 1, 256, 64, **place)
+    with pytest.raises(ValueError, match="neither an address nor a file"):
+        _cpu.StoredTable(_cpu.StoredType.int8, 1, 256, 256, **place)
 
 
 @cache
@@ -95,7 +102,7 @@ def test_a_decoder_takes_one_caller_at_a_time() -> None:
             try:
                 decoder.truncate(sequence, 0)
                 started.set()
-                decoder.forward([(sequence, tokens.ctypes.data, len(tokens))], 0, 0)
+                decoder.forward([(sequence, tokens.ctypes.data, len(tokens))], _cpu.Logits.none, 0)
             except RuntimeError:  # the other thread was first
                 continue
 

@@ -166,7 +166,7 @@ def test_nothing_is_written_outside_the_outputs(isa, m):
         mask = torch.full((count + 2 * guard,), 99, dtype=torch.uint8)
         _cpu.Kernels.choose(isa).select_ternary(
             weight=weight.data_ptr(),
-            dtype=_cpu.FLOAT32,
+            dtype=_cpu.Dtype.float32,
             weight_scale=1.0,
             groups=groups,
             n=m // 2,

@@ -17,27 +17,19 @@ from sparse_bitnet.straight_through import ternary_int8_linear
 
 _cpu = pytest.importorskip("sparse_bitnet._cpu", reason="the extension is not built")
 
-FORMATS = {"i2": 0, "b3": 1, "nm-bitmap": 2, "int8": 3, "int4": 4}
+FORMATS = {
+    name: _cpu.WeightFormat[name.replace("-", "_")]
+    for name in ("i2", "b3", "nm-bitmap", "int8", "int4")
+}
 PATTERNS = [NMPattern(6, 8), NMPattern(2, 4), NMPattern(2, 8), NMPattern(8, 8), NMPattern(5, 16)]
 SHAPES = [(1, 64), (3, 16), (17, 336), (33, 640), (33, 896), (5, 1072), (70, 2576), (19, 1392)]
 TOKENS = [1, 2, 3, 5, 8, 17, 33, 64]
 POISON = 0xA5
 
 
-def supported() -> list[str]:
-    names = []
-    for name in ["generic", "avx2", "avx512vnni", "neon"]:
-        try:
-            _cpu.MatmulKernels.choose(name)
-        except ValueError:
-            continue
-        names.append(name)
-    return names
-
-
-@pytest.fixture(params=supported())
+@pytest.fixture(params=_cpu.supported_isas())
 def kernels(request):
-    return _cpu.MatmulKernels.choose(request.param)
+    return _cpu.Kernels.choose(request.param)
 
 
 def aligned(count: int, dtype: type, fill: int = POISON) -> np.ndarray:
@@ -82,7 +74,7 @@ class Weights:
     def product(self, y: np.ndarray, bias: np.ndarray | None):
         rows, columns = self.codes.shape
         address = 0 if bias is None else bias.ctypes.data
-        return _cpu.Product(
+        matrix = _cpu.Matrix(
             FORMATS[self.format],
             self.pattern.n,
             self.pattern.m,
@@ -92,10 +84,8 @@ class Weights:
             self.data.ctypes.data,
             self.scale,
             self.scales.ctypes.data,
-            address,
-            y.ctypes.data,
-            y.strides[0] // 4,
         )
+        return _cpu.Product(matrix, address, y.ctypes.data, y.strides[0] // 4)
 
 
 class Quantized:
@@ -112,7 +102,8 @@ class Quantized:
             aligned(tokens, dtype) for dtype in (np.float32, np.int32, np.int32)
         )
         x = np.ascontiguousarray(x)
-        kernels.quantize(pool, x.ctypes.data, tokens, columns, *self.addresses())
+        self.activations = _cpu.Activations(tokens, columns, *self.addresses())
+        kernels.quantize(pool, x.ctypes.data, self.activations)
         rows = self.codes[: tokens * stride].reshape(tokens, stride)
         self.code_rows, self.padding = rows[:, :columns], rows[:, columns:]
         if self.fine is not None:
@@ -186,7 +177,7 @@ def expected(weights: Weights, x: Quantized, bias: np.ndarray | None) -> np.ndar
 
 def run(kernels, pool, x: Quantized, group: list[Weights], biases) -> list[np.ndarray]:
     """y of each weights, padded by poison that must stay as it is."""
-    tokens, columns = x.shape
+    tokens = x.shape[0]
     outputs = []
     for weights in group:
         rows = weights.codes.shape[0]
@@ -194,7 +185,7 @@ def run(kernels, pool, x: Quantized, group: list[Weights], biases) -> list[np.nd
     products = [
         weights.product(y, bias) for weights, y, bias in zip(group, outputs, biases, strict=True)
     ]
-    kernels.matmul(pool, tokens, columns, *x.addresses(), products)
+    kernels.matmul(pool, x.activations, products)
     for weights, y in zip(group, outputs, strict=True):
         assert (y[:, weights.codes.shape[0] :].view(np.uint8) == POISON).all()
     return [y[:, : weights.codes.shape[0]] for weights, y in zip(group, outputs, strict=True)]
@@ -325,11 +316,13 @@ def test_float_tables(kernels, type, tokens):
                 x.data_ptr(),
                 tokens,
                 columns,
-                0 if type == "bfloat16" else 1,
-                rows,
-                columns,
-                columns * table.element_size(),
-                table.data_ptr(),
+                _cpu.Table(
+                    _cpu.TableType[type],
+                    rows,
+                    columns,
+                    columns * table.element_size(),
+                    table.data_ptr(),
+                ),
                 y.data_ptr(),
                 rows + 3,
             )
@@ -343,14 +336,14 @@ def test_float_tables(kernels, type, tokens):
 
 def test_instruction_sets_are_chosen_by_name_and_by_variable(monkeypatch):
     monkeypatch.delenv("SPARSE_BITNET_ISA", raising=False)
-    best = _cpu.MatmulKernels.choose("").isa
-    assert best == supported()[-1]
+    best = _cpu.Kernels.choose("").isa
+    assert best == _cpu.supported_isas()[0]
     monkeypatch.setenv("SPARSE_BITNET_ISA", "generic")
-    assert _cpu.MatmulKernels.choose("").isa == "generic"
-    assert _cpu.MatmulKernels.choose(best).isa == best
-    if "avx512vnni" in supported():
-        monkeypatch.setenv("SPARSE_BITNET_ISA", "avx512")
-        assert _cpu.MatmulKernels.choose("").isa == "avx512vnni"
+    assert _cpu.Kernels.choose("").isa == "generic"
+    assert _cpu.Kernels.choose(best).isa == best
+    for name in _cpu.supported_isas():
+        monkeypatch.setenv("SPARSE_BITNET_ISA", name)
+        assert _cpu.Kernels.choose("").isa == name
     monkeypatch.setenv("SPARSE_BITNET_ISA", "mmx")
     with pytest.raises(ValueError, match=r"SPARSE_BITNET_ISA=mmx: .* generic"):
-        _cpu.MatmulKernels.choose("")
+        _cpu.Kernels.choose("")

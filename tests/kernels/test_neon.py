@@ -15,12 +15,15 @@ SOURCES = HERE.parents[1] / "csrc"
 FLAGS = ["-std=c++17", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-psabi", f"-I{SOURCES}"]
 DRIVER_NEEDS = [
     "attention.cpp",
-    "elementwise.cpp",
+    "isa.cpp",
+    "isa_generic.cpp",
     "kv_cache.cpp",
     "matmul.cpp",
     "matmul_generic.cpp",
     "matmul_neon.cpp",
     "packed_rows.cpp",
+    "platform.cpp",
+    "roofline.cpp",
     "thread_pool.cpp",
 ]
 

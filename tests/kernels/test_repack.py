@@ -3,6 +3,7 @@
 import ctypes
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +18,11 @@ from sparse_bitnet.pattern import NMPattern
 
 _cpu = pytest.importorskip("sparse_bitnet._cpu")
 
-STORED = {"i2": 0, "b3": 1, "nm-bitmap": 2, "nm-enum": 3, "codes": 4}
-RUN_TIME = {"i2": 0, "b3": 1, "nm-bitmap": 2}
+STORED = {
+    name: _cpu.StoredFormat[name.replace("-", "_")]
+    for name in ("i2", "b3", "nm-bitmap", "nm-enum", "codes")
+}
+RUN_TIME = {name: _cpu.WeightFormat[name.replace("-", "_")] for name in ("i2", "b3", "nm-bitmap")}
 PATTERNS = [
     "1:1",
     "8:8",
@@ -64,19 +68,11 @@ def repack(pool, data: np.ndarray, stored: str, pattern: NMPattern, rows, column
     # Sources have no alignment: every second one starts at an odd address.
     shifted = np.full(data.size + 8, POISON, np.uint8)
     shifted[1 : 1 + data.size] = data.view(np.uint8)
+    shape = (coded.n, coded.m, rows, columns)
     crc32, is_readable, damage = _cpu.repack(
         pool,
-        STORED[stored],
-        coded.n,
-        coded.m,
-        rows,
-        columns,
-        (shifted.ctypes.data + 1, -1, 0),
-        data.size,
-        RUN_TIME[target],
-        out.ctypes.data + base,
-        rows * stride,
-        stride,
+        _cpu.StoredMatrix(STORED[stored], *shape, data.size, address=shifted.ctypes.data + 1),
+        _cpu.Matrix(RUN_TIME[target], *shape, stride, out.ctypes.data + base),
     )
     assert is_readable
     written = out[base : base + rows * stride].reshape(rows, stride)
@@ -167,26 +163,41 @@ def test_large_matrices_in_many_pieces() -> None:
 def test_sizes_are_checked() -> None:
     pool, out = _cpu.ThreadPool(1), np.zeros(4096, np.uint8)
     base = out.ctypes.data + -out.ctypes.data % 64
-    good = [pool, 0, 1, 1, 2, 64, (base, -1, 0), 32, 0, base + 1024, 128, 64]
-    _cpu.repack(*good)
-    for position, bad in (
-        (1, 5),
-        (2, 2),
-        (3, 33),
-        (4, 0),
-        (5, 65),
-        (6, (0, -1, 0)),
-        (6, (0, 1, -1)),
-        (7, 31),
-        (8, 3),
-        (9, base + 1025),
-        (10, 127),
-        (11, 32),
+    shape = {"n": 1, "m": 1, "rows": 2, "columns": 64}
+    stored = shape | {"format": _cpu.StoredFormat.i2, "bytes": 32, "address": base}
+    target = shape | {"format": RUN_TIME["i2"], "row_stride": 64, "address": base + 1024}
+
+    def repack_with(stored_change: dict[str, Any], target_change: dict[str, Any]) -> None:
+        source = _cpu.StoredMatrix(**stored | stored_change)
+        _cpu.repack(pool, source, _cpu.Matrix(**target | target_change))
+
+    repack_with({}, {})
+    for change in (
+        {"n": 2},
+        {"m": 33},
+        {"rows": 0},
+        {"columns": 65},
+        {"address": 0},
+        {"address": 0, "descriptor": 1, "offset": -1},
+        {"bytes": 31},
     ):
-        arguments = list(good)
-        arguments[position] = bad
         with pytest.raises(ValueError, match=r"."):
-            _cpu.repack(*arguments)
+            repack_with(change, {})
+    for change in (
+        {"n": 2},
+        {"m": 33},
+        {"rows": 0},
+        {"rows": 1},
+        {"columns": 65},
+        {"format": _cpu.WeightFormat.int4, "scales": base},
+        {"address": base + 1025},
+        {"row_stride": 32},
+    ):
+        with pytest.raises(ValueError, match=r"."):
+            repack_with({}, change)
+    for enum in (_cpu.StoredFormat, _cpu.WeightFormat):
+        with pytest.raises(ValueError, match="not a valid"):
+            enum(5)
 
 
 def test_checksum() -> None:
@@ -215,28 +226,35 @@ def test_huge_buffer_of_an_impossible_size(size: int) -> None:
         _cpu.HugeBuffer(size)
 
 
-def quantize_table(pool, values: torch.Tensor, format: int, scales: np.ndarray | None = None):
+def quantize_table(
+    pool, values: torch.Tensor, type: str, scales: np.ndarray | None = None, isa: str = ""
+):
     """(codes [rows, stride], scales, crc32, finite)."""
-    types = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
     rows, columns = values.shape
     source = values.contiguous().view(torch.uint8).numpy().reshape(-1)
-    stride = (columns // (2 if format == 4 else 1) + 63) // 64 * 64
+    stride = (columns // (2 if type == "int4" else 1) + 63) // 64 * 64
     out = np.full(rows * stride + 64, POISON, np.uint8)
     base = -out.ctypes.data % 64
-    found = np.full((rows, columns // 64 if format == 4 else 1), np.nan, np.float32)
-    crc32, is_readable, finite = _cpu.quantize_table(
+    found = np.full((rows, columns // 64 if type == "int4" else 1), np.nan, np.float32)
+    crc32, is_readable, finite = _cpu.load_table(
         pool,
-        types[values.dtype],
-        rows,
-        columns,
-        (source.ctypes.data, -1, 0),
-        source.size,
-        0 if scales is None else scales.ctypes.data,
-        format,
-        out.ctypes.data + base,
-        rows * stride,
-        stride,
-        found.ctypes.data,
+        _cpu.StoredTable(
+            _cpu.StoredType[str(values.dtype).removeprefix("torch.")],
+            rows,
+            columns,
+            source.size,
+            address=source.ctypes.data,
+            scales=0 if scales is None else scales.ctypes.data,
+        ),
+        _cpu.Table(
+            _cpu.TableType[type],
+            rows,
+            columns,
+            stride,
+            out.ctypes.data + base,
+            found.ctypes.data,
+        ),
+        isa,
     )
     assert (crc32, is_readable) == (zlib.crc32(source.tobytes()), True)
     return out[base : base + rows * stride].reshape(rows, stride), found, finite
@@ -247,7 +265,7 @@ def quantize_table(pool, values: torch.Tensor, format: int, scales: np.ndarray |
 def test_int8_tables_are_those_of_the_quantizer(pool, dtype: torch.dtype, shape) -> None:
     values = torch.randn(shape).to(dtype)
     values[0] = 0
-    got, scales, finite = quantize_table(pool, values, 3)
+    got, scales, finite = quantize_table(pool, values, "int8")
     codes, expected = quantize_int8_reference(values)
     assert finite
     assert np.array_equal(got[:, : shape[1]].view(np.int8), codes.numpy())
@@ -260,7 +278,7 @@ def test_int4_tables_are_close(pool, dtype: torch.dtype) -> None:
     values = torch.randn(9, 192)
     stored_scales = np.full(9, 0.5, np.float32)
     values = (values * 30).round().to(dtype) if dtype == torch.int8 else values.to(dtype)
-    got, scales, finite = quantize_table(pool, values, 4, stored_scales)
+    got, scales, finite = quantize_table(pool, values, "int4", stored_scales)
     assert finite
     blocks = got[:, :96].reshape(9, 3, 32)
     digits = np.concatenate([blocks & 15, blocks >> 4], axis=2).astype(np.float32) - 8
@@ -271,7 +289,7 @@ def test_int4_tables_are_close(pool, dtype: torch.dtype) -> None:
     assert error < 0.01
 
 
-def test_int4_tables_are_the_same_on_every_instruction_set(pool, monkeypatch) -> None:
+def test_int4_tables_are_the_same_on_every_instruction_set(pool) -> None:
     values = torch.randn(50, 192) * torch.logspace(-45, 30, 50)[:, None]
     values[3] = 0
     values[4] = 1
@@ -279,20 +297,19 @@ def test_int4_tables_are_the_same_on_every_instruction_set(pool, monkeypatch) ->
     values[6] = torch.arange(192) - 96
     found = []
     for isa in _cpu.supported_isas():
-        monkeypatch.setenv("SPARSE_BITNET_ISA", isa)
-        got, scales, finite = quantize_table(pool, values, 4)
+        got, scales, finite = quantize_table(pool, values, "int4", isa=isa)
         assert finite
         found.append((got.tobytes(), scales.tobytes()))
     assert len(set(found)) == 1
 
 
 def test_values_that_are_not_finite_are_found(pool) -> None:
-    for format in (3, 4):
+    for type in ("int8", "int4"):
         for bad in (float("nan"), float("inf")):
             values = torch.randn(4, 64)
             values[2, 63] = bad
-            assert not quantize_table(pool, values, format)[2]
-            assert not quantize_table(pool, values.bfloat16(), format)[2]
+            assert not quantize_table(pool, values, type)[2]
+            assert not quantize_table(pool, values.bfloat16(), type)[2]
 
 
 def test_rows_are_copied(pool) -> None:
@@ -300,10 +317,11 @@ def test_rows_are_copied(pool) -> None:
     out = np.full(70 * 192 + 64, POISON, np.uint8)
     base = -out.ctypes.data % 64
     array = values.numpy()
-    source = (array.ctypes.data, -1, 0)
-    report = _cpu.copy_table(
-        pool, 0, 70, 33, source, array.nbytes, out.ctypes.data + base, 70 * 192, 192
+    source = _cpu.StoredTable(
+        _cpu.StoredType.float32, 70, 33, array.nbytes, address=array.ctypes.data
     )
+    target = _cpu.Table(_cpu.TableType.float32, 70, 33, 192, out.ctypes.data + base)
+    report = _cpu.load_table(pool, source, target)
     assert report == (zlib.crc32(array.tobytes()), True, True)
     rows = out[base : base + 70 * 192].reshape(70, 192)
     assert np.array_equal(rows[:, :132], array.view(np.uint8))
@@ -321,11 +339,15 @@ def test_files_are_read_from_an_offset_and_short_ones_refused(tmp_path: Path) ->
     base = out.ctypes.data + -out.ctypes.data % 64
     with open(path, "rb") as file:
         for offset, is_readable in ((3, True), (4, False)):
-            source = (0, file.fileno(), offset)
             shape = (6, 8, 400, 800)
-            report = _cpu.repack(pool, 3, *shape, source, raw.size, 0, base, 400 * stride, stride)
+            place = {"descriptor": file.fileno(), "offset": offset}
+            source = _cpu.StoredMatrix(STORED["nm-enum"], *shape, raw.size, **place)
+            report = _cpu.repack(pool, source, _cpu.Matrix(RUN_TIME["i2"], *shape, stride, base))
             assert report[1] == is_readable
             assert (report[0] == zlib.crc32(raw.tobytes())) == is_readable
-        source = (0, file.fileno(), 4)
-        report = _cpu.copy_table(pool, 2, 400, raw.shape[1], source, raw.size, base, 400 * 192, 192)
-        assert not report[1]
+        shape, scales = (400, raw.shape[1]), np.ones(400, np.float32)
+        table = _cpu.StoredTable(
+            _cpu.StoredType.int8, *shape, raw.size, descriptor=file.fileno(), offset=4
+        )
+        target = _cpu.Table(_cpu.TableType.int8, *shape, 192, base, scales.ctypes.data)
+        assert not _cpu.load_table(pool, table, target)[1]

@@ -175,7 +175,7 @@ from sparse_bitnet import _cpu
 weight = array.array("f", range(800_000))
 mask = bytearray(800_000)
 view = array.array("B", mask)
-_cpu.Kernels.choose().nm_mask(weight.buffer_info()[0], _cpu.FLOAT32, 100_000, 6, 8,
+_cpu.Kernels.choose().nm_mask(weight.buffer_info()[0], _cpu.Dtype.float32, 100_000, 6, 8,
                               view.buffer_info()[0], 2)
 assert bytes(view) == bytes([0, 0, 1, 1, 1, 1, 1, 1]) * 100_000
 """

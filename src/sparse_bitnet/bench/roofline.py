@@ -1,8 +1,8 @@
 """What the machine can do at most, and what a model asks of it: speeds as shares of ceilings.
 
 Decode reads every weight once a step, so memory bounds it; prefill multiplies every weight with every
-token, so the int8 multiply-adds of the instruction set bound it. Ceilings are measured (csrc/ceilings.h)
-in the same minutes as the speeds.
+token, so the int8 multiply-adds of the instruction set bound it. The roofline (csrc/roofline.h) is
+measured in the same minutes as the speeds.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ class CeilingMeter:
         from sparse_bitnet import _cpu
 
         self.threads = threads
-        self._meter = _cpu.Ceilings(threads, read_bytes)
+        self._meter = _cpu.Roofline(threads, read_bytes)
         self._read: list[float] = []
         self._int8: dict[str, list[float]] = {isa: [] for isa in isas}
         self._float32: dict[str, list[float]] = {isa: [] for isa in isas}

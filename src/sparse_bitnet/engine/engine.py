@@ -23,10 +23,7 @@ from sparse_bitnet.engine.weights import (
 from sparse_bitnet.errors import UserError
 
 WEIGHT_FORMATS = ("auto", "stored", *FORMATS)
-CACHE_TYPES = {"float32": 0, "float16": 1, "int8": 2}
-"""csrc/decoder.h's CacheType."""
-
-_WHICH = {"none": 0, "last": 1, "all": 2}
+CACHE_TYPES = {name: _cpu.CacheType[name] for name in ("float32", "float16", "int8")}
 
 
 class Engine(InferenceEngine):
@@ -102,7 +99,7 @@ class Engine(InferenceEngine):
         cache_tokens = _within("cache tokens", cache_tokens, 1 << 31)
         head_format = choose_head(model, head)
         try:
-            _cpu.MatmulKernels.choose(isa)
+            isa = _cpu.Kernels.choose(isa).isa
         except ValueError as error:
             raise UserError(str(error)) from error
         pool = _cpu.ThreadPool(threads)
@@ -117,6 +114,7 @@ class Engine(InferenceEngine):
                 pool,
                 weight_format=weight_format,
                 head_format=head_format,
+                isa=isa,
                 progress=progress,
             )
             decoder = _cpu.Decoder(
@@ -150,7 +148,7 @@ class Engine(InferenceEngine):
         values = np.empty((rows, self.vocab_size), np.float32)
         requests = [(sequence.cache, tokens.ctypes.data, len(tokens)) for sequence, tokens in batch]
         try:
-            self._decoder.forward(requests, _WHICH[logits], values.ctypes.data if rows else 0)
+            self._decoder.forward(requests, _cpu.Logits[logits], values.ctypes.data if rows else 0)
         except ValueError as error:
             # All else that it refuses was refused before.
             raise CacheFull(f"{error}: close sequences or raise the cache's size") from error
@@ -191,12 +189,12 @@ def _build(architecture: Architecture, weights: Weights) -> _cpu.ModelBuilder:
         architecture.head_dim,
         architecture.vocab,
         architecture.norm_epsilon,
-        architecture.activation,
+        _cpu.Activation(architecture.activation),
         frequencies.ctypes.data,
         architecture.rope.scaling,
     )
-    model.set_embedding(tuple(weights.embedding))
-    model.set_head(tuple(weights.head))
+    model.set_embedding(weights.embedding)
+    model.set_head(weights.head)
     model.set_final_norm(weights.vectors["model.norm.weight"].ctypes.data)
     for layer in range(architecture.layers):
         block = f"model.layers.{layer}"
@@ -206,7 +204,7 @@ def _build(architecture: Architecture, weights: Weights) -> _cpu.ModelBuilder:
             return 0 if found is None else found.ctypes.data
 
         model.add_block(
-            *(tuple(weights.matrices[f"{block}.{name}"]) for name in BLOCK_LINEARS),
+            *(weights.matrices[f"{block}.{name}"] for name in BLOCK_LINEARS),
             input_norm=vector("input_layernorm.weight"),
             post_attention_norm=vector("post_attention_layernorm.weight"),
             q_bias=vector("self_attn.q_proj.bias"),

@@ -36,7 +36,7 @@ def choose_format(pattern: NMPattern, pool: _cpu.ThreadPool, isa: str) -> str:
 
     Raises `ValueError` for kernels that this machine does not have.
     """
-    kernels = _cpu.MatmulKernels.choose(isa)
+    kernels = _cpu.Kernels.choose(isa)
     key = _key(kernels.isa, pool.threads, pattern)
     path = cache_folder() / "formats.json"
     known = _read(path)
@@ -63,7 +63,7 @@ def cache_folder() -> Path:
 
 
 def measure_formats(
-    pattern: NMPattern, pool: _cpu.ThreadPool, kernels: _cpu.MatmulKernels
+    pattern: NMPattern, pool: _cpu.ThreadPool, kernels: _cpu.Kernels
 ) -> dict[str, float]:
     """Seconds a weight of every format that holds the pattern, the least of several interleaved."""
     coded = coded_pattern(pattern)
@@ -72,8 +72,10 @@ def measure_formats(
     x = np.random.default_rng(0).standard_normal(_COLUMNS, np.float32)
     codes = np.zeros(_COLUMNS + _cpu.ACTIVATION_SLACK, np.int8)
     scales, sums = np.zeros(1, np.float32), np.zeros(1, np.int32)
-    activations = (codes.ctypes.data, 0, scales.ctypes.data, sums.ctypes.data, 0)
-    kernels.quantize(pool, x.ctypes.data, 1, _COLUMNS, *activations)
+    activations = _cpu.Activations(
+        1, _COLUMNS, codes.ctypes.data, 0, scales.ctypes.data, sums.ctypes.data, 0
+    )
+    kernels.quantize(pool, x.ctypes.data, activations)
     products, weights, outputs = {}, {}, []
     for name in _candidates(pattern):
         format = FORMATS[name]
@@ -82,25 +84,13 @@ def measure_formats(
         y = np.empty(rows, np.float32)
         outputs.append(y)
         weights[name] = rows * _COLUMNS
-        products[name] = _cpu.Product(
-            format,
-            coded.n,
-            coded.m,
-            rows,
-            _COLUMNS,
-            stride,
-            memory.address,
-            1.0,
-            0,
-            0,
-            y.ctypes.data,
-            rows,
-        )
+        matrix = _cpu.Matrix(format, coded.n, coded.m, rows, _COLUMNS, stride, memory.address)
+        products[name] = _cpu.Product(matrix, 0, y.ctypes.data, rows)
     seconds = dict.fromkeys(products, float("inf"))
     for _ in range(_REPEATS):
         for name, product in products.items():
             started = time.perf_counter()
-            kernels.matmul(pool, 1, _COLUMNS, *activations, [product])
+            kernels.matmul(pool, activations, [product])
             taken = (time.perf_counter() - started) / weights[name]
             seconds[name] = min(seconds[name], taken)
     return seconds

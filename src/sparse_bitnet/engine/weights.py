@@ -7,7 +7,7 @@ form written in the same pass, piece by piece, so that the file takes no memory 
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -19,22 +19,15 @@ from sparse_bitnet.packing.formats import coded_pattern, has_fixed_rows, holds_p
 OnProgress = Callable[[int, int], None]
 """Called with the bytes of the file that are done, and with all of them."""
 
-FORMATS = {"i2": 0, "b3": 1, "nm-bitmap": 2}
-"""Run-time formats of weights -> csrc/matmul.h's WeightFormat."""
-
-_STORED = {"i2": 0, "b3": 1, "nm-bitmap": 2, "nm-enum": 3}
-_STORED_CODES = 4
-"""csrc/repack.h's StoredFormat."""
-
-_STORED_TABLE = {"F32": 0, "BF16": 1, "I8": 2}
-"""csrc/tables.h's StoredTable."""
+FORMATS = {
+    "i2": _cpu.WeightFormat.i2,
+    "b3": _cpu.WeightFormat.b3,
+    "nm-bitmap": _cpu.WeightFormat.nm_bitmap,
+}
+"""Run-time formats of weights."""
 
 _STORED_NAMES = {"F32": "float32", "BF16": "bfloat16", "I8": "int8"}
-_TABLE_TYPES = {"int8": 0, "int4": 1, "bfloat16": 2, "float32": 3}
-"""csrc/decoder.h's TableType."""
 _TABLE_BITS = {"int8": 8, "int4": 4, "bfloat16": 16, "float32": 32}
-_QUANTIZED = {"int8": 3, "int4": 4}
-"""csrc/matmul.h's WeightFormat."""
 
 _INT4_GROUP = 64
 _ALIGNMENT = 64
@@ -42,39 +35,14 @@ _SLACK = 512
 """Readable bytes behind the last row."""
 
 
-class Matrix(NamedTuple):
-    """A packed matrix, in the order in which `_cpu.ModelBuilder` takes it."""
-
-    format: int
-    n: int
-    m: int
-    rows: int
-    columns: int
-    row_stride: int
-    address: int
-    scale: float
-    scales_address: int
-
-
-class Table(NamedTuple):
-    """Embedding or output head, in the order in which `_cpu.ModelBuilder` takes it."""
-
-    type: int
-    rows: int
-    columns: int
-    row_stride: int
-    address: int
-    scales_address: int
-
-
 @dataclass(kw_only=True)
 class Weights:
     """What the decoder points to; `kept` owns the memory."""
 
-    matrices: dict[str, Matrix] = field(default_factory=dict)
+    matrices: dict[str, _cpu.Matrix] = field(default_factory=dict)
     vectors: dict[str, np.ndarray] = field(default_factory=dict)
-    embedding: Table
-    head: Table
+    embedding: _cpu.Table
+    head: _cpu.Table
     head_format: str
     """int8, int4, bfloat16 or float32."""
     weight_bytes: int
@@ -118,6 +86,7 @@ def load_weights(
     *,
     weight_format: str,
     head_format: str,
+    isa: str = "",
     progress: OnProgress | None = None,
 ) -> Weights:
     """Read all of a model's tensors.
@@ -127,6 +96,7 @@ def load_weights(
         pool: threads to do it with.
         weight_format: a key of `FORMATS`, accepted by `check_format`.
         head_format: what `choose_head` returned.
+        isa: name of the kernels, "" for the best.
 
     Raises `UserError`, naming the tensor, where one is damaged; `MemoryError`.
     """
@@ -135,7 +105,7 @@ def load_weights(
     except OSError as error:
         raise UserError(f"cannot read {model.file.path}: {error.strerror or error}") from error
     try:
-        return _Loader(model, descriptor, pool, weight_format, head_format, progress).load()
+        return _Loader(model, descriptor, pool, weight_format, head_format, isa, progress).load()
     finally:
         os.close(descriptor)
 
@@ -148,11 +118,12 @@ class _Loader:
         pool: _cpu.ThreadPool,
         weight_format: str,
         head_format: str,
+        isa: str,
         progress: OnProgress | None,
     ) -> None:
         self._model, self._descriptor = model, descriptor
         self._pool, self._progress = pool, progress
-        self._weight_format, self._head_format = weight_format, head_format
+        self._weight_format, self._head_format, self._isa = weight_format, head_format, isa
         self._pattern = coded_pattern(model.metadata.pattern)
         self._done = 0
         self._total = sum(entry.end - entry.begin for entry in model.file.entries.values())
@@ -181,7 +152,7 @@ class _Loader:
             kept=self._kept,
         )
 
-    def _matrices(self, blocks: list[str]) -> tuple[dict[str, Matrix], int]:
+    def _matrices(self, blocks: list[str]) -> tuple[dict[str, _cpu.Matrix], int]:
         shapes = self._model.architecture.linear_shapes()
         format, n, m = FORMATS[self._weight_format], self._pattern.n, self._pattern.m
         strides = {
@@ -196,35 +167,26 @@ class _Loader:
             for linear, (rows, columns) in shapes.items():
                 name = f"{block}.{linear}"
                 scale = self._model.scale(name)
-                matrix = Matrix(format, n, m, rows, columns, strides[linear], address, scale, 0)
-                self._fill(name, matrix)
-                matrices[name] = matrix
+                matrices[name] = _cpu.Matrix(
+                    format, n, m, rows, columns, strides[linear], address, scale
+                )
+                self._fill(name, matrices[name], (rows, columns))
                 address += rows * strides[linear]
         return matrices, block_bytes * len(blocks)
 
-    def _fill(self, layer: str, matrix: Matrix) -> None:
+    def _fill(self, layer: str, matrix: _cpu.Matrix, shape: tuple[int, int]) -> None:
         """Write the rows of a packed tensor to the address of its matrix."""
         name, metadata = f"{layer}.weight_packed", self._model.metadata
-        if has_fixed_rows(metadata.packed_format):
-            stored, codes = _STORED[metadata.packed_format], None
-            source, source_bytes = self._in_file(name)
-        else:
-            stored, codes = _STORED_CODES, self._decoded(name, matrix)
-            source, source_bytes = (codes.ctypes.data, -1, 0), codes.nbytes
-        crc32, is_readable, damage = _cpu.repack(
-            self._pool,
-            stored,
-            matrix.n,
-            matrix.m,
-            matrix.rows,
-            matrix.columns,
-            source,
-            source_bytes,
-            matrix.format,
-            matrix.address,
-            matrix.rows * matrix.row_stride,
-            matrix.row_stride,
+        codes = None if has_fixed_rows(metadata.packed_format) else self._decoded(name, shape)
+        stored = "codes" if codes is not None else metadata.packed_format.replace("-", "_")
+        source = _cpu.StoredMatrix(
+            _cpu.StoredFormat[stored],
+            self._pattern.n,
+            self._pattern.m,
+            *shape,
+            **(self._in_file(name) if codes is None else _in_memory(codes)),
         )
+        crc32, is_readable, damage = _cpu.repack(self._pool, source, matrix)
         if not is_readable:
             raise UserError(f"{self._model.file.path}: tensor {name} cannot be read")
         if codes is None:
@@ -236,7 +198,7 @@ class _Loader:
             )
         self._finish(name)
 
-    def _decoded(self, name: str, matrix: Matrix) -> np.ndarray:
+    def _decoded(self, name: str, shape: tuple[int, int]) -> np.ndarray:
         """int8 codes [rows, columns] of a tensor that is compressed as a whole."""
         from sparse_bitnet.packing.codec import unpack
 
@@ -246,43 +208,38 @@ class _Loader:
             file.tensor(name),
             metadata.packed_format,
             metadata.pattern,
-            (matrix.rows, matrix.columns),
+            shape,
             name=name,
         )
         return codes.numpy()
 
-    def _embedding(self) -> tuple[Table, int]:
+    def _embedding(self) -> tuple[_cpu.Table, int]:
         name = self._model.table_names[0]
         if self._model.architecture.ties_head:
             return self._table(name, self._head_format)
         return self._table(name, _STORED_NAMES[self._model.file.entries[name].dtype])
 
-    def _table(self, name: str, table_format: str) -> tuple[Table, int]:
-        """A table in a form of `_TABLE_TYPES`, and its bytes."""
+    def _table(self, name: str, table_format: str) -> tuple[_cpu.Table, int]:
+        """A table in a form of `choose_head`, and its bytes."""
         file, architecture = self._model.file, self._model.architecture
-        rows, columns = architecture.vocab, architecture.hidden
+        shape = rows, columns = architecture.vocab, architecture.hidden
         dtype = file.entries[name].dtype
         stride = _aligned(columns * _TABLE_BITS[table_format] // 8)
         buffer = self._buffer(rows * stride)
-        source = (_STORED_TABLE[dtype], rows, columns, *self._in_file(name))
-        out = (buffer.address, rows * stride, stride)
-        scales = self._stored_scales(name) if dtype == "I8" else None
-        if table_format == _STORED_NAMES[dtype]:
-            report = _cpu.copy_table(self._pool, *source, *out)
-        else:
-            stored_scales = 0 if scales is None else scales.ctypes.data
+        stored_scales = scales = self._stored_scales(name) if dtype == "I8" else None
+        if table_format in ("int8", "int4") and table_format != _STORED_NAMES[dtype]:
             groups = columns // _INT4_GROUP if table_format == "int4" else 1
-            found = np.empty((rows, groups), np.float32)
-            report = _cpu.quantize_table(
-                self._pool,
-                *source,
-                stored_scales,
-                _QUANTIZED[table_format],
-                *out,
-                found.ctypes.data,
-            )
-            scales = found
-        crc32, is_readable, is_finite = report
+            scales = np.empty((rows, groups), np.float32)
+        source = _cpu.StoredTable(
+            _cpu.StoredType[_STORED_NAMES[dtype]],
+            *shape,
+            **self._in_file(name),
+            scales=_address(stored_scales),
+        )
+        table = _cpu.Table(
+            _cpu.TableType[table_format], *shape, stride, buffer.address, _address(scales)
+        )
+        crc32, is_readable, is_finite = _cpu.load_table(self._pool, source, table, self._isa)
         if not is_readable:
             raise UserError(f"{file.path}: tensor {name} cannot be read")
         file.check_crc32(name, f"{crc32:08x}")
@@ -291,14 +248,6 @@ class _Loader:
         self._finish(name)
         if scales is not None:
             self._kept.append(scales)
-        table = Table(
-            _TABLE_TYPES[table_format],
-            rows,
-            columns,
-            stride,
-            buffer.address,
-            0 if scales is None else scales.ctypes.data,
-        )
         return table, rows * stride + (0 if scales is None else scales.nbytes)
 
     def _stored_scales(self, name: str) -> np.ndarray:
@@ -312,10 +261,11 @@ class _Loader:
         self._finish(name)
         return vector
 
-    def _in_file(self, name: str) -> tuple[tuple[int, int, int], int]:
+    def _in_file(self, name: str) -> dict[str, int]:
         """Where the bytes of a tensor are, for `_cpu`, and how many."""
         entry = self._model.file.entries[name]
-        return (0, self._descriptor, entry.begin), entry.end - entry.begin
+        size = entry.end - entry.begin
+        return {"bytes": size, "descriptor": self._descriptor, "offset": entry.begin}
 
     def _buffer(self, size: int) -> _cpu.HugeBuffer:
         buffer = _cpu.HugeBuffer(size + _SLACK)
@@ -331,3 +281,11 @@ class _Loader:
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _address(array: np.ndarray | None) -> int:
+    return 0 if array is None else array.ctypes.data
+
+
+def _in_memory(array: np.ndarray) -> dict[str, int]:
+    return {"bytes": array.nbytes, "address": array.ctypes.data}

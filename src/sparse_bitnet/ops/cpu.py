@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparse_bitnet import _cpu
 
-_DTYPES = {torch.float32: _cpu.FLOAT32, torch.bfloat16: _cpu.BFLOAT16}
+_DTYPES = {torch.float32: _cpu.Dtype.float32, torch.bfloat16: _cpu.Dtype.bfloat16}
 
 
 class Kernels:

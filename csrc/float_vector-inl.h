@@ -1,5 +1,4 @@
-// What the float32 kernels share: conversions, exp, horizontal sums. Included by each_float_isa.h once
-// per instruction set.
+// What the float32 kernels share: conversions, exp, horizontal sums. Included by isa-inl.h.
 
 using Floats = Vector<float>;
 using Ints = Vector<std::int32_t>;

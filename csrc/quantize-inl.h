@@ -1,4 +1,4 @@
-// sum_magnitudes (for absmean) and quantize_int8. The element types are those of the keys in select.h:
+// sum_magnitudes (for absmean) and quantize_int8. The element types are those of the keys in select-inl.h:
 // int32_t stands for the bits of a float32, int16_t for those of a bfloat16.
 
 INLINE float to_float(std::int32_t bits) { return bit_cast<float>(bits); }

@@ -1,24 +1,13 @@
-// The choice of an instruction set, and the whole operations: the inner functions over several threads.
+#include "ops.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
-#include <stdexcept>
+#include <vector>
 
-#include "kernels.h"
 #include "parallel.h"
 
 namespace sparse_bitnet {
 namespace {
-
-// Best first.
-const Kernels* const all_kernels[] = {
-#if defined(__x86_64__)
-    &avx512_kernels,
-    &avx2_kernels,
-#endif
-    &generic_kernels,
-};
 
 // Input bytes of one piece of work: small enough to share out evenly.
 constexpr std::int64_t piece_bytes = 1 << 18;
@@ -41,29 +30,6 @@ const std::uint8_t* at(const void* base, std::int64_t index, Dtype dtype) {
 
 }  // namespace
 
-std::vector<std::string> supported_isas() {
-  std::vector<std::string> names;
-  for (const Kernels* kernels : all_kernels) {
-    if (kernels->supported()) names.push_back(kernels->isa);
-  }
-  return names;
-}
-
-const Kernels& choose_kernels(const std::string& isa) {
-  const char* variable = std::getenv("SPARSE_BITNET_ISA");
-  const bool from_variable = isa.empty() && variable && *variable;
-  const std::string given = from_variable ? variable : isa;
-  // The engine's kernels go by the extension that they need (matmul.h).
-  const std::string wanted = given == "avx512vnni" ? "avx512" : given == "neon" ? "generic" : given;
-  for (const Kernels* kernels : all_kernels) {
-    if ((wanted.empty() || wanted == kernels->isa) && kernels->supported()) return *kernels;
-  }
-  std::string has;
-  for (const std::string& name : supported_isas()) has += (has.empty() ? "" : ", ") + name;
-  throw std::invalid_argument(std::string(from_variable ? "SPARSE_BITNET_ISA=" : "instruction set ") +
-                              given + ": this machine has " + has);
-}
-
 void nm_mask(const Kernels& kernels, const void* weight, Dtype dtype, std::int64_t groups, int n, int m,
              std::uint8_t* mask, int threads) {
   const std::int64_t bytes = m * bytes_of(dtype);
@@ -72,7 +38,7 @@ void nm_mask(const Kernels& kernels, const void* weight, Dtype dtype, std::int64
     if (n == m) {
       std::memset(mask + begin * m, 1, (end - begin) * m);
     } else {
-      kernels.nm_mask(at(weight, begin * m, dtype), dtype, end - begin, n, m, mask + begin * m);
+      kernels.vector.nm_mask(at(weight, begin * m, dtype), dtype, end - begin, n, m, mask + begin * m);
     }
   });
 }
@@ -85,10 +51,10 @@ void select_ternary(const Kernels& kernels, const void* weight, Dtype dtype, flo
   parallel_for(groups, items_per_piece(bytes), team, [&](std::int64_t begin, std::int64_t end) {
     const std::int64_t first = begin * m, count = (end - begin) * m;
     if (n == m) {
-      kernels.dense_ternary(at(weight, first, dtype), dtype, weight_scale, count, codes + first);
+      kernels.vector.dense_ternary(at(weight, first, dtype), dtype, weight_scale, count, codes + first);
       std::memset(mask + first, 1, count);
     } else {
-      kernels.select_ternary(at(weight, first, dtype), dtype, weight_scale, end - begin, n, m,
+      kernels.vector.select_ternary(at(weight, first, dtype), dtype, weight_scale, end - begin, n, m,
                              codes + first, mask + first);
     }
   });
@@ -101,7 +67,7 @@ float absmean(const Kernels& kernels, const void* weight, Dtype dtype, std::int6
   parallel_for(std::int64_t(sums.size()), 1, team, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t b = begin; b < end; ++b) {
       const std::int64_t first = b * sum_block;
-      sums[b] = kernels.sum_magnitudes(at(weight, first, dtype), dtype,
+      sums[b] = kernels.vector.sum_magnitudes(at(weight, first, dtype), dtype,
                                        std::min(sum_block, count - first));
     }
   });
@@ -117,7 +83,7 @@ void quantize_int8(const Kernels& kernels, const void* x, Dtype dtype, std::int6
   const std::int64_t piece = std::max<std::int64_t>(1, piece_bytes / bytes);
   const int team = useful_threads(threads, tokens * bytes);
   parallel_for(tokens, piece, team, [&](std::int64_t begin, std::int64_t end) {
-    kernels.quantize_int8(at(x, begin * features, dtype), dtype, end - begin, features,
+    kernels.vector.quantize_int8(at(x, begin * features, dtype), dtype, end - begin, features,
                           codes + begin * features, activation_scale + begin);
   });
 }

@@ -1,5 +1,5 @@
 // Many tokens: weights unpacked once to tiles of unsigned bytes and reused by all tokens. Included once
-// per instruction set, inside its namespace, after matmul_rows.h and these primitives:
+// per instruction set, inside its namespace, after matmul_rows-inl.h and these primitives:
 //   tile_vectors       vectors of rows of a tile; lane i of vector v is row v * lanes + i
 //   tile_tokens        tokens whose sums stay in registers, a multiple of 4
 //   Bytes low_nibbles(Bytes), high_nibbles(Bytes)

@@ -1,5 +1,5 @@
 // int4 rows: a scale for every group of 64 weights, so sums leave the integers group by group, in
-// ascending order. Included once per instruction set, inside its namespace, after matmul_tiles.h and:
+// ascending order. Included once per instruction set, inside its namespace, after matmul_tiles-inl.h and:
 //   void load_halves(const int8* x, Bytes* low, Bytes* high)   x of the two halves of the groups that
 //                                            one unit of packed bytes holds, in the order of the bytes
 //   Sums dot_nibbles(Sums, Bytes nibbles, Bytes x)

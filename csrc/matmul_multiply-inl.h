@@ -1,7 +1,7 @@
 // MatmulKernels::multiply: rows for few tokens, tiles for many. Included once per instruction set,
-// inside its namespace, after matmul_edges.h, matmul_int4.h and:
+// inside its namespace, after matmul_edges-inl.h, matmul_int4-inl.h and:
 //   tile_from(format)   the count of tokens from which on tiles are faster
-//   has_wide_tiles; wide_piece(...)   int8 and int4 go through the tiles of matmul_wide.h
+//   has_wide_tiles; wide_piece(...)   int8 and int4 go through the tiles of matmul_wide-inl.h
 
 // The integer sums of a piece: dots [tokens, max_rows_a_call], of codes and fine in turn where `fine`.
 template <WeightFormat FORMAT>

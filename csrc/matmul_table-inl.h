@@ -1,22 +1,22 @@
 // Float tables times float activations. Included once per instruction set, inside its namespace, after
-// matmul_rows.h and these primitives:
+// matmul_rows-inl.h and these primitives:
 //   Floats                   a vector of float32
 //   Floats multiply_add(Floats a, Floats b, Floats c)    a b + c
 //   Floats widen_bfloat16(const uint8* from)             as many bfloat16 as Floats has lanes
 //   float sum_lanes(Floats)
 
-template <FloatType TYPE>
+template <TableType TYPE>
 INLINE Floats load_weights(const std::uint8_t* row, std::int64_t column) {
-  if constexpr (TYPE == FloatType::float32) {
+  if constexpr (TYPE == TableType::float32) {
     return load<Floats>(row + 4 * column);
   } else {
     return widen_bfloat16(row + 2 * column);
   }
 }
 
-template <FloatType TYPE>
+template <TableType TYPE>
 INLINE float weight_at(const std::uint8_t* row, std::int64_t column) {
-  if constexpr (TYPE == FloatType::float32) {
+  if constexpr (TYPE == TableType::float32) {
     float value;
     __builtin_memcpy(&value, row + 4 * column, 4);
     return value;
@@ -28,11 +28,11 @@ INLINE float weight_at(const std::uint8_t* row, std::int64_t column) {
 }
 
 // Each row has its own sums, in the same order however many rows are taken together.
-template <FloatType TYPE, int R, int T>
-TARGET static void table_rows(const FloatTable& table, std::int64_t row_index, const float* x,
+template <TableType TYPE, int R, int T>
+TARGET static void table_rows(const Table& table, std::int64_t row_index, const float* x,
                               std::int64_t x_stride, float* y, std::int64_t y_stride) {
   constexpr int width = VECTOR_BYTES / 4;
-  constexpr int bytes = TYPE == FloatType::float32 ? 4 : 2;
+  constexpr int bytes = TYPE == TableType::float32 ? 4 : 2;
   const std::uint8_t* row = table.data + row_index * table.row_stride;
   Floats sums[T][R] = {};
   std::int64_t c = 0;
@@ -58,8 +58,8 @@ TARGET static void table_rows(const FloatTable& table, std::int64_t row_index, c
   }
 }
 
-template <FloatType TYPE, int R>
-TARGET static void table_tokens(const FloatTable& table, std::int64_t row, const float* x,
+template <TableType TYPE, int R>
+TARGET static void table_tokens(const Table& table, std::int64_t row, const float* x,
                                 std::int64_t tokens, std::int64_t x_stride, float* y,
                                 std::int64_t y_stride) {
   std::int64_t t = 0;
@@ -71,9 +71,9 @@ TARGET static void table_tokens(const FloatTable& table, std::int64_t row, const
   }
 }
 
-template <FloatType TYPE>
+template <TableType TYPE>
 TARGET static void table_piece(const float* x, std::int64_t tokens, std::int64_t x_stride,
-                               const FloatTable& table, std::int64_t begin, std::int64_t end,
+                               const Table& table, std::int64_t begin, std::int64_t end,
                                float* y, std::int64_t y_stride) {
   std::int64_t r = begin;
   for (; r + 4 <= end; r += 4) table_tokens<TYPE, 4>(table, r, x, tokens, x_stride, y, y_stride);
@@ -81,11 +81,11 @@ TARGET static void table_piece(const float* x, std::int64_t tokens, std::int64_t
 }
 
 TARGET static void multiply_table(const float* x, std::int64_t tokens, std::int64_t x_stride,
-                                  const FloatTable& table, std::int64_t begin, std::int64_t end,
+                                  const Table& table, std::int64_t begin, std::int64_t end,
                                   float* y, std::int64_t y_stride) {
-  if (table.type == FloatType::float32) {
-    table_piece<FloatType::float32>(x, tokens, x_stride, table, begin, end, y, y_stride);
+  if (table.type == TableType::float32) {
+    table_piece<TableType::float32>(x, tokens, x_stride, table, begin, end, y, y_stride);
   } else {
-    table_piece<FloatType::bfloat16>(x, tokens, x_stride, table, begin, end, y, y_stride);
+    table_piece<TableType::bfloat16>(x, tokens, x_stride, table, begin, end, y, y_stride);
   }
 }

@@ -1,5 +1,5 @@
 // Few tokens: dot products along the rows, weights decoded in registers. Included once per instruction
-// set, inside its namespace, after vector.h and that set's primitives, all of them INLINE:
+// set, inside its namespace, after vector-inl.h and that set's primitives, all of them INLINE:
 //   Bytes                a vector of VECTOR_BYTES codes or activations
 //   Sums, Small          vectors of int32 sums; of sums in lanes that may be narrower
 //   small_dots           so many dot_codes fit into a Small

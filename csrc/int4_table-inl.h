@@ -1,4 +1,4 @@
-// Tables in int4 for one instruction set, on top of float_vector.h. Every instruction set adds in the same
+// quantize_int4 of isa.h, on top of float_vector-inl.h. Every instruction set adds in the same
 // order, over the same number of lanes, and returns the same bits.
 
 constexpr int group_size = int4_group, sum_lanes = 16;
@@ -96,8 +96,8 @@ INLINE float quantize_group(const float* from, std::uint8_t* out) {
   return best.scale;
 }
 
-TARGET static void quantize_int4_row(const float* values, std::int64_t groups, std::uint8_t* out,
-                                     float* scales) {
+TARGET static void quantize_int4(const float* values, std::int64_t groups, std::uint8_t* out,
+                                 float* scales) {
   for (std::int64_t i = 0; i < groups; ++i) {
     scales[i] = quantize_group(values + i * group_size, out + i * group_size / 2);
   }

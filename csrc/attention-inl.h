@@ -1,4 +1,4 @@
-// The functions of attention.h for one instruction set, on top of float_vector.h.
+// attend, merge, finish and append of isa.h, on top of float_vector-inl.h.
 
 // The tile of a product: tile_rows x tile_vectors accumulators in registers, beside tile_vectors of the
 // second factor and one broadcast of the first.
@@ -234,7 +234,7 @@ INLINE void narrow(const float* from, std::uint16_t* to, std::int64_t count, flo
   for (std::int64_t i = 0; i < count; i += width) NARROW_HALF(to + i, load_floats(from + i));
 }
 
-// Rounded half to even by an addition, see quantize.h.
+// Rounded half to even by an addition, see quantize-inl.h.
 INLINE void narrow(const float* from, std::int8_t* to, std::int64_t count, float* scale) {
   constexpr float round_to_low_bits = 12582912.0f;
   Floats top = {};
@@ -281,5 +281,3 @@ TARGET static void append(CacheType type, const PageView& page, std::int64_t slo
     case CacheType::int8: return append_as<std::int8_t>(page, slot, key, value, head_dim);
   }
 }
-
-static const AttentionKernels attention_kernels = {FLOAT_ISA, attend, merge, finish, append};

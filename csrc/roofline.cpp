@@ -1,28 +1,18 @@
-#include "ceilings.h"
+#include "roofline.h"
 
 #include <atomic>
 #include <chrono>
-#include <cstdlib>
 #include <cstring>
-#include <new>
-#include <stdexcept>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
-#if defined(__linux__)
-#include <sys/auxv.h>
-#endif
 #endif
 
 namespace sparse_bitnet {
 namespace {
 
-constexpr std::int64_t huge_page = 2 << 20;
 constexpr std::int64_t piece_bytes = 4 << 20;
 
 // Where loops leave a bit of their results, so that no compiler drops them.
@@ -39,16 +29,6 @@ using Clock = std::chrono::steady_clock;
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
-
-// Reads [data, data + bytes), bytes a multiple of 1024, as four walks through its quarters at once:
-// memory with several banks gives more to several streams.
-using ReadPiece = void (*)(const std::uint8_t* data, std::int64_t bytes, int prefetch_bytes);
-
-// `count` rounds of multiply-adds; ops_a_round operations each.
-struct Loop {
-  void (*run)(std::int64_t count);
-  std::int64_t ops_a_round;
-};
 
 constexpr int streams = 4;
 
@@ -167,13 +147,6 @@ LOOP(AVX2, int8_avx2, __m256i, _mm256_set1_epi8, 1, 3,
      _mm256_add_epi16(sum, _mm256_maddubs_epi16(a, b)))
 LOOP(AVX2, float32_avx2, __m256, _mm256_set1_ps, 0.5f, 0.25f, _mm256_fmadd_ps(sum, a, b))
 
-bool has_avx512vnni() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
-}
-
-bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
-
 #elif defined(__aarch64__)
 
 #if defined(__clang__)
@@ -191,117 +164,70 @@ DOTPROD int32x4_t dot(int32x4_t sum, int8x16_t a, int8x16_t b) {
 LOOP(DOTPROD, int8_neon, int32x4_t, vdupq_n_s8, 1, 3, dot(sum, a, b))
 LOOP(DOTPROD, float32_neon, float32x4_t, vdupq_n_f32, 0.5f, 0.25f, vfmaq_f32(b, sum, a))
 
-bool has_dotprod() {
-#if defined(__linux__)
-  return getauxval(AT_HWCAP) & (1 << 20);  // HWCAP_ASIMDDP
-#else
-  return true;  // every Apple processor
-#endif
-}
-
 #endif
 
-struct Isa {
-  const char* name;
-  bool (*is_there)();
-  ReadPiece read;
-  Loop int8, float32;
-};
+// Operations of a round of LOOP with registers of so many bytes.
+constexpr std::int64_t int8_ops(int bytes) { return sums_per_loop * bytes * 2; }
+constexpr std::int64_t float32_ops(int bytes) { return int8_ops(bytes) / 4; }
 
-// Both loops of an instruction set with registers of so many bytes.
-constexpr Loop of_bytes(int bytes, void (*run)(std::int64_t)) {
-  return {run, sums_per_loop * bytes * 2};
-}
-constexpr Loop of_floats(int bytes, void (*run)(std::int64_t)) {
-  return {run, sums_per_loop * bytes / 4 * 2};
-}
-
-// Widest first.
-constexpr Isa isas[] = {
-#if defined(__x86_64__)
-    {"avx512vnni", has_avx512vnni, read_avx512, of_bytes(64, int8_avx512vnni),
-     of_floats(64, float32_avx512)},
-    {"avx2", has_avx2, read_avx2, of_bytes(32, int8_avx2), of_floats(32, float32_avx2)},
-#elif defined(__aarch64__)
-    {"neon", has_dotprod, read_generic, of_bytes(16, int8_neon), of_floats(16, float32_neon)},
-#endif
-    {"generic", [] { return true; }, read_generic, {int8_generic, generic_lanes * 2},
-     {float32_generic, 64 * 2}},
-};
-
-const Isa& isa_of(const std::string& name) {
-  for (const Isa& isa : isas) {
-    if (name == isa.name && isa.is_there()) return isa;
-  }
-  throw std::invalid_argument("no ceiling is known for instruction set " + name + " on this machine");
-}
-
-ReadPiece widest_read() {
-  const Isa* isa = isas;
-  while (!isa->is_there()) ++isa;
-  return isa->read;
-}
-
-double rate(ThreadPool& pool, const Loop& loop, double seconds) {
+double rate(ThreadPool& pool, void (*run)(std::int64_t), std::int64_t ops, double seconds) {
   // A piece is about 50 us at the speed that a first one shows, so that no thread ends much later.
   std::int64_t rounds = 1 << 12;
   const auto probe = Clock::now();
-  loop.run(rounds);
+  run(rounds);
   rounds = std::int64_t(rounds * 50e-6 / (seconds_since(probe) + 1e-9)) + 1;
   const std::int64_t pieces = std::int64_t(seconds / 50e-6 * pool.threads()) + pool.threads();
   const auto start = Clock::now();
   pool.parallel_for(pieces, 1, [&](std::int64_t begin, std::int64_t end, int) {
-    for (std::int64_t piece = begin; piece < end; ++piece) loop.run(rounds);
+    for (std::int64_t piece = begin; piece < end; ++piece) run(rounds);
   });
-  return double(pieces) * double(rounds) * double(loop.ops_a_round) / seconds_since(start);
+  return double(pieces) * double(rounds) * double(ops) / seconds_since(start);
 }
 
 }  // namespace
 
-ReadBuffer::ReadBuffer(ThreadPool& pool, std::int64_t bytes)
-    : bytes_((bytes + piece_bytes - 1) / piece_bytes * piece_bytes) {
+const RooflineLoops roofline_generic = {read_generic, int8_generic, generic_lanes * 2,
+                                               float32_generic, 64 * 2};
+#if defined(__x86_64__)
+const RooflineLoops roofline_avx2 = {read_avx2, int8_avx2, int8_ops(32), float32_avx2,
+                                            float32_ops(32)};
+const RooflineLoops roofline_avx512 = {read_avx512, int8_avx2, int8_ops(32), float32_avx512,
+                                              float32_ops(64)};
+const RooflineLoops roofline_avx512vnni = {read_avx512, int8_avx512vnni, int8_ops(64),
+                                                  float32_avx512, float32_ops(64)};
+#elif defined(__aarch64__)
+const RooflineLoops roofline_neon = {read_generic, int8_neon, int8_ops(16), float32_neon,
+                                            float32_ops(16)};
+#endif
+
+std::unique_ptr<HugeBuffer> make_read_buffer(ThreadPool& pool, std::int64_t bytes) {
+  const std::int64_t pieces = (bytes + piece_bytes - 1) / piece_bytes;
   // Behind the last piece lies what prefetches may touch.
-  mapped_ = bytes_ + 2 * huge_page;
-#if defined(__linux__)
-  mapping_ = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (mapping_ == MAP_FAILED) throw std::bad_alloc();
-  madvise(mapping_, mapped_, MADV_HUGEPAGE);
-#else
-  mapping_ = std::malloc(mapped_);
-  if (!mapping_) throw std::bad_alloc();
-#endif
-  const auto address = reinterpret_cast<std::uintptr_t>(mapping_);
-  data_ = reinterpret_cast<std::uint8_t*>((address + huge_page - 1) / huge_page * huge_page);
-  pool.parallel_for(bytes_ / piece_bytes, 1, [&](std::int64_t begin, std::int64_t end, int) {
-    std::memset(data_ + begin * piece_bytes, 1, (end - begin) * piece_bytes);
+  auto buffer = std::make_unique<HugeBuffer>(pieces * piece_bytes + most_prefetch_bytes);
+  pool.parallel_for(pieces, 1, [&](std::int64_t begin, std::int64_t end, int) {
+    std::memset(buffer->data() + begin * piece_bytes, 1, (end - begin) * piece_bytes);
   });
+  return buffer;
 }
 
-ReadBuffer::~ReadBuffer() {
-#if defined(__linux__)
-  munmap(mapping_, mapped_);
-#else
-  std::free(mapping_);
-#endif
-}
-
-double read_rate(ThreadPool& pool, const ReadBuffer& buffer, int prefetch_bytes) {
-  const ReadPiece read = widest_read();
+double read_rate(const RooflineLoops& loops, ThreadPool& pool, const HugeBuffer& buffer,
+                 int prefetch_bytes) {
+  const std::int64_t pieces = buffer.size() / piece_bytes;
   const auto start = Clock::now();
-  pool.parallel_for(buffer.bytes() / piece_bytes, 1, [&](std::int64_t begin, std::int64_t end, int) {
+  pool.parallel_for(pieces, 1, [&](std::int64_t begin, std::int64_t end, int) {
     for (std::int64_t piece = begin; piece < end; ++piece) {
-      read(buffer.data() + piece * piece_bytes, piece_bytes, prefetch_bytes);
+      loops.read(buffer.data() + piece * piece_bytes, piece_bytes, prefetch_bytes);
     }
   });
-  return double(buffer.bytes()) / seconds_since(start);
+  return double(pieces * piece_bytes) / seconds_since(start);
 }
 
-double int8_rate(ThreadPool& pool, const std::string& isa, double seconds) {
-  return rate(pool, isa_of(isa).int8, seconds);
+double int8_rate(const RooflineLoops& loops, ThreadPool& pool, double seconds) {
+  return rate(pool, loops.int8, loops.int8_ops, seconds);
 }
 
-double float32_rate(ThreadPool& pool, const std::string& isa, double seconds) {
-  return rate(pool, isa_of(isa).float32, seconds);
+double float32_rate(const RooflineLoops& loops, ThreadPool& pool, double seconds) {
+  return rate(pool, loops.float32, loops.float32_ops, seconds);
 }
 
 }  // namespace sparse_bitnet

@@ -1,4 +1,4 @@
-// The functions of elementwise.h for one instruction set, on top of float_vector.h.
+// add_and_norm, gated and rotate of isa.h, on top of float_vector-inl.h.
 
 // Squares of floats are exact in double, and the lanes of the sum are the same number everywhere, so
 // that every instruction set returns the same bits.
@@ -75,5 +75,3 @@ TARGET static void rotate(float* x, const float* cosine, const float* sine, std:
     x[half + i] = (high * cosine[i] + low * sine[i]) * scale;
   }
 }
-
-static const ElementwiseKernels elementwise_kernels = {FLOAT_ISA, add_and_norm, gated, rotate};

@@ -1,0 +1,56 @@
+// The body of isa_generic.cpp, isa_avx2.cpp and isa_avx512.cpp: VectorKernels (isa.h), compiled for one
+// instruction set. The including file defines
+//   ISA                  its name; the result is vector_<ISA>
+//   TARGET, VECTOR_BYTES
+//   FUSED(a, b, c)       a * b + c, rounded once where the instruction set can
+//   WIDEN_HALF(from)     a vector of float16 as floats
+//   NARROW_HALF(to, v)   floats to the nearest finite float16, half to even
+//   WIDEN_BYTES(from)    a vector of int8 as int32; what __builtin_convertvector gives is scalar code
+//   FLOAT_REGISTERS      vector registers
+//
+// Standard headers come first and contribute types only: an inline function of theirs, compiled here
+// for a newer instruction set, could be the copy the linker keeps for the whole program.
+
+#include <cstdint>
+#include <limits>
+#include <utility>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#include "attention.h"
+#include "isa.h"
+#include "matmul.h"
+
+#if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "the kernels assume a little-endian machine"
+#endif
+
+#define JOINED(a, b) a##b
+#define JOIN(a, b) JOINED(a, b)
+
+namespace sparse_bitnet {
+namespace JOIN(kernels_, ISA) {
+
+#include "vector-inl.h"
+#include "float_vector-inl.h"
+#include "select-inl.h"
+#include "quantize-inl.h"
+#include "int4_table-inl.h"
+#include "elementwise-inl.h"
+#include "attention-inl.h"
+
+static constexpr VectorKernels kernels = {
+    nm_mask,       select_ternary, dense_ternary, sum_magnitudes, quantize_int8,
+    quantize_int4, add_and_norm,   gated,         rotate,         attend,
+    merge,         finish,         append,
+};
+
+}  // namespace JOIN(kernels_, ISA)
+
+const VectorKernels JOIN(vector_, ISA) = JOIN(kernels_, ISA)::kernels;
+
+}  // namespace sparse_bitnet

@@ -1,0 +1,18 @@
+// Any machine: 16-byte vectors, which compilers lower to SSE2 on x86-64 and to NEON on aarch64.
+
+#define ISA generic
+#define TARGET
+#define VECTOR_BYTES 16
+#if defined(__aarch64__)
+#define FUSED(a, b, c) Vector<float>(vfmaq_f32(c, a, b))
+#define FLOAT_REGISTERS 32
+#else
+#define FUSED(a, b, c) ((a) * (b) + (c))
+#define FLOAT_REGISTERS 16
+#endif
+#define WIDEN_HALF(from) widen_half_in_software(from)
+#define NARROW_HALF(to, v) narrow_half_in_software(to, v)
+#define WIDEN_BYTES(from) \
+  __builtin_convertvector((load<Vector<std::int8_t, VECTOR_BYTES / 4>>(from)), Vector<std::int32_t>)
+
+#include "isa-inl.h"

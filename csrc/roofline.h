@@ -1,0 +1,46 @@
+// What this machine can do at most, measured: memory read, int8 multiply-add, float32 multiply-add.
+// Speeds of the engine are given as shares of these.
+
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "platform.h"
+#include "thread_pool.h"
+
+namespace sparse_bitnet {
+
+// The loops of one instruction set.
+struct RooflineLoops {
+  // Reads [data, data + bytes), bytes a multiple of 1024, as four walks through its quarters at once:
+  // memory with several banks gives more to several streams.
+  void (*read)(const std::uint8_t* data, std::int64_t bytes, int prefetch_bytes);
+  // `count` rounds of multiply-adds, of so many operations each.
+  void (*int8)(std::int64_t count);
+  std::int64_t int8_ops;
+  void (*float32)(std::int64_t count);
+  std::int64_t float32_ops;
+};
+
+extern const RooflineLoops roofline_generic, roofline_avx2, roofline_avx512, roofline_avx512vnni,
+    roofline_neon;
+
+// Memory to be read: `bytes`, rounded up to whole pieces, touched by the pool's threads.
+std::unique_ptr<HugeBuffer> make_read_buffer(ThreadPool& pool, std::int64_t bytes);
+
+// Bytes a second of one pass over the buffer by plain vector loads, `prefetch_bytes`, at most
+// most_prefetch_bytes, ahead of which the lines are prefetched (0: the hardware alone).
+constexpr int most_prefetch_bytes = 1 << 16;
+double read_rate(const RooflineLoops& loops, ThreadPool& pool, const HugeBuffer& buffer,
+                 int prefetch_bytes);
+
+// Operations a second, a multiply-add counting as two, of a loop that keeps everything in registers
+// and runs about `seconds`.
+//   int8: avx512vnni vpdpbusd; neon sdot; avx2 and avx512 vpmaddubsw with 16-bit additions, the most that
+//         a ternary product needs; generic whatever the compiler makes of an int32 sum of products.
+//   float32: fused multiply-adds; generic a multiplication and an addition.
+double int8_rate(const RooflineLoops& loops, ThreadPool& pool, double seconds);
+double float32_rate(const RooflineLoops& loops, ThreadPool& pool, double seconds);
+
+}  // namespace sparse_bitnet
