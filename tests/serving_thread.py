@@ -15,8 +15,8 @@ from sparse_bitnet.generation.chat_template import ChatTemplate
 from sparse_bitnet.generation.scheduler import Scheduler
 from sparse_bitnet.generation.text import TextTokenizer
 from sparse_bitnet.serve.allowed_hosts import AllowedHosts
-from sparse_bitnet.serve.answer import ServedModel
 from sparse_bitnet.serve.app import create_app
+from sparse_bitnet.serve.generations import ServedModel
 from sparse_bitnet.serve.http_server import HttpServer, listen
 from sparse_bitnet.serve.prometheus import ServerMetrics
 

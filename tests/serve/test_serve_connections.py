@@ -10,8 +10,8 @@ from test_serve_limits import child, raw_request
 from scripted_engine import ScriptedEngine
 from serving_thread import server
 from sparse_bitnet.serve.allowed_hosts import AllowedHosts
+from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.http_server import _OnceAMinute
-from sparse_bitnet.serve.schema import ApiError
 
 VOCAB = 257
 

@@ -118,8 +118,8 @@ def run(checkpoint: str, config: ServeConfig, options: EngineOptions) -> None:
     from sparse_bitnet.generation.open_model import open_model
     from sparse_bitnet.generation.scheduler import Scheduler
     from sparse_bitnet.serve.allowed_hosts import AllowedHosts
-    from sparse_bitnet.serve.answer import ServedModel
     from sparse_bitnet.serve.app import create_app
+    from sparse_bitnet.serve.generations import ServedModel
     from sparse_bitnet.serve.http_server import listen, serve
     from sparse_bitnet.serve.prometheus import ServerMetrics
 

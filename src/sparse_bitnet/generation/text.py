@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILE = "tokenizer.json"
 
+_USUAL_CHARACTERS = 6
+"""Of a token; most texts have fewer."""
+_MARGIN = 256
+_LARGE_TEXT = 1 << 16
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -58,7 +62,25 @@ class TextTokenizer:
         Args:
             add_special_tokens: what the tokenizer puts around a text, such as a token for the start.
         """
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # Of a batch, unlike one text, other threads can go on meanwhile.
+        [found] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return found.ids
+
+    def encode_within(
+        self, text: str, most: int, *, add_special_tokens: bool = True
+    ) -> list[int] | None:
+        """As `encode`; None for a text of more than `most` tokens, found out at the cost of a text a
+        little longer than that, however long this one is."""
+        size = _USUAL_CHARACTERS * most + _MARGIN
+        while len(text) > size:
+            # What follows changes the last few tokens of a beginning at most.
+            if len(self.encode(text[:size], add_special_tokens=False)) > 1.25 * most + _MARGIN:
+                return None
+            size *= 2
+        tokens = self.encode(text, add_special_tokens=add_special_tokens)
+        if len(text) > _LARGE_TEXT:
+            _return_freed_memory()
+        return tokens if len(tokens) <= most else None
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of whole tokens, as `TextStream` gives it piece by piece."""

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import Scope
 
-from sparse_bitnet.serve.schema import ApiError
+from sparse_bitnet.serve.api_error import ApiError
 
 ANY = "*"
 

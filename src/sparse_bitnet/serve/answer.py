@@ -1,118 +1,60 @@
-"""From a validated request to its generations, and from their output to the response."""
+"""The generations of one request on their way to the client: as one object, or as events."""
 
 import asyncio
-import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator
+from itertools import chain, islice
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from sparse_bitnet.engine.protocol import ContextFull
-from sparse_bitnet.generation.chat_template import ChatTemplate
-from sparse_bitnet.generation.request import GeneratedText, Generation, GenerationRequest, Output
-from sparse_bitnet.generation.sampling import Sampler
+from sparse_bitnet.generation.request import Generation, Output, TokenScore
 from sparse_bitnet.generation.scheduler import QueueFull, Scheduler, Stopping
-from sparse_bitnet.generation.text import TextTokenizer
+from sparse_bitnet.serve.api_error import ApiError
+from sparse_bitnet.serve.generations import Prepared, ServedModel, prepare
 from sparse_bitnet.serve.replies import DONE, ChatReply, Choice, Reply, event
-from sparse_bitnet.serve.schema import ApiError, GenerationBody
+from sparse_bitnet.serve.schema import GenerationBody
 
 _RETRY = {"Retry-After": "1"}
+_LARGE = 1 << 16
+"""Bytes of a body; of larger ones one is read at a time, for their memory."""
+_SCORES_AT_ONCE = 64
+"""In one event."""
+_FAILURES = ("cancelled", "shutdown", "error")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServedModel:
-    """What is served, and the limits."""
+class Answering:
+    """Answers requests for generations, one `Answer` each."""
 
-    name: str
-    tokenizer: TextTokenizer
-    template: ChatTemplate | None
-    """None: the model has none, and chat requests are refused."""
-    end_tokens: frozenset[int]
-    vocab_size: int
-    api_key: str | None = None
-    max_tokens: int | None = None
-    """Most tokens that a request may ask for; None: what the context holds."""
-    max_body_bytes: int = 1 << 20
+    def __init__(self, model: ServedModel, scheduler: Scheduler) -> None:
+        self._model, self._scheduler = model, scheduler
+        self._large = asyncio.Semaphore(1)
 
+    async def answer(self, kind: type[GenerationBody], raw: bytes, request: Request) -> Response:
+        """Start the generations. Raises `ApiError` if they cannot be started or, not streamed, fail."""
+        loop = asyncio.get_running_loop()
+        outputs: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
 
-@dataclass(frozen=True)
-class Work:
-    """A validated request: the prompts' tokens, their texts where they are repeated."""
-
-    body: GenerationBody
-    prompts: Sequence[Sequence[int]]
-    echo: Sequence[str]
-    max_tokens: int | None
-    top_scores: int | None
-    score_prompt: bool = False
-    is_chat: bool = False
-
-
-async def answer(
-    request: Request, work: Work, model: ServedModel, scheduler: Scheduler
-) -> Response:
-    """Start the generations. Raises `ApiError` if they cannot be started or, not streamed, fail."""
-    loop = asyncio.get_running_loop()
-    outputs: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
-
-    def receiver(index: int) -> Callable[[Generation, Output], None]:
-        def deliver(generation: Generation, output: Output) -> None:
+        def deliver(index: int, output: Output) -> None:
             loop.call_soon_threadsafe(outputs.put_nowait, (index, output))
 
-        return deliver
+        def start() -> tuple[Prepared, list[Generation]]:
+            prepared = prepare(kind, raw, self._model, self._scheduler, deliver)
+            return prepared, _submit(prepared, self._scheduler)
 
-    generations = _submit(_requests(work, model, scheduler.capacity, receiver), scheduler)
-    answer = _Answer(work, model, scheduler, generations, outputs)
-    if work.body.stream:
-        return _EventStream(answer)
-    return await answer.whole(request)
-
-
-def _requests(
-    work: Work,
-    model: ServedModel,
-    capacity: int,
-    receiver: Callable[[int], Callable[[Generation, Output], None]],
-) -> list[GenerationRequest]:
-    body = work.body
-    most = model.max_tokens or capacity
-    if work.max_tokens is not None and work.max_tokens > most:
-        raise ApiError(
-            400,
-            f"max_tokens {work.max_tokens} is above this server's limit of {most}",
-            param="max_tokens",
-            code="context_length_exceeded" if model.max_tokens is None else None,
-        )
-    seed = secrets.randbits(64) if body.seed is None else body.seed
-    requests: list[GenerationRequest] = []
-    for prompt in work.prompts:
-        wanted = work.max_tokens
-        if wanted is None:
-            wanted = max(min(most, capacity - len(prompt)), 1)
-        for choice in range(body.choices):
-            requests.append(
-                GenerationRequest(
-                    prompt=prompt,
-                    max_tokens=wanted,
-                    sampler=Sampler(body.sampling(seed + choice), prompt),
-                    text=GeneratedText(model.tokenizer, body.stop_strings, is_start=work.is_chat),
-                    stop_tokens=model.end_tokens,
-                    top_scores=work.top_scores,
-                    score_prompt=work.score_prompt,
-                    deliver=receiver(len(requests)),
-                )
-            )
-    return requests
+        if len(raw) > _LARGE:
+            async with self._large:
+                started = await asyncio.to_thread(start)
+        else:
+            started = await asyncio.to_thread(start)
+        answer = _Answer(*started, self._model, self._scheduler, outputs)
+        return _EventStream(answer) if answer.body.stream else await answer.whole(request)
 
 
-def _submit(requests: list[GenerationRequest], scheduler: Scheduler) -> list[Generation]:
-    most = scheduler.max_queue + scheduler.max_running
-    if len(requests) > most:
-        raise ApiError(400, f"{len(requests)} choices at once: this server takes {most}", param="n")
+def _submit(prepared: Prepared, scheduler: Scheduler) -> list[Generation]:
     try:
-        return scheduler.submit(requests)
+        return scheduler.submit(prepared.requests)
     except ContextFull as error:
         raise ApiError(400, str(error), code="context_length_exceeded") from error
     except QueueFull as error:
@@ -122,24 +64,24 @@ def _submit(requests: list[GenerationRequest], scheduler: Scheduler) -> list[Gen
 
 
 class _Answer:
-    """The generations of one request on their way to the client."""
-
     def __init__(
         self,
-        work: Work,
+        prepared: Prepared,
+        generations: list[Generation],
         model: ServedModel,
         scheduler: Scheduler,
-        generations: list[Generation],
         outputs: "asyncio.Queue[tuple[int, Output]]",
     ) -> None:
-        self._work, self._scheduler = work, scheduler
-        self._generations, self._outputs = generations, outputs
-        kind = ChatReply if work.is_chat else Reply
-        self._reply = kind(model.name, model.tokenizer)
-        echo = work.echo or [""] * len(work.prompts)
+        self.body = prepared.body
+        self._scheduler, self._generations, self._outputs = scheduler, generations, outputs
+        self._reply = (ChatReply if self.body.is_chat else Reply)(model, self.body)
         self._choices = [
-            Choice(index, model.tokenizer, echo[index // work.body.choices])
-            for index in range(len(generations))
+            Choice(
+                generation,
+                index,
+                prepared.echo[index // self.body.choices] if prepared.echo else "",
+            )
+            for index, generation in enumerate(generations)
         ]
 
     def cancel(self) -> None:
@@ -152,52 +94,47 @@ class _Answer:
         gone = asyncio.create_task(self._cancel_when_gone(request))
         try:
             failed: ApiError | None = None
-            async for index, output in self._all_outputs():
-                choice = self._choices[index]
-                choice.add("", self._prompt_scores(choice))
-                choice.add(output.text, output.scores)
-                if output.finish in ("cancelled", "shutdown", "error"):
-                    failed = failed or self._failure(index, output.finish)
+            async for choice, output in self._all_outputs():
+                choice.text += output.text
+                choice.scores += output.scores
+                if output.finish in _FAILURES:
+                    failed = failed or _failure(choice, output)
                     self.cancel()
             if failed is not None:
                 raise failed
         finally:
             gone.cancel()
             self.cancel()
-        for choice, generation in zip(self._choices, self._generations, strict=True):
-            if generation.request.text.stopped:
-                choice.cut()
-        prompts = len(self._work.prompts)
-        return JSONResponse(self._reply.whole(self._choices, self._generations, prompts))
+        blocks = self._reply.whole(self._choices)
+        # Log-probabilities of many tokens are many megabytes: they are written as they are sent.
+        first = await asyncio.to_thread(lambda: list(islice(blocks, 2)))
+        if len(first) == 1:
+            return Response(first[0], media_type="application/json")
+        return StreamingResponse(chain(first, blocks), media_type="application/json")
 
     async def events(self) -> AsyncIterator[bytes]:
         """Server-sent events. What goes wrong after the start is an event too: then come the others."""
-        body, reply = self._work.body, self._reply
-        wanted = self._work.top_scores is not None
         for choice in self._choices:
-            if opening := reply.opening(choice, body.include_usage):
+            if opening := self._reply.opening(choice):
                 yield opening
-        async for index, output in self._all_outputs():
-            choice = self._choices[index]
-            scores = choice.add("", self._prompt_scores(choice))
-            scores += choice.add(output.text, output.scores)
-            failed = output.finish in ("cancelled", "shutdown", "error")
-            if output.text or scores or not failed:
-                yield reply.chunk(
-                    choice,
-                    output.text,
-                    scores if wanted else None,
-                    None if failed else output.finish,
-                    body.include_usage,
-                )
-            if output.finish is not None and failed:
-                yield event(self._failure(index, output.finish).body)
-        if body.include_usage:
-            yield reply.usage_chunk(self._generations, len(self._work.prompts))
+        async for choice, output in self._all_outputs():
+            finish = output.finish if output.finish not in _FAILURES else None
+            *parts, last = _slices(choice.scores + list(output.scores))
+            choice.scores = []
+            for part in parts:
+                yield self._reply.chunk(choice, "", part, None)
+                await asyncio.sleep(0)
+            if output.text or last or output.finish not in _FAILURES:
+                yield self._reply.chunk(choice, output.text, last, finish)
+            if output.finish in _FAILURES:
+                yield event(_failure(choice, output).body)
+        if self.body.include_usage:
+            yield self._reply.usage_chunk(self._choices)
         yield DONE
 
-    async def _all_outputs(self) -> AsyncIterator[tuple[int, Output]]:
-        left = len(self._generations)
+    async def _all_outputs(self) -> AsyncIterator[tuple[Choice, Output]]:
+        """Until all have ended. The log-probabilities of a prompt are in its choice before the first."""
+        left = len(self._choices)
         while left:
             index, output = await self._outputs.get()
             ready = {index: output}
@@ -207,24 +144,29 @@ class _Answer:
                 ready[index] = ready[index].then(output) if index in ready else output
             for index, output in ready.items():
                 left -= output.finish is not None
-                yield index, output
-
-    def _prompt_scores(self, choice: Choice) -> Sequence:
-        """Of an echoed prompt, once, before anything else."""
-        return () if choice.scores else self._generations[choice.index].prompt_scores
-
-    def _failure(self, index: int, finish: str) -> ApiError:
-        if finish == "shutdown":
-            return ApiError(503, "the server is shutting down", code="server_shutdown")
-        if finish == "cancelled":
-            return ApiError(499, "cancelled")
-        error = self._generations[index].error
-        return ApiError(500, f"the generation failed: {error}", code="generation_failed")
+                choice = self._choices[index]
+                choice.take_prompt_scores()
+                yield choice, output
 
     async def _cancel_when_gone(self, request: Request) -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
         self.cancel()
+
+
+def _slices(scores: list[TokenScore]) -> Iterator[list[TokenScore]]:
+    """At least one."""
+    for start in range(0, max(len(scores), 1), _SCORES_AT_ONCE):
+        yield scores[start : start + _SCORES_AT_ONCE]
+
+
+def _failure(choice: Choice, output: Output) -> ApiError:
+    if output.finish == "shutdown":
+        return ApiError(503, "the server is shutting down", code="server_shutdown")
+    if output.finish == "cancelled":
+        return ApiError(499, "cancelled")
+    error = choice.generation.error
+    return ApiError(500, f"the generation failed: {error}", code="generation_failed")
 
 
 class _EventStream(StreamingResponse):

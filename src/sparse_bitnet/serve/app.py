@@ -11,23 +11,16 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.scheduler import Scheduler
 from sparse_bitnet.serve.allowed_hosts import AllowedHosts
-from sparse_bitnet.serve.answer import ServedModel, Work, answer
+from sparse_bitnet.serve.answer import Answering
+from sparse_bitnet.serve.api_error import ApiError, error_body
+from sparse_bitnet.serve.generations import ServedModel
 from sparse_bitnet.serve.prometheus import CONTENT_TYPE, ServerMetrics
-from sparse_bitnet.serve.schema import (
-    ApiError,
-    ChatBody,
-    CompletionBody,
-    error_body,
-    parse_body,
-)
+from sparse_bitnet.serve.schema import ChatBody, CompletionBody
 
 _BODY_SECONDS = 60.0
 """A body that takes longer to arrive is given up."""
-_COMPLETION_TOKENS = 16
-"""OpenAI's default of max_tokens for completions."""
 
 
 def create_app(
@@ -35,6 +28,7 @@ def create_app(
 ) -> FastAPI:
     """The application. The scheduler must have been started, with `metrics` as its observer."""
     app = FastAPI(title="sparse-bitnet", openapi_url=None)
+    answering = Answering(model, scheduler)
     created = int(time.time())
 
     async def check_key(request: Request) -> None:
@@ -51,8 +45,7 @@ def create_app(
     router = APIRouter(dependencies=[Depends(check_key)])
 
     def entry(name: str) -> dict[str, Any]:
-        if name != model.name:
-            raise _unknown_model(name, model)
+        model.check_name(name)
         return {
             "id": model.name,
             "object": "model",
@@ -89,15 +82,12 @@ def create_app(
     @router.post("/v1/completions")
     async def completions(request: Request) -> Response:
         raw = await _read_body(request, model.max_body_bytes)
-        # Parsing and tokenising a large body takes a while; streams go on meanwhile.
-        work = await asyncio.to_thread(_completion_work, raw, model)
-        return await answer(request, work, model, scheduler)
+        return await answering.answer(CompletionBody, raw, request)
 
     @router.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         raw = await _read_body(request, model.max_body_bytes)
-        work = await asyncio.to_thread(_chat_work, raw, model)
-        return await answer(request, work, model, scheduler)
+        return await answering.answer(ChatBody, raw, request)
 
     app.include_router(router)
     paths = {route.path for route in [*app.routes, *router.routes] if hasattr(route, "path")}
@@ -168,66 +158,3 @@ async def _read_body(request: Request, most: int) -> bytes:
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {_BODY_SECONDS:.0f} s") from None
     return bytes(body)
-
-
-def _unknown_model(name: str, model: ServedModel) -> ApiError:
-    return ApiError(
-        404,
-        f"the model {name[:200]!r} does not exist: this server has {model.name!r}",
-        param="model",
-        code="model_not_found",
-    )
-
-
-def _completion_work(raw: bytes, model: ServedModel) -> Work:
-    body = parse_body(CompletionBody, raw)
-    if body.model != model.name:
-        raise _unknown_model(body.model, model)
-    prompts: list[list[int]] = []
-    echo: list[str] = []
-    for prompt in body.prompts:
-        if isinstance(prompt, str):
-            # An empty text starts as one does in training: after the token that ends another.
-            prompts.append(model.tokenizer.encode(prompt) or sorted(model.end_tokens)[:1])
-        else:
-            if max(prompt) >= model.vocab_size:
-                raise ApiError(
-                    400,
-                    f"token {max(prompt)} is above the vocabulary of {model.vocab_size} tokens",
-                    param="prompt",
-                )
-            prompts.append(prompt)
-        if body.echo:
-            echo.append(prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt))
-    if not all(prompts):
-        raise ApiError(400, "the prompt is empty: it has no tokens", param="prompt")
-    max_tokens = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    if max_tokens == 0 and not body.echo:
-        raise ApiError(400, "max_tokens 0 needs echo: true", param="max_tokens")
-    score_prompt = bool(body.echo) and body.logprobs is not None
-    return Work(body, prompts, echo, max_tokens, body.logprobs, score_prompt)
-
-
-def _chat_work(raw: bytes, model: ServedModel) -> Work:
-    body = parse_body(ChatBody, raw)
-    if body.model != model.name:
-        raise _unknown_model(body.model, model)
-    if model.template is None:
-        raise ApiError(
-            400,
-            f"the model {model.name!r} has no chat template: use /v1/completions",
-            param="messages",
-            code="no_chat_template",
-        )
-    try:
-        text = model.template.render([message.plain() for message in body.messages])
-    except UserError as error:
-        raise ApiError(400, str(error), param="messages") from error
-    tokens = model.tokenizer.encode(text, add_special_tokens=False)
-    if not tokens:
-        raise ApiError(400, "the chat is empty: it has no tokens", param="messages")
-    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    if asked == 0:
-        raise ApiError(400, "max_tokens must be at least 1", param="max_tokens")
-    top_scores = (body.top_logprobs or 0) if body.logprobs else None
-    return Work(body, [tokens], (), asked, top_scores, is_chat=True)

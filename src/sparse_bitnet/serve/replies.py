@@ -1,67 +1,97 @@
-"""What the HTTP server answers: OpenAI's completion and chat objects, whole or as stream chunks."""
+"""What the server answers: OpenAI's completion and chat objects, whole or as stream chunks."""
 
 import codecs
 import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from sparse_bitnet.generation.request import Generation, TokenScore
 from sparse_bitnet.generation.text import TextTokenizer
+from sparse_bitnet.serve.generations import ServedModel
+from sparse_bitnet.serve.schema import GenerationBody
 
 DONE = b"data: [DONE]\n\n"
+_BLOCK = 1 << 16
+_ENTRIES_AT_ONCE = 64
+
+
+def _dumped(content: Any) -> str:
+    """ASCII: whatever lies in between cannot split a character. Iterators become lists."""
+    return json.dumps(content, separators=(",", ":"), default=list)
 
 
 def event(content: dict[str, Any]) -> bytes:
-    """One server-sent event. ASCII: whatever lies in between cannot split a character."""
-    return b"data: " + json.dumps(content, separators=(",", ":")).encode("ascii") + b"\n\n"
+    """One server-sent event."""
+    return f"data: {_dumped(content)}\n\n".encode()
 
 
-def usage(generations: Sequence[Generation], prompts: int) -> dict[str, Any]:
-    """Tokens of ended generations. The choices of one prompt stand together and count it once;
-    generated tokens include the one that ends a text."""
-    first_choices = generations[:: len(generations) // prompts]
-    prompt = sum(len(generation.request.prompt) for generation in first_choices)
-    generated = sum(generation.generated for generation in generations)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": generated,
-        "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": sum(g.cached for g in first_choices)},
-    }
+def _pieces(content: Any) -> Iterator[str]:
+    """JSON in small pieces: other threads have their turn in between. Nothing in it is empty but strings
+    and what iterators give."""
+    if isinstance(content, dict):
+        for place, (key, value) in enumerate(content.items()):
+            yield f"{',' if place else '{'}{_dumped(key)}:"
+            yield from _pieces(value)
+        yield "}"
+    elif isinstance(content, list):
+        for place, value in enumerate(content):
+            yield "," if place else "["
+            yield from _pieces(value)
+        yield "]"
+    elif isinstance(content, Iterator):
+        yield "["
+        yield _dumped(list(islice(content, _ENTRIES_AT_ONCE)))[1:-1]
+        while some := list(islice(content, _ENTRIES_AT_ONCE)):
+            yield "," + _dumped(some)[1:-1]
+        yield "]"
+    else:
+        yield _dumped(content)
 
 
-PlacedScore = tuple[TokenScore, int]
-"""With where in the text the token begins."""
+def _blocks(pieces: Iterable[str]) -> Iterator[bytes]:
+    held: list[str] = []
+    size = 0
+    for piece in pieces:
+        held.append(piece)
+        size += len(piece)
+        if size > _BLOCK:
+            yield "".join(held).encode()
+            held, size = [], 0
+    yield "".join(held).encode()
 
 
 class Choice:
-    """One text as it grows, with its log-probabilities."""
+    """One text as it grows, with the log-probabilities that have not been sent."""
 
-    def __init__(self, index: int, tokenizer: TextTokenizer, text: str = "") -> None:
-        self.index = index
-        self.text = text
-        self.scores: list[PlacedScore] = []
-        self._tokenizer = tokenizer
+    def __init__(self, generation: Generation, index: int, text: str = "") -> None:
+        self.generation, self.index, self.text = generation, index, text
+        self.scores: list[TokenScore] = []
+        self._prompt_taken = False
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._place = 0
 
-    def add(self, text: str, scores: Sequence[TokenScore]) -> list[PlacedScore]:
-        """Append; returns the scores with their places."""
-        placed = []
-        for score in scores:
-            placed.append((score, self._place))
-            if score.token not in self._tokenizer.special_tokens:
-                piece = self._tokenizer.token_bytes(score.token)
-                self._place += len(self._decoder.decode(piece))
-        self.text += text
-        self.scores += placed
-        return placed
+    def take_prompt_scores(self) -> None:
+        """Those of an echoed prompt come before all others."""
+        if not self._prompt_taken:
+            self.scores += self.generation.prompt_scores
+            self._prompt_taken = True
 
-    def cut(self) -> None:
+    def places(self, scores: Iterable[TokenScore], tokenizer: TextTokenizer) -> Iterator[int]:
+        """Where in the text each token begins. `scores` follow those of the last call."""
+        for score in scores:
+            yield self._place
+            if score.token not in tokenizer.special_tokens:
+                piece = tokenizer.token_bytes(score.token)
+                self._place += len(self._decoder.decode(piece))
+
+    def cut(self, tokenizer: TextTokenizer) -> None:
         """Drop the scores of tokens that a stop string has taken out of the text."""
-        self.scores = [(score, place) for score, place in self.scores if place < len(self.text)]
+        if self.generation.request.text.stopped:
+            places = Choice(self.generation, self.index).places(self.scores, tokenizer)
+            del self.scores[sum(place < len(self.text) for place in places) :]
 
 
 class Reply:
@@ -70,70 +100,88 @@ class Reply:
     whole_kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
-    def __init__(self, model: str, tokenizer: TextTokenizer) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, model: ServedModel, body: GenerationBody) -> None:
+        self.tokenizer = model.tokenizer
+        self._body = body
         self._head: dict[str, Any] = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "object": self.whole_kind,
             "created": int(time.time()),
-            "model": model,
+            "model": model.name,
         }
 
-    def whole(
-        self, choices: Sequence[Choice], generations: Sequence[Generation], prompts: int
-    ) -> dict[str, Any]:
-        """The answer that is not streamed."""
-        done = [
-            self._whole_choice(choice, generation)
-            for choice, generation in zip(choices, generations, strict=True)
-        ]
-        return self._head | {"choices": done, "usage": usage(generations, prompts)}
+    def whole(self, choices: Sequence[Choice]) -> Iterator[bytes]:
+        """The answer that is not streamed, in blocks."""
+        for choice in choices:
+            choice.cut(self.tokenizer)
+        content = self._head | {
+            "choices": [self._whole_choice(choice) for choice in choices],
+            "usage": self._usage(choices),
+        }
+        yield from _blocks(_pieces(content))
 
     def chunk(
-        self,
-        choice: Choice,
-        text: str,
-        scores: Sequence[PlacedScore] | None,
-        finish: str | None,
-        include_usage: bool,
+        self, choice: Choice, text: str, scores: list[TokenScore], finish: str | None
     ) -> bytes:
-        """An event with a piece of one choice. `scores` None: log-probabilities were not asked for."""
-        content = self._chunk_choice(choice, text, scores, finish)
-        return event(self._chunk_head([content]) | ({"usage": None} if include_usage else {}))
+        """An event with a piece of one choice."""
+        return self._chunk_event(self._choice(choice, text, scores, finish))
 
-    def opening(self, choice: Choice, include_usage: bool) -> bytes:
+    def opening(self, choice: Choice) -> bytes:
         """What precedes the first piece of a choice: of a completion, the prompt it repeats."""
-        return self.chunk(choice, choice.text, None, None, include_usage) if choice.text else b""
+        if not choice.text:
+            return b""
+        content = {"text": choice.text, "logprobs": None, "finish_reason": None}
+        return self._chunk_event({"index": choice.index} | content)
 
-    def usage_chunk(self, generations: Sequence[Generation], prompts: int) -> bytes:
+    def usage_chunk(self, choices: Sequence[Choice]) -> bytes:
         """The last event where usage is wanted."""
-        return event(self._chunk_head([]) | {"usage": usage(generations, prompts)})
+        return event(self._chunk_head([]) | {"usage": self._usage(choices)})
+
+    def _usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Of ended generations. The choices of one prompt count it once; generated tokens include the one
+        that ends a text."""
+        generations = [choice.generation for choice in choices]
+        first_choices = generations[:: self._body.choices]
+        prompt = sum(len(generation.request.prompt) for generation in first_choices)
+        generated = sum(generation.generated for generation in generations)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": sum(g.cached for g in first_choices)},
+        }
+
+    def _chunk_event(self, content: dict[str, Any]) -> bytes:
+        more = {"usage": None} if self._body.include_usage else {}
+        return event(self._chunk_head([content]) | more)
 
     def _chunk_head(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return self._head | {"object": self.chunk_kind, "choices": choices}
 
-    def _whole_choice(self, choice: Choice, generation: Generation) -> dict[str, Any]:
-        wanted = generation.request.top_scores is not None
-        return self._chunk_choice(
-            choice, choice.text, choice.scores if wanted else None, generation.finish
-        )
+    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        return self._choice(choice, choice.text, choice.scores, choice.generation.finish)
 
-    def _chunk_choice(
-        self, choice: Choice, text: str, scores: Sequence[PlacedScore] | None, finish: str | None
+    def _choice(
+        self, choice: Choice, text: str, scores: list[TokenScore], finish: str | None
     ) -> dict[str, Any]:
-        logprobs = None if scores is None else self._completion_logprobs(scores)
-        return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": finish}
-
-    def _completion_logprobs(self, scores: Sequence[PlacedScore]) -> dict[str, Any]:
-        tops = [
-            {self._name(token): logprob for token, logprob in score.top} if score.top else None
-            for score, _ in scores
-        ]
+        wanted = self._body.top_scores is not None
         return {
-            "tokens": [self._name(score.token) for score, _ in scores],
-            "token_logprobs": [score.logprob for score, _ in scores],
-            "top_logprobs": tops if any(tops) else None,
-            "text_offset": [place for _, place in scores],
+            "index": choice.index,
+            "text": text,
+            "logprobs": self._logprobs(choice, scores) if wanted else None,
+            "finish_reason": finish,
+        }
+
+    def _logprobs(self, choice: Choice, scores: list[TokenScore]) -> dict[str, Any]:
+        tops = (
+            {self._name(token): logprob for token, logprob in score.top} if score.top else None
+            for score in scores
+        )
+        return {
+            "tokens": (self._name(score.token) for score in scores),
+            "token_logprobs": (score.logprob for score in scores),
+            "top_logprobs": tops if any(score.top for score in scores) else None,
+            "text_offset": choice.places(scores, self.tokenizer),
         }
 
     def _name(self, token: int) -> str:
@@ -152,45 +200,32 @@ class ChatReply(Reply):
     chunk_kind = "chat.completion.chunk"
     prefix = "chatcmpl"
 
-    def opening(self, choice: Choice, include_usage: bool) -> bytes:
-        content = {
-            "index": choice.index,
-            "delta": {"role": "assistant", "content": ""},
-            "logprobs": None,
-            "finish_reason": None,
-        }
-        return event(self._chunk_head([content]) | ({"usage": None} if include_usage else {}))
+    def opening(self, choice: Choice) -> bytes:
+        delta = {"role": "assistant", "content": ""}
+        content = {"delta": delta, "logprobs": None, "finish_reason": None}
+        return self._chunk_event({"index": choice.index} | content)
 
-    def _whole_choice(self, choice: Choice, generation: Generation) -> dict[str, Any]:
-        wanted = generation.request.top_scores is not None
-        return {
-            "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
-            "logprobs": self._chat_logprobs(choice.scores) if wanted else None,
-            "finish_reason": generation.finish,
-        }
+    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        found = super()._whole_choice(choice)
+        found["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
+        del found["delta"]
+        return found
 
-    def _chunk_choice(
-        self, choice: Choice, text: str, scores: Sequence[PlacedScore] | None, finish: str | None
+    def _choice(
+        self, choice: Choice, text: str, scores: list[TokenScore], finish: str | None
     ) -> dict[str, Any]:
-        return {
-            "index": choice.index,
-            "delta": {"content": text} if text else {},
-            "logprobs": None if scores is None else self._chat_logprobs(scores),
-            "finish_reason": finish,
-        }
+        found = super()._choice(choice, text, scores, finish)
+        del found["text"]
+        return found | {"delta": {"content": text} if text else {}}
 
-    def _chat_logprobs(self, scores: Sequence[PlacedScore]) -> dict[str, Any]:
-        return {
-            "content": [
-                self._token(score.token, score.logprob)
-                | {"top_logprobs": [self._token(*entry) for entry in score.top]}
-                for score, _ in scores
-            ],
-            "refusal": None,
-        }
+    def _logprobs(self, choice: Choice, scores: list[TokenScore]) -> dict[str, Any]:
+        entries = (
+            self._token(score.token, score.logprob)
+            | {"top_logprobs": [self._token(*entry) for entry in score.top]}
+            for score in scores
+        )
+        return {"content": entries, "refusal": None}
 
     def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
         found = self.tokenizer.token_bytes(token)
-        text = found.decode(errors="replace")
-        return {"token": text, "logprob": logprob, "bytes": list(found)}
+        return {"token": found.decode(errors="replace"), "logprob": logprob, "bytes": list(found)}

@@ -1,19 +1,27 @@
-"""What the HTTP server accepts: OpenAI's request bodies, their limits, and its error objects.
+"""What the server accepts: OpenAI's request bodies and their limits.
 
 Parameters that would change the output and are not supported are refused by name, unless they have
 the value that changes nothing; those that cannot change it are accepted and ignored.
 """
 
-from typing import Annotated, Any, Literal, TypeVar
+import re
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.sampling import RANGES, SamplingOptions
+from sparse_bitnet.serve.api_error import ApiError, invalid_body
 
 MOST_CHOICES = 128
 MOST_STOP_STRINGS = 16
+_COMPLETION_TOKENS = 16
+"""OpenAI's default of max_tokens for completions."""
 _SEEDS = 2**64
+_MOST_VALUES = 20_000
+"""Strings, lists and objects of a body. Nothing else runs while it is read."""
+_MOST_NUMBERS = 200_000
+_VALUE = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{,]', re.DOTALL)
 
 
 def _within(name: str) -> Any:
@@ -23,7 +31,6 @@ def _within(name: str) -> Any:
 
 
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
-# Sizes of prompts are bounded by the size of the body.
 # `fail_fast`: thousands of wrong elements need no thousands of complaints.
 TokenIds = Annotated[
     list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)
@@ -32,32 +39,6 @@ Prompts = Annotated[
     list[str | TokenIds], Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True)
 ]
 Body = TypeVar("Body", bound="GenerationBody")
-
-
-class ApiError(Exception):
-    """An answer other than success, as OpenAI words it."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: dict[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.headers = status, headers
-        self.body = error_body(status, message, param, code)
-
-
-def error_body(
-    status: int, message: str, param: str | None = None, code: str | None = None
-) -> dict[str, Any]:
-    """OpenAI's error object."""
-    kinds = {401: "authentication_error", 429: "rate_limit_error"}
-    kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class _Model(BaseModel):
@@ -102,6 +83,15 @@ class GenerationBody(_Model):
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
 
+    is_chat: ClassVar[bool] = False
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "frequency_penalty": (None, 0),
+        "presence_penalty": (None, 0),
+        "logit_bias": (None, {}),
+        "store": (None, False),
+    }
+    """For each parameter that is not supported, the values that change nothing."""
+
     @property
     def choices(self) -> int:
         return self.n or 1
@@ -114,14 +104,20 @@ class GenerationBody(_Model):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def neutral_values(self) -> dict[str, tuple[Any, ...]]:
-        """For each parameter that is not supported, the values that change nothing."""
-        return {
-            "frequency_penalty": (None, 0),
-            "presence_penalty": (None, 0),
-            "logit_bias": (None, {}),
-            "store": (None, False),
-        }
+    @property
+    def wanted_tokens(self) -> int | None:
+        """Most tokens to generate; None: what there is room for."""
+        raise NotImplementedError
+
+    @property
+    def top_scores(self) -> int | None:
+        """So many of the likeliest tokens beside each, all with log-probabilities; None: no scores."""
+        raise NotImplementedError
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Also of the prompt's tokens."""
+        return False
 
     def sampling(self, seed: int) -> SamplingOptions:
         """`seed` may be any integer."""
@@ -135,6 +131,24 @@ class GenerationBody(_Model):
         named: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         return SamplingOptions(seed=seed % _SEEDS, **named)
 
+    def check(self) -> None:
+        """Raises `ApiError` for parameters that do not fit together, or are not supported."""
+        for name, values in self.neutral.items():
+            value = getattr(self, name)
+            # Equal, but False is not 0.
+            if not any(
+                value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+                for neutral in values
+            ):
+                message = f"{name} is not supported: leave it out"
+                raise ApiError(400, message, param=name, code="unsupported_parameter")
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+        try:
+            self.sampling(0)
+        except UserError as error:
+            raise ApiError(400, str(error)) from error
+
 
 class CompletionBody(GenerationBody):
     """POST /v1/completions"""
@@ -145,6 +159,8 @@ class CompletionBody(GenerationBody):
     best_of: Any = None
     suffix: Any = None
 
+    neutral: ClassVar = GenerationBody.neutral | {"suffix": (None, "")}
+
     @property
     def prompts(self) -> list[str | list[int]]:
         """Each a text or token ids."""
@@ -152,9 +168,25 @@ class CompletionBody(GenerationBody):
             return [self.prompt]  # type: ignore[list-item]
         return self.prompt  # type: ignore[return-value]
 
-    def neutral_values(self) -> dict[str, tuple[Any, ...]]:
-        own = {"best_of": (None, self.choices), "suffix": (None, "")}
-        return super().neutral_values() | own
+    @property
+    def wanted_tokens(self) -> int | None:
+        return _COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def top_scores(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def scores_prompt(self) -> bool:
+        return bool(self.echo) and self.logprobs is not None
+
+    def check(self) -> None:
+        super().check()
+        if self.best_of not in (None, self.choices):
+            message = "best_of is not supported: leave it out"
+            raise ApiError(400, message, param="best_of", code="unsupported_parameter")
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError(400, "max_tokens 0 needs echo: true", param="max_tokens")
 
 
 class TextPart(_Model):
@@ -198,78 +230,64 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: Any = None
     prediction: Any = None
 
-    def neutral_values(self) -> dict[str, tuple[Any, ...]]:
-        return super().neutral_values() | {
-            "tools": (None, []),
-            "tool_choice": (None, "none", "auto"),
-            "functions": (None, []),
-            "function_call": (None, "none", "auto"),
-            "response_format": (None, {"type": "text"}),
-            "modalities": (None, ["text"]),
-            "audio": (None,),
-            "reasoning_effort": (None,),
-            "verbosity": (None,),
-            "web_search_options": (None,),
-        }
+    is_chat: ClassVar[bool] = True
+    neutral: ClassVar = GenerationBody.neutral | {
+        "tools": (None, []),
+        "tool_choice": (None, "none", "auto"),
+        "functions": (None, []),
+        "function_call": (None, "none", "auto"),
+        "response_format": (None, {"type": "text"}),
+        "modalities": (None, ["text"]),
+        "audio": (None,),
+        "reasoning_effort": (None,),
+        "verbosity": (None,),
+        "web_search_options": (None,),
+    }
 
+    @property
+    def wanted_tokens(self) -> int | None:
+        asked = self.max_completion_tokens
+        return self.max_tokens if asked is None else asked
 
-def parse_body(kind: type[Body], body: bytes) -> Body:
-    """A request body of that kind. Raises `ApiError` 400 that names the parameter."""
-    try:
-        parsed = kind.model_validate_json(body)
-    except ValidationError as error:
-        raise _api_error(error) from error
-    for name, values in parsed.neutral_values().items():
-        value = getattr(parsed, name)
-        if not any(_is_same(value, neutral) for neutral in values):
-            raise ApiError(
-                400,
-                f"{name} is not supported: leave it out",
-                param=name,
-                code="unsupported_parameter",
-            )
-    if parsed.stream_options is not None and not parsed.stream:
-        raise ApiError(400, "stream_options needs stream: true", param="stream_options")
-    if isinstance(parsed, ChatBody):
-        if parsed.top_logprobs is not None and not parsed.logprobs:
+    @property
+    def top_scores(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-        if parsed.max_tokens is not None and parsed.max_completion_tokens is not None:
-            raise ApiError(
-                400, "give max_completion_tokens or max_tokens, not both", param="max_tokens"
-            )
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            message = "give max_completion_tokens or max_tokens, not both"
+            raise ApiError(400, message, param="max_tokens")
+        if self.wanted_tokens == 0:
+            raise ApiError(400, "max_tokens must be at least 1", param="max_tokens")
+
+
+def parse_body(kind: type[Body], raw: bytes) -> Body:
+    """A request body of that kind. Raises `ApiError` 400 that names the parameter."""
+    _check_size(raw)
     try:
-        parsed.sampling(0)
-    except UserError as error:
-        raise ApiError(400, str(error)) from error
+        parsed = kind.model_validate_json(raw)
+    except ValidationError as error:
+        raise invalid_body(error) from error
+    parsed.check()
     return parsed
 
 
-def _is_same(value: Any, neutral: Any) -> bool:
-    """Equal, but False is not 0."""
-    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
-
-
-def _api_error(error: ValidationError) -> ApiError:
-    found = error.errors(include_url=False, include_context=False)
-    # Of a union's complaints, the one that got furthest is about the form that was meant.
-    first = max(found, key=lambda entry: len(entry["loc"]))
-    kind = first["type"]
-    *way, last = first["loc"] or ("",)
-    # Pydantic also names the members of unions, such as "str" and "list[...]".
-    parts = [str(part) for part in way if str(part).isidentifier() or isinstance(part, int)]
-    is_member = kind != "extra_forbidden" and last in ("str", "constrained-str")
-    names = [*parts, *([] if is_member or last == "" else [str(last)])]
-    where, param = ".".join(names)[:200], names[0][:200] if names else None
-    if kind == "json_invalid":
-        return ApiError(400, f"the body is no JSON: {first['msg']}")
-    if kind == "extra_forbidden":
-        message = f"unknown parameter: {where}"
-        return ApiError(400, message, param=where, code="unknown_parameter")
-    if kind == "missing":
-        message = f"{where} is missing"
-        return ApiError(400, message, param=param, code="missing_required_parameter")
-    given = first["input"]
-    # Not of integers with thousands of digits, which Python refuses to print.
-    is_short = isinstance(given, str | float) or (type(given) is int and abs(given) < 2**64)
-    shown = f", not {given!r:.60}" if is_short else ""
-    return ApiError(400, f"{where or 'body'}: {first['msg']}{shown}", param=param)
+def _check_size(raw: bytes) -> None:
+    if sum(map(raw.count, b'",[{')) <= _MOST_VALUES:
+        return
+    values = numbers = 0
+    # Commas in texts do not count.
+    for match in _VALUE.finditer(raw):
+        if match[0] == b",":
+            numbers += 1
+        else:
+            values += 1
+        if values > _MOST_VALUES or numbers > _MOST_NUMBERS:
+            raise ApiError(
+                400,
+                f"the body has more than {_MOST_VALUES:,} texts, lists and objects or "
+                f"{_MOST_NUMBERS:,} numbers: send less at once",
+            )

@@ -1,0 +1,198 @@
+"""From a request's body to its generations. It runs beside the event loop: large bodies take a while, and
+what is too much is refused before anything is built of it."""
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.generation.chat_template import ChatTemplate
+from sparse_bitnet.generation.request import GeneratedText, Generation, GenerationRequest, Output
+from sparse_bitnet.generation.sampling import Sampler
+from sparse_bitnet.generation.scheduler import Scheduler
+from sparse_bitnet.generation.text import TextTokenizer
+from sparse_bitnet.serve.api_error import ApiError
+from sparse_bitnet.serve.schema import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    parse_body,
+)
+
+_MOST_LOGPROBS = 1 << 21
+"""In one answer: they take 100 bytes each while it grows."""
+
+Deliver = Callable[[int, Output], None]
+"""Takes output of the generation of that number, in the scheduler's thread."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """What is served, and the limits."""
+
+    name: str
+    tokenizer: TextTokenizer
+    template: ChatTemplate | None
+    """None: the model has none, and chat requests are refused."""
+    end_tokens: frozenset[int]
+    vocab_size: int
+    api_key: str | None = None
+    max_tokens: int | None = None
+    """Most tokens that a request may ask for; None: what the context holds."""
+    max_body_bytes: int = 1 << 20
+
+    def check_name(self, name: str) -> None:
+        """Raises `ApiError` for another model's."""
+        if name != self.name:
+            raise ApiError(
+                404,
+                f"the model {name[:200]!r} does not exist: this server has {self.name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """The generations of one request, to be submitted; those of a prompt stand together."""
+
+    body: GenerationBody
+    requests: list[GenerationRequest]
+    echo: Sequence[str]
+    """Texts that precede what is generated, one for each prompt, or none at all."""
+
+
+def prepare(
+    kind: type[GenerationBody],
+    raw: bytes,
+    model: ServedModel,
+    scheduler: Scheduler,
+    deliver: Deliver,
+) -> Prepared:
+    """Raises `ApiError` for a body that is no valid one, or asks for more than there is."""
+    body = parse_body(kind, raw)
+    model.check_name(body.model)
+    _check_counts(body, model, scheduler)
+    echo: list[str] = []
+    if isinstance(body, ChatBody):
+        prompts = [_chat_tokens(body, model, scheduler.capacity)]
+    else:
+        assert isinstance(body, CompletionBody)
+        prompts = [_prompt_tokens(prompt, model, scheduler.capacity) for prompt in body.prompts]
+        if body.echo:
+            echo = [p if isinstance(p, str) else model.tokenizer.decode(p) for p in body.prompts]
+    return Prepared(
+        body=body, requests=_requests(body, prompts, model, scheduler, deliver), echo=echo
+    )
+
+
+def _check_counts(body: GenerationBody, model: ServedModel, scheduler: Scheduler) -> None:
+    prompts = len(body.prompts) if isinstance(body, CompletionBody) else 1
+    choices, most = body.choices * prompts, scheduler.max_queue + scheduler.max_running
+    if choices > most:
+        raise ApiError(400, f"{choices} choices at once: this server takes {most}", param="n")
+    most = model.max_tokens or scheduler.capacity
+    if body.wanted_tokens is not None and body.wanted_tokens > most:
+        raise ApiError(
+            400,
+            f"max_tokens {body.wanted_tokens} is above this server's limit of {most}",
+            param="max_tokens",
+            code="context_length_exceeded" if model.max_tokens is None else None,
+        )
+
+
+def _encode(text: str, model: ServedModel, most: int, *, add_special_tokens: bool) -> list[int]:
+    tokens = model.tokenizer.encode_within(text, most, add_special_tokens=add_special_tokens)
+    if tokens is None:
+        raise _too_long(most)
+    return tokens
+
+
+def _too_long(most: int) -> ApiError:
+    return ApiError(
+        400,
+        f"the prompt has more tokens than the context length of {most}: shorten it",
+        code="context_length_exceeded",
+    )
+
+
+def _prompt_tokens(prompt: str | list[int], model: ServedModel, most: int) -> list[int]:
+    if isinstance(prompt, str):
+        # An empty text starts as one does in training: after the token that ends another.
+        tokens = _encode(prompt, model, most, add_special_tokens=True)
+        tokens = tokens or sorted(model.end_tokens)[:1]
+    else:
+        tokens = prompt
+        if len(tokens) > most:
+            raise _too_long(most)
+        if tokens and max(tokens) >= model.vocab_size:
+            raise ApiError(
+                400,
+                f"token {max(tokens)} is above the vocabulary of {model.vocab_size} tokens",
+                param="prompt",
+            )
+    if not tokens:
+        raise ApiError(400, "the prompt is empty: it has no tokens", param="prompt")
+    return tokens
+
+
+def _chat_tokens(body: ChatBody, model: ServedModel, most: int) -> list[int]:
+    if model.template is None:
+        raise ApiError(
+            400,
+            f"the model {model.name!r} has no chat template: use /v1/completions",
+            param="messages",
+            code="no_chat_template",
+        )
+    try:
+        text = model.template.render([message.plain() for message in body.messages])
+    except UserError as error:
+        raise ApiError(400, str(error), param="messages") from error
+    tokens = _encode(text, model, most, add_special_tokens=False)
+    if not tokens:
+        raise ApiError(400, "the chat is empty: it has no tokens", param="messages")
+    return tokens
+
+
+def _requests(
+    body: GenerationBody,
+    prompts: Sequence[list[int]],
+    model: ServedModel,
+    scheduler: Scheduler,
+    deliver: Deliver,
+) -> list[GenerationRequest]:
+    most = model.max_tokens or scheduler.capacity
+    asked = body.wanted_tokens
+    wanted = [
+        max(min(most, scheduler.capacity - len(prompt)), 1) if asked is None else asked
+        for prompt in prompts
+    ]
+    if body.top_scores is not None:
+        scored = sum(wanted) + (sum(map(len, prompts)) if body.scores_prompt else 0)
+        entries = scored * body.choices * (body.top_scores + 1)
+        if entries > _MOST_LOGPROBS:
+            raise ApiError(
+                400,
+                f"up to {entries:,} log-probabilities: this server gives {_MOST_LOGPROBS:,} at once; "
+                "ask for fewer of them, or lower max_tokens",
+                param="logprobs",
+            )
+    seed = secrets.randbits(64) if body.seed is None else body.seed
+
+    def receiver(index: int) -> Callable[[Generation, Output], None]:
+        return lambda generation, output: deliver(index, output)
+
+    return [
+        GenerationRequest(
+            prompt=prompt,
+            max_tokens=tokens,
+            sampler=Sampler(body.sampling(seed + choice), prompt),
+            text=GeneratedText(model.tokenizer, body.stop_strings, is_start=body.is_chat),
+            stop_tokens=model.end_tokens,
+            top_scores=body.top_scores,
+            score_prompt=body.scores_prompt,
+            deliver=receiver(place * body.choices + choice),
+        )
+        for place, (prompt, tokens) in enumerate(zip(prompts, wanted, strict=True))
+        for choice in range(body.choices)
+    ]
