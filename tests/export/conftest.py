@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from sparse_bitnet.checkpoint.checkpoint import Checkpoint
+from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.convert import convert_, selected
 from sparse_bitnet.data.tokenizer import train_tokenizer
-from sparse_bitnet.export.source import ModelSource, open_source
 from sparse_bitnet.hub import save_pretrained
 from sparse_bitnet.layer import SparseBitConfig
 
@@ -88,8 +89,8 @@ def checkpoint(make_checkpoint: MakeCheckpoint) -> Path:
 
 
 @pytest.fixture(scope="session")
-def source(checkpoint: Path) -> ModelSource:
-    return open_source(checkpoint)
+def source(checkpoint: Path) -> Checkpoint:
+    return open_checkpoint(checkpoint)
 
 
 @pytest.fixture(scope="session")

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from sparse_bitnet.export.compressed_tensors import pack_words, unpack_words
+from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.export.config import ExportConfig
 from sparse_bitnet.export.formats import export
-from sparse_bitnet.export.source import ModelSource
+from sparse_bitnet.packing.two_bits import pack_words, unpack_words
 
 
 @given(rows=st.integers(1, 5), columns=st.integers(1, 70), seed=st.integers(0, 2**32 - 1))
@@ -40,7 +40,7 @@ def test_the_package_reads_it(checkpoint: Path, tmp_path: Path, format: str) -> 
     assert found.failures == []
 
 
-def test_folder(source: ModelSource, checkpoint: Path, tmp_path: Path) -> None:
+def test_folder(source: Checkpoint, checkpoint: Path, tmp_path: Path) -> None:
     export(checkpoint, tmp_path / "out", ExportConfig(format="compressed-tensors-w2a8"))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     entry = config["quantization_config"]
@@ -50,7 +50,7 @@ def test_folder(source: ModelSource, checkpoint: Path, tmp_path: Path) -> None:
     assert config["dtype"] == "bfloat16"
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     for name, shape in source.layers.items():
-        codes, weight_scale = source.read_ternary(name)
+        codes, weight_scale = source.ternary(name)
         assert torch.equal(unpack_words(tensors[f"{name}.weight_packed"], shape[1]), codes)
         assert tensors[f"{name}.weight_shape"].tolist() == list(shape)
         assert (tensors[f"{name}.weight_scale"] == weight_scale).all()

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.cli.main import main
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.config import FORMATS, ExportConfig
 from sparse_bitnet.export.formats import export
-from sparse_bitnet.export.source import open_source
 
 FITTING = [name for name in FORMATS if not name.startswith("gguf-tq")]
 
@@ -72,10 +72,10 @@ def test_dense_weights_are_the_effective_ones_and_come_with_a_warning(
     result = export(checkpoint, tmp_path / "out", ExportConfig(format="dense", embeddings="f32"))
     assert result.warning is not None
     assert "wrong scale" in result.warning
-    source = open_source(checkpoint)
+    source = open_checkpoint(checkpoint)
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     for name in source.layers:
-        assert torch.equal(tensors[f"{name}.weight"], source.read_effective(name))
+        assert torch.equal(tensors[f"{name}.weight"], source.effective(name))
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 

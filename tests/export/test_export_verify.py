@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.cli.main import main
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export import formats, readers
 from sparse_bitnet.export.config import ExportConfig
 from sparse_bitnet.export.formats import export
-from sparse_bitnet.export.source import open_source
 from sparse_bitnet.export.verify import PARAGRAPH, Verification, bound_of, verify
 
 BITNET = ExportConfig(format="bitnet", embeddings="f32")
@@ -164,14 +164,14 @@ def test_the_command_exits_with_2_when_out_of_bounds(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    wrong = open_source(checkpoint)
+    wrong = open_checkpoint(checkpoint)
 
     def doubled(layer: str):
-        codes, weight_scale = wrong.read_ternary(layer)
+        codes, weight_scale = wrong.ternary(layer)
         return codes, 2 * weight_scale
 
-    faulty = dataclasses.replace(wrong, read_ternary=doubled)
-    monkeypatch.setattr(formats, "open_source", lambda checkpoint: faulty)
+    faulty = dataclasses.replace(wrong, ternary=doubled)
+    monkeypatch.setattr(formats, "open_checkpoint", lambda checkpoint, *kinds: faulty)
     command = ["export", str(checkpoint), str(tmp_path / "out"), "--format", "bitnet", "--verify"]
     with pytest.raises(SystemExit) as stopped:
         main(command)

@@ -8,22 +8,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sparse_bitnet.checkpoint.checkpoint import Checkpoint
+from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.config import ExportConfig
 from sparse_bitnet.export.formats import export
 from sparse_bitnet.export.gguf import check, plan
 from sparse_bitnet.export.gguf_blocks import Q2_0, TQ1_0, TQ2_0
-from sparse_bitnet.export.source import ModelSource, open_source
 
 gguf = pytest.importorskip("gguf", reason="pip install gguf")
 
 
-def with_rows(source: ModelSource, columns: int) -> ModelSource:
+def with_rows(source: Checkpoint, columns: int) -> Checkpoint:
     layers = {name: (rows, columns) for name, (rows, _) in source.layers.items()}
     return dataclasses.replace(source, layers=layers)
 
 
-def test_rows_that_do_not_fill_a_block_name_the_type_that_fits(source: ModelSource) -> None:
+def test_rows_that_do_not_fill_a_block_name_the_type_that_fits(source: Checkpoint) -> None:
     """The rows of Qwen2.5-0.5B: 896 is 3.5 x 256 and 14 x 64."""
     narrow = with_rows(source, 896)
     message = r"layer model.layers.0.self_attn.q_proj has rows of 896.*14 of 14 layers.*gguf-q2_0"
@@ -46,7 +47,7 @@ def test_rows_that_do_not_fill_a_block_name_the_type_that_fits(source: ModelSour
         ({"vocab_size": 100}, "vocabulary ends at 100"),
     ],
 )
-def test_architectures_it_does_not_cover(source: ModelSource, changes, message: str) -> None:
+def test_architectures_it_does_not_cover(source: Checkpoint, changes, message: str) -> None:
     with pytest.raises(UserError, match=message):
         check(dataclasses.replace(source, config=source.config | changes), Q2_0, "f16")
 
@@ -57,8 +58,8 @@ def test_full_precision_is_refused(make_checkpoint, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_q8_0_embeddings_need_rows_of_32(source: ModelSource) -> None:
-    narrow = dataclasses.replace(source, other_tensors={"model.embed_tokens.weight": (9, 68)})
+def test_q8_0_embeddings_need_rows_of_32(source: Checkpoint) -> None:
+    narrow = dataclasses.replace(source, others={"model.embed_tokens.weight": (9, 68)})
     with pytest.raises(
         UserError, match=r"embed_tokens.weight has rows of 68.*use --embeddings f16"
     ):
@@ -66,23 +67,23 @@ def test_q8_0_embeddings_need_rows_of_32(source: ModelSource) -> None:
 
 
 def test_scales_beyond_float16_are_refused_and_nothing_is_left(
-    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sparse_bitnet.export import formats
 
     def tiny(layer: str):
-        ternary = source.read_ternary(layer)
+        ternary = source.ternary(layer)
         return ternary._replace(weight_scale=ternary.weight_scale * 0 + 1.03e-6)
 
-    faulty = dataclasses.replace(source, read_ternary=tiny)
-    monkeypatch.setattr(formats, "open_source", lambda checkpoint: faulty)
+    faulty = dataclasses.replace(source, ternary=tiny)
+    monkeypatch.setattr(formats, "open_checkpoint", lambda checkpoint, *kinds: faulty)
     with pytest.raises(UserError, match=r"weight scale 1.03e-06 is too far out for float16"):
         export("any", tmp_path / "out", ExportConfig(format="gguf-q2_0"))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_package_is_named_when_it_is_absent(
-    source: ModelSource, monkeypatch: pytest.MonkeyPatch
+    source: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(UserError, match=r"pip install 'sparse-bitnet\[export\]'"):
@@ -96,14 +97,14 @@ def test_gguf_py_reads_it_back(make_checkpoint, tmp_path: Path, block, embedding
     config = ExportConfig(format=f"gguf-{block.name.lower()}", embeddings=embeddings)
     export(checkpoint, tmp_path / "out", config)
     reader = gguf.GGUFReader(tmp_path / "out" / f"model-{block.name}.gguf")
-    source = open_source(checkpoint)
+    source = open_checkpoint(checkpoint)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    assert len(tensors) == len(source.layers) + len(source.other_tensors)
+    assert len(tensors) == len(source.layers) + len(source.others)
 
     down = tensors["blk.1.ffn_down.weight"]
     assert down.tensor_type == block.type_id
     assert down.shape.tolist() == [768, 256]
-    codes, weight_scale = source.read_ternary("model.layers.1.mlp.down_proj")
+    codes, weight_scale = source.ternary("model.layers.1.mlp.down_proj")
     values = gguf.quants.dequantize(down.data, down.tensor_type)
     assert np.array_equal(values, codes.numpy() * np.float32(np.float16(weight_scale)))
 
@@ -133,16 +134,16 @@ def test_gguf_py_reads_it_back(make_checkpoint, tmp_path: Path, block, embedding
     assert len(field("tokenizer.ggml.merges")) == len(merges)
 
 
-def test_absent_biases_become_zeros(source: ModelSource) -> None:
-    kept = {name: shape for name, shape in source.other_tensors.items() if "bias" not in name}
-    tensors = plan(dataclasses.replace(source, other_tensors=kept), Q2_0, "f16")
+def test_absent_biases_become_zeros(source: Checkpoint) -> None:
+    kept = {name: shape for name, shape in source.others.items() if "bias" not in name}
+    tensors = plan(dataclasses.replace(source, others=kept), Q2_0, "f16")
     biases = {tensor.name: tensor for tensor in tensors if tensor.name.endswith("bias")}
     assert len(biases) == 6
     assert biases["blk.1.attn_k.bias"].shape == (32,)
     assert not biases["blk.1.attn_k.bias"].make().any()
 
 
-def test_an_untied_head_is_written(make_checkpoint, source: ModelSource) -> None:
+def test_an_untied_head_is_written(make_checkpoint, source: Checkpoint) -> None:
     head = {"lm_head.weight": (392, 64)}
-    untied = dataclasses.replace(source, other_tensors=source.other_tensors | head)
+    untied = dataclasses.replace(source, others=source.others | head)
     assert "output.weight" in [tensor.name for tensor in plan(untied, Q2_0, "f16")]

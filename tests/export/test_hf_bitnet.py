@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from factories import tiny_model
+from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.convert import convert_
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export import hf_bitnet
 from sparse_bitnet.export.config import ExportConfig
 from sparse_bitnet.export.formats import export
-from sparse_bitnet.export.hf_bitnet import pack_row_planes, unpack_row_planes
-from sparse_bitnet.export.source import ModelSource
 from sparse_bitnet.hub import save_pretrained
 from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.packing.two_bits import pack_row_planes, unpack_row_planes
 
 
 @given(blocks=st.integers(1, 9), columns=st.integers(1, 33), seed=st.integers(0, 2**32 - 1))
@@ -38,7 +38,7 @@ def test_one_byte_by_hand() -> None:
     assert pack_row_planes(codes).tolist() == [[0b10_10_01_00]]
 
 
-def test_rows_that_do_not_divide_are_refused_by_name(source: ModelSource) -> None:
+def test_rows_that_do_not_divide_are_refused_by_name(source: Checkpoint) -> None:
     name = "model.layers.0.mlp.up_proj"
     other = dataclasses.replace(source, layers=source.layers | {name: (190, 64)})
     with pytest.raises(UserError, match=rf"layer {name} has 190 rows.*compressed-tensors-w8a8"):
@@ -57,14 +57,14 @@ def test_transformers_reads_it(
 
 
 def test_stored_scale_is_the_reciprocal(
-    source: ModelSource, checkpoint: Path, tmp_path: Path
+    source: Checkpoint, checkpoint: Path, tmp_path: Path
 ) -> None:
     from safetensors.torch import load_file
 
     export(checkpoint, tmp_path / "out", ExportConfig(format="bitnet", embeddings="f32"))
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     for name in source.layers:
-        codes, weight_scale = source.read_ternary(name)
+        codes, weight_scale = source.ternary(name)
         assert torch.equal(unpack_row_planes(tensors[f"{name}.weight"]), codes)
         assert tensors[f"{name}.weight_scale"].shape == (1,)
         torch.testing.assert_close(1 / tensors[f"{name}.weight_scale"][0], weight_scale)

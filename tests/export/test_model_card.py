@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.export.config import FORMATS
 from sparse_bitnet.export.model_card import model_card, read_record
-from sparse_bitnet.export.source import open_source
 from sparse_bitnet.training.config import TrainConfig
 
 
@@ -33,7 +33,7 @@ def run(checkpoint: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_recipe_pattern_data_and_perplexity(run: Path, format: str) -> None:
-    card = model_card(open_source(run), format, "bf16", checked=[("reader", "some | tool")])
+    card = model_card(open_checkpoint(run), format, "bf16", checked=[("reader", "some | tool")])
     assert card.startswith("---\nlibrary_name: ")
     for part in (
         "# small-run",
@@ -79,5 +79,5 @@ def test_a_checkpoint_of_a_run_has_no_result(run: Path, checkpoint: Path) -> Non
 
 
 def test_full_precision(make_checkpoint) -> None:
-    card = model_card(open_source(make_checkpoint("full-2:4")), "dense", "bf16", checked=[])
+    card = model_card(open_checkpoint(make_checkpoint("full-2:4")), "dense", "bf16", checked=[])
     assert "2:4 sparsity and full-precision weights" in card

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sparse_bitnet.checkpoint import trained as source_module
+from sparse_bitnet.checkpoint import checkpoint as source_module
 from sparse_bitnet.checkpoint.locate import trained_context_length
 from sparse_bitnet.checkpoint.packed_loading import open_packed
 from sparse_bitnet.data.tokenizer import load_tokenizer
@@ -190,7 +190,7 @@ def test_what_cannot_be_packed(trained: Trained, tmp_path: Path) -> None:
         pack_checkpoint(trained(format="full-6:8"), tmp_path / "out")
     with pytest.raises(UserError, match="no such checkpoint"):
         pack_checkpoint(tmp_path / "nowhere" / "else", tmp_path / "out")
-    with pytest.raises(UserError, match="no local folder; download it first"):
+    with pytest.raises(UserError, match="the hub gives no model of that name"):
         pack_checkpoint("someone/model", tmp_path / "out")
     with pytest.raises(UserError, match="packed format 'q4' is unknown"):
         pack_checkpoint(trained(), tmp_path / "out", format="q4")

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.export.deferred import DeferredTensors
 from sparse_bitnet.export.hf_folder import plan_tensors
-from sparse_bitnet.export.source import ModelSource
 from sparse_bitnet.packing.tensor_writer import TensorSpec
 
 WARNING = (
@@ -22,12 +22,12 @@ WARNING = (
 )
 
 
-def plan(source: ModelSource, dtype: torch.dtype) -> list[DeferredTensors]:
+def plan(source: Checkpoint, dtype: torch.dtype) -> list[DeferredTensors]:
     """The tensors of the export, all in `dtype`."""
 
     def layer_tensors(name: str, shape: tuple[int, int]) -> DeferredTensors:
         def make() -> Sequence[Tensor]:
-            return (source.read_effective(name).to(dtype),)
+            return (source.effective(name).to(dtype),)
 
         return DeferredTensors((TensorSpec(f"{name}.weight", dtype, shape),), make)
 

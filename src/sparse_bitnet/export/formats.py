@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from sparse_bitnet.checkpoint.checkpoint import Checkpoint
+from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export import compressed_tensors, dense, gguf, hf_bitnet
 from sparse_bitnet.export.config import ExportConfig
@@ -19,9 +21,9 @@ from sparse_bitnet.export.gguf_blocks import BLOCK_TYPES
 from sparse_bitnet.export.hf_folder import write_folder
 from sparse_bitnet.export.model_card import gguf_file_name, model_card
 from sparse_bitnet.export.readers import absent_reader
-from sparse_bitnet.export.source import ModelSource, open_source
 from sparse_bitnet.export.verify import Verification, verify
 from sparse_bitnet.files import atomic_folder, write_atomic
+from sparse_bitnet.packing.two_bits import W2A8, W8A8
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
@@ -30,9 +32,9 @@ DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 class FolderFormat:
     """A format that is a Hugging Face folder."""
 
-    check: Callable[[ModelSource], None]
-    plan: Callable[[ModelSource, torch.dtype], list[DeferredTensors]]
-    quantization_config: Callable[[ModelSource], dict[str, Any] | None]
+    check: Callable[[Checkpoint], None]
+    plan: Callable[[Checkpoint, torch.dtype], list[DeferredTensors]]
+    quantization_config: Callable[[Checkpoint], dict[str, Any] | None]
 
 
 FOLDER_FORMATS: dict[str, FolderFormat] = {
@@ -44,16 +46,12 @@ FOLDER_FORMATS: dict[str, FolderFormat] = {
     "compressed-tensors-w2a8": FolderFormat(
         check=compressed_tensors.check,
         plan=compressed_tensors.plan_w2a8,
-        quantization_config=lambda source: compressed_tensors.quantization_config(
-            source, compressed_tensors.W2A8, 2
-        ),
+        quantization_config=lambda source: compressed_tensors.quantization_config(source, W2A8, 2),
     ),
     "compressed-tensors-w8a8": FolderFormat(
         check=compressed_tensors.check,
         plan=compressed_tensors.plan_w8a8,
-        quantization_config=lambda source: compressed_tensors.quantization_config(
-            source, compressed_tensors.W8A8, 8
-        ),
+        quantization_config=lambda source: compressed_tensors.quantization_config(source, W8A8, 8),
     ),
     "dense": FolderFormat(
         check=lambda source: None,
@@ -101,7 +99,7 @@ def export(
     or a full disk; nothing is then left behind.
     """
     out = check_new_folder(out)
-    source = open_source(checkpoint)
+    source = open_checkpoint(checkpoint, "trained", "packed")
     write(source, out, config, on_progress)
     verification = skipped = None
     if config.verify:
@@ -129,7 +127,7 @@ def check_new_folder(out: str | Path) -> Path:
 
 
 def write(
-    source: ModelSource, out: Path, config: ExportConfig, on_progress: OnProgress | None = None
+    source: Checkpoint, out: Path, config: ExportConfig, on_progress: OnProgress | None = None
 ) -> None:
     """Check, then write the folder `out` in one step; see `export`."""
     assert config.embeddings is not None
@@ -156,11 +154,11 @@ def write(
         (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def _card(source: ModelSource, config: ExportConfig, verification: Verification | None) -> str:
+def _card(source: Checkpoint, config: ExportConfig, verification: Verification | None) -> str:
     assert config.embeddings is not None
     checked = verification.rows() if verification is not None else []
     return model_card(source, config.format, config.embeddings, checked=checked)
 
 
-def _is_ternary(source: ModelSource) -> bool:
+def _is_ternary(source: Checkpoint) -> bool:
     return source.format.weight == "ternary"

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
+from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.deferred import OnProgress
 from sparse_bitnet.export.gguf_blocks import BLOCK_TYPES, BlockType
 from sparse_bitnet.export.gguf_tokenizer import GgufVocabulary, add_vocabulary, read_vocabulary
-from sparse_bitnet.export.source import ModelSource
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -44,7 +44,7 @@ class GgufTensor:
     make: Callable[[], np.ndarray]
 
 
-def check(source: ModelSource, block: BlockType, embeddings: str) -> GgufVocabulary:
+def check(source: Checkpoint, block: BlockType, embeddings: str) -> GgufVocabulary:
     """Refuse what the file could not hold or llama.cpp could not run; returns the vocabulary.
 
     Raises `UserError` naming the layer or the setting, and the format that would do.
@@ -57,7 +57,7 @@ def check(source: ModelSource, block: BlockType, embeddings: str) -> GgufVocabul
         )
     _check_architecture(source)
     _check_rows(source, block)
-    for name, shape in source.other_tensors.items():
+    for name, shape in source.others.items():
         if embeddings == "q8_0" and len(shape) > 1 and shape[-1] % _Q8_0_BLOCK:
             raise UserError(
                 f"{name} has rows of {shape[-1]}, which blocks of {_Q8_0_BLOCK} (q8_0) do not fill; "
@@ -76,7 +76,7 @@ def require_gguf() -> None:
         ) from error
 
 
-def _check_architecture(source: ModelSource) -> None:
+def _check_architecture(source: Checkpoint) -> None:
     config = source.config
     if config.get("model_type") != "qwen2":
         raise UserError(
@@ -98,7 +98,7 @@ def _check_architecture(source: ModelSource) -> None:
             )
 
 
-def _check_rows(source: ModelSource, block: BlockType) -> None:
+def _check_rows(source: Checkpoint, block: BlockType) -> None:
     unfit = [(name, shape[1]) for name, shape in source.layers.items() if shape[1] % block.codes]
     if not unfit:
         return
@@ -118,7 +118,7 @@ def _check_rows(source: ModelSource, block: BlockType) -> None:
     )
 
 
-def plan(source: ModelSource, block: BlockType, embeddings: str) -> list[GgufTensor]:
+def plan(source: Checkpoint, block: BlockType, embeddings: str) -> list[GgufTensor]:
     """Every tensor of the file, under llama.cpp's names."""
     from gguf import MODEL_ARCH, get_tensor_name_map
 
@@ -136,16 +136,16 @@ def plan(source: ModelSource, block: BlockType, embeddings: str) -> list[GgufTen
         make = _ternary(source, layer, block)
         name = gguf_name(f"{layer}.weight")
         tensors.append(GgufTensor(name, block.type_id, (rows, columns), size, make))
-    for name, shape in source.other_tensors.items():
+    for name, shape in source.others.items():
         type_id = F32 if len(shape) == 1 else EMBEDDING_TYPES[embeddings]
         tensors.append(_plain(source, name, gguf_name(name), shape, type_id))
     tensors += _absent_biases(source, gguf_name)
     return tensors
 
 
-def _ternary(source: ModelSource, layer: str, block: BlockType) -> Callable[[], np.ndarray]:
+def _ternary(source: Checkpoint, layer: str, block: BlockType) -> Callable[[], np.ndarray]:
     def make() -> np.ndarray:
-        codes, weight_scale = source.read_ternary(layer)
+        codes, weight_scale = source.ternary(layer)
         scale = weight_scale.item()
         if abs(float(np.float16(scale)) - scale) > _SCALE_TOLERANCE * scale:
             raise UserError(
@@ -158,7 +158,7 @@ def _ternary(source: ModelSource, layer: str, block: BlockType) -> Callable[[], 
 
 
 def _plain(
-    source: ModelSource, name: str, gguf_name: str, shape: tuple[int, ...], type_id: int
+    source: Checkpoint, name: str, gguf_name: str, shape: tuple[int, ...], type_id: int
 ) -> GgufTensor:
     def make() -> np.ndarray:
         return encode_plain(source.read(name), type_id)
@@ -181,18 +181,18 @@ def encode_plain(tensor: Tensor, type_id: int) -> np.ndarray:
     return quantize(values, GGMLQuantizationType(type_id))
 
 
-def _absent_biases(source: ModelSource, gguf_name: Callable[[str], str]) -> Iterator[GgufTensor]:
+def _absent_biases(source: Checkpoint, gguf_name: Callable[[str], str]) -> Iterator[GgufTensor]:
     # llama.cpp's qwen2 requires them; a variant of the model without has zeros.
     for layer, (rows, _) in source.layers.items():
         bias = f"{layer}.bias"
-        if layer.endswith(_ATTENTION) and bias not in source.other_tensors:
+        if layer.endswith(_ATTENTION) and bias not in source.others:
             make = partial(np.zeros, rows, np.float32)
             yield GgufTensor(gguf_name(bias), F32, (rows,), 4 * rows, make)
 
 
 def write(
     path: Path,
-    source: ModelSource,
+    source: Checkpoint,
     tensors: list[GgufTensor],
     vocabulary: GgufVocabulary,
     block: BlockType,
@@ -232,7 +232,7 @@ def write(
         writer.close()
 
 
-def _add_metadata(writer: "GGUFWriter", source: ModelSource, block: BlockType) -> None:
+def _add_metadata(writer: "GGUFWriter", source: Checkpoint, block: BlockType) -> None:
     config = source.config
     writer.add_name(
         source.folder.parent.name if source.folder.name == "final" else source.folder.name

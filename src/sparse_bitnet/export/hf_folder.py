@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparse_bitnet.checkpoint.checkpoint import Checkpoint
+from sparse_bitnet.checkpoint.foreign import EXPORTED_FORMAT
+from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.deferred import DeferredTensors, OnProgress, write_safetensors
-from sparse_bitnet.export.source import ModelSource
 from sparse_bitnet.files import atomic_folder
 from sparse_bitnet.model_folder import read_json, read_json_if_there
 from sparse_bitnet.packing.tensor_writer import TensorSpec
-
-EXPORTED_FORMAT = "sparse_bitnet_format"
-"""Key of config.json under which an export remembers the training format; other readers ignore it."""
 
 _AS_THEY_ARE = (
     "tokenizer.json",
@@ -32,18 +31,31 @@ LayerTensors = Callable[[str, tuple[int, int]], DeferredTensors]
 """(layer name, [out_features, in_features]) -> what stands for the layer's weight."""
 
 
+def require_ternary_int8(source: Checkpoint, target: str) -> None:
+    """Raise `UserError` unless the model computes as `target` does: ternary x int8."""
+    if source.format.weight != "ternary":
+        raise UserError(
+            f"{source.folder} is {source.format}: {target} holds ternary weights; use --format dense"
+        )
+    if source.format.activation != "int8":
+        raise UserError(
+            f"{source.folder} was trained without int8 activations ({source.format}), with which every "
+            f"reader of {target} computes; use --format dense"
+        )
+
+
 def plan_tensors(
-    source: ModelSource, dtype: torch.dtype, layer_tensors: LayerTensors
+    source: Checkpoint, dtype: torch.dtype, layer_tensors: LayerTensors
 ) -> Iterator[DeferredTensors]:
     """Every tensor of the export: sparse layers by `layer_tensors`, the rest cast to `dtype`."""
     for layer, sizes in source.layers.items():
         yield layer_tensors(layer, sizes)
-    for name, shape in source.other_tensors.items():
+    for name, shape in source.others.items():
         yield _cast(source, name, shape, dtype)
 
 
 def _cast(
-    source: ModelSource, name: str, shape: tuple[int, ...], dtype: torch.dtype
+    source: Checkpoint, name: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> DeferredTensors:
     def make() -> Sequence[Tensor]:
         return (source.read(name).to(dtype),)
@@ -53,7 +65,7 @@ def _cast(
 
 def write_folder(
     out: Path,
-    source: ModelSource,
+    source: Checkpoint,
     tensors: Sequence[DeferredTensors],
     *,
     dtype: torch.dtype,
@@ -77,8 +89,10 @@ def write_folder(
 
 
 def with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """A config.json that says `dtype`, under the one of its two names that readers look at first."""
-    others = {key: value for key, value in config.items() if key != "torch_dtype"}
+    """A config.json without quantization that says `dtype`, under the one of its two names that readers
+    look at first."""
+    dropped = ("torch_dtype", "quantization_config")
+    others = {key: value for key, value in config.items() if key not in dropped}
     return others | {"dtype": str(dtype).removeprefix("torch.")}
 
 

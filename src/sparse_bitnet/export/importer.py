@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparse_bitnet.checkpoint.checkpoint import Checkpoint, TernaryWeight
+from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.convert import FORMAT_VERSION
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.deferred import DeferredTensors, OnProgress, write_safetensors
-from sparse_bitnet.export.foreign import ForeignCheckpoint, open_foreign
 from sparse_bitnet.export.formats import check_new_folder
 from sparse_bitnet.export.hf_folder import (
     EXPORTED_FORMAT,
@@ -30,7 +31,6 @@ from sparse_bitnet.export.hf_folder import (
     write_json,
 )
 from sparse_bitnet.export.pack import pack_checkpoint
-from sparse_bitnet.export.source import TernaryWeight
 from sparse_bitnet.files import TEMPORARY_PREFIX, atomic_folder
 from sparse_bitnet.layer import SparseBitConfig, select
 from sparse_bitnet.ops.operands import SCALE_FLOOR
@@ -77,8 +77,8 @@ def import_checkpoint(
     out = check_new_folder(out)
     if packed not in (None, "auto"):
         check_format(packed)
-    foreign = open_foreign(folder)
-    format = _format(foreign, pattern)
+    foreign = open_checkpoint(folder, "foreign")
+    format = foreign.format if pattern is None else SparseBitConfig(pattern=pattern)
     for name, (_, in_features) in foreign.layers.items():
         format.pattern.check_divides(in_features, name)
     if packed is None:
@@ -93,7 +93,7 @@ def import_checkpoint(
 
 
 def _write(
-    foreign: ForeignCheckpoint, format: SparseBitConfig, out: Path, on_progress: OnProgress | None
+    foreign: Checkpoint, format: SparseBitConfig, out: Path, on_progress: OnProgress | None
 ) -> None:
     with atomic_folder(out) as temporary:
         write_safetensors(
@@ -104,17 +104,7 @@ def _write(
         write_generation_config(foreign.folder, temporary)
 
 
-def _format(foreign: ForeignCheckpoint, pattern: NMPattern | None) -> SparseBitConfig:
-    remembered = foreign.config.get(EXPORTED_FORMAT)
-    if pattern is not None:
-        return SparseBitConfig(pattern=pattern)
-    if isinstance(remembered, str):
-        # Ablations change how masters give codes; the masters made here are plain.
-        return SparseBitConfig(pattern=SparseBitConfig.parse(remembered).pattern)
-    return SparseBitConfig(pattern=NMPattern(8, 8))
-
-
-def _config(foreign: ForeignCheckpoint, format: SparseBitConfig) -> dict[str, Any]:
+def _config(foreign: Checkpoint, format: SparseBitConfig) -> dict[str, Any]:
     config = {key: value for key, value in foreign.config.items() if key != EXPORTED_FORMAT}
     return with_dtype(config, torch.float32) | {
         "quantization_config": {
@@ -126,21 +116,21 @@ def _config(foreign: ForeignCheckpoint, format: SparseBitConfig) -> dict[str, An
     }
 
 
-def _plan(foreign: ForeignCheckpoint, format: SparseBitConfig) -> Iterator[DeferredTensors]:
+def _plan(foreign: Checkpoint, format: SparseBitConfig) -> Iterator[DeferredTensors]:
     for layer, sizes in foreign.layers.items():
         yield _deferred(f"{layer}.weight", sizes, partial(_master, foreign, layer, format))
-    for name, shape in foreign.other_tensors.items():
-        yield _deferred(name, shape, partial(foreign.read_other, name))
+    for name, shape in foreign.others.items():
+        yield _deferred(name, shape, partial(foreign.read, name))
 
 
 def _deferred(name: str, shape: tuple[int, ...], read: Callable[[], Tensor]) -> DeferredTensors:
     return DeferredTensors((TensorSpec(name, torch.float32, shape),), lambda: (read().float(),))
 
 
-def _master(foreign: ForeignCheckpoint, layer: str, format: SparseBitConfig) -> Tensor:
-    if foreign.read_ternary is None:
-        return foreign.read_master(layer)
-    ternary = foreign.read_ternary(layer)
+def _master(foreign: Checkpoint, layer: str, format: SparseBitConfig) -> Tensor:
+    if foreign.master is not None:
+        return foreign.master(layer)
+    ternary = foreign.ternary(layer)
     if ternary.weight_scale < SCALE_FLOOR:
         raise UserError(
             f"layer {layer}: a weight scale of {ternary.weight_scale:.4g} is below {SCALE_FLOOR:g}, "

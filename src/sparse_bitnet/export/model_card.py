@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from sparse_bitnet import __version__
+from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.config import FORMATS
-from sparse_bitnet.export.source import ModelSource
 from sparse_bitnet.model_folder import read_json
 
 Row = tuple[str, str]
@@ -55,7 +55,7 @@ def _optional(path: Path) -> dict[str, Any]:
         return {}
 
 
-def model_card(source: ModelSource, format: str, embeddings: str, *, checked: list[Row]) -> str:
+def model_card(source: Checkpoint, format: str, embeddings: str, *, checked: list[Row]) -> str:
     """The whole card as Markdown with a YAML head.
 
     Args:
@@ -83,22 +83,22 @@ def model_card(source: ModelSource, format: str, embeddings: str, *, checked: li
     return "\n\n".join(sections) + "\n"
 
 
-def _head(source: ModelSource, format: str) -> str:
+def _head(source: Checkpoint, format: str) -> str:
     library = "gguf" if format.startswith("gguf") else "transformers"
     tags = ["bitnet", "1-bit", "sparse", str(source.format.pattern).replace(":", "-")]
     lines = [f"library_name: {library}", "pipeline_tag: text-generation", "tags:"]
     return "\n".join(["---", *lines, *(f"- {tag}" for tag in tags), "---"])
 
 
-def _title(source: ModelSource) -> str:
+def _title(source: Checkpoint) -> str:
     folder = source.folder
     return folder.parent.name if folder.name == "final" else folder.name
 
 
-def _model_rows(source: ModelSource, format: str, embeddings: str) -> list[Row]:
+def _model_rows(source: Checkpoint, format: str, embeddings: str) -> list[Row]:
     config = source.config
     weights = sum(rows * columns for rows, columns in source.layers.values())
-    others = sum(math.prod(shape) for shape in source.other_tensors.values())
+    others = sum(math.prod(shape) for shape in source.others.values())
     rows = [
         ("architecture", str(config.get("model_type"))),
         ("training format", f"`{source.format}`"),

@@ -19,11 +19,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.checkpoint.locate import TRAINED_CONTEXT, trained_context_length
-from sparse_bitnet.checkpoint.trained import TrainedCheckpoint, open_ternary
+from sparse_bitnet.checkpoint.open_checkpoint import open_ternary
+from sparse_bitnet.checkpoint.packed import MODEL_FILE
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import atomic_folder
-from sparse_bitnet.layer import select
 from sparse_bitnet.ops.quantize_int8 import quantize_int8
 from sparse_bitnet.packing.codec import pack
 from sparse_bitnet.packing.formats import (
@@ -34,9 +35,8 @@ from sparse_bitnet.packing.formats import (
     row_bytes,
 )
 from sparse_bitnet.packing.metadata import EMBEDDINGS, PackedMetadata
+from sparse_bitnet.packing.tensor_file import DTYPES
 from sparse_bitnet.packing.tensor_writer import TensorFileWriter, TensorSpec
-
-MODEL_FILE = "model.safetensors"
 
 COPIED = (
     "tokenizer*",
@@ -141,34 +141,32 @@ def _weights(metadata: PackedMetadata) -> int:
 
 
 def _write_tensors(
-    checkpoint: TrainedCheckpoint, metadata: PackedMetadata, path: Path, progress: OnProgress | None
+    checkpoint: Checkpoint, metadata: PackedMetadata, path: Path, progress: OnProgress | None
 ) -> tuple[int, int]:
     """Returns bytes of packed weights with scales, and bytes of embeddings."""
     done, total = 0, _weights(metadata)
     weight_bytes = embedding_bytes = 0
     with TensorFileWriter(path, _specs(checkpoint, metadata), metadata.to_json()) as writer:
         for name, (rows, in_features) in metadata.layers.items():
-            selection = select(checkpoint.tensor(f"{name}.weight"), metadata.format)
-            assert selection.codes is not None
-            assert selection.weight_scale is not None
-            packed = pack(selection.codes, metadata.packed_format, metadata.pattern, name=name)
+            codes, weight_scale = checkpoint.ternary(name)
+            packed = pack(codes, metadata.packed_format, metadata.pattern, name=name)
             writer.write(f"{name}.weight_packed", [packed], tuple(packed.shape))
-            writer.write(f"{name}.weight_scale", [selection.weight_scale.view(1)])
+            writer.write(f"{name}.weight_scale", [weight_scale.view(1)])
             weight_bytes += packed.numel() + 4
             done += rows * in_features
             if progress is not None:
                 progress(done, total)
         for name in checkpoint.embeddings:
             embedding_bytes += _write_embedding(checkpoint, name, metadata.embeddings, writer)
-        for name in checkpoint.others:
-            writer.write(name, [checkpoint.tensor(name)])
+        for name in _as_stored(checkpoint):
+            writer.write(name, [checkpoint.read(name)])
     return weight_bytes, embedding_bytes
 
 
 def _write_embedding(
-    checkpoint: TrainedCheckpoint, name: str, embeddings: str, writer: TensorFileWriter
+    checkpoint: Checkpoint, name: str, embeddings: str, writer: TensorFileWriter
 ) -> int:
-    rows, columns = checkpoint.shape(name)
+    rows, columns = checkpoint.others[name]
     if embeddings == "int8":
         scales: list[Tensor] = []
         writer.write(name, _int8_pieces(checkpoint.pieces(name), scales))
@@ -187,7 +185,7 @@ def _int8_pieces(pieces: Iterator[Tensor], scales: list[Tensor]) -> Iterator[Ten
         yield codes
 
 
-def _specs(checkpoint: TrainedCheckpoint, metadata: PackedMetadata) -> Iterator[TensorSpec]:
+def _specs(checkpoint: Checkpoint, metadata: PackedMetadata) -> Iterator[TensorSpec]:
     for name, (rows, in_features) in metadata.layers.items():
         if has_fixed_rows(metadata.packed_format):
             columns = row_bytes(metadata.packed_format, metadata.pattern, in_features)
@@ -196,12 +194,17 @@ def _specs(checkpoint: TrainedCheckpoint, metadata: PackedMetadata) -> Iterator[
             yield TensorSpec(f"{name}.weight_packed", torch.uint8, (10**15,))
         yield TensorSpec(f"{name}.weight_scale", torch.float32, (1,))
     for name in checkpoint.embeddings:
-        rows, columns = checkpoint.shape(name)
+        rows, columns = checkpoint.others[name]
         if metadata.embeddings == "int8":
             yield TensorSpec(name, torch.int8, (rows, columns))
             yield TensorSpec(f"{name}_scale", torch.float32, (rows, 1))
         else:
             dtype = torch.bfloat16 if metadata.embeddings == "bf16" else torch.float32
             yield TensorSpec(name, dtype, (rows, columns))
-    for name in checkpoint.others:
-        yield TensorSpec(name, checkpoint.dtype(name), checkpoint.shape(name))
+    for name in _as_stored(checkpoint):
+        yield TensorSpec(name, DTYPES[checkpoint.dtypes[name]], checkpoint.others[name])
+
+
+def _as_stored(checkpoint: Checkpoint) -> list[str]:
+    """Tensors that are written as they were: biases, norms, linears that were left dense."""
+    return [name for name in checkpoint.others if name not in checkpoint.embeddings]

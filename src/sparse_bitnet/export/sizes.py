@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparse_bitnet.checkpoint.trained import open_ternary
+from sparse_bitnet.checkpoint.open_checkpoint import open_ternary
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer import SparseBitConfig, select
 from sparse_bitnet.models import PRESETS, Shape
@@ -142,8 +142,7 @@ def code_statistics(
     def matrices() -> Iterator[Tensor]:
         done = 0
         for layer in checkpoint.layers:
-            codes = select(checkpoint.tensor(f"{layer}.weight"), checkpoint.format).codes
-            assert codes is not None
+            codes = checkpoint.ternary(layer).codes
             yield codes
             done += codes.numel()
             if progress is not None:

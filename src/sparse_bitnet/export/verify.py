@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.checkpoint.locate import trained_context_length
 from sparse_bitnet.convert import selected
 from sparse_bitnet.data.tokenizer import load_tokenizer
@@ -26,7 +27,6 @@ from sparse_bitnet.export.config import ExportConfig
 from sparse_bitnet.export.deferred import OnProgress
 from sparse_bitnet.export.model_card import Row, read_record
 from sparse_bitnet.export.readers import open_reader, quiet_loading
-from sparse_bitnet.export.source import ModelSource
 from sparse_bitnet.hub import from_pretrained
 
 LARGEST_CONTEXT = 512
@@ -127,7 +127,7 @@ def bound_of(config: ExportConfig, blocks: int) -> float:
 
 
 def verify(
-    source: ModelSource, out: Path, config: ExportConfig, on_progress: OnProgress | None = None
+    source: Checkpoint, out: Path, config: ExportConfig, on_progress: OnProgress | None = None
 ) -> Verification:
     """Compare the export in `out` with the trained model; the reader must be installed.
 
@@ -163,7 +163,7 @@ def verify(
     )
 
 
-def _text(source: ModelSource, config: ExportConfig) -> tuple[np.ndarray, str]:
+def _text(source: Checkpoint, config: ExportConfig) -> tuple[np.ndarray, str]:
     data = config.text or read_record(source.folder).data_folder
     if data is None:
         tokens = load_tokenizer(source.folder)(PARAGRAPH, add_special_tokens=False).input_ids

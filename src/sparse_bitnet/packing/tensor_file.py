@@ -114,6 +114,11 @@ class TensorFile:
             flat = flat.clone()
         return flat.view(dtype).view(entry.shape)
 
+    def checked(self, name: str) -> "Tensor":
+        """As `tensor`, compared with its checksum. Raises `UserError` that names a damaged one."""
+        self.verify_tensor(name)
+        return self.tensor(name)
+
     def bytes(self, name: str) -> np.ndarray:
         """uint8 [bytes of the tensor], a view of the mapped file, aligned to nothing."""
         entry = self.entries[name]

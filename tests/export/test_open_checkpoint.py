@@ -9,38 +9,40 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sparse_bitnet.checkpoint.checkpoint import Checkpoint
+from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.export.hf_folder import require_ternary_int8
 from sparse_bitnet.export.pack import pack_checkpoint
-from sparse_bitnet.export.source import ModelSource, open_source
 from sparse_bitnet.hub import from_pretrained
 from sparse_bitnet.layer import SparseBitConfig
 
 
 def test_codes_and_effective_weights_are_those_of_the_model(
-    source: ModelSource, checkpoint: Path
+    source: Checkpoint, checkpoint: Path
 ) -> None:
     model = from_pretrained(checkpoint)
     assert len(source.layers) == 14
     for name in source.layers:
         expected = model.get_submodule(name).select()
-        codes, weight_scale = source.read_ternary(name)
+        codes, weight_scale = source.ternary(name)
         assert torch.equal(codes, expected.codes)
         assert weight_scale == expected.weight_scale
-        assert torch.equal(source.read_effective(name), codes * weight_scale)
+        assert torch.equal(source.effective(name), codes * weight_scale)
         assert source.layers[name] == tuple(codes.shape)
 
 
-def test_everything_else_is_listed_once(source: ModelSource, checkpoint: Path) -> None:
+def test_everything_else_is_listed_once(source: Checkpoint, checkpoint: Path) -> None:
     stored = load_file(checkpoint / "model.safetensors")
-    names = [*source.other_tensors, *(f"{layer}.weight" for layer in source.layers)]
+    names = [*source.others, *(f"{layer}.weight" for layer in source.layers)]
     assert sorted(names) == sorted(stored)
     assert source.dense_linears == ["lm_head"]
-    for name, shape in source.other_tensors.items():
+    for name, shape in source.others.items():
         assert tuple(stored[name].shape) == shape
         assert torch.equal(source.read(name), stored[name])
 
 
-def test_sharded_files(checkpoint: Path, source: ModelSource, tmp_path: Path) -> None:
+def test_sharded_files(checkpoint: Path, source: Checkpoint, tmp_path: Path) -> None:
     folder = tmp_path / "sharded"
     shutil.copytree(checkpoint, folder)
     tensors = load_file(folder / "model.safetensors")
@@ -54,28 +56,28 @@ def test_sharded_files(checkpoint: Path, source: ModelSource, tmp_path: Path) ->
         save_file({name: tensors[name] for name in part}, folder / file, {"format": "pt"})
     index = {"weight_map": {name: file for file, part in files.items() for name in part}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    sharded = open_source(folder)
+    sharded = open_checkpoint(folder)
     assert sharded.layers == source.layers
     layer = next(iter(source.layers))
-    assert torch.equal(sharded.read_ternary(layer).codes, source.read_ternary(layer).codes)
+    assert torch.equal(sharded.ternary(layer).codes, source.ternary(layer).codes)
     (folder / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(UserError, match=r"named in model.safetensors.index.json but is not there"):
-        open_source(folder)
+        open_checkpoint(folder)
 
 
 @pytest.mark.parametrize("embeddings", ["bf16", "int8", "float32"])
 @pytest.mark.parametrize("packed_format", ["auto", "nm-enum"])
 def test_a_packed_folder_is_the_same_source(
-    checkpoint: Path, source: ModelSource, tmp_path: Path, embeddings: str, packed_format: str
+    checkpoint: Path, source: Checkpoint, tmp_path: Path, embeddings: str, packed_format: str
 ) -> None:
     pack_checkpoint(checkpoint, tmp_path / "packed", format=packed_format, embeddings=embeddings)
-    packed = open_source(tmp_path / "packed")
-    for field in ("format", "layers", "dense_linears", "other_tensors"):
+    packed = open_checkpoint(tmp_path / "packed")
+    for field in ("format", "layers", "dense_linears", "others"):
         assert getattr(packed, field) == getattr(source, field)
     for name in source.layers:
-        assert torch.equal(packed.read_ternary(name).codes, source.read_ternary(name).codes)
-        assert packed.read_ternary(name).weight_scale == source.read_ternary(name).weight_scale
-    for name in source.other_tensors:
+        assert torch.equal(packed.ternary(name).codes, source.ternary(name).codes)
+        assert packed.ternary(name).weight_scale == source.ternary(name).weight_scale
+    for name in source.others:
         tolerance = {"bf16": 2**-8, "int8": 2**-7, "float32": 0}[embeddings]
         original = source.read(name)
         difference = (packed.read(name).float() - original).abs().max()
@@ -83,34 +85,34 @@ def test_a_packed_folder_is_the_same_source(
 
 
 def test_full_precision_formats_have_effective_weights_only(make_checkpoint) -> None:
-    source = open_source(make_checkpoint("full-2:4"))
+    source = open_checkpoint(make_checkpoint("full-2:4"))
     name = next(iter(source.layers))
-    weight = source.read_effective(name)
+    weight = source.effective(name)
     assert ((weight.view(-1, 4) != 0).sum(1) == 2).all()
     with pytest.raises(
         UserError, match="full-2:4: bitnet holds ternary weights; use --format dense"
     ):
-        source.require_ternary_int8("bitnet")
+        require_ternary_int8(source, "bitnet")
 
 
-def test_models_without_int8_activations_are_refused(source: ModelSource) -> None:
+def test_models_without_int8_activations_are_refused(source: Checkpoint) -> None:
     other = dataclasses.replace(source, format=SparseBitConfig(activation="none"))
     with pytest.raises(UserError, match="trained without int8 activations"):
-        other.require_ternary_int8("bitnet")
+        require_ternary_int8(other, "bitnet")
 
 
 def test_what_is_no_checkpoint_of_ours_is_refused(edited, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no local folder; download it first"):
-        open_source("owner/name")
+    with pytest.raises(UserError, match="no such folder: owner/name, and the hub gives no model"):
+        open_checkpoint("owner/name")
     with pytest.raises(UserError, match="no such checkpoint"):
-        open_source(tmp_path / "nothing")
+        open_checkpoint(tmp_path / "nothing")
     with pytest.raises(UserError, match=r"quant_method 'gptq'.*sparse-bitnet import"):
-        open_source(edited(quantization_config={"quant_method": "gptq"}))
+        open_checkpoint(edited(quantization_config={"quant_method": "gptq"}))
 
 
 def test_unknown_architectures_are_refused(edited) -> None:
     with pytest.raises(UserError, match="no causal language model that transformers builds"):
-        open_source(edited(model_type="t5x"))
+        open_checkpoint(edited(model_type="t5x"))
 
 
 def test_missing_and_misshapen_weights_are_named(checkpoint: Path, tmp_path: Path) -> None:
@@ -122,15 +124,15 @@ def test_missing_and_misshapen_weights_are_named(checkpoint: Path, tmp_path: Pat
         {key: value for key, value in tensors.items() if key != name}, folder / "model.safetensors"
     )
     with pytest.raises(UserError, match=f"lacks {name}"):
-        open_source(folder)
+        open_checkpoint(folder)
     norm = "model.layers.1.input_layernorm.weight"
     rest = {key: value for key, value in tensors.items() if key != norm}
     save_file(rest, folder / "model.safetensors")
     with pytest.raises(UserError, match=f"lacks {norm}"):
-        open_source(folder)
+        open_checkpoint(folder)
     save_file(tensors | {name: tensors[name][:4].clone()}, folder / "model.safetensors")
     with pytest.raises(UserError, match=rf"{name} is \[4, 64\], its config.json asks \[192, 64\]"):
-        open_source(folder)
+        open_checkpoint(folder)
 
 
 def test_damaged_files_are_named(checkpoint: Path, tmp_path: Path) -> None:
@@ -139,10 +141,10 @@ def test_damaged_files_are_named(checkpoint: Path, tmp_path: Path) -> None:
     content = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
     with pytest.raises(UserError, match=r"model.safetensors is damaged"):
-        open_source(folder)
+        open_checkpoint(folder)
     (folder / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"holds no model\*.safetensors"):
-        open_source(folder)
+        open_checkpoint(folder)
     (folder / "config.json").write_text("{")
     with pytest.raises(UserError):
-        open_source(folder)
+        open_checkpoint(folder)

@@ -6,75 +6,49 @@ weights that the reader quantises to ternary on every forward (`bitnet` in "onli
 """
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from sparse_bitnet.checkpoint.checkpoint import Checkpoint, TernaryWeight, linear_layers
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.export import compressed_tensors, hf_bitnet
-from sparse_bitnet.export.source import TernaryWeight, linear_layers
-from sparse_bitnet.model_folder import quantization_entry, read_config
+from sparse_bitnet.layer_config import SparseBitConfig
+from sparse_bitnet.model_folder import quantization_entry
 from sparse_bitnet.models import skeleton
+from sparse_bitnet.packing.two_bits import (
+    CODES_PER_WORD,
+    W2A8,
+    W8A8,
+    unpack_row_planes,
+    unpack_words,
+)
+from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.weight_files import WeightFiles
 
-
-@dataclass(frozen=True, kw_only=True)
-class ForeignCheckpoint:
-    """What one of those folders holds, in our terms."""
-
-    folder: Path
-    kind: str
-    """For people: the format found."""
-    config: dict[str, Any]
-    """config.json without its quantization_config."""
-    layers: dict[str, tuple[int, int]]
-    """[out_features, in_features] of every ternary layer."""
-    dense_linears: list[str]
-    other_tensors: dict[str, tuple[int, ...]]
-    """Everything that is not a ternary layer's weight or scale."""
-    read_other: Callable[[str], Tensor]
-    """One of `other_tensors`, as the tool's own reader would use it."""
-    read_ternary: Callable[[str], TernaryWeight] | None
-    """Codes and scale of a layer; None where the checkpoint holds masters."""
-    read_master: Callable[[str], Tensor]
-    """The weight of a layer as stored, where the checkpoint holds masters."""
+EXPORTED_FORMAT = "sparse_bitnet_format"
+"""Key of config.json under which an export remembers the training format; other readers ignore it."""
 
 
-def open_foreign(folder: str | Path) -> ForeignCheckpoint:
-    """Recognise a folder by its config.json and open it.
+def open_foreign(folder: Path, config: dict[str, Any]) -> Checkpoint:
+    """Open a folder of another tool, recognised by its config.json.
 
-    Raises `UserError` for formats other than those above, settings of theirs that have no counterpart
-    here, and incomplete files.
+    Raises `UserError` for settings that have no counterpart here, and for incomplete files.
     """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise UserError(f"{folder} is no local folder; download it first (hf download {folder})")
-    config = read_config(folder)
     entry = quantization_entry(config)
-    config.pop("quantization_config", None)
-    method = entry.get("quant_method")
-    if method == "bitnet":
-        return _open_bitnet(folder, config, entry)
-    if method == "compressed-tensors":
+    if entry.get("quant_method") == "compressed-tensors":
         return _open_compressed(folder, config, entry)
-    if not entry and config.get("model_type") == "bitnet":
-        return _open_bitnet(folder, config, {"quantization_mode": "online"})
-    raise UserError(
-        f"{folder}: quant_method {method!r} in config.json is not importable; readable are bitnet and "
-        "compressed-tensors with ternary codes"
-    )
+    return _open_bitnet(folder, config, entry or {"quantization_mode": "online"})
 
 
-def _open_bitnet(folder: Path, config: dict[str, Any], entry: dict[str, Any]) -> ForeignCheckpoint:
+def _open_bitnet(folder: Path, config: dict[str, Any], entry: dict[str, Any]) -> Checkpoint:
     if entry.get("use_rms_norm"):
         raise UserError(
             f"{folder}: use_rms_norm puts a norm inside each layer, which is not covered"
         )
-    linears = linear_layers(skeleton(config, folder))
+    model = skeleton(config, folder)
+    linears = linear_layers(model)
     files = WeightFiles.in_folder(folder)
     online = entry.get("quantization_mode", "offline") == "online"
     auto = entry.get("linear_class", "bitlinear") == "autobitlinear" or online
@@ -105,25 +79,24 @@ def _open_bitnet(folder: Path, config: dict[str, Any], entry: dict[str, Any]) ->
             tensor = tensor.float() * files.read(f"{layer}.weight_scale").float()
         return tensor
 
-    names = ("weight", "weight_scale")
-    return ForeignCheckpoint(
-        folder=folder,
-        kind="bitnet masters" if online else "bitnet",
-        config=config,
-        layers=_complete(layers, files, "weight"),
-        dense_linears=[name for name in linears if name not in layers],
-        other_tensors=_others(files, layers, names),
-        read_other=read_other,
-        read_ternary=None if online else read_ternary,
-        read_master=lambda layer: _master(files, layer, layers[layer]),
+    return _opened(
+        folder,
+        "bitnet masters" if online else "bitnet",
+        config,
+        model,
+        files,
+        _complete(layers, files, "weight"),
+        of_layer=("weight", "weight_scale"),
+        read=read_other,
+        master=(lambda layer: _master(files, layer, layers[layer])) if online else None,
+        ternary=read_ternary,
     )
 
 
-def _open_compressed(
-    folder: Path, config: dict[str, Any], entry: dict[str, Any]
-) -> ForeignCheckpoint:
+def _open_compressed(folder: Path, config: dict[str, Any], entry: dict[str, Any]) -> Checkpoint:
     packed = _is_packed(folder, entry)
-    linears = linear_layers(skeleton(config, folder))
+    model = skeleton(config, folder)
+    linears = linear_layers(model)
     files = WeightFiles.in_folder(folder)
     weight = "weight_packed" if packed else "weight"
     layers = {
@@ -135,26 +108,27 @@ def _open_compressed(
     def read_ternary(layer: str) -> TernaryWeight:
         stored = files.read(f"{layer}.{weight}")
         rows, columns = layers[layer]
-        words = -(-columns // compressed_tensors.CODES_PER_WORD)
+        words = -(-columns // CODES_PER_WORD)
         expected = (torch.int32, (rows, words)) if packed else (torch.int8, (rows, columns))
         if (stored.dtype, tuple(stored.shape)) != expected:
             raise UserError(
                 f"layer {layer}: {weight} is {stored.dtype} {list(stored.shape)}, expected "
                 f"{expected[0]} {list(expected[1])}"
             )
-        codes = compressed_tensors.unpack_words(stored, columns) if packed else stored
+        codes = unpack_words(stored, columns) if packed else stored
         return _checked(codes, files.read(f"{layer}.weight_scale").float(), layer)
 
-    return ForeignCheckpoint(
-        folder=folder,
-        kind=f"compressed-tensors {entry['format']}",
-        config=config,
-        layers=_complete(layers, files, weight),
-        dense_linears=[name for name in linears if name not in layers],
-        other_tensors=_others(files, layers, (weight, "weight_scale", "weight_shape")),
-        read_other=files.read,
-        read_ternary=read_ternary,
-        read_master=lambda layer: _master(files, layer, layers[layer]),
+    return _opened(
+        folder,
+        f"compressed-tensors {entry['format']}",
+        config,
+        model,
+        files,
+        _complete(layers, files, weight),
+        of_layer=(weight, "weight_scale", "weight_shape"),
+        read=files.read,
+        master=None,
+        ternary=read_ternary,
     )
 
 
@@ -163,7 +137,7 @@ def _is_packed(folder: Path, entry: dict[str, Any]) -> bool:
     if entry.get("sparsity_config"):
         raise UserError(f"{where}: a sparsity_config is not covered; decompress the model first")
     groups = list((entry.get("config_groups") or {}).values())
-    formats = {compressed_tensors.W2A8: 2, compressed_tensors.W8A8: 8}
+    formats = {W2A8: 2, W8A8: 8}
     bits = formats.get(entry.get("format", ""))
     if bits is None or len(groups) != 1 or not isinstance(groups[0], dict):
         raise UserError(
@@ -180,13 +154,13 @@ def _is_packed(folder: Path, entry: dict[str, Any]) -> bool:
     activations = groups[0].get("input_activations")
     if not activations or activations.get("num_bits") != 8:
         raise UserError(f"{where}: the layers have no 8-bit activations, as ternary ones here have")
-    return entry["format"] == compressed_tensors.W2A8
+    return entry["format"] == W2A8
 
 
 def _bitnet_codes(stored: Tensor, shape: tuple[int, int], layer: str) -> Tensor:
     rows, columns = shape
     if stored.dtype == torch.uint8 and tuple(stored.shape) == (rows // 4, columns):
-        return hf_bitnet.unpack_row_planes(stored)
+        return unpack_row_planes(stored)
     raise UserError(
         f"layer {layer}: weight is {stored.dtype} {list(stored.shape)}, expected torch.uint8 "
         f"{[rows // 4, columns]}"
@@ -229,11 +203,40 @@ def _complete(
     return layers
 
 
-def _others(
-    files: WeightFiles, layers: dict[str, tuple[int, int]], names: tuple[str, ...]
-) -> dict[str, tuple[int, ...]]:
-    of_layers = {f"{layer}.{name}" for layer in layers for name in names}
-    return {name: shape for name, shape in files.shapes.items() if name not in of_layers}
+def _opened(
+    folder: Path,
+    kind: str,
+    config: dict[str, Any],
+    model: nn.Module,
+    files: WeightFiles,
+    layers: dict[str, tuple[int, int]],
+    of_layer: tuple[str, ...],
+    **readers: Any,
+) -> Checkpoint:
+    """`of_layer`: names of a layer's tensors that are none of the others."""
+    internal = {f"{layer}.{name}" for layer in layers for name in of_layer}
+    others = [name for name in files.shapes if name not in internal]
+    return Checkpoint(
+        folder=folder,
+        kind=kind,
+        config=config,
+        format=_format(config, folder),
+        layers=layers,
+        others={name: files.shapes[name] for name in others},
+        dtypes={name: files.dtypes[name] for name in others},
+        model=lambda: model,
+        **readers,
+    )
+
+
+def _format(config: dict[str, Any], folder: Path) -> SparseBitConfig:
+    """Ternary, and dense unless it is an export of ours, which remembers its pattern."""
+    remembered = config.get(EXPORTED_FORMAT)
+    pattern = NMPattern(8, 8)
+    if isinstance(remembered, str):
+        # Ablations change how masters give codes; the masters of an import are plain.
+        pattern = SparseBitConfig.parse(remembered).pattern
+    return SparseBitConfig(pattern=pattern)
 
 
 def _matches(name: str, patterns: list[str]) -> bool:

@@ -1,0 +1,115 @@
+"""Any stored model, opened: its config, its layers, and its tensors one at a time.
+
+Nothing but headers is read until a tensor is asked for, so that packing and exporting a model of any
+size need the memory of its largest tensor.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sparse_bitnet.layer_config import SparseBitConfig
+from sparse_bitnet.packing.metadata import PackedMetadata
+from sparse_bitnet.packing.tensor_file import TensorFile
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_PIECE_VALUES = 1 << 24
+"""Values of an embedding read at a time."""
+
+
+class TernaryWeight(NamedTuple):
+    """value = codes * weight_scale."""
+
+    codes: "Tensor"
+    """int8 [out_features, in_features] in {-1, 0, 1}, masked."""
+    weight_scale: "Tensor"
+    """float32 scalar."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A stored model, opened."""
+
+    folder: Path
+    """The transformers folder (of a run: its `final`, or its latest checkpoint)."""
+
+    kind: str
+    """"trained" (of ours, with masters), "packed", "dense", or the name of another tool's format."""
+
+    config: dict[str, Any]
+    """The whole config.json."""
+
+    format: SparseBitConfig
+    """Of the layers; of other tools' as far as their config says."""
+
+    layers: dict[str, tuple[int, int]]
+    """Sparse layers: full name -> (out_features, in_features), in the order of the model."""
+
+    others: dict[str, tuple[int, ...]]
+    """Shape of every tensor that is no sparse layer's: embeddings, norms, biases, dense linears."""
+
+    dtypes: dict[str, str]
+    """Their types by the file's names, such as "BF16"."""
+
+    read: Callable[..., "Tensor"]
+    """(name, rows=None): one of `others`, as its own reader would use it, or a slice of its rows."""
+
+    master: Callable[[str], "Tensor"] | None
+    """A sparse layer's trained weight; None where the checkpoint holds codes alone."""
+
+    ternary: Callable[[str], TernaryWeight]
+    """Codes and scale of a sparse layer. Not for full-precision formats."""
+
+    model: Callable[[], "nn.Module"]
+    """The transformers model on the meta device."""
+
+    file: TensorFile | None = None
+    metadata: PackedMetadata | None = None
+    """Of a packed one."""
+
+    @cached_property
+    def dense_linears(self) -> list[str]:
+        """Linear layers that stay as they are: the output head, and whatever was not converted."""
+        return [name for name in linear_layers(self.model()) if name not in self.layers]
+
+    @cached_property
+    def embeddings(self) -> list[str]:
+        """Tensors of the embedding and, where it is not tied to it, of the output head."""
+        return [name for name in embedding_weights(self.model()) if name in self.others]
+
+    def pieces(self, name: str) -> Iterator["Tensor"]:
+        """A matrix of `others` as consecutive rows, at most 64 MB of float32 at a time."""
+        rows, columns = self.others[name]
+        step = max(1, _PIECE_VALUES // columns)
+        for first in range(0, rows, step):
+            yield self.read(name, slice(first, min(first + step, rows)))
+
+    def effective(self, layer: str) -> "Tensor":
+        """The float32 weight a sparse layer multiplies with: codes * scale, or the masked master."""
+        if self.format.weight == "ternary":
+            codes, weight_scale = self.ternary(layer)
+            return codes * weight_scale
+        from sparse_bitnet.layer import select
+
+        assert self.master is not None
+        weight = self.master(layer).float()
+        mask = select(weight, self.format).mask
+        return weight if mask is None else weight * mask
+
+
+def embedding_weights(model: Any) -> list[str]:
+    """Names of the weights of embedding and output head, tied or not."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    modules = model.named_modules()
+    return [f"{name}.weight" for name, module in modules if any(module is end for end in ends)]
+
+
+def linear_layers(model: "nn.Module") -> dict[str, "nn.Linear"]:
+    """Every linear layer by full name, heads included."""
+    from torch import nn
+
+    return {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
