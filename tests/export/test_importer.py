@@ -290,7 +290,9 @@ def test_dense_checkpoints_and_missing_folders_are_refused(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     export(checkpoint, tmp_path / "out", ExportConfig(format="dense"))
-    with pytest.raises(UserError, match=r"no quantization_config in config.json\) is not importable"):
+    with pytest.raises(
+        UserError, match=r"no quantization_config in config.json\) is not importable"
+    ):
         import_checkpoint(tmp_path / "out", tmp_path / "no")
     with pytest.raises(UserError, match="the hub gives no model of that name"):
         import_checkpoint("owner/name", tmp_path / "no")
