@@ -58,6 +58,8 @@ class ScriptedSequence:
 
 
 class ScriptedEngine:
+    page_tokens = PAGE
+
     def __init__(
         self,
         *,

@@ -12,7 +12,7 @@ import openai
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from sparse_bitnet.generation.chat_template import ChatTemplate
-from sparse_bitnet.generation.scheduler import Scheduler
+from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
 from sparse_bitnet.generation.text import TextTokenizer
 from sparse_bitnet.serve.allowed_hosts import AllowedHosts
 from sparse_bitnet.serve.app import create_app
@@ -43,7 +43,7 @@ class Running:
     """A server that takes requests."""
 
     url: str
-    scheduler: Scheduler
+    scheduler: ThreadedScheduler
     model: ServedModel
     engine: object
 
@@ -75,7 +75,7 @@ class _ThreadServer(HttpServer):
 def server(
     engine, *, template: str | None = TEMPLATE, allowed_hosts: tuple = (), **options
 ) -> Iterator[Running]:
-    """`options`: of `ServedModel` and `Scheduler`."""
+    """`options`: of `ServedModel` and `ThreadedScheduler`."""
     fields = ("api_key", "max_tokens", "max_body_bytes")
     own = {name: options.pop(name) for name in fields if name in options}
     model = ServedModel(
@@ -87,7 +87,7 @@ def server(
         **own,
     )
     metrics = ServerMetrics()
-    scheduler = Scheduler(engine, observer=metrics, **options)
+    scheduler = ThreadedScheduler(engine, observer=metrics, **options)
     bound = listen("127.0.0.1", 0)
     app = create_app(model, scheduler, metrics, AllowedHosts("127.0.0.1", allowed_hosts))
     process = _ThreadServer(app, scheduler)

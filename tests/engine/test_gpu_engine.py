@@ -14,8 +14,7 @@ from sparse_bitnet.engine.gpu.linear import RoutePolicy, TernaryLinear
 from sparse_bitnet.engine.protocol import CacheFull, ContextFull
 from sparse_bitnet.engine.reference import TransformersEngine
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.generation.generate import generate
-from sparse_bitnet.generation.generation import GenerateOptions
+from sparse_bitnet.generation.generate import GenerateOptions, generate
 from sparse_bitnet.generation.open_model import open_engine, open_model
 from sparse_bitnet.generation.prefix_cache import PrefixCache
 from sparse_bitnet.layer import SparseBitConfig

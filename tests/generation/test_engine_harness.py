@@ -172,7 +172,7 @@ def test_a_cache_too_small_for_a_batch_makes_the_batches_smaller(packed, models)
 def test_the_cpu_engine_scores_tasks_as_pytorch_does(packed, tasks, tmp_path, capsys):
     pytest.importorskip("sparse_bitnet._cpu")
     names = list(TASKS)
-    options = ["--tasks", *names, "--include-path", str(tasks), "--fewshot", "1"]
+    options = ["--tasks", ",".join(names), "--include-path", str(tasks), "--fewshot", "1"]
     scores = tmp_path / "scores.json"
     evaluate.main([str(packed), *options, "--engine", "cpu", "--json", str(scores)])
     assert "acc_norm" in capsys.readouterr().out

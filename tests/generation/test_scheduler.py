@@ -12,9 +12,10 @@ from tokenizers import Tokenizer, decoders, models
 from scripted_engine import ScriptedEngine, greedy, logits_after
 from sparse_bitnet.engine.protocol import ContextFull
 from sparse_bitnet.generation.prefix_cache import PrefixCache
-from sparse_bitnet.generation.request import GeneratedText, GenerationRequest, score
-from sparse_bitnet.generation.sampling import Sampler, SamplingOptions
-from sparse_bitnet.generation.scheduler import Observer, QueueFull, Scheduler, Stopping
+from sparse_bitnet.generation.request import GenerationRequest, score
+from sparse_bitnet.generation.sampling import SamplingOptions
+from sparse_bitnet.generation.scheduler import Observer
+from sparse_bitnet.generation.scheduler_thread import QueueFull, Stopping, ThreadedScheduler
 from sparse_bitnet.generation.text import TextTokenizer
 
 VOCAB = 300
@@ -32,7 +33,7 @@ def tokenizer():
 @contextmanager
 def running(engine, **options):
     """A scheduler; at the end nothing is left in the engine."""
-    scheduler = Scheduler(engine, **options)
+    scheduler = ThreadedScheduler(engine, **options)
     scheduler.start()
     try:
         yield scheduler
@@ -56,8 +57,9 @@ class Sink:
         return GenerationRequest(
             prompt=prompt,
             max_tokens=max_tokens,
-            sampler=Sampler(options, prompt),
-            text=GeneratedText(self.tokenizer, stop),
+            sampling=options,
+            tokenizer=self.tokenizer,
+            stop=stop,
             deliver=more.pop("deliver", self.take),
             **more,
         )
@@ -78,7 +80,7 @@ def sink(tokenizer):
 
 
 def generated(generation):
-    return generation.tokens[len(generation.request.prompt) :]
+    return generation.tokens
 
 
 def random_prompts(count, longest=150):
@@ -98,7 +100,7 @@ def test_many_generations_get_their_own_tokens(sink):
         request = generation.request
         assert generated(generation) == greedy(request.prompt, request.max_tokens, VOCAB)
         assert sink.texts[generation] == "".join(f"{token} " for token in generated(generation))
-        assert generation.finish == "length"
+        assert generation.finish_reason == "length"
 
 
 def test_draws_do_not_depend_on_neighbours(sink):
@@ -164,13 +166,13 @@ def test_ended_sequences_serve_later_prompts(sink):
         [first] = scheduler.submit([sink.request(prompt, 10)])
         sink.wait(1)
         [again] = scheduler.submit([sink.request(prompt, 10)])
-        [longer] = scheduler.submit([sink.request([*first.tokens, 1, 2], 10)])
+        [longer] = scheduler.submit([sink.request([*first.context, 1, 2], 10)])
         sink.wait(2)
-    assert (first.cached, again.cached) == (0, len(prompt) - 1)
+    assert (first.cached_tokens, again.cached_tokens) == (0, len(prompt) - 1)
     # The last token drawn was never computed.
-    assert longer.cached == len(first.tokens) - 1
+    assert longer.cached_tokens == len(first.context) - 1
     assert generated(again) == generated(first)
-    assert generated(longer) == greedy([*first.tokens, 1, 2], 10, VOCAB)
+    assert generated(longer) == greedy([*first.context, 1, 2], 10, VOCAB)
 
 
 def test_choices_of_one_prompt_compute_it_once(sink):
@@ -179,7 +181,7 @@ def test_choices_of_one_prompt_compute_it_once(sink):
     with running(engine) as scheduler:
         scheduler.submit([sink.request(prompt, 4, seed=i) for i in range(4)])
         ended = sink.wait(4)
-    assert sorted(generation.cached for generation in ended) == [0, 599, 599, 599]
+    assert sorted(generation.cached_tokens for generation in ended) == [0, 599, 599, 599]
     assert sum(map(sum, engine.batches)) == 600 + 3 + 4 * 3
 
 
@@ -204,7 +206,7 @@ def test_end_tokens_and_stop_strings_end_early(sink):
             [sink.request([5, 6], 30, stop_tokens=ends), sink.request([5, 6], 30, stop=stop)]
         )
         sink.wait(2)
-    assert (by_token.finish, by_string.finish) == ("stop", "stop")
+    assert (by_token.finish_reason, by_string.finish_reason) == ("stop", "stop")
     assert generated(by_token) == expected[:5]
     assert sink.texts[by_token] == "".join(f"{token} " for token in expected[:4])
     assert sink.texts[by_string] == "".join(f"{token} " for token in expected[:2])
@@ -226,10 +228,10 @@ def test_failures_stay_with_the_one_that_fails(sink):
         sink.wait(6)
         [later] = scheduler.submit([sink.request([1, 2, 3], 1)])
         sink.wait(1)
-    assert generations[2].finish == "error"
+    assert generations[2].finish_reason == "error"
     assert generations[2].error == "RuntimeError"
     for generation in [*generations[:2], generations[3], *generations[5:], later]:
-        assert generation.finish == "length"
+        assert generation.finish_reason == "length"
         assert generated(generation) == greedy(generation.request.prompt, 1, VOCAB)
 
 
@@ -242,13 +244,13 @@ def test_logits_that_are_no_numbers_fail_their_own_generation(sink):
         bad, scored, good = scheduler.submit(
             [
                 sink.request([7], 5),
-                sink.request([7, 8, 9], 0, score_prompt=True, top_scores=1),
+                sink.request([7, 8, 9], 0, score_from=0, top_scores=1),
                 sink.request([8], 5),
             ]
         )
         sink.wait(3)
     for generation in (bad, scored):
-        assert generation.finish == "error"
+        assert generation.finish_reason == "error"
         assert "damaged" in generation.error
     assert generated(good) == greedy([8], 5, VOCAB)
 
@@ -270,7 +272,7 @@ def test_cancelling_waiting_and_running_ones(sink):
         scheduler.cancel(first)
         sink.wait(1)
         assert 0 < first.generated < 900
-        assert first.finish == "cancelled"
+        assert first.finish_reason == "cancelled"
         scheduler.cancel(third)
         scheduler.cancel(third)
         sink.wait(1)
@@ -304,7 +306,7 @@ def test_too_long_for_context_or_cache_is_refused_at_once(sink):
 
 @pytest.mark.parametrize("grace", [0.0, 30.0])
 def test_stopping(sink, grace):
-    scheduler = Scheduler(ScriptedEngine(delay=0.002), max_running=1)
+    scheduler = ThreadedScheduler(ScriptedEngine(delay=0.002), max_running=1)
     scheduler.start()
     first, second = scheduler.submit([sink.request([1], 40), sink.request([2], 40)])
     while not sink.times:
@@ -313,21 +315,19 @@ def test_stopping(sink, grace):
     with pytest.raises(Stopping):
         scheduler.submit([sink.request([3], 1)])
     assert scheduler.join(LONG)
-    assert second.finish == "shutdown"
-    assert first.finish == ("length" if grace else "shutdown")
+    assert second.finish_reason == "shutdown"
+    assert first.finish_reason == ("length" if grace else "shutdown")
     assert len(sink.wait(2)) == 2
 
 
 def test_scores_of_prompt_and_text(sink):
     prompt = random_prompts(1, 99)[0] + [3] * 40
     with running(ScriptedEngine()) as scheduler:
-        scored = [
-            sink.request(prompt, wanted, top_scores=3, score_prompt=True) for wanted in (0, 4)
-        ]
+        scored = [sink.request(prompt, wanted, top_scores=3, score_from=0) for wanted in (0, 4)]
         only, both = scheduler.submit(scored)
         sink.wait(2)
     assert only.generated == 0
-    assert only.finish == "length"
+    assert only.finish_reason == "length"
     assert only.prompt_scores == both.prompt_scores
     assert [entry.token for entry in only.prompt_scores] == prompt
     assert only.prompt_scores[0].logprob is None

@@ -168,7 +168,7 @@ serve_in_this_process(grace=float(sys.argv[2]))
 def serve_in_this_process(grace):
     """In a child process: signals go to its main thread."""
     from serving_thread import byte_tokenizer
-    from sparse_bitnet.generation.scheduler import Scheduler
+    from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
     from sparse_bitnet.serve.allowed_hosts import AllowedHosts
     from sparse_bitnet.serve.app import create_app
     from sparse_bitnet.serve.generations import ServedModel
@@ -176,7 +176,7 @@ def serve_in_this_process(grace):
     from sparse_bitnet.serve.prometheus import ServerMetrics
 
     engine, metrics = slow(), ServerMetrics()
-    scheduler = Scheduler(engine, max_running=1, observer=metrics)
+    scheduler = ThreadedScheduler(engine, max_running=1, observer=metrics)
     model = ServedModel(
         name="scripted",
         tokenizer=byte_tokenizer(),

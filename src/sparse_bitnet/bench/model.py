@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from sparse_bitnet import _cpu
 from sparse_bitnet.bench.child import resident_bytes, serve
 from sparse_bitnet.engine.protocol import EngineSequence, InferenceEngine
 
-PAGE_TOKENS = 64
+PAGE_TOKENS = _cpu.PAGE_TOKENS
 """Tokens a page of the engine's cache holds: a fork takes one page of its own and more as it grows."""
 
 

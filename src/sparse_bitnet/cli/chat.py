@@ -15,7 +15,7 @@ from sparse_bitnet.errors import UserError
 
 if TYPE_CHECKING:
     from sparse_bitnet.generation.conversation import Conversation
-    from sparse_bitnet.generation.generation import GenerateResult
+    from sparse_bitnet.generation.generate import GenerateResult
 
 HELP = "/reset starts over, /exit (or Ctrl-D) ends, Ctrl-C stops an answer"
 
@@ -125,9 +125,8 @@ def _ending(result: "GenerateResult", max_new_tokens: int) -> str:
     (text,) = result.texts
     if text.finish_reason == "length" and len(text.tokens) < max_new_tokens:
         return " [cut off: the context is full, /reset starts over]"
-    return {"cancelled": " [stopped]", "length": " [cut off: --max-tokens]"}.get(
-        text.finish_reason, ""
-    )
+    endings = {"cancelled": " [stopped]", "length": " [cut off: --max-tokens]"}
+    return endings.get(text.finish_reason or "", "")
 
 
 @contextlib.contextmanager

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from sparse_bitnet.cli.evaluate_options import EvaluateConfig
 from sparse_bitnet.errors import UserError
 
 if TYPE_CHECKING:
-    from sparse_bitnet.cli.evaluate import EvaluateConfig
     from sparse_bitnet.engine.engine_options import EngineOptions
     from sparse_bitnet.evaluation.perplexity import Evaluation
 
@@ -16,7 +16,7 @@ _TASK_TOKENS = 4096
 """Room for each question of a batch with its answers; longer ones are computed in smaller batches."""
 
 
-def uses_cpu_engine(checkpoint: str, config: "EvaluateConfig") -> bool:
+def uses_cpu_engine(checkpoint: str, config: EvaluateConfig) -> bool:
     """Whether the CPU engine is asked for, or left to us and able to run the checkpoint.
 
     Raises `UserError` for options of the engine where it does not run, and the other way round.
@@ -47,7 +47,7 @@ def uses_cpu_engine(checkpoint: str, config: "EvaluateConfig") -> bool:
 
 
 def _engine_options(
-    config: "EvaluateConfig", *, context_length: int | None, cache_tokens: int
+    config: EvaluateConfig, *, context_length: int | None, cache_tokens: int
 ) -> "EngineOptions":
     from sparse_bitnet.engine.engine_options import EngineOptions
 
@@ -61,7 +61,7 @@ def _engine_options(
     )
 
 
-def tasks_of_engine(checkpoint: str, config: "EvaluateConfig") -> dict[str, Any]:
+def tasks_of_engine(checkpoint: str, config: EvaluateConfig) -> dict[str, Any]:
     """As `evaluation.harness.evaluate_tasks`."""
     from sparse_bitnet.evaluation.harness import load_paper_tasks, score_tasks
     from sparse_bitnet.generation.open_model import open_model, position_count
@@ -90,19 +90,20 @@ def tasks_of_engine(checkpoint: str, config: "EvaluateConfig") -> dict[str, Any]
 
 
 def perplexity_of_engine(
-    checkpoint: str, config: "EvaluateConfig", on_batch: Callable[[int, int], None]
+    checkpoint: str, config: EvaluateConfig, on_batch: Callable[[int, int], None]
 ) -> "Evaluation":
     """As `evaluation.perplexity.evaluate`."""
+    from sparse_bitnet.engine.engine import Engine
     from sparse_bitnet.evaluation.held_out import read_held_out
     from sparse_bitnet.generation.open_model import open_engine
-    from sparse_bitnet.generation.perplexity import PAGE, default_context_length, evaluate_engine
+    from sparse_bitnet.generation.perplexity import default_context_length, evaluate_engine
 
     assert config.data is not None
     text = read_held_out(config.data, checkpoint, column=config.column)
     length = config.context_length or default_context_length(checkpoint)
-    pages = -(-length // PAGE)
+    pages = -(-length // Engine.page_tokens)
     options = _engine_options(
-        config, context_length=length, cache_tokens=config.batch_size * pages * PAGE
+        config, context_length=length, cache_tokens=config.batch_size * pages * Engine.page_tokens
     )
     opened = open_engine(checkpoint, options)
     try:

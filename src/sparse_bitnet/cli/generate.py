@@ -11,7 +11,7 @@ from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError
 
 if TYPE_CHECKING:
-    from sparse_bitnet.generation.generation import GenerateResult
+    from sparse_bitnet.generation.generate import GenerateResult
     from sparse_bitnet.generation.open_model import OpenModel
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sparse_bitnet.generation.generation import GenerateOptions
+    from sparse_bitnet.generation.generate import GenerateOptions
 
 
 @dataclass(kw_only=True)
@@ -34,7 +34,7 @@ class TextOptions:
 
     def generate_options(self, max_new_tokens: int) -> "GenerateOptions":
         """Raises `UserError` that names an option outside its range."""
-        from sparse_bitnet.generation.generation import GenerateOptions
+        from sparse_bitnet.generation.generate import GenerateOptions
         from sparse_bitnet.generation.sampling import SamplingOptions
 
         return GenerateOptions(

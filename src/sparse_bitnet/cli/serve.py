@@ -116,7 +116,7 @@ def run(checkpoint: str, config: ServeConfig, options: EngineOptions) -> None:
         ) from error
     from sparse_bitnet.generation.chat_template import ChatTemplate
     from sparse_bitnet.generation.open_model import open_model
-    from sparse_bitnet.generation.scheduler import Scheduler
+    from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
     from sparse_bitnet.serve.allowed_hosts import AllowedHosts
     from sparse_bitnet.serve.app import create_app
     from sparse_bitnet.serve.generations import ServedModel
@@ -135,7 +135,7 @@ def run(checkpoint: str, config: ServeConfig, options: EngineOptions) -> None:
         raise
     try:
         metrics = ServerMetrics()
-        scheduler = Scheduler(
+        scheduler = ThreadedScheduler(
             opened.engine,
             max_queue=config.max_queue,
             max_running=config.max_running,

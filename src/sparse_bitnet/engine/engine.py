@@ -40,6 +40,8 @@ class Engine(InferenceEngine):
         load_seconds: from the call of `load` to its return.
     """
 
+    page_tokens: int = _cpu.PAGE_TOKENS
+
     def __init__(
         self, model: ModelFile, weights: Weights, decoder: _cpu.Decoder, context_length: int
     ) -> None:

@@ -4,31 +4,23 @@ The scores are those of lm-eval's Hugging Face model on the same weights: the sa
 truncation, the same sums. Only the order of the work differs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, has_bos_prefix, normalize_gen_kwargs
 
 from sparse_bitnet.data.tokenizer import load_tokenizer
-from sparse_bitnet.engine.protocol import CacheFull, EngineSequence
-from sparse_bitnet.generation.generate import generate
-from sparse_bitnet.generation.generation import GenerateOptions
+from sparse_bitnet.generation.generate import GenerateOptions, generate
 from sparse_bitnet.generation.open_model import OpenModel
-from sparse_bitnet.generation.prefix_cache import PrefixCache
+from sparse_bitnet.generation.request import GenerationRequest
 from sparse_bitnet.generation.sampling import SamplingOptions
-from sparse_bitnet.generation.scoring import ScoreJob, score
+from sparse_bitnet.generation.scheduler import Scheduler, scored_slice
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
-
-_PAGE = 64
-_WORTH_REUSING = 16
-"""A shorter common beginning is computed again: batches matter more."""
-
-_KEPT_CONTEXTS = 4
 
 Request = tuple[tuple[str, str] | None, list[int], list[int]]
 """The strings, and the tokens of context and continuation."""
@@ -99,96 +91,41 @@ class EngineLM(TemplateLM):
         """For each request the natural log-probability of its continuation, and whether it is greedy."""
         from tqdm import tqdm
 
-        groups: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}
+        # The rows of each text and the length of its context; equal ones are computed once.
+        rows: dict[tuple[tuple[int, ...], int], list[int]] = {}
         for number, (_, context, continuation) in enumerate(requests):
             # When both are too long the context is cut from the left.
-            whole = (context + continuation)[-(self.max_length + 1) :]
+            whole = tuple(context + continuation)[-(self.max_length + 1) :]
             split = len(whole) - len(continuation)
             assert split > 0, "the continuation alone is longer than the context length"
-            group = groups.setdefault(tuple(whole[:split]), {})
-            group.setdefault(tuple(continuation), []).append(number)
-        found: dict[int, tuple[float, bool]] = {}
-        prefixes = PrefixCache(_KEPT_CONTEXTS)
-        with tqdm(total=len(requests), disable=disable_tqdm, desc="Scoring") as bar:
-            for batch in self._batches(sorted(groups.items())):
-                for key, answer in self._score_batch(batch, prefixes).items():
-                    for number in groups[key[0]][key[1]]:
-                        found[number] = answer
-                        if (strings := requests[number][0]) is not None:
-                            self.cache_hook.add_partial("loglikelihood", strings, answer)
-                        bar.update()
-        prefixes.clear()
-        return [found[number] for number in range(len(requests))]
-
-    def _batches(
-        self, groups: list[tuple[tuple[int, ...], dict[tuple[int, ...], list[int]]]]
-    ) -> Iterator[list[tuple[tuple[int, ...], list[tuple[int, ...]]]]]:
-        """Contexts with their continuations, as many as batch size and cache allow."""
-        capacity = self._engine.free_tokens
-        batch: list[tuple[tuple[int, ...], list[tuple[int, ...]]]] = []
-        used = 0
-        for context, continuations in groups:
-            needed = len(context) + _PAGE
-            needed += sum(len(continuation) + 2 * _PAGE for continuation in continuations)
-            if batch and (len(batch) == self.batch_size or used + needed > capacity):
-                yield batch
-                batch, used = [], 0
-            batch.append((context, list(continuations)))
-            used += needed
-        if batch:
-            yield batch
-
-    def _score_batch(
-        self,
-        batch: list[tuple[tuple[int, ...], list[tuple[int, ...]]]],
-        prefixes: PrefixCache,
-    ) -> dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[float, bool]]:
-        """Each context once up to its last token, then every continuation from there."""
-        opened: list[EngineSequence] = []
-        try:
-            contexts: list[ScoreJob] = []
-            for context, _ in batch:
-                body = np.asarray(context[:-1], dtype=np.int32)
-                sequence, length = self._start(body, prefixes)
-                opened.append(sequence)
-                contexts.append(ScoreJob(sequence, context[length:-1], ()))
-            self._make_room(batch, prefixes)
-            score(self._engine, contexts)
-            jobs: dict[tuple[tuple[int, ...], tuple[int, ...]], ScoreJob] = {}
-            for (context, continuations), start in zip(batch, contexts, strict=True):
-                for continuation in continuations:
-                    sequence = start.sequence.fork()
-                    opened.append(sequence)
-                    tokens = (context[-1], *continuation[:-1])
-                    jobs[context, continuation] = ScoreJob(sequence, tokens, continuation)
-            score(self._engine, list(jobs.values()))
-            kept = contexts[-1].sequence
-            opened.remove(kept)
-            prefixes.keep(kept, np.asarray(batch[-1][0][:-1], dtype=np.int32))
-        finally:
-            for sequence in opened:
-                sequence.close()
-        return {key: (sum(job.log_probabilities), job.is_greedy) for key, job in jobs.items()}
-
-    def _start(self, context: np.ndarray, prefixes: PrefixCache) -> tuple[EngineSequence, int]:
-        """A sequence that holds what is known of a context, and how much that is."""
-        source, length = prefixes.longest(context)
-        if source is not None and length >= _WORTH_REUSING:
-            try:
-                return source.fork(length), length
-            except CacheFull:
-                prefixes.clear()
-        return self._engine.new_sequence(), 0
-
-    def _make_room(
-        self, batch: list[tuple[tuple[int, ...], list[tuple[int, ...]]]], prefixes: PrefixCache
-    ) -> None:
-        needed = sum(
-            len(context) + _PAGE + sum(len(continuation) + 2 * _PAGE for continuation in rest)
-            for context, rest in batch
+            rows.setdefault((whole, split), []).append(number)
+        contexts = Counter(whole[:split] for whole, split in rows)
+        scheduler = Scheduler(
+            self._engine,
+            max_running=self.batch_size * max(contexts.values(), default=1),
+            scored_slice=scored_slice(self._engine.vocab_size),
+            room_ahead=None,
         )
-        while self._engine.free_tokens < needed and prefixes.evict():
-            pass
+        # Side by side: what starts alike.
+        prompts = (
+            GenerationRequest(prompt=whole, max_tokens=0, score_from=split, top_scores=1)
+            for whole, split in sorted(rows)
+        )
+        found: dict[int, tuple[float, bool]] = {}
+        with tqdm(total=len(requests), disable=disable_tqdm, desc="Scoring") as bar:
+            for generation in scheduler.run(prompts):
+                scores = generation.prompt_scores
+                answer = (
+                    sum(score.logprob or 0.0 for score in scores),
+                    all(score.top[0][0] == score.token for score in scores),
+                )
+                request = generation.request
+                for number in rows[tuple(request.prompt), request.score_from or 0]:
+                    found[number] = answer
+                    if (strings := requests[number][0]) is not None:
+                        self.cache_hook.add_partial("loglikelihood", strings, answer)
+                    bar.update()
+        return [found[number] for number in range(len(requests))]
 
     def loglikelihood_rolling(
         self, requests: "list[Instance]", disable_tqdm: bool = False

@@ -10,14 +10,13 @@ from sparse_bitnet.engine.protocol import InferenceEngine
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.held_out import DEFAULT_CONTEXT_LENGTH, HeldOutText
 from sparse_bitnet.evaluation.perplexity import Evaluation, Perplexity, format_name
-from sparse_bitnet.evaluation.windows import TokenSequence, Window, equal_lengths, windows
+from sparse_bitnet.evaluation.windows import TokenSequence, Window, windows
 from sparse_bitnet.generation.open_model import position_count
-from sparse_bitnet.generation.scoring import ScoreJob, score
+from sparse_bitnet.generation.prefix_cache import PrefixCache
+from sparse_bitnet.generation.request import GenerationRequest
+from sparse_bitnet.generation.scheduler import Scheduler, scored_slice
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.model_folder import quantization_entry, read_config
-
-PAGE = 64
-"""Tokens by which the cache of a sequence grows."""
 
 
 def engine_perplexity(
@@ -46,16 +45,21 @@ def engine_perplexity(
         raise UserError(
             f"context_length={context_length}: the engine has {engine.context_length} positions"
         )
+    scheduler = Scheduler(
+        engine,
+        max_running=batch_size,
+        scored_slice=scored_slice(engine.vocab_size),
+        room_ahead=None,
+        prefixes=PrefixCache(0),
+    )
+    requests = (
+        _request(engine, tokens, window) for window in windows(len(tokens), context_length, stride)
+    )
     total, scored = 0.0, 0
-    for group in equal_lengths(windows(len(tokens), context_length, stride), batch_size):
-        jobs = [_job(engine, tokens, window) for window in group]
-        try:
-            score(engine, jobs)
-        finally:
-            for job in jobs:
-                job.sequence.close()
-        total += sum(-sum(job.log_probabilities) for job in jobs)
-        scored += sum(len(job.targets) for job in jobs)
+    for generation in scheduler.run(requests):
+        losses = [-entry.logprob for entry in generation.prompt_scores if entry.logprob is not None]
+        total += sum(losses)
+        scored += len(losses)
         if on_batch:
             on_batch(scored)
     assert scored == len(tokens) - 1
@@ -68,15 +72,18 @@ def engine_perplexity(
     )
 
 
-def _job(engine: InferenceEngine, tokens: TokenSequence | np.ndarray, window: Window) -> ScoreJob:
+def _request(
+    engine: InferenceEngine, tokens: TokenSequence | np.ndarray, window: Window
+) -> GenerationRequest:
     piece = np.asarray(tokens[window.start : window.end + 1]).astype(np.int64)
     if piece.max() >= engine.vocab_size:
         raise UserError(
             f"token {piece.max()} is outside the model's vocabulary of {engine.vocab_size}: the data "
             "was tokenised for another model"
         )
-    targets = piece[window.scored_from - window.start + 1 :]
-    return ScoreJob(engine.new_sequence(), piece[:-1].tolist(), targets.tolist())
+    return GenerationRequest(
+        prompt=piece.tolist(), max_tokens=0, score_from=window.scored_from - window.start + 1
+    )
 
 
 def default_context_length(folder: str | Path) -> int:

@@ -1,19 +1,23 @@
-"""One generation as the scheduler sees it: what was asked, how far it is, what has come out."""
+"""One generation: what was asked, how far it is, what has come out."""
 
+import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
 
 from sparse_bitnet.engine.protocol import EngineSequence
-from sparse_bitnet.generation.sampling import Sampler, check_largest
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.generation.sampling import Sampler, SamplingOptions, check_largest
 from sparse_bitnet.generation.stop import StopStrings
 from sparse_bitnet.generation.text import TextStream, TextTokenizer
 
 FinishReason = Literal["stop", "length", "cancelled", "shutdown", "error"]
+"""An end token or a stop string, `max_tokens`, the one who asked, the server's end, a failure."""
 
 
 class GeneratedText:
@@ -57,15 +61,17 @@ class Output:
     text: str
     scores: tuple[TokenScore, ...] = ()
     finish: FinishReason | None = None
+    token: int | None = None
+    """The one drawn, if one was."""
 
     def then(self, other: "Output") -> "Output":
         """Both as one."""
-        return Output(self.text + other.text, self.scores + other.scores, other.finish)
+        return Output(self.text + other.text, self.scores + other.scores, other.finish, other.token)
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """What to generate."""
+    """What to generate: data alone, cheap to make in any number."""
 
     prompt: Sequence[int]
     """Token ids, at least one, each in [0, vocab_size)."""
@@ -73,51 +79,102 @@ class GenerationRequest:
     max_tokens: int
     """Most tokens to generate; 0 only scores the prompt."""
 
-    sampler: Sampler
-    """Chooses the tokens; of this generation alone."""
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    """How the tokens are chosen."""
 
-    text: GeneratedText
-    """Receives the tokens, without an end-of-sequence token; of this generation alone."""
+    tokenizer: TextTokenizer | None = None
+    """Turns the tokens into text; None where there is none to generate."""
+
+    stop: tuple[str, ...] = ()
+    """Strings that end the text and are no part of it."""
+
+    is_start: bool = False
+    """The text starts anew instead of continuing the prompt's; see `TextStream`."""
 
     stop_tokens: frozenset[int] = frozenset()
-    """End-of-sequence tokens."""
+    """End-of-sequence tokens, no part of the text."""
 
     top_scores: int | None = None
     """Log-probabilities of the tokens and so many of the likeliest ones; None: none."""
 
-    score_prompt: bool = False
-    """Also of the tokens of the prompt."""
+    score_from: int | None = None
+    """Place of the first token of the prompt that is scored, too; None: none is."""
 
-    deliver: Callable[["Generation", Output], None]
-    """Called from the scheduler's thread with each piece of output; must not block."""
+    deliver: Callable[["Generation", Output], None] = lambda generation, output: None
+    """Called by the scheduler, in its thread, with each token and at the end; must not block."""
 
 
 @dataclass(eq=False)
 class Generation:
-    """A submitted request. Fields belong to the scheduler's thread; after the last output they are
-    final and anyone's to read."""
+    """A request on its way through a scheduler, whose thread owns the fields; after the last output they
+    are final and anyone's to read."""
 
     request: GenerationRequest
-    tokens: list[int] = field(init=False)
-    """Prompt and generated tokens."""
-    generated: int = 0
-    cached: int = 0
-    """Tokens of the prompt that were found in the cache when it first ran."""
+    context: list[int] = field(init=False)
+    """Prompt and drawn tokens."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that did not have to be computed when it first ran."""
     prompt_scores: list[TokenScore] = field(default_factory=list)
-    finish: FinishReason | None = None
-    error: str | None = None
-    """With finish "error": what happened."""
+    finish_reason: FinishReason | None = None
+    failure: Exception | None = None
+    """With the finish reason "error": what happened."""
 
     sequence: EngineSequence | None = None
     cancel_asked: threading.Event = field(default_factory=threading.Event)
     arrived: float = field(default_factory=time.perf_counter)
     last_token_at: float | None = None
     started: bool = False
-    prompt_array: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.request.prompt)
-        self.prompt_array = np.asarray(self.tokens, dtype=np.int32)
+        self.context = list(self.request.prompt)
+        self._pieces: list[str] = []
+
+    @property
+    def tokens(self) -> list[int]:
+        """The drawn ones, with the one that ended the text."""
+        return self.context[self.prompt_tokens :]
+
+    @property
+    def text(self) -> str:
+        """Without stop string and special tokens."""
+        return "".join(self._pieces)
+
+    @property
+    def is_cut(self) -> bool:
+        """A stop string has ended the text."""
+        return self._stream.stopped
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def generated(self) -> int:
+        """Tokens drawn."""
+        return len(self.context) - self.prompt_tokens
+
+    @property
+    def error(self) -> str | None:
+        """What to tell of `failure`."""
+        if self.failure is None:
+            return None
+        failure = self.failure
+        return str(failure) if isinstance(failure, UserError) else type(failure).__name__
+
+    @cached_property
+    def prompt_array(self) -> np.ndarray:
+        """int32 [prompt tokens]."""
+        return np.asarray(self.request.prompt, dtype=np.int32)
+
+    @cached_property
+    def _sampler(self) -> Sampler:
+        return Sampler(self.request.sampling, self.request.prompt)
+
+    @cached_property
+    def _stream(self) -> GeneratedText:
+        request = self.request
+        assert request.tokenizer is not None
+        return GeneratedText(request.tokenizer, request.stop, is_start=request.is_start)
 
     @property
     def in_cache(self) -> int:
@@ -125,21 +182,48 @@ class Generation:
         return 0 if self.sequence is None else len(self.sequence)
 
     @property
-    def missing(self) -> int:
-        """Tokens to forward before the next can be chosen; 1 once the prompt has been computed."""
-        return len(self.tokens) - self.in_cache
+    def _unscored(self) -> int:
+        """Tokens at the start whose logits nobody asks for."""
+        wanted = self.request.score_from
+        return len(self.context) - 1 if wanted is None else max(wanted - 1, 0)
+
+    @property
+    def shareable(self) -> np.ndarray:
+        """int32: the beginning that may come out of the cache, without logits."""
+        return np.asarray(self.context[: self._unscored], dtype=np.int32)
+
+    @property
+    def is_before_scores(self) -> bool:
+        """The next tokens to forward come before the first that is scored."""
+        return self.request.score_from is not None and self.in_cache < self._unscored
 
     @property
     def scores_wanted(self) -> bool:
         """Whether the next tokens to forward need logits at each position."""
+        wanted, found = self.request.score_from, len(self.prompt_scores)
+        is_scored = wanted is None or found == self.prompt_tokens - wanted
+        return not is_scored and not self.is_before_scores
+
+    @property
+    def missing(self) -> int:
+        """Tokens to forward before logits of another kind are needed: those up to the first score, or
+        all; 1 once the prompt has been computed."""
+        end = self._unscored if self.is_before_scores else self.largest_cache(0)
+        return end - self.in_cache
+
+    def largest_cache(self, ahead: int | None) -> int:
+        """Tokens in the cache when so many more have been drawn, or all (None)."""
         request = self.request
-        return request.score_prompt and len(self.prompt_scores) < len(request.prompt)
+        if request.max_tokens == 0:
+            return 0 if request.score_from is None else self.prompt_tokens - 1
+        most = self.prompt_tokens + request.max_tokens - 1
+        return most if ahead is None else min(most, len(self.context) + ahead)
 
     def take_prompt_logits(self, logits: np.ndarray) -> None:
         """Score the prompt from float32 logits [tokens, vocab_size] of the tokens just forwarded."""
         prompt, top = self.request.prompt, self.request.top_scores or 0
         start = self.in_cache - len(logits)
-        if start == 0:
+        if start == 0 and self.request.score_from == 0:
             self.prompt_scores.append(TokenScore(prompt[0], None))
         for row, token in zip(logits, prompt[start + 1 :], strict=False):
             self.prompt_scores.append(score(row, token, top))
@@ -149,26 +233,31 @@ class Generation:
         request = self.request
         if request.max_tokens == 0:
             return Output("", (), "length")
-        token = request.sampler.draw(logits)
-        self.tokens.append(token)
-        self.generated += 1
+        token = self._sampler.draw(logits)
+        self.context.append(token)
         if token in request.stop_tokens:
-            return Output(request.text.flush(), (), "stop")
+            return self._output(self._stream.flush(), (), "stop", token)
         scores = () if request.top_scores is None else (score(logits, token, request.top_scores),)
-        text = request.text.add(token)
-        if request.text.stopped:
-            return Output(text, scores, "stop")
+        text = self._stream.add(token)
+        if self._stream.stopped:
+            return self._output(text, scores, "stop", token)
         if self.generated >= request.max_tokens:
-            return Output(text + request.text.flush(), scores, "length")
-        return Output(text, scores)
+            return self._output(text + self._stream.flush(), scores, "length", token)
+        return self._output(text, scores, None, token)
+
+    def _output(
+        self, text: str, scores: tuple[TokenScore, ...], finish: FinishReason | None, token: int
+    ) -> Output:
+        self._pieces.append(text)
+        return Output(text, scores, finish, token)
 
     def forget(self) -> None:
         """Give the sequence back; it can be computed again from the tokens."""
+        if self.scores_wanted:
+            self.prompt_scores.clear()
         if self.sequence is not None:
             self.sequence.close()
             self.sequence = None
-        if self.scores_wanted:
-            self.prompt_scores.clear()
 
 
 def score(logits: np.ndarray, token: int, top: int) -> TokenScore:
@@ -177,18 +266,21 @@ def score(logits: np.ndarray, token: int, top: int) -> TokenScore:
 
     Raises `UserError` for logits that are not numbers.
     """
-    values = logits.astype(np.float64)
-    peak = values.max()
+    best = int(logits.argmax())
+    peak = float(logits[best])
     check_largest(peak)
-    total = peak + np.log(np.exp(values - peak).sum())
-    best: list[tuple[int, float]] = []
-    if top := min(top, len(values)):
+    powers = np.subtract(logits, peak, dtype=np.float64)
+    total = peak + math.log(np.exp(powers, out=powers).sum())
+    order: Iterable[int] = ()
+    if (top := min(top, len(logits))) == 1:
+        order = (best,)
+    elif top:
         # The partition may leave some of equal values out, so everything as high as its last counts.
-        least = np.partition(values, -top)[-top]
-        found = np.flatnonzero(values >= least)
-        order = found[np.argsort(-values[found], kind="stable")][:top]
-        best = [(int(index), _finite(values[index] - total)) for index in order]
-    return TokenScore(token, _finite(values[token] - total), tuple(best))
+        least = np.partition(logits, -top)[-top]
+        found = np.flatnonzero(logits >= least)
+        order = found[np.argsort(-logits[found], kind="stable")][:top]
+    likeliest = tuple((int(index), _finite(float(logits[index]) - total)) for index in order)
+    return TokenScore(token, _finite(float(logits[token]) - total), likeliest)
 
 
 def _finite(logprob: float) -> float:

@@ -1,47 +1,34 @@
-"""Continuous batching: one thread owns the engine and moves every running generation by one token a
-step, new prompts by a slice, so that long prompts do not hold up the others.
+"""Continuous batching: every running generation moves by one token a step, new prompts by a slice, so
+that long prompts do not hold up the others.
 
-Sequences of ended generations are kept while the cache has room, and later prompts start from them.
-When the cache is full, kept sequences go first; then the youngest generation is paused: its sequence is
-given back, and it is computed again from its tokens when there is room.
+`generate` and the evaluation step it by `run`, a server in a thread (scheduler_thread.py). Sequences of
+ended generations are kept while the cache has room, and later prompts start from them. When the cache is
+full, kept sequences go first; then the youngest generation is paused: its sequence is given back, and it
+is computed again from its tokens when there is room.
 """
 
-import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
 from sparse_bitnet.engine.protocol import (
     CacheFull,
-    ContextFull,
     EngineSequence,
     InferenceEngine,
     WhichLogits,
 )
-from sparse_bitnet.errors import UserError
-from sparse_bitnet.generation.batching import shares
 from sparse_bitnet.generation.prefix_cache import PrefixCache, shared_length
 from sparse_bitnet.generation.request import FinishReason, Generation, GenerationRequest, Output
 
-_log = logging.getLogger(__name__)
-_PAGE = 64
-"""Room to leave for each running generation before another is let in; tokens."""
+_WORTH_SHARING = 16
+"""A shorter common beginning is computed again."""
 _WORTH_WAITING = 32
 """A prompt waits for another that is being computed if they share so many tokens more."""
-_SCORED_SLICE = 32
-"""Tokens a step where each needs logits: [tokens, vocab_size] floats are large."""
-
-
-class QueueFull(Exception):
-    """No room in the waiting queue; trying later helps."""
-
-
-class Stopping(Exception):
-    """The scheduler takes no more requests."""
 
 
 class Observer:
@@ -60,175 +47,145 @@ class Observer:
         """A generation ended, so long after arrival."""
 
 
-@dataclass(frozen=True)
-class Load:
-    """How busy a scheduler is."""
+@dataclass(kw_only=True)
+class Throughput:
+    """Tokens computed, and the time it took. A step's is divided in proportion to its tokens."""
 
-    waiting: int
-    running: int
-    free_tokens: int
-    cache_tokens: int
-    kept_prefixes: int
+    prefill_tokens: int = 0
+    """Of prompts."""
+
+    prefill_seconds: float = 0.0
+    decode_tokens: int = 0
+    """Drawn ones; the first of each text comes out of the prefill."""
+
+    decode_seconds: float = 0.0
+
+    @property
+    def prefill_rate(self) -> float | None:
+        """Tokens a second; None where nothing was computed."""
+        return self.prefill_tokens / self.prefill_seconds if self.prefill_tokens else None
+
+    @property
+    def decode_rate(self) -> float | None:
+        """Tokens a second, over all texts together."""
+        return self.decode_tokens / self.decode_seconds if self.decode_tokens else None
 
 
 class Scheduler:
-    """Runs generations on one engine. `submit`, `cancel`, `stop` and `load` may be called from any
-    thread."""
+    """Runs generations on one engine, in the thread that calls."""
 
     def __init__(
         self,
         engine: InferenceEngine,
         *,
-        max_queue: int = 128,
         max_running: int = 32,
         prefill_slice: int = 64,
         prefill_alone: int = 512,
-        kept_prefixes: int = 64,
+        scored_slice: int = 32,
+        room_ahead: int | None = 64,
+        prefixes: PrefixCache | None = None,
         observer: Observer | None = None,
     ) -> None:
-        """`prefill_slice`: prompt tokens a step while others wait for their next token;
-        `prefill_alone`: while nobody does, if that is more."""
+        """
+        Args:
+            max_running: generations that run together.
+            prefill_slice: prompt tokens a step while others wait for their next token.
+            prefill_alone: while nobody does, if that is more.
+            scored_slice: tokens a step where each needs logits: [tokens, vocab_size] floats are large.
+            room_ahead: a generation is let in where there is room for so many further tokens of each;
+                None: for all that they may become, so that none is ever paused.
+            prefixes: sequences to start from, and to add to; default some of its own.
+        """
         self.capacity = min(engine.context_length, engine.free_tokens)
         """Most tokens of one generation, prompt included."""
-        self.max_queue, self.max_running = max_queue, max_running
+        self.max_running = max_running
+        self.throughput = Throughput()
         self._engine = engine
         self._slices = (prefill_slice, max(prefill_slice, prefill_alone))
+        self._scored_slice, self._room_ahead = scored_slice, room_ahead
         self._observer = observer or Observer()
-        self._prefixes = PrefixCache(kept_prefixes)
+        self._owns_prefixes = prefixes is None
+        self._prefixes = PrefixCache(64) if prefixes is None else prefixes
         self._waiting: deque[Generation] = deque()
         self._running: list[Generation] = []
-        self._wake = threading.Condition()
-        self._stop_at: float | None = None
-        self._cache_tokens = self._free_tokens = engine.free_tokens
-        self._thread = threading.Thread(target=self._loop, name="scheduler", daemon=True)
+        self._failed: list[Generation] = []
+        self._lock = threading.Condition()
+        """Of the two lists: other threads may look at them and add to the waiting ones."""
 
-    def start(self) -> None:
-        self._thread.start()
+    def run(
+        self,
+        requests: Iterable[GenerationRequest],
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> Iterator[Generation]:
+        """Each request's generation when it has ended; for a scheduler without a thread.
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
-        """Queue all of them or none.
+        Args:
+            requests: taken from as there is room.
+            is_cancelled: asked before each step; once it says yes, the generations end as they are.
 
-        Raises `ContextFull` for a prompt that leaves no room for its `max_tokens`, `QueueFull`, and
-        `Stopping`.
+        Raises what a generation fails with. No sequences are left open then but those of `prefixes`.
         """
-        for request in requests:
-            if len(request.prompt) + request.max_tokens > self.capacity:
-                raise ContextFull(
-                    f"the prompt has {len(request.prompt)} tokens and max_tokens is "
-                    f"{request.max_tokens}: together above the context length of "
-                    f"{self.capacity} tokens; shorten one of them"
-                )
-        generations = [Generation(request) for request in requests]
-        with self._wake:
-            if self._stop_at is not None:
-                raise Stopping("the server is shutting down")
-            room = self.max_queue + max(self.max_running - len(self._running), 0)
-            if len(self._waiting) + len(generations) > room:
-                raise QueueFull(f"{len(self._waiting)} requests are waiting already; try later")
-            self._waiting.extend(generations)
-            self._wake.notify()
-        return generations
-
-    def cancel(self, generation: Generation) -> None:
-        """End a generation soon; does nothing if it has ended."""
-        generation.cancel_asked.set()
-        with self._wake:
-            self._wake.notify()
-
-    def stop(self, grace: float = 0.0) -> None:
-        """Take no more requests, end waiting ones now and running ones after `grace` seconds at the
-        latest. Returns at once; the thread ends when all have ended."""
-        with self._wake:
-            if self._stop_at is None:
-                self._stop_at = time.monotonic() + grace
-            else:
-                self._stop_at = min(self._stop_at, time.monotonic() + grace)
-            self._wake.notify()
-
-    def join(self, timeout: float | None = None) -> bool:
-        """Wait for the thread; whether it has ended."""
-        if self._thread.ident is not None:
-            self._thread.join(timeout)
-        return not self._thread.is_alive()
-
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
-    @property
-    def stopping(self) -> bool:
-        return self._stop_at is not None
-
-    def load(self) -> Load:
-        with self._wake:
-            return Load(
-                len(self._waiting),
-                len(self._running),
-                self._free_tokens,
-                self._cache_tokens,
-                len(self._prefixes),
-            )
-
-    def _loop(self) -> None:
-        while True:
-            with self._wake:
-                while not (self._waiting or self._running or self.stopping):
-                    self._wake.wait()
-                if self.stopping and not (self._waiting or self._running):
-                    break
-            try:
+        source = iter(requests)
+        try:
+            while True:
+                room = max(2 * self.max_running - len(self._waiting), 0)
+                self._waiting.extend(map(Generation, islice(source, room)))
+                if is_cancelled():
+                    self._waiting.extend(map(Generation, source))
+                    for generation in self._under_way():
+                        generation.cancel_asked.set()
+                under_way = self._under_way()
+                if not under_way:
+                    return
                 self._step()
-            except Exception as error:
-                # A defect of ours must not silence the server: those it hit end with an error.
-                _log.exception("a step of the scheduler failed")
-                for generation in list(self._running):
-                    self._fail(generation, error)
-            self._free_tokens = self._engine.free_tokens
-        self._prefixes.clear()
-        self._free_tokens = self._engine.free_tokens
+                for generation in self._failed:
+                    assert generation.failure is not None
+                    raise generation.failure
+                yield from (g for g in under_way if g.finish_reason is not None)
+        finally:
+            # After an error it is unknown what the sequences hold.
+            for generation in self._running:
+                generation.forget()
+            if self._owns_prefixes:
+                self._prefixes.clear()
 
     def _step(self) -> None:
-        self._end_unwanted()
-        self._admit()
-        scored = [generation for generation in self._running if generation.scores_wanted]
-        for generation in scored:
-            self._forward([(generation, min(_SCORED_SLICE, generation.missing))], "all")
-        batch = shares([g for g in self._running if g not in scored], *self._slices)
-        ready = any(size == generation.missing for generation, size in batch)
-        if batch:
+        try:
+            self._end_unwanted()
+            self._admit()
+            scored = [generation for generation in self._running if generation.scores_wanted]
+            others = [generation for generation in self._running if not generation.scores_wanted]
+            batch = _shares(others, *self._slices)
+            ready = any(size == g.missing and not g.is_before_scores for g, size in batch)
             self._forward(batch, "last" if ready else "none")
+            self._forward(_shares(scored, self._scored_slice, self._scored_slice), "all")
+        except Exception as error:
+            for generation in list(self._running):
+                self._fail(generation, error)
 
     def _end_unwanted(self) -> None:
-        with self._wake:
-            waiting = list(self._waiting)
-            stop_at = self._stop_at
-        late = stop_at is not None and time.monotonic() >= stop_at
-        for generation in waiting:
+        for generation in self._under_way():
             if generation.cancel_asked.is_set():
                 self._end(generation, "cancelled")
-            elif late or (stop_at is not None and not generation.started):
-                self._end(generation, "shutdown")
-        for generation in list(self._running):
-            if generation.cancel_asked.is_set():
-                self._end(generation, "cancelled")
-            elif late:
-                self._end(generation, "shutdown")
+
+    def _under_way(self) -> list[Generation]:
+        with self._lock:
+            return [*self._waiting, *self._running]
 
     def _admit(self) -> None:
         """Let waiting generations in, in order, while there is room."""
-        with self._wake:
+        with self._lock:
             waiting = list(self._waiting)
         for generation in waiting:
             if len(self._running) >= self.max_running:
                 return
-            # The last token is computed again, for its logits.
-            tokens = np.asarray(generation.tokens[:-1], dtype=np.int32)
-            source, shared = None, 0
-            if not generation.scores_wanted:
-                running = [(g.sequence, g.prompt_array[: g.in_cache]) for g in self._running]
-                source, shared = self._prefixes.longest(tokens, running)
-                if self._shares_more_with_one_on_its_way(tokens, shared):
-                    continue
+            tokens = generation.shareable
+            running = [(g.sequence, g.prompt_array[: g.in_cache]) for g in self._running]
+            source, shared = self._prefixes.longest(tokens, running)
+            if self._shares_more_with_one_on_its_way(tokens, shared):
+                continue
+            if shared < min(_WORTH_SHARING, len(tokens)):
+                source, shared = None, 0
             try:
                 if not self._start(generation, source, shared):
                     return
@@ -238,45 +195,62 @@ class Scheduler:
     def _shares_more_with_one_on_its_way(self, tokens: np.ndarray, shared: int) -> bool:
         for other in self._running:
             coming = shared_length(other.prompt_array, tokens)
-            if coming >= shared + _WORTH_WAITING and coming > other.in_cache:
+            is_worth_it = coming - shared >= _WORTH_WAITING or shared < coming == len(tokens)
+            if is_worth_it and coming > other.in_cache:
                 return True
         return False
 
     def _start(self, generation: Generation, source: EngineSequence | None, shared: int) -> bool:
         """Open its sequence; False if there is no room as long as others run."""
-        sequence = None
-        while True:
+        while generation.sequence is None:
             try:
-                if sequence is None:
-                    sequence = source.fork(shared) if source else self._engine.new_sequence()
-                needed = len(generation.tokens) - shared + _PAGE
-                needed += sum(_PAGE + other.missing for other in self._running)
-                if self._engine.free_tokens >= needed or not (self._running or self._prefixes):
-                    break
+                generation.sequence = source.fork(shared) if source else self._engine.new_sequence()
             except CacheFull:
                 # Nothing can be shared while everything is full.
                 source, shared = None, 0
-            if not self._prefixes.evict():
-                if not self._running:
-                    continue
-                if sequence is not None:
-                    sequence.close()
+                if not self._prefixes.evict() and self._running:
+                    return False
+        needed = sum(self._growth(other) for other in (generation, *self._running))
+        while self._engine.free_tokens < needed:
+            if self._prefixes.evict():
+                continue
+            generation.forget()
+            if self._running:
                 return False
-        with self._wake:
+            raise CacheFull(
+                f"the cache has room for {self._engine.free_tokens:,} tokens, not for the "
+                f"{generation.prompt_tokens:,} of the prompt and {generation.request.max_tokens:,} new "
+                "ones: load the model with more cache, or ask for less"
+            )
+        with self._lock:
             self._waiting.remove(generation)
             self._running.append(generation)
-        generation.sequence = sequence
         if not generation.started:
-            generation.started, generation.cached = True, shared
-            self._observer.started(len(generation.request.prompt), shared)
+            generation.started, generation.cached_tokens = True, shared
+            self._observer.started(generation.prompt_tokens, shared)
+        if generation.missing == 0:
+            generation.take_prompt_logits(np.empty((0, self._engine.vocab_size), np.float32))
+            self._hand_out(generation, Output("", (), "length"))
         return True
+
+    def _growth(self, generation: Generation) -> int:
+        """Tokens of cache, in whole pages, that it takes before long."""
+        page = self._engine.page_tokens
+        most = generation.largest_cache(self._room_ahead)
+        return (-(-most // page) - -(-generation.in_cache // page)) * page
 
     def _forward(self, batch: list[tuple[Generation, int]], which: WhichLogits) -> None:
         """Compute, making room in the cache where needed, then choose the tokens."""
         while batch := [(g, size) for g, size in batch if g.sequence is not None]:
             try:
+                started = time.perf_counter()
+                drawn = sum(g.in_cache >= g.prompt_tokens for g, _ in batch)
                 results = self._run(batch, which)
-                break
+                if which == "none":
+                    results = []
+                self._take([generation for generation, _ in batch], results, which)
+                self._count(sum(size for _, size in batch), drawn, time.perf_counter() - started)
+                return
             except CacheFull as error:
                 if self._prefixes.evict():
                     continue
@@ -292,15 +266,20 @@ class Scheduler:
                 for one in batch:
                     self._forward([one], which)
                 return
-        if batch and which != "none":
-            self._take([generation for generation, _ in batch], results, which)
+
+    def _count(self, tokens: int, drawn: int, seconds: float) -> None:
+        done, share = self.throughput, drawn / tokens
+        done.prefill_tokens += tokens - drawn
+        done.prefill_seconds += seconds * (1 - share)
+        done.decode_tokens += drawn
+        done.decode_seconds += seconds * share
 
     def _run(self, batch: list[tuple[Generation, int]], which: WhichLogits) -> list[np.ndarray]:
         entries = []
         for generation, size in batch:
             assert generation.sequence is not None
             at = generation.in_cache
-            entries.append((generation.sequence, generation.tokens[at : at + size]))
+            entries.append((generation.sequence, generation.context[at : at + size]))
         before = [len(sequence) for sequence, _ in entries]
         try:
             return self._engine.forward(entries, which)
@@ -314,7 +293,7 @@ class Scheduler:
         self, generations: list[Generation], results: list[np.ndarray], which: WhichLogits
     ) -> None:
         """Choose the next token of each whose tokens are all computed."""
-        for generation, logits in zip(generations, results, strict=True):
+        for generation, logits in zip(generations, results, strict=which != "none"):
             try:
                 if which == "all":
                     generation.take_prompt_logits(logits)
@@ -332,26 +311,25 @@ class Scheduler:
             generation.last_token_at = now
         if output.finish is not None:
             self._end(generation, output.finish, output)
-        elif output.text or output.scores:
+        else:
             generation.request.deliver(generation, output)
 
     def _pause(self, generation: Generation) -> None:
         generation.forget()
-        with self._wake:
+        with self._lock:
             self._running.remove(generation)
             self._waiting.appendleft(generation)
         self._observer.preempted()
 
     def _fail(self, generation: Generation, error: Exception) -> None:
-        if generation.finish is not None:
-            return
-        _log.error("a generation failed: %r", error, exc_info=not isinstance(error, UserError))
-        generation.error = str(error) if isinstance(error, UserError) else type(error).__name__
-        self._end(generation, "error")
+        if generation.finish_reason is None:
+            generation.failure = error
+            self._failed.append(generation)
+            self._end(generation, "error")
 
     def _end(self, generation: Generation, why: FinishReason, output: Output | None = None) -> None:
-        generation.finish = why
-        with self._wake:
+        generation.finish_reason = why
+        with self._lock:
             for group in (self._running, self._waiting):
                 if generation in group:
                     group.remove(generation)
@@ -359,10 +337,37 @@ class Scheduler:
             generation.forget()
         sequence, generation.sequence = generation.sequence, None
         if sequence is not None:
-            held = generation.tokens[: len(sequence)]
+            held = generation.context[: len(sequence)]
             self._prefixes.keep(sequence, np.asarray(held, dtype=np.int32))
         self._observer.ended(why, time.perf_counter() - generation.arrived)
         try:
             generation.request.deliver(generation, output or Output("", (), why))
-        except Exception:
-            _log.exception("the receiver of a generation failed")
+        except Exception as error:
+            generation.failure = error
+            self._failed.append(generation)
+
+
+def scored_slice(vocab_size: int) -> int:
+    """Tokens of one forward where nobody waits: their logits take at most 128 MiB."""
+    return max(1, min(512, (1 << 25) // vocab_size))
+
+
+def _shares(
+    generations: Sequence[Generation], prefill_slice: int, prefill_alone: int
+) -> list[tuple[Generation, int]]:
+    """Tokens of each to compute in a step: the one of those that generate, equal parts of a slice for
+    those whose prompts are not through.
+
+    Args:
+        prefill_slice: prompt tokens in all if some generate, who wait for them;
+        prefill_alone: if none does.
+    """
+    prompts = [generation for generation in generations if generation.missing > 1]
+    budget = prefill_slice if len(prompts) < len(generations) else prefill_alone
+    sizes: dict[Generation, int] = {}
+    # Smallest first, so that what short prompts leave over goes to the long ones.
+    for index, generation in enumerate(sorted(prompts, key=lambda g: g.missing)):
+        part = max(budget // (len(prompts) - index), 1)
+        sizes[generation] = min(part, generation.missing)
+        budget -= sizes[generation]
+    return [(generation, sizes.get(generation, 1)) for generation in generations]

@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from sparse_bitnet.engine.protocol import ContextFull
 from sparse_bitnet.generation.request import Generation, Output, TokenScore
-from sparse_bitnet.generation.scheduler import QueueFull, Scheduler, Stopping
+from sparse_bitnet.generation.scheduler_thread import QueueFull, Stopping, ThreadedScheduler
 from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.generations import Prepared, ServedModel, prepare
 from sparse_bitnet.serve.replies import DONE, ChatReply, Choice, Reply, event
@@ -27,7 +27,7 @@ _FAILURES = ("cancelled", "shutdown", "error")
 class Answering:
     """Answers requests for generations, one `Answer` each."""
 
-    def __init__(self, model: ServedModel, scheduler: Scheduler) -> None:
+    def __init__(self, model: ServedModel, scheduler: ThreadedScheduler) -> None:
         self._model, self._scheduler = model, scheduler
         self._large = asyncio.Semaphore(1)
 
@@ -37,7 +37,8 @@ class Answering:
         outputs: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
 
         def deliver(index: int, output: Output) -> None:
-            loop.call_soon_threadsafe(outputs.put_nowait, (index, output))
+            if output.text or output.scores or output.finish is not None:
+                loop.call_soon_threadsafe(outputs.put_nowait, (index, output))
 
         def start() -> tuple[Prepared, list[Generation]]:
             prepared = prepare(kind, raw, self._model, self._scheduler, deliver)
@@ -52,7 +53,7 @@ class Answering:
         return _EventStream(answer) if answer.body.stream else await answer.whole(request)
 
 
-def _submit(prepared: Prepared, scheduler: Scheduler) -> list[Generation]:
+def _submit(prepared: Prepared, scheduler: ThreadedScheduler) -> list[Generation]:
     try:
         return scheduler.submit(prepared.requests)
     except ContextFull as error:
@@ -69,7 +70,7 @@ class _Answer:
         prepared: Prepared,
         generations: list[Generation],
         model: ServedModel,
-        scheduler: Scheduler,
+        scheduler: ThreadedScheduler,
         outputs: "asyncio.Queue[tuple[int, Output]]",
     ) -> None:
         self.body = prepared.body

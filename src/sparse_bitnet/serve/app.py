@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sparse_bitnet.generation.scheduler import Scheduler
+from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
 from sparse_bitnet.serve.allowed_hosts import AllowedHosts
 from sparse_bitnet.serve.answer import Answering
 from sparse_bitnet.serve.api_error import ApiError, error_body
@@ -24,7 +24,7 @@ _BODY_SECONDS = 60.0
 
 
 def create_app(
-    model: ServedModel, scheduler: Scheduler, metrics: ServerMetrics, hosts: AllowedHosts
+    model: ServedModel, scheduler: ThreadedScheduler, metrics: ServerMetrics, hosts: AllowedHosts
 ) -> FastAPI:
     """The application. The scheduler must have been started, with `metrics` as its observer."""
     app = FastAPI(title="sparse-bitnet", openapi_url=None)

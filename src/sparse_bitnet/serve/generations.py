@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.chat_template import ChatTemplate
-from sparse_bitnet.generation.request import GeneratedText, Generation, GenerationRequest, Output
-from sparse_bitnet.generation.sampling import Sampler
-from sparse_bitnet.generation.scheduler import Scheduler
+from sparse_bitnet.generation.request import Generation, GenerationRequest, Output
+from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
 from sparse_bitnet.generation.text import TextTokenizer
 from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.schema import (
@@ -66,7 +65,7 @@ def prepare(
     kind: type[GenerationBody],
     raw: bytes,
     model: ServedModel,
-    scheduler: Scheduler,
+    scheduler: ThreadedScheduler,
     deliver: Deliver,
 ) -> Prepared:
     """Raises `ApiError` for a body that is no valid one, or asks for more than there is."""
@@ -86,7 +85,7 @@ def prepare(
     )
 
 
-def _check_counts(body: GenerationBody, model: ServedModel, scheduler: Scheduler) -> None:
+def _check_counts(body: GenerationBody, model: ServedModel, scheduler: ThreadedScheduler) -> None:
     prompts = len(body.prompts) if isinstance(body, CompletionBody) else 1
     choices, most = body.choices * prompts, scheduler.max_queue + scheduler.max_running
     if choices > most:
@@ -158,7 +157,7 @@ def _requests(
     body: GenerationBody,
     prompts: Sequence[list[int]],
     model: ServedModel,
-    scheduler: Scheduler,
+    scheduler: ThreadedScheduler,
     deliver: Deliver,
 ) -> list[GenerationRequest]:
     most = model.max_tokens or scheduler.capacity
@@ -186,11 +185,13 @@ def _requests(
         GenerationRequest(
             prompt=prompt,
             max_tokens=tokens,
-            sampler=Sampler(body.sampling(seed + choice), prompt),
-            text=GeneratedText(model.tokenizer, body.stop_strings, is_start=body.is_chat),
+            sampling=body.sampling(seed + choice),
+            tokenizer=model.tokenizer,
+            stop=body.stop_strings,
+            is_start=body.is_chat,
             stop_tokens=model.end_tokens,
             top_scores=body.top_scores,
-            score_prompt=body.scores_prompt,
+            score_from=0 if body.scores_prompt else None,
             deliver=receiver(place * body.choices + choice),
         )
         for place, (prompt, tokens) in enumerate(zip(prompts, wanted, strict=True))

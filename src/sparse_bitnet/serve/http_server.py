@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.generation.scheduler import Scheduler
+from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LAST_EVENTS_SECONDS = 5
@@ -145,7 +145,12 @@ class HttpServer(uvicorn.Server):
     once. Either way the process ends in order instead of by the signal."""
 
     def __init__(
-        self, app: FastAPI, scheduler: Scheduler, *, grace: float = 0.0, max_connections: int = 1000
+        self,
+        app: FastAPI,
+        scheduler: ThreadedScheduler,
+        *,
+        grace: float = 0.0,
+        max_connections: int = 1000,
     ) -> None:
         """`max_connections`: fewer where the system allows the process fewer open files."""
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -186,7 +191,7 @@ class HttpServer(uvicorn.Server):
 
 def serve(
     app: FastAPI,
-    scheduler: Scheduler,
+    scheduler: ThreadedScheduler,
     bound: socket.socket,
     *,
     grace: float,

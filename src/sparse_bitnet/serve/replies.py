@@ -89,7 +89,7 @@ class Choice:
 
     def cut(self, tokenizer: TextTokenizer) -> None:
         """Drop the scores of tokens that a stop string has taken out of the text."""
-        if self.generation.request.text.stopped:
+        if self.generation.is_cut:
             places = Choice(self.generation, self.index).places(self.scores, tokenizer)
             del self.scores[sum(place < len(self.text) for place in places) :]
 
@@ -148,7 +148,7 @@ class Reply:
             "prompt_tokens": prompt,
             "completion_tokens": generated,
             "total_tokens": prompt + generated,
-            "prompt_tokens_details": {"cached_tokens": sum(g.cached for g in first_choices)},
+            "prompt_tokens_details": {"cached_tokens": sum(g.cached_tokens for g in first_choices)},
         }
 
     def _chunk_event(self, content: dict[str, Any]) -> bytes:
@@ -159,7 +159,7 @@ class Reply:
         return self._head | {"object": self.chunk_kind, "choices": choices}
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        return self._choice(choice, choice.text, choice.scores, choice.generation.finish)
+        return self._choice(choice, choice.text, choice.scores, choice.generation.finish_reason)
 
     def _choice(
         self, choice: Choice, text: str, scores: list[TokenScore], finish: str | None

@@ -1,0 +1,65 @@
+"""What `sparse-bitnet evaluate` scores, and how."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+
+@dataclass(kw_only=True)
+class EvaluateConfig:
+    """What to score, and how."""
+
+    data: str | None = None
+    """Folder written by `sparse-bitnet prepare` (its validation split), or a text file or glob (.txt,
+    .jsonl, .jsonl.zst, .parquet; every document is scored)."""
+
+    tasks: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """lm-eval tasks, groups or tags to score instead, joined by commas; `paper`: the paper's five
+    zero-shot tasks."""
+
+    include_path: str | None = None
+    """Folder of lm-eval task files (.yaml) of your own; with local data they need no network."""
+
+    fewshot: int = 0
+    """Examples before each question of a task."""
+
+    limit: int | None = None
+    """Only the first so many questions of each task."""
+
+    context_length: int | None = None
+    """Tokens the model sees at once. Default: as in training, or 2048."""
+
+    stride: int | None = None
+    """Tokens between windows; below context-length windows overlap, and every token has at least
+    context-length minus stride tokens before it. Default: no overlap."""
+
+    batch_size: int = 8
+    """Windows per forward."""
+
+    max_tokens: int = 0
+    """Score the first so many tokens only; 0: all."""
+
+    precision: Literal["auto", "bf16", "float32"] = "auto"
+    """Compute type. auto: bf16 where the device has fast bf16 products."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute."""
+
+    engine: Literal["auto", "cpu", "transformers"] = "auto"
+    """cpu runs packed models only; transformers anything that it can load. auto: cpu where it can."""
+
+    threads: int | None = None
+    """Threads of the CPU engine. Default: one for each core."""
+
+    head: Literal["stored", "int8", "int4"] = "stored"
+    """Form of the output head in the CPU engine."""
+
+    kv_cache: Literal["float32", "float16", "int8"] = "float32"
+    """Form of cached keys and values in the CPU engine."""
+
+    column: str = "text"
+    """Column of the text in .jsonl and .parquet files."""
+
+    json: str | None = None
+    """Also write the result to this file; of tasks, in lm-eval's form."""
