@@ -21,6 +21,7 @@ TEMPORARY_PREFIX = ".tmp-"
 REPLACED_PREFIX = f"{TEMPORARY_PREFIX}replaced-"
 
 _CHUNK_BYTES = 1 << 24
+_NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def write_atomic(path: Path | str, data: bytes | str) -> None:
@@ -63,6 +64,7 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         yield temporary
+        _open_to_readers(temporary)
         sync_tree(temporary)
         _replace_folder(temporary, path)
     except OSError as error:
@@ -91,6 +93,35 @@ def remove_leftovers(folder: Path) -> None:
             leftover.unlink(missing_ok=True)
 
 
+@contextmanager
+def locked_folder(folder: Path, busy: str) -> Iterator[None]:
+    """Make a folder and hold it for this process; it is free again when the process ends anyhow.
+
+    Raises `UserError`: `busy` where another process holds it, else why it cannot be written.
+    """
+    from filelock import FileLock, SoftFileLock, Timeout
+
+    lock = FileLock(folder / ".lock", timeout=0)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire()
+        except OSError as error:
+            if error.errno not in _NO_FLOCK:
+                raise
+            # Some shared file systems know no locks: then a file stands for one, with its process's id.
+            lock = SoftFileLock(folder / ".lock.held", timeout=0)
+            lock.acquire()
+    except Timeout:
+        raise UserError(busy) from None
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {error.strerror or error}") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def file_crc32(path: Path) -> int:
     """CRC-32 of a file; releases the interpreter's lock while it computes."""
     checksum = 0
@@ -98,6 +129,14 @@ def file_crc32(path: Path) -> int:
         while chunk := file.read(_CHUNK_BYTES):
             checksum = zlib.crc32(chunk, checksum)
     return checksum
+
+
+def _open_to_readers(folder: Path) -> None:
+    """Give files the mode that the user's umask gives others: safetensors makes them private."""
+    mode = folder.stat().st_mode & 0o666
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
 
 
 def _replace_folder(temporary: Path, path: Path) -> None:

@@ -14,7 +14,8 @@ from sparse_bitnet.evaluation.perplexity import Perplexity, evaluate, perplexity
 from sparse_bitnet.evaluation.windows import windows
 from sparse_bitnet.hub import from_pretrained
 from sparse_bitnet.training.config import TrainConfig
-from sparse_bitnet.training.train import validation_loss
+from sparse_bitnet.training.loss import SummedLoss
+from sparse_bitnet.training.validation import validation_loss
 
 
 @pytest.fixture
@@ -94,7 +95,9 @@ def test_bfloat16_is_close(model, tokens):
 
 def test_equals_the_trainers_validation(model, prepared):
     config = TrainConfig(data=str(prepared), sequence_length=32, batch_size=4, validation_tokens=0)
-    loss, scored = validation_loss(model, config, device=torch.device("cpu"), dtype=torch.float32)
+    loss, scored = validation_loss(
+        SummedLoss(model, None), config, device=torch.device("cpu"), dtype=torch.float32
+    )
     tokens = TokenDataset.open(prepared, "validation")[0 : scored + 1]
     found = perplexity(model, tokens, context_length=32, batch_size=4)
     assert found.tokens == scored

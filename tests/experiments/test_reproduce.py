@@ -29,7 +29,8 @@ from sparse_bitnet.layer import SparseBitConfig
 from sparse_bitnet.models import build_model
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
-from sparse_bitnet.training.train import validation_loss
+from sparse_bitnet.training.loss import SummedLoss
+from sparse_bitnet.training.validation import validation_loss
 
 ALL = list(EXPERIMENTS)
 QUIET = Console(quiet=True)
@@ -78,7 +79,7 @@ def test_perplexity_is_that_of_the_whole_held_out_text(smoke):
     device = resolve_device("cpu")
     model = from_pretrained(smoke / row.checkpoint)
     dtype = resolve_dtype("auto", device)
-    loss, tokens = validation_loss(model, config, device=device, dtype=dtype)
+    loss, tokens = validation_loss(SummedLoss(model, None), config, device=device, dtype=dtype)
     held_out = len(TokenDataset.open(smoke / "data", "validation")) - 1
     # The loop leaves out the tail that fills no whole sequence.
     assert row.validation_tokens == held_out >= tokens > held_out - config.sequence_length

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from sparse_bitnet import files
+from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.training.checkpoint import list_checkpoints
+from sparse_bitnet.training import checkpoint
 from sparse_bitnet.training.run_folder import Interrupted
 from sparse_bitnet.training.train import train
 
@@ -43,7 +43,7 @@ def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_continued(
     with pytest.raises(Interrupted):
         train(config, on_step=stop_after(4))
     newest = list_checkpoints(Path(config.out))[-1].path
-    path = newest / ("state.json" if damage == "state" else "optimizer.safetensors")
+    path = newest / ("state.json" if damage == "state" else "sharded/__0_0.distcp")
     content = bytearray(path.read_bytes())
     if damage == "missing":
         path.unlink()
@@ -63,11 +63,9 @@ def test_a_run_without_an_intact_checkpoint_is_not_started_over(small_run):
     config = small_run(checkpoint_every=0)
     with pytest.raises(Interrupted):
         train(config, on_step=stop_after(3))
-    path = list_checkpoints(Path(config.out))[-1].path / "model.safetensors"
+    path = list_checkpoints(Path(config.out))[-1].path / "sharded" / "__0_0.distcp"
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(
-        UserError, match=r"model\.safetensors is damaged .* no checkpoint .* intact"
-    ):
+    with pytest.raises(UserError, match=r"__0_0\.distcp is damaged .* no checkpoint .* intact"):
         train(config)
 
 
@@ -91,7 +89,7 @@ def test_a_full_disk_while_saving_leaves_the_older_checkpoint(small_run, monkeyp
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
-        patched.setattr(files, "sync_tree", full)
+        patched.setattr(checkpoint, "sync_tree", full)
         with pytest.raises(UserError, match="No space left on device") as caught:
             train(config)
     assert "step-00000004" in str(caught.value)

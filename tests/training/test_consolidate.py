@@ -24,7 +24,9 @@ def test_the_newest_checkpoint_of_several_processes_is_put_together(worlds, run_
     whole = Path(resolve_checkpoint(run))
     assert whole == run / "consolidated" / newest.path.name
     assert resolve_checkpoint(newest.path) == str(whole)
-    expected = from_pretrained(Path(alone.out) / "checkpoints" / newest.path.name)
+    expected = from_pretrained(
+        resolve_checkpoint(Path(alone.out) / "checkpoints" / newest.path.name)
+    )
     for one, other in zip(
         expected.state_dict().items(), from_pretrained(whole).state_dict().items(), strict=True
     ):

@@ -1,6 +1,7 @@
 """What a process says of the others, from their heartbeats alone."""
 
 import time
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -60,16 +61,16 @@ def test_beats_of_an_earlier_rendezvous_are_not_heard(store):
 def test_progress_while_the_others_are_asked_counts(store):
     said: list[str] = []
     with Watchdog(0, 2, 1.0, name="n", give_up=said.append) as watchdog:
-        diagnose = watchdog.diagnose
+        really_ask = watchdog._asked
 
-        def ask() -> str:
-            found = diagnose()
+        def ask() -> Any:
+            found = really_ask()
             watchdog.progress(1)
             asked.append(found)
             return found
 
-        asked: list[str] = []
-        watchdog.diagnose = ask  # type: ignore[method-assign]
+        asked: list[Any] = []
+        watchdog._asked = ask  # type: ignore[method-assign]
         until(lambda: bool(asked))
         assert not said
 

@@ -185,11 +185,10 @@ def test_bad_launches_are_refused_by_all(worlds, run_config):
 
 
 def test_a_folder_in_use_is_refused_by_all(worlds, run_config):
-    from sparse_bitnet.training.run_folder import open_run, run_lock
+    from sparse_bitnet.training.run_folder import open_run
 
     config = run_config("run")
-    open_run(Path(config.out), config)
-    with run_lock(Path(config.out)):
+    with open_run(Path(config.out), config):
         outcomes = worlds.run(config, size=2)
     assert [code for code, _ in outcomes] == [2, 2]
     assert "in use by another" in outcomes[0][1]

@@ -294,11 +294,10 @@ def measure_memory() -> None:
 def inject_faults(rank: int, faults: dict[str, str]) -> None:
     from torch.distributed.checkpoint import FileSystemWriter
 
-    from sparse_bitnet.training.sharded_checkpoint import ShardedSaver
     from sparse_bitnet.training.trainer import Trainer
 
     step_of = Trainer._step
-    save_shards = ShardedSaver._save_shards
+    write_data = FileSystemWriter.write_data
 
     def step(self: Trainer, number: int) -> dict[str, Any]:
         match faults.get(f"{rank}:{number}"):
@@ -312,20 +311,18 @@ def inject_faults(rank: int, faults: dict[str, str]) -> None:
                 os.kill(os.getpid(), signal.SIGTERM)
         return step_of(self, number)
 
-    def save(self: ShardedSaver, shards: Path, state: dict[str, Any]) -> None:
-        fault = faults.get(f"{rank}:{int(shards.parent.name.rpartition('-')[2])}")
-        if fault == "full disk":
-            FileSystemWriter.write_data = full_disk
-        if fault == "kill while saving":
-            (shards / f"__{rank}_0.distcp").write_bytes(b"half")
-            os.kill(os.getpid(), signal.SIGKILL)
-        save_shards(self, shards, state)
-
-    def full_disk(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def write(self: FileSystemWriter, *arguments: Any) -> Any:
+        shards = Path(self.path)
+        match faults.get(f"{rank}:{int(shards.parent.name.rpartition('-')[2])}"):
+            case "full disk":
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            case "kill while saving":
+                (shards / f"__{rank}_0.distcp").write_bytes(b"half")
+                os.kill(os.getpid(), signal.SIGKILL)
+        return write_data(self, *arguments)
 
     Trainer._step = step  # type: ignore[method-assign]
-    ShardedSaver._save_shards = save  # type: ignore[method-assign]
+    FileSystemWriter.write_data = write  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""A checkpoint of several processes as the model folder that everything else reads.
+"""A checkpoint of a run as the model folder that everything else reads.
 
-A run of several processes has `final` at its end; before that its checkpoints are split by rows. Who
-names such a run to `evaluate`, `pack`, `export` or `analyze` gets the newest one put together, once, by
-one process: RUN/consolidated/step-00000100 with config.json, model.safetensors and train_config.json.
+A run has `final` at its end; before that its checkpoints are split by rows. Who names such a run to
+`evaluate`, `pack`, `export` or `analyze` gets the newest one put together, once, by one process:
+RUN/consolidated/step-00000100 with config.json, model.safetensors and train_config.json.
 """
 
 import shutil
@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -21,6 +23,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import NO_SPACE, atomic_folder
 
 CONSOLIDATED = "consolidated"
+MODEL_PREFIX = "model/"
 
 
 def consolidated(checkpoint: Checkpoint) -> Path:
@@ -39,11 +42,8 @@ def consolidated(checkpoint: Checkpoint) -> Path:
         raise UserError(f"{path}: {what}; name an older checkpoint, or continue the run")
     described = path / MODEL_FOLDER
     if not (described / "config.json").is_file():
-        raise UserError(
-            f"{path} was written by several processes and does not describe its model; continue the "
-            "run: its next checkpoint will"
-        )
-    weights = _read_weights(checkpoint)
+        raise UserError(f"{path} does not describe its model; continue the run: its next one will")
+    weights = read_weights(checkpoint)
     with atomic_folder(made) as folder:
         for file in described.iterdir():
             shutil.copy(file, folder)
@@ -55,8 +55,8 @@ def consolidated(checkpoint: Checkpoint) -> Path:
     return made
 
 
-def _read_weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    prefix = "model/"
+def read_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The parameters of a sharded checkpoint by name, whole. Raises `UserError` as `read_tensors`."""
     try:
         metadata = dcp.FileSystemReader(checkpoint.path / FOLDER).read_metadata()
     except (OSError, ValueError, RuntimeError) as error:
@@ -64,33 +64,42 @@ def _read_weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     state = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
         for key, entry in metadata.state_dict_metadata.items()
-        if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+        if key.startswith(MODEL_PREFIX) and isinstance(entry, TensorStorageMetadata)
     }
-    read_shards(checkpoint, state)
-    return {key.removeprefix(prefix): tensor for key, tensor in state.items()}
+    read_tensors(checkpoint, state)
+    return {key.removeprefix(MODEL_PREFIX): tensor for key, tensor in state.items()}
 
 
-def read_shards(
-    checkpoint: Checkpoint,
-    state: dict[str, torch.Tensor],
-    group: Any = None,
-    is_distributed: bool = False,
+def read_tensors(
+    checkpoint: Checkpoint, state: dict[str, Tensor], group: Any = None, *, no_dist: bool = True
 ) -> None:
-    """Fill tensors, named as in the checkpoint, with what it holds of them.
+    """Fill tensors, named as in the checkpoint, in place; of split ones the own part.
 
-    Raises `UserError` when the files are unreadable or lack one.
+    Random states may be missing there.
+
+    Args:
+        checkpoint: of today's format, or what a single process of version 1 has written (safetensors).
+        state: by key.
+        group: of the processes that read together.
+        no_dist: whether this process reads alone.
+
+    Raises `UserError` when the files are unreadable or lack a tensor.
     """
+    reader: dcp.StorageReader
     try:
+        if checkpoint.is_sharded:
+            reader = dcp.FileSystemReader(checkpoint.path / FOLDER)
+            stored = reader.read_metadata().state_dict_metadata
+            for key in [key for key in state if key.startswith("rng/") and key not in stored]:
+                del state[key]
+        else:
+            reader = dcp.HuggingFaceStorageReader(str(checkpoint.path))
+            state = {key.removeprefix(MODEL_PREFIX): tensor for key, tensor in state.items()}
         with warnings.catch_warnings():
             # That a single process reads is no mistake.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            dcp.load(
-                state,
-                checkpoint_id=checkpoint.path / FOLDER,
-                process_group=group,
-                no_dist=not is_distributed,
-            )
-    except (OSError, CheckpointException, RuntimeError, ValueError) as error:
+            dcp.load(state, storage_reader=reader, process_group=group, no_dist=no_dist)
+    except (OSError, CheckpointException, RuntimeError, ValueError, SafetensorError) as error:
         raise UserError(f"{checkpoint.path}: cannot be read ({first_reason(error)})") from error
 
 

@@ -2,8 +2,8 @@
 
 A checkpoint is a folder `checkpoints/step-00000100`; it appears under that name only when all of it is
 on the disk. `state.json` lists the CRC-32 of its other files, so that one which was truncated or changed
-since is found before anything of it is used; it is then put aside as `damaged-step-00000100` and the run
-goes on from the one before.
+since is found before anything of it is used; it is then quarantined as `damaged-step-00000100` and the
+run goes on from the one before.
 """
 
 import json
@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.files import file_crc32, remove_leftovers
+from sparse_bitnet.files import TEMPORARY_PREFIX, file_crc32, remove_leftovers
 
-CHECKPOINT_VERSION = 1
+CHECKPOINT_VERSION = 2
+"""Version 1 had files of safetensors where one process wrote it, and bits in place of a mask's words."""
 STATE = "state.json"
 FOLDER, MODEL_FOLDER = "sharded", "model"
-"""Of a checkpoint in shards: the shards, and what describes their model."""
+"""Of a checkpoint: the shards, and what describes their model."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Checkpoint:
 
     @property
     def is_sharded(self) -> bool:
-        """Written by several processes; else by one."""
+        """All are but those that one process of an earlier release wrote."""
         return (self.path / FOLDER).is_dir()
 
 
@@ -56,7 +57,10 @@ def drop_old(run: Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints; 0 keeps all."""
     if keep:
         for old in list_checkpoints(run)[:-keep]:
-            shutil.rmtree(old.path)
+            # Renamed first: whoever is killed in between leaves what `clean_run` removes.
+            doomed = old.path.with_name(f"{TEMPORARY_PREFIX}old-{old.path.name}")
+            os.rename(old.path, doomed)
+            shutil.rmtree(doomed)
 
 
 def clean_run(run: Path) -> None:
@@ -66,10 +70,9 @@ def clean_run(run: Path) -> None:
             remove_leftovers(folder)
 
 
-def checksums(folder: Path, files: Iterable[Path] | None = None) -> dict[str, str]:
-    """CRC-32 of files below a folder, by their names relative to it; default: all of them."""
-    chosen = files if files is not None else (p for p in folder.rglob("*") if p.is_file())
-    return {str(path.relative_to(folder)): f"{file_crc32(path):08x}" for path in sorted(chosen)}
+def checksums(folder: Path, files: Iterable[Path]) -> dict[str, str]:
+    """CRC-32 of files below a folder, by their names relative to it."""
+    return {str(path.relative_to(folder)): f"{file_crc32(path):08x}" for path in sorted(files)}
 
 
 def write_state(
@@ -80,18 +83,20 @@ def write_state(
     (folder / STATE).write_text(json.dumps(state, indent=2) + "\n")
 
 
-def check_state(checkpoint: Checkpoint, data_identity: dict[str, Any]) -> None:
-    """Raise `UserError` for a checkpoint of another version or of other data."""
+def check_state(checkpoint: Checkpoint, data_identity: dict[str, Any]) -> int:
+    """The version of a checkpoint. Raises `UserError` for one that is newer, or of other data."""
     path = checkpoint.path
     state = json.loads((path / STATE).read_text())
-    if state["version"] != CHECKPOINT_VERSION:
+    if state["version"] > CHECKPOINT_VERSION:
         raise UserError(
-            f"{path}: checkpoint version {state['version']}, this release reads {CHECKPOINT_VERSION}"
+            f"{path}: checkpoint version {state['version']}, this release reads up to "
+            f"{CHECKPOINT_VERSION}; upgrade sparse-bitnet"
         )
     if state["data"] != data_identity:
         raise UserError(
             f"{path}: written while training on other data; use its data or a new --out"
         )
+    return state["version"]
 
 
 def damage(checkpoint: Checkpoint, part: int = 0, parts: int = 1) -> str | None:
@@ -120,14 +125,14 @@ def damage(checkpoint: Checkpoint, part: int = 0, parts: int = 1) -> str | None:
 def newest_intact(
     found: Sequence[Checkpoint],
     find_damage: Callable[[Checkpoint], str | None],
-    put_aside: Callable[[Checkpoint, str], None],
+    on_damaged: Callable[[Checkpoint, str], None],
 ) -> Checkpoint | None:
-    """The newest of some checkpoints (oldest first) without damage; None of none.
+    """The newest undamaged checkpoint of `found` (oldest first); None when `found` is empty.
 
     Args:
         found: what `list_checkpoints` returned.
         find_damage: `damage`, or what stands for it where several processes share the reading.
-        put_aside: called with each damaged checkpoint and what is said about it.
+        on_damaged: called with each damaged checkpoint and what is said about it.
 
     Raises `UserError` when there are checkpoints and none is intact.
     """
@@ -141,12 +146,12 @@ def newest_intact(
                 "remove the run folder to start over"
             )
         older = found[number - 1].path.name
-        put_aside(checkpoint, f"{checkpoint.path}: {what}; put aside, going on from {older}")
+        on_damaged(checkpoint, f"{checkpoint.path}: {what}; quarantined, going on from {older}")
     return None
 
 
-def rename_damaged(checkpoint: Checkpoint) -> None:
+def quarantine(checkpoint: Checkpoint) -> None:
     """Keep a damaged checkpoint under a name that is not listed."""
-    aside = checkpoint.path.with_name(f"damaged-{checkpoint.path.name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    os.rename(checkpoint.path, aside)
+    kept = checkpoint.path.with_name(f"damaged-{checkpoint.path.name}")
+    shutil.rmtree(kept, ignore_errors=True)
+    os.rename(checkpoint.path, kept)

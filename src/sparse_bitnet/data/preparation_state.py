@@ -7,7 +7,6 @@ replaced after what it describes has reached the disk, so it is true whenever th
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -89,25 +88,3 @@ def _differences(name: str, there: Any, asked: Any) -> Iterator[str]:
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:40]}..."
-
-
-@contextmanager
-def locked(out: Path) -> Iterator[None]:
-    """Make the folder and hold it for this process; it is free again when the process ends anyhow.
-
-    Raises `UserError` where another process holds it.
-    """
-    from filelock import FileLock, Timeout
-
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(out / ".lock", timeout=0)
-        lock.acquire()
-    except Timeout as error:
-        raise UserError(f"{out}: another process is preparing data there") from error
-    except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror or error}") from error
-    try:
-        yield
-    finally:
-        lock.release()

@@ -26,7 +26,7 @@ from sparse_bitnet.data.manifest import (
     SplitManifest,
     token_dtype,
 )
-from sparse_bitnet.data.preparation_state import PreparationState, begin, check_settings, locked
+from sparse_bitnet.data.preparation_state import PreparationState, begin, check_settings
 from sparse_bitnet.data.shards import ShardWriter
 from sparse_bitnet.data.tokenizer import (
     load_tokenizer,
@@ -35,7 +35,7 @@ from sparse_bitnet.data.tokenizer import (
     vocabulary_size,
 )
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.files import atomic_folder
+from sparse_bitnet.files import atomic_folder, locked_folder
 from sparse_bitnet.progress import Line, Progress
 
 if TYPE_CHECKING:
@@ -110,7 +110,8 @@ def prepare(
     from rich.console import Console
 
     console = Console(stderr=True, force_terminal=progress)
-    with locked(out), Progress(console) as display:
+    busy = f"{out}: another process is preparing data there"
+    with locked_folder(out, busy), Progress(console) as display:
         line = display.line("starting", "MB", 1e6)
         start = begin(out, settings)
         if not (out / TOKENIZER).exists():

@@ -16,6 +16,8 @@ from sparse_bitnet.analysis.weights import (
     model_statistics,
     pool,
 )
+from sparse_bitnet.checkpoint.locate import resolve_checkpoint
+from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.evaluation.perplexity import Perplexity, perplexity
 from sparse_bitnet.experiments.paper import Run
@@ -26,7 +28,6 @@ from sparse_bitnet.layer import SparseBitConfig
 from sparse_bitnet.models import build_model
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.training import metrics
-from sparse_bitnet.training.checkpoint import list_checkpoints
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
 from sparse_bitnet.training.train import RunResult
@@ -126,11 +127,11 @@ def weight_history(config: TrainConfig, final: Sequence[WeightStatistics]) -> di
     )
     history = {0: model_statistics(initial, pattern=THRESHOLD_PATTERN)}
     for checkpoint in list_checkpoints(Path(config.out)):
-        # One saved on an interruption lies between the regular ones; several processes write no model.
-        regular = checkpoint.step % config.checkpoint_every == 0 and not checkpoint.is_sharded
+        # One saved on an interruption lies between the regular ones.
+        regular = checkpoint.step % config.checkpoint_every == 0
         if regular and checkpoint.step < config.steps:
             history[checkpoint.step] = checkpoint_statistics(
-                checkpoint.path, pattern=THRESHOLD_PATTERN
+                resolve_checkpoint(checkpoint.path), pattern=THRESHOLD_PATTERN
             )
     history[config.steps] = list(final)
     return {

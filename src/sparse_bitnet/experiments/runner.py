@@ -151,7 +151,8 @@ def train_and_measure(out: Path, data: Path, run: Run, on_step: OnStep) -> RunRo
 
 def remove_checkpoints(out: Path, run: Run) -> None:
     """With its row written a run needs none any more; the model itself stays in final/."""
-    shutil.rmtree(ResultFolder(out).run(run.name) / "checkpoints", ignore_errors=True)
+    for name in ("checkpoints", "consolidated"):
+        shutil.rmtree(ResultFolder(out).run(run.name) / name, ignore_errors=True)
 
 
 def default_workers(scale: Scale) -> int:

@@ -16,13 +16,13 @@ from sparse_bitnet.analysis.paper_figures import (
 )
 from sparse_bitnet.analysis.weights import WeightStatistics, checkpoint_statistics, pool
 from sparse_bitnet.checkpoint.locate import resolve_checkpoint
+from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.experiments.document import Block, Drawing, Grid, Section, Text, html
 from sparse_bitnet.experiments.measure import depth_parts
 from sparse_bitnet.files import write_atomic
 from sparse_bitnet.model_folder import quantization_entry, read_config
 from sparse_bitnet.pattern import NMPattern
-from sparse_bitnet.training.checkpoint import list_checkpoints
 
 PAPER_ZERO_CODES = 0.423
 """Of the released BitNet b1.58 2B model (the paper's figure 1)."""
@@ -63,13 +63,12 @@ def read_checkpoint(
     say(str(path_or_id))
     layers = checkpoint_statistics(folder, pattern=pattern)
     history = []
-    found = [one for one in list_checkpoints(Path(path_or_id)) if not one.is_sharded]
+    found = list_checkpoints(Path(path_or_id))
     if len(found) > 1:
         for checkpoint in found:
             say(str(checkpoint.path))
-            history.append(
-                (checkpoint.step, checkpoint_statistics(checkpoint.path, pattern=pattern))
-            )
+            folder = Path(resolve_checkpoint(checkpoint.path))
+            history.append((checkpoint.step, checkpoint_statistics(folder, pattern=pattern)))
     return CheckpointWeights(
         label=_label(path_or_id), weight=_trained_format(folder), layers=layers, history=history
     )

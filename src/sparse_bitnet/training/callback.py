@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from sparse_bitnet.convert import selected, sparse_layers
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.training.metrics import selection_metrics
+from sparse_bitnet.training.metrics import selection_counts, selection_metrics
 
 
 class SparseBitCallback(TrainerCallback):
@@ -52,7 +52,9 @@ class SparseBitCallback(TrainerCallback):
         # Trainer does so only inside the step; an evaluation mode would leave the flips uncounted.
         model.train()
         self._selection.enter_context(selected(model))
-        found = selection_metrics(sparse_layers(model), by_layer=False)
+        layers = sparse_layers(model)
+        counts = selection_counts(layers).tolist()
+        found = selection_metrics(layers, counts, by_layer=False)
         self._metrics = {name: value for name, value in found.items() if value is not None}
 
     def on_step_end(

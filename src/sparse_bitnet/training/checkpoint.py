@@ -1,157 +1,270 @@
-"""A checkpoint of one process: all it takes to go on as if never stopped.
+"""A checkpoint: all it takes to go on as if never stopped, from any number of processes to any other.
 
-Each is also an ordinary transformers folder, so it can be evaluated or loaded by itself:
+    sharded/          torch.distributed.checkpoint: "model/<parameter>", "exp_avg/<parameter>" and
+                      "exp_avg_sq/<parameter>", float32; "mask/<layer>", the words of its last mask;
+                      "rng/cpu", "rng/cuda"; every process writes its rows
+    model/            config.json, generation_config.json: what a model folder has beside its weights
+    train_config.json, state.json    the resolved TrainConfig; step, data, version, checksums
 
-    config.json, model.safetensors   the model, float32 masters
-    optimizer.safetensors            "exp_avg/<parameter>", "exp_avg_sq/<parameter>", float32
-    state.safetensors                "mask/<layer>" (bits of the last mask, packed), "rng/cpu", ...
-    train_config.json                the resolved TrainConfig
-    state.json                       step, data identity, format version, checksums of the tensors' files
-
-`sharded_checkpoint` writes those of several processes, and reads both kinds.
+The rows are copied to the CPU's memory and written while training goes on. The folder gets its name from
+the first process when every file is on the disk; only then are older checkpoints dropped.
 """
 
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
+from sparse_bitnet.checkpoint.consolidate import first_reason, read_tensors
 from sparse_bitnet.checkpoint.saved_steps import (
+    FOLDER,
+    MODEL_FOLDER,
     Checkpoint,
     check_state,
     checkpoint_path,
     checksums,
-    clean_run,
+    damage,
     drop_old,
     list_checkpoints,
+    newest_intact,
+    quarantine,
     write_state,
 )
-from sparse_bitnet.convert import sparse_layers
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.files import atomic_folder
+from sparse_bitnet.files import TEMPORARY_PREFIX, sync_tree
+from sparse_bitnet.layer import SparseBitLinear
+from sparse_bitnet.ops.operands import word_dtype
 from sparse_bitnet.training.config import TrainConfig
+from sparse_bitnet.training.distributed import World
+from sparse_bitnet.training.run_folder import say
+from sparse_bitnet.training.sharded_linear import local_rows
+from sparse_bitnet.training.sharding import split_like
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Checkpoint", "clean_run", "list_checkpoints", "load_checkpoint", "save_checkpoint"]
-
 MOMENTS = ("exp_avg", "exp_avg_sq")
+T = TypeVar("T")
 
 
-def save_checkpoint(
-    run: Path,
-    step: int,
-    model: "PreTrainedModel",
-    optimizer: torch.optim.Optimizer,
-    config: TrainConfig,
-    data_identity: dict[str, Any],
-) -> Checkpoint:
-    """Write the state after `step` and drop checkpoints beyond `config.keep_checkpoints`.
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """Everything of a run that changes from step to step."""
 
-    Raises `UserError` when the disk is full; older checkpoints are then untouched.
+    parameters: dict[str, torch.nn.Parameter]
+    layers: dict[str, SparseBitLinear]
+    optimizer: torch.optim.Optimizer
+
+    def tensors(self) -> dict[str, Tensor]:
+        """By key, as parts of whole tensors where they are split; all but "rng/" share their memory."""
+        found: dict[str, Tensor] = {"rng/cpu": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            found["rng/cuda"] = torch.cuda.get_rng_state()
+        for name, parameter in self.parameters.items():
+            found[f"model/{name}"] = split_like(local_rows(parameter), parameter)
+            moments = self.optimizer.state.get(parameter, {})
+            for moment in MOMENTS:
+                if moment in moments:
+                    found[f"{moment}/{name}"] = split_like(local_rows(moments[moment]), parameter)
+        for name, layer in self.layers.items():
+            if layer.mask_words is not None:
+                found[f"mask/{name}"] = split_like(
+                    layer.mask_words, self.parameters[f"{name}.weight"]
+                )
+        return found
+
+    def allocate_(self, step: int) -> None:
+        """Make what `tensors` names before a first step has: moments and masks, without values."""
+        for parameter in self.parameters.values():
+            self.optimizer.state[parameter] = {
+                "step": torch.tensor(float(step), device=local_rows(parameter).device),
+                **{moment: torch.zeros_like(parameter) for moment in MOMENTS},
+            }
+        for name, layer in self.layers.items():
+            m = layer.config.pattern.m
+            rows = local_rows(self.parameters[f"{name}.weight"])
+            if not layer.config.pattern.is_dense:
+                layer.mask_words = rows.new_zeros(
+                    (len(rows), layer.in_features // m), dtype=word_dtype(m)
+                )
+
+    def forget_masks_(self) -> None:
+        """The next step counts no flips."""
+        for layer in self.layers.values():
+            layer.mask_words = None
+
+
+def model_files(model: "PreTrainedModel") -> dict[str, str]:
+    """The files that `save_pretrained` writes beside the weights, by name; of a model that is whole."""
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    files = {"config.json": model.config.to_json_string()}
+    if model.generation_config is not None:
+        files["generation_config.json"] = model.generation_config.to_json_string()
+    return files
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of a run from all its processes, one at a time, in the background."""
+
+    def __init__(
+        self,
+        run: Path,
+        world: World,
+        config: TrainConfig,
+        data_identity: dict[str, Any],
+        files: dict[str, str],
+        state: RunState,
+    ) -> None:
+        """`files` are the `model_files`."""
+        self.run, self.world, self.config = run, world, config
+        self.data_identity, self.files, self.state = data_identity, files, state
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: Future[None] | None = None
+        # That a single process saves is no mistake.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+
+    def save(self, step: int) -> None:
+        """Copy the state after `step` and write it while training goes on.
+
+        Raises what the previous save ended with, see `wait`.
+        """
+        self.wait()
+        path = checkpoint_path(self.run, step)
+        temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
+        self.world.on_main(lambda: self._begin(path, temporary))
+        written = dcp.async_save(
+            self.state.tensors(),
+            storage_writer=dcp.FileSystemWriter(temporary / FOLDER, sync_files=True),
+            process_group=self.world.background_group,
+            no_dist=self.world.mesh is None,
+        )
+        assert isinstance(written, Future)
+        self._pending = self._thread.submit(self._complete, step, path, temporary, written)
+
+    def wait(self) -> None:
+        """Until the save under way has ended.
+
+        Raises `UserError`, in all processes, when it failed in any; older checkpoints are untouched.
+        """
+        if (pending := self._pending) is not None:
+            self._pending = None
+            self.world.wait_until(pending.done)
+            pending.result()
+
+    def close(self) -> None:
+        """End a save under way: of several processes some may be gone, and it goes on by itself."""
+        self._thread.shutdown(wait=self.world.size == 1)
+
+    def _begin(self, path: Path, temporary: Path) -> None:
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            (temporary / FOLDER).mkdir(parents=True)
+            (temporary / MODEL_FOLDER).mkdir()
+            for name, text in self.files.items():
+                (temporary / MODEL_FOLDER / name).write_text(text)
+            (temporary / "train_config.json").write_text(self.config.to_json())
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+
+    def _complete(self, step: int, path: Path, temporary: Path, written: "Future[Any]") -> None:
+        main, shards = self.world.is_main, temporary / FOLDER
+        try:
+            self._together(path, written.result)
+            own = [*shards.glob(f"__{self.world.rank}_*")]
+            if main:
+                own += [*shards.glob(".metadata"), *(temporary / MODEL_FOLDER).iterdir()]
+            sums = self._together(path, lambda: checksums(temporary, own))
+            files = {name: crc for part in sums for name, crc in part.items()}
+            self._together(
+                path, lambda: self._rename(temporary, path, step, files) if main else None
+            )
+        except UserError:
+            if main:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+    def _rename(self, temporary: Path, path: Path, step: int, files: dict[str, str]) -> None:
+        write_state(temporary, step, self.data_identity, files)
+        sync_tree(temporary)
+        shutil.rmtree(path, ignore_errors=True)
+        os.rename(temporary, path)
+        drop_old(self.run, self.config.keep_checkpoints)
+
+    def _together(self, path: Path, function: Callable[[], T]) -> list[T]:
+        """What `function` returns in each process; the `UserError` of any is raised in all."""
+        result, reason, where = None, None, self.world.rank
+        try:
+            result = function()
+        except OSError as error:
+            reason = error.strerror or str(error)
+        except CheckpointException as error:
+            # Of any process: all get the same.
+            reason, where = first_reason(error), next(iter(error.failures), where)
+        outcomes: list[Any] = [(result, reason, where)]
+        if self.world.background_group is not None:
+            outcomes *= self.world.size
+            dist.all_gather_object(outcomes, outcomes[0], group=self.world.background_group)
+        for _, reason, where in outcomes:
+            if reason is not None:
+                rank = f" (rank {where})" if self.world.size > 1 else ""
+                self.world.fail(f"cannot write {path}: {reason}{rank}")
+        return [result for result, _, _ in outcomes]
+
+
+def restore(run: Path, state: RunState, world: World, data_identity: dict[str, Any]) -> int:
+    """Continue from the newest intact checkpoint; returns its step, 0 without one.
+
+    Raises `UserError` when checkpoints are there but none is intact, or of other data or another model.
     """
-    path = checkpoint_path(run, step)
-    with atomic_folder(path) as folder:
-        model.save_pretrained(folder)
-        save_file(_optimizer_tensors(model, optimizer), folder / "optimizer.safetensors")
-        save_file(_state_tensors(model), folder / "state.safetensors")
-        files = checksums(folder)
-        (folder / "train_config.json").write_text(config.to_json())
-        write_state(folder, step, data_identity, files)
-    drop_old(run, config.keep_checkpoints)
-    return Checkpoint(path, step)
+    listed = world.on_main(lambda: list_checkpoints(run))
+
+    def find_damage(checkpoint: Checkpoint) -> str | None:
+        parts = world.each(lambda: damage(checkpoint, world.rank, world.size))
+        return next((found for found in parts if found is not None), None)
+
+    def put_into_quarantine(checkpoint: Checkpoint, message: str) -> None:
+        if world.is_main:
+            quarantine(checkpoint)
+            say(message)
+
+    found = newest_intact(listed, find_damage, put_into_quarantine)
+    if found is None:
+        return 0
+    load(found, state, world, data_identity)
+    return found.step
 
 
-def load_checkpoint(
-    checkpoint: Checkpoint,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    data_identity: dict[str, Any],
+def load(
+    checkpoint: Checkpoint, state: RunState, world: World, data_identity: dict[str, Any]
 ) -> None:
-    """Put model, optimiser, last masks and random state back as they were after that step.
+    """Put parameters, optimiser, last masks and random state back as they were after that step.
 
-    Raises `UserError` for an unreadable file, another model, or other data.
+    Raises `UserError` for other data, or when the files are unreadable or of another model.
     """
-    path = checkpoint.path
-    check_state(checkpoint, data_identity)
-    _load_model(model, path)
-    _load_optimizer(model, optimizer, _read(path / "optimizer.safetensors"), checkpoint.step)
-    _load_state(model, _read(path / "state.safetensors"))
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"{path} is damaged ({error}); remove its folder to continue from an older checkpoint"
-        ) from error
-
-
-def _load_model(model: torch.nn.Module, path: Path) -> None:
-    tensors: dict[str, Tensor] = {}
-    for file in sorted(path.glob("model*.safetensors")):
-        tensors.update(_read(file))
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            if name not in tensors or tensors[name].shape != parameter.shape:
-                raise UserError(f"{path}: {name} is missing or of another shape than the model's")
-            parameter.copy_(tensors[name])
-
-
-def _optimizer_tensors(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[str, Tensor]:
-    return {
-        f"{moment}/{name}": optimizer.state[parameter][moment].contiguous()
-        for name, parameter in model.named_parameters()
-        for moment in MOMENTS
-        if moment in optimizer.state.get(parameter, {})
-    }
-
-
-def _load_optimizer(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    tensors: dict[str, Tensor],
-    step: int,
-) -> None:
-    state: dict[int, dict[str, Tensor]] = {}
-    order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for index, parameter in enumerate(order):
-        name = names[id(parameter)]
-        if f"{MOMENTS[0]}/{name}" in tensors:
-            state[index] = {moment: tensors[f"{moment}/{name}"] for moment in MOMENTS}
-            state[index]["step"] = torch.tensor(float(step))
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-
-
-def _state_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    tensors = {
-        f"mask/{name}": torch.from_numpy(np.packbits(layer.mask.cpu().numpy()))
-        for name, layer in sparse_layers(model).items()
-        if layer.mask is not None
-    }
-    tensors["rng/cpu"] = torch.get_rng_state()
-    if torch.cuda.is_available():
-        tensors["rng/cuda"] = torch.cuda.get_rng_state()
-    return tensors
-
-
-def _load_state(model: torch.nn.Module, tensors: dict[str, Tensor]) -> None:
-    for name, layer in sparse_layers(model).items():
-        packed = tensors.get(f"mask/{name}")
-        if packed is not None:
-            bits = np.unpackbits(packed.numpy(), count=layer.weight.numel()).astype(bool)
-            mask = torch.from_numpy(bits).view(layer.weight.shape)
-            layer.mask = mask.to(layer.weight.device)
-    torch.set_rng_state(tensors["rng/cpu"])
-    if torch.cuda.is_available() and "rng/cuda" in tensors:
+    version = check_state(checkpoint, data_identity)
+    state.allocate_(checkpoint.step)
+    tensors = state.tensors()
+    if version == 1:
+        if world.is_main:
+            say(
+                f"{checkpoint.path}: written by an earlier release, read this once: the next "
+                "checkpoint has the new format; its next step counts no flips"
+            )
+        tensors = {key: one for key, one in tensors.items() if key.startswith(("model/", "exp_"))}
+        state.forget_masks_()
+    read_tensors(checkpoint, tensors, world.background_group, no_dist=world.mesh is None)
+    if "rng/cpu" in tensors:
+        torch.set_rng_state(tensors["rng/cpu"])
+    if "rng/cuda" in tensors:
         torch.cuda.set_rng_state(tensors["rng/cuda"])

@@ -5,8 +5,8 @@ Here a chunk of tokens at a time goes through the head; its gradient with respec
 head is formed at once, and the logits are dropped before the next chunk.
 """
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -99,6 +99,17 @@ def causal_lm_loss(
     return F.cross_entropy(logits, labels.flatten(), reduction="sum").double()
 
 
+class SummedLoss(torch.nn.Module):
+    """A causal LM whose forward is its `causal_lm_loss`: what a step calls, and what is split."""
+
+    def __init__(self, model: "PreTrainedModel", chunk_tokens: int | None) -> None:
+        super().__init__()
+        self.model, self.chunk_tokens = model, chunk_tokens
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return causal_lm_loss(self.model, input_ids, labels, chunk_tokens=self.chunk_tokens)
+
+
 def mean_token_loss(
     model: "PreTrainedModel",
     batches: Iterable[tuple[Tensor, Tensor]],
@@ -113,43 +124,45 @@ def mean_token_loss(
     `dtype`; `batches` yields (input_ids, labels) as `causal_lm_loss` takes them. The model's mode is
     restored.
     """
-    total, scored = token_loss_sum(
-        model, batches, device=device, dtype=dtype, chunk_tokens=chunk_tokens
-    )
-    return mean_of(total, scored)
+    loss = SummedLoss(model, chunk_tokens)
+    with selected_for_evaluation(loss, selected):
+        return mean_of(*token_loss_sum(loss, batches, device=device, dtype=dtype).tolist())
+
+
+@contextmanager
+def selected_for_evaluation(
+    loss: SummedLoss, selection: Callable[[torch.nn.Module], AbstractContextManager[None]]
+) -> Iterator[None]:
+    """The model in evaluation mode inside of `selection`; then back in its own."""
+    model = loss.model
+    was_training = model.training
+    model.eval()
+    try:
+        with selection(model):
+            yield
+    finally:
+        model.train(was_training)
 
 
 @torch.no_grad()
 def token_loss_sum(
-    model: "PreTrainedModel",
+    loss: SummedLoss,
     batches: Iterable[tuple[Tensor, Tensor]],
     *,
     device: torch.device | str,
     dtype: torch.dtype,
-    chunk_tokens: int | None,
-    loss: Callable[..., Tensor] = causal_lm_loss,
-    selection: Callable[[torch.nn.Module], AbstractContextManager[None]] = selected,
-) -> tuple[float, int]:
-    """Sum of the token losses and their number; `mean_token_loss` describes the rest.
-
-    `loss` and `selection` stand for `causal_lm_loss` and `selected` where a model is sharded.
-    """
-    was_training = model.training
-    model.eval()
-    total, scored = 0.0, 0
-    try:
-        with selection(model), autocast(device, dtype):
-            for input_ids, labels in batches:
-                input_ids, labels = input_ids.to(device), labels.to(device)
-                total += loss(model, input_ids, labels, chunk_tokens=chunk_tokens).item()
-                scored += int((labels >= 0).sum())
-    finally:
-        model.train(was_training)
-    return total, scored
+) -> Tensor:
+    """Sum of the token losses, and their number: float64 [2] on `device`."""
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    with autocast(device, dtype):
+        for input_ids, labels in batches:
+            input_ids, labels = input_ids.to(device), labels.to(device)
+            sums += torch.stack([loss(input_ids, labels), (labels >= 0).sum()])
+    return sums
 
 
-def mean_of(total: float, scored: int) -> tuple[float, int]:
+def mean_of(total: float, scored: float) -> tuple[float, int]:
     """The mean of a sum, and its number again. Raises `UserError` when nothing was scored."""
     if scored == 0:
         raise UserError("no token to score: the evaluation data is empty")
-    return total / scored, scored
+    return total / scored, int(scored)

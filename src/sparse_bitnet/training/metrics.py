@@ -5,8 +5,11 @@
 """
 
 import contextlib
+import dataclasses
+import importlib.util
 import json
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,48 +25,54 @@ METRICS_FILE = "metrics.jsonl"
 TIMING_FILE = "timing.jsonl"
 
 
+def selection_counts(
+    layers: dict[str, SparseBitLinear], total: Callable[[Tensor], Tensor] = lambda counts: counts
+) -> Tensor:
+    """Of the layers as they are selected: how many effective weights are zeros, in how many positions
+    the mask differs from the step before; int64 [2, layers], on their device.
+
+    Effective weights are codes, or masked full-precision weights. `total` adds up counts over the
+    processes that hold the layers' rows. `selection_metrics` makes figures of them, whenever the host
+    may wait.
+    """
+    none = torch.zeros((), dtype=torch.int64, device=next(iter(layers.values())).weight.device)
+    zeros = [none if (found := _zeros(layer)) is None else found for layer in layers.values()]
+    flips = [none if layer.mask_flips is None else layer.mask_flips for layer in layers.values()]
+    return total(torch.stack([*zeros, *flips])).view(2, -1)
+
+
 def selection_metrics(
-    layers: dict[str, SparseBitLinear],
-    by_layer: bool,
-    total: Callable[[Tensor], Tensor] = lambda counts: counts,
+    layers: dict[str, SparseBitLinear], counts: Sequence[Sequence[float]], by_layer: bool
 ) -> dict[str, Any]:
     """Flip rate and zero fraction over all selected layers together, and per layer on request.
 
-    flip_rate is None until a mask has a predecessor; 0 for a dense model. zero_fraction counts zeros
-    among the effective weights (codes, or masked full-precision weights). `total` adds up counts
-    (int64) over the processes that hold the layers' rows.
+    flip_rate is None until a mask has a predecessor; 0 for a dense model. `counts` are those of
+    `selection_counts`, of the same step.
     """
-    size = sum(layer.weight.numel() for layer in layers.values())
-    flips = {
-        name: layer.mask_flips for name, layer in layers.items() if layer.mask_flips is not None
+    sizes = {name: layer.weight.numel() for name, layer in layers.items()}
+    zeros, flips = counts
+    flipped = {
+        name: int(count)
+        for (name, layer), count in zip(layers.items(), flips, strict=True)
+        if layer.mask_flips is not None
     }
     masked = any(layer.mask_words is not None for layer in layers.values())
-    zeros = [_zeros(layer) for layer in layers.values()]
-    counts = total(torch.stack([*zeros, *flips.values()])).tolist()
-    flipped = dict(zip(flips, counts[len(zeros) :], strict=True))
+    size = sum(sizes.values())
     row: dict[str, Any] = {
         "flip_rate": sum(flipped.values()) / size if flipped or not masked else None,
-        "zero_fraction": sum(counts[: len(zeros)]) / size,
+        "zero_fraction": int(sum(zeros)) / size,
     }
     if by_layer and flipped:
-        row["flip_rate_by_layer"] = {
-            name: count / layers[name].weight.numel() for name, count in flipped.items()
-        }
+        row["flip_rate_by_layer"] = {name: count / sizes[name] for name, count in flipped.items()}
     return row
 
 
-def _zeros(layer: SparseBitLinear) -> Tensor:
+def _zeros(layer: SparseBitLinear) -> Tensor | None:
     selection = layer.state.current
-    kept = (
-        None
-        if selection is None
-        else selection.mask
-        if selection.codes is None
-        else selection.codes
-    )
-    if kept is not None:
-        return kept.numel() - torch.count_nonzero(kept)
-    return torch.zeros((), dtype=torch.int64, device=layer.weight.device)
+    if selection is None:
+        return None
+    values = selection.mask if selection.codes is None else selection.codes
+    return None if values is None else values.numel() - torch.count_nonzero(values)
 
 
 class RowSink(Protocol):
@@ -111,6 +120,16 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in _whole_lines(path)]
 
 
+def check_sinks(config: TrainConfig) -> None:
+    """Raise `UserError` where a sink is asked for whose package is not installed."""
+    for wanted, package, extra in (
+        (config.tensorboard, "tensorboard", "tensorboard"),
+        (config.wandb, "wandb", "sparse-bitnet[wandb]"),
+    ):
+        if wanted and importlib.util.find_spec(package) is None:
+            raise UserError(f"--{package}: the package is missing; pip install '{extra}'")
+
+
 class TensorBoard:
     """Scalars of every row as TensorBoard events."""
 
@@ -128,16 +147,19 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Scalars of every row to W&B, one run per run folder."""
+    """Scalars of every row to W&B, one run there for each run folder, wherever that is moved."""
 
     def __init__(self, config: TrainConfig) -> None:
-        import dataclasses
-
         import wandb
 
-        name = Path(config.out).resolve().name
+        kept = Path(config.out) / "wandb_id"
+        if not kept.is_file():
+            write_atomic(kept, uuid.uuid4().hex)
         self._run = wandb.init(
-            name=name, id=name, resume="allow", config=dataclasses.asdict(config)
+            name=Path(config.out).resolve().name,
+            id=kept.read_text(),
+            resume="allow",
+            config=dataclasses.asdict(config),
         )
 
     def write(self, row: dict[str, Any]) -> None:

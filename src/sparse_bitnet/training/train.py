@@ -1,21 +1,20 @@
-"""Train a run: find the other processes, take the folder, make one step after another."""
+"""Train a run: gather its processes, read and build all of it, take the folder, go to the last step."""
 
-import json
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from sparse_bitnet.checkpoint import saved_steps
+from sparse_bitnet.checkpoint.saved_steps import clean_run
 from sparse_bitnet.data.shards import TokenDataset
-from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer import SparseBitConfig
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import resolve_device
 from sparse_bitnet.training.distributed import Launch, open_world
-from sparse_bitnet.training.run_folder import Interrupted, open_run, run_lock
-from sparse_bitnet.training.trainer import OnStep, RunResult, Trainer, validation_loss
+from sparse_bitnet.training.run_folder import Interrupted, check_run, open_run
+from sparse_bitnet.training.trainer import OnStep, RunResult, Trainer
+from sparse_bitnet.training.validation import check_validation_data
 
-__all__ = ["Interrupted", "OnStep", "RunResult", "train", "validation_loss"]
+__all__ = ["Interrupted", "OnStep", "RunResult", "train"]
 
 
 def train(
@@ -23,7 +22,8 @@ def train(
 ) -> RunResult:
     """Train, or continue, the run in `config.out` to its last step; a finished run returns at once.
 
-    Under torchrun all processes call it with the same config; they share one run.
+    Under torchrun all processes call it with the same config; they share one run. A finished run is
+    prolonged by a config of more steps: its schedules are then those of all steps together.
 
     Args:
         config: the run. A folder that holds a run must hold one of the same config.
@@ -32,38 +32,27 @@ def train(
 
     Raises `UserError` for bad input, a locked folder, a loss that is not finite, or a process of the run
     that is gone; `Interrupted` after SIGINT or SIGTERM, when a checkpoint of the last whole step is on
-    the disk.
+    the disk. Input that is refused leaves no trace in the folder.
     """
     run = Path(config.out)
     SparseBitConfig.parse(config.format)
     with ExitStack() as held:
         world = held.enter_context(open_world(launch or Launch(), resolve_device(config.device)))
         with world.watch():
-            finished = world.on_main(lambda: _claim(run, config, held))
+            finished = world.on_main(lambda: _check(run, config))
             if finished is not None:
                 return RunResult(**finished)
-            trainer_class: type[Trainer] = Trainer
-            if world.is_distributed:
-                from sparse_bitnet.training.sharded_trainer import ShardedTrainer
-
-                trainer_class = ShardedTrainer
-            return trainer_class(config, run, on_step, world).run_to_end()
+            trainer = Trainer(config, run, on_step, world)
+            world.on_main(lambda: _take(run, config, held))
+            return trainer.run_to_end()
 
 
-def _claim(run: Path, config: TrainConfig, held: ExitStack) -> dict[str, Any] | None:
-    """Check the data, take the run folder for as long as `held`; the result of a finished run."""
+def _check(run: Path, config: TrainConfig) -> dict[str, Any] | None:
     TokenDataset.open(config.data, "train")
-    # Read at the end only: better missed now.
-    held_out = TokenDataset.open(config.data, "validation", verify="never")
-    if len(held_out) <= config.sequence_length:
-        raise UserError(
-            f"{config.data}: its {len(held_out):,} validation tokens are fewer than a sequence of "
-            f"{config.sequence_length} and the token after it; prepare with --validation or a larger "
-            "--validation-fraction"
-        )
-    open_run(run, config)
-    held.enter_context(run_lock(run))
-    saved_steps.clean_run(run)
-    if (run / "result.json").is_file():
-        return json.loads((run / "result.json").read_text())
-    return None
+    check_validation_data(config)
+    return check_run(run, config)
+
+
+def _take(run: Path, config: TrainConfig, held: ExitStack) -> None:
+    held.enter_context(open_run(run, config))
+    clean_run(run)

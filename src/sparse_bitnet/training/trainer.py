@@ -1,16 +1,19 @@
 """One run in memory: plain PyTorch, one optimiser step after another, resumable at any of them."""
 
 import json
-import sys
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from sparse_bitnet.checkpoint import saved_steps
+from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.convert import set_dense_phase_, set_integer_forward_, sparse_layers
 from sparse_bitnet.data.loader import TokenLoader
 from sparse_bitnet.data.shards import TokenDataset
@@ -20,19 +23,18 @@ from sparse_bitnet.files import write_atomic
 from sparse_bitnet.hub import save_pretrained
 from sparse_bitnet.layer import SparseBitConfig
 from sparse_bitnet.models import PRESETS, build_model
-from sparse_bitnet.training import checkpoint as checkpoints
 from sparse_bitnet.training import metrics
+from sparse_bitnet.training.checkpoint import CheckpointWriter, RunState, model_files, restore
 from sparse_bitnet.training.config import TrainConfig
-from sparse_bitnet.training.device import (
-    autocast,
-    peak_memory_bytes,
-    prepare_device,
-)
+from sparse_bitnet.training.device import autocast, peak_memory_bytes, prepare_device
 from sparse_bitnet.training.distributed import World
-from sparse_bitnet.training.loss import causal_lm_loss, mean_of, token_loss_sum
+from sparse_bitnet.training.loss import SummedLoss
 from sparse_bitnet.training.optimizer import build_optimizer
 from sparse_bitnet.training.run_folder import Interrupted, StopSignal
 from sparse_bitnet.training.schedule import is_sparse, learning_rate
+from sparse_bitnet.training.sharded_linear import gathered_bytes, selected_shards, sharded_layers
+from sparse_bitnet.training.sharding import gather_once_, place_, reshard_, whole_model
+from sparse_bitnet.training.validation import validation_loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,14 +59,34 @@ class RunResult:
 
 
 class Trainer:
-    """One run in memory: data, model, optimiser, sinks."""
+    """One run in memory: data, model, optimiser, sinks.
+
+    Each process of the run has one; losses, norms and decisions are the same in all of them. Making one
+    writes nothing, so that a config which cannot be trained leaves no trace.
+    """
 
     def __init__(
-        self, config: TrainConfig, run: Path, on_step: OnStep | None, world: World | None = None
+        self,
+        config: TrainConfig,
+        run: Path,
+        on_step: OnStep | None = None,
+        world: World | None = None,
     ) -> None:
         self.config, self.run, self.on_step = config, run, on_step
         self.world = world = world or World()
         self.device, self.dtype = prepare_device(config)
+        world.each(self._read_and_build)
+        self.model_files = model_files(self.model)
+        self.loss = SummedLoss(self.model, config.loss_chunk_tokens)
+        place_(self.loss, world, self.device, self.dtype)
+        self.layers = sparse_layers(self.model)
+        self.parameters = dict(self.model.named_parameters())
+        self.optimizer = build_optimizer(self.model, config)
+        self.stop = StopSignal()
+
+    def _read_and_build(self) -> None:
+        config, world = self.config, self.world
+        metrics.check_sinks(config)
         self.dataset = TokenDataset.open(
             config.data, "train", verify="changed" if world.is_main else "never"
         )
@@ -77,11 +99,13 @@ class Trainer:
             rank=world.rank,
             world_size=world.size,
         )
-        self.model = self._place(self._build_model())
-        self.layers = sparse_layers(self.model)
-        self.optimizer = build_optimizer(self.model, config)
-        self.start = self._restore()
-        self.sinks = self._open_sinks()
+        self.model = self._build_model()
+        self.model.train()
+        if config.activation_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        if config.compile:
+            for block in self.model.get_decoder().layers:
+                block.compile()
 
     def _build_model(self) -> "PreTrainedModel":
         config = self.config
@@ -107,91 +131,58 @@ class Trainer:
             setattr(model.generation_config, field, value)
         return model
 
-    def _place(self, model: "PreTrainedModel") -> "PreTrainedModel":
-        """The model on its device, ready to train."""
-        model.to(self.device)  # type: ignore[arg-type]
-        return self._prepare(model)
-
-    def _prepare(self, model: "PreTrainedModel") -> "PreTrainedModel":
-        model.train()
-        if self.config.activation_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        if self.config.compile:
-            for block in model.get_decoder().layers:
-                block.compile()
-        return model
-
-    def _restore(self) -> int:
-        """Continue from the newest intact checkpoint; returns its step, 0 without one."""
-        listed = saved_steps.list_checkpoints(self.run)
-
-        def put_aside(checkpoint: saved_steps.Checkpoint, message: str) -> None:
-            saved_steps.rename_damaged(checkpoint)
-            say(message)
-
-        found = saved_steps.newest_intact(listed, saved_steps.damage, put_aside)
-        if found is None:
-            return 0
-        if found.is_sharded:
-            from sparse_bitnet.training.sharded_checkpoint import RunTensors, load_sharded
-
-            parameters = dict(self.model.named_parameters())
-            tensors = RunTensors(
-                parameters=parameters, layers=self.layers, optimizer=self.optimizer
-            )
-            load_sharded(found, tensors, self.world, self.dataset.identity())
-        else:
-            checkpoints.load_checkpoint(found, self.model, self.optimizer, self.dataset.identity())
-        return found.step
-
     def _default_vocab_size(self) -> int | None:
         """None keeps the preset's own."""
         preset = PRESETS.get(self.config.model)
         return None if preset is None or preset.published else self.dataset.vocab_size
 
-    def _open_sinks(self) -> list[metrics.RowSink]:
-        if not self.world.is_main:
-            return []
-        self.timing = metrics.JsonLines(self.run / metrics.TIMING_FILE, self.start)
-        sinks: list[metrics.RowSink] = [
-            metrics.JsonLines(self.run / metrics.METRICS_FILE, self.start)
-        ]
-        if self.config.tensorboard:
-            sinks.append(metrics.TensorBoard(self.run / "tensorboard", self.start))
-        if self.config.wandb:
-            sinks.append(metrics.WeightsAndBiases(self.config))
-        return sinks
-
     def run_to_end(self) -> RunResult:
+        """Continue from the newest intact checkpoint, or begin; the run folder is this process's.
+
+        Raises `Interrupted` and `UserError` as `train` does.
+        """
         config, row = self.config, {}
+        identity = self.dataset.identity()
+        state = RunState(parameters=self.parameters, layers=self.layers, optimizer=self.optimizer)
+        start = restore(self.run, state, self.world, identity)
+        self.writer = CheckpointWriter(
+            self.run, self.world, config, identity, self.model_files, state
+        )
+        self.sinks = self._open_sinks(start)
         try:
-            with StopSignal() as self.stop:
-                for step in range(self.start + 1, config.steps + 1):
-                    row = self._step(step)
+            with self.stop:
+                for step in range(start + 1, config.steps + 1):
+                    compiles = config.compile and step == start + 1
+                    with self.world.busy() if compiles else nullcontext():
+                        row = self._step(step)
                     last = step == config.steps
                     if config.validation_every and step % config.validation_every == 0 and not last:
                         self._write(self._validate(step))
                     due = config.checkpoint_every and step % config.checkpoint_every == 0
-                    stopping = self._stopping()
+                    # Several processes have to agree, and do so in the sums of a step.
+                    stopping = self.stop.received if self.world.size == 1 else self.stops > 0
                     if due or last or stopping:
-                        self._save(step)
+                        self.writer.save(step)
                     if stopping and not last:
-                        self._settle()
+                        self.writer.wait()
                         raise Interrupted(f"stopped after step {step} of {config.steps}")
-            self._settle()
-            return self._finish(row or self._last_row())
+            self.writer.wait()
+            return self._finish(row or self.world.on_main(self._last_row))
         finally:
+            self.writer.close()
             for sink in self.sinks:
                 sink.close()
-            if self.world.is_main:
-                self.timing.close()
 
-    def _stopping(self) -> bool:
-        """Whether a signal asks to stop after this step."""
-        return self.stop.received
-
-    def _settle(self) -> None:
-        """Wait for what is still being written."""
+    def _open_sinks(self, start: int) -> list[metrics.RowSink]:
+        if not self.world.is_main:
+            return []
+        self.timing = metrics.JsonLines(self.run / metrics.TIMING_FILE, start)
+        sinks: list[metrics.RowSink] = [metrics.JsonLines(self.run / metrics.METRICS_FILE, start)]
+        if self.config.tensorboard:
+            sinks.append(metrics.TensorBoard(self.run / "tensorboard", start))
+        if self.config.wandb:
+            sinks.append(metrics.WeightsAndBiases(self.config))
+        return sinks
 
     def _step(self, step: int) -> dict[str, Any]:
         config, began = self.config, time.perf_counter()
@@ -200,16 +191,23 @@ class Trainer:
             group["lr"] = rate
         sparse = is_sparse(config, step)
         set_dense_phase_(self.model, not sparse)
-        by_layer = config.layer_metrics_every and step % config.layer_metrics_every == 0
-        with self.world.selection(self.model):
-            chosen = metrics.selection_metrics(
-                self.layers, by_layer=bool(by_layer), total=self.world.sum_shards
-            )
-            loss = self._forward_backward(step)
-        norm = self._clip_gradient()
+        with selected_shards(self.model, self.world.sum_shards):
+            counts = metrics.selection_counts(self.layers, self.world.sum_shards)
+            total = self._forward_backward(step)
+        norm = torch.nn.utils.clip_grad_norm_(
+            self.parameters.values(), config.gradient_clip or float("inf")
+        )
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        # The one moment of a step at which the host waits for the device.
+        figures = torch.cat([total, norm.double().view(1), counts.double().flatten()]).tolist()
+        loss, norm = figures[0] / config.tokens_per_step, figures[2]
+        self.stops = figures[1]
+        self.world.progress(step)
         self._check_finite(step, loss, norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        by_layer = config.layer_metrics_every and step % config.layer_metrics_every == 0
+        count = len(self.layers)
         row = {
             "step": step,
             "tokens": step * config.tokens_per_step,
@@ -217,7 +215,9 @@ class Trainer:
             "learning_rate": rate,
             "gradient_norm": norm,
             "sparse": sparse,
-            **chosen,
+            **metrics.selection_metrics(
+                self.layers, (figures[3 : 3 + count], figures[3 + count :]), bool(by_layer)
+            ),
         }
         self._write(row)
         seconds = time.perf_counter() - began
@@ -227,51 +227,44 @@ class Trainer:
             "tokens_per_second": round(config.tokens_per_step / seconds, 1),
             "peak_memory_bytes": peak_memory_bytes(self.device),
         }
-        timing.update(self._communication())
+        if self.world.size > 1:
+            received, dense = gathered_bytes(self.model)
+            timing.update(gathered_bytes=received, gathered_bytes_as_bf16=dense)
         if self.world.is_main:
             self.timing.write(timing)
             if self.on_step:
                 self.on_step({**row, **timing})
         return row
 
-    def _forward_backward(self, step: int) -> float:
-        """Mean loss over the tokens of the whole step; gradients are of that mean."""
+    def _forward_backward(self, step: int) -> Tensor:
+        """Make the gradients of the mean loss over the tokens of the whole step.
+
+        Returns float64 [2], the same in all processes: the summed loss, and how many of them a signal
+        asks to stop.
+        """
         config = self.config
         input_ids, labels = (part.to(self.device) for part in self.loader.batch(step - 1))
-        tokens = config.tokens_per_step
         micro = config.micro_batch_size or config.batch_size
-        total = 0.0
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
         parts = list(zip(input_ids.split(micro), labels.split(micro), strict=True))
-        for number, (ids, targets) in enumerate(parts, 1):
+        for number, part in enumerate(parts, 1):
+            self.world.progress()
+            gather_once_(self.loss, last=number == len(parts))
             with autocast(self.device, self.dtype):
-                loss = self._loss(ids, targets, last=number == len(parts))
-            self._backward(loss / tokens)
-            total += loss.item()
-        return total / tokens
-
-    def _loss(self, input_ids: torch.Tensor, labels: torch.Tensor, *, last: bool) -> torch.Tensor:
-        """Summed loss of a micro-batch; `last` of its step and process."""
-        return causal_lm_loss(
-            self.model, input_ids, labels, chunk_tokens=self.config.loss_chunk_tokens
-        )
-
-    def _backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
-
-    def _clip_gradient(self) -> float:
-        """The global norm of the gradient before it is clipped."""
-        return torch.nn.utils.clip_grad_norm_(
-            self.model.parameters(), self.config.gradient_clip or float("inf")
-        ).item()
-
-    def _communication(self) -> dict[str, Any]:
-        """What the step sent, for the timing row."""
-        return {}
+                loss = self.loss(*part)
+            # Gradients are averaged over the processes.
+            (loss / config.tokens_per_step * self.world.size).backward()
+            total += loss.detach()
+        for layer in sharded_layers(self.model):
+            layer.mask_gradient_()
+        stop = torch.full_like(total, float(self.stop.received))
+        return self.world.sum(torch.stack([total, stop]))
 
     def _check_finite(self, step: int, loss: float, norm: float) -> None:
-        if all(value - value == 0 for value in (loss, norm)):
+        if math.isfinite(loss) and math.isfinite(norm):
             return
-        good = saved_steps.list_checkpoints(self.run)
+        self.writer.wait()
+        good = list_checkpoints(self.run)
         kept = f"last good checkpoint {good[-1].path}" if good else "no checkpoint yet"
         self.world.fail(
             f"step {step}: loss {loss}, gradient norm {norm}, not finite; {kept}; batch "
@@ -280,12 +273,15 @@ class Trainer:
 
     def _validate(self, step: int) -> dict[str, Any]:
         loss, tokens = validation_loss(
-            self.model, self.config, device=self.device, dtype=self.dtype, world=self.world
+            self.loss, self.config, device=self.device, dtype=self.dtype, world=self.world
         )
+        reshard_(self.loss)
+        gathered_bytes(self.model)
+        perplexity = float(torch.tensor(loss, dtype=torch.float64).exp())
         return {
             "step": step,
             "validation_loss": loss,
-            "validation_perplexity": float(torch.tensor(loss, dtype=torch.float64).exp()),
+            "validation_perplexity": perplexity,
             "validation_tokens": tokens,
         }
 
@@ -298,15 +294,21 @@ class Trainer:
         rows = metrics.read_rows(self.run / metrics.METRICS_FILE)
         return next(row for row in reversed(rows) if "loss" in row)
 
-    def _save(self, step: int) -> None:
-        checkpoints.save_checkpoint(
-            self.run, step, self.model, self.optimizer, self.config, self.dataset.identity()
-        )
-
     def _finish(self, row: dict[str, Any]) -> RunResult:
         validation = self._validate(self.config.steps)
+        if not math.isfinite(validation["validation_perplexity"]):
+            self.world.fail(
+                f"the run has diverged: validation loss {validation['validation_loss']:.6g} after step "
+                f"{self.config.steps}, its perplexity is not finite; lower --learning-rate and choose "
+                "another --out"
+            )
         self._write(validation)
-        self._export()
+        whole = whole_model(self.model, self.world, self._build_model)
+        self.world.on_main(
+            lambda: save_pretrained(
+                cast("PreTrainedModel", whole), self.run / "final", self.tokenizer
+            )
+        )
         result = RunResult(
             run=str(self.run),
             format=self.config.format,
@@ -322,64 +324,3 @@ class Trainer:
         if self.world.is_main:
             write_atomic(self.run / "result.json", json.dumps(asdict(result), indent=2) + "\n")
         return result
-
-    def _export(self) -> None:
-        """Write the trained model as `final`."""
-        save_pretrained(self.model, self.run / "final", self.tokenizer)
-
-
-def say(message: str) -> None:
-    """A line that belongs to no result, on stderr."""
-    print(f"sparse-bitnet: {message}", file=sys.stderr, flush=True)
-
-
-def validation_loss(
-    model: "PreTrainedModel",
-    config: TrainConfig,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    world: World | None = None,
-) -> tuple[float, int]:
-    """Mean loss over the first `validation_tokens` of the validation split, in whole sequences.
-
-    The processes of `world` share the batches; all get the mean over all of them.
-    """
-    world = world or World()
-    dataset = TokenDataset.open(
-        config.data, "validation", verify="changed" if world.is_main else "never"
-    )
-    length = config.sequence_length
-    windows = (len(dataset) - 1) // length
-    if config.validation_tokens:
-        windows = min(windows, max(1, config.validation_tokens // length))
-    size = config.micro_batch_size or config.batch_size
-
-    def batch(first: int) -> tuple[torch.Tensor, torch.Tensor]:
-        count = min(size, windows - first)
-        tokens = dataset[first * length : (first + count) * length + 1]
-        flat = torch.from_numpy(tokens.astype("int64"))
-        return flat[:-1].view(count, length), flat[1:].view(count, length)
-
-    def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for start in range(0, windows, size * world.size):
-            first = start + size * world.rank
-            if first < windows:
-                yield batch(first)
-            else:  # a sharded model computes in step: nothing of this batch is scored
-                input_ids, labels = batch(start)
-                yield input_ids, torch.full_like(labels, -100)
-
-    total, scored = token_loss_sum(
-        model,
-        batches(),
-        device=device,
-        dtype=dtype,
-        chunk_tokens=config.loss_chunk_tokens,
-        loss=world.loss,
-        selection=world.selection,
-    )
-    if world.is_distributed:
-        sums = torch.tensor([total, scored], dtype=torch.float64, device=device)
-        total, scored = world.sum(sums)[0].item(), int(sums[1])
-    return mean_of(total, scored)

@@ -1,0 +1,109 @@
+"""A model over the processes of a run: whole in a world of one, else split by blocks (FSDP2) over
+`shard` processes and replicated over the rest (HSDP)."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from sparse_bitnet.convert import sparse_layers
+from sparse_bitnet.training.distributed import World
+from sparse_bitnet.training.loss import SummedLoss
+from sparse_bitnet.training.sharded_linear import local_rows, prepare_linears_
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def place_(
+    loss: SummedLoss, world: World, device: torch.device, compute_dtype: torch.dtype
+) -> None:
+    """Bring a model, inside of its loss, to where it trains.
+
+    Several processes split it block by block: blocks move to `device` one at a time, so a GPU never
+    holds more than its part and one block. The embedding, the final norm and the head form the root's
+    group. Blocks of ternary layers, once gathered, stay so until `reshard_` or a backward that ends a
+    step: 2 bits a weight are cheaper to hold than to gather again.
+    """
+    if world.mesh is None:
+        loss.to(device)
+        return
+    from torch.distributed.fsdp import fully_shard
+
+    for block in loss.model.get_decoder().layers:
+        block.to(device)
+        prepare_linears_(block, world.mesh.size(-1), compute_dtype)
+        fully_shard(block, mesh=world.model_mesh, reshard_after_forward=not _is_ternary(block))
+    loss.to(device)
+    fully_shard(loss, mesh=world.model_mesh)
+
+
+def gather_once_(loss: torch.nn.Module, last: bool) -> None:
+    """Before each forward of a step: keep what is gathered until the `last` of its backwards.
+
+    The root's group always, blocks where they are ternary; gradients are summed over the processes in
+    the last backward alone. Nothing is done to a whole model.
+    """
+    for module in loss.modules():
+        sharded: Any = module
+        if hasattr(module, "set_requires_gradient_sync"):
+            sharded.set_requires_gradient_sync(last, recurse=False)
+            if module is loss or _is_ternary(module):
+                sharded.set_reshard_after_backward(last, recurse=False)
+            if module is loss:
+                sharded.set_is_last_backward(last)
+
+
+def _is_ternary(module: torch.nn.Module) -> bool:
+    return all(layer.config.weight == "ternary" for layer in sparse_layers(module).values())
+
+
+def reshard_(loss: torch.nn.Module) -> None:
+    """Let go of gathered parameters: a forward without a backward leaves the root's in place."""
+    for module in loss.modules():
+        reshard: Any = getattr(module, "reshard", None)
+        if reshard is not None:
+            reshard()
+
+
+def whole_model(
+    model: "PreTrainedModel", world: World, build: Callable[[], "PreTrainedModel"]
+) -> "PreTrainedModel | None":
+    """The model in one piece, in the first process; the others get None.
+
+    Args:
+        model: split or not; one that is not is returned itself.
+        world: all its processes call this; parameters are gathered one after another.
+        build: makes the model that is filled, on the CPU.
+    """
+    if world.mesh is None:
+        return model
+    built: list[PreTrainedModel] = []
+    world.on_main(lambda: built.append(build()))
+    plain = dict(built[0].named_parameters()) if built else {}
+    for name, parameter in model.named_parameters():
+        world.progress()
+        whole = split_like(local_rows(parameter), parameter).full_tensor()
+        if built:
+            with torch.no_grad():
+                plain[name].copy_(whole)
+    return built[0] if built else None
+
+
+def split_like(rows: torch.Tensor, parameter: torch.nn.Parameter) -> Any:
+    """Some rows of a tensor as the part of the whole that a parameter's rows are of it; `rows`
+    themselves where the parameter is whole. Memory is shared."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(parameter, DTensor):
+        return rows
+    shape = torch.Size((parameter.shape[0], *rows.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        rows,
+        parameter.device_mesh,
+        cast(Any, parameter).placements,
+        run_check=False,
+        shape=shape,
+        stride=stride,
+    )
