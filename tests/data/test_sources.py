@@ -10,7 +10,13 @@ import pytest
 import zstandard
 from texts import some_texts, write_jsonl
 
-from sparse_bitnet.data.documents import TRAIN, VALIDATION, TextSource
+from sparse_bitnet.data.documents import (
+    PIECE_CHARACTERS,
+    TRAIN,
+    VALIDATION,
+    TextSource,
+    pieces,
+)
 from sparse_bitnet.data.sources import HubSource, parse_source
 from sparse_bitnet.errors import UserError
 
@@ -150,7 +156,6 @@ def test_file_without_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "name", "config", "split"),
     [
-        ("tiiuae/falcon-refinedweb", "tiiuae/falcon-refinedweb", None, "train"),
         ("hub:tiiuae/falcon-refinedweb", "tiiuae/falcon-refinedweb", None, "train"),
         ("hub:allenai/c4/en@validation", "allenai/c4", "en", "validation"),
         ("hub:wikitext", "wikitext", None, "train"),
@@ -163,14 +168,16 @@ def test_hub_names(spec: str, name: str, config: str | None, split: str) -> None
     )
 
 
-def test_misspelt_path_below_a_folder_is_no_hub_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_is_no_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("books").mkdir()
-    for spec in ("books/absent", "./absent", "absent/train.jsonl", "~/absent"):
+    for spec in ("books/absent", "./absent", "absent/train.jsonl", "~/absent", "no/folder"):
         with pytest.raises(UserError, match="no such file"):
             parse_source(spec)
+    with pytest.raises(
+        UserError, match=r"no such file: no/folder; a hub data set is hub:no/folder$"
+    ):
+        parse_source("no/folder")
 
 
 def test_hub_data_set_streams_and_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,13 +195,13 @@ def test_hub_data_set_streams_and_resumes(monkeypatch: pytest.MonkeyPatch) -> No
         return datasets.IterableDataset.from_generator(rows)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    source = parse_source("tiiuae/falcon-refinedweb", column="content", validation_fraction=0.2)
+    source = parse_source("hub:tiiuae/falcon-refinedweb", column="content", validation_fraction=0.2)
     assert texts_of(source) == texts
     assert asked == [(("tiiuae/falcon-refinedweb", None), {"split": "train", "streaming": True})]
     assert sum(document.state is not None for document in source.documents()) == 5
     check_resumes(source)
     with pytest.raises(UserError, match="no column 'text'; choose one with --column: content, url"):
-        texts_of(parse_source("tiiuae/falcon-refinedweb"))
+        texts_of(parse_source("hub:tiiuae/falcon-refinedweb"))
 
 
 def test_local_folder_of_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,3 +238,53 @@ def test_hub_without_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
     with pytest.raises(UserError, match="a/b: no documents"):
         texts_of(parse_source("a/b"))
+
+
+def book(words: int) -> str:
+    paragraphs = [" ".join(some_texts(5, seed=number)) for number in range(words // 150)]
+    return "\n\n".join(paragraphs)
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_of_few_long_documents_pieces_are_held_out(tmp_path: Path, kind: str) -> None:
+    text = book(100_000)
+    if kind == "txt":
+        path = tmp_path / "book.txt"
+        path.write_text(text)
+    else:
+        path = write_jsonl(tmp_path / "books.jsonl", [text, "A short one.", text[::-1]])
+    source = parse_source(str(path))
+    held_out, kept = texts_of(source, VALIDATION), texts_of(source, TRAIN)
+    assert 0.003 < sum(map(len, held_out)) / sum(map(len, held_out + kept)) < 0.03
+    assert max(map(len, held_out)) <= 3 * PIECE_CHARACTERS
+    assert all(each.endswith("\n\n") for each in held_out), "whole paragraphs"
+    assert max(map(len, kept)) > 10 * PIECE_CHARACTERS, "the rest stays together"
+    assert "".join(texts_of(source)).startswith(text)
+    check_resumes(source)
+
+
+@pytest.mark.parametrize("characters", [5_000, 20_000, 200_000])
+def test_at_least_one_piece_of_a_short_text_is_held_out(tmp_path: Path, characters: int) -> None:
+    (tmp_path / "a.txt").write_text(book(100_000)[:characters])
+    source = parse_source(str(tmp_path / "a.txt"))
+    assert texts_of(source, VALIDATION)
+    assert len("".join(texts_of(source, TRAIN))) >= characters * 0.15
+    check_resumes(source)
+
+
+def test_a_text_of_one_piece_is_for_training(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("A few words.")
+    assert texts_of(parse_source(str(tmp_path / "a.txt")), TRAIN) == ["A few words."]
+
+
+def test_many_documents_stay_whole(tmp_path: Path) -> None:
+    texts = [*some_texts(1000), book(10_000)]
+    source = parse_source(str(write_jsonl(tmp_path / "a.jsonl", texts)))
+    assert texts_of(source) == texts
+    assert "piece" not in source.describe()
+    assert parse_source(str(tmp_path / "a.jsonl"), validation_fraction=0.005).describe()["piece"]
+
+
+def test_text_without_spaces_is_cut_too() -> None:
+    assert [len(piece) for piece in pieces("x" * 10_000)] == [4096, 4096, 1808]
+    assert "".join(pieces(book(10_000))) == book(10_000)

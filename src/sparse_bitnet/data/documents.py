@@ -1,6 +1,7 @@
 """What every source of text yields, and the two ways in which sources are combined."""
 
 import hashlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -57,6 +58,32 @@ def uniform_hash(content: bytes) -> float:
 def split_of(content: bytes, validation_fraction: float) -> str:
     """The split of the document with this content (or this path, where that identifies it)."""
     return VALIDATION if uniform_hash(content) < validation_fraction else TRAIN
+
+
+PIECE_CHARACTERS = 4096
+"""Text that is held out of a long document, at most."""
+
+
+def pieces(text: str) -> Iterator[str]:
+    """`text` in pieces that end with a paragraph, a line or a word, or where nothing else is left."""
+    start = 0
+    while len(text) - start > PIECE_CHARACTERS:
+        end = start + PIECE_CHARACTERS
+        for mark in ("\n\n", "\n", " "):
+            if (found := text.rfind(mark, start + PIECE_CHARACTERS // 2, end)) > 0:
+                end = found + len(mark)
+                break
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def by_pieces(text: str, threshold: float) -> Iterator[tuple[str, str]]:
+    """Longest runs of pieces of one split, each with the split: hashes below `threshold` are held out."""
+    for split, run in itertools.groupby(
+        pieces(text), lambda each: split_of(each.encode(), threshold)
+    ):
+        yield "".join(run), split
 
 
 def check_fraction(validation_fraction: float) -> None:

@@ -2,20 +2,27 @@
 
 import glob
 import hashlib
+import itertools
+import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from sparse_bitnet.data.documents import (
+    PIECE_CHARACTERS,
     Document,
     LimitedSource,
     PairedSource,
     State,
     TextSource,
+    by_pieces,
     check_fraction,
+    pieces,
     split_of,
+    uniform_hash,
 )
 from sparse_bitnet.data.python_files import PythonSource
 from sparse_bitnet.data.readers import (
@@ -30,6 +37,9 @@ from sparse_bitnet.data.readers import (
 )
 from sparse_bitnet.errors import UserError
 
+_HELD_OUT_DOCUMENTS = 10
+"""Where fewer whole documents can be expected to be held out, pieces of them are."""
+
 
 def parse_source(
     spec: str,
@@ -43,7 +53,7 @@ def parse_source(
     """The source that a command line names.
 
     `spec` is "python-stdlib"; "python-packages"; a path, glob or folder, or several separated by
-    commas; "hub:OWNER/NAME[/CONFIG][@SPLIT]"; or OWNER/NAME where no such path exists.
+    commas; or "hub:OWNER/NAME[/CONFIG][@SPLIT]".
 
     Args:
         column: of the text in .jsonl, .parquet and hub data sets; default "text".
@@ -101,30 +111,15 @@ def _parse(spec: str, column: str | None, validation_fraction: float | None) -> 
         options["column"] = column
     if spec.startswith("hub:"):
         return HubSource.parse(spec.removeprefix("hub:"), **options)
-    if _looks_like_hub_name(spec):
-        return HubSource.parse(spec, **options)
     return FileSource.matching([spec] if os.path.exists(spec) else spec.split(","), **options)
-
-
-def _looks_like_hub_name(spec: str) -> bool:
-    owner, slash, name = spec.partition("/")
-    return (
-        bool(owner and slash and name)
-        and not any(character in spec for character in "*?[,~\\")
-        and not name.endswith("/")
-        and owner not in (".", "..")
-        and not is_readable(Path(spec))
-        and not os.path.exists(spec)
-        # A typing error below an existing folder is no hub name.
-        and not os.path.isdir(owner)
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileSource:
     """Local files in the order given; see `readers` for the kinds.
 
-    A document goes to validation by the hash of its text, so copies of it stay on one side.
+    A document goes to validation by the hash of its text, so copies of it stay on one side. Where the
+    documents are too few for that, long ones are cut, and pieces are held out instead, at least one.
     """
 
     name: str
@@ -136,7 +131,9 @@ class FileSource:
         check_fraction(self.validation_fraction)
         for path in self.paths:
             if not path.exists():
-                raise UserError(f"no such file: {path}")
+                is_like_a_hub_name = len(path.parts) == 2 and not path.suffix
+                hint = f"; a hub data set is hub:{path}" if is_like_a_hub_name else ""
+                raise UserError(f"no such file: {path}{hint}")
             if path.stat().st_size == 0:
                 raise UserError(f"{path}: the file is empty")
             if not is_readable(path):
@@ -160,21 +157,52 @@ class FileSource:
             "files": [_fingerprint(path) for path in self.paths],
             "column": self.column,
             "validation_fraction": self.validation_fraction,
+            **({} if self._piece_threshold is None else {"piece": PIECE_CHARACTERS}),
         }
 
     def documents(self, state: State = None) -> Iterator[Document]:
-        first, place = (state[0], Place(*state[1:])) if state else (0, BEGINNING)
+        # Of a document that is cut, the state is the place before it and how many parts are done.
+        first, place, done = (
+            (state[0], Place(*state[1:3]), state[3]) if state else (0, BEGINNING, 0)
+        )
         sizes = [path.stat().st_size for path in self.paths]
         before, total = sum(sizes[:first]), sum(sizes)
         for number in range(first, len(self.paths)):
             start = place if number == first else BEGINNING
             end = start
-            for text, end, read in read_records(self.paths[number], self.column, start):
-                split = split_of(text.encode(), self.validation_fraction)
-                yield Document(text, split, [number, *end], (before + read) / total)
+            for text, after, read in read_records(self.paths[number], self.column, start):
+                parts = list(self._parts(text))
+                for count, (part, split) in enumerate(parts[done:], done + 1):
+                    position = [number, *after, 0] if count == len(parts) else [number, *end, count]
+                    yield Document(part, split, position, (before + read) / total)
+                end, done = after, 0
             if end == BEGINNING:
                 raise UserError(f"{self.paths[number]}: no text in this file")
             before += sizes[number]
+
+    def _parts(self, text: str) -> Iterable[tuple[str, str]]:
+        if self._piece_threshold is None:
+            return [(text, split_of(text.encode(), self.validation_fraction))]
+        return by_pieces(text, self._piece_threshold)
+
+    @cached_property
+    def _piece_threshold(self) -> float | None:
+        """Pieces whose hash is below it are held out; None: whole documents are, as they are many."""
+        if not self.validation_fraction:
+            return None
+
+        def texts() -> Iterator[str]:
+            return (each.text for path in self.paths for each in read_records(path, self.column))
+
+        many = math.ceil(_HELD_OUT_DOCUMENTS / self.validation_fraction)
+        if sum(1 for _ in itertools.islice(texts(), many)) == many:
+            return None
+        smallest, count = 1.0, 0
+        for piece in itertools.chain.from_iterable(map(pieces, texts())):
+            smallest, count = min(smallest, uniform_hash(piece.encode())), count + 1
+            if smallest < self.validation_fraction and count > 1:
+                return self.validation_fraction
+        return math.nextafter(smallest, 1.0) if count > 1 else 0.0
 
 
 def _expand(pattern: str) -> list[Path]:
@@ -278,8 +306,7 @@ class HubSource:
             stream = datasets.load_dataset(self.name, self.config, split=self.split, streaming=True)
         except Exception as error:
             raise UserError(
-                f"cannot open the hub data set {self.name!r} (no local path has that name either): "
-                f"{first_line(error)}"
+                f"cannot open the hub data set {self.name!r}: {first_line(error)}"
             ) from error
         if self.parts > 1:
             if stream.num_shards < self.parts:
