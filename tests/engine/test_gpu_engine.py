@@ -221,3 +221,13 @@ def test_a_model_that_the_kernels_do_not_take_runs_through_transformers(folder, 
         EngineOptions(device="cuda", engine="transformers", context_length=64),
     )
     assert (third.engine_name, asked[-1]) == ("transformers", "cuda")
+    # Left to us: packed models stay with the CPU engine, others go where there is a GPU.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = [
+        open_engine(path, EngineOptions(context_length=64)) for path in (folder / "packed", plain)
+    ]
+    assert [opened.engine_name for opened in found] == ["cpu", "transformers"]
+    assert asked[-2:] == ["gpu", "cuda"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert open_engine(plain, EngineOptions(context_length=64)).note is None
+    assert asked[-1] == "cpu"

@@ -21,7 +21,7 @@ def uses_cpu_engine(checkpoint: str, config: EvaluateConfig) -> bool:
 
     Raises `UserError` for options of the engine where it does not run, and the other way round.
     """
-    from sparse_bitnet.generation.open_model import is_packed, reason_against_cpu_engine
+    from sparse_bitnet.generation.open_model import reason_against_cpu_engine
 
     of_transformers = config.device == "cuda" or config.precision == "bf16"
     if config.engine == "cpu":
@@ -34,10 +34,8 @@ def uses_cpu_engine(checkpoint: str, config: EvaluateConfig) -> bool:
         why: str | None = "--engine transformers"
     elif of_transformers:
         why = "it computes in float32 on the CPU"
-    elif is_packed(checkpoint):
-        why = reason_against_cpu_engine(checkpoint)
     else:
-        why = "the model is not packed"
+        why = reason_against_cpu_engine(checkpoint)
     given = {name: getattr(config, name) for name in _ENGINE_FIELDS}
     if why is not None and given != {name: getattr(type(config), name) for name in given}:
         raise UserError(

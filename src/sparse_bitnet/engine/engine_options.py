@@ -18,8 +18,9 @@ class EngineOptions:
     engine: EngineName = "auto"
     """cpu runs packed models only; transformers anything that it can load. auto: cpu where it can."""
 
-    device: Literal["cpu", "cuda"] = "cpu"
-    """cuda runs ternary models, packed or not, with the kernels for GPUs; others through transformers."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """cuda runs ternary models, packed or not, with the kernels for GPUs; others through transformers.
+    auto: the CPU engine where it can, else a GPU where there is one."""
 
     threads: int | None = None
     """Threads to compute with. Default: one for each core."""

@@ -20,8 +20,8 @@ from sparse_bitnet.packing.metadata import QUANT_METHOD
 
 
 @dataclass(kw_only=True)
-class OpenModel:
-    """What is needed to generate text. `engine.close()` gives its memory back."""
+class OpenEngine:
+    """An engine, and what it runs. `engine.close()` gives its memory back."""
 
     folder: str
     """The resolved folder or hub id."""
@@ -32,6 +32,11 @@ class OpenModel:
 
     note: str | None = None
     """Why "auto" took transformers for a packed model, or on a GPU; None where it did not."""
+
+
+@dataclass(kw_only=True)
+class OpenModel(OpenEngine):
+    """What is needed to generate text."""
 
     tokenizer: TextTokenizer
     end_tokens: frozenset[int]
@@ -56,72 +61,61 @@ def open_model(checkpoint: str | Path, options: EngineOptions) -> OpenModel:
     except UserError:
         opened.engine.close()
         raise
-    return OpenModel(
-        folder=opened.folder,
-        engine=opened.engine,
-        engine_name=opened.engine_name,
-        note=opened.note,
-        tokenizer=tokenizer,
-        end_tokens=ends,
-    )
-
-
-@dataclass(kw_only=True)
-class OpenEngine:
-    """An engine alone; fields as in `OpenModel`."""
-
-    folder: str
-    engine: InferenceEngine
-    engine_name: str
-    note: str | None = None
+    return OpenModel(**vars(opened), tokenizer=tokenizer, end_tokens=ends)
 
 
 def open_engine(checkpoint: str | Path, options: EngineOptions) -> OpenEngine:
     """As `open_model`, without tokenizer."""
+    why = None
     if options.device == "cuda":
-        return _on_gpu(checkpoint, options)
-    note = None
-    if options.engine == "auto" and is_packed(checkpoint):
-        note = reason_against_cpu_engine(checkpoint)
-    if options.engine == "cpu" or (
-        options.engine == "auto" and note is None and is_packed(checkpoint)
-    ):
-        engine = _cpu_engine(checkpoint, options)
+        why = "--device cuda"
+    elif options.engine == "transformers":
+        why = "--engine transformers"
+    elif options.engine == "auto":
+        why = reason_against_cpu_engine(checkpoint)
+    if why is None:
+        _check_extension()
+        from sparse_bitnet.engine.engine import Engine
+
+        engine = Engine.load(checkpoint, **options.of_cpu_engine())
         return OpenEngine(folder=str(checkpoint), engine=engine, engine_name="cpu")
-    why = note or ("--engine transformers" if options.engine != "auto" else "it is not packed")
     options.check_for_transformers(why)
-    return _with_transformers(checkpoint, options, note)
+    is_note = options.engine == "auto" and options.device != "cuda" and is_packed(checkpoint)
+    return _through_pytorch(checkpoint, options, why if is_note else None)
 
 
-def _cpu_engine(checkpoint: str | Path, options: EngineOptions) -> InferenceEngine:
-    _check_extension()
-    from sparse_bitnet.engine.engine import Engine
-
-    return Engine.load(checkpoint, **options.of_cpu_engine())
-
-
-def _on_gpu(checkpoint: str | Path, options: EngineOptions) -> OpenEngine:
-    options.check_for_transformers("--device cuda")
+def _through_pytorch(
+    checkpoint: str | Path, options: EngineOptions, note: str | None
+) -> OpenEngine:
     from sparse_bitnet.checkpoint.locate import resolve_checkpoint
 
+    # First: importing transformers takes seconds, a mistyped name should not.
     folder = resolve_checkpoint(checkpoint)
-    from sparse_bitnet.engine.gpu.engine import GpuEngine, UnsuitedModel, check_device
+    import torch
+
     from sparse_bitnet.engine.reference import TransformersEngine
 
-    check_device("cuda")
     room: dict[str, Any] = {
         "context_length": options.context_length,
         "cache_tokens": options.cache_tokens,
     }
-    note = None
-    if options.engine == "auto":
-        try:
-            engine = GpuEngine.load(folder, **room)
-            return OpenEngine(folder=folder, engine=engine, engine_name="gpu")
-        except UnsuitedModel as error:
-            note = str(error)
-    slow = TransformersEngine.load(folder, device="cuda", **room)
-    return OpenEngine(folder=folder, engine=slow, engine_name="transformers", note=note)
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        from sparse_bitnet.engine.gpu.engine import GpuEngine, UnsuitedModel, check_device
+
+        check_device(device)
+        if options.engine == "auto":
+            try:
+                fast = GpuEngine.load(folder, **room)
+                return OpenEngine(folder=folder, engine=fast, engine_name="gpu")
+            except UnsuitedModel as error:
+                note = str(error)
+    elif options.threads is not None:
+        torch.set_num_threads(options.threads)
+    engine = TransformersEngine.load(folder, device=device, **room)
+    return OpenEngine(folder=folder, engine=engine, engine_name="transformers", note=note)
 
 
 def _check_extension() -> None:
@@ -135,10 +129,12 @@ def _check_extension() -> None:
 
 
 def reason_against_cpu_engine(checkpoint: str | Path) -> str | None:
-    """Why the CPU engine cannot run a packed folder, as far as its header tells; None where it can.
+    """Why the CPU engine cannot run a checkpoint, as far as its header tells; None where it can.
 
-    Raises `UserError` for one that is damaged: transformers would only find that later.
+    Raises `UserError` for a packed one that is damaged: transformers would only find that later.
     """
+    if not is_packed(checkpoint):
+        return "the model is not packed"
     try:
         _check_extension()
     except UserError as error:
@@ -155,29 +151,7 @@ def reason_against_cpu_engine(checkpoint: str | Path) -> str | None:
 def position_count(folder: str | Path) -> int:
     """Positions of a local model by its config.json; 2048 where it does not say."""
     found = read_json_if_there(Path(folder) / CONFIG_FILE).get("max_position_embeddings")
-    return found if type(found) is int and found > 0 else DEFAULT_POSITIONS
-
-
-DEFAULT_POSITIONS = 2048
-
-
-def _with_transformers(
-    checkpoint: str | Path, options: EngineOptions, note: str | None
-) -> OpenEngine:
-    from sparse_bitnet.checkpoint.locate import resolve_checkpoint
-
-    # First: importing transformers takes seconds, a mistyped name should not.
-    folder = resolve_checkpoint(checkpoint)
-    import torch
-
-    from sparse_bitnet.engine.reference import TransformersEngine
-
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    engine = TransformersEngine.load(
-        folder, context_length=options.context_length, cache_tokens=options.cache_tokens
-    )
-    return OpenEngine(folder=folder, engine=engine, engine_name="transformers", note=note)
+    return found if type(found) is int and found > 0 else 2048
 
 
 def is_packed(checkpoint: str | Path) -> bool:
