@@ -9,7 +9,7 @@ import numpy as np
 
 from sparse_bitnet import _cpu
 from sparse_bitnet.engine.architecture import BLOCK_LINEARS, Architecture
-from sparse_bitnet.engine.format_choice import choose_format
+from sparse_bitnet.engine.format_tuning import choose_format
 from sparse_bitnet.engine.model_file import ModelFile, open_model_file
 from sparse_bitnet.engine.protocol import CacheFull, EngineSequence, InferenceEngine, WhichLogits
 from sparse_bitnet.engine.weights import (
@@ -77,7 +77,7 @@ class Engine(InferenceEngine):
             folder: the packed model.
             threads: to compute with; by default one for each processor this process may use.
             weight_format: form of the weights in memory: "i2", "b3" or "nm-bitmap", "stored" as in the
-                file, "auto" the fastest here, by a short measurement (format_choice.py).
+                file, "auto" the fastest here, by a short measurement (format_tuning.py).
             head: form of the output head in memory: "stored", "int8", "int4", "auto" int8. Of a head
                 that is tied to it, also of the embedding.
             kv_cache: form of keys and values: "float32", "float16" or "int8".

@@ -39,7 +39,7 @@ def choose_format(pattern: NMPattern, pool: _cpu.ThreadPool, isa: str) -> str:
     kernels = _cpu.Kernels.choose(isa)
     key = _key(kernels.isa, pool.threads, pattern)
     path = cache_folder() / "formats.json"
-    known = _read(path)
+    known = _tuned(path)
     choice = known.get(key)
     if choice in FORMATS and holds_pattern(choice, pattern):
         return choice
@@ -59,7 +59,7 @@ def cache_folder() -> Path:
     own, shared = os.environ.get("SPARSE_BITNET_CACHE"), os.environ.get("XDG_CACHE_HOME")
     if own:
         return Path(own)
-    return (Path(shared) if shared else Path.home() / ".cache") / "sparse-bitnet"
+    return Path(shared or os.path.expanduser("~/.cache")) / "sparse-bitnet"
 
 
 def measure_formats(
@@ -148,10 +148,11 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def _read(path: Path) -> dict[str, str]:
+def _tuned(path: Path) -> dict[str, str]:
     """What is remembered; nothing where that cannot be read."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        # A pipe would be waited for.
+        values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(values, dict):

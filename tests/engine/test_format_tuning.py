@@ -1,6 +1,8 @@
 """The choice of the run-time format: measured once, remembered, never in the way."""
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,13 +10,13 @@ import pytest
 from sparse_bitnet.pattern import NMPattern
 
 _cpu = pytest.importorskip("sparse_bitnet._cpu")
-from sparse_bitnet.engine import format_choice  # noqa: E402
+from sparse_bitnet.engine import format_tuning  # noqa: E402
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SPARSE_BITNET_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(format_choice, "_BYTES", 1 << 20)
+    monkeypatch.setattr(format_tuning, "_BYTES", 1 << 20)
     return tmp_path / "cache" / "formats.json"
 
 
@@ -27,7 +29,7 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[NMPattern]:
         measured.append(pattern)
         return {"i2": 1.0, "b3": 1.5, "nm-bitmap": 1.01}
 
-    monkeypatch.setattr(format_choice, "measure_formats", measure)
+    monkeypatch.setattr(format_tuning, "measure_formats", measure)
     return measured
 
 
@@ -38,7 +40,7 @@ def test_what_is_measured(cache: Path) -> None:
         ("8:8", {"i2", "b3"}),
         ("3:5", {"i2", "b3"}),
     ):
-        seconds = format_choice.measure_formats(NMPattern.parse(text), pool, kernels)
+        seconds = format_tuning.measure_formats(NMPattern.parse(text), pool, kernels)
         assert seconds.keys() == names
         assert all(0 < taken < 1 for taken in seconds.values())
 
@@ -46,23 +48,37 @@ def test_what_is_measured(cache: Path) -> None:
 def test_measured_once(cache: Path, measurements: list[NMPattern]) -> None:
     pool = _cpu.ThreadPool(1)
     for _ in range(2):
-        assert format_choice.choose_format(NMPattern(6, 8), pool, "generic") == "nm-bitmap"
+        assert format_tuning.choose_format(NMPattern(6, 8), pool, "generic") == "nm-bitmap"
     assert len(measurements) == 1
     (key,) = json.loads(cache.read_text())
     assert "generic | 1 threads | 6:8" in key
-    format_choice.choose_format(NMPattern(2, 8), pool, "generic")
-    format_choice.choose_format(NMPattern(6, 8), _cpu.ThreadPool(2), "generic")
+    format_tuning.choose_format(NMPattern(2, 8), pool, "generic")
+    format_tuning.choose_format(NMPattern(6, 8), _cpu.ThreadPool(2), "generic")
     assert len(measurements) == 3
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "[" * 100_000, '{"a": 1}', "\xff"])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "[" * 100_000, '{"a": 1}', "\xff", "1" * 5000, "nul"]
+)
 def test_a_damaged_cache_is_ignored(
     cache: Path, measurements: list[NMPattern], content: str
 ) -> None:
     cache.parent.mkdir()
     cache.write_text(content, encoding="latin-1")
     for _ in range(2):
-        format_choice.choose_format(NMPattern(6, 8), _cpu.ThreadPool(1), "generic")
+        format_tuning.choose_format(NMPattern(6, 8), _cpu.ThreadPool(1), "generic")
+    assert len(measurements) == 1
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_no_file_in_the_place_of_the_cache(
+    cache: Path, measurements: list[NMPattern], make: Callable[[Path], None]
+) -> None:
+    cache.parent.mkdir()
+    make(cache)
+    assert (
+        format_tuning.choose_format(NMPattern(6, 8), _cpu.ThreadPool(1), "generic") == "nm-bitmap"
+    )
     assert len(measurements) == 1
 
 
@@ -70,11 +86,11 @@ def test_a_remembered_format_must_hold_the_pattern(
     cache: Path, measurements: list[NMPattern]
 ) -> None:
     pool = _cpu.ThreadPool(1)
-    format_choice.choose_format(NMPattern(6, 8), pool, "generic")
+    format_tuning.choose_format(NMPattern(6, 8), pool, "generic")
     for bad in ("nm-enum", "??"):
         values = dict.fromkeys(json.loads(cache.read_text()), bad)
         cache.write_text(json.dumps(values))
-        assert format_choice.choose_format(NMPattern(6, 8), pool, "generic") == "nm-bitmap"
+        assert format_tuning.choose_format(NMPattern(6, 8), pool, "generic") == "nm-bitmap"
     assert len(measurements) == 3
 
 
@@ -82,13 +98,13 @@ def test_a_folder_that_cannot_be_written_does_not_matter(
     cache: Path, measurements: list[NMPattern]
 ) -> None:
     cache.parent.write_text("a file")
-    assert format_choice.choose_format(NMPattern(6, 8), _cpu.ThreadPool(1), "") == "nm-bitmap"
+    assert format_tuning.choose_format(NMPattern(6, 8), _cpu.ThreadPool(1), "") == "nm-bitmap"
 
 
 def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("SPARSE_BITNET_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert format_choice.cache_folder() == tmp_path / "sparse-bitnet"
+    assert format_tuning.cache_folder() == tmp_path / "sparse-bitnet"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert format_choice.cache_folder() == tmp_path / ".cache" / "sparse-bitnet"
+    assert format_tuning.cache_folder() == tmp_path / ".cache" / "sparse-bitnet"
