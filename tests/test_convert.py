@@ -194,7 +194,13 @@ class TestConvert:
     def test_other_subclasses_of_linear_are_left_alone(self) -> None:
         attention = nn.MultiheadAttention(16, 2)
         before = type(attention.out_proj)
-        convert_(nn.Sequential(attention, nn.Linear(16, 16)), TERNARY)
+        model = nn.Sequential(attention, nn.Linear(16, 16))
+        with pytest.raises(
+            UserError, match=r"80% of the weights .*: 0\.in_proj_weight, 0\.out_proj"
+        ):
+            convert_(model, TERNARY)
+        with pytest.warns(UserWarning, match="2 matrices of Sequential stay as they are"):
+            convert_(model, TERNARY, allow_partial=True)
         assert type(attention.out_proj) is before
 
     def test_size_that_does_not_divide_is_refused_by_name_and_changes_nothing(self) -> None:
@@ -247,7 +253,7 @@ class TestSelected:
                         model(input_ids=ids, labels=ids).loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        assert counted.calls["absmean"] == counted.calls["select_ternary_bits"] == steps * layers
+        assert counted.calls["absmean"] == counted.calls["select_ternary"] == steps * layers
         forwards = 1 if use_reentrant is None else 2
         assert counted.calls["quantize_int8"] == steps * micro_batches * forwards * layers
 
@@ -286,7 +292,7 @@ class TestSelected:
             with selected(model):
                 model(batch())
             assert all(layer.is_selected for layer in sparse_layers(model).values())
-        assert counted.calls["select_ternary_bits"] == len(sparse_layers(model))
+        assert counted.calls["select_ternary"] == len(sparse_layers(model))
         assert not any(layer.is_selected for layer in sparse_layers(model).values())
 
     def test_releases_when_the_block_or_the_selection_raises(self, monkeypatch) -> None:

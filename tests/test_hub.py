@@ -221,7 +221,7 @@ class TestRefusals:
     def test_missing_file_or_folder_is_one_line(self, missing: str, damaged) -> None:
         folder = damaged()
         shutil.rmtree(folder) if missing == "." else (folder / missing).unlink()
-        with pytest.raises(UserError, match="cannot load a model from") as raised:
+        with pytest.raises(UserError, match=r"cannot load a model from|no such folder") as raised:
             from_pretrained(folder)
         assert "\n" not in str(raised.value)
 

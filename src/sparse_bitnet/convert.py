@@ -1,14 +1,23 @@
 """From a model of `nn.Linear` to one of `SparseBitLinear`, in place, and its per-step selection."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch import nn
 
+from sparse_bitnet.convertible import (
+    converted,
+    in_features_of,
+    is_fused_experts,
+    is_linear,
+    matrices,
+)
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer import SparseBitConfig, SparseBitLinear
 from sparse_bitnet.layer_config import layer_matches
+from sparse_bitnet.saved_names import lost_weights
 
 FORMAT_VERSION = 1
 """Version of the `quantization_config` entry that a converted model's config carries."""
@@ -17,39 +26,50 @@ FilterFn = Callable[[nn.Module, str], bool]
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def convert_(model: Model, config: SparseBitConfig, filter_fn: FilterFn | None = None) -> Model:
+def convert_(
+    model: Model,
+    config: SparseBitConfig,
+    filter_fn: FilterFn | None = None,
+    *,
+    allow_partial: bool = False,
+    layer_class: type[SparseBitLinear] = SparseBitLinear,
+) -> Model:
     """Replace linear layers by `SparseBitLinear`, sharing their parameters; returns `model`.
 
     Args:
         model: a transformers model or any module made of `nn.Linear`.
         config: the format of every converted layer.
-        filter_fn: (module, full name) -> whether to convert this `nn.Linear`. By default every
-            linear of the blocks, never an embedding, an output head or a weight tied to one
-            (`is_block_linear`). The config's `dense_layers` stay as they are in either case.
+        filter_fn: (module, full name) -> whether to convert this linear layer, or this module of fused
+            experts. By default every one of the blocks, never an embedding, an output head or a weight
+            tied to one. The config's `dense_layers` stay as they are in either case.
+        allow_partial: accept that most of the matrix weights stay as they are.
+        layer_class: a subclass that selects otherwise; a checkpoint names it, and loads where it exists.
 
     A layer already converted takes the new config, a layer that stands at several places stays one.
-    A transformers model's config gets the `quantization_config` with which it saves and loads.
+    The weights of GPT-2's `Conv1D` and fused experts become new parameters, so make the optimiser
+    afterwards. What stays as it is, unasked, is told in a warning. A transformers model's config gets
+    the `quantization_config` with which it saves and loads.
 
-    Raises `UserError` when nothing matches, a pattern does not divide a layer, or `model` is itself a
-    linear layer; the model is then unchanged.
+    Raises `UserError` when nothing matches, a pattern does not divide a layer, most matrix weights
+    would stay, or `model` is itself a linear layer; the model is then unchanged.
     """
-    if isinstance(model, nn.Linear):
+    if is_linear(model):
         raise UserError("convert_: a bare linear layer has no place to be replaced in; wrap it")
-    chosen = _block_linears(model) if filter_fn is None else filter_fn
-    linears = {
+    chosen = _in_blocks(model) if filter_fn is None else filter_fn
+    found = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
-        if type(module) in (nn.Linear, SparseBitLinear)
+        if is_linear(module) or is_fused_experts(module)
     }
     for glob in config.dense_layers:
-        if filter_fn is None and not any(layer_matches(name, glob) for name in linears):
+        if filter_fn is None and not any(layer_matches(name, glob) for name in found):
             raise UserError(
                 f"dense_layers {glob}: no linear layer of {type(model).__name__} has such a name"
-                + (f"; one is called {next(iter(linears))}" if linears else "")
+                + (f"; one is called {next(iter(found))}" if found else "")
             )
     targets = {
         name: module
-        for name, module in linears.items()
+        for name, module in found.items()
         if not config.keeps_dense(name) and chosen(module, name)
     }
     if not targets:
@@ -57,31 +77,98 @@ def convert_(model: Model, config: SparseBitConfig, filter_fn: FilterFn | None =
             f"convert_: no linear layer to convert in {type(model).__name__}; pass filter_fn"
         )
     for name, module in targets.items():
-        config.pattern.check_divides(module.in_features, name)
-    layers: dict[nn.Module, nn.Linear] = {}
-    for name, module in linears.items():
+        for width in in_features_of(module):
+            config.pattern.check_divides(width, name)
+    asked = set(found.values()) if filter_fn is not None else set(targets.values())
+    asked |= {module for name, module in found.items() if config.keeps_dense(name)}
+    _tell_what_stays(model, targets, asked, allow_partial)
+    layers: dict[nn.Module, nn.Module] = {}
+    for name, module in found.items():
         parent, _, child = name.rpartition(".")
         if name in targets and module not in layers:
-            layers[module] = SparseBitLinear.from_linear(module, config, name)
+            layers[module] = converted(module, config, name, layer_class)
         elif config.keeps_dense(name) and isinstance(module, SparseBitLinear):
             layers[module] = module.to_linear()
         if module in layers:
             setattr(model.get_submodule(parent), child, layers[module])
+    if lost := lost_weights(model, [f"{name}.weight" for name in sparse_layers(model)]):
+        warnings.warn(
+            f"convert_: {type(model).__name__} as transformers saves it would not load again: "
+            f"{lost[0]} is stored under another name, as are {len(lost) - 1} more",
+            stacklevel=2,
+        )
     model_config: Any = getattr(model, "config", None)
     if hasattr(model_config, "to_dict"):
         model_config.quantization_config = quantization_config(model, config)
     return model
 
 
+def _tell_what_stays(
+    model: nn.Module, targets: dict[str, nn.Module], asked: set[nn.Module], allow_partial: bool
+) -> None:
+    """Warn of matrices of the blocks that nobody asked to leave alone; refuse when they are most."""
+    in_blocks = _in_blocks(model)
+    owners = set(targets.values())
+    sizes: dict[str, int] = {}
+    total = 0
+    for name, weight, module in matrices(model):
+        if module in owners:
+            total += weight.numel()
+        elif module not in asked and in_blocks(module, name):
+            sizes[name] = weight.numel()
+    if not sizes:
+        return
+    left, largest = sum(sizes.values()), sorted(sizes, key=lambda name: -sizes[name])[:3]
+    message = (
+        f"convert_: {len(sizes)} matrices of {type(model).__name__} stay as they are, "
+        f"{left / (total + left):.0%} of the weights of its blocks: {', '.join(largest)}"
+        + (", ..." if len(sizes) > 3 else "")
+    )
+    if left > total and not allow_partial:
+        raise UserError(f"{message}; pass allow_partial=True to accept that")
+    warnings.warn(message, stacklevel=3)
+
+
 def quantization_config(model: nn.Module, config: SparseBitConfig) -> dict:
     """The entry of a transformers config.json: method, version, format, and what stays dense."""
-    dense = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    dense = [
+        name
+        for name, module in model.named_modules()
+        if (is_linear(module) or is_fused_experts(module))
+        and not isinstance(module, SparseBitLinear)
+    ]
+    selection = next(map(selection_name, sparse_layers(model).values()), None)
     return {
         "quant_method": "sparse_bitnet",
         "version": FORMAT_VERSION,
         "format": config.to_dict(),
         "modules_to_not_convert": dense,
-    }
+    } | ({} if selection is None else {"selection": selection})
+
+
+def selection_name(layer: SparseBitLinear) -> str | None:
+    """The class whose `select` the layer uses, None where that is the package's own."""
+    owner = next(parent for parent in type(layer).__mro__ if "select" in vars(parent))
+    return None if owner is SparseBitLinear else f"{owner.__module__}.{owner.__qualname__}"
+
+
+def selecting_class(name: str | None, where: str) -> type[SparseBitLinear]:
+    """The class that `selection_name` names, among those that exist in this process.
+
+    Raises `UserError` for another one: a checkpoint is never masked or quantised in another way.
+    """
+    known: dict[str | None, type[SparseBitLinear]] = {None: SparseBitLinear}
+    waiting = SparseBitLinear.__subclasses__()
+    for subclass in waiting:
+        waiting.extend(subclass.__subclasses__())
+        if "select" in vars(subclass):
+            known[f"{subclass.__module__}.{subclass.__qualname__}"] = subclass
+    if name not in known:
+        raise UserError(
+            f"{where}: its masks and codes are those of {name}, which this process does not know; "
+            "import the module that defines it first"
+        )
+    return known[name]
 
 
 def sparse_layers(model: nn.Module) -> dict[str, SparseBitLinear]:
@@ -134,8 +221,8 @@ def set_integer_forward_(model: nn.Module, integer: bool) -> None:
         layer.integer_forward = integer
 
 
-def _block_linears(model: nn.Module) -> FilterFn:
-    """Linears inside the repeated blocks; of a model without blocks, all but heads and ties."""
+def _in_blocks(model: nn.Module) -> FilterFn:
+    """What lies inside the repeated blocks; of a model without blocks, all but heads and ties."""
     embeddings = {
         id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
     }
@@ -145,9 +232,9 @@ def _block_linears(model: nn.Module) -> FilterFn:
         name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and name
     }
 
-    def is_block_linear(module: nn.Module, name: str) -> bool:
-        if module is head or id(module.weight) in embeddings:
+    def in_blocks(module: nn.Module, name: str) -> bool:
+        if module is head or id(getattr(module, "weight", None)) in embeddings:
             return False
         return not blocks or any(name.startswith(f"{block}.") for block in blocks)
 
-    return is_block_linear
+    return in_blocks

@@ -6,14 +6,23 @@ config carries `quant_method: "sparse_bitnet"`, a version and the whole `SparseB
 bit; the master weights are stored, so training can go on from there.
 """
 
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparse_bitnet.convert import FORMAT_VERSION, convert_, quantization_config, sparse_layers
+from sparse_bitnet.convert import (
+    FORMAT_VERSION,
+    convert_,
+    quantization_config,
+    selecting_class,
+    sparse_layers,
+)
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import atomic_folder
 from sparse_bitnet.layer import SparseBitConfig
 from sparse_bitnet.models import load_causal_lm
+from sparse_bitnet.saved_names import loaded_names
 from sparse_bitnet.weight_files import WeightFiles
 
 if TYPE_CHECKING:
@@ -22,13 +31,29 @@ if TYPE_CHECKING:
 REQUIRED_KEYS = ("version", "format", "modules_to_not_convert")
 
 
-def read_format(entry: dict[str, Any], where: str = "config.json") -> SparseBitConfig:
+def read_format(
+    entry: dict[str, Any], where: str = "config.json", *, own_selection: bool = False
+) -> SparseBitConfig:
     """The `SparseBitConfig` of a `quantization_config` entry.
 
-    Raises `UserError` for a missing key or a version newer than this package reads.
+    Args:
+        entry: of a config.json.
+        where: that file, for messages.
+        own_selection: accept layers whose class selects otherwise than by the format.
+
+    Raises `UserError` for a missing or an unknown key, a mask or quantiser that is not the package's
+    own, or a version newer than this package reads.
     """
     if missing := [key for key in REQUIRED_KEYS if key not in entry]:
         raise UserError(f"{where}: quantization_config lacks {', '.join(missing)}")
+    if unknown := sorted(entry.keys() - {"quant_method", "selection", *REQUIRED_KEYS}):
+        raise UserError(
+            f"{where}: quantization_config has unknown {', '.join(unknown)}; upgrade sparse-bitnet"
+        )
+    if not own_selection and (name := entry.get("selection")):
+        raise UserError(
+            f"{where}: masks and codes are those of {name}, which only from_pretrained gives back"
+        )
     kept = entry["modules_to_not_convert"]
     if not isinstance(kept, list) or not all(isinstance(name, str) for name in kept):
         raise UserError(f"{where}: modules_to_not_convert is not a list of names")
@@ -71,6 +96,7 @@ def save_pretrained(
         model.save_pretrained(temporary)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
+        _check_comes_back(model, temporary)
 
 
 def from_pretrained(path_or_id: str | Path, **kwargs: Any) -> "PreTrainedModel":
@@ -84,7 +110,7 @@ def from_pretrained(path_or_id: str | Path, **kwargs: Any) -> "PreTrainedModel":
     return load_causal_lm(path_or_id, **kwargs)
 
 
-def check_weights(model: "PreTrainedModel", files: list[str] | None) -> None:
+def check_weights(model: "PreTrainedModel", files: Sequence[str | Path] | None) -> None:
     """Raise `UserError` when a converted layer's weight is missing from the safetensors `files`, or
     of another shape there.
 
@@ -92,14 +118,11 @@ def check_weights(model: "PreTrainedModel", files: list[str] | None) -> None:
     """
     if not files or not all(str(file).endswith(".safetensors") for file in files):
         return
-    prefix = f"{model.base_model_prefix}."
     stored = WeightFiles([Path(file) for file in files]).shapes
-    shapes = {name.removeprefix(prefix): list(shape) for name, shape in stored.items()}
+    names = loaded_names(model, stored)
+    shapes = {names[name]: list(shape) for name, shape in stored.items()}
     for name, layer in sparse_layers(model).items():
-        expected, found = (
-            list(layer.weight.shape),
-            shapes.get(f"{name.removeprefix(prefix)}.weight"),
-        )
+        expected, found = list(layer.weight.shape), shapes.get(f"{name}.weight")
         if found is None:
             raise UserError(
                 f"checkpoint lacks {name}.weight: the files are incomplete or of another model"
@@ -108,6 +131,39 @@ def check_weights(model: "PreTrainedModel", files: list[str] | None) -> None:
             raise UserError(
                 f"checkpoint's {name}.weight is {found}, its config.json asks {expected}"
             )
+
+
+def _convert_empty_(model: Any, entry: dict[str, Any], files: Sequence[str | Path] | None) -> None:
+    """Make an empty model what was saved, and check that the files hold its layers."""
+    where = "config.json"
+    format = read_format(entry, where, own_selection=True)
+    # A base model without its head has the same names less the prefix.
+    prefix = f"{model.base_model_prefix}."
+    dense = {name.removeprefix(prefix) for name in entry["modules_to_not_convert"]}
+    convert_(
+        model,
+        format,
+        lambda module, name: name.removeprefix(prefix) not in dense,
+        allow_partial=True,
+        layer_class=selecting_class(entry.get("selection"), where),
+    )
+    check_weights(model, files)
+
+
+def _check_comes_back(model: "PreTrainedModel", folder: Path) -> None:
+    """Raise `UserError` when the saved folder would not load, tried without memory for weights."""
+    import torch
+
+    config: Any = type(model.config).from_pretrained(folder)
+    entry = config.quantization_config
+    with torch.device("meta"), warnings.catch_warnings(action="ignore"):
+        empty = type(model)._from_config(config)
+        try:
+            _convert_empty_(empty, entry, sorted(folder.glob("*.safetensors")))
+        except UserError as error:
+            raise UserError(
+                f"{type(model).__name__} cannot be saved so that it loads again: {error}"
+            ) from error
 
 
 def _is_empty(folder: Path) -> bool:
@@ -133,7 +189,7 @@ def register() -> None:
 
         def __init__(self, quant_method: str = "sparse_bitnet", **entry: Any) -> None:
             self.quant_method = quant_method  # type: ignore[assignment]
-            read_format(entry)
+            read_format(entry, own_selection=True)
             self.__dict__.update(entry)
 
     @register_quantizer("sparse_bitnet")
@@ -143,16 +199,9 @@ def register() -> None:
         requires_calibration = False
 
         def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
-            entry = self.quantization_config.to_dict()
-            # A base model without its head has the same names less the prefix.
-            prefix = f"{model.base_model_prefix}."
-            dense = {name.removeprefix(prefix) for name in entry["modules_to_not_convert"]}
-            convert_(
-                model,
-                read_format(entry),
-                lambda module, name: name.removeprefix(prefix) not in dense,
-            )
-            check_weights(model, kwargs.get("checkpoint_files"))
+            with warnings.catch_warnings(action="ignore"):
+                entry = self.quantization_config.to_dict()
+                _convert_empty_(model, entry, kwargs.get("checkpoint_files"))
 
         @property
         def is_trainable(self) -> bool:

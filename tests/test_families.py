@@ -1,0 +1,251 @@
+"""Families beyond plain decoders: what `convert_` finds in them, and that what is saved loads again."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from factories import tiny_model
+from sparse_bitnet.convert import convert_, selected, sparse_layers
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.export.pack import pack_checkpoint
+from sparse_bitnet.hub import from_pretrained, save_pretrained
+from sparse_bitnet.layer import SparseBitConfig, SparseBitLinear
+from sparse_bitnet.saved_names import lost_weights
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+TEXT = SIZES | {"vocab_size": 96, "num_key_value_heads": 2, "max_position_embeddings": 64}
+IDS = torch.arange(24).view(2, 12)
+
+
+def moe(**changes: Any) -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.Qwen2MoeConfig(
+        **TEXT,
+        moe_intermediate_size=48,
+        shared_expert_intermediate_size=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        experts_implementation="eager",
+        **changes,
+    )
+    return transformers.Qwen2MoeForCausalLM(config)
+
+
+def gpt2() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_embd=64, n_layer=2, n_head=4, vocab_size=96, n_positions=64, bos_token_id=None
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def falcon() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {name: size for name, size in SIZES.items() if name != "intermediate_size"}
+    return transformers.FalconForCausalLM(transformers.FalconConfig(**sizes, vocab_size=96))
+
+
+def vit() -> nn.Module:
+    config = transformers.ViTConfig(**SIZES, image_size=16, patch_size=8)
+    return transformers.ViTForImageClassification(config)
+
+
+def dinov2() -> nn.Module:
+    config = transformers.Dinov2Config(**SIZES, image_size=16, patch_size=8, mlp_ratio=2)
+    return transformers.Dinov2ForImageClassification(config)
+
+
+def gemma3() -> nn.Module:
+    config = transformers.Gemma3Config(
+        text_config=TEXT | {"head_dim": 16},
+        vision_config=SIZES | {"image_size": 16, "patch_size": 8},
+        mm_tokens_per_image=4,
+    )
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+def qwen2_vl() -> nn.Module:
+    config = transformers.Qwen2VLConfig(
+        text_config=TEXT
+        | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
+        vision_config={"depth": 2, "embed_dim": 64, "hidden_size": 64, "num_heads": 4},
+    )
+    return transformers.Qwen2VLForConditionalGeneration(config)
+
+
+FAMILIES = {f.__name__: f for f in (moe, gpt2, falcon, vit, dinov2, gemma3, qwen2_vl)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_saved_loads_again_bit_for_bit(family: str, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="convert_: [0-9]+ matrices")
+        warnings.filterwarnings("error", message="convert_: .*would not load again")
+        model = convert_(FAMILIES[family](), SparseBitConfig())
+    save_pretrained(model, tmp_path / "out")
+    loaded = type(model).from_pretrained(tmp_path / "out")
+    assert list(sparse_layers(loaded)) == list(sparse_layers(model))
+    ours, theirs = model.state_dict(), loaded.state_dict()
+    assert list(ours) == list(theirs)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_what_would_not_load_again_is_told_and_not_saved(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class OneWayViT(transformers.ViTForImageClassification):
+        def save_pretrained(self, folder: Path, **options: Any) -> None:
+            state = {name.replace("layer", "block"): t for name, t in self.state_dict().items()}
+            super().save_pretrained(folder, state_dict=state, **options)
+
+    model = OneWayViT(transformers.ViTConfig(**SIZES, image_size=16, patch_size=8))
+    convert_(model, SparseBitConfig())
+    with pytest.raises(
+        UserError, match=r"OneWayViT cannot be saved so that it loads again: .*lacks"
+    ):
+        save_pretrained(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(
+        "transformers.core_model_loading.revert_weight_conversion",
+        lambda model, state: {f"elsewhere.{name}": t for name, t in state.items()},
+    )
+    with pytest.warns(UserWarning, match="OneWayViT as transformers saves it would not load again"):
+        convert_(model, SparseBitConfig())
+    assert lost_weights(model, ["x"]) == ["x"]
+
+
+class TestExperts:
+    def test_each_expert_is_two_matrices_with_their_own_scales(self) -> None:
+        dense = moe()
+        fused = dense.model.layers[1].mlp.experts.gate_up_proj.detach().clone()
+        model = convert_(moe(), SparseBitConfig())
+        layers = sparse_layers(model)
+        names = [
+            f"model.layers.1.mlp.experts.{i}.{part}"
+            for i in range(4)
+            for part in ("gate_up", "down")
+        ]
+        assert [name for name in layers if "layers.1.mlp.experts" in name] == names
+        assert torch.equal(layers[names[2]].weight, fused[1])
+        scales = {layers[name].select().weight_scale.item() for name in names}
+        assert len(scales) == len(names)
+        left = {n for n, p in model.named_parameters() if p.dim() > 1 and "layers" in n} - {
+            f"{name}.weight" for name in layers
+        }
+        assert left == {f"model.layers.{i}.mlp.gate.weight" for i in range(2)}
+
+    def test_full_dense_changes_no_bit(self) -> None:
+        model = convert_(moe(), SparseBitConfig.parse("full-8:8"))
+        assert torch.equal(model(IDS).logits, moe()(IDS).logits)
+
+    def test_learns_one_batch_and_comes_back(self, tmp_path: Path) -> None:
+        model = convert_(moe(), SparseBitConfig())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        losses = []
+        for _ in range(12):
+            with selected(model):
+                loss = model(input_ids=IDS, labels=IDS).loss
+            loss.backward()
+            assert model.model.layers[0].mlp.experts.get_submodule("0.down").weight.grad is not None
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses[-1] < 0.6 * losses[0]
+        save_pretrained(model, tmp_path / "out")
+        assert torch.equal(
+            from_pretrained(tmp_path / "out").eval()(IDS).logits, model.eval()(IDS).logits
+        )
+
+    def test_the_router_that_stays_is_told(self) -> None:
+        with pytest.warns(UserWarning, match=r"2 matrices of Qwen2Moe\w+ stay .*mlp\.gate\."):
+            convert_(moe(), SparseBitConfig())
+
+    def test_most_of_a_model_is_not_left_alone_unasked(self) -> None:
+        model = moe()
+        for layer in model.model.layers:
+            layer.mlp.experts.has_bias = True
+        before = list(model.state_dict())
+        with pytest.raises(
+            UserError, match=r"6 matrices .*experts\.gate_up_proj.*allow_partial=True"
+        ):
+            convert_(model, SparseBitConfig())
+        assert not sparse_layers(model)
+        assert list(model.state_dict()) == before
+        with pytest.warns(UserWarning, match="6 matrices"):
+            convert_(model, SparseBitConfig(), allow_partial=True)
+        assert len(sparse_layers(model)) == 16
+
+    def test_what_is_asked_for_is_not_told(self) -> None:
+        attention = SparseBitConfig(dense_layers=("experts", "shared_*"))
+        for filter_fn in (None, lambda module, name: "self_attn" in name):
+            with pytest.warns(UserWarning, match=r"convert_: 2 matrices .* 2% .*\.gate\.weight"):
+                model = convert_(moe(), attention, filter_fn)
+            assert len(sparse_layers(model)) == 8
+
+
+@pytest.mark.parametrize("family", ["gpt2", "falcon"])
+def test_linear_layers_by_other_names_compute_the_same(family: str) -> None:
+    build = FAMILIES[family]
+    model = convert_(build(), SparseBitConfig.parse("full-8:8"))
+    assert len(sparse_layers(model)) == 8
+    torch.testing.assert_close(model(IDS).logits, build()(IDS).logits, rtol=0, atol=1e-5)
+    ternary = convert_(build(), SparseBitConfig())
+    ternary(IDS).logits.sum().backward()
+    assert all(layer.weight.grad is not None for layer in sparse_layers(ternary).values())
+
+
+class FirstOfEachGroup(SparseBitLinear):
+    """Keeps the first weights of every group, whatever their magnitude."""
+
+    def select(self):
+        chosen = super().select()
+        mask = torch.arange(self.in_features).expand_as(self.weight) % 8 < 6
+        return chosen._replace(codes=chosen.codes.sign() * mask, mask=mask, mask_words=None)
+
+
+class TestOwnSelection:
+    @pytest.fixture
+    def saved(self, tmp_path: Path) -> Path:
+        model = convert_(tiny_model(), SparseBitConfig(), layer_class=FirstOfEachGroup)
+        save_pretrained(model, tmp_path / "out")
+        return tmp_path / "out"
+
+    def test_a_subclass_comes_back(self, saved: Path) -> None:
+        layers = sparse_layers(from_pretrained(saved))
+        assert all(type(layer) is FirstOfEachGroup for layer in layers.values())
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (
+                {"selection": "their.RandomMask"},
+                "those of their.RandomMask, which this process does not",
+            ),
+            ({"mask": "random"}, "quantization_config has unknown mask"),
+        ],
+    )
+    def test_one_that_is_not_known_is_refused_by_name(
+        self, saved: Path, change: dict[str, str], message: str
+    ) -> None:
+        values = json.loads((saved / "config.json").read_text())
+        values["quantization_config"] |= change
+        (saved / "config.json").write_text(json.dumps(values))
+        with pytest.raises(UserError, match=message):
+            from_pretrained(saved)
+
+    def test_packing_does_not_select_by_magnitude_instead(
+        self, saved: Path, tmp_path: Path
+    ) -> None:
+        with pytest.raises(UserError, match="masks and codes are those of test_families"):
+            pack_checkpoint(saved, tmp_path / "packed")
