@@ -143,7 +143,7 @@ def test_many_threads_render_at_once():
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"\xff{{ 1 }}", "cannot read .*jinja"),
+        (b"\xff{{ 1 }}", "jinja is damaged"),
         (b"{{ " + b"(" * 5000 + b")" * 5000 + b" }}", "is damaged"),
         (b"{% if 1 %}" * 3000 + b"{% endif %}" * 3000, "is damaged"),
         (b"{{ 1 +" + b"+" * 200_000 + b"1 }}", "is damaged"),

@@ -13,7 +13,7 @@ from typing import Any
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.text import TextTokenizer
-from sparse_bitnet.model_folder import read_json_if_there
+from sparse_bitnet.model_folder import read_json_if_there, read_small
 
 _SPECIAL_TOKENS = (
     "bos_token",
@@ -47,9 +47,9 @@ class ChatTemplate:
         path = folder / "chat_template.jinja"
         if path.is_file():
             try:
-                source: Any = path.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise UserError(f"cannot read {path}: {error}") from error
+                source: Any = read_small(path).decode()
+            except UnicodeDecodeError as error:
+                raise UserError(f"{path} is damaged: {error}") from error
         else:
             source = config.get("chat_template")
         if isinstance(source, list):

@@ -130,9 +130,9 @@ class TextStream:
         self._skip = tokenizer.special_tokens if skip_special_tokens else frozenset()
         self._strip = tokenizer._strip if is_start else 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._whole: _WholeText | None = None
+        self._whole: _NeighbourStream | None = None
         if tokenizer._to_bytes is None:
-            self._whole = _WholeText(tokenizer._tokenizer)
+            self._whole = _NeighbourStream(tokenizer._tokenizer)
 
     def feed(self, token: int) -> str:
         """The characters that the token completes, often none or several."""
@@ -159,26 +159,28 @@ class TextStream:
         return text
 
 
-class _WholeText:
-    """For decoders that look at neighbouring tokens: decodes all of them again with each one."""
+class _NeighbourStream:
+    """For decoders that look at neighbouring tokens: the library's own stream, which has no end."""
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
-        self._tokenizer = tokenizer
+        from tokenizers.decoders import DecodeStream
+
+        self._tokenizer, self._stream = tokenizer, DecodeStream(skip_special_tokens=False)
         self._tokens: list[int] = []
-        self._shown = ""
+        self._shown = 0
 
     def feed(self, token: int) -> str:
         self._tokens.append(token)
-        text = self._tokenizer.decode(self._tokens, skip_special_tokens=False)
-        if text.endswith("\ufffd") or not text.startswith(self._shown):
-            return ""
-        new, self._shown = text[len(self._shown) :], text
-        return new
+        try:
+            text = self._stream.step(self._tokenizer, token) or ""
+        except Exception:  # plain, for a token that changes what is shown already
+            text = ""
+        self._shown += len(text)
+        return text
 
     def flush(self) -> str:
         text = self._tokenizer.decode(self._tokens, skip_special_tokens=False)
-        new, self._shown = text[len(self._shown) :], text
-        return new
+        return text[self._shown :]
 
 
 def _byte_decoder(tokenizer: "Tokenizer") -> tuple[Callable[[str], bytes] | None, int]:
