@@ -218,7 +218,7 @@ def test_local_folder_of_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_hub_offline() -> None:
     with pytest.raises(UserError, match=r"cannot open the hub data set 'no-one/nothing'") as caught:
-        texts_of(parse_source("no-one/nothing"))
+        texts_of(parse_source("hub:no-one/nothing"))
     assert "\n" not in str(caught.value)
 
 
@@ -230,14 +230,14 @@ def test_hub_breaking_off(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = datasets.IterableDataset.from_generator(rows)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
     with pytest.raises(UserError, match=r"reading 'a/b' stopped: .*the same command goes on"):
-        texts_of(parse_source("a/b"))
+        texts_of(parse_source("hub:a/b"))
 
 
 def test_hub_without_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = datasets.IterableDataset.from_generator(lambda: iter([{"text": ""}]))
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
     with pytest.raises(UserError, match="a/b: no documents"):
-        texts_of(parse_source("a/b"))
+        texts_of(parse_source("hub:a/b"))
 
 
 def book(words: int) -> str:
