@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor, nn
 
@@ -30,6 +29,7 @@ from sparse_bitnet.experiments.provenance import provenance
 from sparse_bitnet.ops.absmean import absmean_reference
 from sparse_bitnet.ops.cpu import Kernels
 from sparse_bitnet.ops.select_ternary import select_ternary_reference
+from sparse_bitnet.progress import Progress
 
 RESULTS = Path(__file__).parent / "results"
 STEP_TOKENS = 65_536
@@ -264,8 +264,10 @@ def main() -> None:
     shapes = SHAPES[0:3:2] if options.quick else SHAPES
     cases = [(shape, dtype) for shape in shapes for dtype in DTYPES]
     rows = []
-    with Progress(console=console, transient=True) as progress:
-        for shape, dtype in progress.track(cases, description="measuring"):
+    with Progress(console) as progress:
+        line = progress.line("measuring")
+        for shape, dtype in cases:
+            line(len(rows), len(cases))
             rows.append(measure(shape, dtype, isas, compiled, options))
     console.print(table_of(rows, isas))
     summarise(rows, isas, console)

@@ -29,7 +29,6 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from sparse_bitnet.bench.child import Child
@@ -38,10 +37,11 @@ from sparse_bitnet.bench.model import cache_tokens
 from sparse_bitnet.bench.options import available_cores
 from sparse_bitnet.bench.random_model import cached_random_model, default_cache
 from sparse_bitnet.bench.record import append_records, result_file, where_measured
-from sparse_bitnet.bench.roofline import READ_BYTES, CeilingMeter
+from sparse_bitnet.bench.roofline import READ_BYTES, RooflineMeter
 from sparse_bitnet.bench.run import CHILD
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.pattern import NMPattern
+from sparse_bitnet.progress import Progress
 
 RESULTS = Path(__file__).parent / "results"
 OURS = "sparse-bitnet"
@@ -159,7 +159,8 @@ def other_engines(options: argparse.Namespace) -> Iterable[Engine]:
                     sizes = ("-p", "0", "-n", str(tokens))
                 return llama_bench([*command, *sizes, *shlex.split(more)], phase, tokens)
 
-            yield Engine(binary.parent.name or binary.name, gguf.stem, "", threads, measure)
+            type = f"{gguf.stem} {arguments}".strip()
+            yield Engine(binary.parent.name or binary.name, type, "", threads, measure)
 
 
 def llama_bench(command: list[str], phase: str, tokens: int) -> float:
@@ -181,7 +182,7 @@ def llama_bench(command: list[str], phase: str, tokens: int) -> float:
 def measure_all(
     engines: list[Engine],
     options: argparse.Namespace,
-    meters: list[CeilingMeter],
+    meters: list[RooflineMeter],
     progress: Progress,
 ) -> dict[tuple[int, str], list[float]]:
     """Seconds of every round, by place in `engines` and phase."""
@@ -190,7 +191,7 @@ def measure_all(
         (place, phase): [] for place in range(len(engines)) for phase in phases
     }
     order, shuffle = list(range(len(engines))), random.Random(0).shuffle
-    task = progress.add_task("measuring", total=len(seconds) * options.rounds)
+    line, total, done = progress.line("measuring"), len(seconds) * options.rounds, 0
     # A first token each: what is read from the file then is not speed.
     for engine in engines:
         engine.measure("decode", 2)
@@ -204,10 +205,10 @@ def measure_all(
             shuffle(order)
             for place in order:
                 engine = engines[place]
-                progress.update(task, description=f"{phase}: {engine.name} {engine.type}")
+                line(done, total, label=f"{phase}: {engine.name} {engine.type}")
                 time.sleep(IDLE_SECONDS)
                 seconds[place, phase].append(engine.measure(phase, tokens))
-                progress.advance(task)
+                done += 1
     return seconds
 
 
@@ -272,9 +273,9 @@ def table_of(rows: list[Row], title: str) -> Table:
         box=box.SIMPLE_HEAD,
     )
     for name in ("engine", "weights", "threads"):
-        table.add_column(name, no_wrap=True)
+        table.add_column(name, overflow="fold")
     for phase, tokens in dict.fromkeys((row.phase, row.tokens) for row in rows):
-        table.add_column(f"{phase} {tokens}", justify="right", no_wrap=True)
+        table.add_column(f"{phase} {tokens}", justify="right", overflow="fold")
     cells: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         rates = [row.tokens_per_second * statistics.median(row.seconds) / s for s in row.seconds]
@@ -332,14 +333,14 @@ def version_of(engine: str) -> str:
 def run(options: argparse.Namespace, console: Console, read_bytes: int = READ_BYTES) -> None:
     pattern = NMPattern.parse(options.pattern)
     folder = cached_random_model(options.model, pattern, cache=options.models)
-    with ExitStack() as stack, Progress(console=console, transient=True) as progress:
+    with ExitStack() as stack, Progress(console) as progress:
         engines = [
             *our_engines(folder, options, stack),
             *llama_cpp_engines(folder, options, stack),
             *other_engines(options),
         ]
         isas = sorted({engine.isa for engine in engines if engine.name == OURS})
-        meters = [CeilingMeter(threads, isas, read_bytes) for threads in options.threads]
+        meters = [RooflineMeter(threads, isas, read_bytes) for threads in options.threads]
         contention = Contention({engine.pid for engine in engines if engine.pid is not None})
         seconds = measure_all(engines, options, meters, progress)
         others = contention.others_share()
@@ -351,12 +352,12 @@ def run(options: argparse.Namespace, console: Console, read_bytes: int = READ_BY
             f"{ratio['over_fastest_peer']:.2f} x the fastest peer ({ratio['fastest_peer']})",
             soft_wrap=True,
         )
-    ceilings = [asdict(meter.result(isa)) for meter in meters for isa in isas]
-    for ceiling in ceilings:
+    rooflines = [asdict(meter.result(isa)) for meter in meters for isa in isas]
+    for roofline in rooflines:
         console.print(
-            f"{ceiling['threads']} threads, {ceiling['isa']}: memory "
-            f"{ceiling['read_bytes_per_second'] / 1e9:.1f} GB/s, int8 "
-            f"{ceiling['int8_ops_per_second'] / 1e12:.2f} TOP/s"
+            f"{roofline['threads']} threads, {roofline['isa']}: memory "
+            f"{roofline['read_bytes_per_second'] / 1e9:.1f} GB/s, int8 "
+            f"{roofline['int8_ops_per_second'] / 1e12:.2f} TOP/s"
         )
     if doubt := warning(others):
         console.print(doubt, soft_wrap=True)
@@ -366,7 +367,7 @@ def run(options: argparse.Namespace, console: Console, read_bytes: int = READ_BY
         shared = {"model": options.model, "pattern": str(pattern)}
         records = [{**shared, **asdict(row)} for row in rows]
         records += [{**shared, "ratio": ratio} for ratio in ratios(rows)]
-        records += [{**shared, "ceilings": ceiling} for ceiling in ceilings]
+        records += [{**shared, "roofline": roofline} for roofline in rooflines]
         append_records(out, records, where)
         console.print(f"written to {out}")
 
@@ -374,7 +375,9 @@ def run(options: argparse.Namespace, console: Console, read_bytes: int = READ_BY
 def main() -> None:
     options = parse_arguments()
     try:
-        run(options, Console())
+        console = Console()
+        # In a file or a pipe, which have no width, nothing of a row is to be cut off.
+        run(options, console if console.is_terminal else Console(width=160))
     except UserError as error:
         sys.exit(f"peers.py: {error}")
 

@@ -109,9 +109,9 @@ def patterns() -> str:
     threads = sorted({row["threads"] for row in rows})
     head = ["pattern", "weights", "MB a token"]
     head += [f"decode, {count} thread{'s' * (count > 1)}" for count in threads]
-    head += ["memory's ceiling, GB/s", "used"]
+    head += ["memory read, GB/s", "used"]
     head += [f"prefill 512, {count} thread{'s' * (count > 1)}" for count in threads]
-    head += ["int8 ceiling used", "resident, MB"]
+    head += ["int8 speed used", "resident, MB"]
     lines = []
     for pattern, format in dict.fromkeys((r["pattern"], r["weight_format"]) for r in rows):
         own = [r for r in rows if (r["pattern"], r["weight_format"]) == (pattern, format)]

@@ -13,7 +13,7 @@ from sparse_bitnet.bench.gpu import run
 from sparse_bitnet.bench.gpu_models import dense_model, random_model, ternary_layers, ternary_model
 from sparse_bitnet.bench.gpu_options import GpuBenchOptions, GpuOutput
 from sparse_bitnet.bench.gpu_record import SpeedRow, kernel_table, table
-from sparse_bitnet.bench.gpu_timing import Ceilings, medians, those_that_fit
+from sparse_bitnet.bench.gpu_timing import GpuRoofline, medians, those_that_fit
 from sparse_bitnet.errors import UserError
 
 CPU = torch.device("cpu")
@@ -87,8 +87,8 @@ def test_least_times_follow_from_bytes_and_operations(options):
     options.pattern = "2:4"
     layer = next(iter(ternary_layers(ternary_model(options, CPU)).values()))
     rows, columns = layer.out_features, layer.in_features
-    slow_memory = Ceilings(bytes_per_second=1.0, bf16_per_second=1e30, int8_per_second=1e30)
-    slow_products = Ceilings(bytes_per_second=1e30, bf16_per_second=2.0, int8_per_second=4.0)
+    slow_memory = GpuRoofline(bytes_per_second=1.0, bf16_per_second=1e30, int8_per_second=1e30)
+    slow_products = GpuRoofline(bytes_per_second=1e30, bf16_per_second=2.0, int8_per_second=4.0)
     found = gpu_kernels.roofline_seconds("dense", layer, 1, slow_memory)
     assert found == (rows * columns + 2 * (rows + columns) + 2 * columns, "memory")
     times = {

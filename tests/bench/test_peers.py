@@ -73,19 +73,23 @@ def test_a_run_with_another_engine(peers: ModuleType, tmp_path: Path) -> None:
     options = (
         "--model tiny --pattern 6:8 --type --rounds 2 --prompt 5 --steps 2 --threads 1 --isa generic "
         f"--weight-format i2 nm-bitmap --models {tmp_path} --out {tmp_path}/rows.jsonl "
-        f"--llama-bench {binary} --gguf some.gguf"
+        f"--llama-bench {binary} --gguf some.gguf --llama-bench-args=-rtr=0 "
+        f"--llama-bench {binary} --gguf some.gguf --llama-bench-args=-rtr=1"
     )
     console = Console(file=io.StringIO(), width=80)
     peers.run(peers.parse_arguments(options.split()), console, read_bytes=1 << 20)
     text = console.file.getvalue()
     assert "x the fastest peer" in text
     assert "nm-bitmap" in text
+    assert "…" not in text, "nothing is cut off"
+    for argument in ("-rtr=0", "-rtr=1"):
+        assert f"some {argument}" in " ".join(text.split()), "a row of its own"
     lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     rows = [line for line in lines if "engine" in line]
-    assert len(rows) == 2 * 2 + 2
+    assert len(rows) == 2 * 2 + 2 * 2
     assert all(len(row["seconds"]) == 2 for row in rows)
     assert sum("ratio" in line for line in lines) == 4
-    assert sum("ceilings" in line for line in lines) == 1
+    assert sum("roofline" in line for line in lines) == 1
 
 
 @pytest.mark.parametrize("options", ["--llama-bench a", "--type tq2_0 --gguf b", "--threads two"])

@@ -1,4 +1,4 @@
-"""Bytes and operations of a model, and the machine's ceilings."""
+"""Bytes and operations of a model, and the machine's roofline."""
 
 import math
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sparse_bitnet.bench.random_model import write_random_model
-from sparse_bitnet.bench.roofline import CeilingMeter, work_of
+from sparse_bitnet.bench.roofline import RooflineMeter, work_of
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.sizes import model_size
 from sparse_bitnet.pattern import NMPattern
@@ -67,9 +67,9 @@ def test_only_packed_folders_are_known(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_ceilings_are_measured(threads: int) -> None:
+def test_the_roofline_is_measured(threads: int) -> None:
     _cpu = pytest.importorskip("sparse_bitnet._cpu")
-    meter = CeilingMeter(threads, ["generic"], read_bytes=8 << 20)
+    meter = RooflineMeter(threads, ["generic"], read_bytes=8 << 20)
     for _ in range(3):
         meter.visit()
     found = meter.result("generic")
@@ -81,8 +81,8 @@ def test_ceilings_are_measured(threads: int) -> None:
     ):
         assert 1e8 < rate < math.inf
     if "avx2" in _cpu.supported_isas():
-        ceilings = _cpu.Roofline(threads, 1)
-        assert ceilings.int8_rate("avx2", 0.01) > found.int8_ops_per_second
+        roofline = _cpu.Roofline(threads, 1)
+        assert roofline.int8_rate("avx2", 0.01) > found.int8_ops_per_second
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""Measuring the engine: random models of real shapes, ceilings of the machine, speeds, records."""
+"""Measuring the engine: random models of real shapes, the roofline of the machine, speeds, records."""

@@ -16,10 +16,10 @@ from sparse_bitnet.bench.gpu_options import GpuBenchOptions
 from sparse_bitnet.bench.gpu_record import OUT_OF_MEMORY, KernelRow
 from sparse_bitnet.bench.gpu_timing import (
     CacheFlush,
-    Ceilings,
+    GpuRoofline,
     give_back_memory,
     is_out_of_memory,
-    measure_ceilings,
+    measure_roofline,
     medians,
     recorded,
 )
@@ -37,13 +37,13 @@ def run(options: GpuBenchOptions) -> list[KernelRow]:
     device = bench_device(options)
     options.layers = 1
     model = ternary_model(options, device)
-    ceilings, flush = measure_ceilings(device, options.rounds), CacheFlush(device)
+    roofline, flush = measure_roofline(device, options.rounds), CacheFlush(device)
     rows = []
     for layer in ternary_layers(model).values():
-        rows.append(_measure_selection(layer, options, device, ceilings, flush))
+        rows.append(_measure_selection(layer, options, device, roofline, flush))
         for tokens in options.tokens or DEFAULT_TOKENS:
             try:
-                rows += _measure(layer, tokens, options, device, ceilings, flush)
+                rows += _measure(layer, tokens, options, device, roofline, flush)
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
@@ -68,14 +68,14 @@ def _without_memory(layer: TernaryLinear, tokens: int) -> KernelRow:
 
 
 def roofline_seconds(
-    route: str, layer: TernaryLinear, tokens: int, ceilings: Ceilings
+    route: str, layer: TernaryLinear, tokens: int, roofline: GpuRoofline
 ) -> tuple[float, str]:
-    """(least time, what bounds it): bytes moved once, operations at the ceiling of their kind."""
+    """(least time, what bounds it): bytes moved once, operations at the speed of their kind."""
     rows, columns = layer.out_features, layer.in_features
-    width, per_second, operations = columns, ceilings.int8_per_second, 2.0 * tokens * rows * columns
+    width, per_second, operations = columns, roofline.int8_per_second, 2.0 * tokens * rows * columns
     weight_bytes: float = rows * columns
     if route == "bf16":
-        weight_bytes, per_second = 2 * rows * columns, ceilings.bf16_per_second
+        weight_bytes, per_second = 2 * rows * columns, roofline.bf16_per_second
     elif route == "sparse":
         width = window_layout(layer.pattern).padded_width(columns)
         assert layer.compressed is not None
@@ -89,7 +89,7 @@ def roofline_seconds(
     if route != "bf16":
         # Quantised activations are written and read once.
         moved += 2.0 * tokens * width
-    memory, compute = moved / ceilings.bytes_per_second, operations / per_second
+    memory, compute = moved / roofline.bytes_per_second, operations / per_second
     return max(memory, compute), "memory" if memory >= compute else "compute"
 
 
@@ -97,7 +97,7 @@ def _measure_selection(
     layer: TernaryLinear,
     options: GpuBenchOptions,
     device: torch.device,
-    ceilings: Ceilings,
+    roofline: GpuRoofline,
     flush: CacheFlush,
 ) -> KernelRow:
     """Codes, mask bits and flips from a float32 master: on CUDA one kernel."""
@@ -123,7 +123,7 @@ def _measure_selection(
         spread=spread,
         product_seconds=None,
         bound="memory",
-        roofline_share=least_bytes / ceilings.bytes_per_second / seconds,
+        roofline_share=least_bytes / roofline.bytes_per_second / seconds,
     )
 
 
@@ -132,7 +132,7 @@ def _measure(
     tokens: int,
     options: GpuBenchOptions,
     device: torch.device,
-    ceilings: Ceilings,
+    roofline: GpuRoofline,
     flush: CacheFlush,
 ) -> list[KernelRow]:
     x = torch.randn(tokens, layer.in_features, dtype=torch.bfloat16, device=device)
@@ -155,7 +155,7 @@ def _measure(
     rows = []
     for name in ("bf16", *routes):
         seconds, spread = found[name]
-        least, bound = roofline_seconds(name, layer, tokens, ceilings)
+        least, bound = roofline_seconds(name, layer, tokens, roofline)
         quantise = {"bf16": 0.0, "sparse": found.get("quantise windows", (0.0, 0.0))[0]}
         rows.append(
             KernelRow(
@@ -175,7 +175,7 @@ def _measure(
             width = layer.in_features
             if name == "quantise windows":
                 width = window_layout(layer.pattern).padded_width(width)
-            least = tokens * (2 * layer.in_features + width + 4) / ceilings.bytes_per_second
+            least = tokens * (2 * layer.in_features + width + 4) / roofline.bytes_per_second
             rows.append(
                 KernelRow(
                     route=name,

@@ -1,4 +1,4 @@
-"""Times on a GPU by its own events, interleaved, and the ceilings of the machine in the same run."""
+"""Times on a GPU by its own events, interleaved, and the roofline of the machine in the same run."""
 
 import gc
 import statistics
@@ -125,7 +125,7 @@ class CacheFlush:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ceilings:
+class GpuRoofline:
     """What the machine does at most, measured: shares of the roofline refer to these."""
 
     bytes_per_second: float
@@ -133,11 +133,11 @@ class Ceilings:
     bf16_per_second: float
     """Operations (two a multiply-add) of a large bf16 product."""
     int8_per_second: float
-    """The same of a dense int8 product; sparse ones have twice this ceiling in the operations they
+    """The same of a dense int8 product; sparse ones have twice this speed in the operations they
     do, which are half of those of their width."""
 
 
-def measure_ceilings(device: torch.device, rounds: int = 7) -> Ceilings:
+def measure_roofline(device: torch.device, rounds: int = 7) -> GpuRoofline:
     """Copy bandwidth and the two dense products."""
     size, count = (8192, 1 << 28) if device.type == "cuda" else (128, 1 << 16)
     source = torch.zeros(count, dtype=torch.float32, device=device)
@@ -159,7 +159,7 @@ def measure_ceilings(device: torch.device, rounds: int = 7) -> Ceilings:
         rounds,
     )
     operations = 2 * size**3
-    return Ceilings(
+    return GpuRoofline(
         bytes_per_second=2 * source.numel() * 4 / found["copy"][0],
         bf16_per_second=operations / found["bf16"][0],
         int8_per_second=operations / found["int8"][0],

@@ -42,9 +42,9 @@ class BenchRow:
     step_bytes: float | None
     """Read by a decode step."""
     memory_share: float | None
-    """`step_bytes` a second over the measured memory ceiling."""
+    """`step_bytes` a second over the measured memory speed."""
     int8_share: float
-    """Operations of the blocks over the measured int8 ceiling."""
+    """Operations of the blocks over the measured int8 speed."""
     read_bytes_per_second: float
     int8_ops_per_second: float
     load_seconds: float
@@ -95,15 +95,15 @@ def records(rows: Iterable[BenchRow]) -> list[dict[str, Any]]:
 
 
 def table(rows: list[BenchRow]) -> "Table":
-    """Tokens a second and shares of the ceilings: a line a measurement, a column an engine."""
+    """Tokens a second and shares of the roofline: a line a measurement, a column an engine."""
     from rich import box
     from rich.table import Table
 
     engines = list(dict.fromkeys(_engine(row) for row in rows))
     first = rows[0]
     found = Table(
-        title=f"{first.model} {first.pattern}: tokens/s, share of the ceiling",
-        caption="mem: of the memory's read ceiling; int8: of the int8 ceiling. Medians of "
+        title=f"{first.model} {first.pattern}: tokens/s, share of the roofline",
+        caption="mem: of the memory's read speed; int8: of the int8 speed. Medians of "
         f"{first.rounds} rounds. A batch shares its context.",
         box=box.SIMPLE_HEAD,
     )

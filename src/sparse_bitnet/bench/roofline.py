@@ -1,4 +1,4 @@
-"""What the machine can do at most, and what a model asks of it: speeds as shares of ceilings.
+"""What the machine can do at most, and what a model asks of it: speeds as shares of the roofline.
 
 Decode reads every weight once a step, so memory bounds it; prefill multiplies every weight with every
 token, so the int8 multiply-adds of the instruction set bound it. The roofline (csrc/roofline.h) is
@@ -28,7 +28,7 @@ _INT4_GROUP = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ceilings:
+class Roofline:
     """The best of a run."""
 
     threads: int
@@ -39,8 +39,8 @@ class Ceilings:
     float32_ops_per_second: float
 
 
-class CeilingMeter:
-    """Measures the ceilings of one thread count, a visit at a time, between other measurements."""
+class RooflineMeter:
+    """Measures the roofline of one thread count, a visit at a time, between other measurements."""
 
     def __init__(self, threads: int, isas: Sequence[str], read_bytes: int = READ_BYTES) -> None:
         """`isas`: names of matmul.h."""
@@ -59,9 +59,9 @@ class CeilingMeter:
             self._int8[isa].append(self._meter.int8_rate(isa, _LOOP_SECONDS))
             self._float32[isa].append(self._meter.float32_rate(isa, _LOOP_SECONDS))
 
-    def result(self, isa: str) -> Ceilings:
+    def result(self, isa: str) -> Roofline:
         """The best of the visits so far, at least one: a neighbour can only lower what is seen."""
-        return Ceilings(
+        return Roofline(
             threads=self.threads,
             isa=isa,
             read_bytes_per_second=max(self._read),

@@ -2,7 +2,7 @@
 
 Rounds go over all measurements and, in another order each time, over all engines; medians of the rounds
 are reported. So a neighbour that takes the machine for a moment disturbs one value of each, not one
-engine's only. Ceilings are measured in every round too.
+engine's only. The roofline is measured in every round too.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from sparse_bitnet.bench.model import cache_tokens
 from sparse_bitnet.bench.options import BenchOptions
 from sparse_bitnet.bench.random_model import cached_random_model
 from sparse_bitnet.bench.record import BenchRow
-from sparse_bitnet.bench.roofline import READ_BYTES, CeilingMeter, Work, packed_config, work_of
+from sparse_bitnet.bench.roofline import READ_BYTES, RooflineMeter, Work, packed_config, work_of
 from sparse_bitnet.model_folder import quantization_entry
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.presets import PRESETS
@@ -61,7 +61,7 @@ def run(
         options: see `BenchOptions`.
         progress: see `OnProgress`.
         child: Python's arguments for the measured process.
-        read_bytes: memory of the memory ceiling's measurement.
+        read_bytes: memory that the roofline's measurement reads.
 
     Raises `UserError` for a model that is no preset and no packed folder, and for whatever the engine
     refuses.
@@ -92,7 +92,7 @@ def run(
             work = work_of(folder, loaded["weight_format"], options.head, options.kv_cache)
             variants.append(_Variant(child=process, threads=threads, loaded=loaded, work=work))
         isas = sorted({variant.loaded["isa"] for variant in variants})
-        meters = {count: CeilingMeter(count, isas, read_bytes) for count in options.threads}
+        meters = {count: RooflineMeter(count, isas, read_bytes) for count in options.threads}
         contention = Contention(variant.child.pid for variant in variants)
         answers = _rounds(options, variants, measurements, meters, report)
         others = contention.others_share()
@@ -142,7 +142,7 @@ def _rounds(
     options: BenchOptions,
     variants: list[_Variant],
     measurements: list[_Measurement],
-    meters: dict[int, CeilingMeter],
+    meters: dict[int, RooflineMeter],
     report: OnProgress,
 ) -> dict[tuple[int, _Measurement], list[dict[str, Any]]]:
     answers: dict[tuple[int, _Measurement], list[dict[str, Any]]] = {
@@ -174,12 +174,12 @@ def _row(
     variant: _Variant,
     measurement: _Measurement,
     answers: list[dict[str, Any]],
-    meters: dict[int, CeilingMeter],
+    meters: dict[int, RooflineMeter],
     others_share: float | None,
 ) -> BenchRow:
     times = [answer["seconds"] for answer in answers]
     seconds = statistics.median(times)
-    ceilings = meters[variant.threads].result(variant.loaded["isa"])
+    roofline = meters[variant.threads].result(variant.loaded["isa"])
     decodes = measurement.phase == "decode"
     computed = measurement.batch if decodes else measurement.tokens
     step_bytes = None
@@ -205,10 +205,10 @@ def _row(
         rounds=len(times),
         tokens_per_second=computed / seconds,
         step_bytes=step_bytes,
-        memory_share=step_bytes and step_bytes / seconds / ceilings.read_bytes_per_second,
-        int8_share=variant.work.prefill_ops(computed) / seconds / ceilings.int8_ops_per_second,
-        read_bytes_per_second=ceilings.read_bytes_per_second,
-        int8_ops_per_second=ceilings.int8_ops_per_second,
+        memory_share=step_bytes and step_bytes / seconds / roofline.read_bytes_per_second,
+        int8_share=variant.work.prefill_ops(computed) / seconds / roofline.int8_ops_per_second,
+        read_bytes_per_second=roofline.read_bytes_per_second,
+        int8_ops_per_second=roofline.int8_ops_per_second,
         load_seconds=variant.loaded["load_seconds"],
         resident_bytes=answers[-1]["resident_bytes"],
         others_share=others_share,

@@ -25,7 +25,7 @@ from sparse_bitnet.data.documents import (
     uniform_hash,
 )
 from sparse_bitnet.data.python_files import PythonSource
-from sparse_bitnet.data.readers import (
+from sparse_bitnet.data.text_files import (
     BEGINNING,
     READERS,
     Place,
@@ -116,7 +116,7 @@ def _parse(spec: str, column: str | None, validation_fraction: float | None) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class FileSource:
-    """Local files in the order given; see `readers` for the kinds.
+    """Local files in the order given; see `text_files` for the kinds.
 
     A document goes to validation by the hash of its text, so copies of it stay on one side. Where the
     documents are too few for that, long ones are cut, and pieces are held out instead, at least one.

@@ -6,7 +6,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from sparse_bitnet.data.readers import BEGINNING, read_records
+from sparse_bitnet.data.text_files import BEGINNING, read_records
 from sparse_bitnet.errors import UserError
 
 TEXTS = ["first", "zweiter\nüber zwei Zeilen", "third 漢字", "fourth 🙂"]
