@@ -14,8 +14,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from sparse_bitnet.experiments.cells import cells
 from sparse_bitnet.experiments.results import read_rows
-from sparse_bitnet.experiments.table import comparison_table, to_markdown
+from sparse_bitnet.experiments.table import to_markdown
+from sparse_bitnet.experiments.tables import comparison_table
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -62,7 +64,7 @@ def quickstart() -> str:
         f"{made['date'][:10]}, commit {made['commit']}, "
         f"sparse-bitnet {made['versions']['sparse-bitnet']}"
     )
-    table = to_markdown(comparison_table(rows, pattern)).rstrip()
+    table = to_markdown(comparison_table(cells(rows, pattern))).rstrip()
     return f"{table}\n\n`sparse-bitnet quickstart` ({where})"
 
 

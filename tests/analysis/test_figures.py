@@ -1,5 +1,6 @@
 """Figures are well-formed, self-contained SVG that takes its colours from the page."""
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -45,11 +46,11 @@ FALLING = 3 + 4 * np.exp(-np.arange(60) / 10)
 
 def draw(name):
     if name == "loss":
-        return loss_curves(four(FALLING), smoothing=5)
+        return loss_curves(four(FALLING))
     if name == "cost":
-        band = np.stack([FALLING * 0.01 - 0.01, FALLING * 0.01 + 0.01])
-        curves = [four(FALLING * 0.01)[index] for index in (1, 3)]
-        return sparsity_cost_curves(curves, smoothing=5, spread=[band, band])
+        band = {"low": FALLING * 0.01 - 0.01, "high": FALLING * 0.01 + 0.01}
+        curves = [dataclasses.replace(four(FALLING * 0.01)[index], **band) for index in (1, 3)]
+        return sparsity_cost_curves(curves)
     if name == "flips":
         return flip_rate_curves([four(FALLING * 1e-3)[3]])
     if name == "bars":
@@ -61,7 +62,7 @@ def draw(name):
         return cost_bars(bars, x_label="percent")
     weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
     statistics = weight_statistics("x", weight, SparseBitConfig.parse("ternary-6:8"))
-    return weight_histograms([(each, statistics) for each in four(FALLING)])
+    return weight_histograms([(each.label, each.weight, statistics) for each in four(FALLING)])
 
 
 NAMES = ("loss", "cost", "flips", "bars", "weights")
@@ -135,7 +136,7 @@ def test_flat_short_and_zero_curves_can_be_drawn():
     for values in (np.array([3.0]), np.array([3.0, 3.0]), np.zeros(5)):
         curves = four(values)
         for svg in (
-            loss_curves(curves, smoothing=9),
+            loss_curves(curves),
             sparsity_cost_curves(curves[1:2]),
             flip_rate_curves(curves[:1]),
         ):

@@ -9,21 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparse_bitnet.experiments.cells import paper_results
 from sparse_bitnet.experiments.claims import claims, collapse_density, density
-from sparse_bitnet.experiments.decision import FAILS, HOLDS, OPEN, Interval, verdict
-from sparse_bitnet.experiments.paper import ABLATIONS, EXPERIMENTS, plan
-from sparse_bitnet.experiments.paper_tables import (
-    ablation_grid,
-    best_rate_grid,
-    perplexity_table,
-    schedule_grid,
-    search_grid,
-    sweep_grid,
-)
-from sparse_bitnet.experiments.result_set import ResultSet
-from sparse_bitnet.experiments.results import paper_results
+from sparse_bitnet.experiments.paper_runs import ABLATIONS, EXPERIMENTS, plan
+from sparse_bitnet.experiments.results import ResultRow, Results, make_setting
 from sparse_bitnet.experiments.scales import find_scale
-from sparse_bitnet.experiments.store import ResultFolder, RunRow, make_setting
+from sparse_bitnet.experiments.spread import FAILS, HOLDS, OPEN, Spread
+from sparse_bitnet.experiments.tables import (
+    ablation_table,
+    best_rate_table,
+    perplexity_table,
+    schedule_table,
+    search_table,
+    sweep_table,
+)
 from sparse_bitnet.training.config import TrainConfig
 
 SCALE = find_scale("cpu")
@@ -66,11 +65,10 @@ def near_zero(config: TrainConfig, seed: int) -> list[float]:
     return [0.31 + 0.001 * seed, 0.31 + 0.001 * seed - fall]
 
 
-def result_set(folder_path, perplexity=paper_perplexity, seeds=3, left_out=()) -> ResultSet:
+def result_set(folder_path, perplexity=paper_perplexity, seeds=3, left_out=()) -> Results:
     """Results of the whole cpu scale with these perplexities, a little different by seed."""
-    folder = ResultFolder(folder_path)
-    folder.open(make_setting(SCALE, {"train": {}, "validation": {}}, "cpu", "float32"))
-    rows = []
+    results = Results(folder_path)
+    results.open(make_setting(SCALE, {"train": {}, "validation": {}}, "cpu", "float32"))
     for run in plan(SCALE, list(EXPERIMENTS), seeds):
         config = run.config
         if config.format in left_out:
@@ -83,11 +81,11 @@ def result_set(folder_path, perplexity=paper_perplexity, seeds=3, left_out=()) -
             points.append(
                 {"step": 10 * place + 10, "loss": 3, "flip_rate": rate, "flip_noise": noise}
             )
-        folder.write(curves, "".join(json.dumps(point) + "\n" for point in points))
+        results.write(curves, "".join(json.dumps(point) + "\n" for point in points))
         if run.is_dense:
-            folder.write(weights, json.dumps({"overall": near_zero(config, config.seed)}))
-        rows.append(
-            RunRow(
+            results.write(weights, json.dumps({"overall": near_zero(config, config.seed)}))
+        results.rows.append(
+            ResultRow(
                 experiment="cpu",
                 name=run.name,
                 format=config.format,
@@ -116,10 +114,10 @@ def result_set(folder_path, perplexity=paper_perplexity, seeds=3, left_out=()) -
                 precision="float32",
             )
         )
-    return ResultSet(rows, folder.setting(), folder)
+    return results
 
 
-def verdicts(results: ResultSet) -> dict[tuple[str, str], str]:
+def verdicts(results: Results) -> dict[tuple[str, str], str]:
     return {(claim.text, claim.model): claim.verdict for claim in claims(results)}
 
 
@@ -157,8 +155,8 @@ def test_two_seeds_decide_nothing(tmp_path):
 def test_claims_without_runs_are_left_out(tmp_path):
     results = result_set(tmp_path, left_out=[ABLATIONS["mask without grad"]])
     assert not [claim for claim in claims(results) if "grad”" in claim.text]
-    empty = ResultSet([], results.setting, results.folder)
-    assert claims(empty) == []
+    results.rows.clear()
+    assert claims(results) == []
 
 
 def test_collapse_is_where_the_straight_line_between_patterns_crosses(tmp_path):
@@ -199,26 +197,26 @@ def test_tables_show_the_papers_numbers_beside_ours(tmp_path):
     results = result_set(tmp_path, seeds=1)
     table = perplexity_table(results)
     assert table is not None
-    texts = {line.label: line.texts for line in table.lines}
+    texts = {line[0]: line[1:] for line in table.lines}
     assert texts["ternary, 6:8"][:3] == ("26.31", "+0.32", "+1.2")
     assert texts["full, 6:8"][-2:] == ("16.48", "+2.8")
-    sweep = {row[0]: row[1:] for row in sweep_grid(results).rows}
+    sweep = {row[0]: row[1:] for row in sweep_table(results).lines}
     assert sweep["2:4"] == ("26.03", "+18.8", "27.48", "+5.7", "+18.8", "+5.7")
-    schedule = {row[0]: row[1:] for row in schedule_grid(results).rows}
+    schedule = {row[0]: row[1:] for row in schedule_table(results).lines}
     assert schedule["25"] == ("27.48", "+4.45", "27.48", "+4.4")
-    ablation = {row[0]: row[1:] for row in ablation_grid(results).rows}
+    ablation = {row[0]: row[1:] for row in ablation_table(results).lines}
     assert ablation["mask from quantized weight"][:2] == ("32.23", "+22.50")
 
 
 def test_the_search_marks_the_rate_in_use_and_each_formats_best(tmp_path):
     results = result_set(tmp_path, lambda config: 20 + 1000 * config.learning_rate, seeds=1)
-    rows = search_grid(results).rows
+    rows = search_table(results).lines
     used = [row[0] for row in rows if "used" in row[0]]
     assert used == [f"{results.learning_rate:g} (used)"]
-    assert len(rows) == 1 + len(SCALE.search)
-    best = best_rate_grid(results).rows
+    assert len(rows) == len(SCALE.search)
+    best = best_rate_table(results).lines
     lowest = f"{min(SCALE.search):g}"
-    assert [row[:2] for row in best[1:]] == [("full", lowest), ("ternary", lowest)]
+    assert [row[:2] for row in best] == [("full", lowest), ("ternary", lowest)]
 
 
 @pytest.mark.parametrize(
@@ -233,12 +231,12 @@ def test_the_search_marks_the_rate_in_use_and_each_formats_best(tmp_path):
     ],
 )
 def test_a_verdict_needs_three_seeds_and_an_interval_beside_zero(values, expected):
-    assert verdict(values) == expected
+    assert Spread(values).verdict == expected
 
 
 @given(st.lists(st.floats(-100, 100), min_size=2, max_size=12), st.floats(-50, 50))
 def test_intervals_move_with_their_values(values, shift):
-    interval, moved = Interval(tuple(values)), Interval(tuple(v + shift for v in values))
+    interval, moved = Spread(tuple(values)), Spread(tuple(v + shift for v in values))
     assert moved.mean == pytest.approx(interval.mean + shift, abs=1e-6)
     assert moved.half_width == pytest.approx(interval.half_width, abs=1e-5)
     assert interval.low <= interval.mean <= interval.high
@@ -246,6 +244,6 @@ def test_intervals_move_with_their_values(values, shift):
 
 def test_intervals_agree_with_students_t():
     # R: t.test(c(1, 2, 4))$conf.int
-    interval = Interval((1.0, 2.0, 4.0))
-    assert interval.low == pytest.approx(-1.461250, abs=2e-3)
-    assert interval.high == pytest.approx(6.127916, abs=2e-3)
+    interval = Spread((1.0, 2.0, 4.0))
+    assert interval.low == pytest.approx(-1.461250, abs=1e-6)
+    assert interval.high == pytest.approx(6.127916, abs=1e-6)

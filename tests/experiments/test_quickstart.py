@@ -11,16 +11,18 @@ import pytest
 import torch
 from rich.console import Console
 
-import sparse_bitnet.experiments.quickstart as quickstart_module
 import sparse_bitnet.training.train
 from sparse_bitnet.cli import evaluate as evaluate_cli
 from sparse_bitnet.cli import quickstart as cli
 from sparse_bitnet.data.loader import TokenLoader
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.experiments.quickstart import prepare_text, quickstart
-from sparse_bitnet.experiments.quickstart_config import QuickstartConfig, formats, run_configs
+from sparse_bitnet.experiments import runner
+from sparse_bitnet.experiments.paper_runs import plan
+from sparse_bitnet.experiments.quickstart import quickstart
+from sparse_bitnet.experiments.quickstart_scale import QuickstartConfig
 from sparse_bitnet.experiments.results import read_rows
+from sparse_bitnet.experiments.scales import four_formats
 from sparse_bitnet.hub import from_pretrained
 from sparse_bitnet.layer import SparseBitConfig
 from sparse_bitnet.models import build_model
@@ -62,25 +64,28 @@ def finished(text, tmp_path_factory):
 
 
 def test_runs_differ_in_format_and_folder_only(text, tmp_path):
-    runs = run_configs(small(text, tmp_path, seeds=2))
+    runs = [run.config for run in plan(small(text, tmp_path, seeds=2).scale(), ["table2"])]
     assert [run.format for run in runs[:4]] == [
         "full-8:8",
         "full-6:8",
         "ternary-8:8",
         "ternary-6:8",
     ]
+    free = {"format": "", "checkpoint_every": 1, "keep_checkpoints": 1}
     for seed, four in ((0, runs[:4]), (1, runs[4:])):
-        assert len({dataclasses.replace(run, format="", out="").to_json() for run in four}) == 1
+        assert len({dataclasses.replace(run, **free).to_json() for run in four}) == 1
         assert {(run.seed, run.data_seed) for run in four} == {(seed, seed)}
-    assert len({run.out for run in runs}) == 8
+    names = [run.name for run in plan(small(text, tmp_path, seeds=2).scale(), ["table2"])]
+    assert len(set(names)) == 8
+    assert names[3] == "seed-0/ternary-6of8"
 
 
 def test_same_initial_weights_and_batches(text, tmp_path):
     config = small(text, tmp_path)
-    prepare_text(config)
+    runner.prepare_text(config.scale(), tmp_path / "data")
     dataset = TokenDataset.open(tmp_path / "data")
     weights, batches = [], []
-    for run in run_configs(config):
+    for run in (planned.config for planned in plan(config.scale(), ["table2"])):
         model = build_model(
             run.model,
             SparseBitConfig.parse(run.format),
@@ -89,7 +94,7 @@ def test_same_initial_weights_and_batches(text, tmp_path):
         )
         weights.append(model.state_dict())
         loader = TokenLoader(
-            TokenDataset.open(run.data),
+            dataset,
             sequence_length=run.sequence_length,
             batch_size=run.batch_size,
             seed=run.data_seed,
@@ -106,32 +111,32 @@ def test_same_initial_weights_and_batches(text, tmp_path):
 
 def test_rows_and_models(finished):
     config, result, _ = finished
-    assert read_rows(Path(config.out) / "results.jsonl") == result.rows
-    assert [row.format for row in result.rows] == list(formats("6:8"))
-    for row in result.rows:
+    assert read_rows(Path(config.out) / "results.jsonl") == result.results.rows
+    assert [row.format for row in result.results.rows] == list(four_formats("6:8"))
+    for row in result.results.rows:
         assert row.tokens == 3 * 2 * 32
         assert row.perplexity > 1
         assert row.provenance["threads"] >= 1
-        assert row.provenance["precision"] in ("float32", "bfloat16")
+        assert row.precision in ("float32", "bfloat16")
         assert row.config["steps"] == 3
         model = from_pretrained(Path(config.out) / row.checkpoint)
         assert model.config.vocab_size == TokenDataset.open(f"{config.out}/data").vocab_size
-    assert [row.flip_rate is None for row in result.rows] == [True, False, True, False]
-    assert [row.zero_fraction for row in result.rows[:2]] == [0.0, 0.25]
-    assert result.rows[3].zero_fraction > result.rows[2].zero_fraction > 0
+    assert [row.flip_rate is None for row in result.results.rows] == [True, False, True, False]
+    assert [row.zero_fraction for row in result.results.rows[:2]] == [0.0, 0.25]
+    assert result.results.rows[3].zero_fraction > result.results.rows[2].zero_fraction > 0
 
 
 def test_progress_lines(finished):
     _, _, printed = finished
-    assert "model 1/4  full-8:8  step 3/3  loss " in printed
-    assert re.search(r"model 4/4  ternary-6:8  step 3/3  loss \d\.\d{3}  0:00 left", printed)
-    assert re.search(r"model 4/4  ternary-6:8  perplexity \d+\.\d\d", printed)
+    assert re.search(r"full-8:8 at qwen2.5-0.3m  2/3 steps.*, loss \d\.\d{3}", printed)
+    assert re.search(r"ternary-6:8 at qwen2.5-0.3m  2/3 steps.* left", printed)
+    assert re.search(r"\[4/4\] seed-0/ternary-6of8: perplexity \d+\.\d\d", printed)
 
 
 def test_report(finished):
     config, result, _ = finished
     page = result.report.read_text()
-    for row in result.rows:
+    for row in result.results.rows:
         assert f"{row.perplexity:.2f}" in page
     figures = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
     assert len(figures) == 6
@@ -148,14 +153,14 @@ def test_finished_quickstart_is_not_run_again(finished, monkeypatch):
     config, result, _ = finished
     monkeypatch.setattr(sparse_bitnet.training.train, "Trainer", None)
     again = quickstart(config)
-    assert again.rows == result.rows
+    assert again.results.rows == result.results.rows
     assert again.sample == result.sample
 
 
 def test_stopped_quickstart_goes_on(finished, text, tmp_path, monkeypatch):
-    whole = finished[1].rows
+    whole = finished[1].results.rows
     config = small(text, tmp_path / "stopped")
-    train = quickstart_module.train
+    train = runner.train
     calls = []
 
     def stops_at_the_third(run, **options):
@@ -164,14 +169,14 @@ def test_stopped_quickstart_goes_on(finished, text, tmp_path, monkeypatch):
             raise Interrupted("stopped after step 1 of 3")
         return train(run, **options)
 
-    monkeypatch.setattr(quickstart_module, "train", stops_at_the_third)
+    monkeypatch.setattr(runner, "train", stops_at_the_third)
     with pytest.raises(Interrupted):
         quickstart(config)
     results = Path(config.out) / "results.jsonl"
     kept = read_rows(results)
     assert [row.format for row in kept] == ["full-8:8", "full-6:8"]
-    monkeypatch.setattr(quickstart_module, "train", train)
-    rows = quickstart(config).rows
+    monkeypatch.setattr(runner, "train", train)
+    rows = quickstart(config).results.rows
     assert rows[:2] == kept
     assert [row.perplexity for row in rows] == [row.perplexity for row in whole]
 
@@ -180,17 +185,17 @@ def test_seeds_and_workers(finished, text, tmp_path):
     """Two seeds, two at a time: the first seed is what one worker trains, the second is another."""
     config = small(text, tmp_path / "q", seeds=2, workers=2)
     result = quickstart(config)
-    assert [(row.seed, row.format) for row in result.rows] == [
-        (seed, format) for seed in (0, 1) for format in formats("6:8")
-    ]
-    for row, alone in zip(result.rows, finished[1].rows, strict=False):
+    formats = four_formats("6:8")
+    assert len(result.results.rows) == 8
+    rows = [result.results.by_seed(format)[seed] for seed in (0, 1) for format in formats]
+    for row, alone in zip(rows, finished[1].results.rows, strict=False):
         assert (row.perplexity, row.flip_rate) == (alone.perplexity, alone.flip_rate)
         ours, theirs = (
             (Path(out) / row.checkpoint / "model.safetensors").read_bytes()
             for out in (config.out, finished[0].out)
         )
         assert ours == theirs
-    assert result.rows[0].perplexity != result.rows[4].perplexity
+    assert rows[0].perplexity != rows[4].perplexity
     page = result.report.read_text()
     assert "Mean of 2 seeds" in page
     assert "of seed 0" in page
@@ -205,7 +210,7 @@ def test_command_says_how_to_go_on(text, tmp_path, monkeypatch, capsys):
     def stopped(*arguments, **options):
         raise Interrupted("stopped after step 1 of 3")
 
-    monkeypatch.setattr(quickstart_module, "train", stopped)
+    monkeypatch.setattr(runner, "train", stopped)
     with pytest.raises(SystemExit) as exit_:
         cli.run(small(text, tmp_path / "q"))
     assert exit_.value.code == 130
@@ -218,13 +223,13 @@ def test_command_prints_table_sample_and_places(finished, capsys):
     printed = capsys.readouterr().out
     for expected in ("full, dense", "ternary, 6:8", "26.31", "indicative", "report.html", "final"):
         assert expected in printed
-    assert f"{result.rows[3].perplexity:.2f}" in printed
+    assert f"{result.results.rows[3].perplexity:.2f}" in printed
     assert config.prompt in printed
 
 
 def test_evaluating_a_run_gives_its_perplexity(finished, tmp_path, capsys):
     config, result, _ = finished
-    row = result.rows[3]
+    row = result.results.rows[3]
     run = str((Path(config.out) / row.checkpoint).parent)
     arguments = [run, "--data", f"{config.out}/data", "--max-tokens", str(row.validation_tokens)]
     evaluate_cli.main([*arguments, "--json", str(tmp_path / "out.json")])
@@ -234,7 +239,7 @@ def test_evaluating_a_run_gives_its_perplexity(finished, tmp_path, capsys):
 
 def test_folder_of_other_settings_is_refused(finished):
     config, _, _ = finished
-    with pytest.raises(UserError, match=r"another config \(steps 3 -> 4\)"):
+    with pytest.raises(UserError, match=r"another setting \(.*sizes.qwen2.5-0.3m 3 -> 4"):
         quickstart(dataclasses.replace(config, steps=4))
     with pytest.raises(UserError, match=r"other settings: tokenizer\.vocab_size"):
         quickstart(dataclasses.replace(config, vocab_size=310))

@@ -18,12 +18,12 @@ from sparse_bitnet.cli import report as report_cli
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.experiments import runner
-from sparse_bitnet.experiments.measure import CURVE_POINTS, thinned
-from sparse_bitnet.experiments.paper import EXPERIMENTS, plan
+from sparse_bitnet.experiments.measure import thinned
+from sparse_bitnet.experiments.paper_runs import EXPERIMENTS, plan
 from sparse_bitnet.experiments.report import write_report
+from sparse_bitnet.experiments.results import CURVE_POINTS, Results
 from sparse_bitnet.experiments.runner import reproduce
 from sparse_bitnet.experiments.scales import Size, find_scale
-from sparse_bitnet.experiments.store import ResultFolder
 from sparse_bitnet.hub import from_pretrained
 from sparse_bitnet.layer import SparseBitConfig
 from sparse_bitnet.models import build_model
@@ -52,8 +52,8 @@ def small_scale(**changes):
 
 
 def test_every_planned_run_has_a_row_with_all_it_needs(smoke):
-    folder = ResultFolder(smoke)
-    rows = {row.name: row for row in folder.rows()}
+    folder = Results(smoke)
+    rows = {row.name: row for row in folder.rows}
     runs = plan(find_scale("smoke"), ALL)
     assert set(rows) == {run.name for run in runs}
     for run in runs:
@@ -66,7 +66,7 @@ def test_every_planned_run_has_a_row_with_all_it_needs(smoke):
         assert not (smoke / "runs" / row.name / "checkpoints").exists()
         assert [part for part in folder.curves(row) if "validation_loss" in part]
         assert (row.weights is not None) == run.is_dense
-    assert str(smoke) not in folder.results.read_text()
+    assert str(smoke) not in (smoke / "results.jsonl").read_text()
 
 
 def test_what_a_repository_should_not_hold_is_ignored(smoke):
@@ -74,7 +74,7 @@ def test_what_a_repository_should_not_hold_is_ignored(smoke):
 
 
 def test_perplexity_is_that_of_the_whole_held_out_text(smoke):
-    row = ResultFolder(smoke).rows()[-1]
+    row = Results(smoke).rows[-1]
     config = TrainConfig(**row.config | {"data": str(smoke / "data"), "validation_tokens": 0})
     device = resolve_device("cpu")
     model = from_pretrained(smoke / row.checkpoint)
@@ -87,8 +87,8 @@ def test_perplexity_is_that_of_the_whole_held_out_text(smoke):
 
 
 def test_weights_of_dense_runs_are_followed_from_the_initial_ones(smoke):
-    folder = ResultFolder(smoke)
-    row = next(row for row in folder.rows() if row.format == "ternary-8:8")
+    folder = Results(smoke)
+    row = next(row for row in folder.rows if row.format == "ternary-8:8")
     history = folder.weights(row)
     assert history["steps"] == [0, 4, 8]
     assert len(history["near_zero_mass"]) == len(history["overall"]) == 3
@@ -126,16 +126,16 @@ def test_more_patterns_and_rates_may_be_asked_for_later(smoke, tmp_path):
     reproduce(scale, ["sweep"], tmp_path, **options)
     wider = dataclasses.replace(scale, patterns=("8:8", "2:8"), search=(3e-3, 9e-3))
     assert reproduce(wider, ["sweep", "search"], tmp_path, **options).left == 4 + 6
-    assert ResultFolder(tmp_path).setting()["patterns"] == ["8:8", "2:8"]
+    assert Results(tmp_path).setting["patterns"] == ["8:8", "2:8"]
 
 
 def test_a_row_trained_with_another_config_is_refused(smoke, tmp_path):
-    folder = ResultFolder(tmp_path)
-    rows = [dataclasses.asdict(row) for row in ResultFolder(smoke).rows()]
+    folder = Results(tmp_path)
+    rows = [dataclasses.asdict(row) for row in Results(smoke).rows]
     rows[0]["config"]["beta1"] = 0.8
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(UserError, match=r"another config \(beta1 0.8 there, 0.9 here\)"):
-        runner._done(folder, plan(find_scale("smoke"), ALL))
+        runner.finished(folder, plan(find_scale("smoke"), ALL))
 
 
 def test_no_run_is_started_beyond_the_budget(smoke, tmp_path):
@@ -175,7 +175,7 @@ def test_runs_at_once_give_the_same_numbers(smoke, tmp_path):
     for name, count in (("one", 1), ("two", 2)):
         out = tmp_path / name
         reproduce(scale, ["sweep"], out, data=smoke / "data", workers=count, console=QUIET)
-        rows = sorted(ResultFolder(out).rows(), key=lambda row: row.name)
+        rows = sorted(Results(out).rows, key=lambda row: row.name)
         numbers[name] = [(row.name, row.loss, row.training_loss) for row in rows]
     assert len(numbers["one"]) == 2
     assert numbers["one"] == numbers["two"]
@@ -211,12 +211,12 @@ def test_an_interrupted_set_goes_on_where_it_was(smoke, tmp_path, count):
     text, _ = process.communicate(timeout=60)
     assert process.returncode == 130, text
     assert "the same command continues" in text.replace("\n", " ")
-    assert len(ResultFolder(out).rows()) < 2
+    assert len(Results(out).rows) < 2
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    rows = ResultFolder(out).rows()
+    rows = Results(out).rows
     assert sorted(row.format for row in rows) == ["full-8:8", "ternary-8:8"]
-    assert all(ResultFolder(out).curves(row)[-1]["step"] == 120 for row in rows)
+    assert all(Results(out).curves(row)[-1]["step"] == 120 for row in rows)
 
 
 @pytest.mark.parametrize("steps", [1, 7, 100, 101, 999])
@@ -255,7 +255,7 @@ def test_the_report_is_made_of_the_result_files_alone(smoke, tmp_path, monkeypat
     for number in ("26.31", "32.23", "+18.8", "27.39", "42.3"):  # the paper's own, alongside
         assert number in text
         assert number in html
-    for row in ResultFolder(smoke).rows():
+    for row in Results(smoke).rows:
         assert f"{row.perplexity:.2f}" in text
     figures = re.findall(r"\]\((figures/[^)]+\.svg)\)", text)
     assert len(figures) == 6

@@ -6,37 +6,33 @@ import re
 import pytest
 from rich.console import Console
 
-from sparse_bitnet.experiments.table import (
-    comparison_table,
-    model_label,
-    print_table,
-    to_html,
-    to_markdown,
-    verdict,
-)
+from sparse_bitnet.experiments.cells import cells, model_label
+from sparse_bitnet.experiments.page import to_html
+from sparse_bitnet.experiments.table import print_table, to_markdown
+from sparse_bitnet.experiments.tables import comparison_table, verdict
 
 
 def printed(rows, width, pattern="6:8"):
     console = Console(file=io.StringIO(), width=width)
-    print_table(comparison_table(rows, pattern), console, "title")
+    print_table(comparison_table(cells(rows, pattern)), console, "title", "rest")
     return console.file.getvalue()
 
 
 def test_strings_of_the_table(make_rows):
-    table = comparison_table(make_rows(), "6:8")
-    assert [group.title for group in table.groups] == [
+    table = comparison_table(cells(make_rows(), "6:8"))
+    assert [title for title, _ in table.groups] == [
         "this run",
         "paper 0.5B",
         "paper 1.5B",
         "paper 3B",
     ]
-    assert [line.label for line in table.lines] == [
+    assert [line[0] for line in table.lines] == [
         "full, dense",
         "full, 6:8",
         "ternary, dense",
         "ternary, 6:8",
     ]
-    assert table.lines[1].texts == (
+    assert table.lines[1][1:] == (
         "36.40",
         "+1.40",
         "+4.0",
@@ -49,18 +45,18 @@ def test_strings_of_the_table(make_rows):
         "16.48",
         "+2.8",
     )
-    assert table.lines[2].texts[:5] == ("40.00", "-", "-", "40.0 %", "-")
+    assert table.lines[2][1:6] == ("40.00", "-", "-", "40.0 %", "-")
 
 
 def test_every_renderer_shows_every_number(make_rows):
     rows = make_rows(2)
-    table = comparison_table(rows, "6:8")
+    table = comparison_table(cells(rows, "6:8"))
     html = to_html(table).replace("&minus;", "-")
     markdown = to_markdown(table)
     for text in (printed(rows, 80), printed(rows, 160), html, markdown):
         for line in table.lines:
-            assert line.label in text
-            for number in " ".join(line.texts).split():
+            assert line[0] in text
+            for number in " ".join(line[1:]).split():
                 assert number in text or number == "-"
 
 
@@ -78,13 +74,13 @@ def test_wide_terminals_get_one_table(make_rows):
 
 
 def test_seeds_show_their_spread(make_rows):
-    text = comparison_table(make_rows(3), "6:8").lines[1].texts[1]
+    text = comparison_table(cells(make_rows(3), "6:8")).lines[1][2]
     assert text == "+1.90\n+1.40..+2.40"
-    assert "+1.90 +1.40..+2.40" in to_markdown(comparison_table(make_rows(3), "6:8"))
+    assert "+1.90 +1.40..+2.40" in to_markdown(comparison_table(cells(make_rows(3), "6:8")))
 
 
 def test_html_is_a_regular_table(make_rows):
-    html = to_html(comparison_table(make_rows(), "6:8"))
+    html = to_html(comparison_table(cells(make_rows(), "6:8")))
     rows = re.findall(r"<tr>(.*?)</tr>", html, flags=re.DOTALL)
     assert len(rows) == 6
     assert [row.count("<td") for row in rows[2:]] == [11] * 4
@@ -99,21 +95,21 @@ def test_patterns_outside_the_paper_have_our_columns_only(make_rows):
         row if row.pattern == "8:8" else type(row)(**row.__dict__ | {"format": f"{row.weight}-5:7"})
         for row in rows
     ]
-    table = comparison_table(other, "5:7")
-    assert [group.title for group in table.groups] == ["this run"]
-    assert "paper" not in verdict(other, "5:7")
+    table = comparison_table(cells(other, "5:7"))
+    assert [title for title, _ in table.groups] == ["this run"]
+    assert "paper" not in verdict(cells(other, "5:7"))
     assert "5:7" in printed(other, 80, "5:7")
 
 
 def test_verdict_states_values_and_limits(make_rows):
-    text = verdict(make_rows(), "6:8")
+    text = verdict(cells(make_rows(), "6:8"))
     assert "+4.0 %" in text
     assert "-0.5 %" in text
     assert "+5.5 % and +1.2 %" in text
     assert "indicative" in text
     assert "--seeds 3" in text
     assert "not been trained long enough" in text
-    several = verdict(make_rows(3), "6:8")
+    several = verdict(cells(make_rows(3), "6:8"))
     assert "for 3 of 3 seeds" in several
     assert "(+4.0.." in several
     assert "long enough" not in several

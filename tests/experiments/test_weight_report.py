@@ -13,7 +13,7 @@ from sparse_bitnet.convert import convert_
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.experiments.weight_report import (
     read_checkpoint,
-    summary_rows,
+    summary_table,
     weight_page,
     write_weight_report,
 )
@@ -54,8 +54,9 @@ def test_own_and_foreign_checkpoints_are_counted_layer_by_layer(ours, foreign):
     assert [checkpoint.label for checkpoint in found] == ["run", "bitnet-b1.58-masters"]
     assert all(len(checkpoint.layers) == 14 for checkpoint in found)
     assert read == [str(ours), str(foreign)]
-    head, first, second = summary_rows(found)
-    assert head[0] == "checkpoint"
+    table = summary_table(found)
+    first, second = table.lines
+    assert table.head[0] == "checkpoint"
     assert first[2] == second[2] == f"{sum(x.weights for x in found[0].layers):,}"
 
 

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
@@ -27,23 +27,25 @@ if TYPE_CHECKING:
 COLOURS = {"full": "#0072b2", "ternary": "#d55e00"}
 LABELS = {"full": "full precision", "ternary": "ternary"}
 INK = "#123456"
-_SIZE = (5.4, 3.3)
+_SIZE = (5.4, 3.6)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """What one training run logged, as columns."""
+    """A measure over the steps of a run, or over patterns, with its range over several seeds."""
 
     label: str
-    weight: str
+    weight: str = ""
     """ "full" or "ternary": the colour."""
 
-    sparse: bool
+    sparse: bool = False
     """The line style: dense runs are wide and pale, sparse ones thin and dashed, on top."""
 
-    steps: Sequence[int]
-    values: Sequence[float]
-    points: Sequence[tuple[int, float]] = field(default_factory=tuple)
+    steps: Sequence[float]
+    values: Sequence[float] | np.ndarray
+    low: Sequence[float] | np.ndarray = ()
+    high: Sequence[float] | np.ndarray = ()
+    points: Sequence[tuple[int, float]] = ()
     """(step, value) measured now and then, for example the validation loss; drawn as dots."""
 
 
@@ -103,13 +105,13 @@ def cost_bars(bars: Sequence[Bar], *, x_label: str) -> str:
         )
 
 
-def loss_curves(curves: Sequence[Curve], *, smoothing: int = 1) -> str:
-    """Training loss over steps, a running mean over `smoothing` steps, validation loss as dots."""
+def loss_curves(curves: Sequence[Curve]) -> str:
+    """Training loss over steps, validation loss as dots."""
 
     def draw(axes: "Axes") -> None:
         lowest = highest = math.inf
         for curve in curves:
-            values = running_mean(curve.values, smoothing)
+            values = curve.values
             axes.plot(curve.steps, values, **_style(curve))
             if curve.points:
                 axes.plot(*zip(*curve.points, strict=True), **_dots(curve))
@@ -125,31 +127,25 @@ def loss_curves(curves: Sequence[Curve], *, smoothing: int = 1) -> str:
     return _figure("loss", "Training loss of each model over optimiser steps", draw)
 
 
-def sparsity_cost_curves(
-    curves: Sequence[Curve], *, smoothing: int = 1, spread: Sequence[np.ndarray] = ()
-) -> str:
-    """Training loss of each sparse run minus that of its dense twin on the same batches.
-
-    Args:
-        curves: one per weight format; `values` are the differences, step by step.
-        smoothing: width of the running mean, in steps.
-        spread: for each curve float array [2, steps], the least and the greatest running mean over
-            seeds; empty for one seed.
-    """
+def sparsity_cost_curves(curves: Sequence[Curve]) -> str:
+    """Training loss of sparse runs minus that of their dense twins on the same batches, by format."""
 
     def draw(axes: "Axes") -> None:
         axes.axhline(0, color=INK, linewidth=0.9)
         seen = [0.0]
-        for index, curve in enumerate(curves):
-            values = running_mean(curve.values, smoothing)
-            axes.plot(curve.steps, values, color=COLOURS[curve.weight], label=curve.label)
-            if len(spread):
-                low, high = spread[index]
+        for curve in curves:
+            axes.plot(curve.steps, curve.values, color=COLOURS[curve.weight], label=curve.label)
+            if len(curve.low):
                 axes.fill_between(
-                    curve.steps, low, high, color=COLOURS[curve.weight], alpha=0.18, linewidth=0
+                    curve.steps,
+                    curve.low,
+                    curve.high,
+                    color=COLOURS[curve.weight],
+                    alpha=0.18,
+                    linewidth=0,
                 )
             # The first steps, where every model still learns the unigrams, say nothing.
-            seen += list(values[len(values) // 20 :])
+            seen += list(curve.values[len(curve.values) // 20 :])
         margin = 0.12 * max(max(seen) - min(seen), 1e-3)
         axes.set_ylim(min(seen) - margin, max(seen) + margin)
         axes.set_ylabel("sparse minus dense loss (nats)")
@@ -157,7 +153,7 @@ def sparsity_cost_curves(
     return _figure("cost", "Training loss of sparse minus dense models over steps", draw)
 
 
-def flip_rate_curves(curves: Sequence[Curve], *, smoothing: int = 1) -> str:
+def flip_rate_curves(curves: Sequence[Curve]) -> str:
     """Share of mask positions that changed between consecutive steps, logarithmic, in percent."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -166,8 +162,8 @@ def flip_rate_curves(curves: Sequence[Curve], *, smoothing: int = 1) -> str:
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_minor_formatter(NullFormatter())
         for curve in curves:
-            values = np.asarray(running_mean(curve.values, smoothing)) * 100
-            # A running mean of zero has no place on a logarithmic axis: leave a gap.
+            values = 100 * np.asarray(curve.values)
+            # Zero has no place on a logarithmic axis: leave a gap.
             axes.plot(curve.steps, np.where(values > 0, values, np.nan), **_style(curve))
         axes.set_ylabel("mask flip rate (% per step)")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -175,11 +171,13 @@ def flip_rate_curves(curves: Sequence[Curve], *, smoothing: int = 1) -> str:
     return _figure("flips", "Mask flip rate of the sparse models over optimiser steps", draw)
 
 
-def weight_histograms(models: Sequence[tuple[Curve, WeightStatistics]]) -> str:
+def weight_histograms(models: Sequence[tuple[str, str, WeightStatistics]]) -> str:
     """Density of W / mean|W| of each model, side by side on the same axes.
 
-    The shaded band is where a weight rounds to the ternary code 0. Of each `Curve` only label and
-    style are used.
+    The shaded band is where a weight rounds to the ternary code 0.
+
+    Args:
+        models: label, weight format (its colour) and statistics of each.
     """
     from matplotlib.figure import Figure
 
@@ -190,12 +188,12 @@ def weight_histograms(models: Sequence[tuple[Curve, WeightStatistics]]) -> str:
         grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
         for axes in grid.flat[len(models) :]:
             axes.set_axis_off()
-        for axes, (curve, statistics) in zip(grid.flat, models, strict=False):
+        for axes, (label, weight, statistics) in zip(grid.flat, models, strict=False):
             axes.axvspan(-NEAR_ZERO, NEAR_ZERO, color=INK, alpha=0.10, linewidth=0)
-            colour, centres = COLOURS[curve.weight], bin_centres()
+            colour, centres = COLOURS[weight], bin_centres()
             axes.fill_between(centres, statistics.density, color=colour, alpha=0.35, linewidth=0)
             axes.plot(centres, statistics.density, color=colour, linewidth=1.2)
-            axes.set_title(f"{curve.label}\n{100 * statistics.near_zero_mass:.1f} % near zero")
+            axes.set_title(f"{label}\n{100 * statistics.near_zero_mass:.1f} % near zero")
             axes.set_xlim(-3.5, 3.5)
         # After the last one: setting a limit ends the automatic choice of the shared axis.
         grid[0, 0].set_ylim(bottom=0)
@@ -241,15 +239,22 @@ def _dots(curve: Curve) -> dict[str, Any]:
 
 
 def _figure(name: str, title: str, draw: Callable[["Axes"], None]) -> str:
-    from matplotlib.figure import Figure
-
-    with style_sheet(name):
-        figure = Figure(figsize=_SIZE, layout="constrained")
-        axes = figure.subplots()
+    def over_steps(axes: "Axes") -> None:
         draw(axes)
         axes.set_xlabel("optimiser step")
         axes.margins(x=0.01)
         axes.legend()
+
+    return single(name, title, over_steps)
+
+
+def single(name: str, title: str, draw: Callable[["Axes"], None]) -> str:
+    """A figure of one panel, filled by `draw`; see `svg_text`."""
+    from matplotlib.figure import Figure
+
+    with style_sheet(name):
+        figure = Figure(figsize=_SIZE, layout="constrained")
+        draw(figure.subplots())
         return svg_text(figure, name, title)
 
 
@@ -304,8 +309,7 @@ def svg_text(figure: "Figure", name: str, title: str) -> str:
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     # Several figures share one page: ids must differ, and the page sets the size.
-    text = re.sub(r'\bid="', f'id="{name}-', text)
-    text = re.sub(r'(url\(|href=")#', rf"\g<1>#{name}-", text)
+    text = prefix_ids(text, name)
     text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
     label = escape(title, {'"': "&quot;"})
@@ -315,3 +319,9 @@ def svg_text(figure: "Figure", name: str, title: str) -> str:
     for key, colour in COLOURS.items():
         text = text.replace(colour, f"var(--{key}, {colour})")
     return text
+
+
+def prefix_ids(svg: str, prefix: str) -> str:
+    """The same figure with `prefix` before every id in it."""
+    svg = re.sub(r'\bid="', f'id="{prefix}-', svg)
+    return re.sub(r'(url\(|href=")#', rf"\g<1>#{prefix}-", svg)

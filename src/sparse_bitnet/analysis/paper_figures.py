@@ -1,12 +1,19 @@
 """The paper's figures, in the paper's form, as SVG text; see `figures` for colours and styles."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sparse_bitnet.analysis.figures import COLOURS, INK, LABELS, style_sheet, svg_text
+from sparse_bitnet.analysis.figures import (
+    COLOURS,
+    INK,
+    LABELS,
+    Curve,
+    single,
+    style_sheet,
+    svg_text,
+)
 from sparse_bitnet.analysis.weights import BIN_WIDTH, NEAR_ZERO, WeightStatistics
 
 if TYPE_CHECKING:
@@ -21,24 +28,13 @@ _VARIANT_STYLES: tuple[dict[str, Any], ...] = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Band:
-    """A curve with its spread over seeds."""
-
-    label: str
-    x: Sequence[float]
-    mean: Sequence[float]
-    low: Sequence[float]
-    high: Sequence[float]
-
-
 def norm_ppl(
-    ours: Mapping[str, Band], paper: Mapping[str, Sequence[float]], patterns: Sequence[str]
+    ours: Sequence[Curve], paper: Mapping[str, Sequence[float]], patterns: Sequence[str]
 ) -> str:
     """Increase of perplexity over the own dense model, in percent, over the pattern (figure 2).
 
     Args:
-        ours: by weight format; x are positions in `patterns`.
+        ours: one per weight format; steps are positions in `patterns`.
         paper: the paper's own values for all `patterns` by weight format, drawn thin; may be empty.
         patterns: dense first.
     """
@@ -46,46 +42,40 @@ def norm_ppl(
     def draw(axes: "Axes") -> None:
         axes.axhline(10, color=INK, linewidth=1, linestyle=(0, (4, 3)))
         axes.text(0.0, 10.4, "10 %", fontsize=8)
-        for weight, marker in (("full", "o"), ("ternary", "s")):
-            colour = COLOURS[weight]
-            if weight in ours:
-                band = ours[weight]
-                errors = [
-                    np.subtract(band.mean, band.low),
-                    np.subtract(band.high, band.mean),
-                ]
-                axes.errorbar(
-                    band.x,
-                    band.mean,
-                    yerr=errors,
-                    color=colour,
-                    marker=marker,
-                    markersize=5,
-                    capsize=3,
-                    label=band.label,
-                )
-            if weight in paper:
-                axes.plot(
-                    range(len(patterns)),
-                    paper[weight],
-                    color=colour,
-                    linewidth=1,
-                    linestyle=(0, (1, 1.5)),
-                    marker=marker,
-                    markersize=3.5,
-                    markerfacecolor="none",
-                    label=f"paper 0.5B, {LABELS[weight]}",
-                )
+        markers = {"full": "o", "ternary": "s"}
+        for curve in ours:
+            axes.errorbar(
+                curve.steps,
+                curve.values,
+                yerr=[np.subtract(curve.values, curve.low), np.subtract(curve.high, curve.values)],
+                color=COLOURS[curve.weight],
+                marker=markers[curve.weight],
+                markersize=5,
+                capsize=3,
+                label=curve.label,
+            )
+        for weight, values in paper.items():
+            axes.plot(
+                range(len(patterns)),
+                values,
+                color=COLOURS[weight],
+                linewidth=1,
+                linestyle=(0, (1, 1.5)),
+                marker=markers[weight],
+                markersize=3.5,
+                markerfacecolor="none",
+                label=f"paper 0.5B, {LABELS[weight]}",
+            )
         axes.set_xticks(range(len(patterns)), patterns)
         axes.set_xlabel("pattern (kept : group)")
         axes.set_ylabel("perplexity increase over dense (%)")
         axes.legend(loc="upper left", bbox_to_anchor=(0.06, 1.0))
 
-    return _single("norm-ppl", "Perplexity increase over the dense model by N:M pattern", draw)
+    return single("norm-ppl", "Perplexity increase over the dense model by N:M pattern", draw)
 
 
 def ablation_curves(
-    variants: Sequence[Band], *, name: str, y_label: str, title: str, skip: float = 0.0
+    variants: Sequence[Curve], *, name: str, y_label: str, title: str, skip: float = 0.0
 ) -> str:
     """One curve per training design over the steps, logarithmic (figure 4).
 
@@ -95,21 +85,20 @@ def ablation_curves(
     def draw(axes: "Axes") -> None:
         axes.set_yscale("log")
         for variant, style in zip(variants, _VARIANT_STYLES, strict=False):
-            x = np.asarray(variant.x)
+            x = np.asarray(variant.steps)
             shown = x >= skip * x.max()
             line: dict[str, Any] = {"label": variant.label, **style}
-            axes.plot(x[shown], np.asarray(variant.mean)[shown], **line)
+            axes.plot(x[shown], np.asarray(variant.values)[shown], **line)
             low, high = np.asarray(variant.low)[shown], np.asarray(variant.high)[shown]
             axes.fill_between(x[shown], low, high, color=style["color"], alpha=0.15, linewidth=0)
-        plain = _plain_number
-        axes.yaxis.set_major_formatter(plain)
-        axes.yaxis.set_minor_formatter(plain)
+        axes.yaxis.set_major_formatter(_plain_number)
+        axes.yaxis.set_minor_formatter(_plain_number)
         axes.tick_params(axis="y", which="minor", labelsize=7)
         axes.set_xlabel("optimiser step")
         axes.set_ylabel(y_label)
         axes.legend()
 
-    return _single(name, title, draw)
+    return single(name, title, draw)
 
 
 def near_zero_heat_maps(
@@ -207,16 +196,7 @@ def layer_profile(models: Sequence[tuple[str, str, Sequence[WeightStatistics]]])
         axes.set_xlabel("depth (0: first layer, 1: last layer)")
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0))
 
-    return _single("layer-profile", "Near-zero mass of every layer by depth", draw)
-
-
-def _single(name: str, title: str, draw: Callable[["Axes"], None]) -> str:
-    from matplotlib.figure import Figure
-
-    with style_sheet(name):
-        figure = Figure(figsize=(5.4, 3.6), layout="constrained")
-        draw(figure.subplots())
-        return svg_text(figure, name, title)
+    return single("layer-profile", "Near-zero mass of every layer by depth", draw)
 
 
 def _plain_number(value: float, _: float) -> str:

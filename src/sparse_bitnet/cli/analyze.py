@@ -34,14 +34,13 @@ def main(arguments: list[str]) -> None:
 
 def run(checkpoints: list[str], pattern: str, out: Path) -> None:
     """Read, print, write. Raises `UserError` for a dense pattern and unreadable checkpoints."""
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
 
     from sparse_bitnet.errors import UserError
+    from sparse_bitnet.experiments.table import print_table
     from sparse_bitnet.experiments.weight_report import (
         read_checkpoint,
-        summary_rows,
+        summary_table,
         write_weight_report,
     )
     from sparse_bitnet.pattern import NMPattern
@@ -57,11 +56,7 @@ def run(checkpoints: list[str], pattern: str, out: Path) -> None:
             read_checkpoint(name, parsed, lambda path: status.update(f"reading {path}"))
             for name in checkpoints
         ]
-    head, *body = summary_rows(found)
-    table = Table(*head, box=box.SIMPLE_HEAD)
-    for row in body:
-        table.add_row(*row)
-    console.print(table)
+    print_table(summary_table(found), console, "")
     write_weight_report(found, parsed, out)
     console.print(
         f"{out}/weights.html: figures; {out}/weights.json: every layer",

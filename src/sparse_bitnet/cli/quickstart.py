@@ -1,10 +1,10 @@
-"""`sparse-bitnet quickstart`: the paper's four models on real text, in about five minutes."""
+"""`sparse-bitnet quickstart`: the paper's four models on real text, in a few minutes."""
 
 import sys
 import time
 
 from sparse_bitnet.cli.arguments import parse
-from sparse_bitnet.experiments.quickstart_config import QuickstartConfig
+from sparse_bitnet.experiments.quickstart_scale import QuickstartConfig
 
 
 def main(arguments: list[str]) -> None:
@@ -16,30 +16,29 @@ def run(config: QuickstartConfig) -> None:
     """Print progress, the table and where everything is; exit code 130 when stopped."""
     from rich.console import Console
 
-    from sparse_bitnet.experiments.quickstart import RESULTS, quickstart
-    from sparse_bitnet.experiments.quickstart_config import formats, run_folder
-    from sparse_bitnet.experiments.table import comparison_table, print_table, verdict
+    from sparse_bitnet.experiments import tables
+    from sparse_bitnet.experiments.quickstart import quickstart
+    from sparse_bitnet.experiments.table import print_table
     from sparse_bitnet.training.run_folder import Interrupted
 
     console = Console()
     began = time.monotonic()
     try:
-        result = quickstart(config, console)
+        found = quickstart(config, console)
     except (Interrupted, KeyboardInterrupt) as stop:
         reason = str(stop) or "stopped"
         print(f"\n{reason}; the same command continues from there", file=sys.stderr)
         sys.exit(130)
     title = f"Held-out perplexity, {config.model}, {config.source}"
-    print_table(comparison_table(result.rows, config.pattern), console, title)
-    console.print(f"\n{verdict(result.rows, config.pattern)}", highlight=False)
-    sparse_ternary = formats(config.pattern)[-1]
+    print_table(tables.comparison_table(found.cells), console, title, "The paper's Qwen2.5 models")
+    console.print(f"\n{tables.verdict(found.cells)}", highlight=False)
+    sparse_ternary = f"ternary-{config.pattern}"
     console.print(f"\n{sparse_ternary} continues {config.prompt!r}:", style="bold", highlight=False)
-    console.print(f"{config.prompt}{result.sample}", highlight=False, markup=False)
+    console.print(f"{config.prompt}{found.sample}", highlight=False, markup=False)
     minutes, seconds = divmod(round(time.monotonic() - began), 60)
-    models = run_folder(config, sparse_ternary, 0).parent
     console.print(
-        f"\nreport:  {result.report}\nresults: {config.out}/{RESULTS}\n"
-        f"models:  {models}/*/final\ntime:    {minutes} min {seconds} s",
+        f"\nreport:  {found.report}\nresults: {config.out}/results.jsonl\n"
+        f"models:  {found.model.parent.parent}/*/final\ntime:    {minutes} min {seconds} s",
         highlight=False,
         markup=False,
         soft_wrap=True,

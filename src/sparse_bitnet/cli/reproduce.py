@@ -1,5 +1,6 @@
 """`sparse-bitnet reproduce`: the paper's experiments at a chosen scale."""
 
+import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from sparse_bitnet.cli.arguments import parse
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.experiments.paper import EXPERIMENTS, plan
+from sparse_bitnet.experiments.paper_runs import EXPERIMENTS, plan
 from sparse_bitnet.experiments.scales import Scale, find_scale
 
 if TYPE_CHECKING:
@@ -39,6 +40,9 @@ def main(arguments: list[str]) -> None:
         workers: int | None = None
         """Runs trained at once; default: one for each core, four on a GPU."""
 
+        threads: int | None = None
+        """CPU threads of each run; default: the scale's own."""
+
         budget_minutes: float | None = None
         """Start no run that would not end within so many minutes."""
 
@@ -64,17 +68,20 @@ def main(arguments: list[str]) -> None:
         description="Train the runs of the paper's experiments; those that are done are skipped.",
     )
     scale = find_scale(options.scale)
+    if options.threads is not None:
+        recipe = dataclasses.replace(scale.recipe, threads=options.threads)
+        scale = dataclasses.replace(scale, recipe=recipe)
     names = ("search",) if options.search else options.experiments
     chosen = list(EXPERIMENTS) if "all" in names else [name for name in names if name != "table1"]
     from rich.console import Console
 
     console = Console()
-    if options.dry_run:
-        print_plan(scale, chosen, options.seeds, console)
-        return
     out = options.out or Path("runs") / scale.name
     if "table1" in names:
         chosen = list(dict.fromkeys([*chosen, "table2"]))
+    if options.dry_run:
+        dry_run(scale, chosen, out, options.seeds, options.workers, console)
+        return
     run(
         scale,
         chosen,
@@ -121,8 +128,8 @@ def run(
     from sparse_bitnet.training.device import resolve_device
     from sparse_bitnet.training.run_folder import Interrupted
 
-    if scale.name == "paper" and resolve_device("auto").type == "cpu":
-        raise UserError("scale paper needs GPUs; --dry-run says how many hours of which")
+    if scale.needs_gpu and resolve_device("auto").type == "cpu":
+        raise UserError(f"scale {scale.name} needs GPUs; --dry-run says how many hours of which")
     try:
         outcome = reproduce(
             scale,
@@ -150,8 +157,26 @@ def run(
         raise UserError("; ".join(outcome.failed))
 
 
-def print_plan(scale: Scale, experiments: list[str], seeds: int | None, console: "Console") -> None:
-    """What each model size would take: runs, tokens, FLOPs, memory, hours."""
-    from sparse_bitnet.experiments.paper_plan import print_estimates
+def dry_run(
+    scale: Scale,
+    experiments: list[str],
+    out: Path,
+    seeds: int | None,
+    workers: int | None,
+    console: "Console",
+) -> None:
+    """Which runs there are, which are done in `out`, and how long the others take."""
+    from sparse_bitnet.experiments.estimate import Speed, print_plan
+    from sparse_bitnet.experiments.provenance import hardware
+    from sparse_bitnet.experiments.results import Results
+    from sparse_bitnet.experiments.runner import default_workers, finished
+    from sparse_bitnet.training.device import resolve_device
 
-    print_estimates(scale, plan(scale, experiments, seeds), console)
+    runs, results = plan(scale, experiments, seeds), Results(out)
+    done = finished(results, runs)
+    speed = None
+    if not (scale.needs_gpu and resolve_device("auto").type == "cpu"):
+        here = hardware()
+        speed = Speed([row for row in results.rows if row.provenance["hardware"] == here])
+    console.print(f"{out}: {len(done)} of {len(runs)} runs are done", highlight=False)
+    print_plan(scale, runs, done, speed, workers or default_workers(scale), console)

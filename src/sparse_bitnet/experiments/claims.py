@@ -1,4 +1,4 @@
-"""The paper's claims as numbers per seed; `decision.RULE` says what follows from them."""
+"""The paper's claims as numbers per seed; `spread.RULE` says what follows from them."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -7,9 +7,10 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any, TypeVar
 
-from sparse_bitnet.experiments.decision import Interval, verdict
-from sparse_bitnet.experiments.paper import ABLATIONS
-from sparse_bitnet.experiments.result_set import ResultSet
+from sparse_bitnet.experiments.cells import average_accuracy
+from sparse_bitnet.experiments.paper_runs import ABLATIONS
+from sparse_bitnet.experiments.results import Results
+from sparse_bitnet.experiments.spread import Spread
 
 COLLAPSE = 1.10
 """NormPPL beyond which the paper calls a model collapsed."""
@@ -44,14 +45,14 @@ class Claim:
 
     @property
     def verdict(self) -> str:
-        return verdict(self.values)
+        return Spread(self.values).verdict
 
     @property
     def result(self) -> str:
         """Mean, interval and seeds in words."""
         if not self.values:
             return "no runs"
-        interval, unit = Interval(self.values), f" {self.unit}" if self.unit else ""
+        interval, unit = Spread(self.values), f" {self.unit}" if self.unit else ""
         text = f"{interval.mean:{self.form}}{unit}"
         if len(self.values) == 1:
             return f"{text} (1 seed)"
@@ -61,7 +62,7 @@ class Claim:
         )
 
 
-def claims(results: ResultSet) -> list[Claim]:
+def claims(results: Results) -> list[Claim]:
     """Every claim of the paper on which there is a number, in the paper's order."""
     found = [
         *_robustness(results),
@@ -75,7 +76,7 @@ def claims(results: ResultSet) -> list[Claim]:
     return [claim for claim in found if claim.values]
 
 
-def _robustness(results: ResultSet) -> Iterator[Claim]:
+def _robustness(results: Results) -> Iterator[Claim]:
     paper = {"full": "+5.5 / +3.3 / +2.8", "ternary": "+1.2 / +1.2 / +1.0"}
     for model in reversed(results.models):
         full, ternary = (results.relative(f"{w}-6:8", model=model) for w in ("full", "ternary"))
@@ -103,7 +104,7 @@ def _robustness(results: ResultSet) -> Iterator[Claim]:
         )
 
 
-def _sweep(results: ResultSet) -> Iterator[Claim]:
+def _sweep(results: Results) -> Iterator[Claim]:
     full, ternary = (results.relative(f"{weight}-2:4") for weight in ("full", "ternary"))
     yield Claim(
         text="2:4 sparsity costs the ternary model less than the full-precision one",
@@ -124,7 +125,7 @@ def _sweep(results: ResultSet) -> Iterator[Claim]:
     )
 
 
-def collapse_density(results: ResultSet, weight: str) -> dict[int, float]:
+def collapse_density(results: Results, weight: str) -> dict[int, float]:
     """By seed the density N/M at which NormPPL passes 1.10, between patterns by a straight line.
 
     A model that never passes it counts as passing at the sparsest pattern. Only seeds with all
@@ -140,7 +141,7 @@ def collapse_density(results: ResultSet, weight: str) -> dict[int, float]:
     return {seed: _crossing(curves[seed]) for seed in sorted(passed)}
 
 
-def norm_ppl_by_seed(results: ResultSet, weight: str) -> dict[int, list[tuple[float, float]]]:
+def norm_ppl_by_seed(results: Results, weight: str) -> dict[int, list[tuple[float, float]]]:
     """(density, NormPPL) from dense to sparse, for seeds with every pattern of the sweep."""
     columns = {
         pattern: results.relative(f"{weight}-{pattern}") for pattern in results.setting["patterns"]
@@ -169,7 +170,7 @@ def _crossing(curve: Sequence[tuple[float, float]]) -> float:
     return curve[-1][0]
 
 
-def _ablations(results: ResultSet) -> Iterator[Claim]:
+def _ablations(results: Results) -> Iterator[Claim]:
     paper = {_TERNARY_MASK: "+22.5 % (32.23 against 26.31)"}
     base = results.by_seed(_BASE)
     for name, format in list(ABLATIONS.items())[1:]:
@@ -187,7 +188,7 @@ def _ablations(results: ResultSet) -> Iterator[Claim]:
         )
 
 
-def _flips(results: ResultSet) -> Iterator[Claim]:
+def _flips(results: Results) -> Iterator[Claim]:
     base = _curves(results, _BASE)
     yield Claim(
         text="The flip rate decays from high to low",
@@ -236,7 +237,7 @@ def _flips(results: ResultSet) -> Iterator[Claim]:
     )
 
 
-def _schedule(results: ResultSet) -> Iterator[Claim]:
+def _schedule(results: Results) -> Iterator[Claim]:
     paper = {25: "+4.4 %", 50: "+4.1 %", 75: "+1.5 %"}
     always = results.by_seed("ternary-6:8")
     for percent in results.setting["sparse_percents"]:
@@ -256,7 +257,7 @@ def _schedule(results: ResultSet) -> Iterator[Claim]:
         )
 
 
-def _near_zero(results: ResultSet) -> Iterator[Claim]:
+def _near_zero(results: Results) -> Iterator[Claim]:
     for model in reversed(results.models):
         yield Claim(
             text="Near-zero mass falls over training for the ternary model",
@@ -276,15 +277,15 @@ def _near_zero(results: ResultSet) -> Iterator[Claim]:
         )
 
 
-def _falls(results: ResultSet, format: str, model: str) -> Iterator[float]:
+def _falls(results: Results, format: str, model: str) -> Iterator[float]:
     for row in results.by_seed(format, model=model).values():
-        overall = results.folder.weights(row)["overall"]
+        overall = results.weights(row)["overall"]
         yield overall[0] - overall[-1]
 
 
-def _downstream(results: ResultSet) -> Iterator[Claim]:
+def _downstream(results: Results) -> Iterator[Claim]:
     average = {
-        (row.model, row.format, row.seed): 100 * fmean(values["acc"] for values in found.values())
+        (row.model, row.format, row.seed): average_accuracy(found)
         for row, found in results.downstream()
     }
     for model in reversed(results.models):
@@ -307,11 +308,11 @@ def _downstream(results: ResultSet) -> Iterator[Claim]:
         )
 
 
-def _curves(results: ResultSet, format: str) -> dict[int, list[dict[str, Any]]]:
+def _curves(results: Results, format: str) -> dict[int, list[dict[str, Any]]]:
     """Thinned flip-rate rows by seed; of runs long enough to tell tenths apart."""
     found = {}
     for seed, row in results.by_seed(format).items():
-        curve = [part for part in results.folder.curves(row) if part.get("flip_rate")]
+        curve = [part for part in results.curves(row) if part.get("flip_rate")]
         if len(curve) >= 20:
             found[seed] = curve
     return found

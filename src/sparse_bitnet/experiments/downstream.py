@@ -6,10 +6,10 @@ from pathlib import Path
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.harness import accuracies, evaluate_tasks
-from sparse_bitnet.experiments.paper import table2
+from sparse_bitnet.experiments.paper_runs import table2
 from sparse_bitnet.experiments.provenance import provenance
+from sparse_bitnet.experiments.results import Results
 from sparse_bitnet.experiments.scales import Scale
-from sparse_bitnet.experiments.store import ResultFolder
 
 
 def score(
@@ -36,10 +36,10 @@ def score(
     Returns how many models were scored. Raises `UserError` when no model is there, or for what
     `evaluate_tasks` raises.
     """
-    folder = ResultFolder(out)
+    results = Results(out)
     asked = [*tasks, *([f"limit {limit}"] if limit else [])]
-    known = {(line["run"], *line["asked"]) for line in folder.downstream()}
-    trained = {row.name: row for row in folder.rows()}
+    known = {(line["run"], *line["asked"]) for line in results.scores()}
+    trained = {row.name: row for row in results.rows}
     runs = [run for run in table2(scale) if run.config.seed < seeds and run.name in trained]
     if not runs:
         raise UserError(f"{out}: no model of table 2 is trained yet; `reproduce table2` does it")
@@ -50,7 +50,7 @@ def score(
         if on_model:
             on_model(run.name)
         row = trained[run.name]
-        results = evaluate_tasks(
+        scores = evaluate_tasks(
             out / row.checkpoint,
             tasks,
             include_path=include_path,
@@ -61,12 +61,12 @@ def score(
         line = {
             "run": run.name,
             "asked": asked,
-            "tasks": accuracies(results),
-            "questions": {task: n["effective"] for task, n in results["n-samples"].items()},
-            "lm_eval": results.get("lm_eval_version"),
+            "tasks": accuracies(scores),
+            "questions": {task: n["effective"] for task, n in scores["n-samples"].items()},
+            "lm_eval": scores.get("lm_eval_version"),
             "provenance": provenance(),
         }
-        lines = [*folder.downstream(), line]
-        folder.write("downstream.jsonl", "".join(json.dumps(each) + "\n" for each in lines))
+        lines = [*results.scores(), line]
+        results.write("downstream.jsonl", "".join(json.dumps(each) + "\n" for each in lines))
         scored += 1
     return scored

@@ -20,9 +20,9 @@ from sparse_bitnet.checkpoint.locate import resolve_checkpoint
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.evaluation.perplexity import Perplexity, perplexity
-from sparse_bitnet.experiments.paper import Run
+from sparse_bitnet.experiments.paper_runs import Run
 from sparse_bitnet.experiments.provenance import provenance
-from sparse_bitnet.experiments.store import ResultFolder, RunRow, relative_config
+from sparse_bitnet.experiments.results import CURVE_POINTS, ResultRow, Results
 from sparse_bitnet.hub import from_pretrained
 from sparse_bitnet.layer import SparseBitConfig
 from sparse_bitnet.models import build_model
@@ -32,14 +32,8 @@ from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
 from sparse_bitnet.training.train import RunResult
 
-CURVE_POINTS = 100
-"""Most points of a thinned curve: 100 runs then fit into a megabyte."""
 
-THRESHOLD_PATTERN = NMPattern(6, 8)
-"""Whose group thresholds are counted on dense weights (the paper's figure 7)."""
-
-
-def measure(folder: ResultFolder, run: Run, config: TrainConfig, result: RunResult) -> RunRow:
+def measure(results: Results, run: Run, config: TrainConfig, result: RunResult) -> ResultRow:
     """Write the curves and weight statistics of a finished run; returns its row.
 
     `config` is that of the run with the paths in use. The perplexity is that of the whole validation
@@ -49,16 +43,18 @@ def measure(folder: ResultFolder, run: Run, config: TrainConfig, result: RunResu
     rows = metrics.read_rows(path / metrics.METRICS_FILE)
     timing = metrics.read_rows(path / metrics.TIMING_FILE)
     curves, weights = f"curves/{run.name}.jsonl", f"weights/{run.name}.json"
-    folder.write(curves, "".join(json.dumps(row) + "\n" for row in thinned(rows)))
-    final = checkpoint_statistics(path / "final", pattern=THRESHOLD_PATTERN)
+    results.write(curves, "".join(json.dumps(row) + "\n" for row in thinned(rows)))
+    # Whose group thresholds are counted on dense weights (the paper's figure 7).
+    pattern = NMPattern.parse(results.setting["pattern"])
+    final = checkpoint_statistics(path / "final", pattern=pattern)
     if run.is_dense:
-        folder.write(weights, json.dumps(weight_history(config, final)) + "\n")
+        results.write(weights, json.dumps(weight_history(config, final, pattern)) + "\n")
     whole = pool(final)
     held_out, parameters = _held_out(config)
     dataset = TokenDataset.open(config.data, "train")
     device = resolve_device(config.device)
-    return RunRow(
-        experiment=folder.setting()["scale"],
+    return ResultRow(
+        experiment=results.setting["scale"],
         name=run.name,
         format=config.format,
         seed=config.seed,
@@ -73,7 +69,8 @@ def measure(folder: ResultFolder, run: Run, config: TrainConfig, result: RunResu
         flip_rate=result.flip_rate if not run.is_dense else None,
         seconds=sum(row["seconds"] for row in timing),
         checkpoint=f"runs/{run.name}/final",
-        config=relative_config(dataclasses.asdict(config), run.name),
+        # Paths relative to the results file are equal on every machine.
+        config={**dataclasses.asdict(config), "data": "data", "out": f"runs/{run.name}"},
         provenance=provenance(),
         curves=curves,
         weights=weights if run.is_dense else None,
@@ -111,7 +108,9 @@ def thinned(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(result, key=lambda row: (row["step"], "validation_loss" in row))
 
 
-def weight_history(config: TrainConfig, final: Sequence[WeightStatistics]) -> dict[str, Any]:
+def weight_history(
+    config: TrainConfig, final: Sequence[WeightStatistics], pattern: NMPattern
+) -> dict[str, Any]:
     """Near-zero mass of every layer over training, and the densities at the end.
 
     `near_zero_mass` is a list [steps][layers], `overall` that of all weights together; step 0 is the
@@ -125,13 +124,13 @@ def weight_history(config: TrainConfig, final: Sequence[WeightStatistics]) -> di
         vocab_size=TokenDataset.open(config.data, "train").vocab_size,
         init=config.init,
     )
-    history = {0: model_statistics(initial, pattern=THRESHOLD_PATTERN)}
+    history = {0: model_statistics(initial, pattern=pattern)}
     for checkpoint in list_checkpoints(Path(config.out)):
         # One saved on an interruption lies between the regular ones.
         regular = checkpoint.step % config.checkpoint_every == 0
         if regular and checkpoint.step < config.steps:
             history[checkpoint.step] = checkpoint_statistics(
-                resolve_checkpoint(checkpoint.path), pattern=THRESHOLD_PATTERN
+                resolve_checkpoint(checkpoint.path), pattern=pattern
             )
     history[config.steps] = list(final)
     return {

@@ -1,43 +1,37 @@
-"""The paper's four models on real text in five minutes: its table 2, its curves, one page.
+"""The paper's four models on real text in a few minutes: its table 2, its curves, one page.
 
 Dense and sparse, full-precision and ternary, all from the same initial weights on the same batches.
 """
 
-import os
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from sparse_bitnet.data.prepare import prepare
-from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.data.tokenizer import load_tokenizer
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.sampling import continue_text
-from sparse_bitnet.experiments.provenance import provenance
-from sparse_bitnet.experiments.quickstart_config import (
-    QuickstartConfig,
-    formats,
-    run_configs,
-    run_folder,
+from sparse_bitnet.experiments import drawings, tables
+from sparse_bitnet.experiments.cells import Cell, cells_of, model_label
+from sparse_bitnet.experiments.page import (
+    Block,
+    Code,
+    Facts,
+    Items,
+    Paragraph,
+    Section,
+    html,
 )
-from sparse_bitnet.experiments.quickstart_report import quickstart_report
-from sparse_bitnet.experiments.results import DENSE_PATTERN, ResultRow, read_rows, write_rows
-from sparse_bitnet.experiments.runs_progress import runs_progress
-from sparse_bitnet.experiments.workers import Ended, OnStep, parallel, serial
+from sparse_bitnet.experiments.quickstart_scale import QuickstartConfig
+from sparse_bitnet.experiments.results import ResultRow, Results
+from sparse_bitnet.experiments.runner import reproduce
+from sparse_bitnet.experiments.table import NOTHING, Table
 from sparse_bitnet.files import write_atomic
 from sparse_bitnet.hub import from_pretrained
-from sparse_bitnet.models import preset_config
 from sparse_bitnet.pattern import NMPattern
-from sparse_bitnet.training import metrics
-from sparse_bitnet.training.config import TrainConfig
-from sparse_bitnet.training.device import resolve_device, resolve_dtype
-from sparse_bitnet.training.train import RunResult, train
+from sparse_bitnet.presets import PRESETS
 
-EXPERIMENT = "quickstart"
-RESULTS = "results.jsonl"
-REPORT = "report.html"
 SAMPLE_TOKENS = 96
 
 
@@ -45,9 +39,14 @@ SAMPLE_TOKENS = 96
 class QuickstartResult:
     """What a finished quickstart leaves behind."""
 
-    rows: list[ResultRow]
+    results: Results
+    cells: list[Cell]
     sample: str
     """What the sparse ternary model of the first seed wrote after the prompt."""
+
+    model: Path
+    """Folder of that model."""
+
     report: Path
 
 
@@ -60,119 +59,156 @@ def quickstart(config: QuickstartConfig, console: Console | None = None) -> Quic
     Raises `UserError` for bad input or a folder of another quickstart, `Interrupted` when stopped by
     a signal while training.
     """
-    _check_pattern(config)
-    prepare_text(config)
-    rows = train_all(config, console or Console(quiet=True))
-    final = run_folder(config, formats(config.pattern)[-1], 0) / "final"
+    out = Path(config.out)
+    outcome = reproduce(
+        config.scale(),
+        ["table2"],
+        out,
+        workers=config.workers,
+        console=console or Console(quiet=True),
+        plain_lines=5,
+    )
+    if outcome.failed:
+        raise UserError("; ".join(outcome.failed))
+    results = Results(out)
+    model = out / results.by_seed(f"ternary-{config.pattern}")[0].checkpoint
     sample = continue_text(
-        from_pretrained(final), load_tokenizer(final), config.prompt, max_new_tokens=SAMPLE_TOKENS
+        from_pretrained(model), load_tokenizer(model), config.prompt, max_new_tokens=SAMPLE_TOKENS
     )
-    report = Path(config.out) / REPORT
-    write_atomic(report, quickstart_report(config, rows, sample))
-    return QuickstartResult(rows, sample, report)
+    report = out / "report.html"
+    title = f"Sparse-BitNet quickstart: {config.pattern} sparsity in four small models"
+    write_atomic(report, html(title, quickstart_blocks(config, results, sample)))
+    return QuickstartResult(results, cells_of(results, config.model), sample, model, report)
 
 
-def _check_pattern(config: QuickstartConfig) -> None:
-    """Refuse what would only fail at the second model, a minute later."""
-    pattern = NMPattern.parse(config.pattern)
-    if pattern.is_dense:
-        raise UserError(f"pattern={config.pattern} is dense; choose one that prunes, like 6:8")
-    sizes = preset_config(config.model)
-    pattern.check_divides(sizes.hidden_size, "q_proj")
-    pattern.check_divides(sizes.intermediate_size, "down_proj")
+def quickstart_blocks(config: QuickstartConfig, results: Results, sample: str) -> list[Block]:
+    """The page: table, curves and weights, a sample, and how far to trust it."""
+    rows = {format: results.by_seed(format) for format in results.four_formats}
+    first = [rows[format][0] for format in results.four_formats]
+    of_all = [row for found in rows.values() for row in found.values()]
+    cells = cells_of(results, config.model)
+    made = dict(max(of_all, key=lambda row: row.provenance["date"]).provenance)
+    versions = made.pop("versions")
+    sparse_ternary = model_label("ternary", config.pattern)
+    looks = (drawings.histogram_figure(results), drawings.threshold_figure(results))
+    return [
+        Paragraph(
+            "Dense and sparse, full-precision and ternary models from the same initial weights "
+            f"on the same batches ({config.model}; {config.source}, {first[0].tokens:,} training "
+            "tokens per model), compared on held-out text.",
+            "lead",
+        ),
+        Paragraph(
+            f"{made['date'][:10]} · {made['hardware']} · commit {made['commit'] or 'release'}",
+            "meta",
+        ),
+        Paragraph(tables.verdict(cells), "verdict"),
+        tables.comparison_table(cells),
+        Section("Curves and weights"),
+        drawings.cost_figure(results),
+        *drawings.course_figures(results),
+        *(figure for figure in looks if figure),
+        Section("Weights of each model"),
+        _weight_table(first),
+        Section(f"A sample of the {sparse_ternary} model"),
+        Code(sample, prompt=config.prompt),
+        Section("How far to trust this"),
+        Items(_caveats(config, first[0])),
+        Section("Again, and further"),
+        Code("\n".join(_commands(config, first[3]))),
+        Section("Configuration"),
+        Facts(_settings(config, of_all)),
+        Section("Where and with what"),
+        Facts(made | versions),
+    ]
 
 
-def prepare_text(config: QuickstartConfig) -> None:
-    """Tokenise the text into `out/data`; returns at once when that is done already."""
-    source = parse_source(config.source)
-    prepare(source, Path(config.out) / "data", vocab_size=config.vocab_size)
+def _weight_table(rows: list[ResultRow]) -> Table:
+    lines = []
+    for row in rows:
+        ternary = row.weight == "ternary"
+        anyway = NOTHING
+        if ternary and not row.is_dense:
+            pruned = 1 - NMPattern.parse(row.pattern).density
+            anyway = _percent(1 - (row.zero_fraction - row.code_zero_fraction) / pruned)
+        lines.append(
+            (
+                model_label(row.weight, row.pattern),
+                _percent(row.near_zero_mass),
+                _percent(row.code_zero_fraction) if ternary else NOTHING,
+                _percent(row.zero_fraction),
+                anyway,
+            )
+        )
+    head = ("model", "near zero", "codes 0", "zeros in the forward", "pruned that were 0 anyway")
+    return Table(head, lines)
 
 
-@dataclass(frozen=True)
-class TrainingJob:
-    """One of the quickstart's runs, as `workers` takes it."""
-
-    config: TrainConfig
-
-    @property
-    def name(self) -> str:
-        return self.config.out
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
 
 
-def train_all(config: QuickstartConfig, console: Console) -> list[ResultRow]:
-    """Train what is missing; `results.jsonl` gains a row after each run and loses none."""
-    path = Path(config.out) / RESULTS
-    known = {(row.format, row.seed): row for row in read_rows(path)}
-    runs = run_configs(config)
-    workers = config.workers or default_workers(len(runs))
-    with runs_progress(runs, console, workers) as progress:
-        for job, result in _trained(runs, workers, progress.step):
-            if isinstance(result, UserError):
-                raise result
-            run = job.config
-            row = known.get((run.format, run.seed))
-            if row is None or row.config != asdict(run):
-                known[run.format, run.seed] = result_row(run, result, Path(config.out))
-                write_rows(path, list(known.values()))
-            progress.finish(run, result.validation_perplexity)
-    return [known[run.format, run.seed] for run in runs]
+def _caveats(config: QuickstartConfig, row: ResultRow) -> list[str]:
+    shape = PRESETS[config.model]
+    return [
+        f"Size: {shape.block_weights / 1e6:.1f} M block weights and {row.tokens / 1e6:.1f} M training "
+        "tokens per model; the paper trains 0.5 to 3 B weights on about 50 B tokens. At this size the "
+        "differences between dense and sparse are small and depend on the seed.",
+        f"Seeds: {config.seeds}. "
+        + (
+            "One seed gives one number, not an error bar; repeat with --seeds 3 or more."
+            if config.seeds == 1
+            else "The table shows the mean and the least and greatest value; with this few seeds that "
+            "is a range, not a confidence interval."
+        ),
+        f"Text: {config.source}; held-out documents are chosen by hash, {row.validation_tokens:,} "
+        "tokens. Another Python version ships another standard library, so perplexities compare "
+        "within one report only, and not with the paper's (another text, another vocabulary).",
+        f"Context: windows of {config.sequence_length} tokens that do not overlap. Compute type: "
+        f"{row.precision}, float32 master weights (the paper: bfloat16).",
+        f"Recipe: AdamW, peak learning rate {config.learning_rate:g}, cosine, the same for all four "
+        "models; not tuned for any of them.",
+        "Nothing here is faster because it is sparse or ternary: training simulates both in floating "
+        "point. The gain is in packed inference.",
+    ]
 
 
-def default_workers(runs: int) -> int:
-    """One run for each core, on a GPU one at a time."""
-    if resolve_device("auto").type != "cpu":
-        return 1
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _commands(config: QuickstartConfig, row: ResultRow) -> list[str]:
+    final = f"{config.out}/{row.checkpoint}"
+    pattern = "2:4" if config.pattern != "2:4" else "6:8"
+    return [
+        "# the spread over three seeds",
+        f"sparse-bitnet quickstart --seeds 3 --out {config.out}-seeds",
+        "# more text from the sparse ternary model, and its perplexity on a text of your own",
+        f'sparse-bitnet generate {final} --prompt "import "',
+        f"sparse-bitnet evaluate {final} --data my-text.txt",
+        "# another pattern on the same data",
+        f"sparse-bitnet train --data {config.out}/data --format ternary-{pattern} --out my-run",
+    ]
+
+
+def _settings(config: QuickstartConfig, rows: list[ResultRow]) -> dict[str, Any]:
+    shown = (
+        "model",
+        "steps",
+        "batch_size",
+        "sequence_length",
+        "learning_rate",
+        "schedule",
+        "warmup_fraction",
+        "weight_decay",
+        "beta1",
+        "beta2",
+        "epsilon",
+        "gradient_clip",
     )
-    return min(cores, runs)
-
-
-def _trained(
-    runs: Sequence[TrainConfig], workers: int, on_step: OnStep
-) -> Iterator[Ended[TrainingJob, RunResult]]:
-    """All runs as they end; first those that an earlier call has finished."""
-    jobs = [TrainingJob(run) for run in runs]
-    finished = [job for job in jobs if (Path(job.name) / "result.json").is_file()]
-    pending = [job for job in jobs if job not in finished]
-    yield from serial(finished, train_job, on_step)
-    workers = min(workers, len(pending))
-    if workers > 1:
-        yield from parallel(pending, train_job, on_step, workers)
-    else:
-        yield from serial(pending, train_job, on_step)
-
-
-def train_job(job: TrainingJob, on_step: OnStep) -> RunResult:
-    """`workers.Work` of a quickstart."""
-    return train(job.config, on_step=lambda row: on_step(job.name, row))
-
-
-def result_row(run: TrainConfig, result: RunResult, out: Path) -> ResultRow:
-    """One line of results.jsonl from a finished run."""
-    device = resolve_device(run.device)
-    where = {
-        "threads": run.threads,
-        "device": device.type,
-        "precision": str(resolve_dtype(run.precision, device)).removeprefix("torch."),
+    seconds = sum(row.seconds for row in rows)
+    return {
+        "source": config.source,
+        "vocabulary": config.vocab_size,
+        **{name: rows[0].config[name] for name in shown},
+        "seeds": config.seeds,
+        "training tokens": rows[0].tokens,
+        "validation tokens": rows[0].validation_tokens,
+        "time in steps": f"{seconds:.0f} s, summed over {len(rows)} models",
     }
-    timing = metrics.read_rows(Path(run.out) / metrics.TIMING_FILE)
-    dense = run.format.endswith(f"-{DENSE_PATTERN}")
-    return ResultRow(
-        experiment=EXPERIMENT,
-        format=run.format,
-        seed=run.seed,
-        model=run.model,
-        steps=result.steps,
-        tokens=result.tokens,
-        perplexity=result.validation_perplexity,
-        loss=result.validation_loss,
-        validation_tokens=result.validation_tokens,
-        training_loss=result.training_loss,
-        zero_fraction=result.zero_fraction,
-        flip_rate=None if dense else result.flip_rate,
-        seconds=round(sum(row["seconds"] for row in timing), 3),
-        checkpoint=str((Path(run.out) / "final").relative_to(out)),
-        config=asdict(run),
-        provenance=provenance() | where,
-    )

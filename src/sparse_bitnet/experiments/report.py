@@ -5,29 +5,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.experiments import paper_tables as tables
+from sparse_bitnet.experiments import drawings, tables
 from sparse_bitnet.experiments.claims import claims
-from sparse_bitnet.experiments.decision import RULE
-from sparse_bitnet.experiments.document import (
+from sparse_bitnet.experiments.page import (
     Block,
     Code,
     Items,
-    Notes,
+    Paragraph,
     Section,
-    Text,
     html,
     markdown,
 )
-from sparse_bitnet.experiments.report_figures import (
-    ablation_drawings,
-    heat_map_drawing,
-    histogram_drawing,
-    sweep_drawing,
-    threshold_drawing,
-)
-from sparse_bitnet.experiments.result_set import ResultSet
+from sparse_bitnet.experiments.results import Results
+from sparse_bitnet.experiments.spread import RULE
+from sparse_bitnet.experiments.table import Table, print_table
 from sparse_bitnet.files import write_atomic
-from sparse_bitnet.models import PRESETS
+from sparse_bitnet.presets import PRESETS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,7 +30,7 @@ TITLE = "The paper's experiments, repeated"
 
 def write_report(
     folders: Sequence[Path], *, document: Path | None = None, page: Path | None = None
-) -> list[ResultSet]:
+) -> list[Results]:
     """Render sets of results and return them.
 
     Args:
@@ -47,7 +40,7 @@ def write_report(
 
     Raises `UserError` for a folder without results.
     """
-    sets = [ResultSet.read(folder) for folder in folders]
+    sets = [Results(folder) for folder in folders]
     blocks = report_blocks(sets)
     if page is not None:
         page.parent.mkdir(parents=True, exist_ok=True)
@@ -61,53 +54,49 @@ def write_report(
     return sets
 
 
-def print_claims(results: ResultSet, console: "Console") -> None:
+def print_claims(results: Results, console: "Console") -> None:
     """The table of claims, short enough for a terminal."""
-    from rich import box
-    from rich.table import Table
-
-    title = f"The paper's claims at scale {results.setting['scale']}"
-    table = Table("claim", "model", "verdict", "measured", title=title, box=box.SIMPLE_HEAD)
-    for claim in claims(results):
-        table.add_row(claim.text, claim.model, claim.verdict, claim.result)
-    console.print(table)
+    short = Table(
+        ("claim", "model", "verdict", "measured"),
+        [(claim.text, claim.model, claim.verdict, claim.result) for claim in claims(results)],
+        numeric=False,
+    )
+    print_table(short, console, f"The paper's claims at scale {results.setting['scale']}")
 
 
-def report_blocks(sets: Sequence[ResultSet]) -> list[Block]:
+def report_blocks(sets: Sequence[Results]) -> list[Block]:
     """Everything the page shows. Raises `UserError` for a set without a single run."""
     blocks: list[Block] = [
-        Text(
+        Paragraph(
             "Every number and every verdict on this page is computed from the result files named in "
             "its chapter; the page is the output of `sparse-bitnet report "
-            f"{' '.join(str(results.folder.path) for results in sets)}`. full and ternary are the "
+            f"{' '.join(str(results.path) for results in sets)}`. full and ternary are the "
             "paper's BF16 and BitNet; perplexity (PPL) is that of the whole held-out text."
         )
     ]
     for results in sets:
         if not results.rows:
-            raise UserError(f"{results.folder.path}: no finished run yet; `reproduce` trains them")
+            raise UserError(f"{results.path}: no finished run yet; `reproduce` trains them")
         blocks += _chapter(results)
     return blocks
 
 
-def _chapter(results: ResultSet) -> list[Block]:
+def _chapter(results: Results) -> list[Block]:
     name = results.setting["scale"]
     blocks: list[Block] = [
         Section(f"Scale {name}"),
         *_setting(results),
         Section(f"The paper's claims at this scale ({name})", 3),
-        Text(RULE),
-        tables.claim_grid(claims(results)),
+        Paragraph(RULE),
+        tables.claim_table(claims(results)),
     ]
-    notes = results.folder.path / "notes.md"
+    notes = results.path / "notes.md"
     if notes.is_file():
-        blocks += [Section(f"What to make of it ({name})", 3), Notes(notes.read_text())]
-    blocks += _table2(results) + _sweep(results) + _ablations(results) + _schedule(results)
-    blocks += _analyses(results) + _downstream(results) + _search(results)
-    return blocks
+        blocks += [Section(f"What to make of it ({name})", 3), Paragraph(notes.read_text().strip())]
+    return blocks + _parts(results)
 
 
-def _setting(results: ResultSet) -> list[Block]:
+def _setting(results: Results) -> list[Block]:
     setting, rows = results.setting, results.rows
     hardware = sorted({row.provenance["hardware"] for row in rows})
     commits = sorted({row.provenance["commit"] or "release" for row in rows})
@@ -117,8 +106,8 @@ def _setting(results: ResultSet) -> list[Block]:
     recipe, text = setting["recipe"], setting["data"]
     between = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
     return [
-        Text(f"{_capital(setting['summary'])}. Results: `{results.folder.path}`."),
-        tables.effort_grid(results),
+        Paragraph(f"{_capital(setting['summary'])}. Results: `{results.path}`."),
+        tables.effort_table(results),
         Items(
             (
                 f"Text: {setting['text']['source']}, {text['train']['tokens']:,} training and "
@@ -137,96 +126,61 @@ def _setting(results: ResultSet) -> list[Block]:
                 f"Versions: {versions}.",
             )
         ),
-        Code((f"sparse-bitnet reproduce all --scale {setting['scale']}",)),
+        Code(f"sparse-bitnet reproduce all --scale {setting['scale']}"),
     ]
 
 
-def _table2(results: ResultSet) -> list[Block]:
-    table = tables.perplexity_table(results)
-    if table is None:
-        return []
-    return [_part(results, "Perplexity of the four models (table 2)"), table]
-
-
-def _sweep(results: ResultSet) -> list[Block]:
-    drawing = sweep_drawing(results)
-    if drawing is None:
-        return []
-    return [
-        _part(results, "The N:8 sweep (figure 2 and the table of raw perplexities)"),
-        drawing,
-        tables.sweep_grid(results),
-    ]
-
-
-def _ablations(results: ResultSet) -> list[Block]:
-    drawings = ablation_drawings(results)
-    if not drawings:
-        return []
-    return [
-        _part(results, "Training designs (figure 4), and master against ternary masks"),
-        *drawings,
-        tables.ablation_grid(results),
-    ]
-
-
-def _schedule(results: ResultSet) -> list[Block]:
+def _parts(results: Results) -> list[Block]:
+    """Each table and figure of which there are results, under its heading."""
     partly = [p for p in results.setting["sparse_percents"] if 0 < p < 100]
-    if not any(results.by_seed("ternary-6:8", sparse_percent=percent) for percent in partly):
-        return []
-    return [
-        _part(results, "Dense-to-sparse schedules (table 4)"),
-        tables.schedule_grid(results),
-    ]
-
-
-def _analyses(results: ResultSet) -> list[Block]:
-    drawings = [heat_map_drawing(results), histogram_drawing(results), threshold_drawing(results)]
-    shown = [drawing for drawing in drawings if drawing is not None]
-    if not shown:
-        return []
-    return [
-        _part(results, "What the weights look like (figures 1, 5, 6 and 7)"),
-        *shown,
-        tables.polarisation_grid(results),
-        Text(
-            "A weight is near zero exactly where its ternary code is 0, so the mass is also the share "
-            "of zero codes: 31.0 % of normally distributed weights, and by the paper 42.3 % of the "
-            "released BitNet b1.58 2B model."
+    schedules = any(results.by_seed("ternary-6:8", sparse_percent=percent) for percent in partly)
+    designs = drawings.ablation_figures(results)
+    looks = (drawings.heat_map_figure, drawings.histogram_figure, drawings.threshold_figure)
+    parts: list[tuple[str, Sequence[Block | None]]] = [
+        ("Perplexity of the four models (table 2)", [tables.perplexity_table(results)]),
+        (
+            "The N:8 sweep (figure 2 and the table of raw perplexities)",
+            [drawings.sweep_figure(results), tables.sweep_table(results)],
+        ),
+        (
+            "Training designs (figure 4), and master against ternary masks",
+            [*designs, tables.ablation_table(results)] if designs else [None],
+        ),
+        (
+            "Dense-to-sparse schedules (table 4)",
+            [tables.schedule_table(results) if schedules else None],
+        ),
+        (
+            "What the weights look like (figures 1, 5, 6 and 7)",
+            [*(draw(results) for draw in looks), tables.polarisation_table(results), _ZERO_CODES],
+        ),
+        ("Zero-shot tasks (table 1)", [tables.downstream_table(results), _ACCURACY]),
+        (
+            "Search of the learning rate",
+            [tables.search_table(results), tables.best_rate_table(results), _RATES],
         ),
     ]
+    blocks: list[Block] = []
+    for title, found in parts:
+        # Without its first table or figure a part has nothing to show.
+        if found[0] is not None:
+            blocks.append(Section(f"{title}, {results.setting['scale']}", 3))
+            blocks += [block for block in found if block is not None]
+    return blocks
 
 
-def _downstream(results: ResultSet) -> list[Block]:
-    grid = tables.downstream_grid(results)
-    if grid is None:
-        return []
-    return [
-        _part(results, "Zero-shot tasks (table 1)"),
-        grid,
-        Text(
-            "Accuracy in percent, acc_norm below acc where lm-eval reports both. Chance is 25 to 50."
-        ),
-    ]
-
-
-def _search(results: ResultSet) -> list[Block]:
-    grid, best = tables.search_grid(results), tables.best_rate_grid(results)
-    if grid is None or best is None:
-        return []
-    return [
-        _part(results, "Search of the learning rate"),
-        Text(
-            f"{results.main}, seed 0, as many steps as all its runs. Every other table uses one rate "
-            "for all models, as the paper does; the second table here gives each format its own."
-        ),
-        grid,
-        best,
-    ]
-
-
-def _part(results: ResultSet, title: str) -> Section:
-    return Section(f"{title}, {results.setting['scale']}", 3)
+_ZERO_CODES = Paragraph(
+    "A weight is near zero exactly where its ternary code is 0, so the mass is also the share of zero "
+    "codes: 31.0 % of normally distributed weights, and by the paper 42.3 % of the released BitNet b1.58 "
+    "2B model."
+)
+_ACCURACY = Paragraph(
+    "Accuracy in percent, acc_norm below acc where lm-eval reports both. Chance is 25 to 50."
+)
+_RATES = Paragraph(
+    "Seed 0 of the smallest size, as many steps as all its runs. Every other table uses one rate for all "
+    "models, as the paper does; the second table here gives each format its own."
+)
 
 
 def _capital(text: str) -> str:

@@ -1,25 +1,45 @@
-"""Results as rows, ours and the paper's, and what is derived from them (paper, table 2)."""
+"""The folder of one set of results: what is committed, and what is only needed to go on.
+
+setting.json      scale, sizes, recipe, text, precision: one folder holds results of one setting
+results.jsonl     one line per finished run
+curves/NAME.jsonl thinned curves of each run
+weights/NAME.json weight statistics of dense runs, at the start, on the way and at the end
+downstream.jsonl  one line per model scored on tasks
+data/, runs/      prepared text and run folders with checkpoints; not for a repository
+"""
 
 import dataclasses
 import json
-import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.experiments.scales import DENSE_PATTERN, Scale, four_formats
 from sparse_bitnet.files import write_atomic
+from sparse_bitnet.training.config import TrainConfig
 
-DENSE_PATTERN = "8:8"
+SETTING_VERSION = 1
+
+CURVE_POINTS = 100
+"""Most points of a thinned curve: 100 runs then fit into a megabyte."""
+
+MAY_CHANGE = ("summary", "search", "patterns", "sparse_percents")
+"""What of a setting says which runs are wanted, and nothing about those that are there."""
+
+ADDED_LATER = {"pattern": "6:8"}
+"""Of settings; those written before have these."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResultRow:
-    """One finished run: one line of results.jsonl."""
+    """One finished run: one line of results.jsonl. Rows of old lack fields with a default."""
 
     experiment: str
+    """Name of the scale."""
+
     format: str
     """Text form of the SparseBitConfig, for example "ternary-6:8"."""
 
@@ -30,7 +50,7 @@ class ResultRow:
     """Training tokens."""
 
     perplexity: float
-    """Held-out, exp of `loss`."""
+    """Of the whole held-out text, exp of `loss`."""
 
     loss: float
     """Held-out, nats per token."""
@@ -56,6 +76,32 @@ class ResultRow:
 
     provenance: dict[str, Any]
 
+    name: str = ""
+    curves: str = ""
+    """File of its curves, relative to the results file."""
+
+    weights: str | None = None
+    """File of its weight statistics, dense runs only."""
+
+    near_zero_mass: float = 0.0
+    """P(|W| / mean|W| < 0.5) over all block weights at the end."""
+
+    code_zero_fraction: float = 0.0
+    """Zeros among the ternary codes before the mask; of full-precision weights, as if rounded."""
+
+    epochs: float = 0.0
+    """Training tokens over tokens of the training text."""
+
+    tokens_per_weight: float = 0.0
+    """Training tokens over weights, embedding included."""
+
+    tokens_per_second: float = 0.0
+    """Median over the optimiser steps."""
+
+    device: str = "cpu"
+    precision: str = ""
+    """Compute type: "bfloat16" or "float32"."""
+
     @property
     def weight(self) -> str:
         """ "ternary" or "full"."""
@@ -66,13 +112,25 @@ class ResultRow:
         """ "6:8", "8:8" is dense."""
         return self.format.partition("-")[2].partition(",")[0]
 
-    @classmethod
-    def from_json(cls, line: str, where: str) -> Self:
-        """Raises `UserError`, naming `where`, for a line that is no result row."""
+    @property
+    def is_dense(self) -> bool:
+        return self.pattern == DENSE_PATTERN
+
+    @property
+    def sparse_percent(self) -> int:
+        """Share of sparse steps; 0 for a dense model."""
+        return 0 if self.is_dense else round(100 * self.config["sparse_fraction"])
+
+
+def read_rows(path: Path) -> list[ResultRow]:
+    """Rows of a file; none if it does not exist yet. Raises `UserError` for a broken line."""
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines() if path.is_file() else (), 1):
         try:
-            return cls(**json.loads(line))
+            rows.append(ResultRow(**json.loads(line)))
         except (ValueError, TypeError) as error:
-            raise UserError(f"{where}: not a result row ({error})") from error
+            raise UserError(f"{path}:{number}: not a result row ({error})") from error
+    return rows
 
 
 def write_rows(path: Path, rows: Sequence[ResultRow]) -> None:
@@ -80,136 +138,196 @@ def write_rows(path: Path, rows: Sequence[ResultRow]) -> None:
     write_atomic(path, "".join(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows))
 
 
-def read_rows(path: Path) -> list[ResultRow]:
-    """Rows of a file; none if it does not exist yet. Raises `UserError` for a broken line."""
-    if not path.is_file():
-        return []
-    return [
-        ResultRow.from_json(line, f"{path}:{number}")
-        for number, line in enumerate(path.read_text().splitlines(), 1)
-    ]
+class Results:
+    """One set: its files, and its rows as experiments ask for them."""
 
+    def __init__(self, path: Path) -> None:
+        self.path, self.data = path, path / "data"
 
-@dataclass(frozen=True)
-class Spread:
-    """One number per seed."""
+    @cached_property
+    def setting(self) -> dict[str, Any]:
+        """Raises `UserError` when the folder holds no set."""
+        path = self.path / "setting.json"
+        if not path.is_file():
+            raise UserError(f"{self.path} holds no results: it has no setting.json")
+        setting = ADDED_LATER | json.loads(path.read_text())
+        if setting.get("version") != SETTING_VERSION:
+            raise UserError(f"{path}: version {setting.get('version')}, expected {SETTING_VERSION}")
+        return setting
 
-    values: tuple[float, ...]
+    @cached_property
+    def rows(self) -> list[ResultRow]:
+        """Every finished run, in the order of finishing. Raises `UserError` for a broken line."""
+        return read_rows(self.path / "results.jsonl")
+
+    def open(self, setting: Mapping[str, Any]) -> None:
+        """Make this the folder of a setting, new or continued.
+
+        Raises `UserError` when it holds results of another setting, naming what differs.
+        """
+        known = self.path / "setting.json"
+        wanted = json.loads(json.dumps(setting))
+        if known.is_file():
+            there = self.setting | {name: wanted[name] for name in MAY_CHANGE}
+            # Fields of the recipe that did not exist when it was written have their defaults.
+            there["recipe"] = _shared(TrainConfig()) | there["recipe"]
+            if changed := _differences(there, wanted):
+                raise UserError(
+                    f"{self.path} holds results of another setting ({'; '.join(changed)}); choose "
+                    "another --out"
+                )
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.path / ".gitignore", "/data/\n/runs/\n/.lock\n")
+        write_atomic(known, json.dumps(wanted, indent=2) + "\n")
+        self.setting = wanted
+
+    def run(self, name: str) -> Path:
+        """Folder of a run."""
+        return self.path / "runs" / name
+
+    def add(self, row: ResultRow) -> None:
+        """Append one row; a kill leaves the file without it or with all of it."""
+        assert row.name not in [known.name for known in self.rows]
+        self.rows.append(row)
+        write_rows(self.path / "results.jsonl", self.rows)
+
+    def write(self, relative: str, text: str) -> None:
+        """Write one of the set's other files."""
+        (self.path / relative).parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.path / relative, text)
+
+    def curves(self, row: ResultRow) -> list[dict[str, Any]]:
+        """Rows of the thinned curves; see `measure.thinned`. Raises `UserError` when missing."""
+        return [json.loads(line) for line in self._read(row.curves).splitlines()]
+
+    def weights(self, row: ResultRow) -> dict[str, Any]:
+        """Weight statistics of a dense run; see `measure.weight_history`."""
+        assert row.weights is not None
+        return json.loads(self._read(row.weights))
+
+    def scores(self) -> list[dict[str, Any]]:
+        """Lines of downstream.jsonl; see `downstream`."""
+        path = self.path / "downstream.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def _read(self, relative: str) -> str:
+        try:
+            return (self.path / relative).read_text()
+        except OSError as error:
+            raise UserError(f"{self.path / relative}: {error.strerror}") from error
 
     @property
-    def mean(self) -> float:
-        return statistics.fmean(self.values)
+    def main(self) -> str:
+        """The model of all experiments but table 2."""
+        return self.setting["main"]
 
     @property
-    def low(self) -> float:
-        return min(self.values)
+    def four_formats(self) -> tuple[str, ...]:
+        """Those of table 2."""
+        return four_formats(self.setting["pattern"])
 
     @property
-    def high(self) -> float:
-        return max(self.values)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One of the paper's four models, over all seeds (of the paper's numbers: one)."""
-
-    weight: str
-    pattern: str
-    perplexity: Spread
-    zero_fraction: Spread | None = None
-    flip_rate: Spread | None = None
-    delta: Spread | None = None
-    """Perplexity minus that of the dense model of the same format and seed; None if dense."""
-
-    relative: Spread | None = None
-    """`delta` in percent of that dense model's perplexity."""
+    def models(self) -> list[str]:
+        """Sizes of table 2 of which there are results, small to large."""
+        trained = {row.model for row in self.rows}
+        return [model for model in self.setting["sizes"] if model in trained]
 
     @property
-    def is_dense(self) -> bool:
-        return self.pattern == DENSE_PATTERN
+    def learning_rate(self) -> float:
+        """The one that all runs but those of the search have."""
+        return self.setting["recipe"]["learning_rate"]
+
+    def by_seed(
+        self,
+        format: str,
+        *,
+        model: str | None = None,
+        sparse_percent: int | None = None,
+        learning_rate: float | None = None,
+    ) -> dict[int, ResultRow]:
+        """Finished runs by seed, ascending.
+
+        Args:
+            format: text form of the format; "2:4" and other patterns as written.
+            model: by default the main one.
+            sparse_percent: of the steps; by default all of them, none of a dense format.
+            learning_rate: by default that of the set.
+        """
+        rate = self.learning_rate if learning_rate is None else learning_rate
+        dense = format.endswith(f"-{DENSE_PATTERN}")
+        percent = (0 if dense else 100) if sparse_percent is None else sparse_percent
+        found = {
+            row.seed: row
+            for row in self.rows
+            if row.format == format
+            and row.model == (model or self.main)
+            and row.sparse_percent == percent
+            and row.config["learning_rate"] == rate
+            and row.steps == self.setting["sizes"].get(row.model)
+        }
+        return dict(sorted(found.items()))
+
+    def relative(self, format: str, *, model: str | None = None) -> dict[int, float]:
+        """NormPPL of a format by seed: perplexity over that of its own dense model (paper, 4.2)."""
+        dense = self.by_seed(f"{format.partition('-')[0]}-{DENSE_PATTERN}", model=model)
+        sparse = self.by_seed(format, model=model)
+        return {
+            seed: row.perplexity / dense[seed].perplexity
+            for seed, row in sparse.items()
+            if seed in dense
+        }
+
+    def downstream(self) -> list[tuple[ResultRow, dict[str, dict[str, float]]]]:
+        """Models with their accuracies by task, in the order of scoring.
+
+        Of what was asked for at different times (other tasks, a limit) the newest stands.
+        """
+        rows = {row.name: row for row in self.rows}
+        lines = [line for line in self.scores() if line["run"] in rows]
+        return [
+            (rows[line["run"]], line["tasks"])
+            for line in lines
+            if line["asked"] == lines[-1]["asked"]
+        ]
 
 
-def cells(rows: Sequence[ResultRow], pattern: str) -> list[Cell]:
-    """The four models in the paper's order; only seeds of which all four are there count.
+def make_setting(
+    scale: Scale, data: Mapping[str, Any], device: str, precision: str
+) -> dict[str, Any]:
+    """Everything that all results of one folder have in common, as JSON.
 
-    Raises `UserError` when no seed is complete.
+    Args:
+        scale: its numbers; seeds, which may be added later, names and workers do not count.
+        data: identity of the training and of the validation text.
+        device: "cpu" or "cuda".
+        precision: resolved compute type.
     """
-    found = {(row.weight, row.pattern, row.seed): row for row in rows}
-    seeds = sorted(
-        seed
-        for seed in {row.seed for row in rows}
-        if all((w, p, seed) in found for w in ("full", "ternary") for p in (DENSE_PATTERN, pattern))
-    )
-    if not seeds:
-        raise UserError("no seed has results of all four models; continue the experiment first")
-    result = []
-    for weight in ("full", "ternary"):
-        dense = [found[weight, DENSE_PATTERN, seed] for seed in seeds]
-        sparse = [found[weight, pattern, seed] for seed in seeds]
-        result.append(_cell(dense, None))
-        result.append(_cell(sparse, dense))
-    return result
-
-
-def _cell(rows: Sequence[ResultRow], dense: Sequence[ResultRow] | None) -> Cell:
-    flips = [row.flip_rate for row in rows if row.flip_rate is not None]
-    perplexity = [row.perplexity for row in rows]
-    return Cell(
-        weight=rows[0].weight,
-        pattern=rows[0].pattern,
-        zero_fraction=Spread(tuple(row.zero_fraction for row in rows)),
-        flip_rate=Spread(tuple(flips)) if flips and dense else None,
-        **_against(perplexity, [row.perplexity for row in dense] if dense else None),
-    )
-
-
-def _against(perplexity: Sequence[float], dense: Sequence[float] | None) -> dict[str, Any]:
-    if not dense:
-        return {"perplexity": Spread(tuple(perplexity))}
-    pairs = list(zip(perplexity, dense, strict=True))
+    values = dataclasses.asdict(scale)
+    for name in ("seeds", "workers", "plain_names", "needs_gpu"):
+        del values[name]
+    values["sizes"] = {size["model"]: size["steps"] for size in values["sizes"]}
     return {
-        "perplexity": Spread(tuple(perplexity)),
-        "delta": Spread(tuple(ours - base for ours, base in pairs)),
-        "relative": Spread(tuple(100 * (ours / base - 1) for ours, base in pairs)),
+        "version": SETTING_VERSION,
+        "scale": values.pop("name"),
+        **values,
+        "recipe": _shared(scale.recipe),
+        "data": data,
+        "device": device,
+        "precision": precision,
     }
 
 
-def paper_results() -> dict[str, Any]:
-    """Every number of the paper's tables that we compare with, by table."""
-    return json.loads(files("sparse_bitnet.experiments").joinpath("paper_results.json").read_text())
+def _shared(recipe: TrainConfig) -> dict[str, Any]:
+    """The fields of a recipe that a scale's runs have in common."""
+    own = ("data", "out", "model", "format", "seed", "data_seed", "steps", "sparse_fraction")
+    return {name: value for name, value in dataclasses.asdict(recipe).items() if name not in own}
 
 
-def paper_cells(pattern: str) -> dict[str, list[Cell]]:
-    """The paper's perplexities by model size ("0.5B", "1.5B", "3B"), four cells each.
-
-    6:8 was trained at three sizes; 2:4, 2:8, 3:8, 5:8 and 7:8 at 0.5B. Empty for other patterns.
-    """
-    results = paper_results()
-    if pattern == "6:8":
-        table = results["validation_ppl"]
-        return {
-            size: _paper_cells(
-                pattern,
-                full=(table["dense_bf16"][i], table["sparse_bf16_6:8"][i]),
-                ternary=(table["dense_bitnet"][i], table["sparse_bitnet_6:8"][i]),
-            )
-            for i, size in enumerate(table["models"])
-        }
-    sweep = results["nm_sweep_ppl_0.5B"]
-    if pattern not in sweep["patterns"]:
-        return {}
-    dense, sparse = sweep["patterns"].index(DENSE_PATTERN), sweep["patterns"].index(pattern)
-    full, ternary = sweep["bf16"], sweep["bitnet"]
-    pairs = {"full": (full[dense], full[sparse]), "ternary": (ternary[dense], ternary[sparse])}
-    return {"0.5B": _paper_cells(pattern, **pairs)}
-
-
-def _paper_cells(pattern: str, **pairs: tuple[float, float]) -> list[Cell]:
-    return [
-        cell
-        for weight, (dense, sparse) in pairs.items()
-        for cell in (
-            Cell(weight=weight, pattern=DENSE_PATTERN, **_against([dense], None)),
-            Cell(weight=weight, pattern=pattern, **_against([sparse], [dense])),
-        )
-    ]
+def _differences(old: Any, new: Any, where: str = "") -> list[str]:
+    """Leaves that differ between two JSON values, as "a.b old -> new"."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        found = []
+        for key in sorted(old.keys() | new.keys()):
+            found += _differences(old.get(key), new.get(key), f"{where}.{key}" if where else key)
+        return found
+    return [] if old == new else [f"{where} {json.dumps(old)} -> {json.dumps(new)}"]

@@ -14,13 +14,13 @@ from sparse_bitnet.data.prepare import prepare
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.experiments.estimate import Speed, cost
 from sparse_bitnet.experiments.measure import measure
-from sparse_bitnet.experiments.paper import Run, plan
-from sparse_bitnet.experiments.progress import SetProgress
+from sparse_bitnet.experiments.paper_runs import Run, plan
+from sparse_bitnet.experiments.results import ResultRow, Results, make_setting
 from sparse_bitnet.experiments.scales import Scale
-from sparse_bitnet.experiments.speed import Speed
-from sparse_bitnet.experiments.store import ResultFolder, RunRow, make_setting
 from sparse_bitnet.experiments.workers import OnStep, parallel, serial
+from sparse_bitnet.progress import Line, Progress
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
 from sparse_bitnet.training.run_folder import run_lock
 from sparse_bitnet.training.train import train
@@ -54,33 +54,37 @@ def reproduce(
     workers: int | None = None,
     budget_minutes: float | None = None,
     console: "Console",
+    plain_lines: int = 0,
 ) -> Outcome:
     """Train every run of some experiments that `out` does not hold yet.
 
     Args:
         scale: sizes, text and recipe.
-        experiments: names of `paper.EXPERIMENTS`.
-        out: folder of the set, new or continued; see `store`.
+        experiments: names of `paper_runs.EXPERIMENTS`.
+        out: folder of the set, new or continued; see `results`.
         seeds: instead of the scale's numbers of seeds.
         data: already prepared text; by default the scale's is prepared in `out/data`.
         workers: runs trained at once; by default the scale's number, or one for each core.
         budget_minutes: no run is started that would end later than this, by the speed so far.
         console: for progress.
+        plain_lines: lines that each run prints on its way where the console is no terminal.
 
     Raises `UserError` for a folder of another setting or one in use, and `Interrupted` after SIGINT,
     when the runs under way have checkpoints: the same call continues them.
     """
     deadline = time.monotonic() + 60 * (float("inf") if budget_minutes is None else budget_minutes)
-    folder = ResultFolder(out)
+    results = Results(out)
     runs = plan(scale, experiments, seeds)
     out.mkdir(parents=True, exist_ok=True)
     with run_lock(out):
-        data = data or _prepare(scale, folder)
-        folder.open(_setting(scale, data))
-        done = _done(folder, runs)
+        data = data or prepare_text(scale, results.data)
+        results.open(_setting(scale, data))
+        done = finished(results, runs)
         pending = [run for run in runs if run.name not in done]
         workers = min(workers or default_workers(scale), max(1, len(pending)))
-        return _Set(folder, pending, workers, deadline, console).train(data, skipped=len(done))
+        with Progress(console, plain_lines=plain_lines) as progress:
+            whole = _Set(results, pending, workers, deadline, progress)
+            return whole.train(data, skipped=len(done))
 
 
 class _Set:
@@ -88,71 +92,92 @@ class _Set:
 
     def __init__(
         self,
-        folder: ResultFolder,
+        results: Results,
         pending: list[Run],
         workers: int,
         deadline: float,
-        console: "Console",
+        progress: Progress,
     ) -> None:
-        self.folder, self.pending, self.workers = folder, pending, workers
-        self.deadline = deadline
-        self.speed = Speed(folder.rows())
-        self.progress = SetProgress(
-            console, len(pending), sum(self.speed.cost(run.config) for run in pending)
-        )
-        self.unfinished = {run.name: run for run in pending}
-        self.started = 0
+        self.results, self.pending, self.workers = results, pending, workers
+        self.deadline, self.progress = deadline, progress
+        self.speed = Speed(results.rows)
+        self.lines: dict[str, Line] = {}
+        self.whole = progress.line("all runs")
+        self.done = 0.0
+        """Cost of the runs that have ended."""
+        self.under_way: dict[str, tuple[Run, float]] = {}
+        """Runs with their shares of steps done."""
 
     def train(self, data: Path, skipped: int) -> Outcome:
-        out, step = self.folder.path, self.progress.step
-        work = partial(train_and_measure, out, data)
-        trained, failed = 0, []
-        with self.progress:
-            ended = (
-                serial(self._next(), work, step)
-                if self.workers == 1
-                else parallel(self._next(), work, step, self.workers)
-            )
-            for run, result in ended:
-                del self.unfinished[run.name]
-                if isinstance(result, RunRow):
-                    self.folder.add(result)
-                    remove_checkpoints(out, run)
-                    self.speed.add(result)
-                    trained += 1
-                else:
-                    failed.append(f"{run.name}: {result}")
-                self.progress.end(run, result, self._seconds_left())
-        return Outcome(trained, skipped, len(self.pending) - self.started, tuple(failed))
+        work = partial(train_and_measure, self.results.path, data)
+        ended = (
+            serial(self._next(), work, self.step)
+            if self.workers == 1
+            else parallel(self._next(), work, self.step, self.workers)
+        )
+        trained = 0
+        failed: list[str] = []
+        for run, result in ended:
+            del self.under_way[run.name]
+            self.done += cost(run.config)
+            self.lines.pop(run.name).end()
+            head = f"[{trained + len(failed) + 1}/{len(self.pending)}] {run.name}"
+            if isinstance(result, ResultRow):
+                self.results.add(result)
+                remove_checkpoints(self.results.path, run)
+                self.speed.add(result)
+                trained += 1
+                self.progress.print(
+                    f"{head}: perplexity {result.perplexity:.3f}, {result.seconds:.0f} s, "
+                    f"{result.tokens_per_second:,.0f} tok/s"
+                )
+            else:
+                failed.append(f"{run.name}: {result}")
+                self.progress.print(f"{head} failed: {result}", style="red")
+        started = trained + len(failed)
+        return Outcome(trained, skipped, len(self.pending) - started, tuple(failed))
+
+    def seed(self, run: Run) -> str:
+        """In words, where the runs have several."""
+        several = len({each.config.seed for each in self.pending}) > 1
+        return f", seed {run.config.seed}" if several else ""
 
     def _next(self) -> Iterator[Run]:
         for run in self.pending:
             if time.monotonic() + (self.speed.seconds(run.config) or 0.0) > self.deadline:
                 return
-            self.started += 1
-            self.progress.start(run, self.speed.cost(run.config))
+            self.under_way[run.name] = run, 0.0
+            self.lines[run.name] = self.progress.line(f"{run.purpose}{self.seed(run)}", "steps")
             yield run
 
-    def _seconds_left(self) -> float:
-        left = sum(self.speed.seconds(run.config) or 0.0 for run in self.unfinished.values())
-        return left / self.workers
+    def step(self, name: str, row: dict[str, Any]) -> None:
+        """`workers.OnStep`."""
+        if name not in self.under_way:  # reported by a worker just before its run ended
+            return
+        run, _ = self.under_way[name]
+        steps = run.config.steps
+        self.under_way[name] = run, row["step"] / steps
+        text = f"loss {row['loss']:.3f}" if row["step"] < steps else "scoring the held-out text"
+        self.lines[name](row["step"], steps, text=text)
+        part = sum(cost(run.config) * share for run, share in self.under_way.values())
+        self.whole(self.done + part, sum(cost(run.config) for run in self.pending))
 
 
-def train_and_measure(out: Path, data: Path, run: Run, on_step: OnStep) -> RunRow:
+def train_and_measure(out: Path, data: Path, run: Run, on_step: OnStep) -> ResultRow:
     """One run from its config to its row; the row is for the caller to add to the results.
 
     Raises what `train` raises.
     """
-    folder = ResultFolder(out)
-    config = dataclasses.replace(run.config, data=str(data), out=str(folder.run(run.name)))
+    results = Results(out)
+    config = dataclasses.replace(run.config, data=str(data), out=str(results.run(run.name)))
     result = train(config, on_step=lambda row: on_step(run.name, row))
-    return measure(folder, run, config, result)
+    return measure(results, run, config, result)
 
 
 def remove_checkpoints(out: Path, run: Run) -> None:
     """With its row written a run needs none any more; the model itself stays in final/."""
     for name in ("checkpoints", "consolidated"):
-        shutil.rmtree(ResultFolder(out).run(run.name) / name, ignore_errors=True)
+        shutil.rmtree(Results(out).run(run.name) / name, ignore_errors=True)
 
 
 def default_workers(scale: Scale) -> int:
@@ -167,27 +192,28 @@ def default_workers(scale: Scale) -> int:
     return max(1, cores // scale.recipe.threads)
 
 
-def _done(folder: ResultFolder, runs: Sequence[Run]) -> dict[str, RunRow]:
+def finished(results: Results, runs: Sequence[Run]) -> dict[str, ResultRow]:
     """Rows of the runs that are finished.
 
     Raises `UserError` where a row's config is not that of the run of its name.
     """
-    rows = {row.name: row for row in folder.rows()}
+    rows = {row.name: row for row in results.rows}
     done = {run.name: rows[run.name] for run in runs if run.name in rows}
     for run in runs:
         if run.name in done and (changed := run.differences(done[run.name].config)):
             raise UserError(
-                f"{folder.results}: {run.name} was trained with another config ({changed}); choose "
+                f"{results.path}: {run.name} was trained with another config ({changed}); choose "
                 "another --out"
             )
     return done
 
 
-def _prepare(scale: Scale, folder: ResultFolder) -> Path:
+def prepare_text(scale: Scale, folder: Path) -> Path:
+    """Tokenise the scale's text into `folder`; returns at once when that is done already."""
     text = scale.text
     source = parse_source(text.source, column=text.column, limit_bytes=text.limit_bytes)
-    prepare(source, folder.data, tokenizer=text.tokenizer, vocab_size=text.vocab_size)
-    return folder.data
+    prepare(source, folder, tokenizer=text.tokenizer, vocab_size=text.vocab_size)
+    return folder
 
 
 def _setting(scale: Scale, data: Path) -> dict[str, Any]:

@@ -11,8 +11,19 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.training import recipes
 from sparse_bitnet.training.config import TrainConfig
 
+DENSE_PATTERN = "8:8"
 PAPER_SWEEP = ("8:8", "7:8", "6:8", "5:8", "2:4", "3:8", "2:8")
 """In the order of the paper's figure; 2:4 stands where 4:8 would, whose density it has."""
+
+
+def four_formats(pattern: str) -> tuple[str, str, str, str]:
+    """The paper's four models, in its order."""
+    return (
+        f"full-{DENSE_PATTERN}",
+        f"full-{pattern}",
+        f"ternary-{DENSE_PATTERN}",
+        f"ternary-{pattern}",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +41,7 @@ class Size:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Text:
+class TextSource:
     """What is trained on, as arguments of `sparse-bitnet prepare`."""
 
     source: str
@@ -50,7 +61,7 @@ class Scale:
 
     name: str
     summary: str
-    text: Text
+    text: TextSource
 
     sizes: tuple[Size, ...]
     """The sizes of table 2, small to large."""
@@ -59,13 +70,16 @@ class Scale:
     """The size (a model of `sizes`) of all other experiments; the paper's is its smallest, 0.5B."""
 
     seeds: Mapping[str, int]
-    """Seeds of each other experiment; see `paper.EXPERIMENTS`."""
+    """Seeds of each other experiment; see `paper_runs.EXPERIMENTS`."""
 
     recipe: TrainConfig
     """What all runs share: batch, sequence length, learning rate and schedule, optimiser."""
 
     search: tuple[float, ...]
     """Learning rates tried, `recipe.learning_rate` among them."""
+
+    pattern: str = "6:8"
+    """Of the sparse models of table 2."""
 
     patterns: tuple[str, ...] = PAPER_SWEEP
     """Of the sweep, dense first."""
@@ -78,6 +92,11 @@ class Scale:
 
     snapshots: int = 16
     """Points at which the weights of dense runs are looked at, besides the initial ones."""
+
+    needs_gpu: bool = False
+
+    plain_names: bool = False
+    """Whether runs are named after seed and format alone, as one recipe allows."""
 
     workers: int | None = None
     """Runs trained at once; None: as many as there are cores for."""
@@ -95,7 +114,7 @@ def smoke() -> Scale:
     return Scale(
         name="smoke",
         summary="every experiment in seconds, to test the machinery; the numbers mean nothing",
-        text=Text(source="python-stdlib", vocab_size=512, limit_bytes=400_000),
+        text=TextSource(source="python-stdlib", vocab_size=512, limit_bytes=400_000),
         sizes=(
             Size(model="qwen2.5-0.3m", steps=8, seeds=1),
             Size(model="qwen2.5-0.5m", steps=8, seeds=1),
@@ -123,7 +142,7 @@ def cpu() -> Scale:
     return Scale(
         name="cpu",
         summary="the whole set on 2 CPU cores in 1 to 2.5 hours, on Python's standard library",
-        text=Text(source="python-stdlib", vocab_size=1024),
+        text=TextSource(source="python-stdlib", vocab_size=1024),
         sizes=(
             Size(model="qwen2.5-0.3m", steps=750, seeds=3),
             Size(model="qwen2.5-0.5m", steps=900, seeds=3),
@@ -152,7 +171,7 @@ def gpu() -> Scale:
     return Scale(
         name="gpu",
         summary="the whole set on one H200 in at most 25 minutes, on installed Python packages",
-        text=Text(source="python-packages", vocab_size=8192),
+        text=TextSource(source="python-packages", vocab_size=8192),
         sizes=(
             Size(model="qwen2.5-3m", steps=1000, seeds=3),
             Size(model="qwen2.5-10m", steps=1200, seeds=3),
@@ -174,6 +193,7 @@ def gpu() -> Scale:
         ),
         search=(1.5e-3, 3e-3, 6e-3),
         workers=4,
+        needs_gpu=True,
     )
 
 
@@ -184,7 +204,7 @@ def paper() -> Scale:
     return Scale(
         name="paper",
         summary="the paper's sizes, 50 B tokens each; look at the plan first (--dry-run)",
-        text=Text(
+        text=TextSource(
             source="hub:tiiuae/falcon-refinedweb", tokenizer="Qwen/Qwen2.5-0.5B", column="content"
         ),
         sizes=tuple(Size(model=model, steps=recipe.steps, seeds=1) for model in sizes),
@@ -193,6 +213,7 @@ def paper() -> Scale:
         recipe=recipe,
         search=(),
         validations=50,
+        needs_gpu=True,
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sparse_bitnet.analysis.figures import Curve, weight_histograms
+from sparse_bitnet.analysis.figures import weight_histograms
 from sparse_bitnet.analysis.paper_figures import (
     layer_profile,
     near_zero_heat_maps,
@@ -18,8 +18,9 @@ from sparse_bitnet.analysis.weights import WeightStatistics, checkpoint_statisti
 from sparse_bitnet.checkpoint.locate import resolve_checkpoint
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.experiments.document import Block, Drawing, Grid, Section, Text, html
 from sparse_bitnet.experiments.measure import depth_parts
+from sparse_bitnet.experiments.page import Block, Figure, Paragraph, Section, html
+from sparse_bitnet.experiments.table import Table
 from sparse_bitnet.files import write_atomic
 from sparse_bitnet.model_folder import quantization_entry, read_config
 from sparse_bitnet.pattern import NMPattern
@@ -103,19 +104,22 @@ def _trained_format(folder: Path) -> str:
 
 def weight_page(checkpoints: Sequence[CheckpointWeights], pattern: NMPattern) -> str:
     """A self-contained HTML page with all figures and the numbers of each checkpoint."""
+    histograms = weight_histograms(
+        [(textwrap.fill(c.label, 30), c.weight, pool(c.layers)) for c in checkpoints]
+    )
     blocks: list[Block] = [
-        Text(
+        Paragraph(
             "Weights W of every linear layer of the blocks in units of their layer's mean |W|. Below "
             "0.5 a weight is near zero: it rounds to the ternary code 0. The paper reports "
             f"{100 * PAPER_ZERO_CODES:.1f} % zero codes in the released BitNet b1.58 2B model."
         ),
-        _summary(checkpoints),
+        summary_table(checkpoints),
         Section("Histograms (figures 1 and 6)"),
-        Drawing("histogram", _histograms(checkpoints), "All block weights; shaded: near zero."),
+        Figure("histogram", histograms, "All block weights; shaded: near zero."),
         Section(f"Magnitudes and {pattern} thresholds (figure 7)"),
         *_thresholds(checkpoints, pattern),
         Section("Layer by layer"),
-        Drawing(
+        Figure(
             "layer-profile",
             layer_profile([(c.label, c.weight, c.layers) for c in checkpoints]),
             "Near-zero mass of every layer: the share of its weights that round to the code 0.",
@@ -160,37 +164,23 @@ def write_weight_report(
     write_atomic(out / "weights.html", weight_page(checkpoints, pattern))
 
 
-def summary_rows(checkpoints: Sequence[CheckpointWeights]) -> list[tuple[str, ...]]:
-    """Heading and one line of text per checkpoint."""
-    rows: list[tuple[str, ...]] = [
-        ("checkpoint", "layers", "weights", "near-zero mass", "zero codes", "zeros in the forward")
-    ]
+def summary_table(checkpoints: Sequence[CheckpointWeights]) -> Table:
+    """One line per checkpoint."""
+    head = (
+        "checkpoint",
+        "layers",
+        "weights",
+        "near-zero mass",
+        "zero codes",
+        "zeros in the forward",
+    )
+    lines = []
     for checkpoint in checkpoints:
         whole = pool(checkpoint.layers)
-        rows.append(
-            (
-                checkpoint.label,
-                f"{len(checkpoint.layers)}",
-                f"{whole.weights:,}",
-                f"{100 * whole.near_zero_mass:.1f} %",
-                f"{100 * whole.code_zero_fraction:.1f} %",
-                f"{100 * whole.zero_fraction:.1f} %",
-            )
-        )
-    return rows
-
-
-def _summary(checkpoints: Sequence[CheckpointWeights]) -> Grid:
-    return Grid(summary_rows(checkpoints))
-
-
-def _histograms(checkpoints: Sequence[CheckpointWeights]) -> str:
-    return weight_histograms([(_curve(c), pool(c.layers)) for c in checkpoints])
-
-
-def _curve(checkpoint: CheckpointWeights) -> Curve:
-    label = textwrap.fill(checkpoint.label, 30)
-    return Curve(label=label, weight=checkpoint.weight, sparse=False, steps=(), values=())
+        shares = (whole.near_zero_mass, whole.code_zero_fraction, whole.zero_fraction)
+        texts = (f"{100 * share:.1f} %" for share in shares)
+        lines.append((checkpoint.label, f"{len(checkpoint.layers)}", f"{whole.weights:,}", *texts))
+    return Table(head, lines)
 
 
 def _thresholds(checkpoints: Sequence[CheckpointWeights], pattern: NMPattern) -> list[Block]:
@@ -202,7 +192,7 @@ def _thresholds(checkpoints: Sequence[CheckpointWeights], pattern: NMPattern) ->
         }
         name = f"thresholds-{number}"
         drawings.append(
-            Drawing(
+            Figure(
                 name,
                 threshold_overlay([(checkpoint.label, checkpoint.weight, shown)], name=name),
                 f"{checkpoint.label}: density of |W| / mean|W|, and (line) of the largest magnitude "
@@ -212,9 +202,9 @@ def _thresholds(checkpoints: Sequence[CheckpointWeights], pattern: NMPattern) ->
     return drawings
 
 
-def _heat_map(checkpoint: CheckpointWeights) -> Drawing:
+def _heat_map(checkpoint: CheckpointWeights) -> Figure:
     steps = [step for step, _ in checkpoint.history]
     matrix = np.array([[x.near_zero_mass for x in layers] for _, layers in checkpoint.history])
     names = [layer.name for layer in checkpoint.layers]
     figure = near_zero_heat_maps([(checkpoint.label, steps, matrix)], names)
-    return Drawing("near-zero", figure, f"Near-zero mass of every layer of {checkpoint.label}.")
+    return Figure("near-zero", figure, f"Near-zero mass of every layer of {checkpoint.label}.")

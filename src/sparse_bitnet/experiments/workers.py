@@ -14,61 +14,40 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from queue import Empty
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.training.config import TrainConfig
+from sparse_bitnet.experiments.paper_runs import Run
+from sparse_bitnet.experiments.results import ResultRow
 from sparse_bitnet.training.run_folder import Interrupted
 
-
-class Job(Protocol):
-    """A run to train. Workers in processes of their own receive it pickled."""
-
-    @property
-    def name(self) -> str:
-        """What its progress is reported under."""
-        ...
-
-    @property
-    def config(self) -> TrainConfig: ...
-
-
-AnyJob = TypeVar("AnyJob", bound=Job)
-Result = TypeVar("Result")
-
 OnStep = Callable[[str, dict[str, Any]], None]
-"""Called with a job's name and the `on_step` row of `train`."""
+"""Called with a run's name and the `on_step` row of `train`."""
 
-Work = Callable[[AnyJob, OnStep], Result]
-"""Trains one job; a picklable function. Raises what `train` raises."""
+TrainOne = Callable[[Run, OnStep], ResultRow]
+"""Trains one run; a picklable function. Raises what `train` raises."""
+
+Ended = tuple[Run, ResultRow | UserError]
+"""A run that was trained, or could not be."""
 
 _REPORT_SECONDS = 0.25
 
 
-class Ended(NamedTuple, Generic[AnyJob, Result]):
-    """A job that was done, or could not be."""
-
-    run: AnyJob
-    result: Result | UserError
-
-
-def serial(
-    runs: Iterable[AnyJob], work: Work[AnyJob, Result], on_step: OnStep
-) -> Iterator[Ended[AnyJob, Result]]:
+def serial(runs: Iterable[Run], train_one: TrainOne, on_step: OnStep) -> Iterator[Ended]:
     """Train in this process; the next run is asked for when the one before has been dealt with.
 
     Raises `Interrupted` on SIGINT.
     """
     for run in runs:
         try:
-            yield Ended(run, work(run, on_step))
+            yield run, train_one(run, on_step)
         except UserError as error:
-            yield Ended(run, error)
+            yield run, error
 
 
 def parallel(
-    runs: Iterable[AnyJob], work: Work[AnyJob, Result], on_step: OnStep, workers: int
-) -> Iterator[Ended[AnyJob, Result]]:
+    runs: Iterable[Run], train_one: TrainOne, on_step: OnStep, workers: int
+) -> Iterator[Ended]:
     """Train `workers` runs at a time, in the order of `runs`, yielded as they end.
 
     On SIGINT every run under way saves a checkpoint; then `Interrupted` is raised.
@@ -77,23 +56,25 @@ def parallel(
     steps = context.Queue()
     pool = ProcessPoolExecutor(workers, context, _begin_worker, (steps, os.getpid()))
     waiting = iter(runs)
-    under_way: dict[Future[Result], AnyJob] = {}
+    under_way: dict[Future[ResultRow], Run] = {}
     with pool, _interruptible(pool) as interrupted:
         while True:
             while len(under_way) < workers and not interrupted.is_set():
                 if (run := next(waiting, None)) is None:
                     break
-                under_way[pool.submit(_in_worker, work, run)] = run
+                under_way[pool.submit(_in_worker, train_one, run)] = run
             if not under_way:
                 break
             ended, _ = wait(under_way, timeout=_REPORT_SECONDS, return_when=FIRST_COMPLETED)
-            _drain(steps, on_step)
+            with contextlib.suppress(Empty):
+                while True:
+                    on_step(*steps.get_nowait())
             for future in ended:
                 run = under_way.pop(future)
                 try:
-                    yield Ended(run, future.result())
+                    yield run, future.result()
                 except UserError as error:
-                    yield Ended(run, error)
+                    yield run, error
                 except Interrupted:
                     interrupted.set()
                 except BrokenProcessPool as error:
@@ -103,12 +84,6 @@ def parallel(
                     ) from error
     if interrupted.is_set():
         raise Interrupted("stopped; every run under way has a checkpoint")
-
-
-def _drain(steps: Any, on_step: OnStep) -> None:
-    with contextlib.suppress(Empty):
-        while True:
-            on_step(*steps.get_nowait())
 
 
 @contextlib.contextmanager
@@ -158,7 +133,7 @@ def _begin_worker(steps: Any, parent: int) -> None:
     steps.cancel_join_thread()
 
 
-def _in_worker(work: Work[AnyJob, Result], run: AnyJob) -> Result:
+def _in_worker(train_one: TrainOne, run: Run) -> ResultRow:
     reported = 0.0
 
     def report(name: str, row: dict[str, Any]) -> None:
@@ -167,21 +142,10 @@ def _in_worker(work: Work[AnyJob, Result], run: AnyJob) -> Result:
             signal.raise_signal(signal.SIGTERM)
         if time.monotonic() - reported > _REPORT_SECONDS or row["step"] == run.config.steps:
             reported = time.monotonic()
-            _worker_steps.put((name, {key: row[key] for key in _SHOWN}))
+            _worker_steps.put((name, {key: row[key] for key in ("step", "loss")}))
 
     try:
-        return work(run, report)
+        return train_one(run, report)
     finally:
         if os.getppid() != _parent:
             os._exit(1)
-
-
-_SHOWN = (
-    "step",
-    "loss",
-    "learning_rate",
-    "gradient_norm",
-    "flip_rate",
-    "tokens_per_second",
-    "seconds",
-)

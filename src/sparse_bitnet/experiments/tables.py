@@ -2,101 +2,157 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from sparse_bitnet.experiments.claims import Claim
-from sparse_bitnet.experiments.document import Grid
-from sparse_bitnet.experiments.paper import ABLATIONS, FOUR_CELLS
-from sparse_bitnet.experiments.result_set import ResultSet
-from sparse_bitnet.experiments.results import (
+from sparse_bitnet.experiments.cells import (
     Cell,
-    Spread,
-    cells,
+    average_accuracy,
+    cells_of,
+    model_label,
     paper_cells,
     paper_results,
+    paper_sweep,
 )
-from sparse_bitnet.experiments.store import RunRow
-from sparse_bitnet.experiments.table import (
-    NOTHING,
-    Group,
-    Line,
-    Table,
-    model_label,
-    spread_text,
-)
+from sparse_bitnet.experiments.claims import Claim
+from sparse_bitnet.experiments.paper_runs import ABLATIONS
+from sparse_bitnet.experiments.results import ResultRow, Results
+from sparse_bitnet.experiments.spread import Spread
+from sparse_bitnet.experiments.table import NOTHING, Table
 
-_SPREAD_NOTE = (
+_PAIRS_NOTE = (
     "Over several seeds: mean, then least..greatest. Δ and percentages pair models of one seed, which "
     "share initial weights and batches."
 )
 
 
-def perplexity_table(results: ResultSet) -> Table | None:
+def comparison_table(ours: Sequence[Cell]) -> Table:
+    """Table 2 for one size, beside the paper's own numbers for that pattern."""
+    columns = [
+        [_text(cell.perplexity, ".2f") for cell in ours],
+        [_text(cell.delta, "+.2f") for cell in ours],
+        [_text(cell.relative, "+.1f") for cell in ours],
+        # The mean alone: seeds hardly differ in shares of weights.
+        [_percent(cell.zero_fraction, 1) for cell in ours],
+        [_percent(cell.flip_rate, 3) for cell in ours],
+    ]
+    notes = [
+        "full and ternary are the paper's BF16 and BitNet. PPL: held-out perplexity. Δ: minus that "
+        "of the dense model of the same format, Δ % in percent of it. zeros: share of zero weights "
+        "in the forward. flips: share of mask positions that changed at the last step."
+    ]
+    if (seeds := len(ours[0].perplexity.values)) > 1:
+        notes.append(
+            f"Mean of {seeds} seeds, below it least..greatest; Δ pairs models of one seed."
+        )
+    groups = [("this run", ("PPL", "Δ", "Δ %", "zeros", "flips"))]
+    return _beside_paper(ours, groups, columns, notes)
+
+
+def perplexity_table(results: Results) -> Table | None:
     """Table 2 at every size that has all four models for a seed; None where there is none."""
-    ours = {model: found for model in results.models if (found := four_cells(results, model))}
+    ours = {model: found for model in results.models if (found := cells_of(results, model))}
     if not ours:
         return None
-    paper = paper_cells("6:8")
-    groups = [Group(model, ("PPL", "Δ", "Δ %")) for model in ours]
-    groups += [Group(f"paper {size}", ("PPL", "Δ %")) for size in paper]
-    lines = []
-    for index, (weight, pattern) in enumerate(
-        (w, p) for w in ("full", "ternary") for p in ("8:8", "6:8")
-    ):
-        texts: list[str] = []
-        for column in ours.values():
-            cell = column[index]
-            texts += [
-                spread_text(cell.perplexity, ".2f"),
-                spread_text(cell.delta, "+.2f"),
-                spread_text(cell.relative, "+.1f"),
-            ]
-        for column in paper.values():
-            cell = column[index]
-            texts += [spread_text(cell.perplexity, ".2f"), spread_text(cell.relative, "+.1f")]
-        lines.append(Line(model_label(weight, pattern), weight, pattern, tuple(texts)))
+    columns = []
+    for column in ours.values():
+        columns += [
+            [_text(cell.perplexity, ".2f") for cell in column],
+            [_text(cell.delta, "+.2f") for cell in column],
+            [_text(cell.relative, "+.1f") for cell in column],
+        ]
+    groups = [(model, ("PPL", "Δ", "Δ %")) for model in ours]
     seeds = ", ".join(f"{model} {len(c[0].perplexity.values)}" for model, c in ours.items())
-    return Table(tuple(groups), tuple(lines), (f"Seeds: {seeds}. {_SPREAD_NOTE}",))
+    first = next(iter(ours.values()))
+    return _beside_paper(first, groups, columns, [f"Seeds: {seeds}. {_PAIRS_NOTE}"])
 
 
-def four_cells(results: ResultSet, model: str) -> list[Cell]:
-    """The cells of table 2 at one size; none unless some seed has all four models."""
-    found = [results.by_seed(format, model=model) for format in FOUR_CELLS]
-    complete = set.intersection(*(set(rows) for rows in found))
-    if not complete:
-        return []
-    return cells([rows[seed] for rows in found for seed in sorted(complete)], "6:8")
+def _beside_paper(
+    ours: Sequence[Cell],
+    groups: Sequence[tuple[str, Sequence[str]]],
+    columns: Sequence[Sequence[str]],
+    notes: Sequence[str],
+) -> Table:
+    """Columns of the four models under their titles, then the paper's at each of its sizes."""
+    paper = paper_cells(ours[1].pattern)
+    groups = [*groups, *((f"paper {size}", ("PPL", "Δ %")) for size in paper)]
+    columns = list(columns)
+    for column in paper.values():
+        columns.append([_text(cell.perplexity, ".2f") for cell in column])
+        columns.append([_text(cell.relative, "+.1f") for cell in column])
+    return Table(
+        head=("model", *(name for _, names in groups for name in names)),
+        lines=list(zip([cell.label for cell in ours], *columns, strict=True)),
+        groups=[(title, len(names)) for title, names in groups],
+        notes=notes,
+    )
 
 
-def claim_grid(claims: Sequence[Claim]) -> Grid:
+def verdict(ours: Sequence[Cell]) -> str:
+    """What `comparison_table` says in one sentence, and how far to trust it in a second."""
+    pattern = ours[1].pattern
+    full, ternary = ours[1].relative, ours[3].relative
+    assert full is not None
+    assert ternary is not None
+    text = (
+        f"{pattern} sparsity changes the perplexity of the full-precision model by "
+        f"{_in_words(full)} and that of the ternary model by {_in_words(ternary)}"
+    )
+    if theirs := paper_cells(pattern).get("0.5B"):
+        values = " and ".join(_in_words(cell.relative) for cell in theirs if cell.relative)
+        text += f" (the paper's 0.5B model: {values})"
+    texts = [f"{text}."]
+    if min(full.mean, ternary.mean) < 0:
+        texts.append(
+            "A sparse model that beats its dense twin has not been trained long enough to miss what "
+            "the mask removes."
+        )
+    if len(full.values) == 1:
+        texts.append(
+            "One seed of a model this small: the deltas are indicative, another seed can change "
+            "their order (--seeds 3 shows by how much)."
+        )
+    else:
+        margins = [a - b for a, b in zip(full.values, ternary.values, strict=True)]
+        texts.append(
+            f"The ternary model loses less for {sum(margin > 0 for margin in margins)} of "
+            f"{len(margins)} seeds; at this size the deltas are indicative."
+        )
+    return " ".join(texts)
+
+
+def _in_words(spread: Spread) -> str:
+    mean, _, rest = spread.text("+.1f").partition("\n")
+    return f"{mean} %" + (f" ({rest})" if rest else "")
+
+
+def claim_table(claims: Sequence[Claim]) -> Table:
     """One line per claim and model size."""
     head = ("claim", "model", "verdict", "measured", "what is measured", "paper")
     body = [
         (claim.text, claim.model, claim.verdict, claim.result, claim.measure, claim.paper)
         for claim in claims
     ]
-    return Grid((head, *body), numeric=False)
+    return Table(head, body, numeric=False)
 
 
-def sweep_grid(results: ResultSet) -> Grid:
+def sweep_table(results: Results) -> Table:
     """Raw perplexities of the sweep and their increase over dense (appendix table, figure 2)."""
-    paper = paper_results()["nm_sweep_ppl_0.5B"]
+    paper = paper_sweep()
     body = []
     for pattern in results.setting["patterns"]:
         line = [pattern]
         for weight in ("full", "ternary"):
             line.append(_perplexity(results.by_seed(f"{weight}-{pattern}")))
             line.append(_increase(results, f"{weight}-{pattern}"))
-        for name in ("bf16", "bitnet"):
-            place = paper["patterns"].index(pattern)
-            line.append(f"{100 * (paper[name][place] / paper[name][0] - 1):+.1f}")
+        for theirs in paper.values():
+            line.append(f"{100 * (theirs[pattern] / theirs['8:8'] - 1):+.1f}")
         body.append(tuple(line))
     ours = ("full PPL", "full %", "ternary PPL", "ternary %")
     head = ("pattern", *ours, "paper full %", "paper ternary %")
-    return Grid((head, *body))
+    return Table(head, body)
 
 
-def ablation_grid(results: ResultSet) -> Grid:
+def ablation_table(results: Results) -> Table:
     """The four training designs: perplexity, and how much their masks move (figure 4)."""
     base = results.by_seed(ABLATIONS["baseline"])
     paper = {"baseline": "26.31", "mask from quantized weight": "32.23 (+22.5 %)"}
@@ -120,12 +176,12 @@ def ablation_grid(results: ResultSet) -> Grid:
         )
     flips = ("flips first quarter, %", "flips last quarter, %")
     head = ("design", "PPL", "% over baseline", *flips, "paper PPL")
-    return Grid((head, *body))
+    return Table(head, body)
 
 
-def _quarters(results: ResultSet, row: RunRow) -> tuple[float, float]:
+def _quarters(results: Results, row: ResultRow) -> tuple[float, float]:
     """Mean flip rate of the first and of the last quarter of the steps."""
-    curve = [part for part in results.folder.curves(row) if "flip_rate" in part]
+    curve = [part for part in results.curves(row) if "flip_rate" in part]
     if not curve:
         return math.nan, math.nan
     first = [part["flip_rate"] for part in curve if part["step"] <= max(row.steps / 4, 2)]
@@ -133,7 +189,7 @@ def _quarters(results: ResultSet, row: RunRow) -> tuple[float, float]:
     return statistics.fmean(first), statistics.fmean(last)
 
 
-def schedule_grid(results: ResultSet) -> Grid:
+def schedule_table(results: Results) -> Table:
     """Dense-to-sparse schedules (table 4)."""
     always = results.by_seed("ternary-6:8")
     paper = paper_results()["dense_to_sparse_ppl_0.5B_6:8"]
@@ -161,10 +217,10 @@ def schedule_grid(results: ResultSet) -> Grid:
             )
         )
     head = ("sparse steps, %", "PPL", "% over 100", "paper PPL", "paper % over 100")
-    return Grid((head, *body))
+    return Table(head, body)
 
 
-def search_grid(results: ResultSet) -> Grid | None:
+def search_table(results: Results) -> Table | None:
     """Perplexity of the four models at each learning rate tried, and the one chosen."""
     columns = _search(results)
     if len(columns) < 2:
@@ -173,13 +229,13 @@ def search_grid(results: ResultSet) -> Grid | None:
     for rate, rows in columns.items():
         chosen = " (used)" if rate == results.learning_rate else ""
         dense = statistics.fmean(rows[format].loss for format in ("full-8:8", "ternary-8:8"))
-        cells_of_rate = (f"{rows[format].perplexity:.2f}" for format in FOUR_CELLS)
+        cells_of_rate = (f"{rows[format].perplexity:.2f}" for format in results.four_formats)
         body.append((f"{rate:g}{chosen}", *cells_of_rate, f"{dense:.4f}"))
-    labels = (model_label(*format.split("-")) for format in FOUR_CELLS)
-    return Grid((("learning rate", *labels, "mean loss of the dense two"), *body))
+    labels = (model_label(*format.split("-")) for format in results.four_formats)
+    return Table(("learning rate", *labels, "mean loss of the dense two"), body)
 
 
-def best_rate_grid(results: ResultSet) -> Grid | None:
+def best_rate_table(results: Results) -> Table | None:
     """Table 2 at the main size with the best of the rates tried for each format by itself."""
     columns = _search(results)
     if len(columns) < 2:
@@ -198,21 +254,21 @@ def best_rate_grid(results: ResultSet) -> Grid | None:
                 f"{increase:+.1f}",
             )
         )
-    return Grid((("weights", "best rate", "dense PPL", "6:8 PPL", "Δ %"), *body))
+    return Table(("weights", "best rate", "dense PPL", "6:8 PPL", "Δ %"), body)
 
 
-def _search(results: ResultSet) -> dict[float, dict[str, RunRow]]:
+def _search(results: Results) -> dict[float, dict[str, ResultRow]]:
     """By learning rate, seed 0's four models; rates at which one is missing are left out."""
-    found: dict[float, dict[str, RunRow]] = {}
+    found: dict[float, dict[str, ResultRow]] = {}
     for rate in sorted(results.setting["search"]):
-        rows = {f: results.by_seed(f, learning_rate=rate).get(0) for f in FOUR_CELLS}
+        rows = {f: results.by_seed(f, learning_rate=rate).get(0) for f in results.four_formats}
         complete = {format: row for format, row in rows.items() if row is not None}
-        if len(complete) == len(FOUR_CELLS):
+        if len(complete) == len(results.four_formats):
             found[rate] = complete
     return found
 
 
-def polarisation_grid(results: ResultSet) -> Grid:
+def polarisation_table(results: Results) -> Table:
     """Near-zero mass of the dense models at the start and the end of training."""
     body = []
     for model in results.models:
@@ -220,7 +276,7 @@ def polarisation_grid(results: ResultSet) -> Grid:
             rows = results.by_seed(f"{weight}-8:8", model=model)
             if not rows:
                 continue
-            masses = [results.folder.weights(row)["overall"] for row in rows.values()]
+            masses = [results.weights(row)["overall"] for row in rows.values()]
             body.append(
                 (
                     f"{model}, {weight}",
@@ -229,10 +285,10 @@ def polarisation_grid(results: ResultSet) -> Grid:
                 )
             )
     head = ("dense model", "near-zero mass at the start, %", "at the end, %")
-    return Grid((head, *body))
+    return Table(head, body)
 
 
-def effort_grid(results: ResultSet) -> Grid:
+def effort_table(results: Results) -> Table:
     """What was trained: runs, tokens and speed by model size."""
     body = []
     for model in results.models:
@@ -252,10 +308,10 @@ def effort_grid(results: ResultSet) -> Grid:
         )
     tokens = ("tokens a run", "tokens per weight", "epochs", "tokens/s")
     head = ("model", "runs", "steps", *tokens, "minutes")
-    return Grid((head, *body))
+    return Table(head, body)
 
 
-def downstream_grid(results: ResultSet) -> Grid | None:
+def downstream_table(results: Results) -> Table | None:
     """Table 1: accuracy on each task, the average and its change; None without scores.
 
     The average is the paper's, of the accuracies of all tasks; acc_norm stands below where there is one.
@@ -265,7 +321,7 @@ def downstream_grid(results: ResultSet) -> Grid | None:
     if not scores:
         return None
     tasks = list(scores[0][1])
-    averages = {(row.model, row.format, row.seed): _average(found) for row, found in scores}
+    averages = {(row.model, row.format, row.seed): average_accuracy(found) for row, found in scores}
     body = []
     for row, found in scores:
         average = averages[row.model, row.format, row.seed]
@@ -279,21 +335,17 @@ def downstream_grid(results: ResultSet) -> Grid | None:
                 *_paper_average(results, row),
             )
         )
-    return Grid((("model", *tasks, "average acc", "Δ", "paper average", "paper Δ"), *body))
+    return Table(("model", *tasks, "average acc", "Δ", "paper average", "paper Δ"), body)
 
 
-def _average(scores: Mapping[str, Mapping[str, float]]) -> float:
-    return 100 * statistics.fmean(values["acc"] for values in scores.values())
-
-
-def _paper_average(results: ResultSet, row: RunRow) -> tuple[str, str]:
+def _paper_average(results: Results, row: ResultRow) -> tuple[str, str]:
     table = paper_results()["downstream_accuracy_percent"]
     sizes = [name for name in table if name.endswith("B")]
     place = list(results.setting["sizes"]).index(row.model)
-    if place >= len(sizes) or row.format not in FOUR_CELLS:
+    if place >= len(sizes) or row.format not in results.four_formats:
         return NOTHING, NOTHING
     cells_of_size = list(table[sizes[place]].values())
-    index = FOUR_CELLS.index(row.format)
+    index = results.four_formats.index(row.format)
     average = statistics.fmean(cells_of_size[index])
     dense = statistics.fmean(cells_of_size[index - index % 2])
     change = NOTHING if index % 2 == 0 else f"{average - dense:+.2f}"
@@ -308,16 +360,24 @@ def _accuracy(values: Mapping[str, float] | None) -> str:
     return text if norm is None else f"{text}\nnorm {100 * norm:.2f}"
 
 
-def _perplexity(rows: Mapping[int, RunRow]) -> str:
+def _perplexity(rows: Mapping[int, ResultRow]) -> str:
     return _spread([row.perplexity for row in rows.values()], ".2f")
 
 
-def _increase(results: ResultSet, format: str) -> str:
+def _increase(results: Results, format: str) -> str:
     if format.endswith("-8:8"):
         return NOTHING
     return _spread([100 * (value - 1) for value in results.relative(format).values()], "+.1f")
 
 
-def _spread(values: Sequence[float], form: str) -> str:
+def _spread(values: Iterable[float], form: str) -> str:
     known = tuple(value for value in values if not math.isnan(value))
-    return spread_text(Spread(known), form) if known else NOTHING
+    return _text(Spread(known) if known else None, form)
+
+
+def _text(spread: Spread | None, form: str) -> str:
+    return NOTHING if spread is None else spread.text(form)
+
+
+def _percent(share: Spread | None, digits: int) -> str:
+    return NOTHING if share is None else f"{100 * share.mean:.{digits}f} %"

@@ -6,13 +6,8 @@ import json
 import pytest
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.experiments.results import (
-    cells,
-    paper_cells,
-    paper_results,
-    read_rows,
-    write_rows,
-)
+from sparse_bitnet.experiments.cells import cells, paper_cells, paper_results
+from sparse_bitnet.experiments.results import read_rows, write_rows
 
 
 def test_one_seed(make_rows):
@@ -30,7 +25,7 @@ def test_one_seed(make_rows):
 def test_seeds_are_paired(make_rows):
     sparse_full = cells(make_rows(3), "6:8")[1]
     assert sparse_full.delta.values == pytest.approx((1.4, 1.9, 2.4))
-    assert (sparse_full.delta.low, sparse_full.delta.high) == pytest.approx((1.4, 2.4))
+    assert (sparse_full.delta.least, sparse_full.delta.greatest) == pytest.approx((1.4, 2.4))
     assert sparse_full.perplexity.mean == pytest.approx(37.9)
 
 

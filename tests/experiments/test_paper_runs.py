@@ -8,17 +8,16 @@ import pytest
 import torch
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.experiments.paper import (
+from sparse_bitnet.experiments.cells import paper_results
+from sparse_bitnet.experiments.paper_runs import (
     ABLATIONS,
     EXPERIMENTS,
-    FOUR_CELLS,
     NOT_IN_NAME,
     Run,
     config_hash,
     plan,
 )
-from sparse_bitnet.experiments.results import paper_results
-from sparse_bitnet.experiments.scales import PAPER_SWEEP, SCALES, find_scale
+from sparse_bitnet.experiments.scales import PAPER_SWEEP, SCALES, find_scale, four_formats
 from sparse_bitnet.layer import SparseBitConfig
 from sparse_bitnet.models import PRESETS, build_model
 from sparse_bitnet.training.config import TrainConfig
@@ -107,7 +106,7 @@ def test_seed_zero_of_everything_comes_first_and_the_main_size_before_others():
     assert [run.config.seed for run in runs] == sorted(run.config.seed for run in runs)
     first = [run.config.model for run in runs if run.config.seed == 0]
     assert first == sorted(first, key=lambda model: model != scale.main)
-    assert [run.config.format for run in runs[:4]] == list(FOUR_CELLS)
+    assert [run.config.format for run in runs[:4]] == list(four_formats("6:8"))
 
 
 def test_seeds_on_request_replace_those_of_the_scale():

@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.experiments.scales import Scale
+from sparse_bitnet.experiments.scales import DENSE_PATTERN, Scale, four_formats
 from sparse_bitnet.training.config import ADDED_LATER, TrainConfig
-
-FOUR_CELLS = ("full-8:8", "full-6:8", "ternary-8:8", "ternary-6:8")
 
 ABLATIONS = {
     "baseline": "ternary-6:8",
@@ -44,10 +42,15 @@ class Run:
     purpose: str
     """What it is in its table or figure."""
 
+    plain_name: bool = False
+    """Whether seed and format alone make its name."""
+
     @property
     def name(self) -> str:
-        """Prefix for people, then 10 hexadecimal digits of a hash of the config."""
+        """Prefix for people, then 10 hexadecimal digits of a hash of the config, unless plain."""
         config = self.config
+        if self.plain_name:
+            return f"seed-{config.seed}/{config.format.replace(':', 'of')}"
         parts = [config.model.removeprefix("qwen2.5-"), re.sub(r"[:,=]", "-", config.format)]
         if config.sparse_fraction != 1:
             parts.append(f"rho{100 * config.sparse_fraction:g}")
@@ -64,7 +67,7 @@ class Run:
 
     @property
     def is_dense(self) -> bool:
-        return self.config.format.endswith("-8:8")
+        return self.config.format.endswith(f"-{DENSE_PATTERN}")
 
 
 def config_hash(config: TrainConfig) -> str:
@@ -84,7 +87,7 @@ def table2(scale: Scale) -> list[Run]:
         _run(scale, size.model, format, seed, f"table 2, {format} at {size.model}")
         for size in sorted(scale.sizes, key=lambda size: size.model != scale.main)
         for seed in range(size.seeds)
-        for format in FOUR_CELLS
+        for format in four_formats(scale.pattern)
     ]
 
 
@@ -144,7 +147,7 @@ def search(scale: Scale) -> list[Run]:
         _run(scale, scale.main, format, seed, f"search, {rate:g}", learning_rate=rate)
         for seed in range(scale.seeds["search"])
         for rate in scale.search
-        for format in FOUR_CELLS
+        for format in four_formats(scale.pattern)
     ]
 
 
@@ -196,7 +199,7 @@ def with_seeds(scale: Scale, seeds: int) -> Scale:
 def _run(scale: Scale, model: str, format: str, seed: int, purpose: str, **changes: Any) -> Run:
     steps = scale.size(model).steps
     # Cadence follows from the format, so that every experiment asks for the very same dense run.
-    dense = format.endswith("-8:8")
+    dense = format.endswith(f"-{DENSE_PATTERN}")
     config = dataclasses.replace(
         scale.recipe,
         model=model,
@@ -209,4 +212,4 @@ def _run(scale: Scale, model: str, format: str, seed: int, purpose: str, **chang
         keep_checkpoints=0 if dense else 1,
         **changes,
     )
-    return Run(config=config, purpose=purpose)
+    return Run(config=config, purpose=purpose, plain_name=scale.plain_names)
