@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import re
 import unicodedata
 from pathlib import Path
 
@@ -119,19 +120,24 @@ def test_the_text_can_be_chosen(source, exported: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("format", "message"),
     [
-        ("gguf-q2_0", "llama-cpp-python is not installed (pip install llama-cpp-python)"),
-        ("compressed-tensors-w2a8", "compressed-tensors is not installed"),
-        ("bitnet", "accelerate is not installed (pip install accelerate)"),
+        (
+            "gguf-q2_0",
+            "llama-cpp-python, which reads gguf-q2_0, is not installed (pip install llama",
+        ),
+        (
+            "compressed-tensors-w2a8",
+            "compressed-tensors, which reads compressed-tensors-w2a8, is not installed (pip",
+        ),
+        ("bitnet", "accelerate, which reads bitnet, is not installed (pip install accelerate)"),
     ],
 )
 def test_an_absent_reader_is_named(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str, message: str
 ) -> None:
     monkeypatch.setattr(readers.importlib.util, "find_spec", lambda name: None)
-    result = export(checkpoint, tmp_path / "out", ExportConfig(format=format, verify=True))
-    assert result.verification is None
-    assert result.skipped is not None
-    assert message in result.skipped
+    with pytest.raises(UserError, match=f"--verify: {re.escape(message)}.*; without --verify"):
+        export(checkpoint, tmp_path / "out", ExportConfig(format=format, verify=True))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_dense_needs_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,15 +185,18 @@ def test_the_command_exits_with_2_when_out_of_bounds(
     assert "verification failed: log-probabilities" in capsys.readouterr().err
 
 
-def test_the_command_says_what_was_skipped(
+def test_the_command_fails_where_the_reader_is_absent(
     checkpoint: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(formats, "absent_reader", lambda format: "verification skipped: no reader")
-    main(["export", str(checkpoint), str(tmp_path / "out"), "--format", "bitnet", "--verify"])
-    assert "verification skipped: no reader" in capsys.readouterr().out
+    monkeypatch.setattr(formats, "absent_reader", lambda format: "no reader")
+    with pytest.raises(SystemExit) as stopped:
+        main(["export", str(checkpoint), str(tmp_path / "out"), "--format", "bitnet", "--verify"])
+    assert stopped.value.code == 2
+    assert "--verify: no reader" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_reading_gives_float32_log_probabilities(exported: Path) -> None:

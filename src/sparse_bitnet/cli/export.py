@@ -13,8 +13,8 @@ def main(arguments: list[str]) -> None:
     import tyro
 
     def entry(
-        checkpoint: Annotated[str, tyro.conf.Positional],
-        out: Annotated[str, tyro.conf.Positional],
+        checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")],
+        out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")],
         config: Annotated[ExportConfig, tyro.conf.arg(name="")],
     ) -> None:
         """Write a trained model in a format that other tools read.
@@ -58,8 +58,6 @@ def run(checkpoint: str, out: str, config: ExportConfig) -> None:
     )
     if result.warning:
         console.print(f"note: {result.warning}", highlight=False)
-    if result.skipped:
-        console.print(result.skipped, highlight=False, markup=False)
     if result.verification is None:
         return
     table = Table(title="Export against trained model", show_header=False)

@@ -26,8 +26,8 @@ def main(arguments: list[str]) -> None:
     import tyro
 
     def entry(
-        folder: Annotated[str, tyro.conf.Positional],
-        out: Annotated[str, tyro.conf.Positional],
+        folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")],
+        out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")],
         config: Annotated[ImportConfig, tyro.conf.arg(name="")],
     ) -> None:
         """Read a ternary checkpoint of another tool: Hugging Face bitnet (packed, or BitNet b1.58

@@ -54,19 +54,19 @@ FORMATS: dict[str, FormatInfo] = {
         readers="transformers, vLLM",
     ),
     "gguf-tq1_0": FormatInfo(
-        summary="GGUF TQ1_0, 1.69 bits, rows in blocks of 256; CPU",
+        summary="GGUF TQ1_0, 1.69 bits where rows fill blocks of 256; CPU",
         bits_per_weight=1.6875,
         embeddings=_GGUF,
         readers="llama.cpp, Ollama, LM Studio",
     ),
     "gguf-tq2_0": FormatInfo(
-        summary="GGUF TQ2_0, 2.06 bits, rows in blocks of 256; CPU, Metal, Vulkan",
+        summary="GGUF TQ2_0, 2.06 bits where rows fill blocks of 256; CPU, Metal, Vulkan",
         bits_per_weight=2.0625,
         embeddings=_GGUF,
         readers="llama.cpp, Ollama, LM Studio",
     ),
     "gguf-q2_0": FormatInfo(
-        summary="GGUF Q2_0, 2.25 bits, rows in blocks of 64; CPU, CUDA, Metal, Vulkan",
+        summary="GGUF Q2_0, 2.25 bits where rows fill blocks of 64; CPU, CUDA, Metal, Vulkan",
         bits_per_weight=2.25,
         embeddings=_GGUF,
         readers="recent llama.cpp",

@@ -17,7 +17,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.export import compressed_tensors, dense, gguf, hf_bitnet
 from sparse_bitnet.export.config import ExportConfig
 from sparse_bitnet.export.deferred import DeferredTensors, OnProgress
-from sparse_bitnet.export.gguf_blocks import BLOCK_TYPES
+from sparse_bitnet.export.gguf_blocks import BLOCK_TYPES, BlockType
 from sparse_bitnet.export.hf_folder import write_folder
 from sparse_bitnet.export.model_card import gguf_file_name, model_card
 from sparse_bitnet.export.readers import absent_reader
@@ -71,9 +71,7 @@ class Export:
     warning: str | None
     """What a user of this format must know."""
     verification: Verification | None
-    """None when not asked for, or when the reader is absent."""
-    skipped: str | None
-    """Why a verification that was asked for did not happen, and what to install."""
+    """None when not asked for."""
 
 
 def export(
@@ -99,20 +97,19 @@ def export(
     or a full disk; nothing is then left behind.
     """
     out = check_new_folder(out)
+    if config.verify and (absent := absent_reader(config.format)):
+        raise UserError(f"--verify: {absent}; without --verify the export needs none")
     source = open_checkpoint(checkpoint, "trained", "packed")
     write(source, out, config, on_progress)
-    verification = skipped = None
+    verification = None
     if config.verify:
-        skipped = absent_reader(config.format)
-        if skipped is None:
-            verification = verify(source, out, config, on_verified)
-            write_atomic(out / "README.md", _card(source, config, verification))
+        verification = verify(source, out, config, on_verified)
+        write_atomic(out / "README.md", _card(source, config, verification))
     return Export(
         folder=out,
         nbytes=sum(file.stat().st_size for file in out.rglob("*") if file.is_file()),
-        warning=dense.WARNING if config.format == "dense" and _is_ternary(source) else None,
+        warning=_warning(source, config),
         verification=verification,
-        skipped=skipped,
     )
 
 
@@ -145,7 +142,7 @@ def write(
             on_progress=on_progress,
         )
         return
-    block = BLOCK_TYPES[config.format.removeprefix("gguf-").upper()]
+    block = _block(config)
     vocabulary = gguf.check(source, block, config.embeddings)
     tensors = gguf.plan(source, block, config.embeddings)
     with atomic_folder(out) as folder:
@@ -160,5 +157,12 @@ def _card(source: Checkpoint, config: ExportConfig, verification: Verification |
     return model_card(source, config.format, config.embeddings, checked=checked)
 
 
-def _is_ternary(source: Checkpoint) -> bool:
-    return source.format.weight == "ternary"
+def _warning(source: Checkpoint, config: ExportConfig) -> str | None:
+    if config.format in FOLDER_FORMATS:
+        is_plain = config.format == "dense" and source.format.weight == "ternary"
+        return dense.WARNING if is_plain else None
+    return gguf.other_types(source, _block(config))
+
+
+def _block(config: ExportConfig) -> BlockType:
+    return BLOCK_TYPES[config.format.removeprefix("gguf-").upper()]

@@ -1,7 +1,7 @@
 """GGUF: what llama.cpp and everything built on it read. Ternary blocks, tokenizer and metadata.
 
-One file holds all: architecture `qwen2`, sparse layers as TQ1_0, TQ2_0 or Q2_0 (`gguf_blocks`), norms
-and biases in float32, embeddings in float16 unless asked otherwise. llama.cpp quantises activations
+One file holds all: sparse layers as TQ1_0, TQ2_0 or Q2_0, or as what their rows fill (`gguf_blocks`),
+norms and biases in float32, embeddings in float16 unless asked otherwise. llama.cpp quantises activations
 per block instead of per token, so its logits are close to ours, never equal.
 """
 
@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.deferred import OnProgress
-from sparse_bitnet.export.gguf_blocks import BLOCK_TYPES, BlockType
+from sparse_bitnet.export.gguf_blocks import BlockType, block_for
 from sparse_bitnet.export.gguf_tokenizer import GgufVocabulary, add_vocabulary, read_vocabulary
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ EMBEDDING_TYPES = {"f32": F32, "f16": F16, "bf16": BF16, "q8_0": Q8_0}
 _Q8_0_BLOCK = 32
 _SCALE_TOLERANCE = 2**-11
 _ATTENTION = ("q_proj", "k_proj", "v_proj")
+_ARCHITECTURES = ("qwen2", "llama", "qwen3")
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,6 @@ def check(source: Checkpoint, block: BlockType, embeddings: str) -> GgufVocabula
             "use --format dense"
         )
     _check_architecture(source)
-    _check_rows(source, block)
     for name, shape in source.others.items():
         if embeddings == "q8_0" and len(shape) > 1 and shape[-1] % _Q8_0_BLOCK:
             raise UserError(
@@ -77,10 +78,10 @@ def require_gguf() -> None:
 
 
 def _check_architecture(source: Checkpoint) -> None:
-    config = source.config
-    if config.get("model_type") != "qwen2":
+    config, model_type = source.config, source.config.get("model_type")
+    if model_type not in _ARCHITECTURES:
         raise UserError(
-            f"the GGUF export covers the architecture qwen2, not {config.get('model_type')}; "
+            f"the GGUF export covers the architectures {', '.join(_ARCHITECTURES)}, not {model_type}; "
             "use --format bitnet"
         )
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -90,31 +91,27 @@ def _check_architecture(source: Checkpoint) -> None:
         ("hidden_act", config.get("hidden_act", "silu"), "silu"),
         ("rope_type", rope.get("rope_type", "default"), "default"),
         ("head_dim", config.get("head_dim") or head, head),
+        ("attention_bias", bool(config.get("attention_bias")), False),
     ):
-        if found != expected:
+        # llama.cpp's qwen2 has no head_dim of its own, its qwen3 no biases, its qwen2 always has them.
+        covered = {"head_dim": ("llama", "qwen3"), "attention_bias": ("llama", "qwen2")}
+        if found != expected and model_type not in covered.get(setting, ()):
             raise UserError(
                 f"{source.folder}/config.json: {setting}={found} is not covered by the GGUF "
                 f"export, which writes {expected}; use --format bitnet"
             )
 
 
-def _check_rows(source: Checkpoint, block: BlockType) -> None:
-    unfit = [(name, shape[1]) for name, shape in source.layers.items() if shape[1] % block.codes]
-    if not unfit:
-        return
-    name, columns = unfit[0]
-    fitting = [
-        other
-        for other in BLOCK_TYPES.values()
-        if all(shape[1] % other.codes == 0 for shape in source.layers.values())
-    ]
-    if fitting:
-        advice = f"use --format gguf-{fitting[0].name.lower()} (blocks of {fitting[0].codes})"
-    else:
-        advice = "no ternary type of GGUF fits; use --format bitnet"
-    raise UserError(
-        f"layer {name} has rows of {columns}, which blocks of {block.codes} ({block.name}) do not "
-        f"fill, as in {len(unfit)} of {len(source.layers)} layers; {advice}"
+def other_types(source: Checkpoint, wanted: BlockType) -> str | None:
+    """Which types stand in for `wanted` in rows that do not fill its blocks; None where none does."""
+    blocks = [block_for(columns, wanted) for _, columns in source.layers.values()]
+    counts = {block.name: blocks.count(block) for block in blocks if block is not wanted}
+    if not counts:
+        return None
+    found = " and ".join(f"{count} as {name}" for name, count in counts.items())
+    return (
+        f"rows that do not fill blocks of {wanted.codes} ({wanted.name}) are stored otherwise, codes "
+        f"exact: of {len(blocks)} layers {found}"
     )
 
 
@@ -122,24 +119,27 @@ def plan(source: Checkpoint, block: BlockType, embeddings: str) -> list[GgufTens
     """Every tensor of the file, under llama.cpp's names."""
     from gguf import MODEL_ARCH, get_tensor_name_map
 
-    names = get_tensor_name_map(MODEL_ARCH.QWEN2, source.config["num_hidden_layers"])
+    model_type = source.config["model_type"]
+    names = get_tensor_name_map(MODEL_ARCH[model_type.upper()], source.config["num_hidden_layers"])
 
     def gguf_name(name: str) -> str:
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if found is None:
-            raise UserError(f"{source.folder}: llama.cpp's qwen2 has no tensor for {name}")
+            raise UserError(f"{source.folder}: llama.cpp's {model_type} has no tensor for {name}")
         return found
 
     tensors = []
     for layer, (rows, columns) in source.layers.items():
-        size = rows * columns // block.codes * block.nbytes
-        make = _ternary(source, layer, block)
+        fitting = block_for(columns, block)
+        size = rows * columns // fitting.codes * fitting.nbytes
+        make = _ternary(source, layer, fitting)
         name = gguf_name(f"{layer}.weight")
-        tensors.append(GgufTensor(name, block.type_id, (rows, columns), size, make))
+        tensors.append(GgufTensor(name, fitting.type_id, (rows, columns), size, make))
     for name, shape in source.others.items():
         type_id = F32 if len(shape) == 1 else EMBEDDING_TYPES[embeddings]
         tensors.append(_plain(source, name, gguf_name(name), shape, type_id))
-    tensors += _absent_biases(source, gguf_name)
+    if model_type == "qwen2":
+        tensors += _absent_biases(source, gguf_name)
     return tensors
 
 
@@ -152,16 +152,33 @@ def _ternary(source: Checkpoint, layer: str, block: BlockType) -> Callable[[], n
                 f"layer {layer}: its weight scale {scale:.3g} is too far out for float16, in which "
                 f"{block.name} holds it; use --format bitnet"
             )
-        return block.pack(codes.numpy(), scale)
+        return block.pack(_in_rotation_order(source, layer, codes.numpy()), scale)
 
     return make
+
+
+def _in_rotation_order(source: Checkpoint, name: str, values: np.ndarray) -> np.ndarray:
+    """Rows in llama.cpp's order: its llama rotates neighbours of a head, transformers halves apart."""
+    config, projection = (
+        source.config,
+        name.removesuffix(".bias").removesuffix(".weight").rpartition(".")[2],
+    )
+    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(projection)
+    if config["model_type"] != "llama" or heads is None:
+        return values
+    count = config.get(heads) or config["num_attention_heads"]
+    order = np.arange(len(values)).reshape(count, 2, -1).swapaxes(1, 2).reshape(-1)
+    return values[order]
 
 
 def _plain(
     source: Checkpoint, name: str, gguf_name: str, shape: tuple[int, ...], type_id: int
 ) -> GgufTensor:
     def make() -> np.ndarray:
-        return encode_plain(source.read(name), type_id)
+        tensor = source.read(name)
+        if name.endswith((".bias", "proj.weight")):
+            tensor = torch.from_numpy(_in_rotation_order(source, name, tensor.float().numpy()))
+        return encode_plain(tensor, type_id)
 
     return GgufTensor(gguf_name, type_id, shape, _plain_bytes(shape, type_id), make)
 
@@ -205,7 +222,7 @@ def write(
     """
     from gguf import GGUFWriter
 
-    writer = GGUFWriter(path, "qwen2")
+    writer = GGUFWriter(path, source.config["model_type"])
     _add_metadata(writer, source, block)
     add_vocabulary(writer, vocabulary, source.folder)
     for tensor in tensors:
@@ -248,6 +265,12 @@ def _add_metadata(writer: "GGUFWriter", source: Checkpoint, block: BlockType) ->
     writer.add_head_count_kv(config.get("num_key_value_heads", config["num_attention_heads"]))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(_rope_theta(config))
+    if config["model_type"] != "qwen2":
+        size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        writer.add_key_length(size)
+        writer.add_value_length(size)
+        writer.add_rope_dimension_count(size)
+        writer.add_vocab_size(config["vocab_size"])
 
 
 def _rope_theta(config: dict[str, Any]) -> float:

@@ -1,6 +1,6 @@
-"""Ternary codes as GGUF blocks: TQ1_0, TQ2_0 and Q2_0 of llama.cpp.
+"""Ternary codes as GGUF blocks: TQ1_0, TQ2_0, Q2_0 and Q8_0 of llama.cpp.
 
-A block is a run of 64 or 256 codes of one row, with its scale in float16. All blocks of a matrix get
+A block is a run of 32 to 256 codes of one row, with its scale in float16. All blocks of a matrix get
 the same scale here, so codes survive exactly and the scale to 2**-11. t = code + 1 below.
 
     type   id  codes  bytes           layout
@@ -11,6 +11,10 @@ the same scale here, so codes survive exactly and the scale to 2**-11. t = code 
                                       (n - 240) % 4, place (n - 240) / 4, the fifth empty
     TQ2_0  35  256    qs 64, d        byte 32 (n / 128) + n % 32, bits 2 ((n % 128) / 32) and up
     Q2_0   42  64     d, qs 16        byte n / 4, bits 2 (n % 4) and up
+    Q8_0   8   32     d, qs 32        byte n, the code itself
+
+A row that does not fill the blocks of a type takes the next one of Q2_0, Q8_0 and F16: all hold codes
+exactly and the scale to 2**-11.
 """
 
 from collections.abc import Callable
@@ -40,8 +44,10 @@ class BlockType:
     scale_first: bool = False
 
     def pack(self, codes: np.ndarray, weight_scale: float) -> np.ndarray:
-        """int8 codes [rows, in_features] -> uint8 [rows, bytes of a row]."""
+        """int8 codes [rows, in_features] -> uint8 [rows, bytes of a row], or float16."""
         rows, columns = codes.shape
+        if self is F16:
+            return codes * np.float16(weight_scale)
         assert columns % self.codes == 0, (codes.shape, self.name)
         encoded = self.encode((codes.reshape(-1, self.codes) + 1).astype(np.uint8))
         scale = np.frombuffer(np.array(weight_scale, dtype="<f2").tobytes(), dtype=np.uint8)
@@ -80,4 +86,12 @@ def _four_in_a_byte(t: np.ndarray) -> np.ndarray:
 TQ1_0 = BlockType("TQ1_0", 34, 36, 256, 54, _encode_tq1_0)
 TQ2_0 = BlockType("TQ2_0", 35, 37, 256, 66, _encode_tq2_0)
 Q2_0 = BlockType("Q2_0", 42, 41, 64, 18, _encode_q2_0, scale_first=True)
+Q8_0 = BlockType("Q8_0", 8, 7, 32, 34, lambda t: t - np.uint8(1), scale_first=True)
+F16 = BlockType("F16", 1, 1, 1, 2, lambda t: t)
 BLOCK_TYPES = {block.name: block for block in (TQ1_0, TQ2_0, Q2_0)}
+
+
+def block_for(columns: int, wanted: BlockType) -> BlockType:
+    """The type in which rows of so many codes are stored where `wanted` is the choice."""
+    types = (wanted, Q2_0, Q8_0, F16)
+    return next(block for block in types if columns % block.codes == 0)

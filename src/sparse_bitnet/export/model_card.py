@@ -9,6 +9,7 @@ from sparse_bitnet import __version__
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.config import FORMATS
+from sparse_bitnet.export.gguf_blocks import BLOCK_TYPES, block_for
 from sparse_bitnet.model_folder import read_json
 
 Row = tuple[str, str]
@@ -105,7 +106,7 @@ def _model_rows(source: Checkpoint, format: str, embeddings: str) -> list[Row]:
         ("pattern", f"{source.format.pattern} (keeps {source.format.pattern.density:.0%})"),
         ("weights in sparse layers", f"{weights:,} in {len(source.layers)} layers"),
         ("other parameters", f"{others:,} ({embeddings})"),
-        ("bits per sparse weight", f"{_bits(format, embeddings):g}"),
+        ("bits per sparse weight", f"{_bits(source, format, embeddings):.4g}"),
     ]
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     for name in (*names, "num_key_value_heads", "vocab_size", "max_position_embeddings"):
@@ -114,7 +115,13 @@ def _model_rows(source: Checkpoint, format: str, embeddings: str) -> list[Row]:
     return rows
 
 
-def _bits(format: str, embeddings: str) -> float:
+def _bits(source: Checkpoint, format: str, embeddings: str) -> float:
+    if format.startswith("gguf"):
+        wanted = BLOCK_TYPES[format.removeprefix("gguf-").upper()]
+        shapes = source.layers.values()
+        blocks = [(math.prod(shape), block_for(shape[1], wanted)) for shape in shapes]
+        bits = sum(weights * 8 * block.nbytes / block.codes for weights, block in blocks)
+        return bits / sum(weights for weights, _ in blocks)
     return 32 if (format, embeddings) == ("dense", "f32") else FORMATS[format].bits_per_weight
 
 

@@ -51,7 +51,7 @@ def absent_reader(format: str) -> str | None:
     """What to install before an export to `format` can be loaded back; None: all is there."""
     for prefix, (module, package, command) in _NEEDED.items():
         if format.startswith(prefix) and importlib.util.find_spec(module) is None:
-            return f"verification skipped: {package} is not installed ({command})"
+            return f"{package}, which reads {format}, is not installed ({command})"
     return None
 
 
