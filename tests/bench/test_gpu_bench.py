@@ -8,12 +8,12 @@ import sys
 import pytest
 import torch
 
-from sparse_bitnet.bench import gpu_decode, gpu_kernels, gpu_prefill, gpu_train
-from sparse_bitnet.bench.gpu import run
+from sparse_bitnet.bench import gpu_inference, gpu_kernels, gpu_train
 from sparse_bitnet.bench.gpu_models import dense_model, random_model, ternary_layers, ternary_model
-from sparse_bitnet.bench.gpu_options import GpuBenchOptions, GpuOutput
+from sparse_bitnet.bench.gpu_options import GpuBenchOptions
 from sparse_bitnet.bench.gpu_record import SpeedRow, kernel_table, table
 from sparse_bitnet.bench.gpu_timing import GpuRoofline, medians, those_that_fit
+from sparse_bitnet.cli.bench_gpu import run
 from sparse_bitnet.errors import UserError
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ def text_of(printable) -> str:
 
 def test_prefill(options):
     options.tokens = [5, 9]
-    rows = gpu_prefill.run(options)
+    rows = gpu_inference.run_prefill(options)
     assert [(row.variant, row.size) for row in rows] == [
         (variant, size) for size in (5, 9) for variant in ("bf16", "int8", "sparse", "chosen")
     ]
@@ -43,7 +43,7 @@ def test_prefill(options):
 
 def test_decode(options):
     options.batch = [2]
-    rows = gpu_decode.run(options)
+    rows = gpu_inference.run_decode(options)
     assert [row.variant for row in rows] == ["bf16", "int8", "sparse", "packed", "chosen"]
 
 
@@ -69,7 +69,7 @@ def test_kernels_and_records(options, tmp_path):
 
     options.kernels, options.tokens = True, [2]
     out, console = tmp_path / "rows.jsonl", Console(file=io.StringIO(), width=200)
-    run("prefill", options, GpuOutput(out=out), console)
+    run("prefill", options, out, console)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     layers = ternary_layers(ternary_model(options, CPU))
     assert {
@@ -143,8 +143,8 @@ def test_what_finds_no_memory_becomes_a_row(options, monkeypatch):
         raise torch.OutOfMemoryError("no memory")
 
     options.tokens = [4]
-    monkeypatch.setattr(gpu_prefill.GraphDecoder, "prefill", forward)
-    rows = gpu_prefill.run(options)
+    monkeypatch.setattr(gpu_inference.GraphDecoder, "prefill", forward)
+    rows = gpu_inference.run_prefill(options)
     assert {row.failed for row in rows} == {"out of memory"}
     assert {row.tokens_per_second for row in rows} == {None}
     assert "out of memory" in text_of(table(rows, "title"))
@@ -186,7 +186,7 @@ def test_what_cannot_be_measured_is_refused(options):
     from rich.console import Console
 
     with pytest.raises(UserError, match="bench sideways: choose one of prefill, decode, train"):
-        run("sideways", options, GpuOutput(), Console())
+        run("sideways", options, None, Console())
     with pytest.raises(UserError, match="rounds=0"):
         GpuBenchOptions(rounds=0)
     with pytest.raises(UserError, match="tokens=0"):

@@ -47,24 +47,17 @@ def run(options: GpuBenchOptions) -> list[KernelRow]:
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
-                rows.append(_without_memory(layer, tokens))
+                rows.append(
+                    KernelRow(
+                        route="all",
+                        out_features=layer.out_features,
+                        in_features=layer.in_features,
+                        tokens=tokens,
+                        failed=OUT_OF_MEMORY,
+                    )
+                )
             give_back_memory(device)
     return rows
-
-
-def _without_memory(layer: TernaryLinear, tokens: int) -> KernelRow:
-    return KernelRow(
-        route="all",
-        out_features=layer.out_features,
-        in_features=layer.in_features,
-        tokens=tokens,
-        seconds=None,
-        spread=None,
-        product_seconds=None,
-        bound=None,
-        roofline_share=None,
-        failed=OUT_OF_MEMORY,
-    )
 
 
 def roofline_seconds(
@@ -121,7 +114,6 @@ def _measure_selection(
         tokens=0,
         seconds=seconds,
         spread=spread,
-        product_seconds=None,
         bound="memory",
         roofline_share=least_bytes / roofline.bytes_per_second / seconds,
     )
@@ -184,7 +176,6 @@ def _measure(
                     tokens=tokens,
                     seconds=found[name][0],
                     spread=found[name][1],
-                    product_seconds=None,
                     bound="memory",
                     roofline_share=least / found[name][0],
                 )

@@ -94,12 +94,12 @@ def ternary_layers(model: nn.Module) -> dict[LayerShape, TernaryLinear]:
     return layers
 
 
-def choices(options: GpuBenchOptions, model: nn.Module, device: torch.device) -> TuningCache:
+def tuning_cache(options: GpuBenchOptions, model: nn.Module, device: torch.device) -> TuningCache:
     """The stored table of this GPU, or one measured with the model's own layers, and stored."""
     machine = machine_name()
     path = cache_path(machine)
     table = TuningCache.load(path, machine)
-    if options.choices == "measure":
+    if options.tuning_cache == "measure":
         flush = CacheFlush(device)
         for shape, layer in ternary_layers(model).items():
             _measure_layer(table, shape, layer, options, device, flush)

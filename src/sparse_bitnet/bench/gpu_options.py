@@ -1,7 +1,6 @@
 """What `sparse-bitnet bench prefill|decode|train` measures. Imports nothing heavy."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from sparse_bitnet.errors import UserError
@@ -39,7 +38,7 @@ class GpuBenchOptions:
     layers: int | None = None
     """Blocks of the model. Default: all."""
 
-    choices: Literal["stored", "measure"] = "measure"
+    tuning_cache: Literal["stored", "measure"] = "measure"
     """Times by which products are chosen: as stored for this GPU, or measured now and stored."""
 
     kernels: bool = False
@@ -59,11 +58,3 @@ class GpuBenchOptions:
             for value in getattr(self, name):
                 if value < 1:
                     raise UserError(f"{name}={value}: must be above 0")
-
-
-@dataclass(kw_only=True)
-class GpuOutput:
-    """Where results go."""
-
-    out: Path | None = None
-    """Append the rows to this JSON-lines file."""

@@ -34,11 +34,11 @@ class SpeedRow:
     variant: str
     size: int
     """Prompt length, batch of decode, or tokens of a training step."""
-    seconds: float | None
+    seconds: float | None = None
     """Median, of a prompt or a step; None where `failed`."""
-    spread: float | None
+    spread: float | None = None
     """Slowest over fastest measurement, minus 1."""
-    tokens_per_second: float | None
+    tokens_per_second: float | None = None
     peak_bytes: int | None = None
     """Most GPU memory held, of training."""
     failed: str | None = None
@@ -75,16 +75,7 @@ def rows_of(
         for name, (seconds, spread) in found.items()
     ]
     return rows + [
-        SpeedRow(
-            phase=phase,
-            variant=name,
-            size=size,
-            seconds=None,
-            spread=None,
-            tokens_per_second=None,
-            failed=OUT_OF_MEMORY,
-        )
-        for name in lacking
+        SpeedRow(phase=phase, variant=name, size=size, failed=OUT_OF_MEMORY) for name in lacking
     ]
 
 
@@ -96,14 +87,14 @@ class KernelRow:
     out_features: int
     in_features: int
     tokens: int
-    seconds: float | None
+    seconds: float | None = None
     """Median; None where `failed`."""
-    spread: float | None
-    product_seconds: float | None
+    spread: float | None = None
+    product_seconds: float | None = None
     """Of the product alone, without quantisation; None where it is not a step of its own."""
-    bound: str | None
+    bound: str | None = None
     """What limits it on this machine's roofline: "memory" or "compute"."""
-    roofline_share: float | None
+    roofline_share: float | None = None
     """Time that the roofline allows the whole over the time taken."""
     failed: str | None = None
     """Why it could not be measured."""
