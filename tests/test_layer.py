@@ -1,5 +1,7 @@
 """SparseBitLinear forward, backward and under autocast, with stated bounds of precision."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -284,3 +286,30 @@ class TestAutocast:
         integers = (codes.long() @ chosen.codes.long().t()).float().bfloat16()
         expected = integers * (scale * chosen.weight_scale) + layer.bias
         assert torch.equal(y, expected.bfloat16())
+
+
+class TestMergedAdapter:
+    """Merging writes to the frozen weight through `.data`, which leaves no trace but its values."""
+
+    def test_merging_into_a_frozen_ternary_weight_is_told_once(self) -> None:
+        layer, x = make_layer("ternary-6:8").requires_grad_(False), torch.randn(4, 48)
+        adapter = 0.3 * torch.randn(20, 48)
+        layer(x)
+        layer.eval()
+        with warnings.catch_warnings(action="error"):
+            layer(x)
+        layer.weight.data += adapter
+        with pytest.warns(UserWarning, match="rounded to ternary codes anew"):
+            layer(x)
+        with warnings.catch_warnings(action="error"):
+            layer(x)
+            layer.load_state_dict(make_layer("ternary-6:8").state_dict())
+            layer(x)
+
+    @pytest.mark.parametrize("text", ["full-6:8", "ternary-6:8"])
+    def test_what_is_trained_or_not_rounded_is_not_told(self, text: str) -> None:
+        layer, x = make_layer(text).requires_grad_(text != "full-6:8").eval(), torch.randn(4, 48)
+        with warnings.catch_warnings(action="error"):
+            layer(x)
+            layer.weight.data += 1
+            layer(x)

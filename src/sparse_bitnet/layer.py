@@ -5,6 +5,7 @@ parameter and receives the gradient of the effective weight, pruned positions in
 straight-through estimator, paper section 2.3).
 """
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -115,6 +116,9 @@ class SelectionState:
 
     mask_flips: Tensor | None = None
     """The last training step's."""
+
+    frozen: tuple[Tensor | None, int] = (None, 0)
+    """Scale and version of the weight at the last selection, while it was frozen."""
 
     _made_for: tuple[int, int, int] | None = None
     _optimizer_steps: ClassVar[int] = 0
@@ -231,13 +235,32 @@ class SparseBitLinear(nn.Linear):
         Override it to choose them otherwise; codes, mask and scale are enough.
         """
         weight, scale = self._source()
-        return select(
+        selection = select(
             weight,
             self.config,
             dense=self.dense_phase,
             weight_scale=scale,
             words=weight.is_cuda,  # one kernel there; elsewhere the mask is packed afterwards
             previous=self.state.mask_words if self.training else None,
+        )
+        if not (self.weight.requires_grad or torch.compiler.is_compiling()):
+            self._watch_frozen(selection.weight_scale)
+        return selection
+
+    def _watch_frozen(self, scale: Tensor | None) -> None:
+        """Warn when a frozen ternary weight was written to, as merging an adapter (LoRA) does: what
+        was learnt in full precision is rounded to ternary codes from then on."""
+        (before, version), held = self.state.frozen, self.weight
+        self.state.frozen = (scale, 0 if held.is_inference() else held._version)
+        written_openly = self.state.frozen[1] != version
+        if self.training or written_openly or scale is None or before is None or scale.is_meta:
+            return
+        if before.device != scale.device or before == scale:
+            return
+        warnings.warn(
+            "a frozen ternary weight has changed, by a merged adapter perhaps: it is rounded to "
+            "ternary codes anew, so the model computes something else than with the adapter beside it",
+            stacklevel=2,
         )
 
     def _source(self) -> tuple[Tensor, Tensor | None]:

@@ -5,6 +5,7 @@ import torch
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.ops import backends
+from sparse_bitnet.ops import sparse_int8_linear as sparse_int8_linear_module
 from sparse_bitnet.ops.int8_linear import dense_product, int8_linear, int8_tensor_cores
 from sparse_bitnet.ops.packed_int8_linear import packed_int8_linear
 from sparse_bitnet.ops.quantize_int8 import quantize_int8
@@ -87,6 +88,37 @@ def test_the_dense_product_fills_up_what_the_library_refuses(tokens, in_features
     assert torch.equal(int8_tensor_cores(*arguments), int8_linear(*arguments))
     empty = (x_codes[:0], activation_scale[:0], *arguments[2:])
     assert int8_tensor_cores(*empty).shape == (0, out_features)
+
+
+def test_the_fastest_algorithm_is_searched_once_a_shape(monkeypatch):
+    searched, used = [], []
+
+    class Library:
+        @staticmethod
+        def mm_search(compressed, x, bias, alpha, dtype, transposed):
+            searched.append((x.shape, bias, alpha, dtype, transposed))
+            return 2, 4, 1, 99
+
+    def product(compressed, x, bias, alpha, dtype, transposed, alg_id, split_k, split_k_mode):
+        used.append((alg_id, split_k, split_k_mode))
+        return (compressed.int() @ x.int()).t()
+
+    monkeypatch.setattr(torch._C, "_cusparselt", Library, raising=False)
+    monkeypatch.setattr(torch, "_cslt_sparse_mm", product)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(sparse_int8_linear_module, "_ALGORITHMS", {})
+    compressed = torch.ones(32, 64, dtype=torch.int8)
+    for tokens in (3, 16, 17):
+        sums = sparse_int8_linear_module.sparse_product(
+            torch.ones(tokens, 64, dtype=torch.int8), compressed
+        )
+        assert (sums[:tokens] == 64).all()
+    assert [entry[0][1] for entry in searched] == [16, 32]
+    assert {entry[1:] for entry in searched} == {(None, None, torch.int32, True)}
+    assert used == [(2, 4, 1)] * 3
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    sparse_int8_linear_module.sparse_product(torch.ones(50, 64, dtype=torch.int8), compressed)
+    assert used[-1] == (0, 1, -1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -4,6 +4,8 @@ The library is slower than a dense product for few tokens on some GPUs: which of
 is for `tuning_cache` to say.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -96,29 +98,31 @@ def sparse_product(x_codes: Tensor, compressed: Tensor) -> Tensor:
         compressed: of `compress_windows`.
     """
     x = filled(x_codes, -x_codes.shape[0] % TOKEN_MULTIPLE, 0).t()
-    return torch._cslt_sparse_mm(
+    operands = (
         compressed,
         x,
-        out_dtype=torch.int32,
-        transpose_result=True,
-        alg_id=_algorithm(compressed, x),
-    )
+        None,
+        None,
+        torch.int32,
+        True,
+    )  # no bias, no alpha, transposed result
+    return torch._cslt_sparse_mm(*operands, *_algorithm(*operands))
 
 
-_ALGORITHMS: dict[tuple[int, ...], int] = {}
+_ALGORITHMS: dict[tuple[int, ...], tuple[int, int, int]] = {}
 
 
-def _algorithm(compressed: Tensor, x: Tensor) -> int:
-    """The library's fastest algorithm for a shape, searched the first time the shape is met."""
+def _algorithm(compressed: Tensor, x: Tensor, *more: Any) -> tuple[int, int, int]:
+    """The library's fastest algorithm for a shape, searched the first time the shape is met: its
+    number, the parts into which K is split, and how they are added."""
     device = compressed.device.index or 0
     key = (device, *compressed.shape, *x.shape)
     if key not in _ALGORITHMS:
         if torch.cuda.is_current_stream_capturing():
             # A search times kernels and synchronises, which a graph cannot record.
-            return 0
-        _ALGORITHMS[key] = torch._cslt_sparse_mm_search(
-            compressed, x, out_dtype=torch.int32, transpose_result=True
-        )
+            return 0, 1, -1
+        library: Any = torch._C._cusparselt
+        _ALGORITHMS[key] = library.mm_search(compressed, x, *more)[:3]
     return _ALGORITHMS[key]
 
 
