@@ -22,6 +22,7 @@ ROWS: dict[str, int] = {
     "packing": 3,
     "ops": 4,
     "straight_through": 5,
+    "selection": 5,
     "layer": 6,
     "convertible": 7,
     "saved_names": 7,

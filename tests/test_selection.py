@@ -10,10 +10,12 @@ from torch.utils.checkpoint import checkpoint
 
 from factories import VARIANTS, make_layer
 from sparse_bitnet.convert import selected
-from sparse_bitnet.layer import Selection, SparseBitLinear
+from sparse_bitnet.layer import SparseBitLinear
 from sparse_bitnet.ops.nm_mask import nm_mask
+from sparse_bitnet.ops.operands import pack_mask
 from sparse_bitnet.ops.select_ternary import quantize_ternary
 from sparse_bitnet.pattern import NMPattern
+from sparse_bitnet.selection import Selection
 
 
 class TestSelection:
@@ -140,7 +142,7 @@ class TestSelection:
                 layer.release_()
                 assert layer.state.current is None
             if not is_dense:
-                layer.mask = ~expected
+                layer.mask_words = pack_mask(~expected, config.pattern.m)
                 layer.select_()
                 assert layer.mask_flips == expected.numel()
 

@@ -21,9 +21,10 @@ from sparse_bitnet.export.config import ExportConfig
 from sparse_bitnet.export.formats import export
 from sparse_bitnet.export.importer import import_checkpoint, masters_of
 from sparse_bitnet.hub import from_pretrained
-from sparse_bitnet.layer import SparseBitConfig, select
+from sparse_bitnet.layer import SparseBitConfig
 from sparse_bitnet.packing.metadata import QUANT_METHOD
 from sparse_bitnet.pattern import NMPattern
+from sparse_bitnet.selection import select
 
 FORMATS = ["bitnet", "compressed-tensors-w2a8", "compressed-tensors-w8a8"]
 LAYER = "model.layers.0.mlp.gate_proj"

@@ -18,11 +18,12 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.export import pack as checkpoint_module
 from sparse_bitnet.export.pack import pack_checkpoint
 from sparse_bitnet.hub import from_pretrained
-from sparse_bitnet.layer import SparseBitConfig, select
+from sparse_bitnet.layer import SparseBitConfig
 from sparse_bitnet.ops.quantize_int8 import quantize_int8
 from sparse_bitnet.packing.codec import unpack
 from sparse_bitnet.packing.formats import FORMATS
 from sparse_bitnet.pattern import NMPattern
+from sparse_bitnet.selection import select
 
 Trained = Callable[..., Path]
 

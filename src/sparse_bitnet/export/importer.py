@@ -32,11 +32,12 @@ from sparse_bitnet.export.hf_folder import (
 )
 from sparse_bitnet.export.pack import pack_checkpoint
 from sparse_bitnet.files import TEMPORARY_PREFIX, atomic_folder
-from sparse_bitnet.layer import SparseBitConfig, select
+from sparse_bitnet.layer import SparseBitConfig
 from sparse_bitnet.ops.operands import SCALE_FLOOR
 from sparse_bitnet.packing.formats import check_format
 from sparse_bitnet.packing.tensor_writer import TensorSpec
 from sparse_bitnet.pattern import NMPattern
+from sparse_bitnet.selection import select
 
 
 @dataclass(frozen=True, kw_only=True)

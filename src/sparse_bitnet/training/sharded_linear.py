@@ -22,10 +22,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from sparse_bitnet.convert import selected, sparse_layers
-from sparse_bitnet.layer import Selection, SparseBitLinear
+from sparse_bitnet.layer import SparseBitLinear
 from sparse_bitnet.ops.absmean import abs_sum, mean_to_scale
 from sparse_bitnet.ops.nm_mask import nm_mask
 from sparse_bitnet.ops.operands import pack_codes, unpack_codes
+from sparse_bitnet.selection import Selection
 from sparse_bitnet.straight_through import (
     dequantized,
     fake_quantize_int8,
