@@ -1,5 +1,6 @@
 """Continuous batching: every generation gets exactly its own tokens, whatever happens beside it."""
 
+import gc
 import queue
 import threading
 import time
@@ -11,10 +12,11 @@ from tokenizers import Tokenizer, decoders, models
 
 from scripted_engine import ScriptedEngine, greedy, logits_after
 from sparse_bitnet.engine.protocol import ContextFull
+from sparse_bitnet.generation import request as request_module
 from sparse_bitnet.generation.prefix_cache import PrefixCache
 from sparse_bitnet.generation.request import GenerationRequest, score
 from sparse_bitnet.generation.sampling import SamplingOptions
-from sparse_bitnet.generation.scheduler import Observer
+from sparse_bitnet.generation.scheduler import Observer, Scheduler
 from sparse_bitnet.generation.scheduler_thread import QueueFull, Stopping, ThreadedScheduler
 from sparse_bitnet.generation.text import TextTokenizer
 
@@ -338,6 +340,71 @@ def test_scores_of_prompt_and_text(sink):
         assert entry.logprob == pytest.approx(expected[prompt[place]], abs=1e-9)
         assert [token for token, _ in entry.top] == np.argsort(-expected)[:3].tolist()
     assert generated(both) == greedy(prompt, 4, VOCAB)
+
+
+def test_run_steps_where_it_is_called(sink):
+    engine = ScriptedEngine(cache_tokens=64 * 12)
+    prompts = random_prompts(30, 90)
+    scheduler = Scheduler(engine, max_running=5)
+    requests = [sink.request(prompt, 5 + number) for number, prompt in enumerate(prompts)]
+    scored = [sink.request(prompt, 0, score_from=max(len(prompt) // 2, 1)) for prompt in prompts]
+    taken = []
+    source = (taken.append(request) or request for request in [*requests, *scored])
+    ended = []
+    for generation in scheduler.run(source):
+        ended.append(generation)
+        assert len(taken) <= len(ended) + 3 * 5, "no more are taken than there is room for"
+    assert engine.sequences == []
+    found = {id(generation.request): generation for generation in ended}
+    for request in requests:
+        assert found[id(request)].tokens == greedy(request.prompt, request.max_tokens, VOCAB)
+    for request in scored:
+        scores = found[id(request)].prompt_scores
+        assert [entry.token for entry in scores] == request.prompt[request.score_from :]
+        for place, entry in enumerate(scores, request.score_from):
+            logits = logits_after(request.prompt[:place], VOCAB)
+            assert entry.logprob == score(logits, request.prompt[place], 0).logprob
+    done = scheduler.throughput
+    assert done.decode_tokens == sum(request.max_tokens - 1 for request in requests)
+    assert done.prefill_rate > 0
+
+
+def test_run_raises_what_a_generation_fails_with(sink):
+    engine = ScriptedEngine(fails=lambda tokens: 299 in tokens)
+    requests = [sink.request(prompt, 900) for prompt in ([1, 2], [3, 299], [4, 5])]
+    with pytest.raises(RuntimeError, match="told to fail"):
+        list(Scheduler(engine).run(requests))
+    assert engine.sequences == []
+    for _ in Scheduler(engine).run([sink.request([1, 2], 5), sink.request([3, 4], 900)]):
+        break
+    gc.collect()
+    assert engine.sequences == [], "whoever stops listening leaves nothing behind"
+
+
+@pytest.mark.parametrize(("ahead", "paused"), [(64, True), (None, False)])
+def test_with_room_for_all_that_they_become_none_is_paused(sink, ahead, paused):
+    events = []
+
+    class Count(Observer):
+        def preempted(self):
+            events.append("paused")
+
+    engine = ScriptedEngine(cache_tokens=64 * 8, context_length=400)
+    prompts = random_prompts(6, 60)
+    scheduler = Scheduler(engine, room_ahead=ahead, observer=Count())
+    for generation in scheduler.run([sink.request(prompt, 200) for prompt in prompts]):
+        assert generation.tokens == greedy(generation.request.prompt, 200, VOCAB)
+    assert bool(events) == paused
+
+
+def test_requests_are_data_until_they_run(sink, monkeypatch):
+    """So that any number of them is refused for little."""
+    monkeypatch.setattr(request_module, "Sampler", None)
+    monkeypatch.setattr(request_module, "GeneratedText", None)
+    prompt = [1] * 1000
+    requests = [sink.request(prompt, 1, stop=("a",)) for _ in range(200)]
+    with pytest.raises(QueueFull):
+        ThreadedScheduler(ScriptedEngine(), max_queue=3).submit(requests)
 
 
 def test_score_of_ties_names_lower_tokens_first():

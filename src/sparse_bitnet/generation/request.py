@@ -1,7 +1,6 @@
 """One generation: what was asked, how far it is, what has come out."""
 
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -112,6 +111,7 @@ class Generation:
     request: GenerationRequest
     context: list[int] = field(init=False)
     """Prompt and drawn tokens."""
+    prompt_tokens: int = field(init=False)
     cached_tokens: int = 0
     """Tokens of the prompt that did not have to be computed when it first ran."""
     prompt_scores: list[TokenScore] = field(default_factory=list)
@@ -120,13 +120,14 @@ class Generation:
     """With the finish reason "error": what happened."""
 
     sequence: EngineSequence | None = None
-    cancel_asked: threading.Event = field(default_factory=threading.Event)
+    cancel_asked: bool = False
     arrived: float = field(default_factory=time.perf_counter)
     last_token_at: float | None = None
     started: bool = False
 
     def __post_init__(self) -> None:
         self.context = list(self.request.prompt)
+        self.prompt_tokens = len(self.context)
         self._pieces: list[str] = []
 
     @property
@@ -143,10 +144,6 @@ class Generation:
     def is_cut(self) -> bool:
         """A stop string has ended the text."""
         return self._stream.stopped
-
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.request.prompt)
 
     @property
     def generated(self) -> int:
@@ -200,9 +197,10 @@ class Generation:
     @property
     def scores_wanted(self) -> bool:
         """Whether the next tokens to forward need logits at each position."""
-        wanted, found = self.request.score_from, len(self.prompt_scores)
-        is_scored = wanted is None or found == self.prompt_tokens - wanted
-        return not is_scored and not self.is_before_scores
+        wanted = self.request.score_from
+        if wanted is None or len(self.prompt_scores) == self.prompt_tokens - wanted:
+            return False
+        return not self.is_before_scores
 
     @property
     def missing(self) -> int:

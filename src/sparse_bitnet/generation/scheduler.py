@@ -133,7 +133,7 @@ class Scheduler:
                 if is_cancelled():
                     self._waiting.extend(map(Generation, source))
                     for generation in self._under_way():
-                        generation.cancel_asked.set()
+                        generation.cancel_asked = True
                 under_way = self._under_way()
                 if not under_way:
                     return
@@ -154,7 +154,7 @@ class Scheduler:
             self._end_unwanted()
             self._admit()
             scored = [generation for generation in self._running if generation.scores_wanted]
-            others = [generation for generation in self._running if not generation.scores_wanted]
+            others = [g for g in self._running if g not in scored] if scored else self._running
             batch = _shares(others, *self._slices)
             ready = any(size == g.missing and not g.is_before_scores for g, size in batch)
             self._forward(batch, "last" if ready else "none")
@@ -165,7 +165,7 @@ class Scheduler:
 
     def _end_unwanted(self) -> None:
         for generation in self._under_way():
-            if generation.cancel_asked.is_set():
+            if generation.cancel_asked:
                 self._end(generation, "cancelled")
 
     def _under_way(self) -> list[Generation]:

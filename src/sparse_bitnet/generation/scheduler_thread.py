@@ -66,20 +66,20 @@ class ThreadedScheduler(Scheduler):
                     f"{request.max_tokens}: together above the context length of "
                     f"{self.capacity} tokens; shorten one of them"
                 )
-        generations = [Generation(request) for request in requests]
         with self._lock:
             if self._stop_at is not None:
                 raise Stopping("the server is shutting down")
             room = self.max_queue + max(self.max_running - len(self._running), 0)
-            if len(self._waiting) + len(generations) > room:
+            if len(self._waiting) + len(requests) > room:
                 raise QueueFull(f"{len(self._waiting)} requests are waiting already; try later")
+            generations = [Generation(request) for request in requests]
             self._waiting.extend(generations)
             self._lock.notify()
         return generations
 
     def cancel(self, generation: Generation) -> None:
         """End a generation soon; does nothing if it has ended."""
-        generation.cancel_asked.set()
+        generation.cancel_asked = True
         with self._lock:
             self._lock.notify()
 
