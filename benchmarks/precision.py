@@ -18,7 +18,7 @@ from rich.console import Console
 
 from sparse_bitnet.bench.record import append_records, result_file, where_measured
 from sparse_bitnet.engine.engine import CACHE_TYPES, Engine
-from sparse_bitnet.generation.perplexity import engine_perplexity
+from sparse_bitnet.generation.engine_perplexity import engine_perplexity
 from sparse_bitnet.generation.text import TextTokenizer
 from sparse_bitnet.hub import from_pretrained
 

@@ -9,7 +9,7 @@ from small_models import write_models
 from sparse_bitnet.cli.generate import main
 from sparse_bitnet.convert import convert_, selected
 from sparse_bitnet.engine.engine_options import EngineOptions
-from sparse_bitnet.engine.gpu.engine import GpuEngine, UnsuitedModel
+from sparse_bitnet.engine.gpu.gpu_engine import GpuEngine, UnsuitedModel
 from sparse_bitnet.engine.gpu.linear import RoutePolicy, TernaryLinear
 from sparse_bitnet.engine.protocol import CacheFull, ContextFull
 from sparse_bitnet.engine.reference import TransformersEngine
@@ -191,7 +191,7 @@ def test_cuda_is_asked_for_and_refused_in_one_line(folder, monkeypatch):
 
 def test_a_model_that_the_kernels_do_not_take_runs_through_transformers(folder, monkeypatch):
     """Without a GPU: both loaders are replaced by ones that compute on the CPU."""
-    from sparse_bitnet.engine.gpu import engine as module
+    from sparse_bitnet.engine.gpu import gpu_engine as module
 
     loads = {"gpu": GpuEngine.load, "slow": TransformersEngine.load}
     asked = []

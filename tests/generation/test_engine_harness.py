@@ -12,7 +12,7 @@ from sparse_bitnet.cli import evaluate
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.harness import evaluate_tasks, load_lm
-from sparse_bitnet.generation.harness import EngineLM
+from sparse_bitnet.generation.engine_lm import EngineLM
 from sparse_bitnet.generation.open_model import open_model
 
 WORDS = ["some", "words", "more", "talk about", "few"]

@@ -66,7 +66,7 @@ def tasks_of_engine(checkpoint: str, config: EvaluateConfig) -> dict[str, Any]:
 
     loaded = load_paper_tasks(config.tasks, config.include_path)
     # After that check, which names lm-eval where it is missing.
-    from sparse_bitnet.generation.harness import EngineLM
+    from sparse_bitnet.generation.engine_lm import EngineLM
 
     positions = position_count(checkpoint)
     options = _engine_options(
@@ -93,8 +93,8 @@ def perplexity_of_engine(
     """As `evaluation.perplexity.evaluate`."""
     from sparse_bitnet.engine.engine import Engine
     from sparse_bitnet.evaluation.held_out import read_held_out
+    from sparse_bitnet.generation.engine_perplexity import default_context_length, evaluate_engine
     from sparse_bitnet.generation.open_model import open_engine
-    from sparse_bitnet.generation.perplexity import default_context_length, evaluate_engine
 
     assert config.data is not None
     text = read_held_out(config.data, checkpoint, column=config.column)

@@ -12,7 +12,7 @@ from sparse_bitnet.engine.architecture import BLOCK_LINEARS, Architecture
 from sparse_bitnet.engine.format_tuning import choose_format
 from sparse_bitnet.engine.model_file import ModelFile, open_model_file
 from sparse_bitnet.engine.protocol import CacheFull, EngineSequence, InferenceEngine, WhichLogits
-from sparse_bitnet.engine.weights import (
+from sparse_bitnet.engine.runtime_weights import (
     FORMATS,
     OnProgress,
     Weights,

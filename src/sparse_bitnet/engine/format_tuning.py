@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from sparse_bitnet import __version__, _cpu
-from sparse_bitnet.engine.weights import FORMATS
+from sparse_bitnet.engine.runtime_weights import FORMATS
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import write_atomic
 from sparse_bitnet.packing.formats import coded_pattern, holds_pattern, row_bytes

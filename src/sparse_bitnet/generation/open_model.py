@@ -103,7 +103,7 @@ def _through_pytorch(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
-        from sparse_bitnet.engine.gpu.engine import GpuEngine, UnsuitedModel, check_device
+        from sparse_bitnet.engine.gpu.gpu_engine import GpuEngine, UnsuitedModel, check_device
 
         check_device(device)
         if options.engine == "auto":
