@@ -63,6 +63,61 @@ def test_bad_requests_are_named(served, status, param, code, change):
     assert "\n" not in error["message"]
 
 
+def test_unknown_parameters_name_a_near_one(served):
+    with served.http() as http:
+        answer = http.post(
+            "/v1/completions", json={"model": "scripted", "prompt": "", "temprature": 1}
+        )
+    assert "did you mean temperature?" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_cannot_change_the_output_is_accepted_and_named(served, stream):
+    body = {
+        "model": "scripted",
+        "stream": stream,
+        "metadata": {"a": 1},
+        "user": None,
+        "prediction": [],
+    }
+    with served.http() as http:
+        for path, own in (
+            ("/v1/completions", {"prompt": "x"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ):
+            answer = http.post(path, json=body | own)
+            assert answer.status_code == 200
+            assert answer.headers["X-Ignored-Parameters"] == "metadata, prediction"
+            own["max_tokens"] = 2
+            assert (
+                "X-Ignored-Parameters"
+                not in http.post(path, json={"model": "scripted"} | own).headers
+            )
+
+
+def test_variables_reach_the_template():
+    template = (
+        "{{ messages[0].content }}{{ mood | default('') }}{{ reasoning_effort | default('') }}"
+    )
+    with (
+        server(ScriptedEngine(vocab_size=VOCAB), template=template) as running,
+        running.http() as http,
+    ):
+
+        def prompt_tokens(**more):
+            body = {"model": "scripted", "messages": [{"role": "user", "content": "x"}]}
+            return http.post("/v1/chat/completions", json=body | {"max_tokens": 1} | more).json()
+
+        assert prompt_tokens()["usage"]["prompt_tokens"] == 1
+        more = {"chat_template_kwargs": {"mood": "merry"}, "reasoning_effort": "low"}
+        assert prompt_tokens(**more)["usage"]["prompt_tokens"] == 9
+        for wrong in ({"messages": []}, {"mood": 1, "self": 2}, [1]):
+            assert (
+                prompt_tokens(chat_template_kwargs=wrong)["error"]["type"]
+                == "invalid_request_error"
+            )
+
+
 def test_api_key():
     with server(ScriptedEngine(vocab_size=VOCAB), api_key="säcret") as running:
         with running.http() as http:

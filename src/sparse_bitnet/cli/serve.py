@@ -52,9 +52,6 @@ class ServeConfig:
     max_body_bytes: int = 1 << 20
     """Larger request bodies are answered 413."""
 
-    max_connections: int = 1000
-    """Most connections that are open at the same time."""
-
     grace: float = 10.0
     """Seconds that running generations get to end after SIGINT or SIGTERM."""
 
@@ -66,7 +63,6 @@ class ServeConfig:
             "prefill_slice": 1,
             "max_queue": 0,
             "max_body_bytes": 1,
-            "max_connections": 1,
         }.items():
             if getattr(self, name) < least:
                 option = name.replace("_", "-")
@@ -173,13 +169,6 @@ def run(checkpoint: str, config: ServeConfig, options: EngineOptions) -> None:
             print(f"{name}: http://{shown}:{port}/v1 (Ctrl-C to stop)", flush=True)
 
         app = create_app(model, scheduler, metrics, AllowedHosts(host, config.allowed_host))
-        serve(
-            app,
-            scheduler,
-            bound,
-            grace=config.grace,
-            max_connections=config.max_connections,
-            on_ready=announce,
-        )
+        serve(app, scheduler, bound, grace=config.grace, on_ready=announce)
     finally:
         opened.engine.close()

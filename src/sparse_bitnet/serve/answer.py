@@ -14,7 +14,7 @@ from sparse_bitnet.generation.scheduler_thread import QueueFull, Stopping, Threa
 from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.generations import Prepared, ServedModel, prepare
 from sparse_bitnet.serve.replies import DONE, ChatReply, Choice, Reply, event
-from sparse_bitnet.serve.schema import GenerationBody
+from sparse_bitnet.serve.schema import Body, ChatBody
 
 _RETRY = {"Retry-After": "1"}
 _LARGE = 1 << 16
@@ -31,7 +31,7 @@ class Answering:
         self._model, self._scheduler = model, scheduler
         self._large = asyncio.Semaphore(1)
 
-    async def answer(self, kind: type[GenerationBody], raw: bytes, request: Request) -> Response:
+    async def answer(self, kind: type[Body], raw: bytes, request: Request) -> Response:
         """Start the generations. Raises `ApiError` if they cannot be started or, not streamed, fail."""
         loop = asyncio.get_running_loop()
         outputs: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
@@ -50,7 +50,10 @@ class Answering:
         else:
             started = await asyncio.to_thread(start)
         answer = _Answer(*started, self._model, self._scheduler, outputs)
-        return _EventStream(answer) if answer.body.stream else await answer.whole(request)
+        response = _EventStream(answer) if answer.body.stream else await answer.whole(request)
+        if ignored := answer.body.ignored:
+            response.headers["X-Ignored-Parameters"] = ", ".join(ignored)
+        return response
 
 
 def _submit(prepared: Prepared, scheduler: ThreadedScheduler) -> list[Generation]:
@@ -75,7 +78,7 @@ class _Answer:
     ) -> None:
         self.body = prepared.body
         self._scheduler, self._generations, self._outputs = scheduler, generations, outputs
-        self._reply = (ChatReply if self.body.is_chat else Reply)(model, self.body)
+        self._reply = (ChatReply if isinstance(self.body, ChatBody) else Reply)(model, self.body)
         self._choices = [
             Choice(
                 generation,

@@ -12,9 +12,9 @@ from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
 from sparse_bitnet.generation.text import TextTokenizer
 from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.schema import (
+    Body,
     ChatBody,
     CompletionBody,
-    GenerationBody,
     parse_body,
 )
 
@@ -55,14 +55,14 @@ class ServedModel:
 class Prepared:
     """The generations of one request, to be submitted; those of a prompt stand together."""
 
-    body: GenerationBody
+    body: Body
     requests: list[GenerationRequest]
     echo: Sequence[str]
     """Texts that precede what is generated, one for each prompt, or none at all."""
 
 
 def prepare(
-    kind: type[GenerationBody],
+    kind: type[Body],
     raw: bytes,
     model: ServedModel,
     scheduler: ThreadedScheduler,
@@ -76,7 +76,6 @@ def prepare(
     if isinstance(body, ChatBody):
         prompts = [_chat_tokens(body, model, scheduler.capacity)]
     else:
-        assert isinstance(body, CompletionBody)
         prompts = [_prompt_tokens(prompt, model, scheduler.capacity) for prompt in body.prompts]
         if body.echo:
             echo = [p if isinstance(p, str) else model.tokenizer.decode(p) for p in body.prompts]
@@ -85,8 +84,8 @@ def prepare(
     )
 
 
-def _check_counts(body: GenerationBody, model: ServedModel, scheduler: ThreadedScheduler) -> None:
-    prompts = len(body.prompts) if isinstance(body, CompletionBody) else 1
+def _check_counts(body: Body, model: ServedModel, scheduler: ThreadedScheduler) -> None:
+    prompts = 1 if isinstance(body, ChatBody) else len(body.prompts)
     choices, most = body.choices * prompts, scheduler.max_queue + scheduler.max_running
     if choices > most:
         raise ApiError(400, f"{choices} choices at once: this server takes {most}", param="n")
@@ -144,8 +143,11 @@ def _chat_tokens(body: ChatBody, model: ServedModel, most: int) -> list[int]:
             code="no_chat_template",
         )
     try:
-        text = model.template.render([message.plain() for message in body.messages])
-    except UserError as error:
+        # Without what is None: templates ask whether a name is defined.
+        effort = {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}
+        variables = effort | (body.chat_template_kwargs or {})
+        text = model.template.render([message.plain() for message in body.messages], **variables)
+    except (UserError, TypeError) as error:
         raise ApiError(400, str(error), param="messages") from error
     tokens = _encode(text, model, most, add_special_tokens=False)
     if not tokens:
@@ -154,20 +156,23 @@ def _chat_tokens(body: ChatBody, model: ServedModel, most: int) -> list[int]:
 
 
 def _requests(
-    body: GenerationBody,
+    body: Body,
     prompts: Sequence[list[int]],
     model: ServedModel,
     scheduler: ThreadedScheduler,
     deliver: Deliver,
 ) -> list[GenerationRequest]:
     most = model.max_tokens or scheduler.capacity
-    asked = body.wanted_tokens
+    is_chat, asked = isinstance(body, ChatBody), body.wanted_tokens
+    scores_prompt = (
+        isinstance(body, CompletionBody) and bool(body.echo) and body.logprobs is not None
+    )
     wanted = [
         max(min(most, scheduler.capacity - len(prompt)), 1) if asked is None else asked
         for prompt in prompts
     ]
     if body.top_scores is not None:
-        scored = sum(wanted) + (sum(map(len, prompts)) if body.scores_prompt else 0)
+        scored = sum(wanted) + (sum(map(len, prompts)) if scores_prompt else 0)
         entries = scored * body.choices * (body.top_scores + 1)
         if entries > _MOST_LOGPROBS:
             raise ApiError(
@@ -188,10 +193,10 @@ def _requests(
             sampling=body.sampling(seed + choice),
             tokenizer=model.tokenizer,
             stop=body.stop_strings,
-            is_start=body.is_chat,
+            is_start=is_chat,
             stop_tokens=model.end_tokens,
             top_scores=body.top_scores,
-            score_from=0 if body.scores_prompt else None,
+            score_from=0 if scores_prompt else None,
             deliver=receiver(place * body.choices + choice),
         )
         for place, (prompt, tokens) in enumerate(zip(prompts, wanted, strict=True))

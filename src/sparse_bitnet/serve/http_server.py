@@ -24,11 +24,10 @@ _LAST_EVENTS_SECONDS = 5
 _SWITCH_SECONDS = 2e-4
 _HEADER_SECONDS = 10.0
 """From a connection's start, or its last answer, to the end of the next request's headers."""
-_UNREAD_SECONDS = 60.0
-"""A client that does not read its answer is given up."""
 _BACKLOG = 2048
 _ACCEPTED_AT_ONCE = 16
 """asyncio accepts so many connections before the first of them can be counted."""
+_MOST_CONNECTIONS = 1000
 _OTHER_FILES = 96
 """Descriptors kept free for the model, for new connections until they are counted, and the like."""
 _LOG_SECONDS = 60.0
@@ -58,7 +57,6 @@ class _Connection(H11Protocol):
     most = 1
     _waiting_since: float = 0.0
     _deadline: asyncio.TimerHandle | None = None
-    _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -70,9 +68,8 @@ class _Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        for timer in (self._deadline, self._unread):
-            if timer is not None:
-                timer.cancel()
+        if self._deadline is not None:
+            self._deadline.cancel()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -81,15 +78,6 @@ class _Connection(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._watch()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._unread = self.loop.call_later(_UNREAD_SECONDS, self._drop)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self._unread is not None:
-            self._unread.cancel()
 
     @property
     def _awaits_headers(self) -> bool:
@@ -117,26 +105,20 @@ class _Connection(H11Protocol):
 
 
 class _OnceAMinute(logging.Filter):
-    """Lets a message through if the same has not been written within a minute, and says how often it came
-    meanwhile."""
+    """Lets a message through if the same has not been written within a minute."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._seen: dict[tuple[str, str], list[float]] = {}
+        self._written: dict[tuple[str, str], float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        now = time.monotonic()
         error = record.exc_info[1] if record.exc_info else None
-        key = (str(record.msg).partition("\n")[0], repr(error)[:200])
-        last, count = self._seen.get(key, (-_LOG_SECONDS, 0))
-        if now - last < _LOG_SECONDS:
-            self._seen[key][1] += 1
+        key, now = (str(record.msg).partition("\n")[0], repr(error)[:200]), time.monotonic()
+        if now - self._written.get(key, -_LOG_SECONDS) < _LOG_SECONDS:
             return False
-        if len(self._seen) > 1000:
-            self._seen.clear()
-        self._seen[key] = [now, 0]
-        if count:
-            record.msg = f"{record.msg} ({int(count)} more like the last)"
+        if len(self._written) > 1000:
+            self._written.clear()
+        self._written[key] = now
         return True
 
 
@@ -144,21 +126,14 @@ class HttpServer(uvicorn.Server):
     """The first signal lets running generations end within the grace time, the second ends them at
     once. Either way the process ends in order instead of by the signal."""
 
-    def __init__(
-        self,
-        app: FastAPI,
-        scheduler: ThreadedScheduler,
-        *,
-        grace: float = 0.0,
-        max_connections: int = 1000,
-    ) -> None:
-        """`max_connections`: fewer where the system allows the process fewer open files."""
+    def __init__(self, app: FastAPI, scheduler: ThreadedScheduler, grace: float = 0.0) -> None:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = _MOST_CONNECTIONS
         if files != resource.RLIM_INFINITY:
-            max_connections = min(max_connections, max(files - _OTHER_FILES, 1))
+            most = min(most, max(files - _OTHER_FILES, 1))
         config = uvicorn.Config(
             app,
-            http=type("Connection", (_Connection,), {"most": max_connections}),
+            http=type("Connection", (_Connection,), {"most": most}),
             log_level="warning",
             access_log=False,
             server_header=False,
@@ -195,17 +170,15 @@ def serve(
     bound: socket.socket,
     *,
     grace: float,
-    max_connections: int = 1000,
     on_ready: Callable[[], None],
 ) -> None:
     """Serve until SIGINT or SIGTERM; starts the scheduler and ends it. From the main thread.
 
     Args:
         grace: seconds that running generations get to end after the first signal.
-        max_connections: most that are open at the same time.
         on_ready: called just before requests are taken.
     """
-    server = HttpServer(app, scheduler, grace=grace, max_connections=max_connections)
+    server = HttpServer(app, scheduler, grace)
     # It warns of every write to a client that has gone.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     calm = _OnceAMinute()

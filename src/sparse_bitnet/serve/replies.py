@@ -11,7 +11,7 @@ from typing import Any
 from sparse_bitnet.generation.request import Generation, TokenScore
 from sparse_bitnet.generation.text import TextTokenizer
 from sparse_bitnet.serve.generations import ServedModel
-from sparse_bitnet.serve.schema import GenerationBody
+from sparse_bitnet.serve.schema import Body
 
 DONE = b"data: [DONE]\n\n"
 _BLOCK = 1 << 16
@@ -100,7 +100,7 @@ class Reply:
     whole_kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
-    def __init__(self, model: ServedModel, body: GenerationBody) -> None:
+    def __init__(self, model: ServedModel, body: Body) -> None:
         self.tokenizer = model.tokenizer
         self._body = body
         self._head: dict[str, Any] = {

@@ -1,11 +1,12 @@
 """What the server accepts: OpenAI's request bodies and their limits.
 
 Parameters that would change the output and are not supported are refused by name, unless they have
-the value that changes nothing; those that cannot change it are accepted and ignored.
+the value that changes nothing; those that cannot change it are accepted and named in a header.
 """
 
+import difflib
 import re
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -38,7 +39,19 @@ TokenIds = Annotated[
 Prompts = Annotated[
     list[str | TokenIds], Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True)
 ]
-Body = TypeVar("Body", bound="GenerationBody")
+# fmt: off
+_IGNORED = frozenset({
+    "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention", "parallel_tool_calls", "prediction",
+})
+# fmt: on
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "store": (False,),
+}
+"""Values that change nothing, as None does, of parameters that are not supported."""
 
 
 class _Model(BaseModel):
@@ -51,8 +64,10 @@ class StreamOptions(_Model):
     """Ignored: nothing is padded."""
 
 
-class GenerationBody(_Model):
+class _Body(_Model):
     """What both kinds of request have."""
+
+    model_config = ConfigDict(extra="allow")
 
     model: str
     stream: bool | None = False
@@ -69,29 +84,6 @@ class GenerationBody(_Model):
     repetition_penalty: Annotated[float, _within("repetition_penalty")] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=_SEEDS)] | None = None
 
-    # Only with the value that changes nothing.
-    frequency_penalty: Any = None
-    presence_penalty: Any = None
-    logit_bias: Any = None
-    store: Any = None
-
-    # Accepted: these cannot change the output.
-    user: Any = None
-    metadata: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-
-    is_chat: ClassVar[bool] = False
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "frequency_penalty": (None, 0),
-        "presence_penalty": (None, 0),
-        "logit_bias": (None, {}),
-        "store": (None, False),
-    }
-    """For each parameter that is not supported, the values that change nothing."""
-
     @property
     def choices(self) -> int:
         return self.n or 1
@@ -105,41 +97,42 @@ class GenerationBody(_Model):
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
-    def wanted_tokens(self) -> int | None:
-        """Most tokens to generate; None: what there is room for."""
-        raise NotImplementedError
+    def others(self) -> dict[str, Any]:
+        """Parameters that are given and not supported."""
+        return {
+            name: value for name, value in (self.model_extra or {}).items() if value is not None
+        }
 
     @property
-    def top_scores(self) -> int | None:
-        """So many of the likeliest tokens beside each, all with log-probabilities; None: no scores."""
-        raise NotImplementedError
+    def neutral(self) -> dict[str, tuple[Any, ...]]:
+        return _NEUTRAL
 
     @property
-    def scores_prompt(self) -> bool:
-        """Also of the prompt's tokens."""
-        return False
+    def ignored(self) -> list[str]:
+        """Those that cannot change the output."""
+        return sorted(self.others.keys() & _IGNORED)
 
     def sampling(self, seed: int) -> SamplingOptions:
         """`seed` may be any integer."""
-        given = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-            "top_k": None if self.top_k is None else max(self.top_k, 0),
-        }
+        given = {name: getattr(self, name) for name in (*RANGES, "top_k")}
+        if self.top_k == -1:
+            given["top_k"] = 0
         named: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         return SamplingOptions(seed=seed % _SEEDS, **named)
 
     def check(self) -> None:
         """Raises `ApiError` for parameters that do not fit together, or are not supported."""
-        for name, values in self.neutral.items():
-            value = getattr(self, name)
-            # Equal, but False is not 0.
-            if not any(
-                value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
-                for neutral in values
-            ):
+        for name, value in self.others.items():
+            if name in _IGNORED:
+                continue
+            if name not in self.neutral:
+                near = difflib.get_close_matches(name[:50], type(self).model_fields, 1)
+                hint = f" (did you mean {near[0]}?)" if near else ""
+                message = f"unknown parameter: {name[:200]}{hint}"
+                raise ApiError(400, message, param=name[:200], code="unknown_parameter")
+            # False is not 0.
+            same = [other for other in self.neutral[name] if value == other]
+            if not any(isinstance(value, bool) == isinstance(other, bool) for other in same):
                 message = f"{name} is not supported: leave it out"
                 raise ApiError(400, message, param=name, code="unsupported_parameter")
         if self.stream_options is not None and not self.stream:
@@ -150,16 +143,12 @@ class GenerationBody(_Model):
             raise ApiError(400, str(error)) from error
 
 
-class CompletionBody(GenerationBody):
+class CompletionBody(_Body):
     """POST /v1/completions"""
 
     prompt: str | TokenIds | Prompts
     echo: bool | None = False
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    best_of: Any = None
-    suffix: Any = None
-
-    neutral: ClassVar = GenerationBody.neutral | {"suffix": (None, "")}
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -169,22 +158,21 @@ class CompletionBody(GenerationBody):
         return self.prompt  # type: ignore[return-value]
 
     @property
+    def neutral(self) -> dict[str, tuple[Any, ...]]:
+        return _NEUTRAL | {"best_of": (self.choices,), "suffix": ("",)}
+
+    @property
     def wanted_tokens(self) -> int | None:
+        """Most tokens to generate; None: what there is room for."""
         return _COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
     def top_scores(self) -> int | None:
+        """So many of the likeliest tokens beside each, all with log-probabilities; None: no scores."""
         return self.logprobs
-
-    @property
-    def scores_prompt(self) -> bool:
-        return bool(self.echo) and self.logprobs is not None
 
     def check(self) -> None:
         super().check()
-        if self.best_of not in (None, self.choices):
-            message = "best_of is not supported: leave it out"
-            raise ApiError(400, message, param="best_of", code="unsupported_parameter")
         if self.max_tokens == 0 and not self.echo:
             raise ApiError(400, "max_tokens 0 needs echo: true", param="max_tokens")
 
@@ -208,41 +196,31 @@ class Message(_Model):
         return {"role": role, "content": text} | ({"name": self.name} if self.name else {})
 
 
-class ChatBody(GenerationBody):
+class ChatBody(_Body):
     """POST /v1/chat/completions"""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the template."""
+    reasoning_effort: str | None = None
+    """Also one; few templates know it."""
 
-    tools: Any = None
-    tool_choice: Any = None
-    functions: Any = None
-    function_call: Any = None
-    response_format: Any = None
-    modalities: Any = None
-    audio: Any = None
-    reasoning_effort: Any = None
-    verbosity: Any = None
-    web_search_options: Any = None
-
-    parallel_tool_calls: Any = None
-    prediction: Any = None
-
-    is_chat: ClassVar[bool] = True
-    neutral: ClassVar = GenerationBody.neutral | {
-        "tools": (None, []),
-        "tool_choice": (None, "none", "auto"),
-        "functions": (None, []),
-        "function_call": (None, "none", "auto"),
-        "response_format": (None, {"type": "text"}),
-        "modalities": (None, ["text"]),
-        "audio": (None,),
-        "reasoning_effort": (None,),
-        "verbosity": (None,),
-        "web_search_options": (None,),
-    }
+    @property
+    def neutral(self) -> dict[str, tuple[Any, ...]]:
+        return _NEUTRAL | {
+            "tools": ([],),
+            "tool_choice": ("none", "auto"),
+            "functions": ([],),
+            "function_call": ("none", "auto"),
+            "response_format": ({"type": "text"},),
+            "modalities": (["text"],),
+            "audio": (),
+            "verbosity": (),
+            "web_search_options": (),
+        }
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -262,6 +240,9 @@ class ChatBody(GenerationBody):
             raise ApiError(400, message, param="max_tokens")
         if self.wanted_tokens == 0:
             raise ApiError(400, "max_tokens must be at least 1", param="max_tokens")
+
+
+Body = CompletionBody | ChatBody
 
 
 def parse_body(kind: type[Body], raw: bytes) -> Body:
