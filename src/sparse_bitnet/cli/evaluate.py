@@ -5,8 +5,7 @@ that the numbers are those of the PyTorch code; --head and --kv-cache show what 
 """
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
@@ -87,9 +86,11 @@ def run(checkpoint: str, config: EvaluateConfig) -> None:
 
     from sparse_bitnet.cli.evaluate_engine import perplexity_of_engine, uses_cpu_engine
     from sparse_bitnet.files import write_atomic
+    from sparse_bitnet.progress import Progress
 
     console = Console()
-    with _progress(console) as on_batch:
+    with Progress(console) as progress:
+        on_batch = progress.line("scoring", "tokens")
         if uses_cpu_engine(checkpoint, config):
             found = perplexity_of_engine(checkpoint, config, on_batch)
         else:
@@ -117,18 +118,6 @@ def _perplexity_of_model(
         column=config.column,
         on_batch=on_batch,
     )
-
-
-@contextmanager
-def _progress(console: "Console") -> Iterator[Callable[[int, int], None]]:
-    """Tokens scored and time left, on a terminal; gone at the end."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
-    columns = ("scoring", BarColumn(), MofNCompleteColumn(), "tokens", TimeRemainingColumn())
-    disable = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=disable) as display:
-        task = display.add_task("", total=None)
-        yield lambda done, total: display.update(task, completed=done, total=total)
 
 
 def _print(found: "Evaluation", console: "Console") -> None:

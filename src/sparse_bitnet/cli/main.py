@@ -5,7 +5,7 @@ import os
 import sys
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "quickstart": ("sparse_bitnet.cli.quickstart:main", "the paper's four models in five minutes"),
+    "quickstart": ("sparse_bitnet.cli.quickstart:main", "the paper's four models in four minutes"),
     "prepare": ("sparse_bitnet.cli.prepare:main", "tokenise text into memory-mapped shards"),
     "train": ("sparse_bitnet.cli.train:main", "train a model, or continue a run"),
     "evaluate": ("sparse_bitnet.cli.evaluate:main", "held-out perplexity of a checkpoint"),

@@ -46,9 +46,6 @@ def main(arguments: list[str]) -> None:
         budget_minutes: float | None = None
         """Start no run that would not end within so many minutes."""
 
-        search: bool = False
-        """Only the search of the learning rate: short for the experiment `search`."""
-
         tasks: str = "paper"
         """Of table1: lm-eval task names joined by commas; paper stands for its five."""
 
@@ -71,7 +68,7 @@ def main(arguments: list[str]) -> None:
     if options.threads is not None:
         recipe = dataclasses.replace(scale.recipe, threads=options.threads)
         scale = dataclasses.replace(scale, recipe=recipe)
-    names = ("search",) if options.search else options.experiments
+    names = options.experiments
     chosen = list(EXPERIMENTS) if "all" in names else [name for name in names if name != "table1"]
     from rich.console import Console
 
@@ -113,17 +110,9 @@ def run_tasks(scale: Scale, out: Path, options: Any, console: "Console") -> None
 
 
 def run(
-    scale: Scale,
-    experiments: list[str],
-    *,
-    out: Path,
-    seeds: int | None,
-    data: Path | None,
-    workers: int | None,
-    budget_minutes: float | None,
-    console: "Console",
+    scale: Scale, experiments: list[str], *, out: Path, console: "Console", **options: Any
 ) -> None:
-    """Train and report in one line how it ended."""
+    """Train and report in one line how it ended; `options` are those of `runner.reproduce`."""
     from sparse_bitnet.experiments.runner import reproduce
     from sparse_bitnet.training.device import resolve_device
     from sparse_bitnet.training.run_folder import Interrupted
@@ -131,16 +120,7 @@ def run(
     if scale.needs_gpu and resolve_device("auto").type == "cpu":
         raise UserError(f"scale {scale.name} needs GPUs; --dry-run says how many hours of which")
     try:
-        outcome = reproduce(
-            scale,
-            experiments,
-            out,
-            seeds=seeds,
-            data=data,
-            workers=workers,
-            budget_minutes=budget_minutes,
-            console=console,
-        )
+        outcome = reproduce(scale, experiments, out, console=console, **options)
     except Interrupted as stop:
         console.print(f"{stop}; the same command continues from there", highlight=False)
         sys.exit(130)

@@ -30,6 +30,7 @@ class Cell:
 
     @property
     def label(self) -> str:
+        """See `model_label`."""
         return model_label(self.weight, self.pattern)
 
 

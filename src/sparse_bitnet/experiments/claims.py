@@ -45,6 +45,7 @@ class Claim:
 
     @property
     def verdict(self) -> str:
+        """See `Spread.verdict`."""
         return Spread(self.values).verdict
 
     @property

@@ -110,25 +110,6 @@ def gpu_hours(
     return flops(config, vocab_size) / (GPUS[gpu] * share) / 3600
 
 
-def memory_bytes(config: TrainConfig, vocab_size: int | None = None) -> tuple[int, int, int]:
-    """On one GPU: state (weights, gradients, optimiser, codes, masks); activations of a micro-batch with
-    its chunk of logits; the same with activation checkpointing."""
-    shape, format = PRESETS[config.model], SparseBitConfig.parse(config.format)
-    tokens = (config.micro_batch_size or config.batch_size) * config.sequence_length
-    activations = [
-        plan.activation_bytes(
-            shape,
-            format,
-            tokens,
-            vocab_size=vocab_size,
-            checkpointing=checkpointing,
-            chunk_tokens=config.loss_chunk_tokens or plan.LOSS_CHUNK,
-        )
-        for checkpointing in (False, True)
-    ]
-    return plan.state_bytes(shape, format, vocab_size), activations[0], activations[1]
-
-
 def print_plan(
     scale: Scale,
     runs: Sequence[Run],
@@ -148,7 +129,7 @@ def print_plan(
     by_model: dict[str, list[Run]] = {}
     for run in runs:
         by_model.setdefault(run.config.model, []).append(run)
-    lines, memory, hours = [], [], []
+    lines, hours = [], []
     seconds_left = 0.0
     for model, found in by_model.items():
         config, left = found[0].config, [run for run in found if run.name not in done]
@@ -157,8 +138,6 @@ def print_plan(
         line.append(f"{tokens / parameters(config, vocab):.1f}")
         if speed is None:
             lines.append(line)
-            sizes = (f"{size / 2**30:.1f}" for size in memory_bytes(config, vocab))
-            memory.append([model, *sizes])
             hours.append([len(left) * gpu_hours(config, gpu, vocab) for gpu in GPUS])
         else:
             one = speed.seconds(config)
@@ -175,14 +154,11 @@ def print_plan(
             (name, *(f"{value:,.2f}" for value in line))
             for name, line in zip((*by_model, "all runs"), (*hours, sums), strict=True)
         ]
-        head = ("model", "state", "activations", "recomputed")
-        print_table(Table(head, memory), console, "GiB on one GPU")
         head = ("model", *(f"{gpu} h" for gpu in GPUS))
         print_table(Table(head, body), console, "Hours of what is left on one GPU")
         note = (
-            "State: float32 masters, gradients and AdamW moments, codes and masks. Activations: of one "
-            "micro-batch, kept or recomputed (--activation-checkpointing). Hours at "
-            f"{100 * plan.UTILISATION:.0f} % of the dense bfloat16 rate."
+            f"At {100 * plan.UTILISATION:.0f} % of the dense bfloat16 rate; `sparse-bitnet plan` says "
+            "what a run needs of memory and network."
         )
     else:
         note = f"About {duration(seconds_left)} left on this machine, {workers} runs at once."

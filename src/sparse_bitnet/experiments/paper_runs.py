@@ -67,6 +67,7 @@ class Run:
 
     @property
     def is_dense(self) -> bool:
+        """Whether nothing is pruned."""
         return self.config.format.endswith(f"-{DENSE_PATTERN}")
 
 

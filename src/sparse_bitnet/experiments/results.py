@@ -114,6 +114,7 @@ class ResultRow:
 
     @property
     def is_dense(self) -> bool:
+        """Whether nothing is pruned."""
         return self.pattern == DENSE_PATTERN
 
     @property

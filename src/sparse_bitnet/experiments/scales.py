@@ -102,6 +102,7 @@ class Scale:
     """Runs trained at once; None: as many as there are cores for."""
 
     def size(self, model: str) -> Size:
+        """The entry of `sizes` for a model."""
         return next(size for size in self.sizes if size.model == model)
 
     def __post_init__(self) -> None:

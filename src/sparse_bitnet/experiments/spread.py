@@ -24,14 +24,17 @@ class Spread:
 
     @property
     def mean(self) -> float:
+        """Over all seeds."""
         return statistics.fmean(self.values)
 
     @property
     def least(self) -> float:
+        """Of the seed with the smallest value."""
         return min(self.values)
 
     @property
     def greatest(self) -> float:
+        """Of the seed with the largest value."""
         return max(self.values)
 
     @property
