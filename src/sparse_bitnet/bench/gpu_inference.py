@@ -17,9 +17,9 @@ from sparse_bitnet.bench.gpu_models import (
 from sparse_bitnet.bench.gpu_options import PAPER_DECODE, PAPER_PREFILL, GpuBenchOptions
 from sparse_bitnet.bench.gpu_record import SpeedRow, rows_of
 from sparse_bitnet.bench.gpu_timing import give_back_memory, medians, recorded, those_that_fit
-from sparse_bitnet.engine.gpu.attention import FixedCache
 from sparse_bitnet.engine.gpu.decode import GraphDecoder
 from sparse_bitnet.engine.gpu.linear import RoutePolicy
+from sparse_bitnet.engine.gpu.slots import SlotCache
 
 RECORDED_TOKENS = 8192
 """Prompts up to here run as CUDA graphs: of short ones launching takes longer than computing. Of longer
@@ -57,7 +57,7 @@ def run_decode(options: GpuBenchOptions) -> list[SpeedRow]:
     def maker(batch: int) -> Callable[[str], Callable[[], object]]:
         ids = torch.randint(0, models.dense.config.vocab_size, (batch,), device=models.device)
         # One cache serves all: what it holds does not change the time.
-        cache: list[FixedCache] = []
+        cache: list[SlotCache] = []
 
         def make(variant: str) -> Callable[[], object]:
             model = models.of(variant)

@@ -139,6 +139,7 @@ class Engine(InferenceEngine):
 
     @property
     def free_tokens(self) -> int:
+        """Of free pages."""
         with self.turn():
             return self._decoder.free_tokens
 

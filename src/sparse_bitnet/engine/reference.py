@@ -68,6 +68,7 @@ class TransformersEngine(InferenceEngine):
 
     @property
     def free_tokens(self) -> int:
+        """Of the limit given, or of a large number."""
         return self._cache_tokens - sum(map(len, self.sequences))
 
     def _compute(

@@ -45,6 +45,7 @@ class EngineLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
+        """What ends a text."""
         return self.tokenizer.eos_token_id
 
     @property
@@ -55,19 +56,23 @@ class EngineLM(TemplateLM):
 
     @property
     def max_length(self) -> int:
+        """Most tokens of one sequence."""
         return self._engine.context_length
 
     @property
     def max_gen_toks(self) -> int:
+        """Most tokens to generate where a task does not say."""
         return 256
 
     @property
     def tokenizer_name(self) -> str:
+        """Of lm-eval's caches of prompts."""
         return self.tokenizer.name_or_path.replace("/", "__")
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
+        """A chat as one prompt."""
         return self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,

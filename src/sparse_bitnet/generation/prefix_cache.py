@@ -66,6 +66,7 @@ class PrefixCache:
         return True
 
     def clear(self) -> None:
+        """Close all of them."""
         while self.evict():
             pass
 

@@ -101,13 +101,16 @@ class ThreadedScheduler(Scheduler):
 
     @property
     def is_alive(self) -> bool:
+        """The thread takes steps."""
         return self._thread.is_alive()
 
     @property
     def stopping(self) -> bool:
+        """`stop` was called."""
         return self._stop_at is not None
 
     def load(self) -> Load:
+        """How busy it is."""
         with self._lock:
             return Load(
                 len(self._waiting),

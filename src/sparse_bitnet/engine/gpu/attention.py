@@ -1,63 +1,16 @@
-"""A key-value cache of fixed size and the attention over it, all shapes constant from step to step.
+"""Attention over a key-value cache of fixed size, through transformers' interface.
 
-transformers models take both through their interfaces; which keys count is said by a mask that depends
-on the position tensor alone, so a step can be recorded as a CUDA graph and replayed.
+Which keys count is said by a mask that depends on the position tensor alone, so a step can be recorded as
+a CUDA graph and replayed.
 """
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 ATTENTION = "sparse_bitnet_grouped"
 """The name under which `grouped_attention` is entered in transformers' registry."""
-
-
-class FixedCache:
-    """Keys and values of all layers: two tensors [batch, kv_heads, context_length, head_dim] a layer.
-
-    Stands where transformers expects a `Cache`. The model is given its positions, so it asks for
-    little more than `update`.
-    """
-
-    is_compileable = True
-
-    def __init__(
-        self, config: Any, batch: int, context_length: int, dtype: torch.dtype, device: Any
-    ) -> None:
-        heads = config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        shape = (batch, config.num_key_value_heads, context_length, head_dim)
-        layers = range(config.num_hidden_layers)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in layers]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in layers]
-        self.position = torch.zeros(1, dtype=torch.int64, device=device)
-        self.context_length = context_length
-
-    def update(
-        self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Store one step's key and value at the position, or a prompt's from 0 on.
-
-        Returns what to attend to: of a step the whole cache, of a prompt its own keys and values.
-        """
-        if key.shape[2] == 1:
-            self.keys[layer].index_copy_(2, self.position, key)
-            self.values[layer].index_copy_(2, self.position, value)
-            return self.keys[layer], self.values[layer]
-        self.keys[layer][:, :, : key.shape[2]] = key
-        self.values[layer][:, :, : value.shape[2]] = value
-        return key, value
-
-    def get_seq_length(self, layer: int = 0) -> Tensor:
-        """The position, as a tensor."""
-        return self.position
-
-    def mask(self) -> Tensor:
-        """Bool [1, 1, 1, context_length]: the positions up to the current one."""
-        index = torch.arange(self.context_length, device=self.position.device)
-        return (index <= self.position).view(1, 1, 1, -1)
 
 
 def grouped_attention(

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_bitnet.engine.gpu.attention import FixedCache, use_grouped_attention_
+from sparse_bitnet.engine.gpu.attention import use_grouped_attention_
+from sparse_bitnet.engine.gpu.slots import SlotCache
 from sparse_bitnet.errors import UserError
 
 
@@ -57,7 +58,7 @@ class GraphDecoder:
         context_length: int,
         *,
         compile: bool = False,
-        cache: FixedCache | None = None,
+        cache: SlotCache | None = None,
     ) -> None:
         """
         Args:
@@ -71,7 +72,7 @@ class GraphDecoder:
         use_grouped_attention_(model)
         self.model, self.batch, self.context_length = model, batch, context_length
         parameter = next(model.parameters())
-        self.cache = cache or FixedCache(
+        self.cache = cache or SlotCache(
             model.config, batch, context_length, parameter.dtype, parameter.device
         )
         self.length = 0
@@ -97,6 +98,7 @@ class GraphDecoder:
                 f"to {self.context_length}"
             )
         self.length = count
+        self.cache.start_prompt(slice(None), 0)
         positions = torch.arange(count, device=tokens.device).unsqueeze(0)
         return self._run(tokens, positions, None)[:, -1]
 
@@ -111,7 +113,8 @@ class GraphDecoder:
         if self.length >= self.context_length:
             raise UserError(f"the cache of {self.context_length} tokens is full")
         self._tokens.copy_(tokens.view(-1, 1))
-        self.cache.position.fill_(self.length)
+        self.cache.start_step(self.context_length)
+        self.cache.positions.fill_(self.length)
         self.length += 1
         if not self._tokens.is_cuda:
             return self._forward()
@@ -128,8 +131,8 @@ class GraphDecoder:
         self.length = length
 
     def _step(self) -> Tensor:
-        positions = self.cache.position.view(1, 1)
-        return self._run(self._tokens, positions, self.cache.mask())[:, -1]
+        positions = self.cache.positions.view(-1, 1)
+        return self._run(self._tokens, positions, self.cache.step_mask(self.batch))[:, -1]
 
     def _run(self, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         return self.model(

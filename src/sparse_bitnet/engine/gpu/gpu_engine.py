@@ -197,7 +197,7 @@ class GpuEngine(InferenceEngine):
     ) -> Tensor:
         """Logits [tokens or 1, vocab_size] of two or more tokens behind those of a sequence."""
         start, count = len(sequence), len(tokens)
-        self.cache.start_prompt(sequence.cache, start)
+        self.cache.start_prompt(slice(sequence.cache, sequence.cache + 1), start)
         ids = torch.tensor([list(tokens)], device=self.device)
         positions = torch.arange(start, start + count, device=self.device)
         mask = None

@@ -195,6 +195,7 @@ class TernaryLinear(nn.Module):
         self.policy = policy
 
     def extra_repr(self) -> str:
+        """Sizes, pattern and the forms kept, for `print`."""
         forms = ["dense"]
         forms += ["sparse"] if self.compressed is not None else []
         forms += [self.policy.packed_format] if self.weight_packed is not None else []

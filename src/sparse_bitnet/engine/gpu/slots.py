@@ -1,7 +1,7 @@
 """Keys and values of sequences of different lengths, each in a slot of fixed size.
 
 A step runs over the first few slots at once, with one position a slot, so its shapes are constant and
-it can be recorded; prompts run one by one, into their slot.
+it can be recorded; prompts of one length run together, into their slots.
 """
 
 from typing import Any
@@ -11,9 +11,11 @@ from torch import Tensor
 
 
 class SlotCache:
-    """Two tensors [slots, kv_heads, context_length + 1, head_dim] a layer; see `attention.FixedCache`.
+    """Two tensors [slots, kv_heads, context_length + 1, head_dim] a layer.
 
-    The last place of a slot is never read: slots that have no part in a step write there.
+    Stands where transformers expects a `Cache`. The model is given its positions, so it asks for little
+    more than `update`. The last place of a slot is never read: slots that have no part in a step write
+    there.
     """
 
     is_compileable = True
@@ -28,7 +30,7 @@ class SlotCache:
         self.positions = torch.zeros(slots, dtype=torch.int64, device=device)
         """Where the next step writes, of every slot."""
         self.slots, self.context_length = slots, context_length
-        self._prompt: tuple[int, int] | None = None
+        self._prompt: tuple[slice, int] | None = None
         self._length = context_length
 
     @staticmethod
@@ -39,9 +41,9 @@ class SlotCache:
             elements *= size
         return places * elements * dtype.itemsize
 
-    def start_prompt(self, slot: int, start: int) -> None:
-        """The next forward appends tokens to one slot, behind its first `start`."""
-        self._prompt = (slot, start)
+    def start_prompt(self, slots: slice, start: int) -> None:
+        """The next forward appends tokens to these slots, behind their first `start`."""
+        self._prompt = (slots, start)
 
     def start_step(self, length: int) -> None:
         """The next forwards append a token each to the first slots; `length`: keys that they look at."""
@@ -59,11 +61,10 @@ class SlotCache:
         keys, values = self.keys[layer], self.values[layer]
         rows, heads, tokens, head_dim = key.shape
         if self._prompt is not None:
-            slot, start = self._prompt
-            keys[slot, :, start : start + tokens] = key[0]
-            values[slot, :, start : start + tokens] = value[0]
-            held = slice(slot, slot + 1), slice(None), slice(start + tokens)
-            return keys[held], values[held]
+            slots, start = self._prompt
+            end = start + tokens
+            keys[slots, :, start:end], values[slots, :, start:end] = key, value
+            return (key, value) if start == 0 else (keys[slots, :, :end], values[slots, :, :end])
         place = self.positions[:rows].view(rows, 1, 1, 1).expand(rows, heads, 1, head_dim)
         keys[:rows].scatter_(2, place, key)
         values[:rows].scatter_(2, place, value)
