@@ -1,14 +1,21 @@
 """Checkpoints: complete, pruned, refused when damaged, and never half-written."""
 
 import errno
+import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 
+from sparse_bitnet.checkpoint.consolidate import read_tensors
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.training import checkpoint
+from sparse_bitnet.training.metrics import read_rows
 from sparse_bitnet.training.run_folder import Interrupted
 from sparse_bitnet.training.train import train
 
@@ -107,3 +114,80 @@ def test_leftovers_of_a_killed_save_are_ignored_and_removed(small_run):
     (leftover / "model.safetensors").write_text("half")
     train(config)
     assert not leftover.exists()
+
+
+def as_version_1(run: Path) -> None:
+    """Turn the newest checkpoint into what one process of the first release wrote."""
+    newest = list_checkpoints(run)[-1]
+    everything = read_everything(newest)
+    shutil.rmtree(newest.path / "sharded")
+    shutil.rmtree(newest.path / "model")
+    save_file(
+        {name[6:]: one for name, one in everything.items() if name.startswith("model/")},
+        newest.path / "model.safetensors",
+    )
+    save_file(
+        {name: one for name, one in everything.items() if name.startswith("exp_")},
+        newest.path / "optimizer.safetensors",
+    )
+    bits = {
+        name: torch.zeros(one.numel(), dtype=torch.uint8)
+        for name, one in everything.items()
+        if name.startswith("mask/")
+    }
+    save_file(bits | {"rng/cpu": everything["rng/cpu"]}, newest.path / "state.safetensors")
+    state = json.loads((newest.path / "state.json").read_text())
+    (newest.path / "state.json").write_text(json.dumps(state | {"version": 1, "files": {}}))
+
+
+def read_everything(found) -> dict[str, torch.Tensor]:
+    stored = dcp.FileSystemReader(found.path / "sharded").read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in stored.items()
+    }
+    read_tensors(found, tensors)
+    return tensors
+
+
+def test_a_checkpoint_of_the_first_version_is_read_once_and_said_so(small_run, tmp_path, capsys):
+    whole = small_run(out=str(tmp_path / "whole"))
+    train(whole)
+    config = small_run()
+    with pytest.raises(Interrupted):
+        train(config, on_step=stop_after(4))
+    as_version_1(Path(config.out))
+    capsys.readouterr()
+    train(config)
+    said = capsys.readouterr().err
+    assert "written by an earlier release" in said
+    final = [Path(run) / "final" / "model.safetensors" for run in (whole.out, config.out)]
+    assert final[0].read_bytes() == final[1].read_bytes()
+    rows = [read_rows(Path(run) / "metrics.jsonl") for run in (whole.out, config.out)]
+    assert [row["loss"] for row in rows[0][:-1]] == [row["loss"] for row in rows[1][:-1]]
+    assert [number for number in range(6) if rows[0][number] != rows[1][number]] == [4]
+    assert rows[1][4]["flip_rate"] is None
+    train(config)
+    assert "earlier release" not in capsys.readouterr().err
+
+
+def test_a_mask_is_stored_as_the_words_of_its_layer(small_run):
+    config = small_run(steps=2)
+    train(config)
+    stored = read_everything(list_checkpoints(Path(config.out))[-1])
+    weight = stored["model/model.layers.0.mlp.up_proj.weight"]
+    words = stored["mask/model.layers.0.mlp.up_proj"]
+    assert words.dtype == torch.uint8
+    assert words.shape == (weight.shape[0], weight.shape[1] // 8)
+    kept = (words.unsqueeze(-1) >> torch.arange(8)) & 1
+    assert set(kept.sum(-1).flatten().tolist()) == {6}
+
+
+def test_a_checkpoint_of_a_newer_version_is_refused(small_run):
+    config = small_run()
+    with pytest.raises(Interrupted):
+        train(config, on_step=stop_after(3))
+    state = list_checkpoints(Path(config.out))[-1].path / "state.json"
+    state.write_text(state.read_text().replace('"version": 2', '"version": 3'))
+    with pytest.raises(UserError, match="checkpoint version 3, this release reads up to 2"):
+        train(config)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -115,6 +116,32 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(small_run, tmp_path)
         train(config)
         norms.append(rows(config.out)[0]["gradient_norm"])
     assert norms == pytest.approx([norms[0]] * 3, rel=1e-4)
+
+
+def test_the_host_waits_for_the_device_once_a_step(small_run, monkeypatch):
+    config = small_run(steps=2, micro_batch_size=1, checkpoint_every=0)
+    trainer = trainer_module.Trainer(config, Path(config.out))
+    monkeypatch.setattr(trainer, "_write", lambda row: None)
+    trainer.timing = SimpleNamespace(write=lambda row: None)
+    read: list[str] = []
+
+    def watch(name: str) -> None:
+        original = getattr(torch.Tensor, name)
+
+        def reading(self: torch.Tensor, *arguments: object) -> object:
+            # transformers reads a value of its own in each forward, and the CPU's kernels read scales.
+            if "/training/" in sys._getframe(1).f_code.co_filename:
+                read.append(name)
+            return original(self, *arguments)
+
+        monkeypatch.setattr(torch.Tensor, name, reading)
+
+    for name in ("item", "tolist", "__float__", "__bool__", "__int__"):
+        watch(name)
+    trainer._step(1)
+    read.clear()
+    trainer._step(2)
+    assert read == ["tolist"]
 
 
 def test_dense_to_sparse_switches_the_mask_on(small_run):

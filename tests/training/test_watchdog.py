@@ -92,3 +92,54 @@ def test_a_store_that_does_not_answer_ends_the_diagnosis(store, monkeypatch):
         assert time.monotonic() - began < 5
     assert "key-value store at 127.0.0.1 does not answer" in said
     assert "rank 0" in said
+
+
+def test_nobody_gives_up_while_another_is_busy_and_alive(store):
+    said: list[str] = []
+    with Watchdog(0, 2, 1.0, name="n", give_up=said.append) as waiting, watched(1, 2) as working:
+        until(lambda: len(waiting._read()) == 2)
+        with working.busy():
+            until(lambda: waiting._read()[1]["busy"])
+            began, asked = time.monotonic(), waiting._asked().busy
+            until(lambda: time.monotonic() - began > 3)
+            assert asked
+            assert not said, "three times the limit"
+        until(lambda: bool(said))
+    assert "no step ended for 1 s" in said[0]
+
+
+def test_a_busy_process_that_dies_is_lost(store):
+    said: list[str] = []
+    with Watchdog(0, 2, 1.0, name="n", give_up=said.append) as waiting:
+        with watched(1, 2) as dead, dead.busy():
+            until(lambda: waiting._read().get(1, {}).get("busy", False))
+            dead._stop.set()
+            until(lambda: bool(said))
+    assert "rank 1 (" in said[0]
+    assert "died or lost its network" in said[0]
+
+
+def test_all_beats_are_read_at_once(store):
+    class Counting:
+        """A store that counts its round trips."""
+
+        def __init__(self) -> None:
+            self.calls: list[str] = []
+
+        def __getattr__(self, name: str) -> Any:
+            self.calls.append(name)
+            return getattr(kept, name)
+
+    with watched(0, 3) as watchdog, watched(1, 3), watched(2, 3):
+        until(lambda: len(watchdog._read()) == 3)
+        kept = watchdog._store
+        counting = Counting()
+        reader = watched(0, 3)
+        reader._store = counting  # type: ignore[assignment]
+        assert sorted(reader._read()) == [0, 1, 2]
+    assert counting.calls == ["check", "multi_get"]
+
+
+def test_collectives_outlast_the_diagnosis():
+    watchdog = Watchdog(0, 2, 600.0, name="n", give_up=lambda said: None)
+    assert watchdog.longest_silence > 600 + watchdog.interval + watchdog._diagnosis_seconds

@@ -14,6 +14,8 @@ from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.metrics import read_rows
 from sparse_bitnet.training.train import train
 
+pytestmark = pytest.mark.timeout(900)
+
 CELLS = ("full-8:8", "full-6:8", "ternary-8:8", "ternary-6:8")
 CURVES = ("loss", "gradient_norm", "flip_rate", "zero_fraction", "validation_loss")
 
@@ -150,6 +152,12 @@ def test_a_frozen_process_ends_the_run_within_the_limit(worlds, run_config):
 @pytest.mark.slow
 def test_a_slow_process_only_slows(worlds, run_config):
     finish(worlds, run_config("run", steps=3), size=2, faults={"1:2": "slow"})
+
+
+def test_an_export_that_takes_longer_than_a_step_may_is_waited_for(worlds, run_config):
+    config = run_config("run", steps=2)
+    finish(worlds, config, size=2, timeout_seconds=6, faults={"0:export": "slow"})
+    assert (Path(config.out) / "final" / "model.safetensors").is_file()
 
 
 def test_a_full_disk_is_named_and_older_checkpoints_kept(worlds, run_config):

@@ -80,7 +80,8 @@ class Worlds:
 
         Args:
             faults: "rank:step" -> kill, stop (freeze), slow (half a second), interrupt (SIGTERM),
-                full disk, kill while saving; before the step, or at its checkpoint.
+                full disk, kill while saving; before the step, or at its checkpoint. "rank:export" ->
+                slow: half as long again as the timeout.
             measure: "collectives" or "memory", to be read from the output by the function of that name.
         """
         request = {
@@ -191,7 +192,7 @@ def train_all(rank: int, ports: list[int], request: dict[str, Any]) -> int:
     from sparse_bitnet.training.distributed import Launch
     from sparse_bitnet.training.train import Interrupted, train
 
-    inject_faults(rank, request["faults"])
+    inject_faults(rank, request["faults"], request["timeout_seconds"])
     if request["measure"] == "collectives":
         count_collectives()
     if request["measure"] == "memory":
@@ -291,10 +292,11 @@ def measure_memory() -> None:
     Trainer._step = step  # type: ignore[method-assign]
 
 
-def inject_faults(rank: int, faults: dict[str, str]) -> None:
+def inject_faults(rank: int, faults: dict[str, str], timeout_seconds: float) -> None:
     from torch.distributed.checkpoint import FileSystemWriter
 
-    from sparse_bitnet.training.trainer import Trainer
+    from sparse_bitnet.training import trainer
+    from sparse_bitnet.training.trainer import Trainer, save_pretrained
 
     step_of = Trainer._step
     write_data = FileSystemWriter.write_data
@@ -321,7 +323,13 @@ def inject_faults(rank: int, faults: dict[str, str]) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
         return write_data(self, *arguments)
 
+    def export(*arguments: Any, **options: Any) -> None:
+        if faults.get(f"{rank}:export") == "slow":
+            time.sleep(1.5 * timeout_seconds)
+        save_pretrained(*arguments, **options)
+
     Trainer._step = step  # type: ignore[method-assign]
+    trainer.save_pretrained = export
     FileSystemWriter.write_data = write  # type: ignore[method-assign]
 
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from sparse_bitnet.cli import arguments as options
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.layer_config import SparseBitConfig
+from sparse_bitnet.progress import Progress
 from sparse_bitnet.training.config import TrainConfig, read_config
 from sparse_bitnet.training.recipes import RECIPES
 
@@ -16,6 +18,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from sparse_bitnet.training.trainer import RunResult
+
+
+PLAIN_LINES = 20
+"""Lines a whole run prints where the output is not a terminal."""
 
 
 @dataclass(kw_only=True)
@@ -28,9 +34,18 @@ class Options(TrainConfig):
     timeout_seconds: float = 600.0
     """Under torchrun: give up, naming the process waited for, after so long without a step."""
 
+    dense_layers: tuple[str, ...] = ()
+    """Layers that stay ordinary linear ones, as globs over their names: down_proj, layers.0.*. Becomes
+    a part of the format."""
+
     def config(self) -> TrainConfig:
+        """What is stored with the run."""
         fields = dataclasses.fields(TrainConfig)
-        return TrainConfig(**{field.name: getattr(self, field.name) for field in fields})
+        values = {field.name: getattr(self, field.name) for field in fields}
+        if self.dense_layers:
+            format = SparseBitConfig.parse(self.format)
+            values["format"] = str(dataclasses.replace(format, dense_layers=self.dense_layers))
+        return TrainConfig(**values)
 
 
 def main(arguments: list[str]) -> None:
@@ -80,21 +95,31 @@ def run(chosen: Options) -> None:
     from rich.console import Console
 
     from sparse_bitnet.training.distributed import ErrorElsewhere, Launch
-    from sparse_bitnet.training.progress import training_progress
+    from sparse_bitnet.training.metrics import describe
     from sparse_bitnet.training.train import Interrupted, train
+    from sparse_bitnet.training.watchdog import EXIT_CODE, ProcessLost
 
     config = chosen.config()
     launch = Launch(shard=chosen.shard, timeout_seconds=chosen.timeout_seconds)
     is_first = os.environ.get("RANK", "0") == "0"
     console = Console(quiet=not is_first)
     try:
-        with training_progress(config, console) as on_step:
-            result = train(config, on_step=on_step, launch=launch)
+        with Progress(console, plain_lines=PLAIN_LINES) as progress:
+            line = progress.line(config.format, "steps")
+            result = train(
+                config,
+                on_step=lambda row: line(row["step"], config.steps, text=describe(row)),
+                launch=launch,
+            )
     except Interrupted as stop:
         console.print(f"{stop}; the same command continues from there", highlight=False)
         sys.exit(130)
     except ErrorElsewhere:
         sys.exit(2)
+    except ProcessLost as lost:
+        print(f"sparse-bitnet: {lost}", file=sys.stderr, flush=True)
+        # A checkpoint under way waits for the lost process, and cannot be called off.
+        os._exit(EXIT_CODE)
     if is_first:
         print_result(result, config, console)
 

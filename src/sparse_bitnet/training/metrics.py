@@ -177,3 +177,12 @@ def _scalars(row: dict[str, Any]) -> list[tuple[str, float]]:
     ]
     by_layer = row.get("flip_rate_by_layer", {})
     return scalars + [(f"flip_rate/{name}", value) for name, value in by_layer.items()]
+
+
+def describe(row: dict[str, Any]) -> str:
+    """One step's metrics and timing in a few words."""
+    flip = "" if not row["flip_rate"] else f" flip {row['flip_rate']:.1e}"
+    return (
+        f"loss {row['loss']:.3f} lr {row['learning_rate']:.1e} norm {row['gradient_norm']:.2f}"
+        f"{flip} {row['tokens_per_second']:,.0f} tok/s"
+    )

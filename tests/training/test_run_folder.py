@@ -1,0 +1,205 @@
+"""What a run folder takes, refuses, and is left as by a command that fails."""
+
+import dataclasses
+import errno
+import importlib.util
+import json
+import os
+import shutil
+import stat
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from sparse_bitnet.checkpoint import saved_steps
+from sparse_bitnet.checkpoint.saved_steps import clean_run, drop_old, list_checkpoints
+from sparse_bitnet.cli.main import main
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.files import locked_folder
+from sparse_bitnet.training.metrics import read_rows
+from sparse_bitnet.training.schedule import learning_rate
+from sparse_bitnet.training.train import train
+
+
+def options(config) -> list[str]:
+    """The command line of a config."""
+    named = ("model", "data", "out", "steps", "batch_size", "sequence_length", "threads")
+    more = ("validation_tokens", "checkpoint_every", "precision", "learning_rate")
+    return [
+        text
+        for name in (*named, *more)
+        for text in (f"--{name.replace('_', '-')}", str(getattr(config, name)))
+    ]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"model": "typo"},
+        {"init": "norun"},
+        {"sequence_length": 120, "format": "ternary-6:8,dense_layers=typo"},
+        {"batch_size": 4, "micro_batch_size": None, "vocab_size": 100},
+        {"tensorboard": True},
+    ],
+    ids=["model", "init", "layers", "vocabulary", "missing package"],
+)
+def test_a_config_that_cannot_train_leaves_no_trace(small_run, monkeypatch, wrong):
+    find = importlib.util.find_spec
+
+    def without_tensorboard(name: str, *arguments: object) -> object:
+        return None if name == "tensorboard" else find(name, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(importlib.util, "find_spec", without_tensorboard)
+    config = small_run(steps=1)
+    with pytest.raises(UserError) as refused:
+        train(dataclasses.replace(config, **wrong))
+    assert "\n" not in str(refused.value)
+    assert not Path(config.out).exists()
+    assert train(config).steps == 1, "the corrected command"
+
+
+def test_a_mistyped_folder_to_start_from_is_said_at_once(small_run, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    with pytest.raises(UserError, match="norun"):
+        train(small_run(init="norun"))
+
+
+@pytest.mark.parametrize("place", ["/proc/run", "file/run"])
+def test_a_place_that_cannot_be_written_is_one_line(small_run, tmp_path, capsys, place):
+    (tmp_path / "file").write_text("")
+    config = small_run(out=str(tmp_path / place), steps=1)
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", *options(config)])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert said[-1].startswith(f"sparse-bitnet: cannot write {config.out}")
+
+
+def test_a_diverged_run_ends_with_an_error(small_run, capsys):
+    config = small_run(steps=3, learning_rate=1e30)
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", *options(config)])
+    assert stopped.value.code == 2
+    assert "diverged" in (said := capsys.readouterr().err) or "not finite" in said
+    assert not (Path(config.out) / "result.json").exists()
+
+
+def test_an_infinite_perplexity_is_an_error(small_run, monkeypatch):
+    monkeypatch.setattr(
+        "sparse_bitnet.training.trainer.validation_loss", lambda *_, **__: (1000.0, 64)
+    )
+    config = small_run(steps=2)
+    with pytest.raises(UserError, match="diverged: validation loss 1000 after step 2"):
+        train(config)
+    assert not (Path(config.out) / "result.json").exists()
+    assert list_checkpoints(Path(config.out))
+
+
+def test_a_finished_run_is_prolonged_and_says_with_which_schedule(small_run, capsys):
+    config = small_run(steps=4)
+    first = train(config)
+    longer = dataclasses.replace(config, steps=8)
+    assert train(longer).steps == 8
+    said = capsys.readouterr().err
+    assert "prolonged from 4 to 8 steps" in said
+    assert f"goes on with {learning_rate(longer, 5):.2e}" in said
+    steps = [row for row in read_rows(Path(config.out) / "metrics.jsonl") if "loss" in row]
+    assert [row["step"] for row in steps] == list(range(1, 9))
+    assert [row["learning_rate"] for row in steps] == [
+        learning_rate(config if step <= 4 else longer, step) for step in range(1, 9)
+    ]
+    kept = json.loads((Path(config.out) / "result-4.json").read_text())
+    assert kept["validation_loss"] == first.validation_loss
+    with pytest.raises(UserError, match=r"another config \(steps 8 -> 6\)"):
+        train(dataclasses.replace(config, steps=6))
+    with pytest.raises(UserError, match=r"\(steps 8 -> 9, learning_rate 0.003 -> 1.0\)"):
+        train(dataclasses.replace(longer, steps=9, learning_rate=1.0))
+
+
+def test_prolonging_dense_to_sparse_says_what_is_dense_again(small_run, capsys):
+    config = small_run(steps=4, sparse_fraction=0.5)
+    train(config)
+    train(dataclasses.replace(config, steps=12))
+    assert "steps 5 to 6 are dense again" in capsys.readouterr().err
+
+
+def test_dense_layers_of_the_command_line_become_part_of_the_format(small_run):
+    config = small_run(steps=1)
+    main(["train", *options(config), "--dense-layers", "down_proj", "layers.0.*"])
+    stored = json.loads((Path(config.out) / "config.json").read_text())
+    assert stored["format"] == "ternary-6:8,dense_layers=down_proj+layers.0.*"
+    main(["train", "--out", config.out])
+
+
+def test_others_may_read_what_a_run_writes(small_run):
+    config = small_run(steps=1)
+    previous = os.umask(0o022)
+    try:
+        train(config)
+    finally:
+        os.umask(previous)
+    files = [path for path in Path(config.out).rglob("*") if path.is_file()]
+    assert any(path.suffix == ".safetensors" for path in files)
+    private = [path.name for path in files if not path.stat().st_mode & stat.S_IROTH]
+    assert private in ([], [".lock"])
+
+
+def test_a_kill_while_old_checkpoints_are_dropped_leaves_nothing_for_good(small_run, monkeypatch):
+    config = small_run(steps=6, keep_checkpoints=0)
+    train(config)
+    run = Path(config.out)
+
+    def killed(folder: Path, **_: object) -> None:
+        (folder / "train_config.json").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(saved_steps.shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            drop_old(run, 1)
+    assert [found.step for found in list_checkpoints(run)] == [4, 6], "none that is partial"
+    clean_run(run)
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
+        "step-00000004",
+        "step-00000006",
+    ]
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_without_locks_is_locked_by_a_file(tmp_path, monkeypatch, number):
+    import fcntl
+
+    def unsupported(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with (
+        locked_folder(tmp_path / "run", "in use"),
+        pytest.raises(UserError, match="in use"),
+        locked_folder(tmp_path / "run", "in use"),
+    ):
+        pass
+    with locked_folder(tmp_path / "run", "in use"):
+        pass
+
+
+def test_each_run_folder_is_a_run_of_its_own_at_wandb(small_run, tmp_path, monkeypatch):
+    seen = []
+
+    def init(**named: object) -> types.SimpleNamespace:
+        seen.append(named)
+        return types.SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
+
+    fake = types.ModuleType("wandb")
+    fake.init = init  # type: ignore[attr-defined]
+    fake.__spec__ = types.SimpleNamespace()  # type: ignore[assignment]
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for name in ("a", "b"):
+        train(small_run(steps=1, out=str(tmp_path / name / "run"), wandb=True))
+    shutil.move(tmp_path / "a" / "run", tmp_path / "moved")
+    train(small_run(steps=2, out=str(tmp_path / "moved"), wandb=True))
+    first, second, moved = seen
+    assert first["id"] != second["id"]
+    assert moved["id"] == first["id"]
