@@ -8,23 +8,20 @@ counts for a GPU's runtime is left out. `--record` writes the rows to benchmarks
 """
 
 import argparse
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "training"))
+from world_processes import MEASURED, Worlds, collectives, memory
 
-from world_processes import MEASURED, Worlds, collectives, memory  # noqa: E402
+from sparse_bitnet.bench.record import append_records, result_file, where_measured
+from sparse_bitnet.data.prepare import prepare
+from sparse_bitnet.data.sources import parse_source
+from sparse_bitnet.presets import PRESETS
+from sparse_bitnet.training.config import TrainConfig
+from sparse_bitnet.training.plan import Job, plan
 
-from sparse_bitnet.bench.record import append_records, result_file, where_measured  # noqa: E402
-from sparse_bitnet.data.prepare import prepare  # noqa: E402
-from sparse_bitnet.data.sources import parse_source  # noqa: E402
-from sparse_bitnet.presets import PRESETS  # noqa: E402
-from sparse_bitnet.training.config import TrainConfig  # noqa: E402
-from sparse_bitnet.training.plan import Job, plan  # noqa: E402
-
+RESULTS = Path(__file__).parent / "results"
 RUNS: list[tuple[str, int, int | None, int]] = [
     (format, processes, shard, micro_batch_size)
     for format in ("ternary-6:8", "full-6:8")
@@ -110,7 +107,7 @@ def main() -> None:
             )
     if options.record:
         where = where_measured()
-        append_records(result_file(ROOT / "benchmarks" / "results", "planned", where), rows, where)
+        append_records(result_file(RESULTS, "planned", where), rows, where)
 
 
 if __name__ == "__main__":

@@ -302,6 +302,22 @@ def planned() -> str:
     return markdown(head, lines, rows[0], "python benchmarks/planned.py --record")
 
 
+def orders() -> str:
+    rows = read("orders")
+    steps = list(rows[0]["apart"])
+    head = ["processes", "sequences a forward", *(f"step {step}" for step in steps), "most"]
+    lines = [
+        [
+            str(row["processes"]),
+            str(row["micro_batch_size"]),
+            *(f"{row['apart'][step]:.0e}" for step in steps),
+            f"{row['most']:.3f}",
+        ]
+        for row in rows
+    ]
+    return markdown(head, lines, rows[0], "python benchmarks/orders.py --record")
+
+
 def forwards() -> str:
     rows = read("forwards")
     runs = [row for row in rows if row["what"] == "run"]
@@ -361,6 +377,7 @@ TABLES: dict[str, Callable[[], str]] = {
         server,
         faults,
         planned,
+        orders,
         opened,
         forwards,
     )

@@ -5,7 +5,7 @@
 #       examples/launch/many_machines.sh --recipe paper-tuned
 #
 # DATA and OUT lie on storage that all machines share. HEAD is one of the machines, the same for all.
-# MACHINES may be a range (6:8): the run then goes on with fewer when one is lost, with the same losses,
+# MACHINES may be a range (6:8): the run then goes on with fewer when one is lost, on the same data,
 # as long as the number of processes divides the batch.
 set -euo pipefail
 

@@ -5,12 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from world_processes import TINY, Worlds
 
+from benchmark_scripts import load_script
 from sparse_bitnet.data.prepare import prepare
 from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.models import PRESETS
 from sparse_bitnet.training.config import TrainConfig
+
+load_script("world_processes")
+
+from world_processes import TINY, Worlds  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -2,17 +2,28 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from sparse_bitnet.cli.plan import main
 from sparse_bitnet.convert import selected, sparse_layers
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer import SparseBitConfig
 from sparse_bitnet.models import PRESETS, Shape, build_model
+from sparse_bitnet.ops.operands import pack_codes, unpack_codes
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import autocast
 from sparse_bitnet.training.loss import causal_lm_loss
 from sparse_bitnet.training.optimizer import build_optimizer
-from sparse_bitnet.training.plan import GPUS, Job, activation_bytes, fitted, plan, state_bytes
+from sparse_bitnet.training.plan import (
+    GPUS,
+    UNPACKING_BYTES,
+    Job,
+    activation_bytes,
+    fitted,
+    plan,
+    state_bytes,
+)
 
 SMALL = Shape(
     hidden_size=64,
@@ -131,3 +142,22 @@ def test_the_command_prints_the_plan(capsys):
 def test_contradictions_are_refused(options, words):
     with pytest.raises(UserError, match=words):
         Job(**options)
+
+
+def test_unpacking_moves_the_bytes_that_the_plan_counts():
+    class Moved(TorchDispatchMode):
+        """Bytes that operations read and write; views move none."""
+
+        total = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+            if result.data_ptr() not in [one.data_ptr() for one in tensors]:
+                Moved.total += result.nbytes + sum(one.nbytes for one in tensors)
+            return result
+
+    packed = pack_codes(torch.randint(-1, 2, (1024, 4096), dtype=torch.int8))
+    with Moved():
+        codes = unpack_codes(packed, 4096).to(torch.bfloat16)
+    assert Moved.total / codes.numel() == pytest.approx(UNPACKING_BYTES, rel=0.001)

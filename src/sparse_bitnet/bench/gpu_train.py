@@ -18,7 +18,7 @@ from sparse_bitnet.layer import SparseBitConfig
 from sparse_bitnet.ops.operands import SCALE_FLOOR
 from sparse_bitnet.presets import PRESETS
 from sparse_bitnet.training.config import TrainConfig
-from sparse_bitnet.training.device import autocast, peak_memory_bytes
+from sparse_bitnet.training.device import autocast, make_deterministic, peak_memory_bytes
 from sparse_bitnet.training.loss import causal_lm_loss
 from sparse_bitnet.training.optimizer import build_optimizer
 from sparse_bitnet.training.plan import activation_bytes, state_bytes
@@ -29,12 +29,14 @@ DEFAULT_BATCH = 4
 
 
 def run(options: GpuBenchOptions) -> list[SpeedRow]:
-    """One row a variant and batch: forward, backward and AdamW with float32 masters under autocast.
+    """One row a variant and batch: forward, backward and AdamW with float32 masters under autocast,
+    with the deterministic kernels of a training run.
 
     Every variant is built, measured and dropped in turn, so that one model and its optimiser need to
     fit; what is interleaved is the rounds of a variant with those of no other.
     """
     device = bench_device(options)
+    make_deterministic(device)
     length = (options.tokens or [DEFAULT_TOKENS])[0]
     rows = []
     for batch in options.batch or (_default_batch(options, device, length),):

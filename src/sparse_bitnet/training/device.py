@@ -51,13 +51,19 @@ def prepare_device(config: TrainConfig) -> tuple[torch.device, torch.dtype]:
     torch.manual_seed(config.seed)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    if device.type == "cuda":
-        # Read when cuBLAS is first used; without it equal runs need not give equal bits.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        # A debugging aid that comes with it and fills every new tensor.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    make_deterministic(device)
     return device, resolve_dtype(config.precision, device)
+
+
+def make_deterministic(device: torch.device) -> None:
+    """On CUDA have torch take deterministic kernels, where it has them, from here on."""
+    if device.type != "cuda":
+        return
+    # Read when cuBLAS is first used; without it equal runs need not give equal bits.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # A debugging aid that comes with it and fills every new tensor.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -45,6 +45,9 @@ LINK_EFFICIENCY = 0.8
 """Share of a link's rate that large collectives reach."""
 MEMORY_EFFICIENCY = 0.8
 """Share of the memory's rate that elementwise passes reach."""
+UNPACKING_BYTES = 10.25
+"""Read and written a weight when packed codes become bfloat16: shift, mask, int8, less one, cast, each
+a pass of its own (compiled code would move 2.25)."""
 COLLECTIVE_LATENCY = 20e-6
 """Seconds a collective takes at least, for every doubling of the processes."""
 RUNTIME_BYTES = 2.5e9
@@ -250,8 +253,10 @@ def plan(job: Job) -> Plan:
     rate = gpu.bandwidth * MEMORY_EFFICIENCY
     seconds = {
         "products": compute / (gpu.flops * UTILISATION),
-        # Packed in, codes of the compute type out, for each forward and backward of a micro-batch.
-        "unpacking codes": 2 * job.micro_steps * 5 * block / rate if packed < 1 else 0.0,
+        # For each forward and backward of a micro-batch.
+        "unpacking codes": 2 * job.micro_steps * UNPACKING_BYTES * block / rate
+        if packed < 1
+        else 0.0,
         "mask and codes": 12 * block / job.shards / rate,
         "optimiser": 28 * own / rate,
     }

@@ -1,4 +1,4 @@
-"""Worlds of processes for the tests: imports once, then forks each world that is asked for.
+"""Worlds of processes that train: imports once, then forks each world that is asked for.
 
 Run as a script it reads one JSON request a line: `configs` of one run after another, `size`, `shard`,
 `timeout_seconds`, `faults`, what happens to which rank before which step, and what to `measure`. It

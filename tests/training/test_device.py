@@ -1,0 +1,28 @@
+"""What a run sets of torch before it begins."""
+
+import pytest
+import torch
+
+from sparse_bitnet.bench import gpu_train
+from sparse_bitnet.bench.gpu_options import GpuBenchOptions
+from sparse_bitnet.training import device
+
+
+def test_a_gpu_computes_with_deterministic_kernels(monkeypatch):
+    torch.use_deterministic_algorithms(False)
+    device.make_deterministic(torch.device("cuda"))
+    assert torch.are_deterministic_algorithms_enabled()
+    assert torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def test_training_is_measured_with_the_kernels_of_a_run(monkeypatch):
+    chosen = []
+
+    def stop(where: torch.device) -> None:
+        chosen.append(where.type)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu_train, "make_deterministic", stop)
+    with pytest.raises(KeyboardInterrupt):
+        gpu_train.run(GpuBenchOptions(device="cpu"))
+    assert chosen == ["cpu"]
