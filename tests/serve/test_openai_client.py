@@ -105,6 +105,7 @@ def test_streamed_completion_is_the_whole_one(client):
     chunks = list(complete(client, "stream", 40, stream=True, stream_options=options))
     *pieces, last = chunks
     assert "".join(chunk.choices[0].text for chunk in pieces) == whole.choices[0].text
+    assert all(chunk.choices[0].text for chunk in pieces[:-1]), "no event says nothing"
     assert [chunk.choices[0].finish_reason for chunk in pieces][-1] == "length"
     assert all(chunk.usage is None for chunk in pieces)
     assert last.choices == []

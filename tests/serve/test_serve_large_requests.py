@@ -55,7 +55,7 @@ def test_too_many_choices_are_refused_before_they_are_built(served, monkeypatch)
     def never(*arguments):
         raise AssertionError
 
-    monkeypatch.setattr(generations, "Sampler", never)
+    monkeypatch.setattr(generations, "GenerationRequest", never)
     monkeypatch.setattr(TextTokenizer, "encode", never)
     answer = post(served, prompt=["a"] * 128, n=128)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")

@@ -128,7 +128,7 @@ class _Answer:
             for part in parts:
                 yield self._reply.chunk(choice, "", part, None)
                 await asyncio.sleep(0)
-            if output.text or last or output.finish not in _FAILURES:
+            if output.text or last or finish:
                 yield self._reply.chunk(choice, output.text, last, finish)
             if output.finish in _FAILURES:
                 yield event(_failure(choice, output).body)
