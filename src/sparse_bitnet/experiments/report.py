@@ -75,8 +75,11 @@ def report_blocks(sets: Sequence[Results]) -> list[Block]:
         )
     ]
     for results in sets:
+        scale = results.setting["scale"]
         if not results.rows:
-            raise UserError(f"{results.path}: no finished run yet; `reproduce` trains them")
+            raise UserError(
+                f"{results.path}: no finished run of {scale} yet; `reproduce` trains them"
+            )
         blocks += _chapter(results)
     return blocks
 
