@@ -1,7 +1,10 @@
 """Every command and file that the README names exists."""
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,3 +47,30 @@ def test_links_of_the_readme_lead_somewhere():
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         if "://" not in target:
             assert (ROOT / target).exists(), target
+
+
+@pytest.mark.slow
+def test_own_text_becomes_a_model_that_runs_away_from_the_checkout(tmp_path):
+    """The README's commands in their order, in a folder and a shell that know nothing of the project."""
+    (tmp_path / "book.txt").write_text((ROOT / "docs/scale.md").read_text() * 3, encoding="utf-8")
+    environment = {
+        "HOME": str(tmp_path),
+        "PATH": os.environ["PATH"],
+        "LANG": "C.UTF-8",
+        "HF_HUB_OFFLINE": "1",
+    }
+    printed = {}
+    for line in LINES:
+        program, *arguments = shlex.split(line.replace("--steps 500", "--steps 3"))
+        if program == "make" or arguments[0] in ("serve", "bench", "reproduce", "report"):
+            continue
+        command = [sys.executable, *([] if program == "python" else ["-m", "sparse_bitnet"])]
+        done = subprocess.run(
+            [*command, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, (line, done.stderr)
+        assert "Warning" not in done.stderr, (line, done.stderr)
+        printed[line] = done.stdout
+    assert len(printed) == 8
+    texts = [text for line, text in printed.items() if " generate " in line]
+    assert all(text.startswith("Once upon a time") for text in texts)
