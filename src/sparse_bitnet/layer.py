@@ -17,9 +17,8 @@ from sparse_bitnet.layer_config import CHOICES, SparseBitConfig
 from sparse_bitnet.ops.operands import count_flips, pack_mask, unpack_mask
 from sparse_bitnet.selection import Selection, SelectionState, select
 from sparse_bitnet.straight_through import (
-    dequantized,
     fake_quantize_int8,
-    masked,
+    straight_through,
     ternary_int8_linear,
 )
 
@@ -180,13 +179,13 @@ class SparseBitLinear(nn.Linear):
             x = fake_quantize_int8(input) if self.config.activation == "int8" else input
             weight = self.weight
             if selection.mask is not None:
-                weight = masked(weight, selection.mask, gradient_mask)
+                kept = weight.detach() * selection.mask
+                weight = straight_through(weight, kept, gradient_mask)
             return F.linear(x, weight, self.bias)
         assert selection.weight_scale is not None
         if self.config.activation == "none":
-            weight = dequantized(
-                self.weight, selection.codes, selection.weight_scale, gradient_mask
-            )
+            value = (selection.codes * selection.weight_scale).to(self.weight.dtype)
+            weight = straight_through(self.weight, value, gradient_mask)
             return F.linear(input, weight, self.bias)
         return ternary_int8_linear(
             input,

@@ -32,6 +32,7 @@ class NMPattern:
 
     @property
     def is_dense(self) -> bool:
+        """Whether every weight is kept."""
         return self.n == self.m
 
     @property

@@ -28,24 +28,13 @@ def fake_quantize_int8(x: Tensor) -> Tensor:
     return straight_through(x, (codes * scale).to(x.dtype))
 
 
-def straight_through(latent: Tensor, value: Tensor) -> Tensor:
-    """`value` in the forward pass, the identity onto `latent` in the backward pass.
+def straight_through(latent: Tensor, value: Tensor, gradient_mask: Tensor | None = None) -> Tensor:
+    """`value`, which needs no gradient, in the forward pass; the identity onto `latent` in the backward
+    pass, where `gradient_mask` lets it.
 
     Exact in both directions, unlike `latent + (value - latent).detach()`, which rounds twice.
     """
-    return _StraightThrough.apply(latent, value)
-
-
-def masked(weight: Tensor, mask: Tensor, gradient_mask: Tensor | None) -> Tensor:
-    """weight * mask, with the gradient passed to the dense weight."""
-    return _Masked.apply(weight, mask, gradient_mask)
-
-
-def dequantized(
-    weight: Tensor, codes: Tensor, weight_scale: Tensor, gradient_mask: Tensor | None
-) -> Tensor:
-    """codes * weight_scale in the dtype of the weight, with the gradient passed to the weight."""
-    return _Dequantized.apply(weight, codes, weight_scale, gradient_mask)
+    return _StraightThrough.apply(latent, value, gradient_mask)
 
 
 def ternary_int8_linear(
@@ -89,36 +78,14 @@ def _unpacked(codes: Tensor, in_features: int) -> Tensor:
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, latent: Tensor, value: Tensor) -> Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class _Masked(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, weight, mask, gradient_mask):
+    def forward(ctx, latent, value, gradient_mask):
         ctx.save_for_backward(gradient_mask)
-        return weight * mask
+        return value.view_as(value)
 
     @staticmethod
     def backward(ctx, gradient):
         (gradient_mask,) = ctx.saved_tensors
         return _where_kept(gradient, gradient_mask), None, None
-
-
-class _Dequantized(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, weight, codes, weight_scale, gradient_mask):
-        ctx.save_for_backward(gradient_mask)
-        return (codes * weight_scale).to(weight.dtype)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (gradient_mask,) = ctx.saved_tensors
-        return _where_kept(gradient, gradient_mask), None, None, None
 
 
 class _TernaryInt8Linear(torch.autograd.Function):

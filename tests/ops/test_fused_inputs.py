@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from sparse_bitnet.ops.norm_quantize import norm_quantize
 from sparse_bitnet.ops.quantize_int8 import quantize_int8
 from sparse_bitnet.ops.swiglu_quantize import swiglu_quantize
-from sparse_bitnet.ops.windows import window_layout
 from sparse_bitnet.pattern import NMPattern
 
 ops = torch.ops.sparse_bitnet
@@ -40,13 +39,13 @@ def test_kernels_agree_with_the_references(features, windows):
     pytest.importorskip("triton", reason="triton is not installed")
     from sparse_bitnet.ops.triton import fused_inputs
 
-    layout = None if windows is None else window_layout(windows)
+    order = (0, 0) if windows is None else (windows.n, windows.m)
     x, gate_up = torch.randn(5, features), 3 * torch.randn(2, 2, 2 * features)
     x[1], gate_up[0, 1] = 0, 0
     weight = torch.rand(features) + 0.5
     found = (
-        fused_inputs.norm_quantize(x.to(DEVICE), weight.to(DEVICE), 1e-6, layout),
-        fused_inputs.swiglu_quantize(gate_up.to(DEVICE), layout),
+        fused_inputs.norm_quantize(x.to(DEVICE), weight.to(DEVICE), 1e-6, *order),
+        fused_inputs.swiglu_quantize(gate_up.to(DEVICE), *order),
     )
     expected = (norm_quantize(x, weight, 1e-6, windows), swiglu_quantize(gate_up, windows))
     for (codes, scale), (expected_codes, expected_scale) in zip(found, expected, strict=True):

@@ -4,10 +4,14 @@ The interpreter, which the other tests use, does not check types, shapes or inli
 """
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from sparse_bitnet.ops import backends
 
 pytest.importorskip("triton.backends.compiler", reason="triton is not installed")
 
@@ -69,6 +73,16 @@ for kernel, types, constants in KERNELS:
 
 
 @pytest.mark.slow
+def test_every_kernel_that_an_op_names_is_there() -> None:
+    named = [
+        name
+        for file in sorted(Path(backends.__file__).parent.glob("*.py"))
+        for name in re.findall(r'cuda="([\w.]+)"', file.read_text())
+    ]
+    assert len(named) == 8
+    assert all(callable(backends._kernel(name)) for name in named)
+
+
 def test_every_kernel_compiles_for_sm_80(tmp_path) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
     done = subprocess.run(

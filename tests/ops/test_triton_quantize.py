@@ -8,7 +8,6 @@ import torch
 from sparse_bitnet.ops.int8_linear import int8_linear
 from sparse_bitnet.ops.quantize_int8 import quantize_int8_reference
 from sparse_bitnet.ops.quantize_windows import quantize_windows_reference
-from sparse_bitnet.ops.windows import window_layout
 from sparse_bitnet.pattern import NMPattern
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -53,7 +52,7 @@ def test_codes_and_scales(features: int, dtype: torch.dtype) -> None:
 def test_gathered_codes(text: str, groups: int) -> None:
     pattern = NMPattern.parse(text)
     x = rows(groups * pattern.m, torch.bfloat16).reshape(7, 1, -1)
-    ours = quantize_gather.quantize_windows(x.to(DEVICE), window_layout(pattern))
+    ours = quantize_gather.quantize_windows(x.to(DEVICE), pattern.n, pattern.m)
     for got, want in zip(ours, quantize_windows_reference(x, pattern.n, pattern.m), strict=True):
         assert got.shape == want.shape
         assert_same(got, want)

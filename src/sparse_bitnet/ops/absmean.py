@@ -42,17 +42,11 @@ def _fake(weight: Tensor) -> Tensor:
     return torch.empty((), dtype=torch.float32, device=weight.device)
 
 
-def _triton(weight: Tensor) -> Tensor:
-    from sparse_bitnet.ops.triton.select import absmean
-
-    return absmean(weight)
-
-
 define(
     "absmean(Tensor weight) -> Tensor",
     absmean_reference,
     _fake,
     takes=takes_values,
     cpu=True,
-    cuda=_triton,
+    cuda="select.absmean",
 )

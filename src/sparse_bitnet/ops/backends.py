@@ -7,6 +7,7 @@ PyTorch code, "cpu" the compiled kernels or an error, "triton" the CUDA kernels 
 asked for is chosen as by "auto".
 """
 
+import importlib
 import importlib.util
 import os
 from collections.abc import Callable
@@ -140,7 +141,7 @@ def define(
     *,
     takes: Callable[..., bool] = lambda *arguments: True,
     cpu: bool = False,
-    cuda: Callable[..., Any] | None = None,
+    cuda: str | Callable[..., Any] = "",
     cuda_unavailable: Callable[[], str] = triton_unavailable,
 ) -> None:
     """Register an op `torch.ops.sparse_bitnet.NAME` with all its implementations.
@@ -151,7 +152,7 @@ def define(
         fake: shapes and dtypes of the results; None for an op that is never compiled.
         takes: whether kernels take these arguments; others go to the reference.
         cpu: whether the compiled kernels have a method of this name.
-        cuda: the kernel for CUDA tensors; it imports triton when it is called.
+        cuda: the kernel for CUDA tensors, or "module.function" of `ops.triton`, imported on first use.
         cuda_unavailable: why that kernel cannot run here, empty where it can.
     """
     name = schema.partition("(")[0]
@@ -168,14 +169,20 @@ def define(
             return (kernel if fits else reference)(*arguments)
 
         _LIBRARY.impl(name, on_cpu, "CPU")
-    if cuda is not None and torch.version.cuda is not None and choice_of_kernel() != "reference":
+    if cuda and torch.version.cuda is not None and choice_of_kernel() != "reference":
 
         def on_cuda(*arguments: Any) -> Any:
             if cuda_unavailable() or not takes(*arguments):
                 return reference(*arguments)
-            return on_its_device(cuda)(*arguments)
+            return on_its_device(_kernel(cuda) if isinstance(cuda, str) else cuda)(*arguments)
 
         _LIBRARY.impl(name, on_cuda, "CUDA")
+
+
+@cache
+def _kernel(name: str) -> Callable[..., Any]:
+    module, _, function = name.partition(".")
+    return getattr(importlib.import_module(f"sparse_bitnet.ops.triton.{module}"), function)
 
 
 def on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:

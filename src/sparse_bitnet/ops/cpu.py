@@ -29,10 +29,12 @@ class Kernels:
 
     @property
     def isa(self) -> str:
+        """Name of the instruction set."""
         return self._kernels.isa
 
     @property
     def threads(self) -> int:
+        """How many are used now."""
         return self._threads or torch.get_num_threads()
 
     def nm_mask(self, weight: Tensor, n: int, m: int) -> Tensor:

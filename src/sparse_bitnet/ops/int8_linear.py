@@ -5,6 +5,7 @@ memory. The CUDA kernel is cuBLASLt through `torch._int_mm`.
 """
 
 import importlib.util
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -71,20 +72,14 @@ def integer_product(x_codes: Tensor, codes: Tensor) -> Tensor:
 
 
 def int8_tensor_cores(
-    x_codes: Tensor,
-    activation_scale: Tensor,
-    codes: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
+    x_codes: Tensor, activation_scale: Tensor, codes: Tensor, *more: Any
 ) -> Tensor:
     """`int8_linear` by `torch._int_mm`, then scales and bias in one pass."""
     x, out_features = x_codes.reshape(-1, x_codes.shape[-1]), codes.shape[0]
     shape = (*x_codes.shape[:-1], out_features)
     if not x.shape[0]:
-        return x_codes.new_empty(shape, dtype=dtype)
-    sums = dense_product(x, codes)
-    return scaled(sums, out_features, activation_scale, weight_scale, bias, dtype).view(shape)
+        return x_codes.new_empty(shape, dtype=more[-1])
+    return scaled(dense_product(x, codes), out_features, activation_scale, *more).view(shape)
 
 
 def dense_product(x_codes: Tensor, codes: Tensor) -> Tensor:

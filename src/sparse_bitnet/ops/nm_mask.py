@@ -55,17 +55,11 @@ def _fake(weight: Tensor, n: int, m: int) -> Tensor:
     return torch.empty(weight.shape, dtype=torch.bool, device=weight.device)
 
 
-def _triton(weight: Tensor, n: int, m: int) -> Tensor:
-    from sparse_bitnet.ops.triton.select import nm_mask
-
-    return nm_mask(weight, n, m)
-
-
 define(
     "nm_mask(Tensor weight, int n, int m) -> Tensor",
     nm_mask_reference,
     _fake,
     takes=takes_groups,
     cpu=True,
-    cuda=_triton,
+    cuda="select.nm_mask",
 )

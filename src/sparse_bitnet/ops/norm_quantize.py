@@ -5,7 +5,6 @@ from torch import Tensor
 
 from sparse_bitnet.ops.backends import define
 from sparse_bitnet.ops.quantize_windows import empty_in_order, order_of, quantize_in_order
-from sparse_bitnet.ops.windows import layout_of
 from sparse_bitnet.pattern import NMPattern
 
 
@@ -34,16 +33,10 @@ def norm_quantize_reference(
     return quantize_in_order(weight * normed.to(x.dtype), n, m)
 
 
-def _triton(x: Tensor, weight: Tensor, epsilon: float, n: int, m: int) -> tuple[Tensor, Tensor]:
-    from sparse_bitnet.ops.triton.fused_inputs import norm_quantize
-
-    return norm_quantize(x, weight, epsilon, layout_of(n, m))
-
-
 define(
     "norm_quantize(Tensor x, Tensor weight, float epsilon, int n, int m) -> "
     "(Tensor codes, Tensor activation_scale)",
     norm_quantize_reference,
     lambda x, weight, epsilon, n, m: empty_in_order(x, x.shape[-1], n, m),
-    cuda=_triton,
+    cuda="fused_inputs.norm_quantize",
 )

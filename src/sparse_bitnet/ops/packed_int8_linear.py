@@ -1,5 +1,7 @@
 """`int8_linear` with a weight that stays in a packed format, for the few tokens of decoding."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -57,14 +59,12 @@ def packed_int8_linear_reference(
     packed_format: str,
     n: int,
     m: int,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
+    *more: Any,
 ) -> Tensor:
     """`int8_linear` of the unpacked codes."""
     shape = (packed.shape[0], x_codes.shape[-1])
     codes = unpack(packed, packed_format, NMPattern(n, m), shape).to(x_codes.device)
-    return int8_linear_reference(x_codes, activation_scale, codes, weight_scale, bias, dtype)
+    return int8_linear_reference(x_codes, activation_scale, codes, *more)
 
 
 def _fake(x_codes, activation_scale, packed, packed_format, n, m, weight_scale, bias, dtype):
@@ -79,22 +79,21 @@ def _triton(
     n: int,
     m: int,
     weight_scale: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
+    *more: Any,
 ) -> Tensor:
     from sparse_bitnet.ops.triton import packed_matvec
 
     x = x_codes.reshape(-1, x_codes.shape[-1])
     shape = (*x_codes.shape[:-1], packed.shape[0])
     if not x.shape[0]:
-        return x_codes.new_empty(shape, dtype=dtype)
+        return x_codes.new_empty(shape, dtype=more[-1])
     scales = (activation_scale.reshape(-1, 1), weight_scale.contiguous())
     if packed_format == "i2":
-        y = packed_matvec.i2_linear(x, scales[0], packed, scales[1], bias, dtype)
-    else:
-        pattern = NMPattern(n, m)
-        y = packed_matvec.nm_bitmap_linear(x, scales[0], packed, pattern, scales[1], bias, dtype)
-    return y.view(shape)
+        return packed_matvec.i2_linear(x, scales[0], packed, scales[1], *more).view(shape)
+    pattern = NMPattern(n, m)
+    return packed_matvec.nm_bitmap_linear(x, scales[0], packed, pattern, scales[1], *more).view(
+        shape
+    )
 
 
 define(

@@ -26,17 +26,11 @@ def quantize_int8_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes, absmax / 127.0
 
 
-def _triton(x: Tensor) -> tuple[Tensor, Tensor]:
-    from sparse_bitnet.ops.triton.quantize_gather import quantize_int8
-
-    return quantize_int8(x)
-
-
 define(
     "quantize_int8(Tensor x) -> (Tensor codes, Tensor activation_scale)",
     quantize_int8_reference,
     lambda x: empty_tokens(x, x.shape[-1]),
     takes=takes_values,
     cpu=True,
-    cuda=_triton,
+    cuda="quantize_gather.quantize_int8",
 )

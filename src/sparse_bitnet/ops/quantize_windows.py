@@ -6,7 +6,7 @@ from torch import Tensor
 from sparse_bitnet.ops.backends import define
 from sparse_bitnet.ops.operands import empty_tokens
 from sparse_bitnet.ops.quantize_int8 import quantize_int8_reference
-from sparse_bitnet.ops.windows import gather_index, layout_of, window_layout
+from sparse_bitnet.ops.windows import gather_index, layout_of
 from sparse_bitnet.pattern import NMPattern
 
 
@@ -45,15 +45,9 @@ def empty_in_order(x: Tensor, features: int, n: int, m: int) -> tuple[Tensor, Te
     return empty_tokens(x, features if layout is None else layout.padded_width(features))
 
 
-def _triton(x: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
-    from sparse_bitnet.ops.triton.quantize_gather import quantize_windows
-
-    return quantize_windows(x, window_layout(NMPattern(n, m)))
-
-
 define(
     "quantize_windows(Tensor x, int n, int m) -> (Tensor codes, Tensor activation_scale)",
     quantize_windows_reference,
     lambda x, n, m: empty_in_order(x, x.shape[-1], n, m),
-    cuda=_triton,
+    cuda="quantize_gather.quantize_windows",
 )

@@ -99,27 +99,13 @@ def _fake_bits(
     return codes, words, torch.empty((), dtype=torch.int64, device=weight.device)
 
 
-def _triton(weight: Tensor, weight_scale: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
-    from sparse_bitnet.ops.triton.select import select_ternary
-
-    return select_ternary(weight, weight_scale, n, m)
-
-
-def _triton_bits(
-    weight: Tensor, weight_scale: Tensor, n: int, m: int, previous: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    from sparse_bitnet.ops.triton.select import select_ternary_bits
-
-    return select_ternary_bits(weight, weight_scale, n, m, previous)
-
-
 define(
     "select_ternary(Tensor weight, Tensor weight_scale, int n, int m) -> (Tensor codes, Tensor mask)",
     select_ternary_reference,
     _fake,
     takes=_takes,
     cpu=True,
-    cuda=_triton,
+    cuda="select.select_ternary",
 )
 define(
     "select_ternary_bits(Tensor weight, Tensor weight_scale, int n, int m, Tensor? previous) -> "
@@ -127,5 +113,5 @@ define(
     select_ternary_bits_reference,
     _fake_bits,
     takes=_takes,
-    cuda=_triton_bits,
+    cuda="select.select_ternary_bits",
 )

@@ -60,33 +60,19 @@ def sparse_int8_linear(
 
 
 def sparse_int8_linear_reference(
-    x_codes: Tensor,
-    activation_scale: Tensor,
-    compressed: Tensor,
-    out_features: int,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
+    x_codes: Tensor, activation_scale: Tensor, compressed: Tensor, out_features: int, *more: Any
 ) -> Tensor:
     """With what the reference of `compress_windows` returns: the expanded codes themselves."""
-    codes = compressed[:out_features]
-    return int8_linear_reference(x_codes, activation_scale, codes, weight_scale, bias, dtype)
+    return int8_linear_reference(x_codes, activation_scale, compressed[:out_features], *more)
 
 
 def _sparse_tensor_cores(
-    x_codes: Tensor,
-    activation_scale: Tensor,
-    compressed: Tensor,
-    out_features: int,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
+    x_codes: Tensor, activation_scale: Tensor, compressed: Tensor, out_features: int, *more: Any
 ) -> Tensor:
     x = x_codes.reshape(-1, x_codes.shape[-1])
     if not x.shape[0]:
-        return x_codes.new_empty((*x_codes.shape[:-1], out_features), dtype=dtype)
-    sums = sparse_product(x, compressed)
-    y = scaled(sums, out_features, activation_scale, weight_scale, bias, dtype)
+        return x_codes.new_empty((*x_codes.shape[:-1], out_features), dtype=more[-1])
+    y = scaled(sparse_product(x, compressed), out_features, activation_scale, *more)
     return y.view(*x_codes.shape[:-1], out_features)
 
 

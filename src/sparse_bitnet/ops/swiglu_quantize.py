@@ -6,7 +6,6 @@ from torch import Tensor
 
 from sparse_bitnet.ops.backends import define
 from sparse_bitnet.ops.quantize_windows import empty_in_order, order_of, quantize_in_order
-from sparse_bitnet.ops.windows import layout_of
 from sparse_bitnet.pattern import NMPattern
 
 
@@ -28,15 +27,9 @@ def swiglu_quantize_reference(gate_up: Tensor, n: int, m: int) -> tuple[Tensor, 
     return quantize_in_order(F.silu(gate) * up, n, m)
 
 
-def _triton(gate_up: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
-    from sparse_bitnet.ops.triton.fused_inputs import swiglu_quantize
-
-    return swiglu_quantize(gate_up, layout_of(n, m))
-
-
 define(
     "swiglu_quantize(Tensor gate_up, int n, int m) -> (Tensor codes, Tensor activation_scale)",
     swiglu_quantize_reference,
     lambda gate_up, n, m: empty_in_order(gate_up, gate_up.shape[-1] // 2, n, m),
-    cuda=_triton,
+    cuda="fused_inputs.swiglu_quantize",
 )

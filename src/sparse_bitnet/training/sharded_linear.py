@@ -28,7 +28,6 @@ from sparse_bitnet.ops.nm_mask import nm_mask
 from sparse_bitnet.ops.operands import pack_codes, unpack_codes
 from sparse_bitnet.selection import Selection
 from sparse_bitnet.straight_through import (
-    dequantized,
     fake_quantize_int8,
     straight_through,
     ternary_int8_linear,
@@ -100,8 +99,8 @@ class ShardedSparseBitLinear(SparseBitLinear):
             x = fake_quantize_int8(input) if self.config.activation == "int8" else input
             return F.linear(x, straight_through(self.weight, gathered), self.bias)
         if self.config.activation == "none":
-            codes = unpack_codes(gathered, self.in_features)
-            return F.linear(input, dequantized(self.weight, codes, scale, None), self.bias)
+            value = (unpack_codes(gathered, self.in_features) * scale).to(self.weight.dtype)
+            return F.linear(input, straight_through(self.weight, value), self.bias)
         return ternary_int8_linear(
             input, self.weight, self.bias, gathered, scale, integer=self.integer_forward
         )

@@ -9,54 +9,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparse_bitnet.ops.operands import empty_tokens
-from sparse_bitnet.ops.triton.quantize_gather import int8_codes, int8_scales
-from sparse_bitnet.ops.windows import WindowLayout
+from sparse_bitnet.ops.triton.quantize_gather import int8_codes, int8_scales, prepare
 
 MAX_BLOCK = 2048
 
 
 def norm_quantize(
-    x: Tensor, weight: Tensor, epsilon: float, layout: WindowLayout | None
+    x: Tensor, weight: Tensor, epsilon: float, n: int, m: int
 ) -> tuple[Tensor, Tensor]:
     """See `ops.norm_quantize`."""
     x = x.contiguous()
-    features = x.shape[-1]
-    codes, scale, arguments = _prepare(x, features, layout)
+    codes, scale, sizes = prepare(x, x.shape[-1], n, m, MAX_BLOCK)
     if scale.numel():
-        _norm_quantize[(scale.numel(),)](x, weight, codes, scale, epsilon, **arguments)
+        _norm_quantize[(scale.numel(),)](x, weight, codes, scale, epsilon, **sizes)
     return codes, scale
 
 
-def swiglu_quantize(gate_up: Tensor, layout: WindowLayout | None) -> tuple[Tensor, Tensor]:
+def swiglu_quantize(gate_up: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
     """See `ops.swiglu_quantize`."""
     gate_up = gate_up.contiguous()
-    features = gate_up.shape[-1] // 2
-    codes, scale, arguments = _prepare(gate_up, features, layout)
+    codes, scale, sizes = prepare(gate_up, gate_up.shape[-1] // 2, n, m, MAX_BLOCK)
     if scale.numel():
-        _swiglu_quantize[(scale.numel(),)](gate_up, codes, scale, **arguments)
+        _swiglu_quantize[(scale.numel(),)](gate_up, codes, scale, **sizes)
     return codes, scale
-
-
-def _prepare(
-    x: Tensor, features: int, layout: WindowLayout | None
-) -> tuple[Tensor, Tensor, dict[str, int | bool]]:
-    columns = features if layout is None else layout.padded_width(features)
-    codes, scale = empty_tokens(x, columns)
-    block = min(MAX_BLOCK, triton.next_power_of_2(columns))
-    return (
-        codes,
-        scale,
-        {
-            "features": features,
-            "columns": columns,
-            "M": 1 if layout is None else layout.m,
-            "WINDOWS": 0 if layout is None else layout.windows,
-            "BLOCK": block,
-            "num_warps": 8 if block >= 2048 else 4,
-            "enable_fp_fusion": False,
-        },
-    )
 
 
 @triton.jit

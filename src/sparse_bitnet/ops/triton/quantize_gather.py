@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparse_bitnet.ops.operands import SCALE_FLOOR, empty_tokens
 from sparse_bitnet.ops.triton.float_bits import float32_bits, readable
-from sparse_bitnet.ops.windows import WindowLayout
+from sparse_bitnet.ops.windows import layout_of
 
 MAX_BLOCK = 4096
 
@@ -23,41 +23,36 @@ _ROUNDING = tl.constexpr(1.5 * 2.0**23)
 
 
 def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """See `ops.quantize_int8`: (int8 codes [..., features], float32 scale [..., 1])."""
-    return _launch(x, x.shape[-1], 1, 0)
+    """See `ops.quantize_int8`."""
+    return quantize_windows(x, 0, 0)
 
 
-def quantize_windows(x: Tensor, layout: WindowLayout) -> tuple[Tensor, Tensor]:
-    """The same, with the codes in the order of `windows.gather_index(..., padded=True)`.
-
-    Args:
-        x: float [..., in_features].
-        layout: of the weights that the product is with.
-
-    Returns (int8 [..., K'], zeros in columns without source, float32 scale [..., 1]).
-    """
-    return _launch(x, layout.padded_width(x.shape[-1]), layout.m, layout.windows)
-
-
-def _launch(x: Tensor, columns: int, m: int, windows: int) -> tuple[Tensor, Tensor]:
+def quantize_windows(x: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
+    """See `ops.quantize_windows`; in its own order with m = 0."""
     x = x.contiguous()
-    features = x.shape[-1]
-    codes, scale = empty_tokens(x, columns)
+    codes, scale, sizes = prepare(x, x.shape[-1], n, m, MAX_BLOCK)
     if scale.numel():
-        block = min(MAX_BLOCK, triton.next_power_of_2(columns))
-        _quantize[(scale.numel(),)](
-            readable(x),
-            codes,
-            scale,
-            features,
-            columns,
-            M=m,
-            WINDOWS=windows,
-            BLOCK=block,
-            num_warps=8 if block >= 2048 else 4,
-            enable_fp_fusion=False,
-        )
+        _quantize[(scale.numel(),)](readable(x), codes, scale, **sizes)
     return codes, scale
+
+
+def prepare(
+    x: Tensor, features: int, n: int, m: int, max_block: int
+) -> tuple[Tensor, Tensor, dict[str, int | bool]]:
+    """Room for so many features of each token in the order of n:m, and the kernels' sizes."""
+    layout = layout_of(n, m)
+    columns = features if layout is None else layout.padded_width(features)
+    block = min(max_block, triton.next_power_of_2(columns))
+    sizes = {
+        "features": features,
+        "columns": columns,
+        "M": 1 if layout is None else layout.m,
+        "WINDOWS": 0 if layout is None else layout.windows,
+        "BLOCK": block,
+        "num_warps": 8 if block >= 2048 else 4,
+        "enable_fp_fusion": False,
+    }
+    return *empty_tokens(x, columns), sizes
 
 
 @triton.jit
