@@ -153,7 +153,7 @@ class DecoderInMemory:
         pattern = linear.config.pattern
         format = self.weight_format if holds_pattern(self.weight_format, pattern) else "i2"
         with torch.no_grad():
-            codes, _, scale = select(linear.weight, linear.config)
+            codes, _, scale = select(linear.weight, linear.config)[:3]
         assert codes is not None
         assert scale is not None
         stride, address = self.rows(pack(codes, format, pattern).numpy())

@@ -70,7 +70,7 @@ def test_scores_the_masked_quantised_forward(model, tokens):
     with torch.no_grad():
         for layer in sparse_layers(model).values():
             # What the mask removes and rounding hides cannot matter.
-            codes, mask, scale = layer.select()
+            codes, mask, scale = layer.select()[:3]
             layer.weight.copy_(torch.where(mask, codes * scale, layer.weight))
             layer.weight.mul_(mask)
     changed = perplexity(model, tokens, context_length=64).mean_nll
