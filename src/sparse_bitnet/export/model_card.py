@@ -21,6 +21,7 @@ _MOST_FILES = 8
 class TrainingRecord:
     """What a run folder tells about a checkpoint in it; empty for a checkpoint by itself."""
 
+    folder: Path
     config: dict[str, Any]
     """The run's TrainConfig as JSON."""
     result: dict[str, Any]
@@ -30,9 +31,13 @@ class TrainingRecord:
 
     @property
     def data_folder(self) -> Path | None:
-        """Where the prepared data is, if it still is there."""
-        folder = Path(self.config["data"]) if self.config.get("data") else None
-        return folder if folder is not None and (folder / "manifest.json").is_file() else None
+        """Where the prepared data is, if it still is there: the path was relative to where `train` ran,
+        which is above the run wherever the export is made."""
+        name = self.config.get("data")
+        places = (
+            [Path(name), *(above / name for above in self.folder.resolve().parents)] if name else []
+        )
+        return next((place for place in places if (place / "manifest.json").is_file()), None)
 
 
 def read_record(folder: Path) -> TrainingRecord:
@@ -42,11 +47,13 @@ def read_record(folder: Path) -> TrainingRecord:
     if not config and folder.name == "final":
         config = _optional(folder.parent / "config.json")
         result = _optional(folder.parent / "result.json") if config else {}
-    record = TrainingRecord(config=config, result=result, data={})
+    record = TrainingRecord(folder=folder, config=config, result=result, data={})
     if record.data_folder is None:
         return record
     settings = _optional(record.data_folder / "manifest.json").get("settings", {})
-    return TrainingRecord(config=config, result=result, data=settings.get("source", {}))
+    return TrainingRecord(
+        folder=folder, config=config, result=result, data=settings.get("source", {})
+    )
 
 
 def _optional(path: Path) -> dict[str, Any]:
