@@ -24,6 +24,12 @@ _LARGEST_OTHER = 16 << 20
 _SMALL_SUFFIXES = {".json", ".jinja", ".txt"}
 _HUB_ID = r"\w[\w.-]*/\w[\w.-]*"
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "LICENSE*")
+_COUNTS_LAYERS = re.compile(r"num_(hidden_)?layers|n_layers?")
+_COUNTS_VALUES = re.compile(
+    r"(hidden|intermediate|vocab|ffn|moe_intermediate)_size|.*_dim|n_embd|n_inner|num_.*"
+)
+_BYTES_A_LAYER = 64
+"""A layer has a tensor, whose entry in a safetensors header alone takes more."""
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -77,6 +83,27 @@ def check_folder(folder: Path) -> None:
                 check_file(path)
     except OSError as error:
         raise UserError(f"cannot read {error.filename or folder}: {error.strerror}") from error
+
+
+def check_sizes(config: dict[str, Any], folder: Path) -> None:
+    """Raise `UserError` for a config.json of a larger model than the folder's weights can be of: to build
+    it would take memory and time without end."""
+    weights = [path for suffix in ("safetensors", "bin") for path in folder.glob(f"*.{suffix}")]
+    total = sum(path.stat().st_size for path in weights if path.is_file())
+    if not total:
+        return
+    for key, value in config.items():
+        if isinstance(value, dict) and key != "quantization_config":
+            check_sizes(value, folder)
+        if not isinstance(value, int):
+            continue
+        # A value takes at least a bit.
+        is_layers = _COUNTS_LAYERS.fullmatch(key)
+        most = total // _BYTES_A_LAYER if is_layers else 8 * total
+        if value > most and (is_layers or _COUNTS_VALUES.fullmatch(key)):
+            raise UserError(
+                f"{folder / CONFIG_FILE}: {key} is {value:,}, more than a model of {total:,} bytes has"
+            )
 
 
 def check_file(path: Path) -> None:
@@ -162,4 +189,5 @@ def load_with(loader: Callable[..., Any], source: Any, **kwargs: Any) -> Any:
     if isinstance(source, str | Path):
         source = local_folder(source)
         check_folder(source)
+        check_sizes(read_json_if_there(source / CONFIG_FILE), source)
     return loader(source, trust_remote_code=False, **kwargs)

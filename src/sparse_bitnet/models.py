@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sparse_bitnet.convert import convert_
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer import SparseBitConfig
-from sparse_bitnet.model_folder import load_with
+from sparse_bitnet.model_folder import check_sizes, load_with
 from sparse_bitnet.presets import PRESETS, Shape
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def load_causal_lm(path_or_id: str | Path, **kwargs: Any) -> "PreTrainedModel":
         )
     except UserError:
         raise
-    except _refusals() as error:
+    except Exception as error:  # values that transformers cannot use raise anything
         raise UserError(f"cannot load a model from {path_or_id}: {_reason(error)}") from error
     model, info = loaded
     if missing := sorted(info["missing_keys"]):
@@ -115,34 +115,18 @@ def skeleton(config: dict[str, Any], folder: Path) -> "PreTrainedModel":
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    check_sizes(config, folder)
     # A copy: transformers completes nested entries in place.
     values = copy.deepcopy({**config, "quantization_config": None})
     del values["quantization_config"]
     try:
         with torch.device("meta"):
             return load_with(AutoModelForCausalLM.from_config, AutoConfig.for_model(**values))
-    except _refusals() as error:
+    except Exception as error:
         raise UserError(
             f"{folder}/config.json describes no causal language model that transformers builds: "
             f"{_reason(error)}"
         ) from error
-
-
-def _refusals() -> tuple[type[Exception], ...]:
-    """What transformers raises for values of files that it cannot use."""
-    from huggingface_hub.errors import StrictDataclassError
-    from safetensors import SafetensorError
-
-    return (
-        OSError,
-        ValueError,
-        TypeError,
-        LookupError,
-        ArithmeticError,
-        RuntimeError,
-        StrictDataclassError,
-        SafetensorError,
-    )
 
 
 def _reason(error: Exception) -> str:

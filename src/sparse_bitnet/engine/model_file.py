@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.engine.architecture import Architecture, read_architecture
 from sparse_bitnet.errors import EngineLacks, UserError
 from sparse_bitnet.model_folder import quantization_entry, read_config
@@ -13,7 +14,6 @@ from sparse_bitnet.packing.formats import check_layout, has_fixed_rows, row_byte
 from sparse_bitnet.packing.metadata import QUANT_METHOD, PackedMetadata
 from sparse_bitnet.packing.tensor_file import DTYPES, TensorFile
 
-MODEL_FILE = "model.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 _TABLE_DTYPES = {"bf16": "BF16", "float32": "F32", "int8": "I8"}
@@ -69,13 +69,13 @@ def open_model_file(folder: str | Path) -> ModelFile:
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} has no config.json: it is no model folder; {_remedy(folder)}")
     config = read_config(folder)
-    entry = quantization_entry(config)
-    if entry.get("quant_method") != QUANT_METHOD:
+    if quantization_entry(config).get("quant_method") != QUANT_METHOD:
         raise UserError(f"{folder} is not a packed model; {_remedy(folder)}")
     architecture = read_architecture(config, str(folder / "config.json"))
-    file = TensorFile(folder / MODEL_FILE)
-    metadata = PackedMetadata.from_json(file.metadata, str(file.path))
-    metadata.check_config_entry(entry, str(file.path))
+    checkpoint = open_checkpoint(folder, "packed")
+    file, metadata = checkpoint.file, checkpoint.metadata
+    assert file is not None
+    assert metadata is not None
     if metadata.format.activation != "int8":
         raise EngineLacks(
             f"{folder}: the CPU engine computes with int8 activations, this model was trained with "
