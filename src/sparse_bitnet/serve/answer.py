@@ -99,7 +99,6 @@ class _Answer:
         try:
             failed: ApiError | None = None
             async for choice, output in self._all_outputs():
-                choice.text += output.text
                 choice.scores += output.scores
                 if output.finish in _FAILURES:
                     failed = failed or _failure(choice, output)

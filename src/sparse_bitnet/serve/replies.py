@@ -66,12 +66,17 @@ def _blocks(pieces: Iterable[str]) -> Iterator[bytes]:
 class Choice:
     """One text as it grows, with the log-probabilities that have not been sent."""
 
-    def __init__(self, generation: Generation, index: int, text: str = "") -> None:
-        self.generation, self.index, self.text = generation, index, text
+    def __init__(self, generation: Generation, index: int, echo: str = "") -> None:
+        self.generation, self.index, self.echo = generation, index, echo
         self.scores: list[TokenScore] = []
         self._prompt_taken = False
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._place = 0
+
+    @property
+    def text(self) -> str:
+        """All of it, when the generation has ended."""
+        return self.echo + self.generation.text
 
     def take_prompt_scores(self) -> None:
         """Those of an echoed prompt come before all others."""
@@ -91,7 +96,8 @@ class Choice:
         """Drop the scores of tokens that a stop string has taken out of the text."""
         if self.generation.is_cut:
             places = Choice(self.generation, self.index).places(self.scores, tokenizer)
-            del self.scores[sum(place < len(self.text) for place in places) :]
+            end = len(self.text)
+            del self.scores[sum(place < end for place in places) :]
 
 
 class Reply:
@@ -128,9 +134,9 @@ class Reply:
 
     def opening(self, choice: Choice) -> bytes:
         """What precedes the first piece of a choice: of a completion, the prompt it repeats."""
-        if not choice.text:
+        if not choice.echo:
             return b""
-        content = {"text": choice.text, "logprobs": None, "finish_reason": None}
+        content = {"text": choice.echo, "logprobs": None, "finish_reason": None}
         return self._chunk_event({"index": choice.index} | content)
 
     def usage_chunk(self, choices: Sequence[Choice]) -> bytes:
