@@ -151,7 +151,7 @@ def _damaged(trial: Trial, damage: Callable[[bytes], bytes]) -> None:
     shard = trial.chance.choice(sorted((newest.path / "sharded").glob("*.distcp")))
     shard.write_bytes(damage(shard.read_bytes()))
     training = trial.start()
-    trial.notice("put aside", process=training)
+    trial.notice("quarantined", process=training)
     trial.lost_steps = newest.step - older.step
     trial.end(training)
 

@@ -168,6 +168,7 @@ class TrainConfig:
 
     @property
     def tokens_per_step(self) -> int:
+        """Over all micro-batches and processes."""
         return self.batch_size * self.sequence_length
 
     @property
@@ -176,6 +177,7 @@ class TrainConfig:
         return self.steps - round(self.steps * self.sparse_fraction) + 1
 
     def to_json(self) -> str:
+        """What `from_json` reads."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
     @classmethod

@@ -167,18 +167,13 @@ class World:
         raise (UserError if self.is_main else ErrorElsewhere)(message)
 
 
-def launched_processes() -> int:
-    """How many processes the launcher started (torchrun's WORLD_SIZE), 1 without one."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 @contextlib.contextmanager
 def open_world(launch: Launch, device: torch.device) -> Iterator[World]:
     """The processes that the environment describes; the group ends with the block.
 
     Raises `UserError` when `launch.shard` does not divide their number, or not all of them come.
     """
-    size = launched_processes()
+    size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         yield World()
         return

@@ -115,6 +115,7 @@ class Job:
 
     @property
     def shards(self) -> int:
+        """GPUs over which one model is split."""
         return self.shard or self.gpus
 
     @property
@@ -130,6 +131,7 @@ class Job:
 
     @property
     def micro_steps(self) -> int:
+        """Forwards of a GPU in one optimiser step."""
         return -(-(self.batch_size // self.gpus) // self.rows)
 
 
@@ -158,6 +160,7 @@ class Plan:
 
     @property
     def memory_bytes(self) -> float:
+        """All components together."""
         return sum(self.memory.values())
 
 
