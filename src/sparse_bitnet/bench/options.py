@@ -28,9 +28,7 @@ class BenchOptions:
     embeddings: Literal["int8", "bf16"] = "int8"
     """How the random model's file holds embedding and head."""
 
-    weight_format: list[Literal["auto", "stored", "i2", "b3", "nm-bitmap"]] = field(
-        default_factory=lambda: ["auto"]
-    )
+    weight_format: list[WeightFormat] = field(default_factory=lambda: ["auto"])
     """Run-time formats of the weights."""
 
     head: Literal["auto", "stored", "int8", "int4"] = "auto"
