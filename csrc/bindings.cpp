@@ -7,6 +7,7 @@
 
 #include "bindings.h"
 #include "ops.h"
+#include "platform.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -31,7 +32,9 @@ NB_MODULE(_cpu, module) {
   nb::set_leak_warnings(false);
   module.doc() = "CPU kernels of sparse_bitnet: raw addresses and sizes, see csrc/isa.h.";
   nb::enum_<Dtype>(module, "Dtype").value("float32", Dtype::float32).value("bfloat16", Dtype::bfloat16);
-  module.def("supported_isas", &supported_isas, "Instruction sets this machine runs, best first.");
+  module.def("supported_isas", &supported_isas, "for_tests"_a = false,
+             "Instruction sets this machine runs, best first; with those that are only for tests.");
+  module.def("amx_refusal", &amx_refusal, "Why amx_int8 is not among them, or nothing.");
 
   const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
   nb::class_<Kernels> kernels(module, "Kernels", "The kernels of one instruction set, see csrc/ops.h.");

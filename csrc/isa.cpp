@@ -14,21 +14,34 @@ namespace {
 // Best first.
 const Kernels table[] = {
 #if defined(__x86_64__)
+#if defined(SPARSE_BITNET_AMX)
+    {"amx_int8", cpu_has_amx_int8, vector_avx512, matmul_amx_int8, roofline_amx_int8},
+#endif
     {"avx512vnni", cpu_has_avx512vnni, vector_avx512, matmul_avx512vnni, roofline_avx512vnni},
     {"avx512", cpu_has_avx512, vector_avx512, matmul_avx2, roofline_avx512},
+#if defined(SPARSE_BITNET_AVX_VNNI)
+    {"avxvnni", cpu_has_avxvnni, vector_avx2, matmul_avxvnni, roofline_avxvnni},
+#endif
     {"avx2", cpu_has_avx2, vector_avx2, matmul_avx2, roofline_avx2},
 #elif defined(__aarch64__)
     {"neon", cpu_has_dotprod, vector_generic, matmul_neon, roofline_neon},
 #endif
     {"generic", [] { return true; }, vector_generic, matmul_generic, roofline_generic},
+// A matrix unit in plain C++.
+#if defined(__x86_64__)
+    {"emulated_unit", cpu_has_avx2, vector_avx2, matmul_emulated_unit, roofline_avx2},
+#elif defined(__aarch64__)
+    {"emulated_unit", cpu_has_dotprod, vector_generic, matmul_emulated_unit, roofline_neon},
+#endif
 };
 
 }  // namespace
 
-std::vector<std::string> supported_isas() {
+std::vector<std::string> supported_isas(bool for_tests) {
   std::vector<std::string> names;
   for (const Kernels& row : table) {
-    if (row.is_supported()) names.push_back(row.isa);
+    const bool is_for_tests = &row.matmul == &matmul_emulated_unit;
+    if (row.is_supported() && (for_tests || !is_for_tests)) names.push_back(row.isa);
   }
   return names;
 }
@@ -41,6 +54,7 @@ const Kernels& choose_kernels(const std::string& isa) {
   for (const Kernels& row : table) {
     if (!row.is_supported()) continue;
     if (wanted.empty() || wanted == row.isa) return row;
+    if (&row.matmul == &matmul_emulated_unit) continue;
     has += (has.empty() ? "" : ", ") + std::string(row.isa);
   }
   throw std::invalid_argument(std::string(from_variable ? "SPARSE_BITNET_ISA=" : "instruction set ") +

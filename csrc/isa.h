@@ -82,8 +82,8 @@ struct Kernels {
   const RooflineLoops& roofline;  // roofline.h
 };
 
-// Names of the rows that this machine runs, best first.
-std::vector<std::string> supported_isas();
+// Names of the rows that this machine runs, best first; those that only tests choose after them.
+std::vector<std::string> supported_isas(bool for_tests = false);
 
 // The row of that name; of an empty one that which SPARSE_BITNET_ISA names, or else the best. Throws
 // std::invalid_argument that lists what this machine has.

@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "aligned_vector.h"
 #include "matmul_kernels.h"
 
 namespace sparse_bitnet {
@@ -24,6 +25,8 @@ Activations token_range(const Activations& x, std::int64_t begin, std::int64_t e
   Activations part = x;
   part.tokens = end - begin;
   part.codes += begin * x.stride;
+  if (x.tiles) part.tiles += begin * x.stride;
+  if (x.fine_tiles) part.fine_tiles += begin * x.stride;
   part.scales += begin;
   part.sums += begin;
   if (x.fine) {
@@ -51,6 +54,37 @@ const std::vector<std::int32_t>& group_sums(const Kernels& kernels, ThreadPool& 
     }
   });
   return sums;
+}
+
+constexpr std::int64_t tile_tokens = 16, tile_columns = 64;
+
+// The activations with their tiles (matmul.h), where these kernels want them.
+Activations arranged(const Kernels& kernels, ThreadPool& pool, const Activations& x) {
+  thread_local AlignedVector<std::int8_t> memory[2];
+  Activations result = x;
+  if (kernels.matmul.tiles_from == 0 || x.tokens < kernels.matmul.tiles_from) return result;
+  const std::int8_t* const from[] = {x.codes, x.fine};
+  for (int part = 0; part < (x.fine ? 2 : 1); ++part) {
+    const std::int64_t groups = packed::divide_up(x.tokens, tile_tokens);
+    if (std::int64_t(memory[part].size()) < groups * tile_tokens * x.stride) {
+      memory[part].resize(std::size_t(groups * tile_tokens * x.stride));
+    }
+    std::int8_t* to = memory[part].data();
+    (part == 0 ? result.tiles : result.fine_tiles) = to;
+    pool.parallel_for(groups, 1, [&](std::int64_t begin, std::int64_t end, int) {
+      for (std::int64_t token = begin * tile_tokens; token < end * tile_tokens; ++token) {
+        std::int8_t* line = to + token / tile_tokens * tile_tokens * x.stride + token % tile_tokens * 64;
+        for (std::int64_t c = 0; c < x.stride; c += tile_columns, line += tile_tokens * 64) {
+          if (token < x.tokens) {
+            std::memcpy(line, from[part] + token * x.stride + c, tile_columns);
+          } else {
+            std::memset(line, 0, tile_columns);
+          }
+        }
+      }
+    });
+  }
+  return result;
 }
 
 // Rows of a piece: few enough that the threads finish together, and whole cache lines of y.
@@ -138,8 +172,9 @@ void quantize(const Kernels& kernels, ThreadPool& pool, const float* x,
   });
 }
 
-void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& x,
+void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
             const Product* products, int count) {
+  const Activations x = arranged(kernels, pool, given);
   std::int64_t rows = 0;
   for (int i = 0; i < count; ++i) rows += products[i].matrix->rows;
   const std::int64_t work = rows * x.columns * x.tokens;

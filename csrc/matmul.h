@@ -49,6 +49,10 @@ struct Activations {
   float* scales;        // [tokens]
   std::int32_t* sums;   // [tokens], the sum of a token's codes
   std::int32_t* fine_sums;  // [tokens], or null
+  // For matrix units, made by `matmul`: codes and fine of sixteen tokens and 64 columns one behind another,
+  // [tokens / 16, stride / 64, 16, 64], zeros for tokens that are not there. Null where not wanted.
+  const std::int8_t* tiles = nullptr;
+  const std::int8_t* fine_tiles = nullptr;
 };
 
 constexpr std::int64_t activation_stride(std::int64_t columns) { return (columns + 63) / 64 * 64; }

@@ -1,5 +1,6 @@
-// AVX2 without VNNI: vpmaddubsw multiplies unsigned codes with signed activations and adds pairs in 16
-// bits. A pair of codes up to 2 gives at most 508, so 64 of them fit; vpmaddwd then widens the sum.
+// AVX2, and included by matmul_avxvnni.cpp, which defines AVX_VNNI, with vpdpbusd of 256 bits. Without it,
+// vpmaddubsw multiplies unsigned codes with signed activations and adds pairs in 16 bits. A pair of codes
+// up to 2 gives at most 508, so 64 of them fit; vpmaddwd then widens the sum.
 
 #if defined(__x86_64__)
 
@@ -9,25 +10,60 @@
 #include <immintrin.h>
 
 #include "matmul_kernels.h"
+#include "platform.h"
+
+#if !defined(AVX_VNNI) || defined(SPARSE_BITNET_AVX_VNNI)
 
 namespace sparse_bitnet {
-namespace avx2_matmul {
-
+#if defined(AVX_VNNI)
+#define TARGET __attribute__((target("avx2,avxvnni,bmi,bmi2,fma")))
+namespace avxvnni_matmul {
+#else
 #define TARGET __attribute__((target("avx2,bmi,bmi2,fma")))
+namespace avx2_matmul {
+#endif
+
 #define VECTOR_BYTES 32
 #include "vector-inl.h"
 
 using Bytes = Vector<std::uint8_t>;
 using Sums = Vector<std::int32_t>;
-using Small = Vector<std::int16_t>;
 using Floats = Vector<float>;
-constexpr std::int64_t small_dots = 64;
-constexpr int nibble_dots = 8;
-constexpr int int8_offset = 0;
 constexpr int rows_together = 4, tokens_together = 2;
 constexpr int tile_vectors = 2, tile_tokens = 4;
 
 INLINE __m256i bits(const Bytes& v) { return bit_cast<__m256i>(v); }
+
+INLINE Bytes to_unsigned(const Bytes& weights) { return weights ^ 0x80; }
+
+#if defined(AVX_VNNI)
+
+using Small = Sums;
+constexpr std::int64_t small_dots = std::int64_t(1) << 32;
+constexpr int nibble_dots = 1 << 30;
+constexpr int int8_offset = 128;
+
+INLINE Sums dot_codes(const Sums& sums, const Bytes& codes, const Bytes& x) {
+  return bit_cast<Sums>(_mm256_dpbusd_avx_epi32(bit_cast<__m256i>(sums), bits(codes), bits(x)));
+}
+constexpr bool has_dot_bytes = true;
+INLINE Sums dot_bytes(const Sums& sums, const Bytes& bytes, const Bytes& x) {
+  return dot_codes(sums, bytes, x);
+}
+INLINE Sums widen(const Sums& sums, const Sums& more) { return sums + more; }
+INLINE Sums dot_int8(const Sums& sums, const Bytes& weights, const Bytes& x) {
+  return dot_codes(sums, to_unsigned(weights), x);
+}
+INLINE Sums dot_nibbles(const Sums& sums, const Bytes& nibbles, const Bytes& x) {
+  return dot_codes(sums, nibbles, x);
+}
+
+#else
+
+using Small = Vector<std::int16_t>;
+constexpr std::int64_t small_dots = 64;
+constexpr int nibble_dots = 8;
+constexpr int int8_offset = 0;
 
 // Rows that a tile does not have are sums of anything: these may wrap around.
 INLINE Small dot_codes(const Small& small, const Bytes& codes, const Bytes& x) {
@@ -44,14 +80,17 @@ INLINE Sums widen(const Sums& sums, const Small& small) {
   return sums + bit_cast<Sums>(pairs);
 }
 
-INLINE Bytes to_unsigned(const Bytes& weights) { return weights ^ 0x80; }
-
 // |w| <= 128 times x with the sign of w: a pair is at most 2 * 128 * 127.
 INLINE Sums dot_int8(const Sums& sums, const Bytes& weights, const Bytes& x) {
   const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(bits(weights)),
                                              _mm256_sign_epi8(bits(x), bits(weights)));
   return widen(sums, bit_cast<Small>(pairs));
 }
+INLINE Sums dot_nibbles(const Sums& sums, const Bytes& nibbles, const Bytes& x) {
+  return widen(sums, dot_codes(Small{}, nibbles, x));
+}
+
+#endif
 
 INLINE Bytes plane(const Bytes& packed_bytes, int p) {
   return bit_cast<Bytes>(_mm256_srli_epi16(bits(packed_bytes), 2 * p)) & 3;
@@ -150,10 +189,6 @@ INLINE Bytes low_nibbles(const Bytes& v) { return v & 15; }
 INLINE Bytes high_nibbles(const Bytes& v) {
   return bit_cast<Bytes>(_mm256_srli_epi16(bits(v), 4)) & 15;
 }
-INLINE Sums dot_nibbles(const Sums& sums, const Bytes& nibbles, const Bytes& x) {
-  return widen(sums, dot_codes(Small{}, nibbles, x));
-}
-
 INLINE void load_halves(const std::int8_t* x, Bytes* low, Bytes* high) {
   *low = load<Bytes>(x);
   *high = load<Bytes>(x + 32);
@@ -177,7 +212,6 @@ INLINE float sum_lanes(const Floats& v) {
   return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
 }
 
-constexpr bool has_wide_tiles = true;
 INLINE Sums dot_pairs(const Sums& sums, const Bytes& weights, const Bytes& x) {
   return sums + bit_cast<Sums>(_mm256_madd_epi16(bits(weights), bits(x)));
 }
@@ -196,8 +230,16 @@ INLINE void widen_words(const Bytes& words, Bytes* first, Bytes* second) {
 #include "matmul_edges-inl.h"
 #include "matmul_rows-inl.h"
 #include "matmul_tiles-inl.h"
+#include "matmul_units-inl.h"
 #include "matmul_int4-inl.h"
 #include "matmul_wide-inl.h"
+
+// 16-bit products would take int8 and int4 no faster than vpdpbusd does.
+#if defined(AVX_VNNI)
+constexpr bool has_wide_tiles = false;
+#else
+constexpr bool has_wide_tiles = true;
+#endif
 
 INLINE std::int64_t tile_from(WeightFormat format) {
   return format == WeightFormat::int8 ? 6 : 4;
@@ -206,15 +248,37 @@ INLINE std::int64_t tile_from(WeightFormat format) {
 #include "matmul_multiply-inl.h"
 #include "matmul_table-inl.h"
 
+#if defined(AVX_VNNI)
+}  // namespace avxvnni_matmul
+
+const MatmulKernels matmul_avxvnni = {
+    avxvnni_matmul::quantize_token,
+    avxvnni_matmul::sum_groups,
+    avxvnni_matmul::multiply_on<avxvnni_matmul::NoUnit>,
+    0,
+    avxvnni_matmul::multiply_table,
+};
+#else
 }  // namespace avx2_matmul
 
 const MatmulKernels matmul_avx2 = {
     avx2_matmul::quantize_token,
     avx2_matmul::sum_groups,
-    avx2_matmul::multiply,
+    avx2_matmul::multiply_on<avx2_matmul::NoUnit>,
+    0,
     avx2_matmul::multiply_table,
 };
 
+const MatmulKernels matmul_emulated_unit = {
+    avx2_matmul::quantize_token,
+    avx2_matmul::sum_groups,
+    avx2_matmul::multiply_on<avx2_matmul::EmulatedUnit>,
+    2,
+    avx2_matmul::multiply_table,
+};
+#endif
+
 }  // namespace sparse_bitnet
 
+#endif
 #endif

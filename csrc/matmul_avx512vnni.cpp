@@ -14,6 +14,7 @@
 #include <immintrin.h>
 
 #include "matmul_kernels.h"
+#include "platform.h"
 
 namespace sparse_bitnet {
 namespace avx512vnni_matmul {
@@ -192,6 +193,32 @@ INLINE float sum_lanes(const Floats& v) { return _mm512_reduce_add_ps(bit_cast<_
 #include "matmul_edges-inl.h"
 #include "matmul_rows-inl.h"
 #include "matmul_tiles-inl.h"
+#include "matmul_units-inl.h"
+
+#if defined(SPARSE_BITNET_AMX)
+// Assembly, since the compilers' own functions do not say that they touch memory.
+struct AmxUnit : AmxTiles {
+  static constexpr bool is_there = true;
+
+  template <int C>
+  void zero() {
+    __asm__ volatile("tilezero %%tmm%c0" : : "i"(C));
+  }
+  template <int I>
+  void load(const void* from, std::int64_t stride) {
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(I) : "memory");
+  }
+  template <int C>
+  void store(void* to, std::int64_t stride) {
+    __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(C) : "memory");
+  }
+  template <int C, int A, int B>
+  void multiply() {
+    __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
+  }
+};
+#endif
+
 #include "matmul_int4-inl.h"
 
 // Where decoding along the rows costs little, a tile pays off late. 16-bit products would take int8 and
@@ -224,9 +251,20 @@ constexpr bool has_wide_tiles = false;
 const MatmulKernels matmul_avx512vnni = {
     avx512vnni_matmul::quantize_token,
     avx512vnni_matmul::sum_groups,
-    avx512vnni_matmul::multiply,
+    avx512vnni_matmul::multiply_on<avx512vnni_matmul::NoUnit>,
+    0,
     avx512vnni_matmul::multiply_table,
 };
+
+#if defined(SPARSE_BITNET_AMX)
+const MatmulKernels matmul_amx_int8 = {
+    avx512vnni_matmul::quantize_token,
+    avx512vnni_matmul::sum_groups,
+    avx512vnni_matmul::multiply_on<avx512vnni_matmul::AmxUnit>,
+    12,
+    avx512vnni_matmul::multiply_table,
+};
+#endif
 
 }  // namespace sparse_bitnet
 

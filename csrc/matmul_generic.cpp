@@ -171,6 +171,7 @@ const MatmulKernels matmul_generic = {
     generic_matmul::quantize_token,
     generic_matmul::sum_groups,
     generic_matmul::multiply,
+    0,
     generic_matmul::multiply_table,
 };
 

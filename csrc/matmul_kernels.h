@@ -28,12 +28,12 @@ constexpr std::int64_t max_wide_tokens = 4;
 // Memory of one thread, of any content: weights unpacked to tiles, their scales where they are int4,
 // activations in 16 bits, and sums.
 struct MatmulScratch {
-  alignas(64) std::uint8_t tile[max_rows_a_call * wide_column_block * 2];
+  alignas(64) std::uint8_t tile[max_rows_a_call * max_column_block];
   alignas(64) float scales[max_rows_a_call * (wide_column_block / int4_group)];
   alignas(64) std::int16_t activations[max_wide_tokens * wide_column_block];
   alignas(64) std::int32_t dots[2 * max_tokens_a_call * max_rows_a_call];
 };
-static_assert(sizeof MatmulScratch::tile >= max_tile_rows * max_column_block);
+static_assert(sizeof MatmulScratch::tile >= max_rows_a_call * wide_column_block * 2);
 static_assert(sizeof MatmulScratch::scales >= max_tile_rows * max_column_block / int4_group * 4);
 
 // One thread each. `x` holds at most max_tokens_a_call tokens.
@@ -51,12 +51,16 @@ struct MatmulKernels {
   void (*multiply)(const Activations& x, const std::int32_t* group_sums, const Product& product,
                    std::int64_t begin, std::int64_t end, MatmulScratch& scratch);
 
+  // For matrix units: activations of so many tokens and more are to be arranged in tiles; 0: never.
+  std::int64_t tiles_from;
+
   // y[:, begin:end] of matmul_table, any number of tokens.
   void (*multiply_table)(const float* x, std::int64_t tokens, std::int64_t x_stride,
                          const Table& table, std::int64_t begin, std::int64_t end, float* y,
                          std::int64_t y_stride);
 };
 
-extern const MatmulKernels matmul_generic, matmul_avx2, matmul_avx512vnni, matmul_neon;
+extern const MatmulKernels matmul_generic, matmul_avx2, matmul_avxvnni, matmul_avx512vnni, matmul_amx_int8,
+    matmul_neon, matmul_emulated_unit;
 
 }  // namespace sparse_bitnet

@@ -85,6 +85,65 @@ TARGET static void tile_piece(const Matrix& matrix, std::int64_t begin, std::int
   }
 }
 
+// Tokens [begin, begin + count) and what belongs to them.
+INLINE Activations some_tokens(Activations x, Product& product, std::int64_t begin, std::int64_t count) {
+  product.y += begin * product.y_stride;
+  x.tokens = count;
+  x.scales += begin;
+  x.sums += begin;
+  if (x.fine) x.fine_sums += begin;
+  return x;
+}
+
+// The product of a piece on a matrix unit, for activations that are arranged in tiles (matmul.h). All rows
+// of the piece are unpacked before the tokens come, in sixteens: zeros fill the last ones. Sums become
+// floats while they are in the first cache, and y is asked for before: it is in none.
+template <class Unit>
+TARGET static void unit_piece(const Activations& x, const Product& product, std::int64_t begin,
+                              std::int64_t end, MatmulScratch& scratch) {
+  const Matrix& matrix = *product.matrix;
+  const bool is_int8 = matrix.format == WeightFormat::int8, fine = x.fine && is_int8;
+  const std::int64_t block = column_block(matrix.format), rows = end - begin;
+  const std::int64_t step = max_rows_a_call * (fine ? 2 : 1);
+  Unit unit;
+  unit.begin();
+  for (std::int64_t c = 0; c < matrix.columns; c += block) {
+    const std::int64_t count = matrix.columns - c < block ? matrix.columns - c : block;
+    for (std::int64_t r = begin; r < end; r += tile_rows) {
+      unpack_tile(matrix, r, r + tile_rows < end ? r + tile_rows : end, c, count,
+                  to_next_tile(matrix, begin, end, r, c), scratch.tile + (r - begin) * block);
+    }
+    const std::int64_t steps = packed::divide_up(count, 64), at = c * unit_tile;
+    const bool is_last = c + block >= matrix.columns;
+    const auto nothing = [](std::int64_t, std::int64_t, std::int64_t, std::int64_t) {};
+    const auto ask = [&](std::int64_t t, std::int64_t m, std::int64_t r, std::int64_t n) {
+      if (!is_last) return;
+      for (std::int64_t i = t; i < t + m; ++i) {
+        const float* y = product.y + i * product.y_stride + begin + r;
+        for (std::int64_t k = 0; k < n; k += 16) __builtin_prefetch(y + k, 1, 3);
+      }
+    };
+    const auto finish = [&](std::int64_t t, std::int64_t m, std::int64_t r, std::int64_t n) TARGET {
+      if (!is_last) return;
+      Product part = product;
+      const Activations tokens = some_tokens(x, part, t, m);
+      const std::int32_t* dots = scratch.dots + t * step + r;
+      if (is_int8) {
+        finish_int8(tokens, part, begin + r, begin + r + n, dots, max_rows_a_call, 128);
+      } else {
+        finish_ternary(tokens, part, begin + r, begin + r + n, dots, max_rows_a_call, 1);
+      }
+    };
+    if (fine) {
+      unit_block(unit, x.fine_tiles + at, x.tokens, x.stride, scratch.tile, rows, block, steps, c == 0,
+                 scratch.dots + max_rows_a_call, step, nothing, nothing);
+    }
+    unit_block(unit, x.tiles + at, x.tokens, x.stride, scratch.tile, rows, block, steps, c == 0,
+               scratch.dots, step, ask, finish);
+  }
+  unit.end();
+}
+
 // The float sums of a piece of int4: sums [tokens, max_rows_a_call].
 TARGET static void int4_tile_piece(const Matrix& matrix, std::int64_t begin, std::int64_t end,
                                    const Activations& x, const std::int32_t* group_sums,
@@ -117,11 +176,18 @@ TARGET static void int4_tile_piece(const Matrix& matrix, std::int64_t begin, std
   }
 }
 
-TARGET static void multiply(const Activations& x, const std::int32_t* group_sums,
+template <class Unit>
+TARGET static void multiply_on(const Activations& x, const std::int32_t* group_sums,
                             const Product& product, std::int64_t begin, std::int64_t end,
                             MatmulScratch& scratch) {
   const Matrix& matrix = *product.matrix;
   const WeightFormat format = matrix.format;
+  if constexpr (Unit::is_there) {
+    if (x.tiles && format != WeightFormat::int4) {
+      unit_piece<Unit>(x, product, begin, end, scratch);
+      return;
+    }
+  }
   const bool tiles = x.tokens >= tile_from(format);
   if (format == WeightFormat::int4) {
     float* sums = reinterpret_cast<float*>(scratch.dots);

@@ -186,6 +186,7 @@ INLINE float sum_lanes(const Floats& v) { return (v[0] + v[2]) + (v[1] + v[3]); 
 #include "matmul_edges-inl.h"
 #include "matmul_rows-inl.h"
 #include "matmul_tiles-inl.h"
+#include "matmul_units-inl.h"
 #include "matmul_int4-inl.h"
 
 // Rows are decoded once for tokens_together tokens, so tiles pay off where decoding is dear. Tiles of
@@ -215,7 +216,16 @@ constexpr bool has_wide_tiles = false;
 const MatmulKernels matmul_neon = {
     neon_matmul::quantize_token,
     neon_matmul::sum_groups,
-    neon_matmul::multiply,
+    neon_matmul::multiply_on<neon_matmul::NoUnit>,
+    0,
+    neon_matmul::multiply_table,
+};
+
+const MatmulKernels matmul_emulated_unit = {
+    neon_matmul::quantize_token,
+    neon_matmul::sum_groups,
+    neon_matmul::multiply_on<neon_matmul::EmulatedUnit>,
+    2,
     neon_matmul::multiply_table,
 };
 

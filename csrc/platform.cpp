@@ -7,6 +7,12 @@
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #endif
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#endif
 
 #include <atomic>
 #include <cerrno>
@@ -88,6 +94,25 @@ OpenmpParallel find_openmp() {
   return reinterpret_cast<OpenmpParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
 }
 
+const char* amx_refusal() {
+#if defined(SPARSE_BITNET_AMX)
+  static const char* const refusal = [] {
+    unsigned a, b, c, d = 0;
+    constexpr unsigned tiles_and_int8 = 3u << 24;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & tiles_and_int8) != tiles_and_int8) {
+      return "this processor has no int8 matrix tiles";
+    }
+    constexpr long request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM
+    return syscall(SYS_arch_prctl, request_permission, tile_data) == 0
+               ? ""
+               : "the system refuses this process the state of matrix tiles";
+  }();
+  return refusal;
+#else
+  return "this build has no kernels for matrix tiles";
+#endif
+}
+
 #if defined(__x86_64__)
 
 // Whatever has FMA has F16C, which not every compiler can ask for.
@@ -96,12 +121,19 @@ bool cpu_has_avx2() {
          __builtin_cpu_supports("bmi2");
 }
 
+bool cpu_has_avxvnni() {
+  unsigned a = 0, b, c, d;
+  return cpu_has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4);
+}
+
 bool cpu_has_avx512() {
   return cpu_has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 
 bool cpu_has_avx512vnni() { return cpu_has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+
+bool cpu_has_amx_int8() { return cpu_has_avx512vnni() && *amx_refusal() == 0; }
 
 #elif defined(__aarch64__)
 

@@ -53,11 +53,41 @@ int fork_count();
 using OpenmpParallel = void (*)(void (*function)(void*), void* data, unsigned threads, unsigned flags);
 OpenmpParallel find_openmp();
 
+// Compilers with these headers, and their assemblers, know the instructions.
+#if defined(__x86_64__) && defined(__has_include)
+#if __has_include(<amxtileintrin.h>) && defined(__linux__)
+#define SPARSE_BITNET_AMX
+#endif
+#if __has_include(<avxvnniintrin.h>)
+#define SPARSE_BITNET_AVX_VNNI
+#endif
+#endif
+
+#if defined(SPARSE_BITNET_AMX)
+// The state of a thread's tiles, eight of 16 lines of 64 bytes, from begin to end.
+struct AmxTiles {
+  static void begin() {
+    struct alignas(64) {
+      std::uint8_t palette = 1, start_line = 0, reserved[14] = {};
+      std::uint16_t line_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      std::uint8_t lines[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } shape;
+    __asm__ volatile("ldtilecfg %0" : : "m"(shape));
+  }
+  static void end() { __asm__ volatile("tilerelease"); }
+};
+#endif
+
+// Why amx_int8 is not among the instruction sets; empty where it is.
+const char* amx_refusal();
+
 // Whether this machine runs the instruction sets of a row of isa.cpp.
 #if defined(__x86_64__)
 bool cpu_has_avx2();        // with FMA, F16C, BMI2
-bool cpu_has_avx512();      // F, BW, DQ, VL, besides
+bool cpu_has_avxvnni();     // besides
+bool cpu_has_avx512();      // F, BW, DQ, VL, with cpu_has_avx2
 bool cpu_has_avx512vnni();  // besides
+bool cpu_has_amx_int8();    // besides, and the system lets this process use it: it is asked once
 #elif defined(__aarch64__)
 bool cpu_has_dotprod();
 #endif

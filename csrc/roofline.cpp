@@ -145,7 +145,27 @@ LOOP(AVX512, int8_avx512vnni, __m512i, _mm512_set1_epi8, 1, 3, _mm512_dpbusd_epi
 LOOP(AVX512, float32_avx512, __m512, _mm512_set1_ps, 0.5f, 0.25f, _mm512_fmadd_ps(sum, a, b))
 LOOP(AVX2, int8_avx2, __m256i, _mm256_set1_epi8, 1, 3,
      _mm256_add_epi16(sum, _mm256_maddubs_epi16(a, b)))
+#if defined(SPARSE_BITNET_AVX_VNNI)
+#define AVXVNNI __attribute__((target("avx2,avxvnni")))
+LOOP(AVXVNNI, int8_avxvnni, __m256i, _mm256_set1_epi8, 1, 3, _mm256_dpbusd_avx_epi32(sum, a, b))
+#endif
 LOOP(AVX2, float32_avx2, __m256, _mm256_set1_ps, 0.5f, 0.25f, _mm256_fmadd_ps(sum, a, b))
+
+#if defined(SPARSE_BITNET_AMX)
+
+constexpr std::int64_t amx_ops = 4 * 2 * 16 * 16 * 64;
+
+void int8_amx(std::int64_t count) {
+  AmxTiles::begin();
+  for (std::int64_t n = 0; n < count; ++n) {
+    __asm__ volatile(
+        "tdpbsud %tmm6, %tmm4, %tmm0\n\ttdpbsud %tmm7, %tmm4, %tmm1\n\t"
+        "tdpbsud %tmm6, %tmm5, %tmm2\n\ttdpbsud %tmm7, %tmm5, %tmm3");
+  }
+  AmxTiles::end();
+}
+
+#endif
 
 #elif defined(__aarch64__)
 
@@ -191,10 +211,18 @@ const RooflineLoops roofline_generic = {read_generic, int8_generic, generic_lane
 #if defined(__x86_64__)
 const RooflineLoops roofline_avx2 = {read_avx2, int8_avx2, int8_ops(32), float32_avx2,
                                             float32_ops(32)};
+#if defined(SPARSE_BITNET_AVX_VNNI)
+const RooflineLoops roofline_avxvnni = {read_avx2, int8_avxvnni, int8_ops(32), float32_avx2,
+                                        float32_ops(32)};
+#endif
 const RooflineLoops roofline_avx512 = {read_avx512, int8_avx2, int8_ops(32), float32_avx512,
                                               float32_ops(64)};
 const RooflineLoops roofline_avx512vnni = {read_avx512, int8_avx512vnni, int8_ops(64),
                                                   float32_avx512, float32_ops(64)};
+#if defined(SPARSE_BITNET_AMX)
+const RooflineLoops roofline_amx_int8 = {read_avx512, int8_amx, amx_ops, float32_avx512,
+                                         float32_ops(64)};
+#endif
 #elif defined(__aarch64__)
 const RooflineLoops roofline_neon = {read_generic, int8_neon, int8_ops(16), float32_neon,
                                             float32_ops(16)};

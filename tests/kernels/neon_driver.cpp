@@ -125,7 +125,7 @@ std::vector<float> product(const Kernels& kernels, ThreadPool& pool, const Weigh
 
 struct Rows {
   const Kernels& generic = choose_kernels("generic");
-  const Kernels& neon = choose_kernels("neon");
+  const Kernels& neon;
 };
 
 constexpr packed::Pattern dense = {1, 1};
@@ -301,9 +301,10 @@ void test_attention(Random& random, CacheType type, double tolerance, int head_d
 
 int main() {
   Random random;
-  const Rows kernels;
+  const Rows kernels{choose_kernels("generic"), choose_kernels("neon")};
   test_quantize(kernels, random);
   test_products(kernels, random);
+  test_products({choose_kernels("generic"), choose_kernels("emulated_unit")}, random);
   test_tables(kernels, random);
   test_elementwise(random);
   for (int tokens : {1, 30}) {

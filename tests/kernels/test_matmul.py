@@ -27,7 +27,7 @@ TOKENS = [1, 2, 3, 5, 8, 17, 33, 64]
 POISON = 0xA5
 
 
-@pytest.fixture(params=_cpu.supported_isas())
+@pytest.fixture(params=_cpu.supported_isas(for_tests=True))
 def kernels(request):
     return _cpu.Kernels.choose(request.param)
 

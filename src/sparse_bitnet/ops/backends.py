@@ -71,7 +71,11 @@ def cpu_kernels() -> "tuple[Kernels | None, str]":
         kernels = Kernels()
     except ValueError as error:
         raise UserError(f"{error}; unset SPARSE_BITNET_ISA to use the best of them") from error
-    return kernels, f"{kernels.isa} instructions, {kernels.threads} threads"
+    from sparse_bitnet import _cpu
+
+    refusal = _cpu.amx_refusal()
+    without = f"; no amx_int8: {refusal}" if refusal else ""
+    return kernels, f"{kernels.isa} instructions, {kernels.threads} threads{without}"
 
 
 @cache

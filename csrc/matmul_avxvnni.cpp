@@ -1,0 +1,2 @@
+#define AVX_VNNI
+#include "matmul_avx2.cpp"
