@@ -91,30 +91,45 @@ def perplexity_of_engine(
     checkpoint: str, config: EvaluateConfig, on_batch: Callable[[int, int], None]
 ) -> "Evaluation":
     """As `evaluation.perplexity.evaluate`."""
+    from sparse_bitnet.checkpoint.locate import trained_context_length
     from sparse_bitnet.engine.engine import Engine
-    from sparse_bitnet.evaluation.held_out import read_held_out
-    from sparse_bitnet.generation.engine_perplexity import default_context_length, evaluate_engine
-    from sparse_bitnet.generation.open_model import open_engine
+    from sparse_bitnet.evaluation.held_out import DEFAULT_CONTEXT_LENGTH, read_held_out
+    from sparse_bitnet.evaluation.perplexity import Evaluation, format_name
+    from sparse_bitnet.generation.engine_perplexity import engine_perplexity
+    from sparse_bitnet.generation.open_model import open_engine, position_count
+    from sparse_bitnet.layer_config import SparseBitConfig
+    from sparse_bitnet.model_folder import quantization_entry, read_config
 
     assert config.data is not None
     text = read_held_out(config.data, checkpoint, column=config.column)
-    length = config.context_length or default_context_length(checkpoint)
+    length = config.context_length or min(
+        trained_context_length(checkpoint) or DEFAULT_CONTEXT_LENGTH, position_count(checkpoint)
+    )
     pages = -(-length // Engine.page_tokens)
     options = _engine_options(
         config, context_length=length, cache_tokens=config.batch_size * pages * Engine.page_tokens
     )
-    opened = open_engine(checkpoint, options)
+    engine = open_engine(checkpoint, options).engine
     try:
-        return evaluate_engine(
-            opened.engine,
-            checkpoint,
-            text,
+        text.check_vocab(engine.vocab_size)
+        tokens, text_bytes = text.first(config.max_tokens)
+        result = engine_perplexity(
+            engine,
+            tokens,
             context_length=length,
             stride=config.stride,
             batch_size=config.batch_size,
-            max_tokens=config.max_tokens,
-            precision=f"float32, head {config.head}, cache {config.kv_cache}",
-            on_batch=on_batch,
+            text_bytes=text_bytes,
+            on_batch=lambda done: on_batch(done, len(tokens) - 1),
         )
     finally:
-        opened.engine.close()
+        engine.close()
+    entry = quantization_entry(read_config(checkpoint))
+    return Evaluation(
+        checkpoint=checkpoint,
+        format=format_name(SparseBitConfig.from_dict(entry["format"]), entry["packed_format"]),
+        data=text.name,
+        precision=f"float32, head {config.head}, cache {config.kv_cache}",
+        device="cpu engine",
+        result=result,
+    )

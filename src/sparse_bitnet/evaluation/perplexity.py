@@ -25,6 +25,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.held_out import DEFAULT_CONTEXT_LENGTH, read_held_out
 from sparse_bitnet.evaluation.windows import (
     TokenSequence,
+    check_windows,
     equal_lengths,
     inputs_and_labels,
     windows,
@@ -106,7 +107,8 @@ def perplexity(
     context beyond the model's positions, and for a token that the model's vocabulary lacks.
     """
     stride = context_length if stride is None else stride
-    _check(model, tokens, context_length, stride)
+    positions = getattr(model.config, "max_position_embeddings", None)
+    check_windows(len(tokens), context_length, stride, positions)
     vocab_size = _embedded_tokens(model)
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
@@ -139,20 +141,6 @@ def _embedded_tokens(model: "PreTrainedModel") -> int:
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, Tensor)
     return weight.shape[0]
-
-
-def _check(
-    model: "PreTrainedModel", tokens: TokenSequence | np.ndarray, context_length: int, stride: int
-) -> None:
-    if len(tokens) < 2:
-        raise UserError(f"the text has {len(tokens)} tokens; perplexity needs at least 2")
-    if context_length < 1 or not 1 <= stride <= context_length:
-        raise UserError(
-            f"context_length={context_length}, stride={stride}: needs 1 <= stride <= context_length"
-        )
-    positions = getattr(model.config, "max_position_embeddings", None)
-    if positions is not None and context_length > positions:
-        raise UserError(f"context_length={context_length}: the model has {positions} positions")
 
 
 def format_name(config: SparseBitConfig, packed_format: str | None) -> str:

@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparse_bitnet.errors import UserError
+
 NOT_SCORED = -100
 """Label of a position whose prediction does not count."""
 
@@ -25,6 +27,18 @@ class Window(NamedTuple):
     start: int
     end: int
     scored_from: int
+
+
+def check_windows(tokens: int, context_length: int, stride: int, positions: int | None) -> None:
+    """Raise `UserError` for a text or windows that cannot be scored by a model of so many positions."""
+    if tokens < 2:
+        raise UserError(f"the text has {tokens} tokens; perplexity needs at least 2")
+    if context_length < 1 or not 1 <= stride <= context_length:
+        raise UserError(
+            f"context_length={context_length}, stride={stride}: needs 1 <= stride <= context_length"
+        )
+    if positions is not None and context_length > positions:
+        raise UserError(f"context_length={context_length}: the model has {positions} positions")
 
 
 def windows(tokens: int, context_length: int, stride: int) -> Iterator[Window]:
