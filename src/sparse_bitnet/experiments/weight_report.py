@@ -17,12 +17,11 @@ from sparse_bitnet.analysis.paper_figures import (
 from sparse_bitnet.analysis.weights import WeightStatistics, checkpoint_statistics, pool
 from sparse_bitnet.checkpoint.locate import resolve_checkpoint
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
-from sparse_bitnet.errors import UserError
 from sparse_bitnet.experiments.measure import depth_parts
 from sparse_bitnet.experiments.page import Block, Figure, Paragraph, Section, html
 from sparse_bitnet.experiments.table import Table
 from sparse_bitnet.files import write_atomic
-from sparse_bitnet.model_folder import quantization_entry, read_config
+from sparse_bitnet.model_folder import local_folder, quantization_entry, read_config
 from sparse_bitnet.pattern import NMPattern
 
 PAPER_ZERO_CODES = 0.423
@@ -59,7 +58,7 @@ def read_checkpoint(
     Raises `UserError` for what is no such thing.
     """
     resolved = resolve_checkpoint(path_or_id)
-    folder = Path(resolved) if Path(resolved).is_dir() else _download(resolved)
+    folder = local_folder(resolved)
     say = on_layer or (lambda name: None)
     say(str(path_or_id))
     layers = checkpoint_statistics(folder, pattern=pattern)
@@ -73,21 +72,6 @@ def read_checkpoint(
     return CheckpointWeights(
         label=_label(path_or_id), weight=_trained_format(folder), layers=layers, history=history
     )
-
-
-def _download(repository: str) -> Path:
-    """The safetensors of a hub model. Raises `UserError` when it cannot be had."""
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(
-            snapshot_download(repository, allow_patterns=["config.json", "model*.safetensors*"])
-        )
-    except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(
-            f"{repository} is no folder, and the hub does not give it: {reason}"
-        ) from error
 
 
 def _label(path_or_id: str) -> str:
