@@ -195,7 +195,7 @@ class TestInit:
         if content is not None:
             (tmp_path / "config.json").write_text(content)
         with pytest.raises(
-            UserError, match="cannot load a model from|is damaged: not readable"
+            UserError, match=r"cannot load a model from|is damaged: not readable"
         ) as raised:
             build_model("ignored", SparseBitConfig(), init=tmp_path)
         assert "\n" not in str(raised.value)
