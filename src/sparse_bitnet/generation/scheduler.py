@@ -25,8 +25,6 @@ from sparse_bitnet.engine.protocol import (
 from sparse_bitnet.generation.prefix_cache import PrefixCache, shared_length
 from sparse_bitnet.generation.request import FinishReason, Generation, GenerationRequest, Output
 
-_WORTH_SHARING = 16
-"""A shorter common beginning is computed again."""
 _WORTH_WAITING = 32
 """A prompt waits for another that is being computed if they share so many tokens more."""
 
@@ -184,8 +182,6 @@ class Scheduler:
             source, shared = self._prefixes.longest(tokens, running)
             if self._shares_more_with_one_on_its_way(tokens, shared):
                 continue
-            if shared < min(_WORTH_SHARING, len(tokens)):
-                source, shared = None, 0
             try:
                 if not self._start(generation, source, shared):
                     return
