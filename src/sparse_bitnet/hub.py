@@ -21,6 +21,7 @@ from sparse_bitnet.convert import (
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import atomic_folder
 from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.model_folder import load_with
 from sparse_bitnet.models import load_causal_lm
 from sparse_bitnet.saved_names import loaded_names
 from sparse_bitnet.weight_files import WeightFiles
@@ -154,7 +155,7 @@ def _check_comes_back(model: "PreTrainedModel", folder: Path) -> None:
     """Raise `UserError` when the saved folder would not load, tried without memory for weights."""
     import torch
 
-    config: Any = type(model.config).from_pretrained(folder)
+    config: Any = load_with(type(model.config).from_pretrained, folder)
     entry = config.quantization_config
     with torch.device("meta"), warnings.catch_warnings(action="ignore"):
         empty = type(model)._from_config(config)
