@@ -51,7 +51,7 @@ def test_parts_prepared_at_once_are_the_same_documents(texts, tmp_path, tokenize
     )
     out = tmp_path / "parts"
     processes = [
-        multiprocessing.get_context("fork").Process(
+        multiprocessing.get_context("spawn").Process(
             target=one_part, args=(texts, out, part, tokenizer_folder)
         )
         for part in range(3)
@@ -59,7 +59,7 @@ def test_parts_prepared_at_once_are_the_same_documents(texts, tmp_path, tokenize
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(300)
     assert [process.exitcode for process in processes] == [0, 0, 0]
     for split in ("train", "validation"):
         assert documents(out, split) == documents(whole, split)

@@ -113,9 +113,7 @@ def test_installed_packages(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_sources_do_not_import_torch() -> None:
-    modules = (
-        "documents python_files readers sources tokenizer manifest checksums shards loader prepare"
-    )
+    modules = "documents python_files text_files sources tokenizer manifest checksums shards loader prepare"
     code = "import sys\n" + "".join(
         f"import sparse_bitnet.data.{module}\n" for module in modules.split()
     )

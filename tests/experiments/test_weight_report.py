@@ -107,5 +107,5 @@ def test_what_cannot_be_analysed_is_said(ours, checkpoints, pattern, message, mo
 
 
 def test_a_hub_model_that_cannot_be_had_is_named():
-    with pytest.raises(UserError, match="nobody/nothing is no folder, and the hub"):
+    with pytest.raises(UserError, match="no such folder: nobody/nothing, and the hub"):
         read_checkpoint("nobody/nothing", PATTERN)

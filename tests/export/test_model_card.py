@@ -71,7 +71,9 @@ def test_every_tool_has_its_command(source, format: str, commands: list[str]) ->
 def test_a_checkpoint_of_a_run_has_no_result(run: Path, checkpoint: Path) -> None:
     folder = run / "checkpoints" / "step-00000100"
     shutil.copytree(checkpoint, folder)
-    (folder / "train_config.json").write_text(json.dumps(asdict(TrainConfig(steps=77))))
+    (folder / "train_config.json").write_text(
+        json.dumps(asdict(TrainConfig(steps=77, data="gone")))
+    )
     record = read_record(folder)
     assert record.config["steps"] == 77
     assert record.result == {}
