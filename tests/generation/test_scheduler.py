@@ -177,6 +177,17 @@ def test_ended_sequences_serve_later_prompts(sink):
     assert generated(longer) == greedy([*first.context, 1, 2], 10, VOCAB)
 
 
+def test_nothing_is_computed_for_no_tokens_whatever_is_kept(sink):
+    prompt = list(range(40))
+    with running(ScriptedEngine()) as scheduler:
+        scheduler.submit([sink.request(prompt, 3)])
+        sink.wait(1)
+        scheduler.submit([sink.request(prompt, 0), sink.request(prompt[:2], 0)])
+        ended = sink.wait(2)
+    for generation in ended:
+        assert (generated(generation), generation.finish_reason) == ([], "length")
+
+
 def test_choices_of_one_prompt_compute_it_once(sink):
     engine = ScriptedEngine(context_length=2048)
     prompt = list(range(200)) * 3

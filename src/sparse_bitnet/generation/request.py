@@ -187,7 +187,8 @@ class Generation:
     @property
     def shareable(self) -> np.ndarray:
         """int32: the beginning that may come out of the cache, without logits."""
-        return np.asarray(self.context[: self._unscored], dtype=np.int32)
+        most = min(self._unscored, self.largest_cache(0))
+        return np.asarray(self.context[:most], dtype=np.int32)
 
     @property
     def is_before_scores(self) -> bool:
