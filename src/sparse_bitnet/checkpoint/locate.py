@@ -45,16 +45,6 @@ def _model_folder(checkpoint: Checkpoint) -> Path:
     return consolidated(checkpoint)
 
 
-def local_checkpoint(path_or_id: str | Path) -> Path:
-    """As `resolve_checkpoint`. Raises `UserError` also for what is no local folder."""
-    folder = Path(resolve_checkpoint(path_or_id))
-    if not folder.is_dir():
-        raise UserError(
-            f"{path_or_id} is no local folder; download it first (hf download {path_or_id})"
-        )
-    return folder
-
-
 def _is_model_folder(path: Path) -> bool:
     return (path / CONFIG_FILE).is_file() and "model_type" in read_config(path)
 

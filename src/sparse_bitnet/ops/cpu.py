@@ -17,7 +17,7 @@ class Kernels:
     """The ops on the kernels of one instruction set, for inputs that the ops let through.
 
     Args:
-        isa: "generic", "avx2" or "avx512"; by default what SPARSE_BITNET_ISA names, or the best.
+        isa: a name that `env` lists, such as "avx2"; default: what SPARSE_BITNET_ISA names, or the best.
         threads: how many threads to use; by default as many as PyTorch does.
 
     Raises `ValueError`, listing what this machine has, for an instruction set it lacks.
