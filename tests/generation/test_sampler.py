@@ -105,6 +105,23 @@ def test_temperature_0_is_the_most_likely_token_after_the_penalty():
     assert logits.tolist() == [1.0, 3.0, 2.5, -1.0]
 
 
+def test_penalties_of_the_text_so_far_and_bias():
+    logits = np.array([1.0, 3.0, 2.5, -1.0], np.float32)
+
+    def drawn(count, **options):
+        sampler = Sampler(SamplingOptions(temperature=0, **options), [1, 1, 1])
+        return [sampler.draw(logits) for _ in range(count)]
+
+    assert drawn(3, presence_penalty=1) == [1, 2, 1]
+    assert drawn(6, frequency_penalty=1) == [1, 2, 1, 2, 0, 1]
+    assert drawn(3, presence_penalty=-2) == [1, 1, 1]
+    assert drawn(2, logit_bias=((3, 4.5), (900, 100.0))) == [3, 3]
+    options = SamplingOptions(repetition_penalty=2, presence_penalty=0.5, logit_bias=((0, 1.0),))
+    kept = candidates(logits, [0], options, {0: 2})
+    assert kept.scores.tolist() == [(1 + 1) / 2 - 0.5, 3.0, 2.5, -1.0]
+    assert logits.tolist() == [1.0, 3.0, 2.5, -1.0]
+
+
 def test_draws_follow_the_probabilities():
     logits = np.log(np.array([0.5, 0.25, 0.125, 0.125], np.float32))
     sampler = Sampler(SamplingOptions(seed=3), [])
@@ -135,6 +152,7 @@ def test_draws_depend_on_seed_and_place_only():
     [
         {"temperature": -1},
         {"temperature": 100.1},
+        {"frequency_penalty": -2.1},
         {"temperature": float("nan")},
         {"top_p": float("nan")},
         {"top_k": -1},

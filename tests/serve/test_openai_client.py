@@ -1,6 +1,7 @@
 """The HTTP server as clients meet it: through the real `openai` client, over a real socket."""
 
 import concurrent.futures
+import json
 
 import numpy as np
 import openai
@@ -293,7 +294,6 @@ def test_neutral_and_harmless_parameters_are_accepted(client):
         "store": True,
         "tools": [{"type": "function", "function": {"name": "f"}}],
         "response_format": {"type": "json_object"},
-        "presence_penalty": 1.0,
     }.items():
         with pytest.raises(openai.BadRequestError, match=name):
             chat(client, **{name: value})
@@ -302,6 +302,61 @@ def test_neutral_and_harmless_parameters_are_accepted(client):
     part = {"type": "image_url", "image_url": {"url": "x"}}
     with pytest.raises(openai.BadRequestError, match="image_url"):
         chat(client, messages=[{"role": "user", "content": [part]}])
+
+
+def test_penalties_and_bias_change_the_text():
+    def two_likely(tokens, size):
+        logits = np.zeros(size, np.float32)
+        logits[[65, 66]] = 5, 4.5
+        return logits
+
+    with server(engine(logits=two_likely)) as running, running.client() as client:
+        for options, tokens in (
+            ({}, [65, 65, 65, 65]),
+            ({"presence_penalty": 1}, [65, 66, 65, 65]),
+            ({"frequency_penalty": 1}, [65, 66, 65, 66]),
+            ({"logit_bias": {"67": 100}}, [67, 67, 67, 67]),
+        ):
+            text = complete(client, "x", 4, **options).choices[0].text
+            assert text == TOKENIZER.decode(tokens)
+
+
+def test_history_of_an_agent():
+    template = "{{ messages | tojson }}"
+    with server(engine(context_length=4096), template=template) as running:
+        with running.client() as client:
+            arguments = '{"city": "Zürich"}'
+            call = {"id": "c1", "type": "function"}
+            call["function"] = {"name": "weather", "arguments": arguments}
+            empty = {"refusal": None, "annotations": [], "audio": None, "function_call": None}
+            messages = [
+                {"role": "developer", "content": [{"type": "text", "text": "brief"}]},
+                {"role": "user", "content": "?"},
+                {"role": "assistant", "content": None, "tool_calls": [call], **empty},
+                {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+            ]
+            seen = [
+                {"role": "system", "content": "brief"},
+                {"role": "user", "content": "?"},
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "content": "rain", "tool_call_id": "c1"},
+            ]
+            seen[2]["tool_calls"] = [
+                call | {"function": {"name": "weather", "arguments": {"city": "Zürich"}}}
+            ]
+            answer = chat(client, messages=messages)
+            assert answer.usage.prompt_tokens == len(json.dumps(seen, ensure_ascii=False).encode())
+            call["function"]["arguments"] = "no JSON"
+            chat(client, messages=messages)
+            for wrong in (
+                {"role": "user", "content": None},
+                {"role": "user", "content": "x", "tool_call_id": "c1"},
+                {"role": "user", "content": "x", "tool_calls": [call]},
+                {"role": "assistant", "content": "x", "annotations": [1]},
+                {"role": "assistant", "tool_calls": [{"id": "x"}]},
+            ):
+                with pytest.raises(openai.BadRequestError, match="messages"):
+                    chat(client, messages=[wrong])
 
 
 def test_model_without_a_template_has_no_chat():

@@ -96,6 +96,9 @@ valid = {
     "top_k": st.one_of(st.integers(-1, 300), st.sampled_from([256, 257, 258, 2**31, HUGE])),
     "min_p": st.floats(0, 1),
     "repetition_penalty": st.one_of(st.floats(0.01, 100), st.sampled_from([0.01, 1, 100])),
+    "frequency_penalty": st.floats(-2, 2),
+    "presence_penalty": st.floats(-2, 2),
+    "logit_bias": st.dictionaries(st.integers(0, 300).map(str), st.floats(-100, 100), max_size=3),
     "seed": st.integers(-(2**63), 2**64 - 1),
     "user": values,
 }
@@ -120,7 +123,12 @@ good_chats = st.fixed_dictionaries(
     {
         "model": st.just("scripted"),
         "messages": st.lists(
-            st.fixed_dictionaries({"role": st.sampled_from(["user", "system"]), "content": text}),
+            st.fixed_dictionaries(
+                {
+                    "role": st.sampled_from(["user", "system", "tool", "assistant"]),
+                    "content": text,
+                }
+            ),
             min_size=1,
             max_size=3,
         ),

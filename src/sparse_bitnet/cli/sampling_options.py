@@ -26,6 +26,12 @@ class TextOptions:
     repetition_penalty: float = 1.0
     """Above 1 makes the tokens of prompt and text so far less likely."""
 
+    frequency_penalty: float = 0.0
+    """Above 0 makes the tokens of the text so far less likely, each time they come more so."""
+
+    presence_penalty: float = 0.0
+    """Above 0 makes the tokens of the text so far less likely."""
+
     seed: int = 0
     """Same seed, same text."""
 
@@ -46,6 +52,8 @@ class TextOptions:
                 top_p=self.top_p,
                 min_p=self.min_p,
                 repetition_penalty=self.repetition_penalty,
+                frequency_penalty=self.frequency_penalty,
+                presence_penalty=self.presence_penalty,
                 seed=self.seed,
             ),
         )

@@ -1,13 +1,14 @@
 """Choosing the next token from logits, by transformers' definitions, in NumPy.
 
-The processors and their order are those of transformers' `generate`: repetition penalty, temperature,
-top-k, top-p, min-p. Only tokens that can still be drawn are carried along, so that a vocabulary of
-150,000 costs a selection instead of a sort.
+The processors and their order are those of transformers' `generate`: bias, repetition penalty,
+temperature, top-k, top-p, min-p; OpenAI's two penalties follow the first. Only tokens that can still be
+drawn are carried along, so that a vocabulary of 150,000 costs a selection instead of a sort.
 """
 
 import functools
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,6 +27,8 @@ RANGES = {
     "top_p": (0, 1),
     "min_p": (0, 1),
     "repetition_penalty": (0.01, 100),
+    "frequency_penalty": (-2, 2),
+    "presence_penalty": (-2, 2),
 }
 """What is accepted, on the command line and by the server. Beyond them float32 would overflow, to no
 use: a penalty of 100 already forbids, a temperature of 100 already draws from all tokens alike."""
@@ -52,6 +55,15 @@ class SamplingOptions:
 
     repetition_penalty: float = 1.0
     """Above 1 makes the tokens of prompt and text so far less likely; 1: off."""
+
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit for each time the text so far, without the prompt, has it."""
+
+    presence_penalty: float = 0.0
+    """Taken once from the logits of the tokens that the text so far has."""
+
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Tokens, each once, and what is added to their logits."""
 
     seed: int = 0
     """Same seed, same text."""
@@ -86,7 +98,10 @@ class Candidates(NamedTuple):
 
 
 def candidates(
-    logits: np.ndarray, seen: np.ndarray | Sequence[int], options: SamplingOptions
+    logits: np.ndarray,
+    seen: np.ndarray | Sequence[int],
+    options: SamplingOptions,
+    counts: Mapping[int, int] | None = None,
 ) -> Candidates:
     """What remains of the logits after all processors; temperature 0 leaves one token. Logits of minus
     infinity are tokens that are never drawn.
@@ -94,10 +109,16 @@ def candidates(
     Args:
         logits: float32 [vocab_size], not written to.
         seen: tokens of prompt and text so far, for the repetition penalty; doubles count once.
+        counts: how often the text so far has each of its tokens, for the other two.
 
     Raises `UserError` for logits that are not numbers (a damaged model).
     """
-    scores = _penalised(logits, seen, options.repetition_penalty)
+    scores = _biased(logits, options.logit_bias)
+    scores = _penalised(scores, seen, options.repetition_penalty)
+    if counts:
+        each, once = options.frequency_penalty, options.presence_penalty
+        taken = [(token, -each * count - once) for token, count in counts.items()]
+        scores = _biased(scores, taken)
     best = int(scores.argmax())
     check_largest(scores[best])
     if options.is_greedy:
@@ -138,6 +159,16 @@ def _all_tokens(count: int) -> np.ndarray:
 
 def _take(kept: Candidates, places: np.ndarray) -> Candidates:
     return Candidates(kept.tokens[places], kept.scores[places])
+
+
+def _biased(logits: np.ndarray, bias: Sequence[tuple[int, float]]) -> np.ndarray:
+    """Of tokens beyond the vocabulary nothing is said."""
+    known = [entry for entry in bias if entry[0] < len(logits)]
+    if not known:
+        return logits
+    scores = logits.copy()
+    scores[[token for token, _ in known]] += np.array([added for _, added in known], np.float32)
+    return scores
 
 
 def _penalised(logits: np.ndarray, seen: np.ndarray | Sequence[int], penalty: float) -> np.ndarray:
@@ -232,6 +263,7 @@ class Sampler:
         self._options = options
         self._place = 0
         self._seen = dict.fromkeys(prompt) if options.repetition_penalty != 1 else {}
+        self._counts: Counter[int] = Counter()
 
     def draw(self, logits: np.ndarray) -> int:
         """The next token.
@@ -242,7 +274,7 @@ class Sampler:
         Raises `UserError` for logits that are not numbers.
         """
         seen = np.fromiter(self._seen, np.int64, len(self._seen))
-        kept = candidates(logits, seen, self._options)
+        kept = candidates(logits, seen, self._options, self._counts)
         token = int(kept.tokens[0])
         if len(kept.tokens) > 1:
             chance = uniform(self._options.seed, self._place)
@@ -250,4 +282,6 @@ class Sampler:
         self._place += 1
         if self._options.repetition_penalty != 1:
             self._seen[token] = None
+        if self._options.frequency_penalty or self._options.presence_penalty:
+            self._counts[token] += 1
         return token

@@ -234,6 +234,6 @@ _BYTES: dict[str, int] = _byte_characters()
 
 def _byte_level(piece: str) -> bytes:
     try:
-        return bytes(_BYTES[character] for character in piece)
+        return bytes(map(_BYTES.__getitem__, piece))
     except KeyError:  # an added token, which is plain text
         return piece.encode()

@@ -55,4 +55,5 @@ def invalid_body(error: ValidationError) -> ApiError:
     # Not of integers with thousands of digits, which Python refuses to print.
     is_short = isinstance(given, str | float) or (type(given) is int and abs(given) < 2**64)
     shown = f", not {given!r:.60}" if is_short else ""
-    return ApiError(400, f"{where or 'body'}: {first['msg']}{shown}", param=param)
+    complaint = first["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{where or 'body'}: {complaint}{shown}", param=param)

@@ -72,6 +72,8 @@ def prepare(
     body = parse_body(kind, raw)
     model.check_name(body.model)
     _check_counts(body, model, scheduler)
+    if foreign := [key for key in body.logit_bias or () if int(key) >= model.vocab_size]:
+        raise _outside(max(map(int, foreign)), model, "logit_bias")
     echo: list[str] = []
     if isinstance(body, ChatBody):
         prompts = [_chat_tokens(body, model, scheduler.capacity)]
@@ -114,6 +116,11 @@ def _too_long(most: int) -> ApiError:
     )
 
 
+def _outside(token: int, model: ServedModel, param: str) -> ApiError:
+    message = f"token {token} is above the vocabulary of {model.vocab_size} tokens"
+    return ApiError(400, message, param=param)
+
+
 def _prompt_tokens(prompt: str | list[int], model: ServedModel, most: int) -> list[int]:
     if isinstance(prompt, str):
         # An empty text starts as one does in training: after the token that ends another.
@@ -124,11 +131,7 @@ def _prompt_tokens(prompt: str | list[int], model: ServedModel, most: int) -> li
         if len(tokens) > most:
             raise _too_long(most)
         if tokens and max(tokens) >= model.vocab_size:
-            raise ApiError(
-                400,
-                f"token {max(tokens)} is above the vocabulary of {model.vocab_size} tokens",
-                param="prompt",
-            )
+            raise _outside(max(tokens), model, "prompt")
     if not tokens:
         raise ApiError(400, "the prompt is empty: it has no tokens", param="prompt")
     return tokens

@@ -6,18 +6,20 @@ the value that changes nothing; those that cannot change it are accepted and nam
 
 import difflib
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.sampling import RANGES, SamplingOptions
 from sparse_bitnet.serve.api_error import ApiError, invalid_body
+from sparse_bitnet.serve.messages import Message, StrictModel
 
 MOST_CHOICES = 128
 MOST_STOP_STRINGS = 16
 _COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for completions."""
+_MOST_BIASES = 1024
 _SEEDS = 2**64
 _MOST_VALUES = 20_000
 """Strings, lists and objects of a body. Nothing else runs while it is read."""
@@ -39,6 +41,8 @@ TokenIds = Annotated[
 Prompts = Annotated[
     list[str | TokenIds], Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True)
 ]
+TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 # fmt: off
 _IGNORED = frozenset({
     "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
@@ -46,25 +50,18 @@ _IGNORED = frozenset({
 })
 # fmt: on
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
     "store": (False,),
 }
 """Values that change nothing, as None does, of parameters that are not supported."""
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class StreamOptions(_Model):
+class StreamOptions(StrictModel):
     include_usage: bool = False
     include_obfuscation: bool | None = None
     """Ignored: nothing is padded."""
 
 
-class _Body(_Model):
+class _Body(StrictModel):
     """What both kinds of request have."""
 
     model_config = ConfigDict(extra="allow")
@@ -82,6 +79,9 @@ class _Body(_Model):
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, _within("min_p")] | None = None
     repetition_penalty: Annotated[float, _within("repetition_penalty")] | None = None
+    frequency_penalty: Annotated[float, _within("frequency_penalty")] | None = None
+    presence_penalty: Annotated[float, _within("presence_penalty")] | None = None
+    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=_MOST_BIASES)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=_SEEDS)] | None = None
 
     @property
@@ -117,6 +117,9 @@ class _Body(_Model):
         given = {name: getattr(self, name) for name in (*RANGES, "top_k")}
         if self.top_k == -1:
             given["top_k"] = 0
+        if self.logit_bias:
+            found = {int(token): added for token, added in self.logit_bias.items()}
+            given["logit_bias"] = tuple(found.items())
         named: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         return SamplingOptions(seed=seed % _SEEDS, **named)
 
@@ -175,25 +178,6 @@ class CompletionBody(_Body):
         super().check()
         if self.max_tokens == 0 and not self.echo:
             raise ApiError(400, "max_tokens 0 needs echo: true", param="max_tokens")
-
-
-class TextPart(_Model):
-    type: Literal["text"]
-    text: str
-
-
-class Message(_Model):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
-    name: str | None = None
-
-    def plain(self) -> dict[str, str]:
-        """For a chat template: content as one text."""
-        content = self.content
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        # Templates know the older name of a developer's message.
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": text} | ({"name": self.name} if self.name else {})
 
 
 class ChatBody(_Body):
