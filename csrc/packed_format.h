@@ -55,6 +55,18 @@
 //   The frame's content is ceil(in_features / 8) bytes a row in which bit i of byte j is set where
 //   weight 8 j + i is not zero. The sign bits, one for each non-zero in the order of the matrix, are
 //   set where it is negative, and zeros fill their last byte.
+//
+// Scales: value = code times scale. They are a tensor of their own beside the codes, in float32, float16
+// or bfloat16 as the model came with them, and its shape says how many there are:
+//   [1]                      one for the matrix (float32 only),
+//   [rows, 1]                one for each row,
+//   [rows, in_features / g]  one for every g consecutive weights of a row, row after row;
+//                            g = 32, 64, 128 or 256 divides in_features.
+// All are positive and finite, or zero where all codes of their group are. With int8 activations of scale
+// x, a row of the product is
+//   y = (sum over groups, ascending, in float32, of float(dot of the group) * float(scale)) * x + bias,
+// each operation rounded to float32 in that order, and with one scale a matrix or a row
+//   y = float(dot) * (x * scale) + bias.
 
 #pragma once
 
@@ -76,6 +88,11 @@ constexpr int b3_block_bytes = 64;
 constexpr int nm_bitmap_chunk_weights = 64;
 
 constexpr int nm_enum_word_bits = 64;
+
+// The counts of weights that may share a scale.
+constexpr bool is_scale_group(std::int64_t weights) {
+  return weights == 32 || weights == 64 || weights == 128 || weights == 256;
+}
 
 static_assert(i2_block_weights == 4 * i2_block_bytes);
 static_assert(b3_block_weights == 5 * b3_block_bytes);

@@ -22,6 +22,9 @@ NM_BITMAP_CHUNK_WEIGHTS = 64
 
 NM_ENUM_WORD_BITS = 64
 
+SCALE_GROUPS = (32, 64, 128, 256)
+"""Counts of consecutive weights of a row that may share a scale."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PackedFormat:
@@ -80,6 +83,14 @@ def check_layout(name: str, pattern: NMPattern, in_features: int, layer: str) ->
             f"layer {layer}: {name} needs an m that divides {NM_BITMAP_CHUNK_WEIGHTS}, the pattern "
             f"is {pattern}; use i2 or nm-enum"
         )
+
+
+def scale_group(shape: tuple[int, ...], rows: int, in_features: int) -> int | None:
+    """Weights of a row that share one of `shape` scales: `in_features` for one a row or a matrix; None
+    where a matrix [rows, in_features] has no scales of that shape."""
+    if shape == (1,) or shape == (rows, 1):
+        return in_features
+    return next((g for g in SCALE_GROUPS if shape == (rows, in_features / g)), None)
 
 
 def row_bytes(name: str, pattern: NMPattern, in_features: int, *, layer: str = "(unnamed)") -> int:
