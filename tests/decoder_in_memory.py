@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from factories import tiny_config
 from sparse_bitnet import _cpu
-from sparse_bitnet.convert import convert_, sparse_layers
-from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.nn.convert import convert_, sparse_layers
+from sparse_bitnet.nn.layer import SparseBitConfig
+from sparse_bitnet.nn.selection import select
 from sparse_bitnet.packing.codec import pack
 from sparse_bitnet.packing.formats import holds_pattern
-from sparse_bitnet.selection import select
 
 WEIGHT_FORMATS = {
     "i2": _cpu.WeightFormat.i2,

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparse_bitnet.layer import SparseBitConfig, SparseBitLinear
+from sparse_bitnet.nn.layer import SparseBitConfig, SparseBitLinear
 
 # The paper's variants, as named in its section "Optimization design", and sparse full precision.
 VARIANTS = {

@@ -9,10 +9,10 @@ from torch import nn
 
 from factories import tiny_config
 from sparse_bitnet.checkpoint import packed_loading
-from sparse_bitnet.convert import convert_
+from sparse_bitnet.checkpoint.hub import from_pretrained, save_pretrained
 from sparse_bitnet.export.pack import pack_checkpoint
-from sparse_bitnet.hub import from_pretrained, save_pretrained
-from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.nn.convert import convert_
+from sparse_bitnet.nn.layer import SparseBitConfig
 
 FAMILIES = ("qwen2", "llama", "qwen3", "bitnet")
 

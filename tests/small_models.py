@@ -6,11 +6,11 @@ import torch
 from torch import nn
 
 from factories import tiny_model
-from sparse_bitnet.convert import convert_
+from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.export.pack import pack_checkpoint
-from sparse_bitnet.hub import save_pretrained
-from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.nn.convert import convert_
+from sparse_bitnet.nn.layer import SparseBitConfig
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}\n{% endfor %}"

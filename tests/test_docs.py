@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.nn.layer import SparseBitConfig
 
 METHOD = Path(__file__).resolve().parents[1] / "docs" / "method.md"
 LINKS = re.findall(r"\[`([\w.]+)`\]\(([^)]+)\)", METHOD.read_text(encoding="utf-8"))

@@ -77,7 +77,7 @@ def test_operators_and_quantizer_are_registered_in_this_process() -> None:
 
 
 def test_registering_twice_does_no_harm() -> None:
-    from sparse_bitnet.hub import register
+    from sparse_bitnet.checkpoint.hub import register
 
     register()
     register()

@@ -20,16 +20,16 @@ _PUBLIC = {
     "absmean": "ops.absmean",
     "quantize_ternary": "ops.select_ternary",
     "quantize_int8": "ops.quantize_int8",
-    "fake_quantize_ternary": "straight_through",
-    "fake_quantize_int8": "straight_through",
+    "fake_quantize_ternary": "nn.straight_through",
+    "fake_quantize_int8": "nn.straight_through",
     "SparseBitConfig": "layer_config",
-    "SparseBitLinear": "layer",
-    "convert_": "convert",
-    "sparse_layers": "convert",
-    "selected": "convert",
-    "build_model": "models",
-    "save_pretrained": "hub",
-    "from_pretrained": "hub",
+    "SparseBitLinear": "nn.layer",
+    "convert_": "nn.convert",
+    "sparse_layers": "nn.convert",
+    "selected": "nn.convert",
+    "build_model": "checkpoint.models",
+    "save_pretrained": "checkpoint.hub",
+    "from_pretrained": "checkpoint.hub",
     "SparseBitCallback": "training.callback",
     "UserError": "errors",
 }
@@ -37,7 +37,7 @@ _PUBLIC = {
 __all__ = [*_PUBLIC, "__version__"]  # noqa: PLE0604
 
 _REGISTRY = "transformers.quantizers.auto"
-_REGISTERED = ("sparse_bitnet.hub", "sparse_bitnet.checkpoint.packed_loading")
+_REGISTERED = ("sparse_bitnet.checkpoint.hub", "sparse_bitnet.checkpoint.packed_loading")
 
 
 def __getattr__(name: str):

@@ -21,7 +21,7 @@ from sparse_bitnet.analysis.figures import (
     weight_histograms,
 )
 from sparse_bitnet.analysis.weights import weight_statistics
-from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.nn.layer import SparseBitConfig
 
 
 def curve(label, weight, sparse, values):

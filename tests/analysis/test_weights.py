@@ -16,10 +16,10 @@ from sparse_bitnet.analysis.weights import (
     pool,
     weight_statistics,
 )
+from sparse_bitnet.checkpoint.hub import save_pretrained
+from sparse_bitnet.checkpoint.models import build_model
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.hub import save_pretrained
-from sparse_bitnet.layer import SparseBitConfig
-from sparse_bitnet.models import build_model
+from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.pattern import NMPattern
 
 DENSE = SparseBitConfig.parse("full-8:8")
@@ -99,7 +99,7 @@ def test_masked_scale_counts_what_the_layer_uses():
 
 
 def build_layer(weight, config):
-    from sparse_bitnet.layer import SparseBitLinear
+    from sparse_bitnet.nn.layer import SparseBitLinear
 
     layer = SparseBitLinear(weight.shape[1], weight.shape[0], bias=False, config=config)
     layer.weight.data = weight

@@ -17,13 +17,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from small_models import write_models
+from sparse_bitnet.checkpoint.hub import from_pretrained
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.config import ExportConfig
 from sparse_bitnet.export.formats import export
 from sparse_bitnet.export.importer import import_checkpoint
 from sparse_bitnet.export.pack import pack_checkpoint
-from sparse_bitnet.hub import from_pretrained
 
 EXAMPLES = int(os.environ.get("SPARSE_BITNET_FUZZ", "25"))
 VALUES = st.one_of(

@@ -13,13 +13,13 @@ import pytest
 
 from small_models import write_models
 from sparse_bitnet.checkpoint.locate import resolve_checkpoint
+from sparse_bitnet.checkpoint.model_folder import check_folder, file_inside, local_folder, read_json
 from sparse_bitnet.cli.main import main
 from sparse_bitnet.data.prepare import prepare
 from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.config import ExportConfig
 from sparse_bitnet.export.formats import export
-from sparse_bitnet.model_folder import check_folder, file_inside, local_folder, read_json
 
 SOURCE = Path(__file__).parents[2] / "src" / "sparse_bitnet"
 CODE = """from pathlib import Path
@@ -110,7 +110,7 @@ def test_transformers_loaders_are_called_in_one_function() -> None:
                 if name in ("from_pretrained", "from_config") or owner.startswith("Auto"):
                     found.append(f"{path.relative_to(SOURCE)}: {owner}.{name}")
     # It looks a name up in a table, whatever the config says.
-    assert found == ["models.py: AutoConfig.for_model"]
+    assert found == ["checkpoint/models.py: AutoConfig.for_model"]
 
 
 @pytest.fixture

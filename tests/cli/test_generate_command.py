@@ -7,13 +7,13 @@ import sys
 import pytest
 
 from factories import tiny_model
+from sparse_bitnet.checkpoint.hub import from_pretrained, save_pretrained
 from sparse_bitnet.cli import chat, generate
-from sparse_bitnet.convert import convert_
 from sparse_bitnet.data.tokenizer import load_tokenizer, train_tokenizer
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.sampling import continue_text
-from sparse_bitnet.hub import from_pretrained, save_pretrained
-from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.nn.convert import convert_
+from sparse_bitnet.nn.layer import SparseBitConfig
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}:{% endfor %}"
 

@@ -7,7 +7,6 @@ import torch
 from factories import tiny_model
 from small_models import write_models
 from sparse_bitnet.cli.generate import main
-from sparse_bitnet.convert import convert_, selected
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.engine.gpu.gpu_engine import GpuEngine, UnsuitedModel
 from sparse_bitnet.engine.gpu.linear import RoutePolicy, TernaryLinear
@@ -17,7 +16,8 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.generate import GenerateOptions, generate
 from sparse_bitnet.generation.open_model import open_engine, open_model
 from sparse_bitnet.generation.prefix_cache import PrefixCache
-from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.nn.convert import convert_, selected
+from sparse_bitnet.nn.layer import SparseBitConfig
 
 TOKENS = [5, 17, 3, 90, 41, 8, 8, 60, 22, 1, 33, 70]
 

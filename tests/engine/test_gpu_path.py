@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from factories import make_layer, tiny_model
-from sparse_bitnet.convert import convert_, selected
 from sparse_bitnet.engine.gpu.decode import GraphDecoder
 from sparse_bitnet.engine.gpu.fused import QuantizingNorm, fuse_
 from sparse_bitnet.engine.gpu.linear import RoutePolicy, TernaryLinear
 from sparse_bitnet.engine.gpu.merge import FirstSlice, LaterSlice, prepare_
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.nn.convert import convert_, selected
+from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.ops.tuning_cache import LayerShape, TuningCache
 from sparse_bitnet.pattern import NMPattern
 
@@ -101,8 +101,8 @@ def test_a_model_gives_the_same_logits(family, route, fused):
 
 
 def test_packed_checkpoints_are_prepared_too(tmp_path):
+    from sparse_bitnet.checkpoint.hub import from_pretrained, save_pretrained
     from sparse_bitnet.export.pack import pack_checkpoint
-    from sparse_bitnet.hub import from_pretrained, save_pretrained
 
     model = sparse_model()
     save_pretrained(model, tmp_path / "model")

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from factories import tiny_model
-from sparse_bitnet.convert import convert_, sparse_layers
 from sparse_bitnet.engine.protocol import CacheFull, ContextFull
 from sparse_bitnet.engine.reference import TransformersEngine
-from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.nn.convert import convert_, sparse_layers
+from sparse_bitnet.nn.layer import SparseBitConfig
 
 TOKENS = [5, 17, 3, 90, 41, 8, 8, 60, 22, 1, 33, 70]
 

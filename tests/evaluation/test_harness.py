@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from factories import tiny_model
+from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.cli import evaluate
-from sparse_bitnet.convert import convert_
 from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation import harness
 from sparse_bitnet.evaluation.harness import accuracies, evaluate_tasks, load_tasks
-from sparse_bitnet.hub import save_pretrained
-from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.nn.convert import convert_
+from sparse_bitnet.nn.layer import SparseBitConfig
 
 pytest.importorskip("lm_eval")
 
@@ -110,7 +110,7 @@ def test_numbers_are_those_of_lm_eval_on_the_same_folder(checkpoint, tasks):
 
 
 def test_masks_are_selected_once_and_released(checkpoint, tasks, monkeypatch):
-    from sparse_bitnet.layer import SparseBitLinear
+    from sparse_bitnet.nn.layer import SparseBitLinear
 
     calls = []
     select = SparseBitLinear.select_

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from sparse_bitnet.convert import sparse_layers
+from sparse_bitnet.checkpoint.hub import from_pretrained
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.perplexity import Perplexity, evaluate, perplexity
 from sparse_bitnet.evaluation.windows import windows
-from sparse_bitnet.hub import from_pretrained
+from sparse_bitnet.nn.convert import sparse_layers
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.loss import SummedLoss
 from sparse_bitnet.training.validation import validation_loss

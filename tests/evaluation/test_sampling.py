@@ -2,10 +2,10 @@
 
 import torch
 
-from sparse_bitnet.convert import sparse_layers
+from sparse_bitnet.checkpoint.hub import from_pretrained
 from sparse_bitnet.data.tokenizer import load_tokenizer
 from sparse_bitnet.evaluation.sampling import continue_text
-from sparse_bitnet.hub import from_pretrained
+from sparse_bitnet.nn.convert import sparse_layers
 
 
 def test_same_seed_same_text(model_folder):

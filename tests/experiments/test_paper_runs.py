@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sparse_bitnet.checkpoint.models import PRESETS, build_model
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.experiments.cells import paper_results
 from sparse_bitnet.experiments.paper_runs import (
@@ -18,8 +19,7 @@ from sparse_bitnet.experiments.paper_runs import (
     plan,
 )
 from sparse_bitnet.experiments.scales import PAPER_SWEEP, SCALES, find_scale, four_formats
-from sparse_bitnet.layer import SparseBitConfig
-from sparse_bitnet.models import PRESETS, build_model
+from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.training.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]

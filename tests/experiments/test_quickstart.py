@@ -12,6 +12,8 @@ import torch
 from rich.console import Console
 
 import sparse_bitnet.training.train
+from sparse_bitnet.checkpoint.hub import from_pretrained
+from sparse_bitnet.checkpoint.models import build_model
 from sparse_bitnet.cli import evaluate as evaluate_cli
 from sparse_bitnet.cli import quickstart as cli
 from sparse_bitnet.data.loader import TokenLoader
@@ -23,9 +25,7 @@ from sparse_bitnet.experiments.quickstart import quickstart
 from sparse_bitnet.experiments.quickstart_scale import QuickstartConfig
 from sparse_bitnet.experiments.results import read_rows
 from sparse_bitnet.experiments.scales import four_formats
-from sparse_bitnet.hub import from_pretrained
-from sparse_bitnet.layer import SparseBitConfig
-from sparse_bitnet.models import build_model
+from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.training.run_folder import Interrupted
 
 

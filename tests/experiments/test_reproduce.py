@@ -14,6 +14,8 @@ import pytest
 from rich.console import Console
 
 from sparse_bitnet.analysis.weights import model_statistics, pool
+from sparse_bitnet.checkpoint.hub import from_pretrained
+from sparse_bitnet.checkpoint.models import build_model
 from sparse_bitnet.cli import report as report_cli
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
@@ -24,9 +26,7 @@ from sparse_bitnet.experiments.report import write_report
 from sparse_bitnet.experiments.results import CURVE_POINTS, Results
 from sparse_bitnet.experiments.runner import reproduce
 from sparse_bitnet.experiments.scales import Size, find_scale
-from sparse_bitnet.hub import from_pretrained
-from sparse_bitnet.layer import SparseBitConfig
-from sparse_bitnet.models import build_model
+from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
 from sparse_bitnet.training.loss import SummedLoss

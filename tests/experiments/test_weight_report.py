@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from factories import tiny_model
+from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.cli import analyze
-from sparse_bitnet.convert import convert_
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.experiments.weight_report import (
     read_checkpoint,
@@ -17,8 +17,8 @@ from sparse_bitnet.experiments.weight_report import (
     weight_page,
     write_weight_report,
 )
-from sparse_bitnet.hub import save_pretrained
-from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.nn.convert import convert_
+from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.pattern import NMPattern
 
 PATTERN = NMPattern(6, 8)

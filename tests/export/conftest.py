@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
+from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
-from sparse_bitnet.convert import convert_, selected
 from sparse_bitnet.data.tokenizer import train_tokenizer
-from sparse_bitnet.hub import save_pretrained
-from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.nn.convert import convert_, selected
+from sparse_bitnet.nn.layer import SparseBitConfig
 
 TEXT = "\n".join(path.read_text() for path in sorted(Path(json.__file__).parent.glob("*.py")))
 VOCABULARY = 384

@@ -11,17 +11,17 @@ import torch
 
 from factories import tiny_model
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
+from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.cli.main import main
-from sparse_bitnet.convert import convert_
 from sparse_bitnet.data.tokenizer import load_tokenizer
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.config import ExportConfig
 from sparse_bitnet.export.formats import export
 from sparse_bitnet.export.gguf import check, other_types, plan
 from sparse_bitnet.export.gguf_blocks import Q2_0, TQ1_0, TQ2_0, block_for
-from sparse_bitnet.hub import save_pretrained
 from sparse_bitnet.layer_config import SparseBitConfig
+from sparse_bitnet.nn.convert import convert_
 
 gguf = pytest.importorskip("gguf", reason="pip install gguf")
 

@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM
 
 from factories import tiny_model
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
-from sparse_bitnet.convert import convert_
+from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export import hf_bitnet
 from sparse_bitnet.export.config import ExportConfig
 from sparse_bitnet.export.formats import export
-from sparse_bitnet.hub import save_pretrained
-from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.nn.convert import convert_
+from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.packing.two_bits import pack_row_planes, unpack_row_planes
 
 

@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from sparse_bitnet.checkpoint.checkpoint import TernaryWeight
+from sparse_bitnet.checkpoint.hub import from_pretrained
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.cli.main import main
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.config import ExportConfig
 from sparse_bitnet.export.formats import export
 from sparse_bitnet.export.importer import import_checkpoint, masters_of
-from sparse_bitnet.hub import from_pretrained
-from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.nn.layer import SparseBitConfig
+from sparse_bitnet.nn.selection import select
 from sparse_bitnet.packing.metadata import QUANT_METHOD
 from sparse_bitnet.pattern import NMPattern
-from sparse_bitnet.selection import select
 
 FORMATS = ["bitnet", "compressed-tensors-w2a8", "compressed-tensors-w8a8"]
 LAYER = "model.layers.0.mlp.gate_proj"

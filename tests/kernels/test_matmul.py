@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from sparse_bitnet.nn.straight_through import ternary_int8_linear
 from sparse_bitnet.ops.quantize_int8 import quantize_int8_reference
 from sparse_bitnet.packing import codec
 from sparse_bitnet.pattern import NMPattern
-from sparse_bitnet.straight_through import ternary_int8_linear
 
 _cpu = pytest.importorskip("sparse_bitnet._cpu", reason="the extension is not built")
 

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from factories import make_layer, tiny_model
-from sparse_bitnet.convert import convert_, selected, set_integer_forward_
-from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.nn.convert import convert_, selected, set_integer_forward_
+from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.ops.absmean import absmean_reference
 from sparse_bitnet.ops.backends import cusparselt_unavailable, triton_unavailable
 from sparse_bitnet.ops.int8_linear import int8_linear_reference

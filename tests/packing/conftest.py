@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerFast
 
 from factories import tiny_model
 from sparse_bitnet.checkpoint import packed_loading
-from sparse_bitnet.convert import convert_
+from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.data.tokenizer import train_tokenizer
-from sparse_bitnet.hub import save_pretrained
-from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.nn.convert import convert_
+from sparse_bitnet.nn.layer import SparseBitConfig
 
 IDS = torch.arange(24).view(2, 12)
 

@@ -14,13 +14,13 @@ from hypothesis import given
 from transformers import AutoModelForCausalLM
 
 from factories import MODEL_FAMILIES
+from sparse_bitnet.checkpoint.hub import from_pretrained
 from sparse_bitnet.checkpoint.packed_loading import open_packed, packed_layers
-from sparse_bitnet.convert import selected
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.pack import pack_checkpoint
 from sparse_bitnet.export.pack_check import check_packed
-from sparse_bitnet.hub import from_pretrained
-from sparse_bitnet.packed_linear import PackedSparseBitLinear
+from sparse_bitnet.nn.convert import selected
+from sparse_bitnet.nn.packed_linear import PackedSparseBitLinear
 from sparse_bitnet.packing.codec import pack
 from sparse_bitnet.packing.formats import FORMATS
 from sparse_bitnet.packing.metadata import PackedMetadata

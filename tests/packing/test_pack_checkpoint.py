@@ -11,19 +11,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sparse_bitnet.checkpoint import checkpoint as source_module
+from sparse_bitnet.checkpoint.hub import from_pretrained
 from sparse_bitnet.checkpoint.locate import trained_context_length
 from sparse_bitnet.checkpoint.packed_loading import open_packed
 from sparse_bitnet.data.tokenizer import load_tokenizer
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export import pack as checkpoint_module
 from sparse_bitnet.export.pack import pack_checkpoint
-from sparse_bitnet.hub import from_pretrained
-from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.nn.layer import SparseBitConfig
+from sparse_bitnet.nn.selection import select
 from sparse_bitnet.ops.quantize_int8 import quantize_int8
 from sparse_bitnet.packing.codec import unpack
 from sparse_bitnet.packing.formats import FORMATS
 from sparse_bitnet.pattern import NMPattern
-from sparse_bitnet.selection import select
 
 Trained = Callable[..., Path]
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sparse_bitnet.checkpoint.hub import save_pretrained
+from sparse_bitnet.checkpoint.models import PRESETS, build_model
 from sparse_bitnet.cli.sizes import main
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.pack import pack_checkpoint
 from sparse_bitnet.export.sizes import code_statistics, model_size, size_table
-from sparse_bitnet.hub import save_pretrained
-from sparse_bitnet.layer import SparseBitConfig
-from sparse_bitnet.models import PRESETS, build_model
+from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.packing.codec import pack
 from sparse_bitnet.packing.formats import FORMATS, has_fixed_rows
 from sparse_bitnet.pattern import NMPattern

@@ -11,10 +11,10 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from factories import tiny_model
-from sparse_bitnet.convert import convert_, sparse_layers
+from sparse_bitnet.checkpoint.hub import from_pretrained, save_pretrained
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.hub import from_pretrained, save_pretrained
-from sparse_bitnet.layer import SparseBitConfig, SparseBitLinear
+from sparse_bitnet.nn.convert import convert_, sparse_layers
+from sparse_bitnet.nn.layer import SparseBitConfig, SparseBitLinear
 from sparse_bitnet.ops.nm_mask import nm_mask
 from sparse_bitnet.ops.operands import mask_flip_rate
 from sparse_bitnet.training.callback import SparseBitCallback

@@ -5,11 +5,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from sparse_bitnet.checkpoint.models import PRESETS, Shape, build_model
 from sparse_bitnet.cli.plan import main
-from sparse_bitnet.convert import selected, sparse_layers
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.layer import SparseBitConfig
-from sparse_bitnet.models import PRESETS, Shape, build_model
+from sparse_bitnet.nn.convert import selected, sparse_layers
+from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.ops.operands import pack_codes, unpack_codes
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import autocast

@@ -14,16 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparse_bitnet.convert import sparse_layers
+from sparse_bitnet.checkpoint.hub import read_format
+from sparse_bitnet.checkpoint.model_folder import CONFIG_FILE, quantization_entry, read_config
+from sparse_bitnet.checkpoint.weight_files import WeightFiles
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.hub import read_format
-from sparse_bitnet.layer import SparseBitConfig
-from sparse_bitnet.model_folder import CONFIG_FILE, quantization_entry, read_config
+from sparse_bitnet.nn.convert import sparse_layers
+from sparse_bitnet.nn.layer import SparseBitConfig
+from sparse_bitnet.nn.selection import select
 from sparse_bitnet.ops.absmean import absmean
 from sparse_bitnet.ops.select_ternary import quantize_ternary
 from sparse_bitnet.pattern import NMPattern
-from sparse_bitnet.selection import select
-from sparse_bitnet.weight_files import WeightFiles
 
 BIN_WIDTH = 0.05
 RANGE = 4.0

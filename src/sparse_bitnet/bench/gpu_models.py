@@ -8,13 +8,13 @@ from torch import nn
 
 from sparse_bitnet.bench.gpu_options import GpuBenchOptions
 from sparse_bitnet.bench.gpu_timing import CacheFlush, recorded, seconds_of
-from sparse_bitnet.convert import convert_
+from sparse_bitnet.checkpoint.models import preset_config
 from sparse_bitnet.engine.gpu.fused import fuse_
 from sparse_bitnet.engine.gpu.linear import PACKED_TOKENS, RoutePolicy, TernaryLinear
 from sparse_bitnet.engine.gpu.merge import MERGED, prepare_, put_merged_
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.layer import SparseBitConfig
-from sparse_bitnet.models import preset_config
+from sparse_bitnet.nn.convert import convert_
+from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.ops.tuning_cache import (
     TOKENS,
     LayerShape,

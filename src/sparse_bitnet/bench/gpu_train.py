@@ -13,8 +13,8 @@ from sparse_bitnet.bench.gpu_models import bench_config, bench_device
 from sparse_bitnet.bench.gpu_options import GpuBenchOptions
 from sparse_bitnet.bench.gpu_record import SpeedRow, rows_of
 from sparse_bitnet.bench.gpu_timing import give_back_memory, medians, those_that_fit
-from sparse_bitnet.convert import convert_, selected, set_integer_forward_
-from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.nn.convert import convert_, selected, set_integer_forward_
+from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.ops.operands import SCALE_FLOOR
 from sparse_bitnet.presets import PRESETS
 from sparse_bitnet.training.config import TrainConfig

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sparse_bitnet.checkpoint.model_folder import CONFIG_FILE, quantization_entry, read_config
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.model_folder import CONFIG_FILE, quantization_entry, read_config
 from sparse_bitnet.packing.formats import row_bytes
 from sparse_bitnet.packing.metadata import QUANT_METHOD, PackedMetadata
 from sparse_bitnet.packing.tensor_file import TensorFile

@@ -21,7 +21,7 @@ from sparse_bitnet.bench.options import BenchOptions
 from sparse_bitnet.bench.random_model import cached_random_model
 from sparse_bitnet.bench.record import BenchRow
 from sparse_bitnet.bench.roofline import READ_BYTES, RooflineMeter, Work, packed_config, work_of
-from sparse_bitnet.model_folder import quantization_entry
+from sparse_bitnet.checkpoint.model_folder import quantization_entry
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.presets import PRESETS
 

@@ -93,7 +93,7 @@ class Checkpoint:
         if self.format.weight == "ternary":
             codes, weight_scale = self.ternary(layer)
             return codes * weight_scale
-        from sparse_bitnet.selection import select
+        from sparse_bitnet.nn.selection import select
 
         assert self.master is not None
         weight = self.master(layer).float()

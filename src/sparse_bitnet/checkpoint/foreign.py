@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint, TernaryWeight, linear_layers
+from sparse_bitnet.checkpoint.model_folder import quantization_entry
+from sparse_bitnet.checkpoint.models import skeleton
+from sparse_bitnet.checkpoint.weight_files import WeightFiles
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import SparseBitConfig
-from sparse_bitnet.model_folder import quantization_entry
-from sparse_bitnet.models import skeleton
 from sparse_bitnet.packing.two_bits import (
     CODES_PER_WORD,
     W2A8,
@@ -25,7 +26,6 @@ from sparse_bitnet.packing.two_bits import (
     unpack_words,
 )
 from sparse_bitnet.pattern import NMPattern
-from sparse_bitnet.weight_files import WeightFiles
 
 EXPORTED_FORMAT = "sparse_bitnet_format"
 """Key of config.json under which an export remembers the training format; other readers ignore it."""

@@ -2,9 +2,14 @@
 
 from pathlib import Path
 
+from sparse_bitnet.checkpoint.model_folder import (
+    CONFIG_FILE,
+    is_hub_id,
+    read_config,
+    read_json_if_there,
+)
 from sparse_bitnet.checkpoint.saved_steps import Checkpoint, list_checkpoints
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.model_folder import CONFIG_FILE, is_hub_id, read_config, read_json_if_there
 
 TRAINED_CONTEXT = "trained_context_length"
 """Key of a packed folder's config.json; other readers ignore it."""

@@ -4,8 +4,13 @@ from pathlib import Path
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.checkpoint.locate import resolve_checkpoint
+from sparse_bitnet.checkpoint.model_folder import (
+    CONFIG_FILE,
+    local_folder,
+    quantization_entry,
+    read_config,
+)
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.model_folder import CONFIG_FILE, local_folder, quantization_entry, read_config
 from sparse_bitnet.packing.metadata import QUANT_METHOD
 
 _KINDS = {"sparse_bitnet": "trained", QUANT_METHOD: "packed", None: "dense"}

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint, TernaryWeight
-from sparse_bitnet.model_folder import quantization_entry
+from sparse_bitnet.checkpoint.model_folder import check_folder, quantization_entry
 from sparse_bitnet.packing.metadata import PackedMetadata
 from sparse_bitnet.packing.tensor_file import TensorFile
 
@@ -19,6 +19,7 @@ def open_packed(folder: Path, config: dict[str, Any]) -> Checkpoint:
 
     Raises `UserError` for a file that is damaged, truncated, of another version, or not of this config.
     """
+    check_folder(folder)
     file = TensorFile(folder / MODEL_FILE)
     metadata = PackedMetadata.from_json(file.metadata, str(file.path))
     metadata.check_config_entry(quantization_entry(config), str(file.path))
@@ -46,7 +47,7 @@ def open_packed(folder: Path, config: dict[str, Any]) -> Checkpoint:
         return tensor * file.checked(f"{name}_scale")[part] if name in int8 else tensor.clone()
 
     def model() -> "nn.Module":
-        from sparse_bitnet.models import skeleton
+        from sparse_bitnet.checkpoint.models import skeleton
 
         return skeleton(config, folder)
 

@@ -7,13 +7,15 @@ dequantised to the model's dtype.
 """
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from sparse_bitnet.checkpoint.model_folder import check_folder
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.packed_linear import PackedSparseBitLinear
+from sparse_bitnet.nn.packed_linear import PackedSparseBitLinear
 from sparse_bitnet.packing.metadata import QUANT_METHOD, PackedMetadata, check_version
 from sparse_bitnet.packing.tensor_file import DTYPES, TensorFile
 
@@ -27,6 +29,7 @@ def open_packed(path: Any) -> tuple[TensorFile, PackedMetadata]:
     Raises `UserError`, naming file and tensor, for a file that is damaged, truncated or of another
     version.
     """
+    check_folder(Path(path).parent)
     file = TensorFile(path)
     metadata = PackedMetadata.from_json(file.metadata, str(path))
     file.verify()

@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint, TernaryWeight, embedding_weights
-from sparse_bitnet.convert import convert_, sparse_layers
+from sparse_bitnet.checkpoint.hub import from_pretrained, read_format
+from sparse_bitnet.checkpoint.model_folder import CONFIG_FILE, quantization_entry
+from sparse_bitnet.checkpoint.models import skeleton
+from sparse_bitnet.checkpoint.weight_files import WeightFiles
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.hub import from_pretrained, read_format
 from sparse_bitnet.layer_config import SparseBitConfig
-from sparse_bitnet.model_folder import CONFIG_FILE, quantization_entry
-from sparse_bitnet.models import skeleton
+from sparse_bitnet.nn.convert import convert_, sparse_layers
+from sparse_bitnet.nn.selection import select
 from sparse_bitnet.packing.tensor_file import DTYPES
 from sparse_bitnet.pattern import NMPattern
-from sparse_bitnet.selection import select
-from sparse_bitnet.weight_files import WeightFiles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -92,13 +92,13 @@ def perplexity_of_engine(
 ) -> "Evaluation":
     """As `evaluation.perplexity.evaluate`."""
     from sparse_bitnet.checkpoint.locate import trained_context_length
+    from sparse_bitnet.checkpoint.model_folder import quantization_entry, read_config
     from sparse_bitnet.engine.engine import Engine
     from sparse_bitnet.evaluation.held_out import DEFAULT_CONTEXT_LENGTH, read_held_out
     from sparse_bitnet.evaluation.perplexity import Evaluation, format_name
     from sparse_bitnet.generation.engine_perplexity import engine_perplexity
     from sparse_bitnet.generation.open_model import open_engine, position_count
     from sparse_bitnet.layer_config import SparseBitConfig
-    from sparse_bitnet.model_folder import quantization_entry, read_config
 
     assert config.data is not None
     text = read_held_out(config.data, checkpoint, column=config.column)

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparse_bitnet.checkpoint.model_folder import load_with, local_folder
 from sparse_bitnet.data.text_files import first_line
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.model_folder import load_with, local_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
+from sparse_bitnet.checkpoint.model_folder import quantization_entry, read_config
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.engine.architecture import Architecture, read_architecture
 from sparse_bitnet.errors import EngineLacks, UserError
-from sparse_bitnet.model_folder import quantization_entry, read_config
 from sparse_bitnet.packing.formats import check_layout, has_fixed_rows, row_bytes
 from sparse_bitnet.packing.metadata import QUANT_METHOD, PackedMetadata
 from sparse_bitnet.packing.tensor_file import DTYPES, TensorFile

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from sparse_bitnet.convert import selected
+from sparse_bitnet.checkpoint.hub import from_pretrained
 from sparse_bitnet.engine.protocol import CacheFull, EngineSequence, InferenceEngine, WhichLogits
-from sparse_bitnet.hub import from_pretrained
+from sparse_bitnet.nn.convert import selected
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparse_bitnet.checkpoint.hub import from_pretrained
 from sparse_bitnet.checkpoint.locate import resolve_checkpoint, trained_context_length
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.held_out import DEFAULT_CONTEXT_LENGTH, read_held_out
@@ -30,7 +31,6 @@ from sparse_bitnet.evaluation.windows import (
     inputs_and_labels,
     windows,
 )
-from sparse_bitnet.hub import from_pretrained
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
 from sparse_bitnet.training.loss import mean_token_loss

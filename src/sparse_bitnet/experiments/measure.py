@@ -16,16 +16,16 @@ from sparse_bitnet.analysis.weights import (
     model_statistics,
     pool,
 )
+from sparse_bitnet.checkpoint.hub import from_pretrained
 from sparse_bitnet.checkpoint.locate import resolve_checkpoint
+from sparse_bitnet.checkpoint.models import build_model
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.evaluation.perplexity import Perplexity, perplexity
 from sparse_bitnet.experiments.paper_runs import Run
 from sparse_bitnet.experiments.provenance import provenance
 from sparse_bitnet.experiments.results import CURVE_POINTS, ResultRow, Results
-from sparse_bitnet.hub import from_pretrained
-from sparse_bitnet.layer import SparseBitConfig
-from sparse_bitnet.models import build_model
+from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.training import metrics
 from sparse_bitnet.training.config import TrainConfig

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from sparse_bitnet.checkpoint.hub import from_pretrained
 from sparse_bitnet.data.tokenizer import load_tokenizer
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.sampling import continue_text
@@ -28,7 +29,6 @@ from sparse_bitnet.experiments.results import ResultRow, Results
 from sparse_bitnet.experiments.runner import reproduce
 from sparse_bitnet.experiments.table import NOTHING, Table
 from sparse_bitnet.files import write_atomic
-from sparse_bitnet.hub import from_pretrained
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.presets import PRESETS
 

@@ -16,12 +16,12 @@ from sparse_bitnet.analysis.paper_figures import (
 )
 from sparse_bitnet.analysis.weights import WeightStatistics, checkpoint_statistics, pool
 from sparse_bitnet.checkpoint.locate import resolve_checkpoint
+from sparse_bitnet.checkpoint.model_folder import local_folder, quantization_entry, read_config
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.experiments.measure import depth_parts
 from sparse_bitnet.experiments.page import Block, Figure, Paragraph, Section, html
 from sparse_bitnet.experiments.table import Table
 from sparse_bitnet.files import write_atomic
-from sparse_bitnet.model_folder import local_folder, quantization_entry, read_config
 from sparse_bitnet.pattern import NMPattern
 
 PAPER_ZERO_CODES = 0.423

@@ -12,8 +12,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparse_bitnet.checkpoint.model_folder import read_json
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.model_folder import read_json
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.checkpoint.foreign import EXPORTED_FORMAT
+from sparse_bitnet.checkpoint.model_folder import read_json, read_json_if_there
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.deferred import DeferredTensors, OnProgress, write_safetensors
 from sparse_bitnet.files import atomic_folder
-from sparse_bitnet.model_folder import read_json, read_json_if_there
 from sparse_bitnet.packing.tensor_writer import TensorSpec
 
 _AS_THEY_ARE = (

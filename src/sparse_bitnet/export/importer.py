@@ -19,7 +19,6 @@ from torch import Tensor
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint, TernaryWeight
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
-from sparse_bitnet.convert import FORMAT_VERSION
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.deferred import DeferredTensors, OnProgress, write_safetensors
 from sparse_bitnet.export.formats import check_new_folder
@@ -32,12 +31,13 @@ from sparse_bitnet.export.hf_folder import (
 )
 from sparse_bitnet.export.pack import pack_checkpoint
 from sparse_bitnet.files import TEMPORARY_PREFIX, atomic_folder
-from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.nn.convert import FORMAT_VERSION
+from sparse_bitnet.nn.layer import SparseBitConfig
+from sparse_bitnet.nn.selection import select
 from sparse_bitnet.ops.operands import SCALE_FLOOR
 from sparse_bitnet.packing.formats import check_format
 from sparse_bitnet.packing.tensor_writer import TensorSpec
 from sparse_bitnet.pattern import NMPattern
-from sparse_bitnet.selection import select
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sparse_bitnet.checkpoint.hub import from_pretrained
 from sparse_bitnet.checkpoint.locate import resolve_checkpoint
-from sparse_bitnet.convert import selected
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.hub import from_pretrained
+from sparse_bitnet.nn.convert import selected
 
 SEQUENCES, TOKENS = 2, 64
 

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparse_bitnet.checkpoint.model_folder import load_with
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.model_card import gguf_file_name
-from sparse_bitnet.model_folder import load_with
 
 _NEEDED = {
     "bitnet": ("accelerate", "accelerate", "pip install accelerate"),
@@ -84,7 +84,7 @@ class TransformersReader:
     def __init__(self, folder: Path, name: str) -> None:
         from transformers import AutoTokenizer
 
-        from sparse_bitnet.hub import from_pretrained
+        from sparse_bitnet.checkpoint.hub import from_pretrained
 
         self.name = name
         self._tokenizer = load_with(AutoTokenizer.from_pretrained, folder)

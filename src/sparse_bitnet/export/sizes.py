@@ -18,10 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparse_bitnet.checkpoint.models import PRESETS, Shape
 from sparse_bitnet.checkpoint.open_checkpoint import open_ternary
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.layer import SparseBitConfig
-from sparse_bitnet.models import PRESETS, Shape
+from sparse_bitnet.nn.layer import SparseBitConfig
+from sparse_bitnet.nn.selection import select
 from sparse_bitnet.packing.codec import pack
 from sparse_bitnet.packing.formats import (
     FORMATS,
@@ -33,7 +34,6 @@ from sparse_bitnet.packing.formats import (
 )
 from sparse_bitnet.packing.metadata import EMBEDDINGS
 from sparse_bitnet.pattern import NMPattern
-from sparse_bitnet.selection import select
 
 PUBLISHED_MODELS = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b")
 PATTERNS = ("8:8", "6:8", "2:4", "2:8")

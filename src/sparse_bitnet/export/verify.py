@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
+from sparse_bitnet.checkpoint.hub import from_pretrained
 from sparse_bitnet.checkpoint.locate import trained_context_length
-from sparse_bitnet.convert import selected
 from sparse_bitnet.data.tokenizer import load_tokenizer
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.held_out import read_held_out
@@ -28,7 +28,7 @@ from sparse_bitnet.export.config import ExportConfig
 from sparse_bitnet.export.deferred import OnProgress
 from sparse_bitnet.export.model_card import Row, read_record
 from sparse_bitnet.export.readers import open_reader, quiet_loading
-from sparse_bitnet.hub import from_pretrained
+from sparse_bitnet.nn.convert import selected
 
 LARGEST_CONTEXT = 512
 PERPLEXITY_BOUND = 0.01

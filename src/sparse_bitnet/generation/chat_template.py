@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sparse_bitnet.checkpoint.model_folder import read_json_if_there, read_small
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.text import TextTokenizer
-from sparse_bitnet.model_folder import read_json_if_there, read_small
 
 _SPECIAL_TOKENS = (
     "bos_token",

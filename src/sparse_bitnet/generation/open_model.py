@@ -5,17 +5,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparse_bitnet.engine.engine_options import EngineOptions
-from sparse_bitnet.engine.protocol import InferenceEngine
-from sparse_bitnet.errors import EngineLacks, UserError
-from sparse_bitnet.generation.stop import end_tokens
-from sparse_bitnet.generation.text import TOKENIZER_FILE, TextTokenizer
-from sparse_bitnet.model_folder import (
+from sparse_bitnet.checkpoint.model_folder import (
     CONFIG_FILE,
     quantization_entry,
     read_config,
     read_json_if_there,
 )
+from sparse_bitnet.engine.engine_options import EngineOptions
+from sparse_bitnet.engine.protocol import InferenceEngine
+from sparse_bitnet.errors import EngineLacks, UserError
+from sparse_bitnet.generation.stop import end_tokens
+from sparse_bitnet.generation.text import TOKENIZER_FILE, TextTokenizer
 from sparse_bitnet.packing.metadata import QUANT_METHOD
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from sparse_bitnet.checkpoint.model_folder import read_json_if_there
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.model_folder import read_json_if_there
 
 
 class StopStrings:

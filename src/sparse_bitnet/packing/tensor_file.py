@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.model_folder import check_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,7 +83,6 @@ class TensorFile:
         """Raises `UserError` for a file that is damaged, truncated, or not of this kind."""
         self.path = Path(path)
         try:
-            check_file(self.path)
             size = self.path.stat().st_size
             if size <= LENGTH_BYTES:
                 raise UserError(f"{path}: {size} bytes are too few for a safetensors file")

@@ -12,8 +12,8 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from sparse_bitnet.convert import selected, sparse_layers
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.nn.convert import selected, sparse_layers
 from sparse_bitnet.training.metrics import selection_counts, selection_metrics
 
 

@@ -42,7 +42,7 @@ from sparse_bitnet.checkpoint.saved_steps import (
 )
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import TEMPORARY_PREFIX, sync_tree
-from sparse_bitnet.layer import SparseBitLinear
+from sparse_bitnet.nn.layer import SparseBitLinear
 from sparse_bitnet.ops.operands import word_dtype
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.distributed import World

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparse_bitnet.convert import selected
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.nn.convert import selected
 from sparse_bitnet.training.device import autocast
 
 if TYPE_CHECKING:

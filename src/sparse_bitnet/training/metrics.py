@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import write_atomic
-from sparse_bitnet.layer import SparseBitLinear
+from sparse_bitnet.nn.layer import SparseBitLinear
 from sparse_bitnet.training.config import TrainConfig
 
 METRICS_FILE = "metrics.jsonl"

@@ -21,17 +21,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from sparse_bitnet.convert import selected, sparse_layers
-from sparse_bitnet.layer import SparseBitLinear
-from sparse_bitnet.ops.absmean import abs_sum, mean_to_scale
-from sparse_bitnet.ops.nm_mask import nm_mask
-from sparse_bitnet.ops.operands import pack_codes, unpack_codes
-from sparse_bitnet.selection import Selection
-from sparse_bitnet.straight_through import (
+from sparse_bitnet.nn.convert import selected, sparse_layers
+from sparse_bitnet.nn.layer import SparseBitLinear
+from sparse_bitnet.nn.selection import Selection
+from sparse_bitnet.nn.straight_through import (
     fake_quantize_int8,
     straight_through,
     ternary_int8_linear,
 )
+from sparse_bitnet.ops.absmean import abs_sum, mean_to_scale
+from sparse_bitnet.ops.nm_mask import nm_mask
+from sparse_bitnet.ops.operands import pack_codes, unpack_codes
 
 Reduce = Callable[[Tensor], Tensor]
 """Sums a tensor over the processes that hold the shards of one model."""

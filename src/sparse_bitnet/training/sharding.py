@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from sparse_bitnet.convert import sparse_layers
+from sparse_bitnet.nn.convert import sparse_layers
 from sparse_bitnet.training.distributed import World
 from sparse_bitnet.training.loss import SummedLoss
 from sparse_bitnet.training.sharded_linear import local_rows, prepare_linears_

@@ -6,7 +6,7 @@ from typing import Any
 
 from sparse_bitnet.checkpoint.saved_steps import clean_run
 from sparse_bitnet.data.shards import TokenDataset
-from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import resolve_device
 from sparse_bitnet.training.distributed import Launch, open_world

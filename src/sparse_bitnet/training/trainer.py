@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from sparse_bitnet.checkpoint.hub import save_pretrained
+from sparse_bitnet.checkpoint.models import PRESETS, build_model
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
-from sparse_bitnet.convert import set_dense_phase_, set_integer_forward_, sparse_layers
 from sparse_bitnet.data.loader import TokenLoader
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.data.tokenizer import load_tokenizer
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import write_atomic
-from sparse_bitnet.hub import save_pretrained
-from sparse_bitnet.layer import SparseBitConfig
-from sparse_bitnet.models import PRESETS, build_model
+from sparse_bitnet.nn.convert import set_dense_phase_, set_integer_forward_, sparse_layers
+from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.training import metrics
 from sparse_bitnet.training.checkpoint import CheckpointWriter, RunState, model_files, restore
 from sparse_bitnet.training.config import TrainConfig

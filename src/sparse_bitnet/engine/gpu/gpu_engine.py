@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparse_bitnet.checkpoint.hub import from_pretrained
 from sparse_bitnet.engine.gpu.attention import use_grouped_attention_
 from sparse_bitnet.engine.gpu.decode import check_full_attention, recorded_step
 from sparse_bitnet.engine.gpu.fused import fuse_
@@ -22,7 +23,6 @@ from sparse_bitnet.engine.gpu.merge import prepare_
 from sparse_bitnet.engine.gpu.slots import SlotCache
 from sparse_bitnet.engine.protocol import CacheFull, EngineSequence, InferenceEngine, WhichLogits
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.hub import from_pretrained
 from sparse_bitnet.ops.tuning_cache import TuningCache, cache_path, machine_name
 
 DEFAULT_SLOTS = 8

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from sparse_bitnet.engine.gpu.linear import QuantizedTokens, RoutePolicy, TernaryLinear
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.layer import SparseBitLinear
-from sparse_bitnet.packed_linear import PackedSparseBitLinear
+from sparse_bitnet.nn.layer import SparseBitLinear
+from sparse_bitnet.nn.packed_linear import PackedSparseBitLinear
 
 MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that share their input, in the order in which their parents call them."""

@@ -11,20 +11,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparse_bitnet.convert import (
+from sparse_bitnet.checkpoint.model_folder import load_with
+from sparse_bitnet.checkpoint.models import load_causal_lm
+from sparse_bitnet.checkpoint.weight_files import WeightFiles
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.files import atomic_folder
+from sparse_bitnet.nn.convert import (
     FORMAT_VERSION,
     convert_,
     quantization_config,
     selecting_class,
     sparse_layers,
 )
-from sparse_bitnet.errors import UserError
-from sparse_bitnet.files import atomic_folder
-from sparse_bitnet.layer import SparseBitConfig
-from sparse_bitnet.model_folder import load_with
-from sparse_bitnet.models import load_causal_lm
-from sparse_bitnet.saved_names import loaded_names
-from sparse_bitnet.weight_files import WeightFiles
+from sparse_bitnet.nn.layer import SparseBitConfig
+from sparse_bitnet.nn.saved_names import loaded_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

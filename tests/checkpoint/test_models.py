@@ -9,10 +9,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from factories import tiny_model
-from sparse_bitnet.convert import sparse_layers
+from sparse_bitnet.checkpoint.models import PRESETS, build_model, preset_config, skeleton
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.layer import SparseBitConfig
-from sparse_bitnet.models import PRESETS, build_model, preset_config, skeleton
+from sparse_bitnet.nn.convert import sparse_layers
+from sparse_bitnet.nn.layer import SparseBitConfig
 
 PUBLISHED = {
     # hidden, ffn, layers, heads, kv heads, parameters with tied embeddings counted once
@@ -59,7 +59,7 @@ class TestPresets:
 
     @pytest.mark.parametrize("name", PRESETS)
     def test_block_weights_is_what_convert_reaches(self, name: str) -> None:
-        from sparse_bitnet.convert import convert_
+        from sparse_bitnet.nn.convert import convert_
 
         model = convert_(on_meta(name), SparseBitConfig())
         layers = sparse_layers(model)

@@ -5,8 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from sparse_bitnet.checkpoint.model_folder import (
+    quantization_entry,
+    read_config,
+    read_json_if_there,
+)
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.model_folder import quantization_entry, read_config, read_json_if_there
 
 
 def test_an_object_is_read(tmp_path: Path) -> None:

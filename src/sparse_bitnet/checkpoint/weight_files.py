@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparse_bitnet.checkpoint.model_folder import INDEX_FILE, check_file, file_inside, read_json
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.model_folder import INDEX_FILE, check_file, file_inside, read_json
 
 if TYPE_CHECKING:
     from torch import Tensor

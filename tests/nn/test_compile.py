@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from factories import make_layer, tiny_model
-from sparse_bitnet.convert import convert_, selected
-from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.nn.convert import convert_, selected
+from sparse_bitnet.nn.layer import SparseBitConfig
 
 FORMATS = (
     "ternary-6:8",

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from sparse_bitnet.checkpoint.weight_files import INDEX_FILE, WeightFiles
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.weight_files import INDEX_FILE, WeightFiles
 
 TENSORS = {
     "a": torch.arange(12.0).view(4, 3),

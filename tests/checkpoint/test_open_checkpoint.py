@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
+from sparse_bitnet.checkpoint.hub import from_pretrained
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.hf_folder import require_ternary_int8
 from sparse_bitnet.export.pack import pack_checkpoint
-from sparse_bitnet.hub import from_pretrained
-from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.nn.layer import SparseBitConfig
 
 
 def test_codes_and_effective_weights_are_those_of_the_model(

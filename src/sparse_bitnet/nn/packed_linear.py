@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparse_bitnet.layer import SparseBitConfig
+from sparse_bitnet.nn.layer import SparseBitConfig
+from sparse_bitnet.nn.straight_through import ternary_int8_linear
 from sparse_bitnet.packing.codec import unpack
 from sparse_bitnet.packing.formats import has_fixed_rows, row_bytes
-from sparse_bitnet.straight_through import ternary_int8_linear
 
 
 class PackedSparseBitLinear(nn.Module):

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 import reference
 from factories import VARIANTS, make_layer
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.layer import SparseBitConfig, SparseBitLinear
+from sparse_bitnet.nn.layer import SparseBitConfig, SparseBitLinear
+from sparse_bitnet.nn.straight_through import fake_quantize_int8, fake_quantize_ternary
 from sparse_bitnet.ops.nm_mask import nm_mask
 from sparse_bitnet.ops.quantize_int8 import quantize_int8
 from sparse_bitnet.pattern import NMPattern
-from sparse_bitnet.straight_through import fake_quantize_int8, fake_quantize_ternary
 
 U32 = 2.0**-24
 """Unit roundoff of float32."""

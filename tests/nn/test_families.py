@@ -11,12 +11,12 @@ import transformers
 from torch import nn
 
 from factories import tiny_model
-from sparse_bitnet.convert import convert_, selected, sparse_layers
+from sparse_bitnet.checkpoint.hub import from_pretrained, save_pretrained
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.pack import pack_checkpoint
-from sparse_bitnet.hub import from_pretrained, save_pretrained
-from sparse_bitnet.layer import SparseBitConfig, SparseBitLinear
-from sparse_bitnet.saved_names import lost_weights
+from sparse_bitnet.nn.convert import convert_, selected, sparse_layers
+from sparse_bitnet.nn.layer import SparseBitConfig, SparseBitLinear
+from sparse_bitnet.nn.saved_names import lost_weights
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,

@@ -9,9 +9,9 @@ from torch.utils.checkpoint import checkpoint
 
 from factories import make_layer, tiny_model
 from sparse_bitnet.bench.gpu_train import UsualFakeQuantLinear
-from sparse_bitnet.convert import convert_, selected, set_integer_forward_, sparse_layers
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.layer import SparseBitConfig, SparseBitLinear
+from sparse_bitnet.nn.convert import convert_, selected, set_integer_forward_, sparse_layers
+from sparse_bitnet.nn.layer import SparseBitConfig, SparseBitLinear
 from sparse_bitnet.ops.int8_linear import int8_linear, integer_product
 from sparse_bitnet.ops.quantize_int8 import quantize_int8
 

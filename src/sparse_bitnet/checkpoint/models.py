@@ -5,10 +5,10 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparse_bitnet.convert import convert_
+from sparse_bitnet.checkpoint.model_folder import check_sizes, load_with
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.layer import SparseBitConfig
-from sparse_bitnet.model_folder import check_sizes, load_with
+from sparse_bitnet.nn.convert import convert_
+from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.presets import PRESETS, Shape
 
 if TYPE_CHECKING:

@@ -9,13 +9,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from factories import VARIANTS, make_layer
-from sparse_bitnet.convert import selected
-from sparse_bitnet.layer import SparseBitLinear
+from sparse_bitnet.nn.convert import selected
+from sparse_bitnet.nn.layer import SparseBitLinear
+from sparse_bitnet.nn.selection import Selection
 from sparse_bitnet.ops.nm_mask import nm_mask
 from sparse_bitnet.ops.operands import pack_mask
 from sparse_bitnet.ops.select_ternary import quantize_ternary
 from sparse_bitnet.pattern import NMPattern
-from sparse_bitnet.selection import Selection
 
 
 class TestSelection:

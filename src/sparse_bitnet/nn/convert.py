@@ -7,17 +7,17 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from sparse_bitnet.convertible import (
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.layer_config import layer_matches
+from sparse_bitnet.nn.convertible import (
     converted,
     in_features_of,
     is_fused_experts,
     is_linear,
     matrices,
 )
-from sparse_bitnet.errors import UserError
-from sparse_bitnet.layer import SparseBitConfig, SparseBitLinear
-from sparse_bitnet.layer_config import layer_matches
-from sparse_bitnet.saved_names import lost_weights
+from sparse_bitnet.nn.layer import SparseBitConfig, SparseBitLinear
+from sparse_bitnet.nn.saved_names import lost_weights
 
 FORMAT_VERSION = 1
 """Version of the `quantization_config` entry that a converted model's config carries."""

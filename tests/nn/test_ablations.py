@@ -3,8 +3,8 @@
 import torch
 
 from factories import VARIANTS, make_layer
-from sparse_bitnet.layer import SparseBitConfig
-from sparse_bitnet.selection import select
+from sparse_bitnet.nn.layer import SparseBitConfig
+from sparse_bitnet.nn.selection import select
 
 
 class TestAblations:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparse_bitnet.layer import SparseBitConfig, SparseBitLinear
+from sparse_bitnet.nn.layer import SparseBitConfig, SparseBitLinear
 
 _CONV1D = "transformers.pytorch_utils.Conv1D"
 _LINEAR = ("transformers.models.falcon.modeling_falcon.FalconLinear",)

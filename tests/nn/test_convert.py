@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from factories import MODEL_FAMILIES, tiny_model
-from sparse_bitnet.convert import convert_, selected, set_dense_phase_, sparse_layers
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.layer import SparseBitConfig, SparseBitLinear
+from sparse_bitnet.nn.convert import convert_, selected, set_dense_phase_, sparse_layers
+from sparse_bitnet.nn.layer import SparseBitConfig, SparseBitLinear
 
 TERNARY = SparseBitConfig()
 ATTENTION = [f"self_attn.{name}_proj" for name in "qkvo"]

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparse_bitnet.layer_config import CHOICES, SparseBitConfig
-from sparse_bitnet.ops.operands import count_flips, pack_mask, unpack_mask
-from sparse_bitnet.selection import Selection, SelectionState, select
-from sparse_bitnet.straight_through import (
+from sparse_bitnet.nn.selection import Selection, SelectionState, select
+from sparse_bitnet.nn.straight_through import (
     fake_quantize_int8,
     straight_through,
     ternary_int8_linear,
 )
+from sparse_bitnet.ops.operands import count_flips, pack_mask, unpack_mask
 
 __all__ = ["CHOICES", "SparseBitConfig", "SparseBitLinear"]
 

@@ -1,0 +1,1 @@
+"""The layer, and what turns a model's linear layers into it."""
