@@ -95,7 +95,7 @@ def test_parts_of_different_tokenizers_are_not_joined(texts, tmp_path, tokenizer
 
 
 def test_what_cannot_be_divided_is_refused(texts, tmp_path):
-    source = parse_source(str(texts))
+    source = parse_source(str(texts), near_duplicates=False)
     assert {path for part in range(5) for path in part_of(source, part, 5).paths} == set(
         source.paths
     )

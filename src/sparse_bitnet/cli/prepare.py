@@ -38,6 +38,10 @@ class PrepareConfig:
     limit_bytes: int | None = None
     """Stop after this many bytes of text of SOURCE."""
 
+    near_duplicates: bool = True
+    """Keep documents that are nearly the same on one side of the split; with --validation, leave those of
+    SOURCE out that are nearly held-out ones. Not of hub data sets, and not among --parts."""
+
     shard_tokens: int = 1 << 27
     """Tokens in one file."""
 
@@ -79,6 +83,7 @@ def run(spec: str, out: str, config: PrepareConfig) -> None:
     """Prepare data and print what the folder holds. Raises `UserError` as `prepare` does."""
     from sparse_bitnet.data.documents import VALIDATION
     from sparse_bitnet.data.manifest import MANIFEST
+    from sparse_bitnet.data.near_duplicates import Overlap
     from sparse_bitnet.data.parts import prepare_part
     from sparse_bitnet.data.prepare import prepare
     from sparse_bitnet.data.sources import parse_source
@@ -94,6 +99,7 @@ def run(spec: str, out: str, config: PrepareConfig) -> None:
         validation_fraction=config.validation_fraction,
         limit_documents=config.limit_documents,
         limit_bytes=config.limit_bytes,
+        near_duplicates=config.near_duplicates,
     )
     if config.parts > 1:
         if config.tokenizer is None:
@@ -127,6 +133,8 @@ def run(spec: str, out: str, config: PrepareConfig) -> None:
             f"{name}: {_count(split.documents, 'document')}, {shown} of text, "
             f"{split.tokens:,} tokens in {_count(len(split.shards), 'shard')}"
         )
+    if manifest.overlap is not None:
+        print(f"held-out text: {Overlap(**manifest.overlap)}")
     what = "already there" if complete else f"written in {time.monotonic() - started:.1f} s"
     print(f"{out}: vocabulary {manifest.vocab_size:,}, {manifest.dtype}, {what}")
     if not manifest.splits[VALIDATION].tokens:

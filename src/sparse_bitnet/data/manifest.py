@@ -67,6 +67,8 @@ class Manifest:
     """"uint16" or "uint32"."""
     eos_token_id: int
     splits: dict[str, SplitManifest]
+    overlap: dict[str, int] | None = None
+    """`near_duplicates.Overlap` of the held-out text with the training text; None where it is unknown."""
 
     def write(self, folder: Path) -> None:
         """Write `manifest.json`; the last step of a preparation."""

@@ -79,6 +79,7 @@ def join(out: Path, folders: list[Path]) -> Manifest:
     whole = replace(
         first,
         settings={"parts": [manifest.settings for manifest in manifests]},
+        overlap=None,
         splits={name: _joined(name, folders, manifests) for name in SPLITS},
     )
     from filelock import FileLock

@@ -10,13 +10,14 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from sparse_bitnet.data.checksums import record_written
-from sparse_bitnet.data.documents import SPLITS, TRAIN, Document, TextSource
+from sparse_bitnet.data.documents import SPLITS, TRAIN, VALIDATION, Document, TextSource
 from sparse_bitnet.data.manifest import (
     MANIFEST,
     PREPARATION,
@@ -26,8 +27,9 @@ from sparse_bitnet.data.manifest import (
     SplitManifest,
     token_dtype,
 )
+from sparse_bitnet.data.near_duplicates import GroupedSource, measure_overlap
 from sparse_bitnet.data.preparation_state import PreparationState, begin, check_settings
-from sparse_bitnet.data.shards import ShardWriter
+from sparse_bitnet.data.shards import ShardWriter, TokenDataset
 from sparse_bitnet.data.tokenizer import (
     load_tokenizer,
     tokenizer_hash,
@@ -114,6 +116,8 @@ def prepare(
     with locked_folder(out, busy), Progress(console) as display:
         line = display.line("starting", "MB", 1e6)
         start = begin(out, settings)
+        if isinstance(source, GroupedSource):
+            source.find(lambda size: line(size, None, label="looking for near-duplicates"))
         if not (out / TOKENIZER).exists():
             if tokenizer is None:
                 assert vocab_size is not None
@@ -223,6 +227,9 @@ class _Preparation:
             eos_token_id=self.tokenizer.eos_token_id,
             splits=splits,
         )
+        if splits[VALIDATION].tokens:
+            train, validation = (TokenDataset(self.out, split, manifest) for split in SPLITS)
+            manifest = replace(manifest, overlap=measure_overlap(train, validation).to_dict())
         manifest.write(self.out)
         (self.out / PREPARATION).unlink()
         return manifest

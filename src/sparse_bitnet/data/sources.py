@@ -24,6 +24,7 @@ from sparse_bitnet.data.documents import (
     split_of,
     uniform_hash,
 )
+from sparse_bitnet.data.near_duplicates import GroupedSource
 from sparse_bitnet.data.python_files import PythonSource
 from sparse_bitnet.data.text_files import (
     BEGINNING,
@@ -49,6 +50,7 @@ def parse_source(
     validation_fraction: float | None = None,
     limit_documents: int | None = None,
     limit_bytes: int | None = None,
+    near_duplicates: bool = True,
 ) -> TextSource:
     """The source that a command line names.
 
@@ -61,6 +63,8 @@ def parse_source(
         validation_fraction: of the documents, by hash; default 0.03 for Python files, 0.01 for
             local files, 0.0005 for hub data sets.
         limit_documents, limit_bytes: stop after the first so many; `validation` is not limited.
+        near_duplicates: keep documents that are nearly the same on one side of the split, of all but
+            hub data sets (`near_duplicates.GroupedSource`).
 
     Raises:
         UserError: for a name that matches nothing, an empty or unknown file, and contradictions.
@@ -74,19 +78,24 @@ def parse_source(
         source = LimitedSource(
             source=source, documents_limit=limit_documents, bytes_limit=limit_bytes
         )
-    if validation is None:
-        return source
-    return PairedSource(train=source, validation=_parse(validation, column, 0.0))
+    if validation is not None:
+        source = PairedSource(train=source, validation=_parse(validation, column, 0.0))
+    # A stream is read once.
+    is_stream = spec.startswith("hub:")
+    return GroupedSource(source=source) if near_duplicates and not is_stream else source
 
 
 def part_of(source: TextSource, part: int, parts: int) -> TextSource:
     """One of `parts` disjoint parts of a source, which together are all of it.
 
     Files are dealt out in turn, those of a hub data set too; a separate validation source goes to the
-    first part. Raises `UserError` for a source that has fewer files than parts, or no files.
+    first part. Near-duplicates are not looked for: no process sees all parts. Raises `UserError` for a
+    source that has fewer files than parts, or no files.
     """
     if not 0 <= part < parts:
         raise UserError(f"part {part} of {parts}: parts are numbered 0 to {parts - 1}")
+    if isinstance(source, GroupedSource):  # no process sees all parts
+        source = source.source
     if isinstance(source, PairedSource):
         train = part_of(source.train, part, parts)
         return replace(source, train=train) if part == 0 else train

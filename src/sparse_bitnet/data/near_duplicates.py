@@ -1,0 +1,208 @@
+"""Held-out text that is not trained on: near-duplicates share a side, and what is left is measured.
+
+A text is cut where a rolling hash of its bytes says so, so that a passage is cut alike wherever it
+stands and whatever surrounds it. Documents of which some piece is nearly the same (MinHash over the
+32-byte shingles of the piece) form a group, and a group lies on one side of the split.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from sparse_bitnet.data.documents import (
+    TRAIN,
+    VALIDATION,
+    Document,
+    PairedSource,
+    State,
+    TextSource,
+)
+from sparse_bitnet.data.shards import TokenDataset
+
+WINDOW = 64
+"""Tokens of a held-out window that is looked for in the training text."""
+
+_SHINGLE = 32
+_PIECE_BITS = 12
+"""Pieces have 2 ** this bytes in the mean."""
+
+_SHORTEST_PIECE = 512
+_BANDS, _ROWS = 16, 6
+"""Of the MinHash: pieces with 6 in 10 shingles in common share one of the bands more often than not."""
+
+_BASE = np.uint64(0x9E3779B97F4A7C15)
+_INVERSE = np.uint64(pow(int(_BASE), -1, 1 << 64))
+_CHUNK_TOKENS = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedSource:
+    """A source whose near-duplicate documents are on the same side of the split.
+
+    A group goes where the hash of one of its documents sends it, which is chosen by another hash. Of a
+    source with a validation text of its own, training documents near a held-out one are left out. The
+    text is read once more for it, with 3 % of its size in memory.
+    """
+
+    source: TextSource
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    def describe(self) -> dict[str, Any]:
+        return {**self.source.describe(), "near_duplicates": "grouped"}
+
+    def documents(self, state: State = None) -> Iterator[Document]:
+        first, inner = state or (0, None)
+        for number, document in enumerate(self.source.documents(inner), first):
+            if (side := self._moved.get(number, document.split)) is not None:
+                position = None if document.state is None else [number + 1, document.state]
+                yield document._replace(split=side, state=position)
+
+    def find(self, on_bytes: Callable[[int], None]) -> None:
+        """Read the whole text and find the groups now; `documents` does it otherwise."""
+        self._progress.append(on_bytes)
+        _ = self._moved
+
+    @cached_property
+    def _progress(self) -> list[Callable[[int], None]]:
+        return []
+
+    @cached_property
+    def _moved(self) -> dict[int, str | None]:
+        """Documents, by number, that change sides, and to which; None: they are left out."""
+        held_out, order, keys, owners = [], [], [], []
+        size = 0
+        for number, document in enumerate(self.source.documents()):
+            text = document.text.encode()
+            held_out.append(document.split == VALIDATION)
+            # Salted: by the hash that splits, the smallest of a group would mostly be held out.
+            order.append(hashlib.blake2b(text, digest_size=8, salt=b"group").digest())
+            found = _band_keys(text)
+            keys.append(found)
+            owners.append(np.full(len(found), number))
+            size += len(text)
+            for show in self._progress:
+                show(size)
+        if not any(held_out) or all(held_out):
+            return {}
+        groups = _groups(np.concatenate(keys), np.concatenate(owners), len(held_out))
+        moved: dict[int, str | None] = {}
+        for group in groups:
+            if len({held_out[number] for number in group}) == 1:
+                continue
+            if isinstance(self.source, PairedSource):
+                moved |= {number: None for number in group if not held_out[number]}
+                continue
+            chosen = held_out[min(group, key=lambda number: order[number])]
+            side = VALIDATION if chosen else TRAIN
+            moved |= {number: side for number in group if held_out[number] != chosen}
+        return moved
+
+
+def rolling_hashes(values: np.ndarray, length: int) -> np.ndarray:
+    """Of every `length` consecutive values a hash that only they determine; uint64
+    [len(values) - length + 1]."""
+    if len(values) < length:
+        return np.empty(0, np.uint64)
+    powers, inverses = (np.cumprod(np.full(len(values), factor)) for factor in (_BASE, _INVERSE))
+    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum((values + np.uint64(1)) * powers)])
+    return (sums[length:] - sums[:-length]) * inverses[: len(values) - length + 1]
+
+
+def _band_keys(text: bytes) -> np.ndarray:
+    """A text's pieces as uint64 [pieces, bands]: two that are nearly the same agree in some band."""
+    from rensa import RMinHash
+
+    shingles = rolling_hashes(np.frombuffer(text, np.uint8).astype(np.uint64), _SHINGLE)
+    cuts = np.flatnonzero(shingles >> np.uint64(64 - _PIECE_BITS) == 0)
+    ends = np.unique(np.concatenate([[0], cuts, [len(shingles)]]))
+    long = np.flatnonzero(np.diff(ends) >= _SHORTEST_PIECE)
+    if not len(long):  # a short document is one piece
+        ends, long = np.array([0, len(shingles)]), np.arange(1 if len(shingles) else 0)
+    matrix = RMinHash.digest_matrix_from_flat_token_hashes(
+        shingles, ends.tolist(), _BANDS * _ROWS, 0
+    )
+    digests = np.array(matrix.to_rows(), np.uint64).reshape(-1, _BANDS, _ROWS)[long]
+    powers = np.cumprod(np.full(_ROWS, _BASE))
+    return (digests * powers).sum(-1, dtype=np.uint64)
+
+
+def _groups(keys: np.ndarray, owners: np.ndarray, documents: int) -> Iterator[list[int]]:
+    """Documents connected by pieces that agree in a band, of at least two documents each."""
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
+    pairs = []
+    for band in keys.T:
+        place = np.argsort(band, kind="stable")
+        same = np.flatnonzero(np.diff(band[place]) == 0)
+        pairs.append(owners[np.stack([place[same], place[same + 1]])])
+    ends = np.concatenate(pairs, axis=1)
+    graph = coo_array((np.ones(ends.shape[1], bool), tuple(ends)), shape=(documents, documents))
+    _, labels = connected_components(graph, directed=False)
+    place = np.argsort(labels, kind="stable")
+    for group in np.split(place, np.flatnonzero(np.diff(labels[place])) + 1):
+        if len(group) > 1:
+            yield group.tolist()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """How much of the held-out text stands in the training text, verbatim."""
+
+    window_tokens: int
+    windows: int
+    """Of so many tokens, at every position of each held-out document."""
+
+    windows_in_training: int
+    documents: int
+    """Held-out documents of at least one window."""
+
+    documents_in_training: int
+    """Of which every window is."""
+
+    def __str__(self) -> str:
+        share = 100 * self.windows_in_training / max(1, self.windows)
+        return (
+            f"{share:.2f} % of its {self.window_tokens}-token windows also occur in training, "
+            f"{self.documents_in_training} of {self.documents:,} documents whole"
+        )
+
+    def to_dict(self) -> dict[str, int]:
+        """As the manifest stores it."""
+        return asdict(self)
+
+
+def measure_overlap(train: TokenDataset, validation: TokenDataset) -> Overlap:
+    """Look for every window of the held-out text in the training text; reads both once."""
+    tokens = validation[: len(validation)].astype(np.uint64)
+    ends = np.flatnonzero(tokens == validation.eos_token_id)
+    # A window that goes on into the next document is none.
+    starts = np.concatenate([[0], ends[:-1] + 1]) if len(ends) else np.array([0])
+    texts = [rolling_hashes(tokens[a:b], WINDOW) for a, b in zip(starts, ends, strict=False)]
+    texts = [hashes for hashes in texts if len(hashes)]
+    wanted = np.unique(np.concatenate(texts)) if texts else np.empty(0, np.uint64)
+    found = np.zeros(len(wanted), bool)
+    likely = np.zeros(1 << 22, bool)
+    shift = np.uint64(64 - 22)
+    likely[wanted >> shift] = True
+    for start in range(0, len(train) if len(wanted) else 0, _CHUNK_TOKENS):
+        part = train[start : start + _CHUNK_TOKENS + WINDOW - 1].astype(np.uint64)
+        hashes = rolling_hashes(part, WINDOW)
+        hashes = hashes[likely[hashes >> shift]]
+        place = np.minimum(np.searchsorted(wanted, hashes), len(wanted) - 1)
+        found[place[wanted[place] == hashes]] = True
+    known = [found[np.searchsorted(wanted, hashes)] for hashes in texts]
+    return Overlap(
+        window_tokens=WINDOW,
+        windows=sum(map(len, known)),
+        windows_in_training=int(sum(each.sum() for each in known)),
+        documents=len(known),
+        documents_in_training=sum(bool(each.all()) for each in known),
+    )
