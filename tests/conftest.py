@@ -7,9 +7,10 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import hypothesis
+import numpy as np
 import pytest
 import torch
 
@@ -55,3 +56,14 @@ def fixed_seed() -> None:
 def one_thread() -> None:
     """The tensors here are small, and parallel test workers share the cores."""
     torch.set_num_threads(1)
+
+
+def codes_of(rows: int, columns: int, seed: int) -> torch.Tensor:
+    """Random ternary codes, int8 [rows, columns]."""
+    values = np.random.default_rng(seed).integers(-1, 2, (rows, columns))
+    return torch.from_numpy(values.astype(np.int8))
+
+
+@pytest.fixture(scope="session")
+def random_codes() -> Callable[[int, int, int], torch.Tensor]:
+    return codes_of

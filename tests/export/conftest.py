@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -111,17 +110,6 @@ def edited(checkpoint: Path, tmp_path: Path) -> Callable[..., Path]:
         return folder
 
     return edit
-
-
-def codes_of(rows: int, columns: int, seed: int) -> torch.Tensor:
-    """Random ternary codes, int8 [rows, columns]."""
-    values = np.random.default_rng(seed).integers(-1, 2, (rows, columns))
-    return torch.from_numpy(values.astype(np.int8))
-
-
-@pytest.fixture(scope="session")
-def random_codes() -> Callable[[int, int, int], torch.Tensor]:
-    return codes_of
 
 
 @pytest.fixture(scope="session")

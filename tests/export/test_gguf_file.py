@@ -19,9 +19,9 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.config import ExportConfig
 from sparse_bitnet.export.formats import export
 from sparse_bitnet.export.gguf import check, other_types, plan
-from sparse_bitnet.export.gguf_blocks import Q2_0, TQ1_0, TQ2_0, block_for
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.nn.convert import convert_
+from sparse_bitnet.packing.gguf_blocks import Q2_0, TQ1_0, TQ2_0, block_for
 
 gguf = pytest.importorskip("gguf", reason="pip install gguf")
 

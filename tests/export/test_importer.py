@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from sparse_bitnet.checkpoint.checkpoint import TernaryWeight
 from sparse_bitnet.checkpoint.hub import from_pretrained
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.cli.main import main
@@ -24,6 +23,7 @@ from sparse_bitnet.export.importer import import_checkpoint, masters_of
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.nn.selection import select
 from sparse_bitnet.packing.metadata import QUANT_METHOD
+from sparse_bitnet.packing.ternary import TernaryWeight
 from sparse_bitnet.pattern import NMPattern
 
 FORMATS = ["bitnet", "compressed-tensors-w2a8", "compressed-tensors-w8a8"]

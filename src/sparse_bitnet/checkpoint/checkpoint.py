@@ -8,26 +8,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.packing.metadata import PackedMetadata
 from sparse_bitnet.packing.tensor_file import TensorFile
+from sparse_bitnet.packing.ternary import TernaryWeight
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _PIECE_VALUES = 1 << 24
 """Values of an embedding read at a time."""
-
-
-class TernaryWeight(NamedTuple):
-    """value = codes * weight_scale."""
-
-    codes: "Tensor"
-    """int8 [out_features, in_features] in {-1, 0, 1}, masked."""
-    weight_scale: "Tensor"
-    """float32 scalar."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +83,7 @@ class Checkpoint:
     def effective(self, layer: str) -> "Tensor":
         """The float32 weight a sparse layer multiplies with: codes * scale, or the masked master."""
         if self.format.weight == "ternary":
-            codes, weight_scale = self.ternary(layer)
-            return codes * weight_scale
+            return self.ternary(layer).values()
         from sparse_bitnet.nn.selection import select
 
         assert self.master is not None

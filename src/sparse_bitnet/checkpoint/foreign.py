@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparse_bitnet.checkpoint.checkpoint import Checkpoint, TernaryWeight, linear_layers
+from sparse_bitnet.checkpoint.checkpoint import Checkpoint, linear_layers
 from sparse_bitnet.checkpoint.model_folder import quantization_entry
 from sparse_bitnet.checkpoint.models import skeleton
 from sparse_bitnet.checkpoint.weight_files import WeightFiles
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import SparseBitConfig
+from sparse_bitnet.packing.ternary import TernaryWeight
 from sparse_bitnet.packing.two_bits import (
     CODES_PER_WORD,
     W2A8,

@@ -3,10 +3,11 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparse_bitnet.checkpoint.checkpoint import Checkpoint, TernaryWeight
+from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.checkpoint.model_folder import check_folder, quantization_entry
 from sparse_bitnet.packing.metadata import PackedMetadata
 from sparse_bitnet.packing.tensor_file import TensorFile
+from sparse_bitnet.packing.ternary import TernaryWeight
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sparse_bitnet.checkpoint.checkpoint import Checkpoint, TernaryWeight, embedding_weights
+from sparse_bitnet.checkpoint.checkpoint import Checkpoint, embedding_weights
 from sparse_bitnet.checkpoint.hub import from_pretrained, read_format
 from sparse_bitnet.checkpoint.model_folder import CONFIG_FILE, quantization_entry
 from sparse_bitnet.checkpoint.models import skeleton
@@ -16,6 +16,7 @@ from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.nn.convert import convert_, sparse_layers
 from sparse_bitnet.nn.selection import select
 from sparse_bitnet.packing.tensor_file import DTYPES
+from sparse_bitnet.packing.ternary import TernaryWeight
 from sparse_bitnet.pattern import NMPattern
 
 if TYPE_CHECKING:

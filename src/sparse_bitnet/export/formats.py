@@ -17,12 +17,12 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.export import compressed_tensors, dense, gguf, hf_bitnet
 from sparse_bitnet.export.config import ExportConfig
 from sparse_bitnet.export.deferred import DeferredTensors, OnProgress
-from sparse_bitnet.export.gguf_blocks import BLOCK_TYPES, BlockType
 from sparse_bitnet.export.hf_folder import write_folder
 from sparse_bitnet.export.model_card import gguf_file_name, model_card
 from sparse_bitnet.export.readers import absent_reader
 from sparse_bitnet.export.verify import Verification, verify
 from sparse_bitnet.files import atomic_folder, write_atomic
+from sparse_bitnet.packing.gguf_blocks import BLOCK_TYPES, BlockType
 from sparse_bitnet.packing.two_bits import W2A8, W8A8
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}

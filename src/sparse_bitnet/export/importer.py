@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparse_bitnet.checkpoint.checkpoint import Checkpoint, TernaryWeight
+from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.deferred import DeferredTensors, OnProgress, write_safetensors
@@ -37,6 +37,7 @@ from sparse_bitnet.nn.selection import select
 from sparse_bitnet.ops.operands import SCALE_FLOOR
 from sparse_bitnet.packing.formats import check_format
 from sparse_bitnet.packing.tensor_writer import TensorSpec
+from sparse_bitnet.packing.ternary import TernaryWeight
 from sparse_bitnet.pattern import NMPattern
 
 

@@ -1,0 +1,229 @@
+"""Ternary codes as GGUF blocks, of llama.cpp and what is built on it.
+
+A block is a run of 32 to 256 codes of one row, with its scale d in float16. Written are TQ1_0, TQ2_0,
+Q2_0 and Q8_0, all blocks of a matrix with the same scale, so codes survive exactly and the scale to
+2**-11; all but Q8_0 are read. t = code + 1 below.
+
+    type   id  codes  bytes           layout
+    TQ1_0  34  256    qs 48, qh 4, d  t of five places as one byte, ceil(256 V / 243) with
+                                      V = sum of t_k 3**(4 - k), place k being a power of 3:
+                                      n < 160: byte n % 32, place n / 32; n < 240: byte 32 +
+                                      (n - 160) % 16, place (n - 160) / 16; above: byte 48 +
+                                      (n - 240) % 4, place (n - 240) / 4, the fifth empty
+    TQ2_0  35  256    qs 64, d        byte 32 (n / 128) + n % 32, bits 2 ((n % 128) / 32) and up
+    Q2_0   42  64     d, qs 16        byte n / 4, bits 2 (n % 4) and up
+    Q2_0   42  128    d, qs 32        the same, of another release (told apart by their size)
+    STQ1_0 43  256    qs 32, sign 8,  one zero in four: group g = 16 (n / 64) + n % 16 holds n with lane
+           or 42      d               n % 64 / 16; its four bits (byte g / 2, low half first) are 4 z +
+                                      [2nd non-zero < first] + 2 [3rd], z the lane of the zero, and its
+                                      sign (bit g % 8 of byte g / 8) negates the three
+    Q8_0   8   32     d, qs 32        byte n, the code itself
+    IQ1_BN 134 64     13, a row       t of five codes a byte as in TQ1_0, but the first the least digit;
+                      begins with     of 16 codes three bytes and a digit of the last byte
+                      float16 d
+    IQ2_BN 135 64     16, a row with  byte n % 16, bits 2 (n / 16) and up
+                      float32 d
+    I2_S   36  128    32, the matrix  byte n % 32, bits 6 - 2 (n / 32) and up; then float32 d and 28 bytes
+                      in one piece
+
+A row that does not fill the blocks of a type takes the next one of Q2_0, Q8_0 and F16: all hold codes
+exactly and the scale to 2**-11.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparse_bitnet.errors import UserError
+
+SCALE_BYTES = 2
+_POWERS = np.array([81, 27, 9, 3, 1], dtype=np.uint16)[:, None]
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """One of ggml's ternary types."""
+
+    name: str
+    type_id: int
+    """ggml_type, in the header of every tensor."""
+    file_type: int
+    """llama_ftype, in the metadata of the file."""
+    codes: int
+    """Codes in a block; rows are a multiple of it."""
+    nbytes: int
+    """Bytes of a block."""
+    encode: Callable[[np.ndarray], np.ndarray]
+    """uint8 t [blocks, codes] -> uint8 [blocks, nbytes - 2]."""
+    decode: Callable[[np.ndarray], np.ndarray] | None = None
+    """Inverse of `encode`; None where codes are not read."""
+    scale_first: bool = False
+    scale_of: str = "block"
+    """What has a scale of its own: each block, each row (in front), or the matrix (behind)."""
+    scale_dtype: str = "<f2"
+
+    def tensor_bytes(self, rows: int, columns: int) -> int:
+        """Bytes of a matrix. Raises `UserError` for rows that do not fill blocks."""
+        if columns % self.codes:
+            raise UserError(f"rows of {columns} do not fill blocks of {self.codes} ({self.name})")
+        extra = {"block": 0, "row": rows * np.dtype(self.scale_dtype).itemsize, "matrix": 32}
+        return rows * columns // self.codes * self.nbytes + extra[self.scale_of]
+
+    def unpack(self, data: np.ndarray, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
+        """Inverse of `pack`: int8 codes [rows, columns] and scales, float16 or float32 [rows, blocks of
+        a row], [rows, 1] or [1, 1]. Codes may come out above 1 where the type has such.
+
+        Args:
+            data: uint8 [tensor_bytes].
+        """
+        assert self.decode is not None
+        if self.scale_of == "matrix":
+            blocks = data[:-32].reshape(-1, self.nbytes)
+            scales = data[-32:-28].copy().view(self.scale_dtype).reshape(1, 1)
+        elif self.scale_of == "row":
+            head = np.dtype(self.scale_dtype).itemsize
+            by_row = data.reshape(rows, -1)
+            scales = by_row[:, :head].copy().view(self.scale_dtype)
+            blocks = by_row[:, head:].reshape(-1, self.nbytes)
+        else:
+            blocks = data.reshape(-1, self.nbytes)
+            at = slice(0, 2) if self.scale_first else slice(-2, None)
+            scales = blocks[:, at].copy().view(self.scale_dtype).reshape(rows, -1)
+            blocks = blocks[:, 2:] if self.scale_first else blocks[:, :-2]
+        codes = np.ascontiguousarray(self.decode(blocks)).reshape(rows, columns).view(np.int8)
+        return np.subtract(codes, 1, out=codes), scales
+
+    def pack(self, codes: np.ndarray, weight_scale: float) -> np.ndarray:
+        """int8 codes [rows, in_features] -> uint8 [rows, bytes of a row], or float16."""
+        rows, columns = codes.shape
+        if self is F16:
+            return codes * np.float16(weight_scale)
+        assert columns % self.codes == 0, (codes.shape, self.name)
+        encoded = self.encode((codes.reshape(-1, self.codes) + 1).astype(np.uint8))
+        scale = np.frombuffer(np.array(weight_scale, dtype="<f2").tobytes(), dtype=np.uint8)
+        scales = np.broadcast_to(scale, (len(encoded), SCALE_BYTES))
+        parts = (scales, encoded) if self.scale_first else (encoded, scales)
+        return np.concatenate(parts, axis=1).reshape(rows, -1)
+
+
+def _encode_tq1_0(t: np.ndarray) -> np.ndarray:
+    parts = (
+        _five_in_a_byte(t[:, :160].reshape(-1, 5, 32)),
+        _five_in_a_byte(t[:, 160:240].reshape(-1, 5, 16)),
+        _five_in_a_byte(t[:, 240:].reshape(-1, 4, 4)),
+    )
+    return np.concatenate(parts, axis=1)
+
+
+def _five_in_a_byte(t: np.ndarray) -> np.ndarray:
+    value = (t * _POWERS[: t.shape[1]]).sum(axis=1, dtype=np.uint16)
+    # A fixed-point fraction: multiplying by 3 modulo 256 brings the next place to the top.
+    return ((value * 256 + 242) // 243).astype(np.uint8)
+
+
+def _encode_tq2_0(t: np.ndarray) -> np.ndarray:
+    return _four_in_a_byte(t.reshape(-1, 2, 4, 32).swapaxes(1, 2)).reshape(len(t), -1)
+
+
+def _encode_q2_0(t: np.ndarray) -> np.ndarray:
+    return _four_in_a_byte(t.reshape(len(t), -1, 4).transpose(0, 2, 1))
+
+
+def _four_in_a_byte(t: np.ndarray) -> np.ndarray:
+    return t[:, 0] | t[:, 1] << 2 | t[:, 2] << 4 | t[:, 3] << 6
+
+
+def _decode_tq1_0(blocks: np.ndarray) -> np.ndarray:
+    parts = (
+        _five_of_a_byte(blocks[:, :32], 5),
+        _five_of_a_byte(blocks[:, 32:48], 5),
+        _five_of_a_byte(blocks[:, 48:], 4),
+    )
+    return np.concatenate([part.reshape(len(blocks), -1) for part in parts], axis=1)
+
+
+def _five_of_a_byte(packed: np.ndarray, count: int) -> np.ndarray:
+    """uint8 [blocks, bytes] -> t [blocks, count, bytes], the greatest digit first."""
+    powers = np.array([1, 3, 9, 27, 81], np.uint8)[:count, None]
+    fractions = packed[:, None] * powers
+    return ((fractions.astype(np.uint16) * 3) >> 8).astype(np.uint8)
+
+
+def _four_of_a_byte(packed: np.ndarray) -> np.ndarray:
+    """uint8 [..., bytes] -> t [..., 4, bytes]."""
+    return packed[..., None, :] >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+
+
+def _decode_tq2_0(blocks: np.ndarray) -> np.ndarray:
+    return _four_of_a_byte(blocks.reshape(-1, 2, 32)).reshape(len(blocks), -1)
+
+
+def _decode_q2_0(blocks: np.ndarray) -> np.ndarray:
+    return _four_of_a_byte(blocks).swapaxes(1, 2).reshape(len(blocks), -1)
+
+
+def _decode_i2_s(blocks: np.ndarray) -> np.ndarray:
+    return _four_of_a_byte(blocks)[:, ::-1].reshape(len(blocks), -1)
+
+
+def _decode_iq2_bn(blocks: np.ndarray) -> np.ndarray:
+    return _four_of_a_byte(blocks).reshape(len(blocks), -1)
+
+
+def _decode_iq1_bn(blocks: np.ndarray) -> np.ndarray:
+    digits = _five_of_a_byte(blocks, 5)[:, ::-1]
+    fifteen = digits[:, :, :12].swapaxes(1, 2).reshape(-1, 4, 15)
+    return np.concatenate([fifteen, digits[:, :4, 12:]], axis=2).reshape(len(blocks), -1)
+
+
+def _one_zero_in_four() -> np.ndarray:
+    """uint8 [32, 4]: t of the lanes for each sign (bit 4) and four bits of STQ1_0."""
+    table = np.empty((32, 4), np.uint8)
+    for index in range(32):
+        others = [1, -1 if index & 1 else 1, -1 if index & 2 else 1]
+        others.insert(index >> 2 & 3, 0)
+        table[index] = [1 - code if index & 16 else 1 + code for code in others]
+    return table
+
+
+def _decode_stq1_0(blocks: np.ndarray) -> np.ndarray:
+    halves = np.stack([blocks[:, :32] & 15, blocks[:, :32] >> 4], axis=-1).reshape(len(blocks), 64)
+    signs = np.unpackbits(blocks[:, 32:], axis=1, bitorder="little")
+    lanes = _one_zero_in_four()[halves | signs << 4].reshape(-1, 4, 16, 4)
+    return lanes.swapaxes(2, 3).reshape(len(blocks), 256)
+
+
+def _not_written(t: np.ndarray) -> np.ndarray:
+    raise NotImplementedError
+
+
+TQ1_0 = BlockType("TQ1_0", 34, 36, 256, 54, _encode_tq1_0, _decode_tq1_0)
+TQ2_0 = BlockType("TQ2_0", 35, 37, 256, 66, _encode_tq2_0, _decode_tq2_0)
+Q2_0 = BlockType("Q2_0", 42, 41, 64, 18, _encode_q2_0, _decode_q2_0, scale_first=True)
+Q8_0 = BlockType("Q8_0", 8, 7, 32, 34, lambda t: t - np.uint8(1), scale_first=True)
+F16 = BlockType("F16", 1, 1, 1, 2, lambda t: t)
+BLOCK_TYPES = {block.name: block for block in (TQ1_0, TQ2_0, Q2_0)}
+
+READ_TYPES = (
+    TQ1_0,
+    TQ2_0,
+    Q2_0,
+    BlockType("Q2_0", 42, 41, 128, 34, _encode_q2_0, _decode_q2_0, scale_first=True),
+    BlockType("STQ1_0", 42, 0, 256, 42, _not_written, _decode_stq1_0),
+    BlockType("STQ1_0", 43, 0, 256, 42, _not_written, _decode_stq1_0),
+    BlockType(
+        "I2_S", 36, 0, 128, 32, _not_written, _decode_i2_s, scale_of="matrix", scale_dtype="<f4"
+    ),
+    BlockType("IQ1_BN", 134, 0, 64, 13, _not_written, _decode_iq1_bn, scale_of="row"),
+    BlockType(
+        "IQ2_BN", 135, 0, 64, 16, _not_written, _decode_iq2_bn, scale_of="row", scale_dtype="<f4"
+    ),
+)
+"""Types whose codes are read; releases gave 42 to three of them, which differ in their size."""
+
+
+def block_for(columns: int, wanted: BlockType) -> BlockType:
+    """The type in which rows of so many codes are stored where `wanted` is the choice."""
+    types = (wanted, Q2_0, Q8_0, F16)
+    return next(block for block in types if columns % block.codes == 0)

@@ -1,0 +1,161 @@
+"""GGUF's ternary blocks against gguf-py, and against their description."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparse_bitnet.packing.gguf_blocks import BLOCK_TYPES, Q2_0, READ_TYPES, TQ1_0, TQ2_0, BlockType
+
+scales = st.floats(2**-14, 100, width=32)
+
+
+@pytest.mark.parametrize("block", [TQ1_0, TQ2_0], ids=lambda block: block.name)
+@given(
+    rows=st.integers(1, 4), blocks=st.integers(1, 3), seed=st.integers(0, 2**32 - 1), scale=scales
+)
+def test_gguf_py_reads_the_codes_exactly(
+    random_codes, block: BlockType, rows: int, blocks: int, seed: int, scale: float
+) -> None:
+    gguf = pytest.importorskip("gguf", reason="pip install gguf")
+    codes = random_codes(rows, 256 * blocks, seed).numpy()
+    packed = block.pack(codes, scale)
+    assert packed.shape == (rows, blocks * block.nbytes)
+    values = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType(block.type_id))
+    assert np.array_equal(values, codes * np.float32(np.float16(scale)))
+    assert abs(np.float32(np.float16(scale)) - scale) <= 2**-11 * scale
+
+
+def unpack_q2_0(packed: np.ndarray) -> np.ndarray:
+    """As ggml's dequantize_row_q2_0 does: d, then four codes a byte, 0..3 for -1..2."""
+    blocks = packed.reshape(-1, 18)
+    d = blocks[:, :2].copy().view("<f2").astype(np.float32)
+    fields = [(blocks[:, 2:] >> 2 * place) & 3 for place in range(4)]
+    codes = np.stack(fields, axis=-1).reshape(len(blocks), 64).astype(np.int8) - 1
+    return (codes * d).reshape(len(packed), -1)
+
+
+@given(
+    rows=st.integers(1, 4), blocks=st.integers(1, 5), seed=st.integers(0, 2**32 - 1), scale=scales
+)
+def test_q2_0(random_codes, rows: int, blocks: int, seed: int, scale: float) -> None:
+    codes = random_codes(rows, 64 * blocks, seed).numpy()
+    packed = Q2_0.pack(codes, scale)
+    assert packed.shape == (rows, 18 * blocks)
+    assert np.array_equal(unpack_q2_0(packed), codes * np.float32(np.float16(scale)))
+
+
+def test_positions_of_tq1_0() -> None:
+    """One code at a time moves exactly the byte that the table of the format names."""
+    zeros = np.zeros((1, 256), np.int8)
+    empty = TQ1_0.pack(zeros, 1.0)[0]
+    for n in range(256):
+        codes = zeros.copy()
+        codes[0, n] = 1
+        byte = n % 32 if n < 160 else 32 + (n - 160) % 16 if n < 240 else 48 + (n - 240) % 4
+        assert np.flatnonzero(TQ1_0.pack(codes, 1.0)[0] != empty).tolist() == [byte]
+
+
+@pytest.mark.parametrize("block", BLOCK_TYPES.values(), ids=list(BLOCK_TYPES))
+def test_all_zero_blocks_keep_the_scale(block: BlockType) -> None:
+    packed = block.pack(np.zeros((2, block.codes), np.int8), 0.5)
+    at = slice(0, 2) if block.scale_first else slice(-2, None)
+    assert packed[:, at].copy().view("<f2").ravel().tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    "block", [*BLOCK_TYPES.values(), READ_TYPES[3]], ids=lambda b: f"{b.name}-{b.codes}"
+)
+@given(
+    rows=st.integers(1, 3), blocks=st.integers(1, 3), seed=st.integers(0, 2**32 - 1), scale=scales
+)
+def test_unpacking(random_codes, block: BlockType, rows, blocks, seed, scale) -> None:
+    codes = random_codes(rows, block.codes * blocks, seed).numpy()
+    packed = block.pack(codes, scale)
+    assert packed.size == block.tensor_bytes(*codes.shape)
+    found, found_scales = block.unpack(packed.reshape(-1), *codes.shape)
+    assert np.array_equal(found, codes)
+    assert found_scales.shape == (rows, blocks)
+    assert (found_scales == np.float16(scale)).all()
+
+
+@pytest.mark.parametrize("block", [TQ1_0, TQ2_0], ids=lambda block: block.name)
+def test_what_gguf_py_quantises_is_unpacked(random_codes, block: BlockType) -> None:
+    gguf = pytest.importorskip("gguf", reason="pip install gguf")
+    codes = random_codes(3, 512, 0).numpy()
+    scales_of_blocks = np.array([[0.5, 0.25], [1, 2], [3, 4]], np.float32)
+    values = codes * scales_of_blocks.repeat(256, 1)
+    packed = gguf.quants.quantize(values, gguf.GGMLQuantizationType(block.type_id))
+    found, found_scales = block.unpack(packed.reshape(-1), *codes.shape)
+    assert np.array_equal(found, codes)
+    assert np.array_equal(found_scales, scales_of_blocks.astype(np.float16))
+
+
+def named(name: str) -> BlockType:
+    return next(block for block in READ_TYPES if block.name == name)
+
+
+def test_i2_s(random_codes) -> None:
+    """128 codes to 32 bytes, the first in the highest bits, rows without a gap; one scale behind all."""
+    t = random_codes(3, 256, 1).numpy().view(np.uint8) + np.uint8(1)
+    quarters = t.reshape(-1, 4, 32)
+    data = quarters[:, 0] << 6 | quarters[:, 1] << 4 | quarters[:, 2] << 2 | quarters[:, 3]
+    tail = np.zeros(32, np.uint8)
+    tail[:4] = np.array([0.75], "<f4").view(np.uint8)
+    codes, scale = named("I2_S").unpack(np.concatenate([data.reshape(-1), tail]), 3, 256)
+    assert np.array_equal(codes, t.view(np.int8) - 1)
+    assert scale.tolist() == [[0.75]]
+
+
+def test_iq2_bn_and_iq1_bn(random_codes) -> None:
+    """Byte by byte, as their dequantisers do: a row's scale, then blocks of 64."""
+    t = random_codes(2, 128, 2).numpy() + 1
+    rows2, rows1 = [], []
+    for row, scale in zip(t, (0.5, 3.0), strict=True):
+        two, one = np.array([scale], "<f4").tobytes(), np.array([scale], "<f2").tobytes()
+        for block in row.reshape(-1, 64).tolist():
+            two += bytes(sum(block[j + 16 * k] << 2 * k for k in range(4)) for j in range(16))
+            extra = 0
+            for part in range(4):
+                digits = block[16 * part : 16 * part + 16]
+                for first in (0, 5, 10):
+                    value = sum(digits[first + k] * 3**k for k in range(5))
+                    one += bytes([-(-256 * value // 243)])
+                extra += digits[15] * 3**part
+            one += bytes([-(-256 * extra // 243)])
+        rows2.append(two)
+        rows1.append(one)
+    for name, rows in (("IQ2_BN", rows2), ("IQ1_BN", rows1)):
+        data = np.frombuffer(b"".join(rows), np.uint8)
+        assert data.size == named(name).tensor_bytes(2, 128)
+        codes, scale = named(name).unpack(data, 2, 128)
+        assert np.array_equal(codes, t - 1), name
+        assert scale.tolist() == [[0.5], [3.0]]
+
+
+def test_stq1_0() -> None:
+    """Each of the 32 groups of four with one zero, at its place; the first entries are the codebook's."""
+    block = named("STQ1_0")
+    patterns = {
+        0: [0, 1, 1, 1],
+        1: [0, 1, -1, 1],
+        2: [0, 1, 1, -1],
+        6: [1, 0, 1, -1],
+        13: [1, -1, 1, 0],
+    }
+    seen = set()
+    for index in range(32):
+        data = np.zeros(42, np.uint8)
+        group = 17
+        data[group // 2] = (index & 15) << 4 * (group % 2)
+        data[32 + group // 8] = (index >> 4) << group % 8
+        data[40:] = np.array([2.0], "<f2").view(np.uint8)
+        codes, scale = block.unpack(data, 1, 256)
+        four = codes[0, [64 + 1 + 16 * lane for lane in range(4)]].tolist()
+        assert sorted(map(abs, four)) == [0, 1, 1, 1]
+        expected = patterns.get(index & 15)
+        if expected:
+            assert four == [-c if index & 16 else c for c in expected]
+        seen.add(tuple(four))
+    assert len(seen) == 32
+    assert scale.tolist() == [[2.0]]

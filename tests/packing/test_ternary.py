@@ -1,0 +1,86 @@
+"""Ternary weights hidden in floats, and the fewest scales for them."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.packing.ternary import ternary_of_floats, with_fewest_scales
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("group", [0, 512, 256, 128, 64, 32])
+def test_floats_come_back_exactly(random_codes: Any, dtype: torch.dtype, group: int) -> None:
+    codes = random_codes(6, 512, group)
+    shape = (6, 512 // group) if group else (1, 1)
+    scales = (torch.rand(shape) + 0.5).to(dtype)
+    weight = codes.to(dtype).view(6, scales.shape[1], -1) * scales[..., None]
+    found = ternary_of_floats(weight.reshape(6, 512), "layer")
+    assert found is not None
+    assert torch.equal(found.codes, codes)
+    assert torch.equal(found.values(), weight.reshape(6, 512).float())
+    assert found.weight_scale.shape == (shape if group else ())
+    assert found.weight_scale.dtype == (dtype if group else torch.float32)
+
+
+@given(seed=st.integers(0, 2**32 - 1), columns=st.sampled_from([5, 48, 64, 96, 320]))
+def test_rows_of_any_length(random_codes: Any, seed: int, columns: int) -> None:
+    codes = random_codes(3, columns, seed)
+    weight = codes * torch.tensor([[0.5], [0.25], [3.0]])
+    found = ternary_of_floats(weight, "layer")
+    assert found is not None
+    assert torch.equal(found.values(), weight)
+
+
+def test_all_zero_runs_rows_and_matrices(random_codes: Any) -> None:
+    codes = random_codes(4, 256, 0)
+    codes[1], codes[2, :128] = 0, 0
+    zero = torch.zeros(4, 2)
+    scales = torch.tensor([0.5, 0.5])
+    found = with_fewest_scales(
+        codes, torch.where(codes.view(4, 2, 128).any(-1), scales, zero), "layer"
+    )
+    assert found.weight_scale == 0.5
+    nothing = with_fewest_scales(codes * 0, zero, "layer")
+    assert nothing.weight_scale == 1
+    assert not nothing.values().any()
+
+
+def test_negative_scales_turn_the_codes(random_codes: Any) -> None:
+    codes = random_codes(4, 256, 0)
+    found = with_fewest_scales(codes, torch.tensor([[-0.5]]), "layer")
+    assert found.weight_scale == 0.5
+    assert torch.equal(found.codes, -codes)
+
+
+def test_floats_that_are_not_ternary() -> None:
+    torch.manual_seed(0)
+    assert ternary_of_floats(torch.randn(4, 64), "layer") is None
+    four = torch.tensor([[0.0, 1.0, -1.0, 2.0] * 16])
+    assert ternary_of_floats(four, "layer") is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda codes, scales: (codes + 1, scales),
+            "layer one is not ternary: it has codes from 0 to 2",
+        ),
+        (
+            lambda codes, scales: (codes, scales * float("nan")),
+            "layer one: its weight scale is not finite",
+        ),
+        (lambda codes, scales: (codes, scales * 0), "layer one: its weight scale is zero"),
+        (lambda codes, scales: (codes, torch.rand(4, 16) + 1), "a scale for every 16 weights"),
+    ],
+)
+def test_what_is_refused(random_codes: Any, change: Any, message: str) -> None:
+    codes, scales = change(random_codes(4, 256, 0), torch.ones(4, 1))
+    with pytest.raises(UserError, match=message):
+        with_fewest_scales(codes, scales, "one")
+    with pytest.raises(UserError, match="layer one: its weights are not finite"):
+        ternary_of_floats(torch.full((2, 64), float("inf")), "one")
