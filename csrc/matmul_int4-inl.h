@@ -1,10 +1,5 @@
 // int4 rows: a scale for every group of 64 weights, so sums leave the integers group by group, in
-// ascending order. Included once per instruction set, inside its namespace, after matmul_tiles-inl.h and:
-//   void load_halves(const int8* x, Bytes* low, Bytes* high)   x of the two halves of the groups that
-//                                            one unit of packed bytes holds, in the order of the bytes
-//   Sums dot_nibbles(Sums, Bytes nibbles, Bytes x)
-//   void reduce_groups(const Sums* by_row, int32* out)   of eight rows: out[group of the unit][row]
-// and, where tiles hold int4, tile_dot with weights up to 15 (`nibble_dots` fit into a Small).
+// ascending order. Included by matmul-inl.h.
 
 constexpr int unit_bytes = VECTOR_BYTES > 32 ? VECTOR_BYTES : 32;
 constexpr int unit_vectors = unit_bytes / VECTOR_BYTES;
@@ -14,6 +9,22 @@ constexpr int words_a_group = int4_group / 4;
 
 using RowFloats = Vector<float, 4 * int4_rows_together>;
 using RowSums = Vector<std::int32_t, 4 * int4_rows_together>;
+
+// x of the two halves of the groups that one unit of packed bytes holds, in the order of the bytes.
+INLINE void load_halves(const std::int8_t* x, Bytes* low, Bytes* high) {
+  if constexpr (VECTOR_BYTES > 32) {
+    Vector<std::uint64_t> lows, highs;
+    unzip<std::uint64_t, 4>(load<Vector<std::uint64_t>>(x), load<Vector<std::uint64_t>>(x + VECTOR_BYTES), lows,
+                            highs);
+    *low = bit_cast<Bytes>(lows);
+    *high = bit_cast<Bytes>(highs);
+  } else {
+    UNROLL for (int v = 0; v < unit_vectors; ++v) {
+      low[v] = load_bytes(x + v * VECTOR_BYTES);
+      high[v] = load_bytes(x + 32 + v * VECTOR_BYTES);
+    }
+  }
+}
 
 // Sums of a token's codes over each group of 64.
 TARGET static void sum_groups(const std::int8_t* codes, std::int64_t groups, std::int32_t* sums) {
@@ -111,7 +122,6 @@ TARGET static void tile_int4(const std::uint8_t* tile, const std::int8_t* codes,
                              const std::int32_t* group_sums, const std::int32_t* fine_group_sums,
                              std::int64_t sums_step, const float* scales, std::int64_t groups,
                              bool first, float* sums, std::int64_t row_step) {
-  using Floats = Vector<float>;
   for (std::int64_t g = 0; g < groups; ++g, first = false) {
     const std::uint8_t* group = tile + g * words_a_group * (4 * tile_rows);
     Sums dots[T][tile_vectors];

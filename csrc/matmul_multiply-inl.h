@@ -1,7 +1,4 @@
-// MatmulKernels::multiply: rows for few tokens, tiles for many. Included once per instruction set,
-// inside its namespace, after matmul_edges-inl.h, matmul_int4-inl.h and:
-//   tile_from(format)   the count of tokens from which on tiles are faster
-//   has_wide_tiles; wide_piece(...)   int8 and int4 go through the tiles of matmul_wide-inl.h
+// MatmulKernels::multiply: rows for few tokens, tiles for many. Included by matmul-inl.h.
 
 // The integer sums of a piece: dots [tokens, max_rows_a_call], of codes and fine in turn where `fine`.
 template <WeightFormat FORMAT>
@@ -32,20 +29,7 @@ TARGET static void unpack_tile(const Matrix& matrix, std::int64_t begin, std::in
 
 // Bytes of a row in front of `column`, a multiple of column_block.
 INLINE std::int64_t bytes_before(const Matrix& matrix, std::int64_t column) {
-  switch (matrix.format) {
-    case WeightFormat::i2:
-      return column / 4;
-    case WeightFormat::b3:
-      return column / 5;
-    case WeightFormat::nm_bitmap:
-      return column / packed::nm_bitmap_chunk_weights *
-             (packed::nm_bitmap_sign_bytes(matrix.pattern) + 8);
-    case WeightFormat::int8:
-      return column;
-    case WeightFormat::int4:
-      return column / 2;
-  }
-  return 0;
+  return Matrix::bytes_per_row(matrix.format, matrix.pattern, column);
 }
 
 // Bytes from where the tile of row r and column c comes from to where the one after it does: rows of
@@ -178,8 +162,8 @@ TARGET static void int4_tile_piece(const Matrix& matrix, std::int64_t begin, std
 
 template <class Unit>
 TARGET static void multiply_on(const Activations& x, const std::int32_t* group_sums,
-                            const Product& product, std::int64_t begin, std::int64_t end,
-                            MatmulScratch& scratch) {
+                               const Product& product, std::int64_t begin, std::int64_t end,
+                               MatmulScratch& scratch) {
   const Matrix& matrix = *product.matrix;
   const WeightFormat format = matrix.format;
   if constexpr (Unit::is_there) {
@@ -188,41 +172,45 @@ TARGET static void multiply_on(const Activations& x, const std::int32_t* group_s
       return;
     }
   }
-  const bool tiles = x.tokens >= tile_from(format);
-  if (format == WeightFormat::int4) {
-    float* sums = reinterpret_cast<float*>(scratch.dots);
-    if (tiles && has_wide_tiles) {
-      wide_piece(matrix, begin, end, x, scratch);
-    } else if (tiles) {
-      int4_tile_piece(matrix, begin, end, x, group_sums, scratch);
-    } else {
-      for (std::int64_t r = begin; r < end; r += int4_rows_together) {
-        dot_int4_rows(matrix, r, end, x, group_sums, sums + (r - begin), max_rows_a_call);
-      }
-    }
-    finish_int4(x, product, begin, end, sums, max_rows_a_call);
-    return;
-  }
-  const bool fine = x.fine && format == WeightFormat::int8;
+  const bool tiles = x.tokens >= tile_from[int(format)];
+  const bool is_int8 = format == WeightFormat::int8, is_int4 = format == WeightFormat::int4;
+  const bool fine = x.fine && is_int8;
   std::int32_t* dots = scratch.dots;
-  const bool wide = tiles && has_wide_tiles && format == WeightFormat::int8;
+  float* sums = reinterpret_cast<float*>(dots);
+  std::int32_t offset = is_int8 ? int8_offset : 1;
+#if defined(NARROW_SUMS)
+  const bool wide = tiles && (is_int8 || is_int4);
   if (wide) {
     wide_piece(matrix, begin, end, x, scratch);
+    offset = 0;
+  }
+#else
+  constexpr bool wide = false;
+#endif
+  if (wide) {
+  } else if (tiles && is_int4) {
+    int4_tile_piece(matrix, begin, end, x, group_sums, scratch);
   } else if (tiles) {
     tile_piece(matrix, begin, end, x, fine, scratch);
+    offset = is_int8 ? 128 : 1;
   } else if (format == WeightFormat::i2) {
     row_dots<WeightFormat::i2>(matrix, begin, end, x, false, dots);
   } else if (format == WeightFormat::b3) {
     row_dots<WeightFormat::b3>(matrix, begin, end, x, false, dots);
   } else if (format == WeightFormat::nm_bitmap) {
     row_dots<WeightFormat::nm_bitmap>(matrix, begin, end, x, false, dots);
-  } else {
+  } else if (is_int8) {
     row_dots<WeightFormat::int8>(matrix, begin, end, x, fine, dots);
+  } else {
+    for (std::int64_t r = begin; r < end; r += int4_rows_together) {
+      dot_int4_rows(matrix, r, end, x, group_sums, sums + (r - begin), max_rows_a_call);
+    }
   }
-  if (format == WeightFormat::int8) {
-    const std::int32_t offset = wide ? 0 : tiles ? 128 : int8_offset;
+  if (is_int4) {
+    finish_int4(x, product, begin, end, sums, max_rows_a_call);
+  } else if (is_int8) {
     finish_int8(x, product, begin, end, dots, max_rows_a_call, offset);
   } else {
-    finish_ternary(x, product, begin, end, dots, max_rows_a_call, 1);
+    finish_ternary(x, product, begin, end, dots, max_rows_a_call, offset);
   }
 }

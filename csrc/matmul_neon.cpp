@@ -3,9 +3,6 @@
 
 #if defined(__aarch64__)
 
-#include <cstdint>
-#include <utility>
-
 #include <arm_neon.h>
 
 #include "matmul_kernels.h"
@@ -19,47 +16,26 @@ namespace neon_matmul {
 #define TARGET __attribute__((target("arch=armv8.2-a+dotprod")))
 #endif
 #define VECTOR_BYTES 16
-#include "vector-inl.h"
+#include "matmul_vectors-inl.h"
 
-using Bytes = Vector<std::uint8_t>;
-using Sums = Vector<std::int32_t>;
-using Small = Sums;
-using Floats = Vector<float>;
-constexpr std::int64_t small_dots = std::int64_t(1) << 32;
-constexpr int nibble_dots = 1 << 30;
-constexpr int int8_offset = 0;
 constexpr int rows_together = 4, tokens_together = 4;
 constexpr int tile_vectors = 4, tile_tokens = 4;
+// Rows are decoded once for tokens_together tokens, so tiles pay off where decoding is dear. Tiles of
+// int8 would be unsigned.
+constexpr std::int64_t tile_from[] = {32, 16, 8, std::int64_t(1) << 62, 16};
 
 INLINE uint8x16_t bits(const Bytes& v) { return bit_cast<uint8x16_t>(v); }
 
+constexpr bool takes_any_bytes = false;
 INLINE Sums dot_codes(Sums sums, const Bytes& codes, const Bytes& x) {
   // Some compilers declare vdotq_s32 only where the whole file is compiled for it.
   __asm__("sdot %0.4s, %1.16b, %2.16b" : "+w"(sums) : "w"(codes), "w"(x));
   return sums;
 }
-// Unsigned bytes times signed ones would take another extension: never called.
-constexpr bool has_dot_bytes = false;
-[[maybe_unused]] INLINE Sums dot_bytes(const Sums& sums, const Bytes&, const Bytes&) {
-  return sums;
-}
-INLINE Sums widen(const Sums& sums, const Sums& more) { return sums + more; }
 
-// Only tiles need them, which never hold int8 here.
-INLINE Bytes to_unsigned(const Bytes& weights) { return weights ^ 0x80; }
-INLINE Sums dot_int8(const Sums& sums, const Bytes& weights, const Bytes& x) {
-  return dot_codes(sums, weights, x);
-}
-
-INLINE Bytes plane(const Bytes& packed_bytes, int p) { return (packed_bytes >> (2 * p)) & 3; }
-
-// floor(3 v / 256) of a fraction v / 256; what is left of it remains. The average rounds down, and
-// floor((v + floor(v / 2)) / 2) is floor(3 v / 4) for odd v too.
-INLINE Bytes next_digit(Bytes& fractions) {
-  const uint8x16_t v = bits(fractions);
-  const uint8x16_t digit = vshrq_n_u8(vhaddq_u8(v, vshrq_n_u8(v, 1)), 6);
-  fractions += fractions + fractions;
-  return bit_cast<Bytes>(digit);
+// The average rounds down, and floor((v + floor(v / 2)) / 2) is floor(3 v / 4) for odd v too.
+INLINE Bytes three_quarters(const Bytes& v) {
+  return bit_cast<Bytes>(vhaddq_u8(bits(v), vshrq_n_u8(bits(v), 1)));
 }
 
 // For each byte of a bitmap and each of its bits: 1 << (ones below it), or 0 where it is not set.
@@ -120,114 +96,17 @@ INLINE Bytes bitmap_codes(const Bitmap& bitmap, int vector) {
   return bit_cast<Bytes>(vaddq_u8(codes, vaddq_u8(minus, minus)));
 }
 
-INLINE int32x4_t sum_four(const Sums* a) {
-  const int32x4_t low = vpaddq_s32(bit_cast<int32x4_t>(a[0]), bit_cast<int32x4_t>(a[1]));
-  const int32x4_t high = vpaddq_s32(bit_cast<int32x4_t>(a[2]), bit_cast<int32x4_t>(a[3]));
-  return vpaddq_s32(low, high);
-}
-
-template <int R>
-INLINE void store_sums(const Sums* by_row, std::int32_t* out) {
-  static_assert(R == 4 || R == 1);
-  if constexpr (R == 4) {
-    vst1q_s32(out, sum_four(by_row));
-  } else {
-    *out = vaddvq_s32(bit_cast<int32x4_t>(by_row[0]));
-  }
-}
-
-INLINE Bytes repeat4(const std::int8_t* x) {
-  std::int32_t four;
-  __builtin_memcpy(&four, x, 4);
-  return bit_cast<Bytes>(vdupq_n_s32(four));
-}
-INLINE Sums tile_dot(const Sums& sums, const Bytes& weights, const Bytes& x) {
-  return dot_codes(sums, weights, x);
-}
-
-INLINE void transpose_words(Bytes* square) {
-  uint32x4_t a[4];
-  UNROLL for (int i = 0; i < 4; ++i) a[i] = bit_cast<uint32x4_t>(square[i]);
-  UNROLL for (int i = 0; i < 2; ++i) {
-    const auto low = vreinterpretq_u64_u32(i == 0 ? vtrn1q_u32(a[0], a[1]) : vtrn2q_u32(a[0], a[1]));
-    const auto high = vreinterpretq_u64_u32(i == 0 ? vtrn1q_u32(a[2], a[3]) : vtrn2q_u32(a[2], a[3]));
-    square[i] = bit_cast<Bytes>(vtrn1q_u64(low, high));
-    square[2 + i] = bit_cast<Bytes>(vtrn2q_u64(low, high));
-  }
-}
-
-INLINE Bytes low_nibbles(const Bytes& v) { return v & 15; }
-INLINE Bytes high_nibbles(const Bytes& v) { return v >> 4; }
-INLINE Sums dot_nibbles(const Sums& sums, const Bytes& nibbles, const Bytes& x) {
-  return dot_codes(sums, nibbles, x);
-}
-
-INLINE void load_halves(const std::int8_t* x, Bytes* low, Bytes* high) {
-  UNROLL for (int v = 0; v < 2; ++v) {
-    low[v] = load<Bytes>(x + 16 * v);
-    high[v] = load<Bytes>(x + 32 + 16 * v);
-  }
-}
-
-INLINE void reduce_groups(const Sums* by_row, Vector<std::int32_t, 32>* out) {
-  const int32x4_t halves[2] = {sum_four(by_row), sum_four(by_row + 4)};
-  __builtin_memcpy(out, halves, sizeof halves);
-}
-
 INLINE Floats multiply_add(const Floats& a, const Floats& b, const Floats& c) {
   return bit_cast<Floats>(vfmaq_f32(bit_cast<float32x4_t>(c), bit_cast<float32x4_t>(a),
                                     bit_cast<float32x4_t>(b)));
 }
-INLINE Floats widen_bfloat16(const std::uint8_t* from) {
-  return bit_cast<Floats>(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(from)), 16));
-}
-INLINE float sum_lanes(const Floats& v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 
-#include "matmul_edges-inl.h"
-#include "matmul_rows-inl.h"
-#include "matmul_tiles-inl.h"
-#include "matmul_units-inl.h"
-#include "matmul_int4-inl.h"
-
-// Rows are decoded once for tokens_together tokens, so tiles pay off where decoding is dear. Tiles of
-// int8 would be unsigned.
-INLINE std::int64_t tile_from(WeightFormat format) {
-  switch (format) {
-    case WeightFormat::i2:
-      return 32;
-    case WeightFormat::int8:
-      return std::int64_t(1) << 62;
-    case WeightFormat::nm_bitmap:
-      return 8;
-    default:
-      return 16;
-  }
-}
-
-constexpr bool has_wide_tiles = false;
-[[maybe_unused]] INLINE void wide_piece(const Matrix&, std::int64_t, std::int64_t,
-                                        const Activations&, MatmulScratch&) {}
-
-#include "matmul_multiply-inl.h"
-#include "matmul_table-inl.h"
+#include "matmul-inl.h"
 
 }  // namespace neon_matmul
 
-const MatmulKernels matmul_neon = {
-    neon_matmul::quantize_token,
-    neon_matmul::sum_groups,
-    neon_matmul::multiply_on<neon_matmul::NoUnit>,
-    0,
-    neon_matmul::multiply_table,
-};
-
-const MatmulKernels matmul_emulated_unit = {
-    neon_matmul::quantize_token,
-    neon_matmul::sum_groups,
-    neon_matmul::multiply_on<neon_matmul::EmulatedUnit>,
-    2,
-    neon_matmul::multiply_table,
-};
+const MatmulKernels matmul_neon = neon_matmul::kernels_on<neon_matmul::NoUnit>(0);
+const MatmulKernels matmul_emulated_unit = neon_matmul::kernels_on<neon_matmul::EmulatedUnit>(2);
 
 }  // namespace sparse_bitnet
 

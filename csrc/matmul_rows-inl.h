@@ -1,18 +1,4 @@
-// Few tokens: dot products along the rows, weights decoded in registers. Included once per instruction
-// set, inside its namespace, after vector-inl.h and that set's primitives, all of them INLINE:
-//   Bytes                a vector of VECTOR_BYTES codes or activations
-//   Sums, Small          vectors of int32 sums; of sums in lanes that may be narrower
-//   small_dots           so many dot_codes fit into a Small
-//   int8_offset          dot_int8 exceeds the signed product by this times the sum of x
-//   Small dot_codes(Small, Bytes codes, Bytes x)       codes 0, 1, 2
-//   has_dot_bytes; Sums dot_bytes(Sums, Bytes, Bytes x)   the same for any unsigned bytes
-//   Sums widen(Sums, Small)
-//   Sums dot_int8(Sums, Bytes weights, Bytes x)
-//   Bytes plane(Bytes packed, int p)                   bits 2 p and 2 p + 1 of every byte
-//   Bytes next_digit(Bytes& fractions)                 of b3
-//   Bitmap load_bitmap(const uint8* signs, const uint8* nonzero)   a record of nm-bitmap
-//   Bytes bitmap_codes(const Bitmap&, int vector)      1 + the weights of that vector of the 64
-//   void store_sums<R>(const Sums* by_row, int32* out)
+// Few tokens: dot products along the rows, weights decoded in registers. Included by matmul-inl.h.
 //
 // Rows lie one behind another, so a stretch of rows is one stream. The hardware does not fetch it far
 // enough ahead: every line is asked for prefetch_bytes early, in the order of their addresses and not in
@@ -23,8 +9,6 @@ constexpr std::int64_t prefetch_bytes = 8192;
 INLINE void prefetch(const std::uint8_t* row) {
   __builtin_prefetch(row + prefetch_bytes, 0, 3);
 }
-
-INLINE Bytes load_bytes(const void* from) { return load<Bytes>(from); }
 
 struct LaneMasks {
   std::uint8_t bytes[2 * VECTOR_BYTES];
@@ -40,6 +24,13 @@ static constexpr LaneMasks lane_masks = make_lane_masks();
 INLINE Bytes first_lanes(std::int64_t count) {
   count = count < 0 ? 0 : count > VECTOR_BYTES ? VECTOR_BYTES : count;
   return load_bytes(lane_masks.bytes + VECTOR_BYTES - count);
+}
+
+// floor(3 v / 256) of a fraction v / 256; what is left of it remains.
+INLINE Bytes next_digit(Bytes& fractions) {
+  const Bytes digit = three_quarters(fractions);
+  fractions += fractions + fractions;
+  return shifted_down(digit, 6) & 3;
 }
 
 // The formats whose byte j of a block of 64 bytes holds the weights at j + p * (bytes of the block).
@@ -137,9 +128,9 @@ INLINE void dot_fractions(const Matrix& matrix, const std::uint8_t* row, const s
         UNROLL for (int p = 0; p < B3Planes::count; ++p) {
           const Bytes xs = load_bytes(x + b * block_weights + p * block_bytes + v * VECTOR_BYTES);
           UNROLL for (int r = 0; r < R; ++r) {
-            before[r] = dot_bytes(before[r], fractions[r], xs);
+            before[r] = dot_codes(before[r], fractions[r], xs);
             fractions[r] += fractions[r] + fractions[r];
-            after[r] = dot_bytes(after[r], fractions[r], xs);
+            after[r] = dot_codes(after[r], fractions[r], xs);
           }
         }
       }
@@ -153,7 +144,7 @@ INLINE void dot_planes(const Matrix& matrix, const std::uint8_t* row, const std:
                        Accumulators<R, T>& a) {
   constexpr int block_weights = Planes::count * block_bytes;
   const std::int64_t blocks = matrix.columns / block_weights;
-  if constexpr (Planes::count == B3Planes::count && T == 1 && has_dot_bytes) {
+  if constexpr (Planes::count == B3Planes::count && T == 1 && takes_any_bytes) {
     dot_fractions<R>(matrix, row, x[0], blocks, a);
   } else {
     dot_blocks<Planes, R, T>(matrix, row, x, blocks, a);

@@ -1,9 +1,9 @@
-// Float tables times float activations. Included once per instruction set, inside its namespace, after
-// matmul_rows-inl.h and these primitives:
-//   Floats                   a vector of float32
-//   Floats multiply_add(Floats a, Floats b, Floats c)    a b + c
-//   Floats widen_bfloat16(const uint8* from)             as many bfloat16 as Floats has lanes
-//   float sum_lanes(Floats)
+// Float tables times float activations. Included by matmul-inl.h.
+
+INLINE Floats widen_bfloat16(const std::uint8_t* from) {
+  const auto halves = load<Vector<std::uint16_t, VECTOR_BYTES / 2>>(from);
+  return bit_cast<Floats>(__builtin_convertvector(halves, Vector<std::uint32_t>) << 16);
+}
 
 template <TableType TYPE>
 INLINE Floats load_weights(const std::uint8_t* row, std::int64_t column) {

@@ -1,17 +1,11 @@
-// Many tokens: weights unpacked once to tiles of unsigned bytes and reused by all tokens. Included once
-// per instruction set, inside its namespace, after matmul_rows-inl.h and these primitives:
+// Many tokens: weights unpacked once to tiles of unsigned bytes and reused by all tokens. Included by
+// matmul-inl.h, with
 //   tile_vectors       vectors of rows of a tile; lane i of vector v is row v * lanes + i
 //   tile_tokens        tokens whose sums stay in registers, a multiple of 4
-//   Bytes low_nibbles(Bytes), high_nibbles(Bytes)
-//   Bytes repeat4(const int8* x)              four activations of one token in every 32-bit lane
-//   Small tile_dot(Small, Bytes weights, Bytes x)      each 32-bit lane: the dot product of 4 bytes
-//   Bytes to_unsigned(Bytes weights)          int8 weights plus 128
-//   void transpose_words(Bytes* square)       a square of 32-bit words, one row a vector
 //
 // A tile holds, for every four consecutive columns, tile_rows rows of four bytes, so that a vector of
 // weights is `lanes` rows and no sum ever has to be taken across lanes.
 
-constexpr int row_lanes = VECTOR_BYTES / 4;
 constexpr int tile_rows = tile_vectors * row_lanes;
 
 // The rows of one vector of a tile; where the matrix ends, its last row over and over.
@@ -182,7 +176,7 @@ INLINE void tile_words(const std::uint8_t* tile, const std::int8_t* x, std::int6
       const std::int64_t offset = t % 4 == 3 ? stride3 : t % 4 * stride;
       const Bytes four = repeat4(base[t / 4] + offset + 4 * w);
       UNROLL for (int v = 0; v < tile_vectors; ++v) {
-        small[t][v] = tile_dot(small[t][v], weights[v], four);
+        small[t][v] = dot_codes(small[t][v], weights[v], four);
       }
     }
   }

@@ -1,5 +1,5 @@
 // Many tokens on a matrix unit: 16 x 16 sums in a tile, each plus the products of 64 bytes of a token with
-// 64 of a row. Included once per instruction set, inside its namespace, after matmul_tiles-inl.h. A Unit is
+// 64 of a row. Included by matmul-inl.h. A Unit is
 //   static constexpr bool is_there
 //   begin(), end()                       around the work of a piece
 //   zero<C>(); load<I>(from, stride); store<C>(to, stride)      a tile: 16 lines of 64 bytes

@@ -1,6 +1,6 @@
 // Many tokens with int8 and int4 weights: tiles of 16-bit weights times 16-bit activations, 128 * codes +
-// fine, so that one pass gives what codes and fine give together. Included once per instruction set that
-// has such a product, inside its namespace, after matmul_tiles-inl.h, matmul_int4-inl.h and:
+// fine, so that one pass gives what codes and fine give together. Included by matmul-inl.h where 8-bit
+// products would be slower, with
 //   Sums dot_pairs(Sums, Bytes weights, Bytes x)   each 32-bit lane: plus the dot product of 2 int16
 //   void widen_words(Bytes words, Bytes* first, Bytes* second)   of every four signed bytes of a lane
 //                                                   the first and the second two, as int16

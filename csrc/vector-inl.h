@@ -54,11 +54,11 @@ INLINE To bit_cast(const From& from) {
 #define PICK(T, a, b, ...) __builtin_shuffle(a, b, Vector<T>{__VA_ARGS__})
 #endif
 
-template <class T, T... I>
+template <int UNIT, class T, T... I>
 INLINE void unzip_lanes(const Vector<T>& a, const Vector<T>& b, Vector<T>& even, Vector<T>& odd,
                         std::integer_sequence<T, I...>) {
-  even = PICK(T, a, b, T(2 * I)...);
-  odd = PICK(T, a, b, T(2 * I + 1)...);
+  even = PICK(T, a, b, T(I / UNIT * 2 * UNIT + I % UNIT)...);
+  odd = PICK(T, a, b, T((I / UNIT * 2 + 1) * UNIT + I % UNIT)...);
 }
 
 template <class T, T... I>
@@ -69,10 +69,10 @@ INLINE void zip_lanes(const Vector<T>& a, const Vector<T>& b, Vector<T>& low, Ve
   high = PICK(T, a, b, T(count / 2 + I / 2 + (I & 1) * count)...);
 }
 
-// (a, b) -> its lanes at even and at odd places, in order.
-template <class T>
+// (a, b) -> its lanes, or runs of UNIT lanes, at even and at odd places, in order.
+template <class T, int UNIT = 1>
 INLINE void unzip(const Vector<T>& a, const Vector<T>& b, Vector<T>& even, Vector<T>& odd) {
-  unzip_lanes<T>(a, b, even, odd, std::make_integer_sequence<T, lanes<T>>());
+  unzip_lanes<UNIT, T>(a, b, even, odd, std::make_integer_sequence<T, lanes<T>>());
 }
 
 // The inverse of unzip.
@@ -84,12 +84,12 @@ INLINE void zip(const Vector<T>& a, const Vector<T>& b, Vector<T>& low, Vector<T
 // v[0..COUNT) hold one sequence; afterwards v[i] holds its elements i, i + COUNT, i + 2 COUNT, ...
 // Each of the log2(COUNT) stages sends the even elements to the first half and the odd ones to the
 // second, which leaves the residues in order without a final permutation.
-template <int COUNT, class T>
+template <int COUNT, class T, int UNIT = 1>
 INLINE void deinterleave(Vector<T>* v) {
   UNROLL for (int stage = 1; stage < COUNT; stage *= 2) {
     Vector<T> out[COUNT];
     UNROLL for (int k = 0; k < COUNT / 2; ++k) {
-      unzip<T>(v[2 * k], v[2 * k + 1], out[k], out[k + COUNT / 2]);
+      unzip<T, UNIT>(v[2 * k], v[2 * k + 1], out[k], out[k + COUNT / 2]);
     }
     UNROLL for (int k = 0; k < COUNT; ++k) v[k] = out[k];
   }

@@ -1,0 +1,44 @@
+// The body of matmul_avx2.cpp, matmul_avxvnni.cpp, matmul_avx512vnni.cpp and matmul_neon.cpp: MatmulKernels
+// for one instruction set. Included inside its namespace after matmul_vectors-inl.h and these primitives, all
+// of them INLINE:
+//   constexpr int rows_together, tokens_together     sums that stay in registers where rows are decoded
+//   constexpr int tile_vectors, tile_tokens          and where tiles are multiplied, see matmul_tiles-inl.h
+//   constexpr std::int64_t tile_from[]               by format, the count of tokens from which tiles are faster
+//   Small dot_codes(Small, Bytes codes, Bytes x)     each 32-bit lane: plus four products, of codes 0, 1, 2
+//   constexpr bool takes_any_bytes                   dot_codes multiplies any unsigned bytes, else any signed ones
+//   Bytes three_quarters(Bytes v)                    of b3: floor(3 v / 256) in bits 6 and 7
+//   Bitmap load_bitmap(const uint8* signs, const uint8* nonzero)   a record of nm-bitmap
+//   Bytes bitmap_codes(const Bitmap&, int vector)    1 + the weights of that vector of the 64
+//   Floats multiply_add(Floats a, Floats b, Floats c)     a b + c, rounded once
+// and with NARROW_SUMS widen, dot_int8, int8_offset and what matmul_wide-inl.h asks for.
+
+#if defined(NARROW_SUMS)
+INLINE Sums dot_nibbles(const Sums& sums, const Bytes& nibbles, const Bytes& x) {
+  return widen(sums, dot_codes(Small{}, nibbles, x));
+}
+#else
+INLINE Sums dot_nibbles(const Sums& sums, const Bytes& nibbles, const Bytes& x) {
+  return dot_codes(sums, nibbles, x);
+}
+// dot_int8 exceeds the signed product by this times the sum of x.
+constexpr int int8_offset = takes_any_bytes ? 128 : 0;
+INLINE Sums dot_int8(const Sums& sums, const Bytes& weights, const Bytes& x) {
+  return dot_codes(sums, takes_any_bytes ? to_unsigned(weights) : weights, x);
+}
+#endif
+
+#include "matmul_edges-inl.h"
+#include "matmul_rows-inl.h"
+#include "matmul_tiles-inl.h"
+#include "matmul_units-inl.h"
+#include "matmul_int4-inl.h"
+#if defined(NARROW_SUMS)
+#include "matmul_wide-inl.h"
+#endif
+#include "matmul_multiply-inl.h"
+#include "matmul_table-inl.h"
+
+template <class Unit>
+constexpr MatmulKernels kernels_on(std::int64_t tiles_from) {
+  return {quantize_token, sum_groups, multiply_on<Unit>, tiles_from, multiply_table};
+}

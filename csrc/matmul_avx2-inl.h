@@ -1,0 +1,43 @@
+// 256 bits of x86, for matmul_avx2.cpp and matmul_avxvnni.cpp. Included like matmul_vectors-inl.h, which
+// comes first.
+
+INLINE __m256i bits(const Bytes& v) { return bit_cast<__m256i>(v); }
+
+// Two averages, which round up, of u = v - 1 (0 for 0) and 0 give 3 u / 4 with the number in bits 6 and 7:
+// checked for every byte.
+INLINE Bytes three_quarters(const Bytes& v) {
+  const __m256i u = _mm256_subs_epu8(bits(v), _mm256_set1_epi8(1));
+  return bit_cast<Bytes>(_mm256_avg_epu8(u, _mm256_avg_epu8(u, _mm256_setzero_si256())));
+}
+
+struct Bitmap {
+  std::uint64_t nonzero, negative;
+};
+
+INLINE Bitmap load_bitmap(const std::uint8_t* signs, const std::uint8_t* nonzero) {
+  const auto bitmap = load<std::uint64_t>(nonzero);
+  return {bitmap, _pdep_u64(load<std::uint64_t>(signs), bitmap)};
+}
+
+// -1 in the bytes whose bit is set.
+INLINE Bytes byte_mask(std::uint64_t mask) {
+  const __m256i byte_of_lane = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202,
+                                                  0x0303030303030303);
+  const __m256i bit_of_lane = _mm256_set1_epi64x(std::int64_t(0x8040201008040201));
+  const __m256i spread = _mm256_shuffle_epi8(_mm256_set1_epi32(int(mask)), byte_of_lane);
+  return bit_cast<Bytes>(_mm256_cmpeq_epi8(_mm256_and_si256(spread, bit_of_lane), bit_of_lane));
+}
+
+INLINE Bytes bitmap_codes(const Bitmap& bitmap, int vector) {
+  const Bytes minus = byte_mask(bitmap.negative >> (32 * vector));
+  return 1 - byte_mask(bitmap.nonzero >> (32 * vector)) + minus + minus;
+}
+
+INLINE Floats multiply_add(const Floats& a, const Floats& b, const Floats& c) {
+  return bit_cast<Floats>(
+      _mm256_fmadd_ps(bit_cast<__m256>(a), bit_cast<__m256>(b), bit_cast<__m256>(c)));
+}
+
+constexpr int rows_together = 4, tokens_together = 2;
+constexpr int tile_vectors = 2, tile_tokens = 4;
+constexpr std::int64_t tile_from[] = {4, 4, 4, 6, 4};
