@@ -136,41 +136,61 @@ std::uint64_t existing(std::int64_t left) {
   return left >= 64 ? ~std::uint64_t(0) : (std::uint64_t(1) << left) - 1;
 }
 
-// The planes of a block of i2: digit j + plane p is in bits 2p and 2p + 1 of byte j.
-void split_i2(const std::uint8_t* block, std::int64_t plane, std::uint8_t* digits) {
-  for (int p = 0; p < 4; ++p) {
-    for (std::int64_t j = 0; j < plane; ++j) digits[p * plane + j] = block[j] >> (2 * p) & 3;
-  }
-}
+// The formats in blocks, byte j of which holds digits a plane apart.
+struct I2 {
+  static constexpr int planes = 4, block_bytes = packed::i2_block_bytes;
+  static constexpr auto plane_bytes = packed::i2_plane_bytes;
+  static constexpr const char* bad = bad_i2;
 
-void join_i2(const std::uint8_t* digits, std::int64_t plane, std::uint8_t* block) {
-  for (std::int64_t j = 0; j < plane; ++j) {
-    block[j] = std::uint8_t(digits[j] | digits[plane + j] << 2 | digits[2 * plane + j] << 4 |
-                            digits[3 * plane + j] << 6);
-  }
-}
-
-void split_b3(const std::uint8_t* block, std::int64_t plane, std::uint8_t* digits) {
-  std::uint8_t fraction[packed::b3_block_bytes];
-  std::memcpy(fraction, block, std::size_t(plane));
-  for (int p = 0; p < 5; ++p) {
-    for (std::int64_t j = 0; j < plane; ++j) {
-      const std::uint16_t tripled = std::uint16_t(3 * fraction[j]);
-      digits[p * plane + j] = std::uint8_t(tripled >> 8);
-      fraction[j] = std::uint8_t(tripled);
+  static void split(const std::uint8_t* block, std::int64_t plane, std::uint8_t* digits) {
+    for (int p = 0; p < 4; ++p) {
+      for (std::int64_t j = 0; j < plane; ++j) digits[p * plane + j] = block[j] >> (2 * p) & 3;
     }
   }
-}
-
-void join_b3(const std::uint8_t* digits, std::int64_t plane, std::uint8_t* block) {
-  for (std::int64_t j = 0; j < plane; ++j) {
-    const std::uint16_t value =
-        std::uint16_t(81 * digits[j] + 27 * digits[plane + j] + 9 * digits[2 * plane + j] +
-                      3 * digits[3 * plane + j] + digits[4 * plane + j]);
-    // ceil(256 v / 243), without leaving 16 bits.
-    block[j] = std::uint8_t(value + std::uint16_t(13 * value + 242) / 243);
+  static void join(const std::uint8_t* digits, std::int64_t plane, std::uint8_t* block) {
+    for (std::int64_t j = 0; j < plane; ++j) {
+      block[j] = std::uint8_t(digits[j] | digits[plane + j] << 2 | digits[2 * plane + j] << 4 |
+                              digits[3 * plane + j] << 6);
+    }
   }
-}
+  static bool is_valid(const std::uint8_t* bytes, std::int64_t count) {
+    std::uint8_t threes = 0;
+    for (std::int64_t i = 0; i < count; ++i) threes |= bytes[i] & bytes[i] >> 1 & 0x55;
+    return threes == 0;
+  }
+};
+
+struct B3 {
+  static constexpr int planes = 5, block_bytes = packed::b3_block_bytes;
+  static constexpr auto plane_bytes = packed::b3_plane_bytes;
+  static constexpr const char* bad = bad_b3;
+
+  static void split(const std::uint8_t* block, std::int64_t plane, std::uint8_t* digits) {
+    std::uint8_t fraction[block_bytes];
+    std::memcpy(fraction, block, std::size_t(plane));
+    for (int p = 0; p < 5; ++p) {
+      for (std::int64_t j = 0; j < plane; ++j) {
+        const std::uint16_t tripled = std::uint16_t(3 * fraction[j]);
+        digits[p * plane + j] = std::uint8_t(tripled >> 8);
+        fraction[j] = std::uint8_t(tripled);
+      }
+    }
+  }
+  static void join(const std::uint8_t* digits, std::int64_t plane, std::uint8_t* block) {
+    for (std::int64_t j = 0; j < plane; ++j) {
+      const std::uint16_t value =
+          std::uint16_t(81 * digits[j] + 27 * digits[plane + j] + 9 * digits[2 * plane + j] +
+                        3 * digits[3 * plane + j] + digits[4 * plane + j]);
+      // ceil(256 v / 243), without leaving 16 bits.
+      block[j] = std::uint8_t(value + std::uint16_t(13 * value + 242) / 243);
+    }
+  }
+  static bool is_valid(const std::uint8_t* bytes, std::int64_t count) {
+    std::uint8_t valid = 1;
+    for (std::int64_t i = 0; i < count; ++i) valid &= tables.is_b3[bytes[i]];
+    return valid != 0;
+  }
+};
 
 bool are_zero_codes(const std::uint8_t* digits, std::int64_t begin, std::int64_t end) {
   std::uint8_t difference = 0;
@@ -178,45 +198,49 @@ bool are_zero_codes(const std::uint8_t* digits, std::int64_t begin, std::int64_t
   return difference == 0;
 }
 
-// Two-bit fields that hold 3, in any of `count` bytes.
-bool has_threes(const std::uint8_t* bytes, std::int64_t count) {
-  std::uint8_t threes = 0;
-  for (std::int64_t i = 0; i < count; ++i) threes |= bytes[i] & bytes[i] >> 1 & 0x55;
-  return threes != 0;
-}
-
-bool has_invalid_b3(const std::uint8_t* bytes, std::int64_t count) {
-  std::uint8_t valid = 1;
-  for (std::int64_t i = 0; i < count; ++i) valid &= tables.is_b3[bytes[i]];
-  return valid == 0;
-}
-
-// One format in blocks: all whole blocks, then a shorter one.
-template <int block_weights, int block_bytes, class Split>
-const char* decode_blocks(const std::uint8_t* row, std::int64_t columns, std::int64_t tail_plane,
-                          int planes, std::uint8_t* digits, Split split) {
-  const std::int64_t blocks = columns / block_weights, tail = columns % block_weights;
-  for (std::int64_t i = 0; i < blocks; ++i) {
-    split(row + i * block_bytes, block_bytes, digits + i * block_weights);
+// All whole blocks, then a shorter one, which may be empty.
+template <class Format>
+const char* decode_blocks(const std::uint8_t* row, std::int64_t columns, std::uint8_t* digits) {
+  constexpr int weights = Format::planes * Format::block_bytes;
+  const std::int64_t blocks = columns / weights, tail = columns % weights;
+  const std::int64_t plane = Format::plane_bytes(tail);
+  std::uint8_t last[weights];
+  Format::split(row + blocks * Format::block_bytes, plane, last);
+  if (digits != nullptr) {
+    for (std::int64_t i = 0; i < blocks; ++i) {
+      Format::split(row + i * Format::block_bytes, Format::block_bytes, digits + i * weights);
+    }
+    std::memcpy(digits + blocks * weights, last, std::size_t(Format::planes * plane));
   }
-  if (tail == 0) return nullptr;
-  std::uint8_t* last = digits + blocks * block_weights;
-  split(row + blocks * block_bytes, tail_plane, last);
-  return are_zero_codes(last, tail, planes * tail_plane) ? nullptr : bad_padding;
+  if (!Format::is_valid(row, blocks * Format::block_bytes + plane)) return Format::bad;
+  return are_zero_codes(last, tail, Format::planes * plane) ? nullptr : bad_padding;
+}
+
+template <class Format>
+void encode_blocks(const std::uint8_t* digits, std::int64_t columns, std::uint8_t* row) {
+  constexpr int weights = Format::planes * Format::block_bytes;
+  for (; columns >= weights; columns -= weights, digits += weights, row += Format::block_bytes) {
+    Format::join(digits, Format::block_bytes, row);
+  }
+  Format::join(digits, Format::plane_bytes(columns), row);
 }
 
 }  // namespace
 
 const char* decode_i2(const std::uint8_t* row, std::int64_t columns, std::uint8_t* digits) {
-  const char* damage = decode_blocks<packed::i2_block_weights, packed::i2_block_bytes>(
-      row, columns, packed::i2_plane_bytes(columns % packed::i2_block_weights), 4, digits, split_i2);
-  return has_threes(row, packed::i2_row_bytes(columns)) ? bad_i2 : damage;
+  return decode_blocks<I2>(row, columns, digits);
 }
 
 const char* decode_b3(const std::uint8_t* row, std::int64_t columns, std::uint8_t* digits) {
-  const char* damage = decode_blocks<packed::b3_block_weights, packed::b3_block_bytes>(
-      row, columns, packed::b3_plane_bytes(columns % packed::b3_block_weights), 5, digits, split_b3);
-  return has_invalid_b3(row, packed::b3_row_bytes(columns)) ? bad_b3 : damage;
+  return decode_blocks<B3>(row, columns, digits);
+}
+
+void encode_i2(const std::uint8_t* digits, std::int64_t columns, std::uint8_t* row) {
+  encode_blocks<I2>(digits, columns, row);
+}
+
+void encode_b3(const std::uint8_t* digits, std::int64_t columns, std::uint8_t* row) {
+  encode_blocks<B3>(digits, columns, row);
 }
 
 #if defined(__x86_64__)
@@ -274,28 +298,6 @@ const char* decode_codes(const std::uint8_t* row, std::int64_t columns, std::uin
   return largest > 2 ? bad_codes : nullptr;
 }
 
-void encode_i2(const std::uint8_t* digits, std::int64_t columns, std::uint8_t* row) {
-  const std::int64_t blocks = columns / packed::i2_block_weights;
-  for (std::int64_t i = 0; i < blocks; ++i) {
-    join_i2(digits + i * packed::i2_block_weights, packed::i2_block_bytes,
-            row + i * packed::i2_block_bytes);
-  }
-  join_i2(digits + blocks * packed::i2_block_weights,
-          packed::i2_plane_bytes(columns % packed::i2_block_weights),
-          row + blocks * packed::i2_block_bytes);
-}
-
-void encode_b3(const std::uint8_t* digits, std::int64_t columns, std::uint8_t* row) {
-  const std::int64_t blocks = columns / packed::b3_block_weights;
-  for (std::int64_t i = 0; i < blocks; ++i) {
-    join_b3(digits + i * packed::b3_block_weights, packed::b3_block_bytes,
-            row + i * packed::b3_block_bytes);
-  }
-  join_b3(digits + blocks * packed::b3_block_weights,
-          packed::b3_plane_bytes(columns % packed::b3_block_weights),
-          row + blocks * packed::b3_block_bytes);
-}
-
 void encode_nm_bitmap(Pattern pattern, const std::uint8_t* digits, std::int64_t columns,
                       std::uint8_t* row) {
   const std::int64_t sign_bytes = packed::nm_bitmap_sign_bytes(pattern);
@@ -305,28 +307,6 @@ void encode_nm_bitmap(Pattern pattern, const std::uint8_t* digits, std::int64_t 
     std::memcpy(row, &signs, std::size_t(sign_bytes));
     std::memcpy(row + sign_bytes, &bits.nonzero, 8);
   }
-}
-
-const char* check_i2(const std::uint8_t* row, std::int64_t columns) {
-  const std::int64_t bytes = packed::i2_row_bytes(columns);
-  if (has_threes(row, bytes)) return bad_i2;
-  const std::int64_t tail = columns % packed::i2_block_weights;
-  if (tail == 0) return nullptr;
-  const std::int64_t plane = packed::i2_plane_bytes(tail);
-  std::uint8_t digits[packed::i2_block_weights];
-  split_i2(row + bytes - plane, plane, digits);
-  return are_zero_codes(digits, tail, 4 * plane) ? nullptr : bad_padding;
-}
-
-const char* check_b3(const std::uint8_t* row, std::int64_t columns) {
-  const std::int64_t bytes = packed::b3_row_bytes(columns);
-  if (has_invalid_b3(row, bytes)) return bad_b3;
-  const std::int64_t tail = columns % packed::b3_block_weights;
-  if (tail == 0) return nullptr;
-  const std::int64_t plane = packed::b3_plane_bytes(tail);
-  std::uint8_t digits[packed::b3_block_weights];
-  split_b3(row + bytes - plane, plane, digits);
-  return are_zero_codes(digits, tail, 5 * plane) ? nullptr : bad_padding;
 }
 
 const char* check_nm_bitmap(const GroupLimit& limit, const std::uint8_t* row,

@@ -13,7 +13,8 @@ constexpr std::int64_t digits_size(std::int64_t columns) {
   return columns + packed::b3_block_weights + packed::i2_block_weights;
 }
 
-// The decoders fill `digits` [columns] and its padding, and say why a row is damaged or return null.
+// The decoders fill `digits` [columns] and its padding, and say why a row is damaged or return null. i2 and
+// b3 without digits are only checked; nobody looks at groups.
 const char* decode_i2(const std::uint8_t* row, std::int64_t columns, std::uint8_t* digits);
 const char* decode_b3(const std::uint8_t* row, std::int64_t columns, std::uint8_t* digits);
 const char* decode_codes(const std::uint8_t* row, std::int64_t columns, std::uint8_t* digits);
@@ -39,9 +40,7 @@ class GroupLimit {
   std::uint8_t overfull_[256];
 };
 
-// Why a row is no encoding of a matrix, or null. check_i2 and check_b3 do not look at groups.
-const char* check_i2(const std::uint8_t* row, std::int64_t columns);
-const char* check_b3(const std::uint8_t* row, std::int64_t columns);
+// Why a row is no encoding of a matrix, or null.
 const char* check_nm_bitmap(const GroupLimit& limit, const std::uint8_t* row, std::int64_t columns);
 const char* check_groups(const GroupLimit& limit, const std::uint8_t* digits,
                          std::int64_t columns);

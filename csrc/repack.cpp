@@ -87,8 +87,7 @@ class Repacking {
       return check_nm_bitmap(limit_, from, stored_.columns);
     }
     if (is_same && limit_.pattern().m == 1) {
-      return format_ == WeightFormat::i2 ? check_i2(from, stored_.columns)
-                                         : check_b3(from, stored_.columns);
+      return decode(from, nullptr);
     }
     const char* damage = decode(from, digits);
     if (damage != nullptr) return damage;
@@ -116,7 +115,7 @@ class Repacking {
         damage = decode_codes(from, columns, digits);
         break;
     }
-    return damage != nullptr ? damage : check_groups(limit_, digits, columns);
+    return damage || limit_.pattern().m == 1 ? damage : check_groups(limit_, digits, columns);
   }
 
   void encode(const std::uint8_t* digits, std::uint8_t* to) const {
