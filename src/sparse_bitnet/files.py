@@ -94,14 +94,17 @@ def remove_leftovers(folder: Path) -> None:
 
 
 @contextmanager
-def locked_folder(folder: Path, busy: str) -> Iterator[None]:
+def locked_folder(folder: Path, busy: str = "", *, wait: bool = False) -> Iterator[None]:
     """Make a folder and hold it for this process; it is free again when the process ends anyhow.
+
+    With `wait` until another process that holds it lets it go.
 
     Raises `UserError`: `busy` where another process holds it, else why it cannot be written.
     """
     from filelock import FileLock, SoftFileLock, Timeout
 
-    lock = FileLock(folder / ".lock", timeout=0)
+    timeout = -1 if wait else 0
+    lock = FileLock(folder / ".lock", timeout=timeout)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -110,7 +113,7 @@ def locked_folder(folder: Path, busy: str) -> Iterator[None]:
             if error.errno not in _NO_FLOCK:
                 raise
             # Some shared file systems know no locks: then a file stands for one, with its process's id.
-            lock = SoftFileLock(folder / ".lock.held", timeout=0)
+            lock = SoftFileLock(folder / ".lock.held", timeout=timeout)
             lock.acquire()
     except Timeout:
         raise UserError(busy) from None

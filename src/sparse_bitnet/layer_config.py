@@ -1,6 +1,7 @@
 """What a Sparse-BitLinear computes: one of the paper's cells or ablations. Free of torch."""
 
 import dataclasses
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, Self
@@ -88,6 +89,34 @@ class SparseBitConfig:
         """Whether one of `dense_layers` matches a module's full name."""
         return any(layer_matches(name, glob) for glob in self.dense_layers)
 
+    def check_dense_layers(self, names: Iterable[str], model: str) -> None:
+        """Raise `UserError` for a glob of `dense_layers` that matches none of a model's linear layers."""
+        names = list(names)
+        for glob in self.dense_layers:
+            if not any(layer_matches(name, glob) for name in names):
+                raise UserError(
+                    f"dense_layers {glob}: no linear layer of {model} has such a name"
+                    + (f"; one is called {names[0]}" if names else "")
+                )
+
+    def converted(
+        self, linears: Mapping[str, tuple[int, int]], model: str
+    ) -> dict[str, tuple[int, int]]:
+        """Those of a model's linears, (out_features, in_features) by full name, that are not kept dense.
+
+        Raises `UserError` for a glob that matches none, when all stay dense, and for a pattern that does
+        not fit.
+        """
+        self.check_dense_layers(linears, model)
+        found = {name: size for name, size in linears.items() if not self.keeps_dense(name)}
+        if not found:
+            raise UserError(
+                f"dense_layers {'+'.join(self.dense_layers)}: nothing is left to convert"
+            )
+        for name, (_, in_features) in found.items():
+            self.pattern.check_divides(in_features, f"{name} of {model}")
+        return found
+
     @classmethod
     def parse(cls, text: str) -> Self:
         """Read the text form: "ternary-6:8", "full-2:4", "ternary-6:8,mask_gradient=masked",
@@ -139,6 +168,25 @@ class SparseBitConfig:
         if unknown := sorted(values.keys() - names):
             raise UserError(f"sparse_bitnet config has unknown {', '.join(unknown)}")
         return cls(**values)
+
+
+@dataclass(kw_only=True)
+class DenseLayersOption:
+    """What every command with a format or a pattern takes besides it."""
+
+    dense_layers: str = ""
+    """Layers that stay ordinary linear ones: globs over their names, joined by commas, as
+    down_proj,layers.0.*"""
+
+    @property
+    def dense_globs(self) -> tuple[str, ...]:
+        """As `SparseBitConfig.dense_layers`. Raises `UserError` for an empty one."""
+        return _globs(self.dense_layers.replace(",", "+")) if self.dense_layers else ()
+
+    def with_dense_layers(self, format: str) -> SparseBitConfig:
+        """The format of a text form, with these dense layers if any are given."""
+        parsed = SparseBitConfig.parse(format)
+        return dataclasses.replace(parsed, dense_layers=self.dense_globs or parsed.dense_layers)
 
 
 def layer_matches(name: str, glob: str) -> bool:

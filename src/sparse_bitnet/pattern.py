@@ -45,7 +45,8 @@ class NMPattern:
         if not self.is_dense and in_features % self.m:
             raise UserError(
                 f"layer {name}: in_features {in_features} is not a multiple of {self.m}, so the "
-                f"pattern {self} does not fit; choose another m, or name the layer in dense_layers"
+                f"pattern {self} does not fit; choose another m, or leave the "
+                "layer dense (--dense-layers, dense_layers)"
             )
 
     def __str__(self) -> str:

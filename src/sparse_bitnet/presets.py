@@ -24,12 +24,33 @@ class Shape:
     """A published model keeps its vocabulary; a small preset takes the tokenizer's."""
 
     @property
+    def key_size(self) -> int:
+        """Width of the keys of all heads, and of the values."""
+        return self.hidden_size // self.num_attention_heads * self.num_key_value_heads
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """(out_features, in_features) of every linear of the blocks by full name, in order."""
+        hidden, ffn, keys = self.hidden_size, self.intermediate_size, self.key_size
+        sizes = {
+            "self_attn.q_proj": (hidden, hidden),
+            "self_attn.k_proj": (keys, hidden),
+            "self_attn.v_proj": (keys, hidden),
+            "self_attn.o_proj": (hidden, hidden),
+            "mlp.gate_proj": (ffn, hidden),
+            "mlp.up_proj": (ffn, hidden),
+            "mlp.down_proj": (hidden, ffn),
+        }
+        return {
+            f"model.layers.{layer}.{name}": size
+            for layer in range(self.num_hidden_layers)
+            for name, size in sizes.items()
+        }
+
+    @property
     def block_weights(self) -> int:
         """Weights of all linears of the blocks, biases and norms not counted."""
-        head = self.hidden_size // self.num_attention_heads
-        kv = head * self.num_key_value_heads
-        attention = 2 * self.hidden_size * (self.hidden_size + kv)
-        return self.num_hidden_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+        return sum(rows * in_features for rows, in_features in self.linears.values())
 
 
 def _shape(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, **more: Any) -> Shape:

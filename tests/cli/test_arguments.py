@@ -18,7 +18,8 @@ class Config:
     """How many."""
 
     stride: int | None = None
-    """Or none."""
+    """Or none, in which case it is found
+    by looking."""
 
     kind: Literal["a", "b"] = "a"
     """Which."""
@@ -97,6 +98,9 @@ def test_help_prints_and_exits(capsys):
     assert "--steps" in printed
     assert "--stride INT" in printed
     assert "{None}" not in printed
+    assert "Or none, in which case it is found by looking." in " ".join(printed.split())
+    assert "(default: None)" not in printed
+    assert "(default: 3)" in printed
 
 
 def test_what_a_config_refuses_is_one_line():

@@ -51,6 +51,7 @@ def test_help_of_every_command_needs_no_torch(command):
     assert done.returncode == 0, done.stderr
     assert command in done.stdout
     assert "{None}" not in done.stdout
+    assert "(default: None)" not in done.stdout
 
 
 def test_version():

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import huggingface_hub
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -195,6 +196,7 @@ def test_hub_data_set_streams_and_resumes(monkeypatch: pytest.MonkeyPatch) -> No
         return datasets.IterableDataset.from_generator(rows)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(huggingface_hub, "dataset_info", lambda *_, **__: None)
     source = parse_source("hub:tiiuae/falcon-refinedweb", column="content", validation_fraction=0.2)
     assert texts_of(source) == texts
     assert asked == [(("tiiuae/falcon-refinedweb", None), {"split": "train", "streaming": True})]
@@ -222,6 +224,16 @@ def test_hub_offline() -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise ConnectionError("no such host\nand more")
+
+    monkeypatch.setattr(huggingface_hub, "dataset_info", unreachable)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("asked again"))
+    with pytest.raises(UserError, match=r"data set 'no-one/nothing': no such host$"):
+        texts_of(parse_source("hub:no-one/nothing"))
+
+
 def test_hub_breaking_off(monkeypatch: pytest.MonkeyPatch) -> None:
     def rows() -> Iterator[dict[str, Any]]:
         yield {"text": "a"}
@@ -229,6 +241,7 @@ def test_hub_breaking_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
     stream = datasets.IterableDataset.from_generator(rows)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
+    monkeypatch.setattr(huggingface_hub, "dataset_info", lambda *_, **__: None)
     with pytest.raises(UserError, match=r"reading 'a/b' stopped: .*the same command goes on"):
         texts_of(parse_source("hub:a/b"))
 
@@ -236,6 +249,7 @@ def test_hub_breaking_off(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hub_without_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = datasets.IterableDataset.from_generator(lambda: iter([{"text": ""}]))
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
+    monkeypatch.setattr(huggingface_hub, "dataset_info", lambda *_, **__: None)
     with pytest.raises(UserError, match="a/b: no documents"):
         texts_of(parse_source("hub:a/b"))
 

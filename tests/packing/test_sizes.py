@@ -101,7 +101,10 @@ def test_zstd_gains_where_zeros_are_uneven() -> None:
         (("qwen2.5-1m", NMPattern(6, 8), "i2", "fp4"), "embeddings 'fp4': choose one of"),
         (("qwen2.5-1m", NMPattern(6, 8), "i9", "bf16"), "'i9' is unknown"),
         (("qwen2.5-1m", NMPattern(6, 8), "nm-zstd", "bf16"), "depends on the weights"),
-        (("qwen2.5-0.5b", NMPattern(3, 5), "i2", "bf16"), "layer of qwen2.5-0.5b: in_features 896"),
+        (
+            ("qwen2.5-0.5b", NMPattern(3, 5), "i2", "bf16"),
+            "q_proj of qwen2.5-0.5b: in_features 896",
+        ),
     ],
 )
 def test_what_has_no_size(arguments: tuple, message: str) -> None:

@@ -127,7 +127,7 @@ def test_prolonging_dense_to_sparse_says_what_is_dense_again(small_run, capsys):
 
 def test_dense_layers_of_the_command_line_become_part_of_the_format(small_run):
     config = small_run(steps=1)
-    main(["train", *options(config), "--dense-layers", "down_proj", "layers.0.*"])
+    main(["train", *options(config), "--dense-layers", "down_proj,layers.0.*"])
     stored = json.loads((Path(config.out) / "config.json").read_text())
     assert stored["format"] == "ternary-6:8,dense_layers=down_proj+layers.0.*"
     main(["train", "--out", config.out])

@@ -237,7 +237,7 @@ def model_statistics(
 
 
 def checkpoint_statistics(
-    folder: str | Path, *, pattern: NMPattern | None = None
+    folder: str | Path, *, pattern: NMPattern | None = None, dense_layers: tuple[str, ...] = ()
 ) -> list[WeightStatistics]:
     """Every linear of the blocks of a safetensors checkpoint, read one layer at a time.
 
@@ -248,10 +248,13 @@ def checkpoint_statistics(
     """
     folder = Path(folder)
     config, dense = _checkpoint_format(folder)
+    left_out = SparseBitConfig(dense_layers=dense_layers)
+    names = [key.removesuffix(".weight") for key in WeightFiles.in_folder(folder).shapes]
+    left_out.check_dense_layers(names, str(folder))
     found = [
         weight_statistics(name, weight, config, pattern=pattern)
         for name, weight in _block_matrices(folder)
-        if name not in dense
+        if name not in dense and not left_out.keeps_dense(name)
     ]
     if not found:
         raise UserError(

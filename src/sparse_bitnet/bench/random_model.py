@@ -118,7 +118,7 @@ def write_random_model(
         packed_format=packed_format,
         format=SparseBitConfig(pattern=pattern),
         embeddings=embeddings,
-        layers=dict(linears(shape)),
+        layers=shape.linears,
     )
     for name, (_, in_features) in metadata.layers.items():
         check_layout(packed_format, pattern, in_features, name)
@@ -129,23 +129,6 @@ def write_random_model(
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if tokenizer:
             _write_tokenizer(folder)
-
-
-def linears(shape: Shape) -> Iterator[tuple[str, tuple[int, int]]]:
-    """(full name, (out_features, in_features)) of every linear of the blocks, in the model's order."""
-    hidden, ffn, kv = shape.hidden_size, shape.intermediate_size, _kv_size(shape)
-    sizes = {
-        "self_attn.q_proj": (hidden, hidden),
-        "self_attn.k_proj": (kv, hidden),
-        "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, hidden),
-        "mlp.gate_proj": (ffn, hidden),
-        "mlp.up_proj": (ffn, hidden),
-        "mlp.down_proj": (hidden, ffn),
-    }
-    for layer in range(shape.num_hidden_layers):
-        for name, size in sizes.items():
-            yield f"model.layers.{layer}.{name}", size
 
 
 def config_of(shape: Shape, *, tokenizer: bool = True) -> dict[str, Any]:
@@ -177,10 +160,6 @@ def config_of(shape: Shape, *, tokenizer: bool = True) -> dict[str, Any]:
         "eos_token_id": END_OF_TEXT_ID if tokenizer else None,
         "pad_token_id": None,
     }
-
-
-def _kv_size(shape: Shape) -> int:
-    return shape.hidden_size // shape.num_attention_heads * shape.num_key_value_heads
 
 
 def _write_tensors(

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from sparse_bitnet.cli.arguments import parse
+from sparse_bitnet.layer_config import DenseLayersOption
 
 
 def main(arguments: list[str]) -> None:
@@ -12,7 +13,7 @@ def main(arguments: list[str]) -> None:
     import tyro
 
     @dataclass(kw_only=True)
-    class Options:
+    class Options(DenseLayersOption):
         checkpoints: Annotated[tuple[str, ...], tyro.conf.Positional]
         """Run folders, checkpoints, any transformers folders with safetensors, or hub ids."""
 
@@ -29,10 +30,12 @@ def main(arguments: list[str]) -> None:
         description="Histograms, thresholds, near-zero mass and zero codes of any checkpoint, read "
         "one layer at a time.",
     )
-    run(list(options.checkpoints), options.pattern, options.out)
+    run(list(options.checkpoints), options.pattern, options.out, options.dense_globs)
 
 
-def run(checkpoints: list[str], pattern: str, out: Path) -> None:
+def run(
+    checkpoints: list[str], pattern: str, out: Path, dense_layers: tuple[str, ...] = ()
+) -> None:
     """Read, print, write. Raises `UserError` for a dense pattern and unreadable checkpoints."""
     from rich.console import Console
 
@@ -53,7 +56,9 @@ def run(checkpoints: list[str], pattern: str, out: Path) -> None:
     console = Console()
     with console.status("reading") as status:
         found = [
-            read_checkpoint(name, parsed, lambda path: status.update(f"reading {path}"))
+            read_checkpoint(
+                name, parsed, lambda path: status.update(f"reading {path}"), dense_layers
+            )
             for name in checkpoints
         ]
     print_table(summary_table(found), console, "")

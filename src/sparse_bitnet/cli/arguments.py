@@ -6,10 +6,11 @@ import functools
 import io
 import re
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from unittest import mock
 
 from sparse_bitnet.errors import UserError
 
@@ -67,7 +68,7 @@ def parse(
         tyro.cli, chosen, prog=prog, description=description, registry=registry, **more
     )
     try:
-        with redirect_stderr(complaint):
+        with redirect_stderr(complaint), _tidy_help():
             parsed: Any = run(args=arguments)
     except SystemExit as stop:
         if stop.code in (0, None):
@@ -76,6 +77,30 @@ def parse(
         text = _unknown_option(arguments, run) or _in_one_line(complaint.getvalue())
         raise UserError(f"{text}; see {prog} --help") from None
     return parsed if isinstance(target, type) else parsed()
+
+
+@contextmanager
+def _tidy_help() -> Iterator[None]:
+    """Paragraphs of docstrings as one text, and no "(default: None)", which tyro has no setting for."""
+    from tyro import _arguments, _fmtlib, _strings
+
+    joined: Any = _strings.remove_single_line_breaks
+    help_of: Any = _arguments.generate_argument_helptext
+
+    def in_paragraphs(text: str) -> str:
+        return joined("\n".join(line.strip() for line in text.splitlines()))
+
+    def without_empty_default(*of_argument: Any, **options: Any) -> Any:
+        text = help_of(*of_argument, **options)
+        shown = text.as_str_no_ansi()
+        bare = re.sub(r" ?\(default: (None|''|)\)$", "", shown)
+        return text if bare == shown else _fmtlib.text["dim"](bare)
+
+    with (
+        mock.patch.object(_strings, "remove_single_line_breaks", in_paragraphs),
+        mock.patch.object(_arguments, "generate_argument_helptext", without_empty_default),
+    ):
+        yield
 
 
 def no_options(arguments: list[str], *, prog: str, description: str | None) -> None:

@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> None:
 
     replicas = job.gpus // job.shards
     console.print(
-        f"{job.model}, {job.format}, on {job.gpus} x {job.gpu.upper()}: split over {job.shards}, "
+        f"{job.model}, {job.config}, on {job.gpus} x {job.gpu.upper()}: split over {job.shards}, "
         f"{replicas} replica{'s' if replicas > 1 else ''}; {job.batch_size} x {job.sequence_length} "
         f"tokens a step, {job.rows} sequences a forward, {job.micro_steps} forwards a GPU",
         highlight=False,

@@ -10,6 +10,7 @@ from sparse_bitnet.cli.arguments import parse
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.experiments.paper_runs import EXPERIMENTS, plan
 from sparse_bitnet.experiments.scales import Scale, find_scale
+from sparse_bitnet.layer_config import DenseLayersOption
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,7 +21,7 @@ def main(arguments: list[str]) -> None:
     import tyro
 
     @dataclass(kw_only=True)
-    class Options:
+    class Options(DenseLayersOption):
         experiments: Annotated[tuple[str, ...], tyro.conf.Positional] = ("all",)
         """all, or some of table2, sweep, ablations, schedule, mask-source, analyses, search; table1
         (after table2, not part of all) scores its models on tasks."""
@@ -64,7 +65,7 @@ def main(arguments: list[str]) -> None:
         prog="sparse-bitnet reproduce",
         description="Train the runs of the paper's experiments; those that are done are skipped.",
     )
-    scale = find_scale(options.scale)
+    scale = dataclasses.replace(find_scale(options.scale), dense_layers=options.dense_globs)
     if options.threads is not None:
         recipe = dataclasses.replace(scale.recipe, threads=options.threads)
         scale = dataclasses.replace(scale, recipe=recipe)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from sparse_bitnet.cli.arguments import parse
+from sparse_bitnet.layer_config import DenseLayersOption
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class SizesConfig:
+class SizesConfig(DenseLayersOption):
     """Which table to print."""
 
     models: list[str] = field(
@@ -79,7 +80,7 @@ def run(checkpoint: str | None, config: SizesConfig) -> None:
         _print_statistics(console, measured)
         found = [dataclasses.asdict(statistics) for statistics in measured]
     else:
-        rows = size_table(config.models, config.patterns, config.embeddings)
+        rows = size_table(config.models, config.patterns, config.embeddings, config.dense_globs)
         _print_sizes(console, rows)
         found = [{**dataclasses.asdict(row), "total_bytes": row.total_bytes} for row in rows]
     if config.json:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from sparse_bitnet.cli import arguments as options
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.layer_config import SparseBitConfig
+from sparse_bitnet.layer_config import DenseLayersOption
 from sparse_bitnet.progress import Progress
 from sparse_bitnet.training.config import TrainConfig, read_config
 from sparse_bitnet.training.recipes import RECIPES
@@ -25,7 +25,7 @@ PLAIN_LINES = 20
 
 
 @dataclass(kw_only=True)
-class Options(TrainConfig):
+class Options(DenseLayersOption, TrainConfig):
     """A run's config, and how its processes share the work, which changes nothing of the run."""
 
     shard: int | None = None
@@ -34,17 +34,12 @@ class Options(TrainConfig):
     timeout_seconds: float = 600.0
     """Under torchrun: give up, naming the process waited for, after so long without a step."""
 
-    dense_layers: tuple[str, ...] = ()
-    """Layers that stay ordinary linear ones, as globs over their names: down_proj, layers.0.*. Becomes
-    a part of the format."""
-
     def config(self) -> TrainConfig:
         """What is stored with the run."""
         fields = dataclasses.fields(TrainConfig)
         values = {field.name: getattr(self, field.name) for field in fields}
         if self.dense_layers:
-            format = SparseBitConfig.parse(self.format)
-            values["format"] = str(dataclasses.replace(format, dense_layers=self.dense_layers))
+            values["format"] = str(self.with_dense_layers(self.format))
         return TrainConfig(**values)
 
 

@@ -14,7 +14,7 @@ from sparse_bitnet.data.manifest import MANIFEST, TOKENIZER, Manifest, SplitMani
 from sparse_bitnet.data.prepare import DEFAULT_SHARD_TOKENS, prepare
 from sparse_bitnet.data.sources import part_of
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.files import atomic_folder
+from sparse_bitnet.files import atomic_folder, locked_folder
 
 
 def prepare_part(
@@ -82,9 +82,7 @@ def join(out: Path, folders: list[Path]) -> Manifest:
         overlap=None,
         splits={name: _joined(name, folders, manifests) for name in SPLITS},
     )
-    from filelock import FileLock
-
-    with FileLock(out / ".lock"):  # two parts may end at once: both write the same
+    with locked_folder(out, wait=True):  # both write the same
         if not (out / TOKENIZER).exists():
             with atomic_folder(out / TOKENIZER) as temporary:
                 shutil.copytree(folders[0] / TOKENIZER, temporary, dirs_exist_ok=True)

@@ -308,10 +308,14 @@ class HubSource:
 
     def _open(self) -> Any:
         import datasets
+        import huggingface_hub
 
         # Whatever the network, the hub client or a broken file raises, the user's question is which
         # data set and why.
         try:
+            if not os.path.isdir(self.name):
+                # One request that answers at once where there is no network: load_dataset tries for long.
+                huggingface_hub.dataset_info(self.name, timeout=10)
             stream = datasets.load_dataset(self.name, self.config, split=self.split, streaming=True)
         except Exception as error:
             raise UserError(

@@ -44,7 +44,7 @@ def cells(rows: Iterable[ResultRow], pattern: str) -> list[Cell]:
 
     Raises `UserError` when no seed is complete.
     """
-    found = {(row.format, row.seed): row for row in rows}
+    found = {(row.variant, row.seed): row for row in rows}
     formats = four_formats(pattern)
     seeds = [
         seed

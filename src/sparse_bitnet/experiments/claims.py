@@ -286,7 +286,7 @@ def _falls(results: Results, format: str, model: str) -> Iterator[float]:
 
 def _downstream(results: Results) -> Iterator[Claim]:
     average = {
-        (row.model, row.format, row.seed): average_accuracy(found)
+        (row.model, row.variant, row.seed): average_accuracy(found)
         for row, found in results.downstream()
     }
     for model in reversed(results.models):

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.experiments.scales import DENSE_PATTERN, Scale, four_formats
+from sparse_bitnet.experiments.scales import Scale, four_formats
+from sparse_bitnet.layer_config import SparseBitConfig
+from sparse_bitnet.presets import PRESETS
 from sparse_bitnet.training.config import ADDED_LATER, TrainConfig
 
 ABLATIONS = {
@@ -68,7 +70,7 @@ class Run:
     @property
     def is_dense(self) -> bool:
         """Whether nothing is pruned."""
-        return self.config.format.endswith(f"-{DENSE_PATTERN}")
+        return SparseBitConfig.parse(self.config.format).pattern.is_dense
 
 
 def config_hash(config: TrainConfig) -> str:
@@ -200,11 +202,15 @@ def with_seeds(scale: Scale, seeds: int) -> Scale:
 def _run(scale: Scale, model: str, format: str, seed: int, purpose: str, **changes: Any) -> Run:
     steps = scale.size(model).steps
     # Cadence follows from the format, so that every experiment asks for the very same dense run.
-    dense = format.endswith(f"-{DENSE_PATTERN}")
+    parsed = SparseBitConfig.parse(format)
+    dense = parsed.pattern.is_dense
+    if scale.dense_layers:
+        parsed = dataclasses.replace(parsed, dense_layers=scale.dense_layers)
+    parsed.check_dense_layers(PRESETS[model].linears, model)
     config = dataclasses.replace(
         scale.recipe,
         model=model,
-        format=format,
+        format=str(parsed),
         seed=seed,
         data_seed=seed,
         steps=steps,

@@ -4,13 +4,14 @@ from dataclasses import dataclass
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.experiments.scales import Scale, Size, TextSource
+from sparse_bitnet.layer_config import DenseLayersOption, SparseBitConfig
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.presets import PRESETS
 from sparse_bitnet.training.config import TrainConfig
 
 
 @dataclass(kw_only=True)
-class QuickstartConfig:
+class QuickstartConfig(DenseLayersOption):
     """Train the paper's four models on real text, compare them, and write a report."""
 
     out: str = "quickstart"
@@ -80,9 +81,8 @@ class QuickstartConfig:
             layer_metrics_every=0,
             threads=1,
         )
-        shape = PRESETS[self.model]
-        pattern.check_divides(shape.hidden_size, "q_proj")
-        pattern.check_divides(shape.intermediate_size, "down_proj")
+        format = SparseBitConfig(pattern=pattern, dense_layers=self.dense_globs)
+        format.converted(PRESETS[self.model].linears, self.model)
         return Scale(
             name="quickstart",
             summary="the paper's four models in a few minutes",
@@ -93,6 +93,7 @@ class QuickstartConfig:
             recipe=recipe,
             search=(),
             pattern=self.pattern,
+            dense_layers=self.dense_globs,
             patterns=(),
             sparse_percents=(),
             validations=4,

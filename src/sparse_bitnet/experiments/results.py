@@ -29,7 +29,7 @@ CURVE_POINTS = 100
 MAY_CHANGE = ("summary", "search", "patterns", "sparse_percents")
 """What of a setting says which runs are wanted, and nothing about those that are there."""
 
-ADDED_LATER = {"pattern": "6:8"}
+ADDED_LATER: dict[str, Any] = {"pattern": "6:8", "dense_layers": []}
 """Of settings; those written before have these."""
 
 
@@ -101,6 +101,11 @@ class ResultRow:
     device: str = "cpu"
     precision: str = ""
     """Compute type: "bfloat16" or "float32"."""
+
+    @property
+    def variant(self) -> str:
+        """The format without its dense layers, which all runs of a set share."""
+        return self.format.partition(",dense_layers=")[0]
 
     @property
     def weight(self) -> str:
@@ -260,7 +265,7 @@ class Results:
         found = {
             row.seed: row
             for row in self.rows
-            if row.format == format
+            if row.variant == format
             and row.model == (model or self.main)
             and row.sparse_percent == percent
             and row.config["learning_rate"] == rate

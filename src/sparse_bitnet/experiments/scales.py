@@ -81,6 +81,9 @@ class Scale:
     pattern: str = "6:8"
     """Of the sparse models of table 2."""
 
+    dense_layers: tuple[str, ...] = ()
+    """Layers that stay ordinary linear ones in all runs; see `SparseBitConfig`."""
+
     patterns: tuple[str, ...] = PAPER_SWEEP
     """Of the sweep, dense first."""
 

@@ -342,10 +342,10 @@ def _paper_average(results: Results, row: ResultRow) -> tuple[str, str]:
     table = paper_results()["downstream_accuracy_percent"]
     sizes = [name for name in table if name.endswith("B")]
     place = list(results.setting["sizes"]).index(row.model)
-    if place >= len(sizes) or row.format not in results.four_formats:
+    if place >= len(sizes) or row.variant not in results.four_formats:
         return NOTHING, NOTHING
     cells_of_size = list(table[sizes[place]].values())
-    index = results.four_formats.index(row.format)
+    index = results.four_formats.index(row.variant)
     average = statistics.fmean(cells_of_size[index])
     dense = statistics.fmean(cells_of_size[index - index % 2])
     change = NOTHING if index % 2 == 0 else f"{average - dense:+.2f}"

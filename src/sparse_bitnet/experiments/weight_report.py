@@ -46,6 +46,7 @@ def read_checkpoint(
     path_or_id: str,
     pattern: NMPattern,
     on_layer: Callable[[str], None] | None = None,
+    dense_layers: tuple[str, ...] = (),
 ) -> CheckpointWeights:
     """Count a checkpoint's weights with one layer in memory at a time.
 
@@ -54,6 +55,7 @@ def read_checkpoint(
             with safetensors, or a hub id.
         pattern: whose group thresholds to count.
         on_layer: called with the name of each checkpoint before it is read.
+        dense_layers: globs of layers not to count, as not pruned.
 
     Raises `UserError` for what is no such thing.
     """
@@ -61,14 +63,19 @@ def read_checkpoint(
     folder = local_folder(resolved)
     say = on_layer or (lambda name: None)
     say(str(path_or_id))
-    layers = checkpoint_statistics(folder, pattern=pattern)
+    layers = checkpoint_statistics(folder, pattern=pattern, dense_layers=dense_layers)
     history = []
     found = list_checkpoints(Path(path_or_id))
     if len(found) > 1:
         for checkpoint in found:
             say(str(checkpoint.path))
             folder = Path(resolve_checkpoint(checkpoint.path))
-            history.append((checkpoint.step, checkpoint_statistics(folder, pattern=pattern)))
+            history.append(
+                (
+                    checkpoint.step,
+                    checkpoint_statistics(folder, pattern=pattern, dense_layers=dense_layers),
+                )
+            )
     return CheckpointWeights(
         label=_label(path_or_id), weight=_trained_format(folder), layers=layers, history=history
     )

@@ -52,7 +52,7 @@ class ModelSize:
     weight_bytes: int
     embedding_bytes: int
     other_bytes: int
-    """Biases and norms in float32."""
+    """Biases, norms and linears that stay dense, in float32."""
 
     @property
     def total_bytes(self) -> int:
@@ -75,7 +75,13 @@ class CodeStatistics:
     """Four consecutive two-bit codes a byte through zstd, for comparison."""
 
 
-def model_size(model: str, pattern: NMPattern, packed_format: str, embeddings: str) -> ModelSize:
+def model_size(
+    model: str,
+    pattern: NMPattern,
+    packed_format: str,
+    embeddings: str,
+    dense_layers: tuple[str, ...] = (),
+) -> ModelSize:
     """Bytes of a preset in a format of fixed size.
 
     Args:
@@ -83,6 +89,7 @@ def model_size(model: str, pattern: NMPattern, packed_format: str, embeddings: s
         pattern: of its ternary layers.
         packed_format: any but nm-zstd, whose size depends on the weights.
         embeddings: "bf16", "int8" or "float32"; the output head is tied.
+        dense_layers: globs of layers that stay as trained, in float32.
 
     Raises `UserError` for unknown names and for a format that does not hold the pattern.
     """
@@ -91,10 +98,12 @@ def model_size(model: str, pattern: NMPattern, packed_format: str, embeddings: s
     if embeddings not in EMBEDDINGS:
         raise UserError(f"embeddings {embeddings!r}: choose one of {', '.join(EMBEDDINGS)}")
     shape = PRESETS[model]
-    linears = list(_linears(shape))
+    format = SparseBitConfig(pattern=pattern, dense_layers=dense_layers)
+    linears = format.converted(shape.linears, model)
+    weights = sum(math.prod(linear) for linear in linears.values())
     weight_bytes = sum(
         rows * row_bytes(packed_format, pattern, in_features, layer=f"of {model}") + 4
-        for rows, in_features in linears
+        for rows, in_features in linears.values()
     )
     value_bytes = {"bf16": 2, "int8": 1, "float32": 4}[embeddings]
     scale_bytes = 4 * shape.vocab_size if embeddings == "int8" else 0
@@ -103,10 +112,10 @@ def model_size(model: str, pattern: NMPattern, packed_format: str, embeddings: s
         pattern=str(pattern),
         packed_format=packed_format,
         embeddings=embeddings,
-        bits_per_weight=8 * weight_bytes / sum(math.prod(linear) for linear in linears),
+        bits_per_weight=8 * weight_bytes / weights,
         weight_bytes=weight_bytes,
         embedding_bytes=shape.vocab_size * shape.hidden_size * value_bytes + scale_bytes,
-        other_bytes=4 * _other_values(shape),
+        other_bytes=4 * (_other_values(shape) + shape.block_weights - weights),
     )
 
 
@@ -114,6 +123,7 @@ def size_table(
     models: Sequence[str] = PUBLISHED_MODELS,
     patterns: Sequence[str] = PATTERNS,
     embeddings: str = "bf16",
+    dense_layers: tuple[str, ...] = (),
 ) -> list[ModelSize]:
     """`model_size` of every combination in the formats that have a fixed size and hold the pattern."""
     rows = []
@@ -122,7 +132,7 @@ def size_table(
             pattern = NMPattern.parse(text)
             for name in FORMATS:
                 if has_fixed_rows(name) and holds_pattern(name, pattern):
-                    rows.append(model_size(model, pattern, name, embeddings))
+                    rows.append(model_size(model, pattern, name, embeddings, dense_layers))
     return rows
 
 
@@ -194,18 +204,8 @@ def statistics_of(matrices: Iterable[Tensor], pattern: NMPattern) -> CodeStatist
     )
 
 
-def _linears(shape: Shape) -> Iterator[tuple[int, int]]:
-    """(out_features, in_features) of every linear of the blocks."""
-    hidden, ffn = shape.hidden_size, shape.intermediate_size
-    kv = hidden // shape.num_attention_heads * shape.num_key_value_heads
-    for _ in range(shape.num_hidden_layers):
-        yield from ((hidden, hidden), (kv, hidden), (kv, hidden), (hidden, hidden))
-        yield from ((ffn, hidden), (ffn, hidden), (hidden, ffn))
-
-
 def _other_values(shape: Shape) -> int:
-    kv = shape.hidden_size // shape.num_attention_heads * shape.num_key_value_heads
-    biases = shape.hidden_size + 2 * kv
+    biases = shape.hidden_size + 2 * shape.key_size
     return shape.num_hidden_layers * (biases + 2 * shape.hidden_size) + shape.hidden_size
 
 

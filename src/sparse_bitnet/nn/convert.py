@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 from torch import nn
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.layer_config import layer_matches
 from sparse_bitnet.nn.convertible import (
     converted,
     in_features_of,
@@ -61,12 +60,8 @@ def convert_(
         for name, module in model.named_modules(remove_duplicate=False)
         if is_linear(module) or is_fused_experts(module)
     }
-    for glob in config.dense_layers:
-        if filter_fn is None and not any(layer_matches(name, glob) for name in found):
-            raise UserError(
-                f"dense_layers {glob}: no linear layer of {type(model).__name__} has such a name"
-                + (f"; one is called {next(iter(found))}" if found else "")
-            )
+    if filter_fn is None:
+        config.check_dense_layers(found, type(model).__name__)
     targets = {
         name: module
         for name, module in found.items()

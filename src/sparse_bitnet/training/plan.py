@@ -10,7 +10,7 @@ Times come from a roofline: data-sheet rates times the stated efficiencies.
 from dataclasses import dataclass, replace
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.layer_config import SparseBitConfig
+from sparse_bitnet.layer_config import DenseLayersOption, SparseBitConfig
 from sparse_bitnet.presets import PRESETS, Shape
 
 
@@ -58,8 +58,8 @@ HOST_COPY = 20e9
 LOSS_CHUNK = 512  # tokens, of vocabularies as large as Qwen2.5's
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
+@dataclass(kw_only=True)
+class Job(DenseLayersOption):
     """What is planned."""
 
     model: str = "qwen2.5-3b"
@@ -102,7 +102,7 @@ class Job:
             )
         if self.gpu not in GPUS:
             raise UserError(f"gpu {self.gpu!r} is unknown: choose one of {', '.join(GPUS)}")
-        SparseBitConfig.parse(self.format)
+        self.config.converted(PRESETS[self.model].linears, self.model)
         for name in ("gpus", "batch_size", "sequence_length", "tokens", "storage"):
             if getattr(self, name) <= 0:
                 raise UserError(f"{name}={getattr(self, name)}: must be above 0")
@@ -112,6 +112,11 @@ class Job:
             raise UserError(f"shard={self.shard} does not divide the {self.gpus} GPUs")
         if self.micro_batch_size is not None and self.micro_batch_size < 1:
             raise UserError(f"micro_batch_size={self.micro_batch_size}: must be above 0")
+
+    @property
+    def config(self) -> SparseBitConfig:
+        """The format and what stays dense."""
+        return self.with_dense_layers(self.format)
 
     @property
     def shards(self) -> int:
@@ -172,11 +177,17 @@ def parameter_counts(shape: Shape, vocab_size: int | None = None) -> tuple[int, 
     return shape.block_weights, shape.hidden_size * (vocab_size or shape.vocab_size), small
 
 
+def converted_weights(shape: Shape, config: SparseBitConfig) -> int:
+    """Weights of the blocks' linears that do not stay dense."""
+    linears = config.converted(shape.linears, "the model")
+    return sum(rows * in_features for rows, in_features in linears.values())
+
+
 def state_bytes(shape: Shape, config: SparseBitConfig, vocab_size: int | None = None) -> int:
     """Masters, gradients, moments, and one step's codes and masks, of a model that is not split."""
     block, embedding, small = parameter_counts(shape, vocab_size)
     selection = (config.weight == "ternary") + mask_bytes(config)
-    return 16 * (block + embedding + small) + round(selection * block)
+    return 16 * (block + embedding + small) + round(selection * converted_weights(shape, config))
 
 
 def mask_bytes(config: SparseBitConfig) -> float:
@@ -207,10 +218,12 @@ def activation_bytes(
     hidden, inner = shape.hidden_size, shape.intermediate_size
     keys = hidden // shape.num_attention_heads * shape.num_key_value_heads
     wide = compute_bytes == 4
+    layer = (32 if wide else 30) * hidden + (16 if wide else 8) * inner + 24
     if config.activation == "int8":
-        layer = (30 if wide else 26) * hidden + (13 if wide else 7) * inner + 52
-    else:
-        layer = (32 if wide else 30) * hidden + (16 if wide else 8) * inner + 24
+        int8 = (30 if wide else 26) * hidden + (13 if wide else 7) * inner + 52
+        # Layers that stay dense keep their inputs in the compute type: counted by their share.
+        share = converted_weights(shape, config) / shape.block_weights
+        layer = round(share * int8 + (1 - share) * layer)
     layer += 2 * compute_bytes * keys
     outside = 12 * hidden + 12
     kept = layer * shape.num_hidden_layers
@@ -243,8 +256,9 @@ def fitted(job: Job) -> Job:
 
 def plan(job: Job) -> Plan:
     """Estimate a job; without a micro-batch size each GPU's part of the batch is one."""
-    shape, gpu, config = PRESETS[job.model], GPUS[job.gpu], SparseBitConfig.parse(job.format)
+    shape, gpu, config = PRESETS[job.model], GPUS[job.gpu], job.config
     block, embedding, small = parameter_counts(shape)
+    converted = converted_weights(shape, config)
     weights = block + embedding + small
     packed = 0.25 if config.weight == "ternary" else 2.0
     traffic, traffic_bf16 = _traffic(job, packed), _traffic(job, 2.0)
@@ -257,10 +271,10 @@ def plan(job: Job) -> Plan:
     seconds = {
         "products": compute / (gpu.flops * UTILISATION),
         # For each forward and backward of a micro-batch.
-        "unpacking codes": 2 * job.micro_steps * UNPACKING_BYTES * block / rate
+        "unpacking codes": 2 * job.micro_steps * UNPACKING_BYTES * converted / rate
         if packed < 1
         else 0.0,
-        "mask and codes": 12 * block / job.shards / rate,
+        "mask and codes": 12 * converted / job.shards / rate,
         "optimiser": 28 * own / rate,
     }
     hidden = _communication_seconds(job, traffic, packed)
@@ -269,7 +283,7 @@ def plan(job: Job) -> Plan:
     rest = seconds["mask and codes"] + seconds["optimiser"]
     step = max(busy, hidden) + rest
     step_bf16 = max(seconds["products"], hidden_bf16) + rest
-    checkpoint = 12 * weights + (0 if config.pattern.is_dense else block / 8)
+    checkpoint = 12 * weights + (0 if config.pattern.is_dense else converted / 8)
     machines = max(1, job.gpus // GPUS_PER_MACHINE)
     tokens_per_second = job.batch_size * job.sequence_length / step
     return Plan(
@@ -290,19 +304,21 @@ def plan(job: Job) -> Plan:
 def _memory(job: Job, packed: float) -> dict[str, float]:
     """Of the step's fullest moment: at the end of a forward all activations are there, at the end of
     the backward all gradients."""
-    shape, config = PRESETS[job.model], SparseBitConfig.parse(job.format)
+    shape, config = PRESETS[job.model], job.config
     block, embedding, small = parameter_counts(shape)
+    converted = converted_weights(shape, config)
     weights, sharded = block + embedding + small, job.gpus > 1
     one_block = block / shape.num_hidden_layers
     codes = (1.25 if sharded else 1.0) * (config.weight == "ternary")
     gathered = 0.0
     if sharded:
-        # Codes of all blocks; or the weights of two, each in the collective's buffer too.
-        gathered = packed * block if packed < 1 else 4 * packed * one_block
+        # Codes of all blocks; the weights of two that are no codes, each in the collective's buffer too.
+        codes_bytes, dense = (packed * converted, block - converted) if packed < 1 else (0.0, block)
+        gathered = codes_bytes + 4 * 2.0 * dense / shape.num_hidden_layers
     held = {
         "masters (float32)": 4 * weights / job.shards,
         "AdamW moments": 8 * weights / job.shards,
-        "mask, codes": (codes + mask_bytes(config)) * block / job.shards,
+        "mask, codes": (codes + mask_bytes(config)) * converted / job.shards,
         "gathered embedding": 4.0 * embedding if sharded else 0.0,
         "gathered blocks": gathered,
         # Of one block as computed, of another in the collective's buffer.
@@ -329,8 +345,10 @@ def _traffic(job: Job, linear_bytes: float) -> dict[str, float]:
     replicas = job.gpus // job.shards
     weights = block + embedding + small
     passes = _gathers(job, linear_bytes)
+    converted = converted_weights(shape, job.config)
+    linears = passes * linear_bytes * converted + _gathers(job, 2.0) * 2.0 * (block - converted)
     return {
-        "gather of linear layers": passes * others * linear_bytes * block,
+        "gather of linear layers": others * linears,
         "gather of embedding, norms, biases": others * 4 * (embedding + passes * small),
         "gradients, reduce-scatter": others * 4 * weights,
         "gradients, between replicas": 2 * (replicas - 1) / replicas * 4 * weights / job.shards,

@@ -1,0 +1,121 @@
+"""`--dense-layers` says the same on every command that takes a format or a pattern."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from sparse_bitnet.cli import analyze, plan, reproduce, sizes
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.experiments.paper_runs import plan as planned
+from sparse_bitnet.experiments.quickstart_scale import QuickstartConfig
+from sparse_bitnet.experiments.results import ResultRow, Results, make_setting
+from sparse_bitnet.presets import PRESETS
+from sparse_bitnet.training.plan import Job, converted_weights
+from sparse_bitnet.training.plan import plan as estimate
+
+DOWN = ["--dense-layers", "down_proj"]
+
+
+def test_sizes_counts_dense_layers_in_float32(tmp_path):
+    found = []
+    for options in ([], DOWN):
+        arguments = ["--models", "qwen2.5-1m", "--patterns", "6:8", "--json", str(tmp_path / "j")]
+        sizes.main([*arguments, *options])
+        found.append(json.loads((tmp_path / "j").read_text())[0])
+    shape = PRESETS["qwen2.5-1m"]
+    dense = shape.num_hidden_layers * shape.hidden_size * shape.intermediate_size
+    assert found[1]["other_bytes"] - found[0]["other_bytes"] == 4 * dense
+    packed = found[0]["weight_bytes"] - found[1]["weight_bytes"]
+    assert packed == pytest.approx(dense * found[0]["bits_per_weight"] / 8, rel=0.15)
+
+
+def test_plan_moves_what_stays_dense_as_weights(capsys):
+    whole, mixed = (
+        Job(micro_batch_size=1),
+        Job(micro_batch_size=1, dense_layers="down_proj,layers.0.*"),
+    )
+    shape = PRESETS[whole.model]
+    kept = converted_weights(shape, mixed.config) / shape.block_weights
+    assert 0.6 < kept < 0.7
+    before, after, full = (
+        estimate(job) for job in (whole, mixed, Job(micro_batch_size=1, format="full-6:8"))
+    )
+    linear = "gather of linear layers"
+    assert after.traffic[linear] == pytest.approx(
+        kept * before.traffic[linear] + (1 - kept) * full.traffic[linear]
+    )
+    assert after.memory["mask, codes"] == pytest.approx(kept * before.memory["mask, codes"])
+    assert before.memory["activations"] < after.memory["activations"] < full.memory["activations"]
+    plan.main(["--micro-batch-size", "1", *DOWN])
+    assert "ternary-6:8,dense_layers=down_proj" in capsys.readouterr().out
+
+
+def test_all_runs_of_a_set_leave_the_same_layers_dense(tmp_path):
+    scale = QuickstartConfig(dense_layers="down_proj", out=str(tmp_path)).scale()
+    runs = planned(scale, ["table2"])
+    assert [run.config.format for run in runs] == [
+        f"{cell},dense_layers=down_proj"
+        for cell in ("full-8:8", "full-6:8", "ternary-8:8", "ternary-6:8")
+    ]
+    assert [run.is_dense for run in runs] == [True, False, True, False]
+    results = Results(tmp_path)
+    results.setting = make_setting(scale, {}, "cpu", "float32")
+    results.rows = [row(run.config) for run in runs]
+    for format in results.four_formats:
+        assert list(results.by_seed(format)) == [0]
+
+
+def row(config) -> ResultRow:
+    numbers = dict.fromkeys(("tokens", "validation_tokens"), 1) | dict.fromkeys(
+        ("perplexity", "loss", "training_loss", "zero_fraction", "seconds"), 1.0
+    )
+    return ResultRow(
+        experiment="quickstart",
+        format=config.format,
+        seed=config.seed,
+        model=config.model,
+        steps=config.steps,
+        flip_rate=None,
+        checkpoint="",
+        config={"learning_rate": config.learning_rate, "sparse_fraction": 1.0},
+        provenance={},
+        **numbers,
+    )
+
+
+def test_analyze_leaves_out_what_a_pattern_does_not_fit(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    weights = {
+        "model.layers.0.mlp.up_proj.weight": torch.randn(172, 64),
+        "model.layers.0.mlp.down_proj.weight": torch.randn(64, 172),
+    }
+    (tmp_path / "model").mkdir()
+    save_file(weights, tmp_path / "model" / "model.safetensors")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(UserError, match=r"172 is not a multiple of 8.*--dense-layers"):
+        analyze.main(["model"])
+    analyze.main([*DOWN, "model"])
+    found = json.loads((tmp_path / "analysis" / "weights.json").read_text())
+    assert [layer["name"] for layer in found[0]["layers"]] == ["model.layers.0.mlp.up_proj"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        lambda typo: QuickstartConfig(dense_layers=typo),
+        lambda typo: Job(dense_layers=typo),
+        lambda typo: sizes.main(["--dense-layers", typo]),
+        lambda typo: reproduce.main(
+            ["table2", "--scale", "smoke", "--dry-run", "--dense-layers", typo]
+        ),
+    ],
+)
+def test_a_name_that_no_layer_has_is_refused(command):
+    with pytest.raises(
+        UserError, match=r"dense_layers donw: no linear layer of .* has such a name"
+    ):
+        command("down_proj,donw")
+    with pytest.raises(UserError, match="give names of layers"):
+        command(",")
