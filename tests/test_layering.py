@@ -16,6 +16,7 @@ ROWS: dict[str, int] = {
     "presets": 0,
     "progress": 0,
     "pattern": 1,
+    "variants": 1,
     "layer_config": 2,
     "packing": 3,
     "ops": 4,

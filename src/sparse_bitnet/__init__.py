@@ -30,6 +30,10 @@ _PUBLIC = {
     "build_model": "checkpoint.models",
     "save_pretrained": "checkpoint.hub",
     "from_pretrained": "checkpoint.hub",
+    "register_score": "variants.registry",
+    "register_quantizer": "variants.registry",
+    "register_activation": "variants.registry",
+    "register_schedule": "variants.registry",
     "SparseBitCallback": "training.callback",
     "UserError": "errors",
 }

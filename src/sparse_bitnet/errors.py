@@ -1,5 +1,8 @@
 """The one exception that means "what you gave us is wrong", as opposed to "we are wrong"."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class UserError(ValueError):
     """Bad input, file or option. The message is one line: what is wrong, where, and what to do.
@@ -11,3 +14,9 @@ class UserError(ValueError):
 
 class EngineLacks(UserError):
     """A sound model that the CPU engine cannot run; transformers can."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """ " (did you mean ...?)" where a known word is close, else nothing."""
+    close = difflib.get_close_matches(word, list(known), 1, 0.7)
+    return f" (did you mean {close[0]}?)" if close else ""

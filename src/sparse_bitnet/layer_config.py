@@ -1,4 +1,5 @@
-"""What a Sparse-BitLinear computes: one of the paper's cells or ablations. Free of torch."""
+"""What a Sparse-BitLinear computes: one of the paper's cells or ablations, or what was registered beside
+them. Free of torch."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -8,17 +9,27 @@ from typing import Any, Literal, Self
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.pattern import NMPattern
+from sparse_bitnet.variants.registry import Variant, check_module, find, registering_module
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "weight": ("ternary", "full"),
-    "activation": ("int8", "none"),
     "mask_source": ("master", "ternary"),
     "scale_source": ("dense", "masked"),
     "mask_gradient": ("dense", "masked"),
     "ste": ("identity", "clipped"),
 }
 
-OPTIONS = (*(name for name in CHOICES if name != "weight"), "dense_layers")
+REGISTERED = {
+    "score": "magnitude",
+    "quantizer": "absmean",
+    "activation": "int8",
+    "schedule": "dense-to-sparse",
+}
+"""Fields that name what is registered (`variants.registry`), with the paper's choice."""
+
+_IN_TEXT = ("activation", *CHOICES, "score", "quantizer", "schedule")
+
+OPTIONS = (*(name for name in _IN_TEXT if name != "weight"), "dense_layers")
 """What the text form may carry after the pattern."""
 
 
@@ -35,8 +46,19 @@ class SparseBitConfig:
     pattern: NMPattern = NMPattern(6, 8)
     """Which n of m weights are kept; 8:8 (any n == m) is dense."""
 
-    activation: Literal["int8", "none"] | None = None
-    """Int8 per token, or none. By default int8 with ternary weights, none with full ones."""
+    score: str = REGISTERED["score"]
+    """What ranks the weights of a group: magnitude, wanda, sr-ste, s-ste, random, or one registered."""
+
+    quantizer: str = REGISTERED["quantizer"]
+    """How weights become codes and scales: absmean, absmax, per-channel, per-group, twn, binary, or one
+    registered."""
+
+    activation: str | None = None
+    """int8 per token, int4-hadamard, none, or one registered. By default int8 with ternary weights, none
+    with full ones."""
+
+    schedule: str = REGISTERED["schedule"]
+    """How training comes to the format: dense-to-sparse, gradual, lambda, or one registered."""
 
     mask_source: Literal["master", "ternary"] = "master"
     """Rank |master weight|, or |code| (the ablation "mask from quantized weight")."""
@@ -62,6 +84,8 @@ class SparseBitConfig:
         if self.activation is None:
             default = "int8" if self.weight == "ternary" else "none"
             object.__setattr__(self, "activation", default)
+        for kind in REGISTERED:
+            object.__setattr__(self, kind, find(kind, getattr(self, kind)).text)
         object.__setattr__(self, "dense_layers", _globs(self.dense_layers))
         for field, allowed in CHOICES.items():
             if getattr(self, field) not in allowed:
@@ -70,20 +94,35 @@ class SparseBitConfig:
 
     def _refuse_contradictions(self) -> None:
         if self.weight == "full":
-            for field in ("mask_source", "scale_source", "ste"):
-                if getattr(self, field) != CHOICES[field][0]:
+            for field in ("mask_source", "scale_source", "ste", "quantizer"):
+                if getattr(self, field) != _PAPER[field]:
                     raise UserError(f"{field}={getattr(self, field)} needs weight=ternary")
         if self.pattern.is_dense:
-            for field in ("mask_source", "scale_source", "mask_gradient"):
-                if getattr(self, field) != CHOICES[field][0]:
+            for field in ("mask_source", "scale_source", "mask_gradient", "score"):
+                if getattr(self, field) != _PAPER[field]:
                     raise UserError(
                         f"{field}={getattr(self, field)} needs a mask, but {self.pattern} keeps all"
                     )
+        blends = self.variant("schedule").entry.blends
+        if self.mask_source == "ternary" and (blends or not self.is_plain):
+            raise UserError(
+                "mask_source=ternary ranks the codes of absmean: it takes no score, quantizer or "
+                "blending schedule"
+            )
         if self.mask_source == "ternary" and self.scale_source == "masked":
             raise UserError(
                 "mask_source=ternary needs the scale before the mask, scale_source=masked the mask "
                 "before the scale: set at most one of them"
             )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether score and quantiser are the paper's, which one op computes together."""
+        return all(getattr(self, kind) == REGISTERED[kind] for kind in ("score", "quantizer"))
+
+    def variant(self, kind: str) -> Variant:
+        """What one of the fields `REGISTERED` names."""
+        return find(kind, getattr(self, kind))
 
     def keeps_dense(self, name: str) -> bool:
         """Whether one of `dense_layers` matches a module's full name."""
@@ -144,7 +183,7 @@ class SparseBitConfig:
     def __str__(self) -> str:
         parts = [f"{self.weight}-{self.pattern}"]
         default = SparseBitConfig(weight=self.weight, pattern=self.pattern)
-        for field in CHOICES:
+        for field in _IN_TEXT:
             if getattr(self, field) != getattr(default, field):
                 parts.append(f"{field}={getattr(self, field)}")
         if self.dense_layers:
@@ -152,22 +191,46 @@ class SparseBitConfig:
         return ",".join(parts)
 
     def to_dict(self) -> dict[str, str]:
-        """All fields as strings, for JSON; `from_dict` reads them back. No `dense_layers`, no entry."""
+        """Fields as strings, for JSON; `from_dict` reads them back.
+
+        Those of `_ADDED_LATER` only where they are set. What was registered outside of the package is
+        there with its module, as `registered_by`.
+        """
         values = {field.name: str(getattr(self, field.name)) for field in dataclasses.fields(self)}
-        del values["dense_layers"]
-        return values | ({"dense_layers": "+".join(self.dense_layers)} if self.dense_layers else {})
+        values["dense_layers"] = "+".join(self.dense_layers)
+        for name, default in _ADDED_LATER.items():
+            if values[name] == default:
+                del values[name]
+        modules = {kind: registering_module(kind, getattr(self, kind)) for kind in REGISTERED}
+        foreign = [f"{kind}={module}" for kind, module in modules.items() if module is not None]
+        return values | ({"registered_by": "+".join(foreign)} if foreign else {})
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Inverse of `to_dict`. Raises `UserError` for a missing or an unknown key."""
+        """Inverse of `to_dict`.
+
+        Raises `UserError` for a missing or an unknown key, and for what is not registered here, or by
+        another module.
+        """
         if not isinstance(values, dict):
             raise UserError(f"sparse_bitnet config {values!r} is not a table of fields")
+        fields = {name: value for name, value in values.items() if name != "registered_by"}
         names = {field.name for field in dataclasses.fields(cls)}
-        if missing := sorted(names - {"dense_layers"} - values.keys()):
+        if missing := sorted(names - _ADDED_LATER.keys() - fields.keys()):
             raise UserError(f"sparse_bitnet config lacks {', '.join(missing)}")
-        if unknown := sorted(values.keys() - names):
+        if unknown := sorted(fields.keys() - names):
             raise UserError(f"sparse_bitnet config has unknown {', '.join(unknown)}")
-        return cls(**values)
+        for entry in str(values.get("registered_by", "")).split("+"):
+            kind, _, module = entry.partition("=")
+            if kind in REGISTERED:
+                check_module(kind, str(fields.get(kind)), module)
+        return cls(**fields)
+
+
+_ADDED_LATER = {"dense_layers": ""} | {k: v for k, v in REGISTERED.items() if k != "activation"}
+"""Fields that a stored config may lack, with what they then are."""
+
+_PAPER = {field: values[0] for field, values in CHOICES.items()} | REGISTERED
 
 
 @dataclass(kw_only=True)

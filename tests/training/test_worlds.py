@@ -86,6 +86,9 @@ def test_ablations_and_activation_checkpointing(worlds, run_config):
         {"format": "ternary-2:4,scale_source=masked", "activation_checkpointing": True},
         {"format": "full-2:4,activation=int8", "sparse_fraction": 0.5},
         {"format": "ternary-6:8,activation=none", "tensorboard": False, "batch_size": 6},
+        {"format": "ternary-6:8,score=wanda,quantizer=twn"},
+        {"format": "ternary-6:8,score=sr-ste,quantizer=per-group:size=16,schedule=lambda"},
+        {"format": "ternary-2:4,score=random,quantizer=absmax,activation=int4-hadamard"},
     ]
     alone = [run_config(f"alone-{n}", steps=3, **more) for n, more in enumerate(options)]
     pairs = [run_config(f"pair-{n}", steps=3, **more) for n, more in enumerate(options)]

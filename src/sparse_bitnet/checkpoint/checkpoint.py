@@ -18,6 +18,8 @@ from sparse_bitnet.packing.ternary import TernaryWeight
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from sparse_bitnet.nn.selection import Selection
+
 _PIECE_VALUES = 1 << 24
 """Values of an embedding read at a time."""
 
@@ -56,6 +58,9 @@ class Checkpoint:
     ternary: Callable[[str], TernaryWeight]
     """Codes and scale of a sparse layer. Not for full-precision formats."""
 
+    selection: Callable[[str], "Selection"] | None = None
+    """What the format chooses of a sparse layer's trained weight; None where there is none."""
+
     model: Callable[[], "nn.Module"]
     """The transformers model on the meta device."""
 
@@ -82,14 +87,9 @@ class Checkpoint:
 
     def effective(self, layer: str) -> "Tensor":
         """The float32 weight a sparse layer multiplies with: codes * scale, or the masked master."""
-        if self.format.weight == "ternary":
+        if self.selection is None or self.master is None:
             return self.ternary(layer).values()
-        from sparse_bitnet.nn.selection import select
-
-        assert self.master is not None
-        weight = self.master(layer).float()
-        mask = select(weight, self.format).mask
-        return weight if mask is None else weight * mask
+        return self.selection(layer).effective(self.master(layer).float())
 
 
 def embedding_weights(model: Any) -> list[str]:

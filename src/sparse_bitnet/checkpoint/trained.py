@@ -14,10 +14,11 @@ from sparse_bitnet.checkpoint.weight_files import WeightFiles
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.nn.convert import convert_, sparse_layers
-from sparse_bitnet.nn.selection import select
+from sparse_bitnet.nn.selection import Selection, select
 from sparse_bitnet.packing.tensor_file import DTYPES
 from sparse_bitnet.packing.ternary import TernaryWeight
 from sparse_bitnet.pattern import NMPattern
+from sparse_bitnet.variants.registry import Matrix
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,16 +55,27 @@ def open_trained(folder: Path, config: dict[str, Any]) -> Checkpoint:
                 f"{folder}: {name} is {list(found)}, its {CONFIG_FILE} asks {list(expected)}"
             )
 
+    def selection(layer: str) -> Selection:
+        norm = f"{layer}.input_norm"
+        matrix = Matrix(input_norm=files.read(norm) if norm in files.shapes else None)
+        return select(master(layer), format, matrix=matrix)
+
     def ternary(layer: str) -> TernaryWeight:
-        codes, _, weight_scale = select(master(layer), format)[:3]
+        codes, _, weight_scale = selection(layer)[:3]
         assert codes is not None
         assert weight_scale is not None
+        if weight_scale.numel() > 1:
+            raise UserError(
+                f"{folder}: quantizer={format.quantizer} gives {layer} {weight_scale.numel():,} scales, "
+                "and codes of one are wanted here: `sparse-bitnet export --format dense` writes the "
+                "effective weights"
+            )
         return TernaryWeight(codes, weight_scale)
 
     def master(layer: str) -> Tensor:
         return files.read(f"{layer}.weight")
 
-    masters = {f"{name}.weight" for name in layers}
+    masters = {f"{name}.{part}" for name in layers for part in ("weight", "input_norm")}
     first = [name for name in embedding_weights(model) if name in wanted]
     others = [*first, *(name for name in wanted if name not in masters and name not in first)]
     return Checkpoint(
@@ -77,6 +89,7 @@ def open_trained(folder: Path, config: dict[str, Any]) -> Checkpoint:
         read=files.read,
         master=master,
         ternary=ternary,
+        selection=selection,
         model=lambda: model,
     )
 

@@ -1,18 +1,17 @@
 """Command-line options through tyro, with its complaints in one line instead of a box."""
 
 import dataclasses
-import difflib
 import functools
 import io
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 from unittest import mock
 
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from tyro.constructors import PrimitiveConstructorSpec, PrimitiveTypeInfo
@@ -143,12 +142,6 @@ def _unknown_option(arguments: list[str], run: Callable[..., Any]) -> str | None
         if name.startswith("--") and name not in options:
             return f"{name} is no option{did_you_mean(name, options)}"
     return None
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """ " (did you mean ...?)" where a known word is close, else nothing."""
-    close = difflib.get_close_matches(word, list(known), 1, 0.7)
-    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def _in_one_line(box: str) -> str:

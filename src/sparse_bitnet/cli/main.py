@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     verb, *rest = arguments
     if verb not in COMMANDS:
-        from sparse_bitnet.cli.arguments import did_you_mean
+        from sparse_bitnet.errors import did_you_mean
 
         hint = did_you_mean(verb, COMMANDS)
         _fail(f"unknown command {verb!r}{hint}; `sparse-bitnet --help` lists them")

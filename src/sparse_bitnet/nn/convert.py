@@ -1,11 +1,11 @@
 """From a model of `nn.Linear` to one of `SparseBitLinear`, in place, and its per-step selection."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convertible import (
@@ -176,22 +176,42 @@ def sparse_layers(model: nn.Module) -> dict[str, SparseBitLinear]:
 
 
 @contextmanager
-def selected(model: nn.Module) -> Iterator[None]:
+def selected(model: nn.Module, reduce: Callable[[Tensor], Tensor] | None = None) -> Iterator[None]:
     """Mask and codes of all layers, computed once and used by every forward inside the block.
 
     Put it around the micro-batches of one optimiser step (and their activation recomputation), around
     an evaluation or around `generate`. Weights must not change inside: a layer whose weight does
     selects anew in every forward. Nested use is a no-op. In evaluation mode the masks and flip
     counts of the training steps are left as they were.
+
+    What a score adds to the gradient, and the norms of inputs that it follows, are reckoned where the
+    block ends; `reduce` sums the latter over processes with other inputs.
     """
     layers = [layer for layer in sparse_layers(model).values() if not layer.is_selected]
     try:
         for layer in layers:
             layer.select_()
         yield
+        end_step_(layers, reduce)
     finally:
         for layer in layers:
             layer.release_()
+
+
+def end_step_(
+    layers: Iterable[SparseBitLinear], reduce: Callable[[Tensor], Tensor] | None = None
+) -> None:
+    """`SparseBitLinear.end_step_` of all layers that are still selected, in training mode, once."""
+    for layer in layers:
+        if layer.training and layer.is_selected and not layer.config.is_plain:
+            layer.end_step_(reduce)
+
+
+def set_phase_(model: nn.Module, kept: int | None, blend: float) -> None:
+    """How many weights of a group the next steps keep (None: the pattern's), and the share of quantised
+    values in their forwards."""
+    for layer in sparse_layers(model).values():
+        layer.kept, layer.blend = kept, blend
 
 
 def set_dense_phase_(model: nn.Module, dense: bool) -> None:
@@ -211,6 +231,11 @@ def set_integer_forward_(model: nn.Module, integer: bool) -> None:
             raise UserError(
                 f"layer {name}: an int8 forward needs ternary weights and int8 activations, the format "
                 f"is {layer.config}; use the fake-quantised forward"
+            )
+        if integer and not layer.config.is_plain:
+            raise UserError(
+                f"layer {name}: an int8 forward takes the paper's score and quantizer, the format is "
+                f"{layer.config}; use the fake-quantised forward"
             )
     for layer in layers.values():
         layer.integer_forward = integer

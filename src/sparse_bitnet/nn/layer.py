@@ -14,17 +14,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparse_bitnet.layer_config import CHOICES, SparseBitConfig
-from sparse_bitnet.nn.selection import Selection, SelectionState, select
+from sparse_bitnet.nn.selection import Selection, SelectionState, select, spread_scale
 from sparse_bitnet.nn.straight_through import (
-    fake_quantize_int8,
+    InputQuantizer,
     straight_through,
     ternary_int8_linear,
 )
 from sparse_bitnet.ops.operands import count_flips, pack_mask, unpack_mask
+from sparse_bitnet.variants.registry import Matrix
 
 __all__ = ["CHOICES", "SparseBitConfig", "SparseBitLinear"]
 
 Layer = TypeVar("Layer", bound=nn.Linear)
+
+_NORM_MEMORY = 0.9
+"""Weight of the norms so far against those of a step's inputs."""
 
 
 class SparseBitLinear(nn.Linear):
@@ -50,9 +54,29 @@ class SparseBitLinear(nn.Linear):
         config.pattern.check_divides(in_features, name)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.config = config
-        self.dense_phase = False
+        self.kept: int | None = None
+        self.blend = 1.0
         self.integer_forward = False
         self.state = SelectionState()
+        self.inputs = InputQuantizer(config)
+        sees = config.variant("score").entry.sees_inputs
+        # Root mean square of each input feature, zeros before the first; squares and tokens since then.
+        norm = torch.zeros(in_features, device=device, dtype=torch.float32) if sees else None
+        seen = torch.zeros(in_features + 1, device=device, dtype=torch.float32) if sees else None
+        self.register_buffer("input_norm", norm)
+        self.register_buffer("_seen", seen, persistent=False)
+
+    input_norm: Tensor | None
+    _seen: Tensor | None
+
+    @property
+    def dense_phase(self) -> bool:
+        """Whether steps keep every weight whatever the pattern."""
+        return self.kept == self.config.pattern.m
+
+    @dense_phase.setter
+    def dense_phase(self, dense: bool) -> None:
+        self.kept = self.config.pattern.m if dense else None
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, config: SparseBitConfig, name: str) -> Self:
@@ -99,7 +123,9 @@ class SparseBitLinear(nn.Linear):
         selection = select(
             weight,
             self.config,
-            dense=self.dense_phase,
+            kept=self.kept,
+            blend=self.blend,
+            matrix=None if self.config.is_plain else self._matrix(),
             weight_scale=scale,
             words=weight.is_cuda,  # one kernel there; elsewhere the mask is packed afterwards
             previous=self.state.mask_words if self.training else None,
@@ -124,6 +150,10 @@ class SparseBitLinear(nn.Linear):
             stacklevel=2,
         )
 
+    def _matrix(self) -> Matrix:
+        """What registered functions may ask for."""
+        return Matrix(input_norm=self.input_norm)
+
     def _source(self) -> tuple[Tensor, Tensor | None]:
         """What to select from, and its scale where that is not the weight's own."""
         return self.weight, None
@@ -137,15 +167,17 @@ class SparseBitLinear(nn.Linear):
         evaluation between two training steps leaves their flip rate alone.
         """
         self.release_()
-        codes, mask, scale, words, flips = self.select()
+        codes, mask, scale, words, flips, value, blend = self.select()
         if words is None and mask is not None:
             words = pack_mask(mask, self.config.pattern.m)
         previous = self.state.mask_words if self.training else None
         if flips is None and words is not None and previous is not None:
             flips = count_flips(previous, words)
-        if codes is not None and self.config.mask_gradient == "dense":
+        used = codes is None or self.config.mask_gradient == "masked"
+        if not (used or self.config.variant("score").has("gradient")):
             mask = None
-        self.state.hold(Selection(codes, mask, scale, words, flips), self.weight)
+        chosen = Selection(codes, mask, scale, words, flips, value, blend)
+        self.state.hold(chosen, self.weight)
         if self.training:
             self.state.mask_words, self.state.mask_flips = words, flips
 
@@ -175,34 +207,73 @@ class SparseBitLinear(nn.Linear):
         if selection is None:
             selection = self.select()
         gradient_mask = self._gradient_mask(selection, self.weight)
+        x = self._taken(input)
+        if selection.value is not None:
+            weight = straight_through(self.weight, selection.value, gradient_mask)
+            return F.linear(self.inputs.fake_quantize(x, selection.blend), weight, self.bias)
         if selection.codes is None:
-            x = fake_quantize_int8(input) if self.config.activation == "int8" else input
             weight = self.weight
             if selection.mask is not None:
                 kept = weight.detach() * selection.mask
                 weight = straight_through(weight, kept, gradient_mask)
-            return F.linear(x, weight, self.bias)
+            return F.linear(self.inputs.fake_quantize(x), weight, self.bias)
         assert selection.weight_scale is not None
         if self.config.activation == "none":
             value = (selection.codes * selection.weight_scale).to(self.weight.dtype)
             weight = straight_through(self.weight, value, gradient_mask)
-            return F.linear(input, weight, self.bias)
+            return F.linear(x, weight, self.bias)
         return ternary_int8_linear(
-            input,
+            x,
             self.weight,
             self.bias,
             selection.codes,
             selection.weight_scale,
             gradient_mask,
             integer=self.integer_forward,
+            quantized=self.inputs.codes(x),
         )
+
+    def _taken(self, input: Tensor) -> Tensor:
+        """What is quantised; its norms are followed where the score wants them."""
+        x = self.inputs.transform(input)
+        if self._seen is not None and self.training and torch.is_grad_enabled():
+            tokens = x.detach().float().flatten(0, -2)
+            self._seen[:-1] += tokens.square().sum(0)
+            self._seen[-1] += len(tokens)
+        return x
+
+    @torch.no_grad()
+    def end_step_(self, reduce: Callable[[Tensor], Tensor] | None = None) -> None:
+        """After the backwards of a step: what the format adds to the gradient, and the inputs' norms.
+
+        Args:
+            reduce: sums a tensor over the processes whose inputs count together.
+        """
+        score, current = self.config.variant("score"), self.state.current
+        gradient = self._own_gradient()
+        adds = score.has("gradient") and not self.dense_phase
+        if adds and current is not None and gradient is not None:
+            gradient += score.call(self._source()[0].detach(), current.mask, hook="gradient")
+        if self._seen is None or self.input_norm is None:
+            return
+        seen = self._seen if reduce is None else reduce(self._seen)
+        mean = seen[:-1] / seen[-1].clamp_min(1)
+        before = torch.where(self.input_norm.any(), self.input_norm.square(), mean)
+        followed = (_NORM_MEMORY * before + (1 - _NORM_MEMORY) * mean).sqrt()
+        self.input_norm.copy_(torch.where(seen[-1] > 0, followed, self.input_norm))
+        self._seen.zero_()
+
+    def _own_gradient(self) -> Tensor | None:
+        """That of the rows that `select` sees, as it is stored."""
+        return self.weight.grad
 
     def _gradient_mask(self, selection: Selection, weight: Tensor) -> Tensor | None:
         """Bool [out_features, in_features]: where the weight gets its gradient; None is everywhere."""
         kept = selection.mask if self.config.mask_gradient == "masked" else None
         if self.config.ste == "clipped":
             assert selection.weight_scale is not None
-            inside = weight.detach().float().abs() <= selection.weight_scale
+            scale = spread_scale(selection.weight_scale, weight.shape[-1])
+            inside = weight.detach().float().abs() <= scale
             kept = inside if kept is None else inside & kept
         return kept
 
@@ -213,4 +284,11 @@ class SparseBitLinear(nn.Linear):
 def _adopt_parameters(layer: Layer, owner: nn.Linear) -> Layer:
     layer.weight, layer.bias = owner.weight, owner.bias
     layer.training = owner.training
+    if isinstance(layer, SparseBitLinear):
+        for name, buffer in layer.named_buffers(recurse=False):
+            same = getattr(owner, name, None)
+            known = (
+                same if same is not None else torch.zeros(buffer.shape, device=owner.weight.device)
+            )
+            setattr(layer, name, known)
     return layer

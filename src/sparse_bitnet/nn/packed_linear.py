@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparse_bitnet.nn.layer import SparseBitConfig
-from sparse_bitnet.nn.straight_through import ternary_int8_linear
+from sparse_bitnet.nn.straight_through import InputQuantizer, ternary_int8_linear
 from sparse_bitnet.packing.codec import unpack
 from sparse_bitnet.packing.formats import has_fixed_rows, row_bytes
 
@@ -40,6 +40,7 @@ class PackedSparseBitLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.config, self.packed_format, self.name = config, packed_format, name
+        self.inputs = InputQuantizer(config)
         if has_fixed_rows(packed_format):
             columns = row_bytes(packed_format, config.pattern, in_features)
             shape: tuple[int, ...] = (out_features, columns)
@@ -72,10 +73,13 @@ class PackedSparseBitLinear(nn.Module):
         if self.codes is None:
             self.decode_()
         assert self.codes is not None
+        x = self.inputs.transform(input)
         if self.config.activation == "none":
-            weight = (self.codes * self.weight_scale).to(input.dtype)
-            return F.linear(input, weight, self.bias)
-        return ternary_int8_linear(input, self.codes, self.bias, self.codes, self.weight_scale)
+            weight = (self.codes * self.weight_scale).to(x.dtype)
+            return F.linear(x, weight, self.bias)
+        return ternary_int8_linear(
+            x, self.codes, self.bias, self.codes, self.weight_scale, quantized=self.inputs.codes(x)
+        )
 
     def extra_repr(self) -> str:
         return (

@@ -5,15 +5,18 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.ops.absmean import absmean
 from sparse_bitnet.ops.nm_mask import nm_mask
 from sparse_bitnet.ops.operands import unpack_mask
 from sparse_bitnet.ops.select_ternary import quantize_ternary, select_ternary, select_ternary_bits
 from sparse_bitnet.pattern import NMPattern
+from sparse_bitnet.variants.registry import Matrix, Variant
 
 
 class Selection(NamedTuple):
@@ -25,18 +28,32 @@ class Selection(NamedTuple):
     """bool [out_features, in_features]; None when the pattern is dense, or with `mask_words` where
     forwards and gradients need the codes alone."""
     weight_scale: Tensor | None
-    """float32 scalar; None with full-precision weights."""
+    """float32: one value, [out_features, 1] or [out_features, groups]; None with full precision."""
     mask_words: Tensor | None = None
     """The mask as `pack_mask` gives it; None when the pattern is dense, or where only `mask` is."""
     mask_flips: Tensor | None = None
     """int64 scalar, positions that differ from those of the step before; None without these."""
+    value: Tensor | None = None
+    """The effective weight, where forwards multiply with it and not with codes of one scale."""
+    blend: Tensor | None = None
+    """float32 scalar, the share of the quantised input in the forward's; None is all of it."""
+
+    def effective(self, weight: Tensor) -> Tensor:
+        """What forwards multiply with, of the master that this was selected from."""
+        if self.value is not None:
+            return self.value
+        if self.codes is not None and self.weight_scale is not None:
+            return self.codes * spread_scale(self.weight_scale, weight.shape[-1])
+        return weight if self.mask is None else weight * self.mask
 
 
 def select(
     weight: Tensor,
     config: SparseBitConfig,
     *,
-    dense: bool = False,
+    kept: int | None = None,
+    blend: float = 1.0,
+    matrix: Matrix | None = None,
     weight_scale: Tensor | None = None,
     words: bool = False,
     previous: Tensor | None = None,
@@ -44,20 +61,28 @@ def select(
     """Mask, ternary codes and scale of a master weight [out_features, in_features].
 
     Args:
-        weight: the master; with `weight_scale` it may be some rows of a matrix of that scale.
+        weight: the master; with `weight_scale` or `matrix` it may be some rows of a matrix.
         config: the format.
-        dense: keep every weight whatever the pattern (the first phase of dense-to-sparse): the mask is
-            then all ones, so the flips of the first sparse step are counted against it.
-        weight_scale: float32 scalar, instead of the weight's own.
+        kept: of every m weights in this step, instead of the pattern's n; with m (the first phase of
+            dense-to-sparse) the mask is all ones, so the flips of the first sparse step are counted
+            against it.
+        blend: share of the quantised values in the forward's, the rest is full precision.
+        matrix: what registered functions may ask for; by default the weight's own.
+        weight_scale: float32 scalar, instead of the weight's own (of absmean only).
         words: where one pass gives it, the mask as `mask_words`, flips against `previous` included.
         previous: `mask_words` of the step before.
+
+    Raises `UserError` for what a registered function returns in another form than it should.
     """
     weight = weight.detach()
     prunes = not config.pattern.is_dense
-    pattern = NMPattern(config.pattern.m, config.pattern.m) if dense else config.pattern
+    pattern = config.pattern if kept is None else NMPattern(kept, config.pattern.m)
+    if not config.is_plain or blend < 1:
+        return _select_registered(weight, config, pattern, blend, matrix or Matrix())
     if config.weight == "full":
         return Selection(None, nm_mask(weight, pattern) if prunes else None, None)
-    if dense or not prunes or (config.mask_source, config.scale_source) == ("master", "dense"):
+    in_one_pass = (config.mask_source, config.scale_source) == ("master", "dense")
+    if pattern.is_dense or in_one_pass:
         scale = absmean(weight) if weight_scale is None else weight_scale
         if not words or not prunes:
             codes, mask = select_ternary(weight, scale, pattern.n, pattern.m)
@@ -67,12 +92,85 @@ def select(
         return Selection(codes, needed, scale, bits, None if previous is None else flips)
     if config.mask_source == "ternary":
         codes, scale = quantize_ternary(weight, weight_scale)
-        mask = nm_mask(codes.to(weight.dtype), config.pattern)
+        mask = nm_mask(codes.to(weight.dtype), pattern)
     else:
-        mask = nm_mask(weight, config.pattern)
+        mask = nm_mask(weight, pattern)
         scale = absmean(weight * mask) if weight_scale is None else weight_scale
         codes, _ = quantize_ternary(weight, scale)
     return Selection(codes * mask, mask, scale)
+
+
+def _select_registered(
+    weight: Tensor, config: SparseBitConfig, pattern: NMPattern, blend: float, matrix: Matrix
+) -> Selection:
+    """By the registered functions, one after another."""
+    mask, latent = None, weight
+    if not config.pattern.is_dense:
+        score = config.variant("score")
+        ranked = _checked(score, score.call(weight, matrix=matrix), weight)
+        mask = nm_mask(_as_magnitudes(ranked), pattern)
+        if score.has("shrink") and not pattern.is_dense:
+            latent = _checked(score, score.call(weight, mask, pattern.m, hook="shrink"), weight)
+    kept = latent if mask is None else latent * mask
+    codes = scale = value = None
+    if config.weight == "full":
+        value = kept if latent is not weight else None
+    else:
+        source = kept if config.scale_source == "masked" else latent
+        codes, scale = _quantized(config.variant("quantizer"), source, mask, matrix)
+        value = None if scale.numel() == 1 else codes * spread_scale(scale, weight.shape[-1])
+    if blend < 1:
+        if codes is not None and scale is not None:
+            value = codes * spread_scale(scale, weight.shape[-1])
+        value = torch.lerp(kept.float(), kept.float() if value is None else value.float(), blend)
+    share = None if blend == 1 else weight.new_full((), blend, dtype=torch.float32)
+    value = None if value is None else value.to(weight.dtype)
+    return Selection(codes, mask, scale, value=value, blend=share)
+
+
+def _quantized(
+    quantizer: Variant, weight: Tensor, mask: Tensor | None, matrix: Matrix
+) -> tuple[Tensor, Tensor]:
+    """int8 codes, zero where the mask prunes, and the float32 scale."""
+    codes, scale = quantizer.call(weight, mask, matrix=matrix)
+    if scale.numel() == 1 and matrix.is_part and not matrix.asked:
+        raise UserError(
+            f"quantizer {quantizer.text}: its scale is that of some rows of a matrix; reduce it with "
+            "matrix.sum or matrix.max"
+        )
+    codes = _checked(quantizer, codes, weight).to(torch.int8)
+    rows, in_features = weight.shape
+    scale = scale.float()
+    per_row = scale.dim() == 2 and scale.shape[0] == rows and in_features % scale.shape[1] == 0
+    if scale.numel() != 1 and not per_row:
+        raise UserError(
+            f"quantizer {quantizer.text}: a scale of {list(scale.shape)} for {list(weight.shape)}"
+        )
+    checked = quantizer.is_foreign and not torch.compiler.is_compiling()
+    if checked and not (codes.abs() <= 1).all():
+        raise UserError(f"quantizer {quantizer.text}: its codes are not -1, 0 and 1")
+    return codes if mask is None else codes * mask, scale.view(()) if scale.numel() == 1 else scale
+
+
+def _checked(variant: Variant, result: Tensor, weight: Tensor) -> Tensor:
+    if result.shape != weight.shape:
+        raise UserError(
+            f"{variant.text} returned {list(result.shape)} for a weight of {list(weight.shape)}"
+        )
+    return result.detach()
+
+
+def _as_magnitudes(score: Tensor) -> Tensor:
+    """float64 that `nm_mask` ranks by magnitude as the float32 scores rank by value, exactly."""
+    bits = (score.float() + 0.0).contiguous().view(torch.int32)
+    return (bits ^ (bits >> 31 & 0x7FFFFFFF)).double() + 2.0**31
+
+
+def spread_scale(scale: Tensor, in_features: int) -> Tensor:
+    """A scale in a form that multiplies [rows, in_features]."""
+    if scale.dim() < 2 or scale.shape[1] in (1, in_features):
+        return scale
+    return scale.repeat_interleave(in_features // scale.shape[1], 1)
 
 
 @dataclass

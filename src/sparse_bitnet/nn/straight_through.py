@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.ops.int8_linear import int8_linear
 from sparse_bitnet.ops.operands import unpack_codes
 from sparse_bitnet.ops.quantize_int8 import quantize_int8
@@ -26,6 +28,41 @@ def fake_quantize_int8(x: Tensor) -> Tensor:
     """The int8 activation as floats of the dtype of `x`; the gradient is the identity."""
     codes, scale = quantize_int8(x)
     return straight_through(x, (codes * scale).to(x.dtype))
+
+
+class InputQuantizer:
+    """What a format's `activation` does to the inputs of a layer."""
+
+    def __init__(self, config: SparseBitConfig) -> None:
+        self.variant = config.variant("activation")
+        self.name = self.variant.entry.name
+
+    def transform(self, x: Tensor) -> Tensor:
+        """What is quantised, and multiplied with the weight."""
+        return self.variant.call(x, hook="transform") if self.variant.has("transform") else x
+
+    def codes(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """int8 [..., features] and float32 [..., 1]; None with int8, which the products do themselves."""
+        if self.name == "int8":
+            return None
+        codes, scale = self.variant.call(x.detach())
+        if codes.shape != x.shape or codes.dtype != torch.int8 or scale.shape != (*x.shape[:-1], 1):
+            raise UserError(
+                f"activation {self.variant.text}: returned {codes.dtype} {list(codes.shape)} and a scale "
+                f"of {list(scale.shape)} for {list(x.shape)}; int8 codes and [..., 1] are wanted"
+            )
+        return codes, scale.float()
+
+    def fake_quantize(self, x: Tensor, blend: Tensor | None = None) -> Tensor:
+        """The quantised values as floats of the dtype of `x`, or that share of them; the gradient is the
+        identity."""
+        if self.name == "none":
+            return x
+        codes, scale = self.codes(x) or quantize_int8(x)
+        value = codes * scale
+        if blend is not None:
+            value = torch.lerp(x.detach().float(), value, blend)
+        return straight_through(x, value.to(x.dtype))
 
 
 def straight_through(latent: Tensor, value: Tensor, gradient_mask: Tensor | None = None) -> Tensor:
@@ -46,11 +83,12 @@ def ternary_int8_linear(
     gradient_mask: Tensor | None = None,
     *,
     integer: bool = False,
+    quantized: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """int8 x ternary product, scaled once at the end: what integer hardware computes.
 
     Args:
-        x: float [..., in_features], quantised to int8 per token.
+        x: float [..., in_features], quantised to int8 per token unless `quantized` is given.
         weight: the master that gets the gradient, [out_features, in_features].
         bias: [out_features] or None; not quantised.
         codes: int8 [out_features, in_features] in {-1, 0, 1}, masked; or uint8, the same as
@@ -59,13 +97,17 @@ def ternary_int8_linear(
         integer: multiply int8 operands into int32 sums (`int8_linear`) instead of floats that hold
             the integers. In float32 both give the same bits; in 16-bit types the float product
             rounds its sums once more.
+        quantized: int8 codes [..., in_features] and float32 scale [..., 1] of `x`, quantised otherwise.
 
     Returns [..., out_features] in the autocast dtype, else the dtype of `x`. Both operands hold small
     integers, exact in bfloat16, and their sums stay below 2**24, so a float32 accumulator gives the
     integer result whatever the order of summation. int8 activations are saved for the backward pass,
     a quarter of what float32 ones take.
     """
-    return _TernaryInt8Linear.apply(x, weight, bias, codes, weight_scale, gradient_mask, integer)
+    x_codes, activation_scale = quantized or (None, None)
+    return _TernaryInt8Linear.apply(
+        x, weight, bias, codes, weight_scale, gradient_mask, integer, x_codes, activation_scale
+    )
 
 
 def _where_kept(gradient: Tensor, gradient_mask: Tensor | None) -> Tensor:
@@ -90,10 +132,13 @@ class _StraightThrough(torch.autograd.Function):
 
 class _TernaryInt8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, codes, weight_scale, gradient_mask, integer):
+    def forward(
+        ctx, x, weight, bias, codes, weight_scale, gradient_mask, integer, x_codes, activation_scale
+    ):
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        x_codes, activation_scale = quantize_int8(x)
+        if x_codes is None:
+            x_codes, activation_scale = quantize_int8(x)
         ctx.save_for_backward(x_codes, activation_scale, codes, weight_scale, gradient_mask)
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         codes = _unpacked(codes, x.shape[-1])
@@ -125,4 +170,4 @@ class _TernaryInt8Linear(torch.autograd.Function):
             grad_weight = _where_kept((rows.t() @ x).to(weight_dtype), gradient_mask)
         if bias_dtype is not None and ctx.needs_input_grad[2]:
             grad_bias = rows.sum(0, dtype=torch.float32).to(bias_dtype)
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+        return grad_x, grad_weight, grad_bias, *(None,) * 6

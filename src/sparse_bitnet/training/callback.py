@@ -13,7 +13,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.nn.convert import selected, sparse_layers
+from sparse_bitnet.nn.convert import end_step_, selected, sparse_layers
 from sparse_bitnet.training.metrics import selection_counts, selection_metrics
 
 
@@ -56,6 +56,11 @@ class SparseBitCallback(TrainerCallback):
         counts = selection_counts(layers).tolist()
         found = selection_metrics(layers, counts, by_layer=False)
         self._metrics = {name: value for name, value in found.items() if value is not None}
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        end_step_(sparse_layers(kwargs["model"]).values())
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -77,6 +77,8 @@ class RunState:
                 if moment in moments:
                     found[f"{moment}/{name}"] = split_like(local_rows(moments[moment]), parameter)
         for name, layer in self.layers.items():
+            if layer.input_norm is not None:
+                found[f"model/{name}.input_norm"] = layer.input_norm
             if layer.mask_words is not None:
                 found[f"mask/{name}"] = split_like(
                     layer.mask_words, self.parameters[f"{name}.weight"]

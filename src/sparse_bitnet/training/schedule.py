@@ -1,7 +1,10 @@
-"""What changes from step to step: the learning rate, and whether the mask is on. Steps count from 1."""
+"""What changes from step to step: the learning rate, how much the mask keeps, and how much of the forward
+is quantised. Steps count from 1."""
 
 import math
 
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.layer_config import REGISTERED, SparseBitConfig
 from sparse_bitnet.training.config import TrainConfig
 
 
@@ -25,5 +28,24 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
 
 def is_sparse(config: TrainConfig, step: int) -> bool:
-    """Whether step `step` uses the N:M mask (dense-to-sparse: only the last share of the steps)."""
+    """Whether step `step` is one of the last share that uses the mask (dense-to-sparse)."""
     return step >= config.first_sparse_step
+
+
+def phase(config: TrainConfig, format: SparseBitConfig, step: int) -> tuple[int, float]:
+    """How many of every m weights step `step` keeps, and the share of quantised values in its forward.
+
+    Raises `UserError` for a schedule that gives impossible ones.
+    """
+    n, m = format.pattern.n, format.pattern.m
+    if format.schedule == REGISTERED["schedule"]:
+        return (n if is_sparse(config, step) else m), 1.0
+    schedule = format.variant("schedule")
+    kept, blend = schedule.call((step - 1) / config.steps, n, m)
+    blends = schedule.entry.blends or blend == 1
+    if not (1 <= kept <= m and 0 <= blend <= 1 and blends):
+        raise UserError(
+            f"schedule {schedule.text}: step {step} would keep {kept} of {m} and blend {blend}"
+            + ("" if blends else ", which needs register_schedule(..., blends=True)")
+        )
+    return kept, float(blend)

@@ -3,9 +3,10 @@
 PyTorch's `fully_shard` gathers a block's parameters before its forward and backward and scatters the
 gradients. Through its all-gather extension (a tensor subclass with `fsdp_pre_all_gather` and
 `fsdp_post_all_gather`) a ternary layer sends its packed codes instead of its weights, 2 bits each,
-and a full-precision one its masked weights in the compute type. Groups of the N:M pattern lie along
-rows and rows stay whole, so mask and codes are computed where the master rows are; only the ternary
-scale needs all shards. `selected_shards` computes it for all layers with one sum per step.
+and a full-precision one its masked weights in the compute type, as does one whose quantiser has
+several scales a matrix or whose schedule blends. Groups of the N:M pattern lie along rows and rows
+stay whole, so mask and codes are computed where the master rows are; only the ternary scale needs all
+shards. `selected_shards` computes it for all layers with one sum per step.
 
 The gathered parameter is a tensor without storage: autograd needs its shape and type alone, since the
 straight-through products read the codes and return the gradient of the effective weight.
@@ -24,14 +25,11 @@ from torch.utils._pytree import tree_map_only
 from sparse_bitnet.nn.convert import selected, sparse_layers
 from sparse_bitnet.nn.layer import SparseBitLinear
 from sparse_bitnet.nn.selection import Selection
-from sparse_bitnet.nn.straight_through import (
-    fake_quantize_int8,
-    straight_through,
-    ternary_int8_linear,
-)
+from sparse_bitnet.nn.straight_through import straight_through, ternary_int8_linear
 from sparse_bitnet.ops.absmean import abs_sum, mean_to_scale
 from sparse_bitnet.ops.nm_mask import nm_mask
 from sparse_bitnet.ops.operands import pack_codes, unpack_codes
+from sparse_bitnet.variants.registry import Matrix
 
 Reduce = Callable[[Tensor], Tensor]
 """Sums a tensor over the processes that hold the shards of one model."""
@@ -49,6 +47,7 @@ class ShardedSparseBitLinear(SparseBitLinear):
     packed: Tensor | None
     gathered: Tensor | None
     gathered_bytes: int
+    reduce: Reduce
 
     @property
     def rows(self) -> Tensor:
@@ -66,14 +65,39 @@ class ShardedSparseBitLinear(SparseBitLinear):
 
     def _source(self) -> tuple[Tensor, Tensor | None]:
         """The own rows, and the scale of all."""
-        assert self.config.weight == "full" or self.shared_scale is not None
+        plain = self.config.weight == "ternary" and self.config.is_plain
+        assert not plain or self.shared_scale is not None
         return self.rows, self.shared_scale
+
+    def _matrix(self) -> Matrix:
+        matrix = super()._matrix()
+        weight = self.weight
+        if isinstance(weight, DTensor):
+            mesh = weight.device_mesh
+            shards, own = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)
+            matrix.first_row = own * -(-self.out_features // shards)
+            matrix.reduce_sum = lambda parts: self.reduce(parts.clone())
+
+            def maximum(parts: Tensor) -> Tensor:
+                slots = parts.new_zeros((shards, *parts.shape))
+                slots[own] = parts
+                return self.reduce(slots).amax(0)
+
+            matrix.reduce_max = maximum
+        return matrix
+
+    @property
+    def sends_values(self) -> bool:
+        """Whether effective weights travel, and not codes, all through a run."""
+        scale = self.selection.weight_scale
+        blends = self.config.variant("schedule").entry.blends
+        return scale is None or scale.numel() != 1 or blends
 
     @torch.no_grad()
     def select_(self) -> None:
         super().select_()
         codes = self.selection.codes
-        self.packed = None if codes is None else pack_codes(codes)
+        self.packed = None if codes is None or self.sends_values else pack_codes(codes)
 
     def release_(self) -> None:
         super().release_()
@@ -95,15 +119,27 @@ class ShardedSparseBitLinear(SparseBitLinear):
     def forward(self, input: Tensor) -> Tensor:
         gathered, scale = self.gathered, self.selection.weight_scale
         assert gathered is not None, "forward before a gather"
-        if scale is None:
-            x = fake_quantize_int8(input) if self.config.activation == "int8" else input
+        x = self._taken(input)
+        if self.packed is None:
+            x = self.inputs.fake_quantize(x, self.selection.blend)
             return F.linear(x, straight_through(self.weight, gathered), self.bias)
+        assert scale is not None
         if self.config.activation == "none":
             value = (unpack_codes(gathered, self.in_features) * scale).to(self.weight.dtype)
-            return F.linear(input, straight_through(self.weight, value), self.bias)
+            return F.linear(x, straight_through(self.weight, value), self.bias)
         return ternary_int8_linear(
-            input, self.weight, self.bias, gathered, scale, integer=self.integer_forward
+            x,
+            self.weight,
+            self.bias,
+            gathered,
+            scale,
+            integer=self.integer_forward,
+            quantized=self.inputs.codes(x),
         )
+
+    def _own_gradient(self) -> Tensor | None:
+        gradient = self.weight.grad
+        return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
     @torch.no_grad()
     def mask_gradient_(self) -> None:
@@ -116,12 +152,10 @@ class ShardedSparseBitLinear(SparseBitLinear):
             cast(DTensor, self.weight.grad).to_local().mul_(kept)
 
     def bytes_to_send(self) -> Tensor:
-        """What `fully_shard` gathers of this layer: [rows, width], uint8 codes or masked weights."""
-        mask = self.selection.mask
+        """What `fully_shard` gathers of this layer: [rows, width], uint8 codes or effective weights."""
         if self.packed is not None:
             return self.packed
-        rows = self.rows if mask is None else self.rows * mask
-        return rows.to(self.compute_dtype)
+        return self.selection.effective(self.rows).to(self.compute_dtype)
 
 
 class RowShard(Tensor):
@@ -283,19 +317,28 @@ def sharded_layers(model: nn.Module) -> list[ShardedSparseBitLinear]:
 
 
 @contextmanager
-def selected_shards(model: nn.Module, reduce: Reduce) -> Iterator[None]:
+def selected_shards(
+    model: nn.Module, reduce: Reduce, reduce_inputs: Reduce | None = None
+) -> Iterator[None]:
     """`selected` for a sharded model: every process selects on its rows, with one common scale.
 
     The sums and counts of all layers are reduced together, once; float64, so that parts of any size
-    add up to the float32 scale of the whole matrix (see `absmean`).
+    add up to the float32 scale of the whole matrix (see `absmean`). Registered quantisers reduce by
+    themselves; `reduce_inputs` sums over all processes of the run.
     """
-    layers = [layer for layer in sharded_layers(model) if layer.config.weight == "ternary"]
+    for layer in sharded_layers(model):
+        layer.reduce = reduce
+    layers = [
+        layer
+        for layer in sharded_layers(model)
+        if layer.config.weight == "ternary" and layer.config.is_plain
+    ]
     if layers:
         parts = reduce(torch.stack([layer.scale_parts() for layer in layers]))
         for layer, scale in zip(layers, mean_to_scale(parts[:, 0], parts[:, 1]), strict=True):
             layer.shared_scale = scale
     try:
-        with selected(model):
+        with selected(model, reduce_inputs):
             yield
     finally:
         for layer in layers:

@@ -87,6 +87,11 @@ def whole_model(
         if built:
             with torch.no_grad():
                 plain[name].copy_(whole)
+    if built:
+        for name, layer in sparse_layers(built[0]).items():
+            norm = sparse_layers(model)[name].input_norm
+            if layer.input_norm is not None and norm is not None:
+                layer.input_norm.copy_(norm)
     return built[0] if built else None
 
 

@@ -21,7 +21,7 @@ from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.data.tokenizer import load_tokenizer
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import write_atomic
-from sparse_bitnet.nn.convert import set_dense_phase_, set_integer_forward_, sparse_layers
+from sparse_bitnet.nn.convert import set_integer_forward_, set_phase_, sparse_layers
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.training import metrics
 from sparse_bitnet.training.checkpoint import CheckpointWriter, RunState, model_files, restore
@@ -31,7 +31,7 @@ from sparse_bitnet.training.distributed import World
 from sparse_bitnet.training.loss import SummedLoss
 from sparse_bitnet.training.optimizer import build_optimizer
 from sparse_bitnet.training.run_folder import Interrupted, StopSignal
-from sparse_bitnet.training.schedule import is_sparse, learning_rate
+from sparse_bitnet.training.schedule import is_sparse, learning_rate, phase
 from sparse_bitnet.training.sharded_linear import gathered_bytes, selected_shards, sharded_layers
 from sparse_bitnet.training.sharding import gather_once_, place_, reshard_, whole_model
 from sparse_bitnet.training.validation import validation_loss
@@ -74,6 +74,7 @@ class Trainer:
     ) -> None:
         self.config, self.run, self.on_step = config, run, on_step
         self.world = world = world or World()
+        self.format = SparseBitConfig.parse(config.format)
         self.device, self.dtype = prepare_device(config)
         world.each(self._read_and_build)
         self.model_files = model_files(self.model)
@@ -111,7 +112,7 @@ class Trainer:
         config = self.config
         model = build_model(
             config.model,
-            SparseBitConfig.parse(config.format),
+            self.format,
             seed=config.seed,
             vocab_size=config.vocab_size or self._default_vocab_size(),
             init=config.init,
@@ -189,9 +190,9 @@ class Trainer:
         rate = learning_rate(config, step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        sparse = is_sparse(config, step)
-        set_dense_phase_(self.model, not sparse)
-        with selected_shards(self.model, self.world.sum_shards):
+        kept, blend = phase(config, self.format, step)
+        set_phase_(self.model, kept, blend)
+        with selected_shards(self.model, self.world.sum_shards, self.world.sum):
             counts = metrics.selection_counts(self.layers, self.world.sum_shards)
             total = self._forward_backward(step)
         norm = torch.nn.utils.clip_grad_norm_(
@@ -214,7 +215,7 @@ class Trainer:
             "loss": loss,
             "learning_rate": rate,
             "gradient_norm": norm,
-            "sparse": sparse,
+            "sparse": kept == self.format.pattern.n and is_sparse(config, step),
             **metrics.selection_metrics(
                 self.layers, (figures[3 : 3 + count], figures[3 + count :]), bool(by_layer)
             ),

@@ -1,0 +1,5 @@
+"""What a format names: how weights are ranked, quantised and phased in. Free of torch."""
+
+from sparse_bitnet.variants import activations, quantizers, schedules, scores
+
+__all__ = ["activations", "quantizers", "schedules", "scores"]

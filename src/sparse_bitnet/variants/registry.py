@@ -1,0 +1,310 @@
+"""Scores, quantisers, activations and schedules by name, built in and one's own. Free of torch.
+
+An entry is a function; its keyword-only parameters with defaults are its fields, which the text form
+carries after the name: `score=random:seed=3`, `quantizer=per-group:size=128`. A keyword-only parameter
+`matrix` without default asks for the `Matrix` that the weight is, or is a part of.
+"""
+
+import importlib
+import inspect
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from sparse_bitnet.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+KINDS = ("score", "quantizer", "activation", "schedule")
+
+IMPORTED = "SPARSE_BITNET_IMPORT"
+"""Environment variable: modules, joined by commas, that register entries of one's own."""
+
+_PACKAGE = __name__.partition(".")[0]
+
+
+def _same(value: "Tensor") -> "Tensor":
+    return value
+
+
+@dataclass(kw_only=True)
+class Matrix:
+    """What the rows that a function gets belong to: all of a weight matrix, or in a model that is split
+    over processes this one's share of it."""
+
+    first_row: int = 0
+    """Of the rows given, in the whole matrix."""
+
+    input_norm: "Tensor | None" = None
+    """float32 [in_features], root mean square of each input feature; of scores with `sees_inputs`."""
+
+    reduce_sum: Callable[["Tensor"], "Tensor"] = _same
+    reduce_max: Callable[["Tensor"], "Tensor"] = _same
+
+    asked: bool = field(default=False, init=False)
+    """Whether a sum or a maximum over the whole matrix was taken."""
+
+    @property
+    def is_part(self) -> bool:
+        """Whether there are other processes' rows."""
+        return self.reduce_sum is not _same
+
+    def sum(self, parts: "Tensor") -> "Tensor":
+        """`parts` of these rows summed over all rows' holders, elementwise."""
+        self.asked = True
+        return self.reduce_sum(parts)
+
+    def max(self, parts: "Tensor") -> "Tensor":
+        """Elementwise maximum of `parts` over all rows' holders."""
+        self.asked = True
+        return self.reduce_max(parts)
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function, the fields it takes, and whether it asks for the `Matrix`."""
+
+    call: Callable[..., Any]
+    fields: dict[str, Any]
+    wants_matrix: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What is registered under a name: its function and the hooks that belong to it."""
+
+    name: str
+    module: str
+    function: Function | None
+    hooks: dict[str, Function] = field(default_factory=dict)
+    sees_inputs: bool = False
+    blends: bool = False
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Names and defaults of what the text form may set."""
+        own = [self.function] if self.function is not None else []
+        return {k: v for each in (*own, *self.hooks.values()) for k, v in each.fields.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """An entry with the values of its fields: what the text form names."""
+
+    entry: Entry
+    values: dict[str, Any]
+
+    @property
+    def text(self) -> str:
+        """`name`, or `name:field=value` for fields that are not at their defaults."""
+        defaults = self.entry.fields
+        own = [
+            f":{name}={_shown(value)}"
+            for name, value in self.values.items()
+            if value != defaults[name]
+        ]
+        return self.entry.name + "".join(own)
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether it is somebody's own."""
+        return self.entry.module.partition(".")[0] != _PACKAGE
+
+    def has(self, hook: str) -> bool:
+        """Whether the entry has a hook of that name."""
+        return hook in self.entry.hooks
+
+    def call(self, *args: Any, hook: str | None = None, matrix: Matrix | None = None) -> Any:
+        """The entry's function, or one of its hooks, with its fields; `matrix` where it asks for it."""
+        function = self.entry.function if hook is None else self.entry.hooks[hook]
+        assert function is not None
+        given = {name: self.values[name] for name in function.fields}
+        if function.wants_matrix:
+            given["matrix"] = matrix
+        return function.call(*args, **given)
+
+
+_ENTRIES: dict[str, dict[str, Entry]] = {kind: {} for kind in KINDS}
+
+
+def register_score(
+    name: str,
+    *,
+    shrink: Callable[..., Any] | None = None,
+    gradient: Callable[..., Any] | None = None,
+    sees_inputs: bool = False,
+) -> Callable[[F], F]:
+    """Register `function(weight, *, fields) -> Tensor`: of every group the n highest scores are kept.
+
+    Args:
+        name: of letters, digits and dashes, as the text form has it.
+        shrink: `(weight, mask, m, *, fields) -> Tensor`, what is used (and quantised) instead of the
+            weight.
+        gradient: `(weight, mask, *, fields) -> Tensor`, added to the weight's gradient once a step, where
+            `selected` ends.
+        sees_inputs: keep `matrix.input_norm`, which is stored with the checkpoint.
+
+    The weight is [rows, in_features] without gradient, and so is what all of them return. Ties go to
+    the lower index. Raises `UserError` for a name that is taken or does not fit.
+    """
+    hooks = {"shrink": shrink, "gradient": gradient}
+    return _registers("score", name, hooks, sees_inputs=sees_inputs)
+
+
+def register_quantizer(name: str) -> Callable[[F], F]:
+    """Register `function(weight, mask, *, fields) -> (codes, weight_scale)`.
+
+    Codes are -1, 0 or 1 in the weight's shape (those that the mask removes become 0 afterwards), the
+    scale is float32: one value, [rows, 1], or [rows, groups] of a divisor of in_features. `mask` is bool,
+    or None where nothing is pruned. One value has to be that of the whole matrix: see `Matrix.sum`.
+    """
+    return _registers("quantizer", name, {})
+
+
+def register_activation(
+    name: str, *, transform: Callable[..., Any] | None = None
+) -> Callable[[F], F]:
+    """Register `function(x, *, fields) -> (codes, activation_scale)`: int8 [..., features] and float32
+    [..., 1].
+
+    Args:
+        name: as the text form has it.
+        transform: `(x, *, fields) -> Tensor` of the same shape before it, with its own gradient; the
+            weight is then that of the transformed input.
+    """
+    return _registers("activation", name, {"transform": transform})
+
+
+def register_schedule(name: str, *, blends: bool = False) -> Callable[[F], F]:
+    """Register `function(progress, n, m, *, fields) -> (kept, blend)`, called before every step.
+
+    `progress` is the share of the steps that are done, 0 <= progress < 1, and n:m the format's pattern.
+    `kept` of every m weights are kept in this step (m: dense), and the forward uses `blend` of the
+    quantised values and the rest of the full-precision ones, 0 <= blend <= 1; other than 1 only with
+    `blends`.
+    """
+    return _registers("schedule", name, {}, blends=blends)
+
+
+def reserve(kind: str, name: str) -> None:
+    """Enter a name that stands for the package's own ops, without a function."""
+    _ENTRIES[kind][name] = Entry(name=name, module=__name__, function=None)
+
+
+def _registers(
+    kind: str, name: str, hooks: dict[str, Callable[..., Any] | None], **options: bool
+) -> Callable[[F], F]:
+    if not re.fullmatch(r"[a-zA-Z0-9][a-zA-Z0-9_-]*", name):
+        raise UserError(f"{kind} {name!r}: names are letters, digits and dashes")
+
+    def register(function: F) -> F:
+        before = _ENTRIES[kind].get(name)
+        # A cell of a notebook, or a reloaded module, registers its own again.
+        if before is not None and before.module != function.__module__:
+            raise UserError(f"{kind} {name!r} is taken: {before.module} registered it")
+        given = {hook: each for hook, each in hooks.items() if each is not None}
+        _ENTRIES[kind][name] = Entry(
+            name=name,
+            module=function.__module__,
+            function=_described(kind, name, function),
+            hooks={hook: _described(kind, name, each) for hook, each in given.items()},
+            **options,
+        )
+        return function
+
+    return register
+
+
+def _described(kind: str, name: str, function: Callable[..., Any]) -> Function:
+    parameters = inspect.signature(function).parameters
+    found = {}
+    for parameter in parameters.values():
+        if parameter.kind is not parameter.KEYWORD_ONLY or parameter.name == "matrix":
+            continue
+        if type(parameter.default) not in (int, float, str, bool):
+            raise UserError(
+                f"{kind} {name!r}: its field {parameter.name} needs a number, text or bool as default"
+            )
+        found[parameter.name] = parameter.default
+    return Function(function, found, "matrix" in parameters)
+
+
+def names(kind: str) -> tuple[str, ...]:
+    """What is registered of one of `KINDS`, in order."""
+    return tuple(_ENTRIES[kind])
+
+
+def find(kind: str, text: Any) -> Variant:
+    """What a text form as `name` or `name:field=value:field=value` means.
+
+    Raises `UserError` for a name that is not registered (with the near one), and for fields it has not.
+    """
+    if not isinstance(text, str):
+        raise UserError(f"{kind}={text!r}: name one of {', '.join(names(kind))}")
+    name, *settings = text.split(":")
+    if name not in _ENTRIES[kind]:
+        _import_named()
+    entry = _ENTRIES[kind].get(name)
+    if entry is None:
+        raise UserError(
+            f"{kind}={name!r} is not registered{did_you_mean(name, names(kind))}: choose one of "
+            f"{', '.join(names(kind))}, or import the module that registers it"
+        )
+    values = dict(entry.fields)
+    for setting in settings:
+        field_name, equals, value = setting.partition("=")
+        if not equals or field_name not in values:
+            known = ", ".join(values) or "it has none"
+            raise UserError(f"{kind}={text}: {setting!r} is not field=value with one of: {known}")
+        values[field_name] = _read(f"{kind}={text}", entry.fields[field_name], value)
+    return Variant(entry=entry, values=values)
+
+
+def _read(where: str, default: Any, text: str) -> Any:
+    if isinstance(default, bool):
+        if text not in ("true", "false"):
+            raise UserError(f"{where}: {text!r} is not true or false")
+        return text == "true"
+    try:
+        return type(default)(text)
+    except ValueError:
+        raise UserError(f"{where}: {text!r} is not a number") from None
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def registering_module(kind: str, text: str) -> str | None:
+    """The module of an entry that is not the package's own."""
+    variant = find(kind, text)
+    return variant.entry.module if variant.is_foreign else None
+
+
+def check_module(kind: str, text: str, module: str) -> None:
+    """Raise `UserError` unless an entry is the one that `module` registered."""
+    name = text.partition(":")[0]
+    if name not in _ENTRIES[kind]:
+        _import_named()
+    entry = _ENTRIES[kind].get(name)
+    if entry is None:
+        raise UserError(
+            f"{kind} {name!r} is not registered here: import {module}, which registered it "
+            f"(--import or {IMPORTED} on the command line)"
+        )
+    if entry.module != module and "__main__" not in (entry.module, module):
+        raise UserError(f"{kind} {name!r} is that of {module}, here it is that of {entry.module}")
+
+
+def _import_named() -> None:
+    """Import what the user named in the environment, so that it registers itself."""
+    for module in filter(None, os.environ.get(IMPORTED, "").split(",")):
+        try:
+            importlib.import_module(module.strip())
+        except ImportError as error:
+            raise UserError(f"{IMPORTED}: cannot import {module} ({error})") from error

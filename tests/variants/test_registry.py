@@ -1,0 +1,205 @@
+"""What one registers oneself: in text forms, in training, in checkpoints, in packed files."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from factories import make_layer, tiny_model
+from sparse_bitnet.checkpoint.hub import from_pretrained, save_pretrained
+from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.export.pack import pack_checkpoint
+from sparse_bitnet.layer_config import SparseBitConfig
+from sparse_bitnet.nn.convert import convert_, selected, sparse_layers
+from sparse_bitnet.variants import registry
+from sparse_bitnet.variants.registry import (
+    register_activation,
+    register_quantizer,
+    register_schedule,
+    register_score,
+)
+
+BUILT_IN = {
+    "score": ("magnitude", "wanda", "sr-ste", "s-ste", "random"),
+    "quantizer": ("absmean", "absmax", "per-channel", "per-group", "twn", "binary"),
+    "activation": ("int8", "none", "int4-hadamard"),
+    "schedule": ("dense-to-sparse", "gradual", "lambda"),
+}
+
+FORMATS = (
+    "ternary-6:8,score=wanda",
+    "ternary-2:4,score=s-ste",
+    "full-2:4,score=s-ste",
+    "ternary-6:8,score=random:seed=2",
+    "ternary-6:8,quantizer=twn",
+    "ternary-3:4,quantizer=binary",
+    "ternary-6:8,activation=int4-hadamard",
+    "ternary-6:8,quantizer=per-group:size=16",
+)
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A score and a quantiser of this module, gone afterwards."""
+    monkeypatch.setattr(
+        registry, "_ENTRIES", {kind: dict(found) for kind, found in registry._ENTRIES.items()}
+    )
+
+    @register_score("smallest")
+    def smallest(weight: Tensor, *, power: float = 1.0) -> Tensor:
+        return -(weight.abs() ** power)
+
+    @register_quantizer("loud")
+    def loud(weight: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        return weight.sign() * 2, weight.abs().mean()
+
+
+def test_the_built_in_ones_have_sources() -> None:
+    for kind, names in BUILT_IN.items():
+        assert registry.names(kind) == names
+        for name in names:
+            function = registry.find(kind, name).entry.function
+            assert function is None or function.call.__doc__
+
+
+def test_text_forms(own: None) -> None:
+    config = SparseBitConfig.parse("ternary-6:8,score=smallest:power=2")
+    assert config.score == "smallest:power=2.0"
+    assert SparseBitConfig.parse(str(config)) == config
+    assert config.to_dict()["registered_by"] == f"score={__name__}"
+    assert SparseBitConfig.from_dict(config.to_dict()) == config
+    assert SparseBitConfig.parse("ternary-6:8,score=smallest:power=1").score == "smallest"
+    assert "registered_by" not in SparseBitConfig.parse("ternary-6:8,score=wanda").to_dict()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("ternary-6:8,score=wnda", r"score='wnda' is not registered \(did you mean wanda\?\)"),
+        ("ternary-6:8,score=random:sed=1", "'sed=1' is not field=value with one of: seed"),
+        ("ternary-6:8,score=magnitude:x=1", "with one of: it has none"),
+        ("ternary-6:8,score=random:seed=a", "'a' is not a number"),
+        ("full-6:8,quantizer=twn", "quantizer=twn needs weight=ternary"),
+        ("ternary-8:8,score=wanda", "score=wanda needs a mask, but 8:8 keeps all"),
+        ("ternary-6:8,mask_source=ternary,score=wanda", "it takes no score"),
+        ("ternary-6:8,mask_source=ternary,schedule=lambda", "blending schedule"),
+    ],
+)
+def test_refused_formats(text: str, reason: str) -> None:
+    with pytest.raises(UserError, match=reason) as raised:
+        SparseBitConfig.parse(text)
+    assert "\n" not in str(raised.value)
+
+
+def test_names_that_cannot_be_registered() -> None:
+    with pytest.raises(UserError, match="'wanda' is taken"):
+        register_score("wanda")(lambda weight: weight)
+    with pytest.raises(UserError, match="names are letters"):
+        register_schedule("a:b")
+    with pytest.raises(UserError, match="its field power needs a number"):
+        register_activation("powerful")(lambda x, *, power=None: x)
+
+
+def test_an_own_score_ranks_by_value(own: None) -> None:
+    layer = make_layer("ternary-6:8,score=smallest")
+    groups = layer.weight.detach().abs().unflatten(-1, (-1, 8))
+    pruned = (~layer.select().mask).unflatten(-1, (-1, 8))
+    assert torch.equal(pruned, groups >= groups.topk(2, -1).values[..., 1:])
+
+
+def test_what_own_functions_return_is_checked(own: None) -> None:
+    with pytest.raises(UserError, match="quantizer loud: its codes are not -1, 0 and 1"):
+        make_layer("ternary-6:8,quantizer=loud").select()
+    register_score("narrow")(lambda weight: weight[:, :1])
+    with pytest.raises(UserError, match=r"narrow returned \[20, 1\] for a weight of \[20, 48\]"):
+        make_layer("ternary-6:8,score=narrow").select()
+    register_activation("whole")(lambda x: (x, x))
+    with pytest.raises(UserError, match="activation whole: returned"):
+        make_layer("ternary-6:8,activation=whole")(torch.randn(1, 48))
+    register_quantizer("odd")(lambda weight, mask: (weight.sign(), torch.ones(3)))
+    with pytest.raises(UserError, match=r"quantizer odd: a scale of \[3\]"):
+        make_layer("ternary-6:8,quantizer=odd").select()
+
+
+def trained(text: str) -> torch.nn.Module:
+    """A tiny model after two steps."""
+    model = convert_(tiny_model(), SparseBitConfig.parse(text)).train()
+    ids = torch.arange(64).view(2, 32) % 96
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        with selected(model):
+            model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+@pytest.mark.parametrize("text", FORMATS)
+def test_saved_and_packed_it_computes_the_same(text: str, tmp_path: Path) -> None:
+    model, ids = trained(text), torch.arange(32)[None]
+    expected = model(ids).logits
+    save_pretrained(model, tmp_path / "saved")
+    assert torch.equal(from_pretrained(tmp_path / "saved")(ids).logits, expected)
+    source = open_checkpoint(tmp_path / "saved")
+    for name, layer in sparse_layers(model).items():
+        assert torch.equal(source.effective(name), layer.select().effective(layer.weight))
+    if text.startswith("ternary") and "per-group" not in text:
+        pack_checkpoint(tmp_path / "saved", tmp_path / "packed", embeddings="float32")
+        packed = from_pretrained(tmp_path / "packed")
+        torch.testing.assert_close(packed(ids).logits, expected, rtol=1e-5, atol=1e-5)
+    else:
+        with pytest.raises(UserError, match="export --format dense"):
+            pack_checkpoint(tmp_path / "saved", tmp_path / "packed")
+        assert not (tmp_path / "packed").exists()
+
+
+def test_a_checkpoint_is_refused_by_name_where_its_score_is_not_registered(
+    own: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = trained("ternary-6:8,score=smallest:power=2"), torch.arange(32)[None]
+    save_pretrained(model, tmp_path / "saved")
+    assert torch.equal(from_pretrained(tmp_path / "saved")(ids).logits, model(ids).logits)
+    entry = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
+    assert entry["format"]["registered_by"] == f"score={__name__}"
+    del registry._ENTRIES["score"]["smallest"]
+    for opened in (from_pretrained, open_checkpoint):
+        with pytest.raises(
+            UserError, match=f"'smallest' is not registered here: import {__name__}"
+        ):
+            opened(tmp_path / "saved")
+    monkeypatch.setitem(registry._ENTRIES["score"], "smallest", registry._ENTRIES["score"]["wanda"])
+    with pytest.raises(UserError, match=f"that of {__name__}, here it is that of sparse_bitnet"):
+        open_checkpoint(tmp_path / "saved")
+
+
+def test_a_module_named_in_the_environment_is_imported(
+    own: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_scores.py").write_text(
+        "from sparse_bitnet.variants.registry import register_score\n"
+        "@register_score('mine')\ndef mine(weight):\n    return weight.abs()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv(registry.IMPORTED, "my_scores")
+    assert SparseBitConfig.parse("ternary-6:8,score=mine").to_dict()["registered_by"]
+    monkeypatch.setenv(registry.IMPORTED, "no_such_module")
+    with pytest.raises(UserError, match="cannot import no_such_module"):
+        SparseBitConfig.parse("ternary-6:8,score=other")
+
+
+@pytest.mark.parametrize("text", [FORMATS[0], FORMATS[2], FORMATS[5], FORMATS[6], FORMATS[7]])
+def test_whole_graph_equals_eager(text: str) -> None:
+    torch.compiler.reset()
+    x, results = torch.randn(4, 48), []
+    for compiles in (False, True):
+        forward = layer = make_layer(text)
+        if compiles:
+            forward = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=False)
+        with selected(layer):
+            y = forward(x)
+            y.square().sum().backward()
+        results.append((y, forward(x), layer.weight.grad))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
