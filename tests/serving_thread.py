@@ -12,6 +12,7 @@ import openai
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from sparse_bitnet.generation.chat_template import ChatTemplate
+from sparse_bitnet.generation.grammar import TokenGrammars
 from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
 from sparse_bitnet.generation.text import TextTokenizer
 from sparse_bitnet.serve.allowed_hosts import AllowedHosts
@@ -84,6 +85,7 @@ def server(
         template=template and ChatTemplate(template),
         end_tokens=frozenset({END}),
         vocab_size=engine.vocab_size,
+        grammars=TokenGrammars(byte_tokenizer(), engine.vocab_size, frozenset({END})),
         **own,
     )
     metrics = ServerMetrics()

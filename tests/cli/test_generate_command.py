@@ -47,6 +47,32 @@ def test_the_text_is_that_of_transformers(folder, expected, capsys):
     assert capsys.readouterr().out == expected + "\n"
 
 
+def test_texts_of_a_given_form(folder, capsys, tmp_path):
+    rules = tmp_path / "rules.gbnf"
+    rules.write_text('root ::= " (" [a-c] ")"')
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"enum": [12, 12]}')
+    for options, text in (
+        (["--regex", " ab{2}!"], " abb!"),
+        (["--json-schema", '{"const": [1]}'], "[1]"),
+        (["--json-schema", str(schema)], "12"),
+        (["--grammar-file", str(rules)], " ("),
+    ):
+        generate.main([folder, "--prompt", "x", "--temperature", "0", *options])
+        output = capsys.readouterr().out
+        output = output if "const" not in options[1] else output.replace(" ", "").replace("\n", "")
+        assert output.startswith("x" + text)
+        assert len(output) <= len("x" + text) + 3
+    for options, complaint in (
+        (["--regex", "a", "--json-schema", "{}"], "either --json-schema or --regex"),
+        (["--json-schema", "{"], "JSON schema"),
+        (["--json-schema", str(tmp_path / "none")], "--json-schema"),
+        (["--regex", "("], "regex"),
+    ):
+        with pytest.raises(UserError, match=complaint):
+            generate.main([folder, "--prompt", "x", *options])
+
+
 @pytest.mark.parametrize("way", ["file", "pipe", "dash"])
 def test_prompts_come_from_files_and_pipes_too(
     folder, expected, capsys, monkeypatch, tmp_path, way

@@ -293,7 +293,6 @@ def test_neutral_and_harmless_parameters_are_accepted(client):
     for name, value in {
         "store": True,
         "tools": [{"type": "function", "function": {"name": "f"}}],
-        "response_format": {"type": "json_object"},
     }.items():
         with pytest.raises(openai.BadRequestError, match=name):
             chat(client, **{name: value})

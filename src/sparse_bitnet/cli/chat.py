@@ -62,8 +62,10 @@ def run(checkpoint: str, config: ChatConfig, text: TextOptions, engine: EngineOp
     """Reads standard input until /exit or its end."""
     from sparse_bitnet.generation.conversation import Conversation
 
-    options = text.generate_options(config.max_tokens)
-    conversation = Conversation.open(checkpoint, engine, options, system=config.system)
+    options, grammar = text.generate_options(config.max_tokens), text.grammar()
+    conversation = Conversation.open(
+        checkpoint, engine, options, system=config.system, grammar=grammar
+    )
     if conversation.model.note:
         print(f"through transformers: {conversation.model.note}", file=sys.stderr)
     is_terminal = sys.stdin.isatty()

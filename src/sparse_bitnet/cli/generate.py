@@ -2,11 +2,10 @@
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from sparse_bitnet.cli.arguments import parse
-from sparse_bitnet.cli.sampling_options import TextOptions
+from sparse_bitnet.cli.sampling_options import TextOptions, read_text
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError
 
@@ -61,12 +60,13 @@ def run(checkpoint: str, config: GenerateConfig, text: TextOptions, engine: Engi
     from sparse_bitnet.generation.generate import generate
     from sparse_bitnet.generation.open_model import open_model
 
-    options = text.generate_options(config.max_tokens)
+    options, grammar = text.generate_options(config.max_tokens), text.grammar()
     if config.prompt is not None and config.prompt_file is not None:
         raise UserError("give either --prompt or --prompt-file")
     model = open_model(checkpoint, engine)
     if model.note:
         print(f"through transformers: {model.note}", file=sys.stderr)
+    form = None if grammar is None else model.grammars(model.end_tokens).start(grammar)
     prompt = _prompt(config)
     print(prompt, end="", flush=True)
     result = generate(
@@ -75,6 +75,7 @@ def run(checkpoint: str, config: GenerateConfig, text: TextOptions, engine: Engi
         options,
         tokenizer=model.tokenizer,
         end_tokens=model.end_tokens,
+        form=form,
         on_token=lambda number, token, piece: print(piece, end="", flush=True),
     )
     print()
@@ -87,10 +88,7 @@ def _prompt(config: GenerateConfig) -> str:
     if config.prompt is not None:
         return config.prompt
     if config.prompt_file not in (None, "-"):
-        try:
-            return Path(str(config.prompt_file)).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--prompt-file {config.prompt_file}: {error}") from error
+        return read_text("--prompt-file", str(config.prompt_file))
     if config.prompt_file is None and sys.stdin.isatty():
         raise UserError("nothing to continue: give --prompt TEXT, --prompt-file, or pipe text in")
     return sys.stdin.read()

@@ -1,10 +1,14 @@
 """Sampling options as they appear on the command line of `generate` and `chat`."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from sparse_bitnet.errors import UserError
 
 if TYPE_CHECKING:
     from sparse_bitnet.generation.generate import GenerateOptions
+    from sparse_bitnet.generation.grammar import Grammar
 
 
 @dataclass(kw_only=True)
@@ -38,6 +42,15 @@ class TextOptions:
     stop: tuple[str, ...] = ()
     """Strings that end the text."""
 
+    json_schema: str | None = None
+    """The text is JSON of this schema: a file, or the schema itself; {} for any JSON."""
+
+    regex: str | None = None
+    """The text matches this regular expression as a whole."""
+
+    grammar_file: str | None = None
+    """The text follows the rules in this file: GBNF as of llama.cpp, or llguidance's Lark."""
+
     def generate_options(self, max_new_tokens: int) -> "GenerateOptions":
         """Raises `UserError` that names an option outside its range."""
         from sparse_bitnet.generation.generate import GenerateOptions
@@ -57,3 +70,34 @@ class TextOptions:
                 seed=self.seed,
             ),
         )
+
+    def grammar(self) -> "Grammar | None":
+        """The form that the text has to have. Raises `UserError` for two of them, and for none."""
+        given = {
+            "--json-schema": self.json_schema,
+            "--regex": self.regex,
+            "--grammar-file": self.grammar_file,
+        }
+        names = [name for name, value in given.items() if value is not None]
+        if len(names) > 1:
+            raise UserError(f"give either {' or '.join(names)}")
+        if not names:
+            return None
+        from sparse_bitnet.generation.grammar import Grammar
+
+        if self.regex is not None:
+            return Grammar.regex(self.regex)
+        if self.grammar_file is not None:
+            return Grammar.rules(read_text("--grammar-file", self.grammar_file))
+        text = str(self.json_schema)
+        if not text.lstrip().startswith("{"):
+            text = read_text("--json-schema", text)
+        return Grammar.json_text(text)
+
+
+def read_text(option: str, path: str) -> str:
+    """What a file holds. Raises `UserError` that names the option."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{option} {path}: {error}") from error

@@ -150,6 +150,7 @@ def run(checkpoint: str, config: ServeConfig, options: EngineOptions) -> None:
             template=template,
             end_tokens=opened.end_tokens,
             vocab_size=opened.engine.vocab_size,
+            grammars=opened.grammars(opened.end_tokens),
             api_key=key,
             max_tokens=config.max_tokens,
             max_body_bytes=config.max_body_bytes,

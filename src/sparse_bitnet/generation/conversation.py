@@ -9,6 +9,7 @@ from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.engine.protocol import ContextFull
 from sparse_bitnet.generation.chat_template import ChatTemplate
 from sparse_bitnet.generation.generate import GenerateOptions, GenerateResult, generate
+from sparse_bitnet.generation.grammar import Form, Grammar
 from sparse_bitnet.generation.open_model import OpenModel, open_model
 from sparse_bitnet.generation.prefix_cache import PrefixCache
 
@@ -23,13 +24,19 @@ class Conversation:
         options: GenerateOptions,
         *,
         system: str | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
-        """`options`: of each answer; `system`: instructions that come first. Takes the model over."""
+        """`options`: of each answer; `system`: instructions that come first; `grammar`: the form of each
+        answer. Takes the model over."""
         self.model = model
         self._template = template
         self._options = options
         self._system = system
         self._prefixes = PrefixCache(4)
+        self._end_tokens = model.end_tokens | template.end_tokens(model.tokenizer)
+        self._form: Form | None = None
+        if grammar is not None:
+            self._form = model.grammars(self._end_tokens).start(grammar)
         self.messages: list[dict[str, str]] = []
         """With "role" and "content"."""
         self.reset()
@@ -42,8 +49,10 @@ class Conversation:
         options: GenerateOptions,
         *,
         system: str | None = None,
+        grammar: Grammar | None = None,
     ) -> "Conversation":
-        """Raises `UserError` for a model that cannot be loaded or has no chat template."""
+        """Raises `UserError` for a model that cannot be loaded or has no chat template, and a grammar
+        that is none."""
         template = (
             ChatTemplate.load(checkpoint) if Path(checkpoint, "config.json").is_file() else None
         )
@@ -51,7 +60,7 @@ class Conversation:
         try:
             if template is None:
                 template = ChatTemplate.load(model.folder)
-            return cls(model, template, options, system=system)
+            return cls(model, template, options, system=system, grammar=grammar)
         except BaseException:
             model.engine.close()
             raise
@@ -98,7 +107,8 @@ class Conversation:
             [prompt],
             options,
             tokenizer=self.model.tokenizer,
-            end_tokens=self.model.end_tokens | self._template.end_tokens(self.model.tokenizer),
+            end_tokens=self._end_tokens,
+            form=self._form,
             prefixes=self._prefixes,
             is_start=True,
             on_token=lambda number, token, piece: on_text(piece),

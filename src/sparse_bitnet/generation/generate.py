@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from sparse_bitnet.engine.protocol import ContextFull, InferenceEngine
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.generation.grammar import Form
 from sparse_bitnet.generation.prefix_cache import PrefixCache
 from sparse_bitnet.generation.request import Generation, GenerationRequest, Output
 from sparse_bitnet.generation.sampling import SamplingOptions
@@ -51,6 +52,7 @@ def generate(
     *,
     tokenizer: TextTokenizer,
     end_tokens: frozenset[int] = frozenset(),
+    form: Form | None = None,
     prefixes: PrefixCache | None = None,
     max_batch: int = 32,
     is_start: bool = False,
@@ -63,6 +65,7 @@ def generate(
         prompts: tokens, at least one each.
         tokenizer: turns tokens into text.
         end_tokens: tokens that end a text.
+        form: which the texts have to have.
         prefixes: sequences of this engine from earlier calls; prompts start from the longest beginning
             they share with one, and their sequences are added.
         max_batch: texts that grow at the same time; the others wait.
@@ -98,6 +101,7 @@ def generate(
             stop=options.stop,
             is_start=is_start,
             stop_tokens=end_tokens,
+            form=form,
             deliver=deliver,
         )
         for prompt in prompts

@@ -14,6 +14,7 @@ from sparse_bitnet.checkpoint.model_folder import (
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.engine.protocol import InferenceEngine
 from sparse_bitnet.errors import EngineLacks, UserError
+from sparse_bitnet.generation.grammar import TokenGrammars
 from sparse_bitnet.generation.stop import end_tokens
 from sparse_bitnet.generation.text import TOKENIZER_FILE, TextTokenizer
 from sparse_bitnet.packing.metadata import QUANT_METHOD
@@ -40,6 +41,10 @@ class OpenModel(OpenEngine):
 
     tokenizer: TextTokenizer
     end_tokens: frozenset[int]
+
+    def grammars(self, end_tokens: frozenset[int]) -> TokenGrammars:
+        """For texts that these tokens may end."""
+        return TokenGrammars(self.tokenizer, self.engine.vocab_size, end_tokens)
 
 
 def open_model(checkpoint: str | Path, options: EngineOptions) -> OpenModel:

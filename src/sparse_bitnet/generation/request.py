@@ -11,6 +11,7 @@ import numpy as np
 
 from sparse_bitnet.engine.protocol import EngineSequence
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.generation.grammar import Form
 from sparse_bitnet.generation.sampling import Sampler, SamplingOptions, check_largest
 from sparse_bitnet.generation.stop import StopStrings
 from sparse_bitnet.generation.text import TextStream, TextTokenizer
@@ -93,6 +94,9 @@ class GenerationRequest:
     stop_tokens: frozenset[int] = frozenset()
     """End-of-sequence tokens, no part of the text."""
 
+    form: Form | None = None
+    """Which the text has to have, at its beginning; it ends where that is complete."""
+
     top_scores: int | None = None
     """Log-probabilities of the tokens and so many of the likeliest ones; None: none."""
 
@@ -171,7 +175,13 @@ class Generation:
     def _stream(self) -> GeneratedText:
         request = self.request
         assert request.tokenizer is not None
-        return GeneratedText(request.tokenizer, request.stop, is_start=request.is_start)
+        # A space that the form asks for is one.
+        is_start = request.is_start and request.form is None
+        return GeneratedText(request.tokenizer, request.stop, is_start=is_start)
+
+    @cached_property
+    def _form(self) -> Form | None:
+        return None if self.request.form is None else self.request.form.copy()
 
     @property
     def in_cache(self) -> int:
@@ -232,7 +242,8 @@ class Generation:
         request = self.request
         if request.max_tokens == 0:
             return Output("", (), "length")
-        token = self._sampler.draw(logits)
+        form = self._form
+        token = self._sampler.draw(logits if form is None else form.masked(logits))
         self.context.append(token)
         if token in request.stop_tokens:
             return self._output(self._stream.flush(), (), "stop", token)
@@ -240,6 +251,8 @@ class Generation:
         text = self._stream.add(token)
         if self._stream.stopped:
             return self._output(text, scores, "stop", token)
+        if form is not None and form.take(token):
+            return self._output(text + self._stream.flush(), scores, "stop", token)
         if self.generated >= request.max_tokens:
             return self._output(text + self._stream.flush(), scores, "length", token)
         return self._output(text, scores, None, token)

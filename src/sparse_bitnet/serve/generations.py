@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.chat_template import ChatTemplate
+from sparse_bitnet.generation.grammar import Form, TokenGrammars
 from sparse_bitnet.generation.request import Generation, GenerationRequest, Output
 from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
 from sparse_bitnet.generation.text import TextTokenizer
@@ -35,6 +36,7 @@ class ServedModel:
     """None: the model has none, and chat requests are refused."""
     end_tokens: frozenset[int]
     vocab_size: int
+    grammars: TokenGrammars
     api_key: str | None = None
     max_tokens: int | None = None
     """Most tokens that a request may ask for; None: what the context holds."""
@@ -158,6 +160,14 @@ def _chat_tokens(body: ChatBody, model: ServedModel, most: int) -> list[int]:
     return tokens
 
 
+def _form(body: Body, model: ServedModel) -> Form | None:
+    try:
+        grammar = body.form()
+        return None if grammar is None else model.grammars.start(grammar)
+    except UserError as error:
+        raise ApiError(400, str(error), code="invalid_grammar") from error
+
+
 def _requests(
     body: Body,
     prompts: Sequence[list[int]],
@@ -184,6 +194,7 @@ def _requests(
                 "ask for fewer of them, or lower max_tokens",
                 param="logprobs",
             )
+    form = _form(body, model)
     seed = secrets.randbits(64) if body.seed is None else body.seed
 
     def receiver(index: int) -> Callable[[Generation, Output], None]:
@@ -198,6 +209,7 @@ def _requests(
             stop=body.stop_strings,
             is_start=is_chat,
             stop_tokens=model.end_tokens,
+            form=form,
             top_scores=body.top_scores,
             score_from=0 if scores_prompt else None,
             deliver=receiver(place * body.choices + choice),

@@ -14,6 +14,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.sampling import RANGES, SamplingOptions
 from sparse_bitnet.serve.api_error import ApiError, invalid_body
 from sparse_bitnet.serve.messages import Message, StrictModel
+from sparse_bitnet.serve.response_format import Formed
 
 MOST_CHOICES = 128
 MOST_STOP_STRINGS = 16
@@ -61,7 +62,7 @@ class StreamOptions(StrictModel):
     """Ignored: nothing is padded."""
 
 
-class _Body(StrictModel):
+class _Body(Formed):
     """What both kinds of request have."""
 
     model_config = ConfigDict(extra="allow")
@@ -199,7 +200,6 @@ class ChatBody(_Body):
             "tool_choice": ("none", "auto"),
             "functions": ([],),
             "function_call": ("none", "auto"),
-            "response_format": ({"type": "text"},),
             "modalities": (["text"],),
             "audio": (),
             "verbosity": (),

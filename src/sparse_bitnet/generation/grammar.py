@@ -1,0 +1,216 @@
+"""Texts of a given form: llguidance says which tokens can come next, so that what ends by itself fits."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.generation.text import TextTokenizer
+
+_WHITESPACE = r"\x20|\x0A[\x20\x09]{0,32}"
+"""Between the parts of JSON. Unbounded, a weak model would go on with it for ever."""
+
+_LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 200_000,
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 100_000,
+}
+"""A fifth of llguidance's own: with those one hostile pattern takes five seconds."""
+_LONGEST = 64
+"""Bytes of a token."""
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A form, in llguidance's words."""
+
+    source: str
+
+    @classmethod
+    def json_schema(cls, schema: Any, *, is_strict: bool = True) -> Self:
+        """JSON that a schema (object or boolean) describes.
+
+        `is_strict`: keywords that cannot be honoured are refused, later by `TokenGrammars.start`; else
+        they are passed over.
+        """
+        return cls(
+            json.dumps({"grammars": [{"lark_grammar": f"start: {json_rule(schema, is_strict)}"}]})
+        )
+
+    @classmethod
+    def json_text(cls, schema: str) -> Self:
+        """As `json_schema`, of one that is written as JSON itself."""
+        try:
+            return cls.json_schema(json.loads(schema))
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"the JSON schema is none: {error}") from error
+
+    @classmethod
+    def json_object(cls) -> Self:
+        """Any JSON object."""
+        return cls.json_schema({"type": "object"})
+
+    @classmethod
+    def regex(cls, pattern: str) -> Self:
+        """A text that a regular expression (of Rust's kind) matches as a whole."""
+        from llguidance import LLMatcher
+
+        return cls(LLMatcher.grammar_from_regex(pattern))
+
+    @classmethod
+    def choice(cls, texts: Sequence[str]) -> Self:
+        """One of the texts."""
+        return cls.lark("start: " + " | ".join(map(lark_text, texts)))
+
+    @classmethod
+    def lark(cls, rules: str) -> Self:
+        """llguidance's dialect of Lark; begins with the rule `start`."""
+        return cls(json.dumps({"grammars": [{"lark_grammar": rules}]}))
+
+    @classmethod
+    def rules(cls, text: str) -> Self:
+        """Rules in Lark or, as llama.cpp writes them, GBNF. Raises `UserError` for neither."""
+        from llguidance.gbnf_to_lark import any_to_lark
+
+        try:
+            return cls.lark(any_to_lark(text))
+        except Exception as error:  # any kind
+            raise UserError(
+                f"the grammar is neither Lark nor GBNF: {_one_line(str(error))}"
+            ) from error
+
+
+def lark_text(text: str) -> str:
+    """A text as Lark writes it."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def json_rule(schema: Any, is_strict: bool) -> str:
+    """A part of Lark rules: JSON of a schema."""
+    if schema is True:
+        schema = {}
+    elif not isinstance(schema, dict):
+        raise UserError("a JSON schema is an object")
+    options = {"whitespace_pattern": _WHITESPACE, "lenient": not is_strict}
+    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+
+
+class TokenGrammars:
+    """Grammars in the tokens of one model. Making it takes seconds where there are 150,000 of them, and
+    nothing else runs meanwhile."""
+
+    def __init__(
+        self, tokenizer: TextTokenizer, vocab_size: int, end_tokens: frozenset[int]
+    ) -> None:
+        """`end_tokens`: those that may come where a text is complete."""
+        from llguidance import LLTokenizer
+
+        self.vocab_size = vocab_size
+        self._tokenizer = LLTokenizer(
+            _Vocabulary(tokenizer, vocab_size, end_tokens),  # type: ignore[arg-type]
+            eos_token=[vocab_size, *(token for token in sorted(end_tokens) if token < vocab_size)],
+        )
+
+    def start(self, grammar: Grammar) -> "Form":
+        """At the beginning of a text. Takes up to a second or two, other threads meanwhile going on.
+
+        Raises `UserError` for a grammar that is none, asks for what is not supported, or is too large.
+        """
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(**_LIMITS)
+        matcher = LLMatcher(self._tokenizer, grammar.source, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise UserError(f"the form cannot be had: {_one_line(matcher.get_error())}")
+        form = Form(matcher, self.vocab_size)
+        # The first place may take long: here, where nobody waits for it.
+        form.masked(np.zeros(self.vocab_size, np.float32))
+        return form
+
+
+class _Vocabulary:
+    """Tokens as llguidance asks for them, and one more that ends a text where the model has none."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(
+        self, tokenizer: TextTokenizer, vocab_size: int, end_tokens: frozenset[int]
+    ) -> None:
+        self.tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)] + [b"<end>"]
+        self.eos_token_id = vocab_size
+        special = tokenizer.special_tokens | end_tokens | {vocab_size}
+        self.special_token_ids = [
+            token for token, found in enumerate(self.tokens) if token in special or not found
+        ]
+        for token in self.special_token_ids:
+            # Told apart by their names.
+            self.tokens[token] = b"<%d>" % token
+
+        self._encode = tokenizer.encode
+        self._by_bytes: dict[bytes, int] = {}
+
+    def __call__(self, text: str) -> list[int]:
+        """The tokens of text that has to come, as the model would write it, with nothing around it."""
+        tokens, rest = self._encode(text, add_special_tokens=False), text.encode()
+        known = [self.tokens[token] for token in tokens if token < len(self.tokens)]
+        if b"".join(known) == rest:
+            return tokens
+        # The tokenizer puts a space before it, or knows no such character: the longest tokens there are.
+        if not self._by_bytes:
+            plain = set(range(len(self.tokens))).difference(self.special_token_ids)
+            self._by_bytes = {self.tokens[token]: token for token in plain}
+        tokens = []
+        while rest:
+            sizes = range(min(len(rest), _LONGEST), 0, -1)
+            size = next((size for size in sizes if rest[:size] in self._by_bytes), 0)
+            if not size:
+                break
+            tokens.append(self._by_bytes[rest[:size]])
+            rest = rest[size:]
+        return tokens
+
+
+class Form:
+    """How far one text is."""
+
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self._matcher, self._vocab_size = matcher, vocab_size
+        self._bits = np.zeros(vocab_size // 32 + 1, np.uint32)
+
+    def copy(self) -> "Form":
+        """Another text at the same place."""
+        return Form(self._matcher.deep_copy(), self._vocab_size)
+
+    def masked(self, logits: np.ndarray) -> np.ndarray:
+        """The logits, float32 [vocab_size], with minus infinity for tokens that cannot come next.
+
+        Raises `UserError` where none can: the vocabulary lacks the bytes, or llguidance gives up.
+        """
+        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        flags = np.unpackbits(self._bits.view(np.uint8), bitorder="little")
+        allowed = flags[: self._vocab_size].view(bool)
+        if self._matcher.is_error() or not allowed.any():
+            failure = _one_line(self._matcher.get_error())
+            is_stuck = not failure or failure.startswith("NoExtension")
+            reason = "the vocabulary lacks what comes next" if is_stuck else failure
+            raise UserError(f"the text cannot be given its form: {reason}")
+        return np.where(allowed, logits, np.float32(-np.inf))
+
+    def take(self, token: int) -> bool:
+        """Go on with a token; whether the text is complete and nothing can follow."""
+        self._matcher.consume_token(token)
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+
+def _one_line(message: str) -> str:
+    """Without its place in rules that are ours."""
+    text = re.sub(r"(\n *\d+ \|| ?<state>).*", "", message, flags=re.DOTALL)
+    text = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", text)
+    return " ".join(text.split())[:300]

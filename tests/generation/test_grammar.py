@@ -1,0 +1,205 @@
+"""Whatever ends by itself has the form that was asked for, whichever tokens the model prefers."""
+
+import json
+import random
+
+import jsonschema
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+from serving_thread import END, byte_tokenizer
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.generation.grammar import Grammar, TokenGrammars
+from sparse_bitnet.generation.request import Generation, GenerationRequest
+from sparse_bitnet.generation.sampling import SamplingOptions
+from sparse_bitnet.generation.text import TextTokenizer
+
+SCHEMAS = 25
+"""Random ones; of 1,000, seeds 0 to 999, every text that ended was as its schema says."""
+VOCAB = 300
+"""More than the tokenizer has, as models have."""
+BYTES = byte_tokenizer()
+STRICT = {"type": "object", "additionalProperties": False}
+
+
+@pytest.fixture(scope="module")
+def grammars():
+    return TokenGrammars(BYTES, VOCAB, frozenset({END}))
+
+
+def written(grammars, grammar, seed, *, tokenizer=BYTES, ends=frozenset({END}), most=600):
+    """A generation of random logits that like to end values and to be done."""
+    noise = np.random.default_rng(seed)
+    request = GenerationRequest(
+        prompt=[1],
+        max_tokens=most,
+        sampling=SamplingOptions(seed=seed),
+        tokenizer=tokenizer,
+        stop_tokens=ends,
+        form=grammars.start(grammar),
+        is_start=True,
+    )
+    generation = Generation(request)
+    while generation.finish_reason is None:
+        logits = noise.normal(scale=2, size=VOCAB).astype(np.float32)
+        for wanted in '"]},0123456789':
+            logits[BYTES.encode(wanted)] += 3
+        logits[sorted(ends)] += 3
+        generation.finish_reason = generation.take_logits(logits).finish
+    return generation
+
+
+def random_schema(rng, depth=3):
+    """Of the keywords that people use."""
+    kinds = ["string", "integer", "number", "boolean", "null", "enum", "const", "pattern", "format"]
+    match rng.choice(kinds + (["object", "array", "anyOf", "ref"] * 4 if depth else [])):
+        case "enum":
+            return {"enum": rng.sample(["a", "é\n", 1, -2.5, None, True, "b c"], rng.randint(1, 4))}
+        case "const":
+            return {"const": rng.choice(["fixed", 7, {"a": [1]}, None])}
+        case "pattern":
+            return {"type": "string", "pattern": rng.choice(["^[a-c]{2,4}$", "^x|y$", "[0-9]+z"])}
+        case "format":
+            return {"type": "string", "format": rng.choice(["date", "date-time", "uuid", "ipv4"])}
+        case "string":
+            least = rng.randint(0, 2)
+            return {"type": "string", "minLength": least, "maxLength": least + rng.randint(0, 5)}
+        case "integer":
+            least = rng.randint(-50, 50)
+            return {"type": "integer", "minimum": least, "maximum": least + rng.randint(0, 900)}
+        case "number":
+            return {"type": "number", "minimum": -3, "exclusiveMaximum": rng.choice([0, 2.5, 1e3])}
+        case "array":
+            least = rng.randint(0, 2)
+            items = random_schema(rng, depth - 1)
+            return {"type": "array", "items": items, "minItems": least, "maxItems": least + 2}
+        case "object":
+            names = rng.sample(["a", "b", "name", "größe", "x y", 'q"'], rng.randint(0, 4))
+            more = rng.choice([False, False, {"type": "integer"}])
+            return {
+                "type": "object",
+                "properties": {name: random_schema(rng, depth - 1) for name in names},
+                "required": rng.sample(names, rng.randint(0, len(names))),
+                "additionalProperties": more,
+            }
+        case "anyOf":
+            return {"anyOf": [random_schema(rng, depth - 1) for _ in range(rng.randint(1, 3))]}
+        case "ref":
+            inner = random_schema(rng, depth - 1)
+            if "$ref" in json.dumps(inner):
+                return inner
+            whole = {"type": "array", "items": {"$ref": "#/$defs/one"}, "maxItems": 2}
+            return whole | {"$defs": {"one": inner}} if depth == 3 else inner
+        case simple:
+            return {"type": simple}
+
+
+def check(grammars, seed):
+    """Whether the text has ended; one that has is as its schema says."""
+    schema = random_schema(random.Random(seed))
+    generation = written(grammars, Grammar.json_schema(schema), seed)
+    if generation.finish_reason != "stop":
+        return False
+    jsonschema.validate(
+        json.loads(generation.text), schema, format_checker=jsonschema.FormatChecker()
+    )
+    return True
+
+
+def test_finished_texts_are_as_their_schemas_say(grammars):
+    assert sum(check(grammars, seed) for seed in range(SCHEMAS)) > 0.8 * SCHEMAS
+
+
+def test_regex_choice_and_rules(grammars):
+    assert written(grammars, Grammar.regex("[ab]{3}c?"), 0).text[:3].strip("ab") == ""
+    options = ["yes", "no", 'q"\n世', "/"]
+    found = {written(grammars, Grammar.choice(options), seed).text for seed in range(20)}
+    assert len(found) > 1
+    assert found <= set(options)
+    for rules in ('root ::= "hi " name\nname ::= [a-c]+ "!"', 'start: "hi " /[a-c]+/ "!"'):
+        text = written(grammars, Grammar.rules(rules), 1).text
+        assert text.startswith("hi ")
+        assert text.endswith("!")
+        assert text[3:-1].strip("abc") == ""
+    assert json.loads(written(grammars, Grammar.json_object(), 6).text) is not None
+
+
+def test_a_text_ends_where_nothing_can_follow_also_without_end_tokens():
+    grammars = TokenGrammars(BYTES, VOCAB, frozenset())
+    generation = written(grammars, Grammar.choice(["ab"]), 0, ends=frozenset())
+    assert (generation.text, generation.finish_reason, generation.generated) == ("ab", "stop", 2)
+
+
+def test_special_tokens_are_no_text(grammars):
+    form = grammars.start(Grammar.regex("(.|\n)+"))
+    allowed = np.isfinite(form.masked(np.zeros(VOCAB, np.float32)))
+    assert allowed[BYTES.encode("a b\n<é")[:-1]].all()
+    assert not allowed[END:].any()
+    form.take(65)
+    assert np.flatnonzero(np.isfinite(form.masked(np.zeros(VOCAB, np.float32)))[END:]) == [0]
+
+
+def test_vocabulary_with_spaces_at_the_beginning_of_words():
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁{", "{"]
+    tokenizer = Tokenizer(
+        models.BPE({piece: place for place, piece in enumerate(pieces)}, [("▁", "{")])
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    tokenizer.add_special_tokens([AddedToken(piece, special=True) for piece in pieces[:3]])
+    found = TextTokenizer(tokenizer)
+    grammars = TokenGrammars(found, VOCAB, frozenset({2}))
+    properties = {"number": {"type": "integer"}}
+    schema = STRICT | {"properties": properties, "required": ["number"]}
+    for seed in range(3):
+        text = written(
+            grammars, Grammar.json_schema(schema), seed, tokenizer=found, ends=frozenset({2})
+        ).text
+        jsonschema.validate(json.loads(text), schema)
+    assert (
+        written(grammars, Grammar.choice([" a"]), 0, tokenizer=found, ends=frozenset({2})).text
+        == " a"
+    )
+
+
+def test_each_text_has_its_own_place(grammars):
+    form = grammars.start(Grammar.choice(["ab"]))
+    copy = form.copy()
+    assert not form.take(BYTES.encode("a")[0])
+    assert form.take(BYTES.encode("b")[0])
+    assert np.isfinite(copy.masked(np.zeros(VOCAB, np.float32))).sum() == 1
+
+
+@pytest.mark.parametrize(
+    ("grammar", "complaint"),
+    [
+        (lambda: Grammar.regex("(a"), "unclosed group"),
+        (lambda: Grammar.rules("start: missing"), "missing"),
+        (lambda: Grammar.rules("root = 3"), "neither Lark nor GBNF"),
+        (lambda: Grammar.json_schema({"type": "what"}), "Invalid type"),
+        (lambda: Grammar.json_schema({"not": {}}), "not"),
+        (lambda: Grammar.json_schema({"$ref": "file:///etc/passwd"}), "not present"),
+        (lambda: Grammar.json_schema([]), "object"),
+        (lambda: Grammar.json_text("{"), "none"),
+    ],
+)
+def test_what_is_no_grammar_is_refused(grammars, grammar, complaint):
+    with pytest.raises(UserError, match=complaint) as error:
+        grammars.start(grammar())
+    assert "\n" not in str(error.value)
+
+
+def test_lenient_schemas_pass_over_what_is_not_supported(grammars):
+    schema = {"type": "string", "maxLength": 3, "not": {"const": "x"}}
+    found = written(grammars, Grammar.json_schema(schema, is_strict=False), 0)
+    assert len(json.loads(found.text)) <= 3
+
+
+def test_vocabulary_without_the_bytes(grammars):
+    short = TokenGrammars(BYTES, 40, frozenset())
+    with pytest.raises(UserError, match="vocabulary lacks"):
+        short.start(Grammar.choice(["\xff"]))

@@ -1,0 +1,146 @@
+"""Answers of a given form, under the names of OpenAI, vLLM and llama.cpp."""
+
+import json
+
+import openai
+import pytest
+
+from scripted_engine import ScriptedEngine, logits_after
+from serving_thread import END, byte_tokenizer, server
+
+TOKENIZER = byte_tokenizer()
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
+
+
+def ending_soon(tokens, size):
+    """Likes what ends values, so that texts do."""
+    logits = logits_after(tokens, size)
+    logits[[*TOKENIZER.encode('"}'), END]] += 6
+    logits[TOKENIZER.encode(" \n\t\r")] -= 30
+    return logits
+
+
+@pytest.fixture(scope="module")
+def served():
+    with server(ScriptedEngine(vocab_size=300, logits=ending_soon)) as running:
+        yield running
+
+
+@pytest.fixture
+def client(served):
+    with served.client() as found:
+        yield found
+
+
+def chat(client, **more):
+    more = {"max_tokens": 300, "temperature": 0} | more
+    messages = [{"role": "user", "content": "?"}]
+    return client.chat.completions.create(model="scripted", messages=messages, **more)
+
+
+def test_schema_in_a_chat_whole_and_streamed(client):
+    answer = chat(client, response_format=FORMAT)
+    assert answer.choices[0].finish_reason == "stop"
+    found = json.loads(answer.choices[0].message.content)
+    assert set(found) == {"name", "age"}
+    pieces = [
+        chunk.choices[0].delta.content or ""
+        for chunk in chat(client, response_format=FORMAT, stream=True)
+    ]
+    assert "".join(pieces) == answer.choices[0].message.content
+    several = chat(client, response_format=FORMAT, n=3, temperature=1.5, seed=4)
+    texts = [choice.message.content for choice in several.choices]
+    assert len(set(texts)) == 3
+    assert all(set(json.loads(text)) == {"name", "age"} for text in texts)
+
+
+def test_parsed_by_the_client(client):
+    from pydantic import BaseModel
+
+    class Person(BaseModel):
+        name: str
+        age: int
+
+    messages = [{"role": "user", "content": "?"}]
+    answer = client.chat.completions.parse(
+        model="scripted", messages=messages, response_format=Person, max_tokens=300, temperature=0
+    )
+    assert isinstance(answer.choices[0].message.parsed, Person)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        {"guided_json": SCHEMA},
+        {"guided_json": json.dumps(SCHEMA)},
+        {"json_schema": SCHEMA},
+        {"structured_outputs": {"json": SCHEMA}},
+        {"response_format": FORMAT, "guided_json": None, "grammar": ""},
+    ],
+)
+def test_names_of_a_schema(served, client, more):
+    assert set(json.loads(chat(client, extra_body=more).choices[0].message.content)) == {
+        "name",
+        "age",
+    }
+    completion = client.completions.create(
+        model="scripted", prompt="x", max_tokens=300, temperature=0, extra_body=more
+    )
+    assert set(json.loads(completion.choices[0].text)) == {"name", "age"}
+
+
+@pytest.mark.parametrize(
+    ("more", "texts"),
+    [
+        ({"guided_regex": "a{3}"}, {"aaa"}),
+        ({"structured_outputs": {"regex": "a{3}"}}, {"aaa"}),
+        ({"guided_choice": ["red", "green"]}, {"red", "green"}),
+        ({"structured_outputs": {"choice": ["red"]}}, {"red"}),
+        ({"guided_grammar": 'start: "x" "y"'}, {"xy"}),
+        ({"grammar": 'root ::= "x" "y"'}, {"xy"}),
+        ({"structured_outputs": {"grammar": 'root ::= "xy"'}}, {"xy"}),
+    ],
+)
+def test_names_of_other_forms(client, more, texts):
+    assert chat(client, extra_body=more).choices[0].message.content in texts
+
+
+def test_any_object(client):
+    formats = ({"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "any"}})
+    for format in formats:
+        answer = chat(client, response_format=format)
+        if answer.choices[0].finish_reason == "stop":
+            assert isinstance(json.loads(answer.choices[0].message.content), dict)
+    assert chat(client, extra_body={"structured_outputs": {"json_object": True}}).choices
+
+
+@pytest.mark.parametrize(
+    ("more", "complaint"),
+    [
+        ({"guided_regex": "(a"}, "unclosed group"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "give one of"),
+        ({"grammar": "x = y"}, "neither Lark nor GBNF"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_json": "{"}, "JSON schema"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.*missing"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structural_tag"),
+        (
+            {"response_format": {"type": "json_object", "schema": {"not": {}}}},
+            "not",
+        ),
+        ({"guided_json": {"type": "string", "pattern": "(" * 5000}}, "form"),
+        ({"guided_json": {"anyOf": [{"const": str(i)} for i in range(30_000)]}}, "body has more"),
+    ],
+)
+def test_what_is_no_form_is_refused(client, more, complaint):
+    with pytest.raises(openai.BadRequestError, match=complaint) as error:
+        chat(client, extra_body=more)
+    assert "\n" not in error.value.body["message"]
