@@ -10,7 +10,7 @@ SANITIZED := build/sanitize/site
 SANITIZED_TESTS := $(addprefix tests/kernels/test_,cpu.py matmul.py repack.py thread_pool.py) \
 	$(addprefix tests/engine/test_,decoder.py engine.py kv_cache.py model_file.py)
 
-.PHONY: quickstart experiments test test-fast sanitize lint format bench wheel lock clean
+.PHONY: quickstart experiments test test-fast sanitize lint format bench gpu wheel lock clean
 
 quickstart: $(STAMP)
 	$(BIN)/sparse-bitnet quickstart
@@ -48,6 +48,10 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/layer.py
+
+# On a machine with an NVIDIA GPU: everything there is to measure, in 40 minutes; again, it goes on.
+gpu: $(STAMP)
+	$(BIN)/sparse-bitnet bench gpu --all
 
 wheel: $(STAMP)
 	$(BIN)/python -m build

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from sparse_bitnet.bench import gpu_inference, gpu_kernels, gpu_train
-from sparse_bitnet.bench.gpu_models import dense_model, random_model, ternary_layers, ternary_model
+from sparse_bitnet.bench.gpu_models import dense_model, inference_model, ternary_model
 from sparse_bitnet.bench.gpu_options import GpuBenchOptions
 from sparse_bitnet.bench.gpu_record import SpeedRow, kernel_table, table
 from sparse_bitnet.bench.gpu_timing import GpuRoofline, medians, those_that_fit
 from sparse_bitnet.cli.bench_gpu import run
+from sparse_bitnet.engine.gpu.linear import RoutePolicy
+from sparse_bitnet.engine.gpu.measure import set_policy_, ternary_layers
 from sparse_bitnet.errors import UserError
 
 CPU = torch.device("cpu")
@@ -67,9 +69,9 @@ def test_the_usual_fake_quantisation_computes_what_ours_does(options):
 def test_kernels_and_records(options, tmp_path):
     from rich.console import Console
 
-    options.kernels, options.tokens = True, [2]
+    options.tokens = [2]
     out, console = tmp_path / "rows.jsonl", Console(file=io.StringIO(), width=200)
-    run("prefill", options, out, console)
+    run("kernels", options, out, console)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     layers = ternary_layers(ternary_model(options, CPU))
     assert {
@@ -79,13 +81,15 @@ def test_kernels_and_records(options, tmp_path):
     assert {row["route"] for row in rows} == {
         *("bf16", "dense", "sparse", "packed", "select", "quantise", "quantise windows")
     }
-    assert "roofline" in console.file.getvalue()
+    assert "share" in console.file.getvalue()
     assert {"commit", "hardware", "versions", "date"} <= rows[0].keys()
 
 
 def test_least_times_follow_from_bytes_and_operations(options):
     options.pattern = "2:4"
-    layer = next(iter(ternary_layers(ternary_model(options, CPU)).values()))
+    model = ternary_model(options, CPU)
+    set_policy_(model, RoutePolicy(always="sparse"))
+    layer = next(iter(ternary_layers(model).values()))
     rows, columns = layer.out_features, layer.in_features
     slow_memory = GpuRoofline(bytes_per_second=1.0, bf16_per_second=1e30, int8_per_second=1e30)
     slow_products = GpuRoofline(bytes_per_second=1e30, bf16_per_second=2.0, int8_per_second=4.0)
@@ -107,7 +111,7 @@ def test_the_dense_baseline_is_merged_and_unchanged(options):
     ids = torch.randint(0, 1024, (1, 6))
     with torch.no_grad():
         plain, merged = (
-            random_model(options, CPU)(ids).logits,
+            inference_model(options, CPU)(ids).logits,
             dense_model(options, CPU)(ids).logits,
         )
     torch.testing.assert_close(merged, plain, rtol=2e-2, atol=2e-2)
@@ -143,12 +147,12 @@ def test_what_finds_no_memory_becomes_a_row(options, monkeypatch):
         raise torch.OutOfMemoryError("no memory")
 
     options.tokens = [4]
-    monkeypatch.setattr(gpu_inference.GraphDecoder, "prefill", forward)
+    monkeypatch.setattr(gpu_inference.SlotDecoder, "prompt", forward)
     rows = gpu_inference.run_prefill(options)
     assert {row.failed for row in rows} == {"out of memory"}
     assert {row.tokens_per_second for row in rows} == {None}
     assert "out of memory" in text_of(table(rows, "title"))
-    monkeypatch.setattr(gpu_kernels, "_measure", forward)
+    monkeypatch.setattr(gpu_kernels, "quantize_int8", forward)
     kernel_rows = gpu_kernels.run(options)
     assert {row.route: row.failed for row in kernel_rows} == {
         "select": None,
@@ -220,4 +224,4 @@ def test_help_needs_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert "--packed-format" in done.stdout
+    assert "--rounds" in done.stdout

@@ -138,8 +138,10 @@ def test_misuse_is_refused(tokens):
 
 def test_codes_are_taken_from_the_masters_whatever_is_computed_in():
     engine, exact = engine_of(dtype=torch.bfloat16), engine_of()
-    assert engine.cache.keys[0].dtype == torch.bfloat16
-    for ours, theirs in zip(*(each._model.modules() for each in (engine, exact)), strict=True):
+    assert engine.decoder.keys[0].dtype == torch.bfloat16
+    for ours, theirs in zip(
+        *(each.decoder._model.modules() for each in (engine, exact)), strict=True
+    ):
         if isinstance(ours, TernaryLinear):
             assert torch.equal(ours.codes, theirs.codes)
             assert torch.equal(ours.weight_scale, theirs.weight_scale)

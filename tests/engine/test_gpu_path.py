@@ -4,10 +4,17 @@ import pytest
 import torch
 
 from factories import make_layer, tiny_model
-from sparse_bitnet.engine.gpu.decode import GraphDecoder
-from sparse_bitnet.engine.gpu.fused import QuantizingNorm, fuse_
+from sparse_bitnet.engine.gpu.decode import SlotDecoder
 from sparse_bitnet.engine.gpu.linear import RoutePolicy, TernaryLinear
-from sparse_bitnet.engine.gpu.merge import FirstSlice, LaterSlice, prepare_
+from sparse_bitnet.engine.gpu.prepare import (
+    FirstSlice,
+    Int8Head,
+    LaterSlice,
+    QuantizingNorm,
+    fuse_,
+    int8_head_,
+    prepare_,
+)
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import convert_, selected
 from sparse_bitnet.nn.layer import SparseBitConfig
@@ -52,7 +59,7 @@ def test_the_table_decides_and_only_the_forms_it_uses_are_kept():
     table = TuningCache(machine="")
     table.add(shape, 1, {"dense": 3.0, "sparse": 4.0, "packed": 1.0})
     table.add(shape, 128, {"dense": 3.0, "sparse": 1.0, "packed": 2.0})
-    policy = RoutePolicy(table=table, packed_format="nm-bitmap")
+    policy = RoutePolicy(table=table)
     layer = TernaryLinear(
         chosen.codes, chosen.weight_scale, trained.bias, shape.pattern, policy, name="up"
     )
@@ -61,15 +68,17 @@ def test_the_table_decides_and_only_the_forms_it_uses_are_kept():
         "packed",
         "sparse",
     ]
-    assert "forms=dense+sparse+nm-bitmap" in repr(layer)
+    assert "forms=dense+sparse+packed" in repr(layer)
     for tokens in (1, 200):
         x = torch.randn(tokens, 48)
         assert torch.equal(layer(x), trained(x))
     plain = TernaryLinear(chosen.codes, chosen.weight_scale, None, shape.pattern, RoutePolicy())
     assert plain.compressed is None
     assert plain.weight_packed is None
-    with pytest.raises(UserError, match="packed_format='b3'"):
-        RoutePolicy(packed_format="b3")
+    layer.set_policy_(RoutePolicy(always="packed"))
+    layer.drop_unused_()
+    assert layer.compressed is None
+    assert layer.weight_packed is not None
 
 
 def test_the_environment_can_force_a_product(monkeypatch):
@@ -140,27 +149,57 @@ def test_steps_over_the_fixed_cache_equal_the_whole_forward(family):
     ids = torch.randint(0, 96, (3, 12))
     with torch.no_grad():
         expected = model(ids).logits
-    decoder = GraphDecoder(model, 3, 12)
+    decoder = SlotDecoder(model, 3, 12)
     for _ in range(2):
-        found = [decoder.prefill(ids[:, :7])]
-        found += [decoder.step(ids[:, position]) for position in range(7, 12)]
+        found = [decoder.prompt(slice(None), ids[:, :4])[:, -1]]
+        found = [decoder.prompt(slice(None), ids[:, 4:7], 4)[:, -1]]
+        found += [decoder.step(ids[:, at], [at] * 3) for at in range(7, 12)]
         torch.testing.assert_close(torch.stack(found, 1), expected[:, 6:], rtol=1e-4, atol=1e-4)
-    with pytest.raises(UserError, match="cache of 12 tokens is full"):
-        decoder.step(ids[:, 0])
-    with pytest.raises(UserError, match="prompts of 3 x 13 tokens"):
-        decoder.prefill(torch.zeros(3, 13, dtype=torch.int64))
 
 
 def test_a_step_compiles_to_one_graph():
     torch._dynamo.reset()
     model = fuse_(prepare_(sparse_model(), RoutePolicy(always="sparse")))
     ids = torch.randint(0, 96, (2, 6))
-    decoder, plain = GraphDecoder(model, 2, 8), GraphDecoder(model, 2, 8)
+    decoder, plain = SlotDecoder(model, 2, 8), SlotDecoder(model, 2, 8)
     decoder._forward = torch.compile(
-        decoder._step, fullgraph=True, backend="aot_eager", dynamic=False
+        decoder._run, fullgraph=True, backend="aot_eager", dynamic=False
     )
-    assert torch.equal(decoder.prefill(ids[:, :4]), plain.prefill(ids[:, :4]))
+    prompts = [each.prompt(slice(None), ids[:, :4]) for each in (decoder, plain)]
+    assert torch.equal(*prompts)
     for position in (4, 5):
-        step = ids[:, position]
-        torch.testing.assert_close(decoder.step(step), plain.step(step), rtol=1e-5, atol=1e-5)
+        steps = [each.step(ids[:, position], [position] * 2) for each in (decoder, plain)]
+        torch.testing.assert_close(*steps, rtol=1e-5, atol=1e-5)
     torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_split_attention_attends_up_to_each_position():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    from sparse_bitnet.engine.gpu.decode import split_attention
+
+    query, keys, values = (
+        torch.randn(2, 4, 1, 16),
+        torch.randn(2, 2, 9, 16),
+        torch.randn(2, 2, 9, 16),
+    )
+    positions = torch.tensor([3, 8])
+    found = split_attention(flex_attention, query, keys, values, positions, None)
+    for row, last in enumerate(positions.tolist()):
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            query[row], keys[row, :, : last + 1], values[row, :, : last + 1], enable_gqa=True
+        )
+        torch.testing.assert_close(found[row], expected)
+
+
+def test_the_int8_head_is_near_the_one_it_replaces():
+    model = sparse_model()
+    ids = torch.randint(0, 96, (2, 6))
+    with torch.no_grad():
+        expected = model(ids).logits
+        int8_head_(model)
+        found = model(ids).logits
+    assert isinstance(model.lm_head, Int8Head)
+    assert model.lm_head.codes.dtype == torch.int8
+    assert (found - expected).abs().max() < 0.02 * expected.abs().max()

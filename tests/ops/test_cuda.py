@@ -11,13 +11,12 @@ from sparse_bitnet.ops.absmean import absmean_reference
 from sparse_bitnet.ops.backends import cusparselt_unavailable, triton_unavailable
 from sparse_bitnet.ops.int8_linear import int8_linear_reference
 from sparse_bitnet.ops.nm_mask import nm_mask_reference
+from sparse_bitnet.ops.packed_int8_linear import pack_blocks
 from sparse_bitnet.ops.quantize_int8 import quantize_int8_reference
 from sparse_bitnet.ops.quantize_windows import quantize_windows, quantize_windows_reference
 from sparse_bitnet.ops.select_ternary import select_ternary_bits_reference, select_ternary_reference
 from sparse_bitnet.ops.sparse_int8_linear import compress_windows, sparse_int8_linear
 from sparse_bitnet.ops.windows import has_windows, window_expand
-from sparse_bitnet.packing.codec import pack
-from sparse_bitnet.packing.formats import holds_pattern
 from sparse_bitnet.pattern import NMPattern
 
 pytestmark = pytest.mark.skipif(bool(triton_unavailable()), reason=triton_unavailable() or "none")
@@ -82,17 +81,12 @@ def test_quantisation(features: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("text", PATTERNS)
 def test_products(text: str, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    pattern, codes, x, scale, bias = problem(text, *shape)
+    _, codes, x, scale, bias = problem(text, *shape)
     x_codes, activation_scale = quantize_int8_reference(x)
     expected = int8_linear_reference(x_codes, activation_scale, codes, scale, bias, dtype)
     head, tail = (x_codes.cuda(), activation_scale.cuda()), (scale.cuda(), bias.cuda(), dtype)
     same(ops.int8_linear(*head, codes.cuda(), *tail), expected)
-    for format in ("i2", "nm-bitmap"):
-        if holds_pattern(format, pattern):
-            packed = pack(codes, format, pattern).cuda()
-            same(
-                ops.packed_int8_linear(*head, packed, format, pattern.n, pattern.m, *tail), expected
-            )
+    same(ops.packed_int8_linear(*head, pack_blocks(codes).cuda(), *tail), expected)
 
 
 @needs_sparse
@@ -110,7 +104,11 @@ def test_sparse_products(text: str, shape: tuple[int, int, int]) -> None:
     for dtype in DTYPES:
         tail = (scale.cuda(), bias.cuda(), dtype)
         y = sparse_int8_linear(*windows, compressed, len(codes), *tail)
-        same(y, int8_linear_reference(*quantize_int8_reference(x), codes, scale, bias, dtype))
+        expected = int8_linear_reference(*quantize_int8_reference(x), codes, scale, bias, dtype)
+        # In bfloat16 the library scales rows and rounds before tokens are scaled.
+        bound = 2.0**-7 if dtype == torch.bfloat16 else 0
+        largest = float(bound * expected.float().abs().max())
+        torch.testing.assert_close(y.cpu(), expected, rtol=bound, atol=largest)
 
 
 @pytest.mark.parametrize("integer", [False, True])
@@ -136,19 +134,18 @@ def test_training_layer(integer: bool) -> None:
 @pytest.mark.parametrize("route", ["dense", "packed", pytest.param("sparse", marks=needs_sparse)])
 @pytest.mark.parametrize("fused", [False, True])
 def test_recorded_decode_steps(route: str, fused: bool) -> None:
-    from sparse_bitnet.engine.gpu.decode import GraphDecoder
-    from sparse_bitnet.engine.gpu.fused import fuse_
+    from sparse_bitnet.engine.gpu.decode import SlotDecoder
     from sparse_bitnet.engine.gpu.linear import RoutePolicy
-    from sparse_bitnet.engine.gpu.merge import prepare_
+    from sparse_bitnet.engine.gpu.prepare import fuse_, prepare_
 
     model = convert_(tiny_model(), SparseBitConfig()).eval()
     ids = torch.randint(0, 96, (2, 12))
     with torch.no_grad(), selected(model):
         expected = model(ids).logits
     prepare_(model.cuda(), RoutePolicy(always=route))
-    decoder = GraphDecoder(fuse_(model) if fused else model, 2, 12)
-    found = [decoder.prefill(ids[:, :7].cuda()).cpu()]
-    found += [decoder.step(ids[:, position].cuda()).cpu() for position in range(7, 12)]
+    decoder = SlotDecoder(fuse_(model) if fused else model, 2, 12)
+    found = [decoder.prompt(slice(None), ids[:, :7].cuda())[:, -1].cpu()]
+    found += [decoder.step(ids[:, at], [at, at]).cpu() for at in range(7, 12)]
     # An activation next to a rounding boundary may fall on its other side: one step of 127.
     torch.testing.assert_close(torch.stack(found, 1), expected[:, 6:], rtol=2e-2, atol=2e-2)
 

@@ -6,14 +6,13 @@ import torch
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.ops import backends
 from sparse_bitnet.ops import sparse_int8_linear as sparse_int8_linear_module
-from sparse_bitnet.ops.int8_linear import dense_product, int8_linear, int8_tensor_cores
-from sparse_bitnet.ops.packed_int8_linear import packed_int8_linear
+from sparse_bitnet.ops.int8_linear import int8_linear
+from sparse_bitnet.ops.packed_int8_linear import pack_blocks, packed_int8_linear
 from sparse_bitnet.ops.quantize_int8 import quantize_int8
 from sparse_bitnet.ops.quantize_windows import quantize_windows
 from sparse_bitnet.ops.select_ternary import select_ternary_reference
 from sparse_bitnet.ops.sparse_int8_linear import compress_windows, sparse_int8_linear
 from sparse_bitnet.ops.windows import window_expand
-from sparse_bitnet.packing.codec import pack
 from sparse_bitnet.pattern import NMPattern
 
 ops = torch.ops.sparse_bitnet
@@ -38,10 +37,8 @@ def test_every_form_of_the_weight_gives_the_same_bits(text, dtype):
     assert compressed.shape[0] % 32 == 0
     arguments = (*quantize_windows(x, pattern), compressed, 20, weight_scale, bias, dtype)
     assert torch.equal(sparse_int8_linear(*arguments), dense)
-    for format in ("i2", "nm-bitmap") if 64 % pattern.m == 0 else ("i2",):
-        packed = pack(codes, format, pattern)
-        more = (packed, format, pattern, weight_scale, bias, dtype)
-        assert torch.equal(packed_int8_linear(*quantize_int8(x), *more), dense)
+    more = (pack_blocks(codes), weight_scale, bias, dtype)
+    assert torch.equal(packed_int8_linear(*quantize_int8(x), *more), dense)
 
 
 def test_weights_that_compression_would_damage_are_refused():
@@ -62,62 +59,77 @@ def test_opcheck():
         (ops.sparse_int8_linear, (*windows, compressed, 20, *tail)),
         (
             ops.packed_int8_linear,
-            (*quantize_int8(x), pack(codes, "i2", pattern), "i2", 6, 8, *tail),
+            (*quantize_int8(x), pack_blocks(codes), *tail),
         ),
     )
     for op, arguments in tests:
         torch.library.opcheck(op.default, arguments)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "in_features", "out_features"), [(1, 8, 8), (16, 13, 7), (40, 24, 9)]
-)
-def test_the_dense_product_fills_up_what_the_library_refuses(tokens, in_features, out_features):
-    x_codes = torch.randint(-128, 128, (tokens, in_features), dtype=torch.int8)
-    codes = torch.randint(-1, 2, (out_features, in_features), dtype=torch.int8)
-    sums = dense_product(x_codes, codes)
-    assert sums.shape[0] >= max(tokens, 17)
-    assert sums.shape[1] % 8 == 0
-    assert torch.equal(sums[:tokens, :out_features].long(), x_codes.long() @ codes.long().t())
-    activation_scale, weight_scale, bias = (
-        torch.rand(tokens, 1),
-        torch.rand(1),
-        torch.randn(out_features),
-    )
-    arguments = (x_codes, activation_scale, codes, weight_scale, bias, torch.float32)
-    assert torch.equal(int8_tensor_cores(*arguments), int8_linear(*arguments))
-    empty = (x_codes[:0], activation_scale[:0], *arguments[2:])
-    assert int8_tensor_cores(*empty).shape == (0, out_features)
-
-
-def test_the_fastest_algorithm_is_searched_once_a_shape(monkeypatch):
+def library_of(monkeypatch):
+    """The library on the CPU: what was searched, and with what it multiplied."""
     searched, used = [], []
 
     class Library:
         @staticmethod
         def mm_search(compressed, x, bias, alpha, dtype, transposed):
-            searched.append((x.shape, bias, alpha, dtype, transposed))
+            searched.append((x.shape[1], bias, dtype, transposed))
             return 2, 4, 1, 99
 
     def product(compressed, x, bias, alpha, dtype, transposed, alg_id, split_k, split_k_mode):
+        assert x.shape[1] % 16 == 0
         used.append((alg_id, split_k, split_k_mode))
-        return (compressed.int() @ x.int()).t()
+        sums = (compressed.long() @ x.long()).t()
+        return (sums if alpha is None else sums * alpha).to(dtype).contiguous()
 
     monkeypatch.setattr(torch._C, "_cusparselt", Library, raising=False)
     monkeypatch.setattr(torch, "_cslt_sparse_mm", product)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(sparse_int8_linear_module, "_ALGORITHMS", {})
-    compressed = torch.ones(32, 64, dtype=torch.int8)
-    for tokens in (3, 16, 17):
-        sums = sparse_int8_linear_module.sparse_product(
-            torch.ones(tokens, 64, dtype=torch.int8), compressed
+    return searched, used
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [0, 1, 16, 40])
+@pytest.mark.parametrize("rows", [20, 64])
+def test_the_library_is_given_what_it_takes(monkeypatch, rows, tokens, dtype):
+    library_of(monkeypatch)
+    pattern, codes, weight_scale, bias = layer("6:8", rows)
+    x = torch.randn(tokens, codes.shape[1])
+    compressed = compress_windows(window_expand(codes, pattern, padded=True)[0])
+    for scale, b in ((weight_scale, bias), (weight_scale[:1], None)):
+        expected = int8_linear(*quantize_int8(x), codes, scale, b, dtype)
+        y = sparse_int8_linear_module.sparse_tensor_cores(
+            *quantize_windows(x, pattern), compressed, rows, scale, b, dtype
         )
-        assert (sums[:tokens] == 64).all()
-    assert [entry[0][1] for entry in searched] == [16, 32]
-    assert {entry[1:] for entry in searched} == {(None, None, torch.int32, True)}
-    assert used == [(2, 4, 1)] * 3
+        assert (y.shape, y.dtype) == (expected.shape, dtype)
+        # In bfloat16 the library scales rows and rounds, then tokens are scaled, then the bias is added.
+        bound = 2.0**-7 if dtype == torch.bfloat16 else 0
+        largest = expected.float().abs().max() if tokens else 0
+        torch.testing.assert_close(y, expected, rtol=bound, atol=float(bound * largest))
+
+
+def test_the_fastest_algorithm_is_searched_once_a_shape_and_type(monkeypatch):
+    searched, used = library_of(monkeypatch)
+    compressed, scale = torch.ones(32, 64, dtype=torch.int8), torch.ones(1)
+
+    def product(tokens, dtype=torch.float32):
+        x, token_scale = torch.ones(tokens, 64, dtype=torch.int8), torch.ones(tokens, 1)
+        return sparse_int8_linear_module.sparse_tensor_cores(
+            x, token_scale, compressed, 32, scale, None, dtype
+        )
+
+    for tokens in (3, 16, 17):
+        assert (product(tokens) == 64).all()
+    product(3, torch.bfloat16)
+    assert searched == [
+        (16, None, torch.int32, True),
+        (32, None, torch.int32, True),
+        (16, None, torch.bfloat16, True),
+    ]
+    assert used == [(2, 4, 1)] * 4
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    sparse_int8_linear_module.sparse_product(torch.ones(50, 64, dtype=torch.int8), compressed)
+    product(50)
     assert used[-1] == (0, 1, -1)
 
 

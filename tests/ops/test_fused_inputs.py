@@ -37,15 +37,15 @@ def test_references_are_the_unfused_operators(dtype):
 @pytest.mark.parametrize("features", [8, 200, 4104])
 def test_kernels_agree_with_the_references(features, windows):
     pytest.importorskip("triton", reason="triton is not installed")
-    from sparse_bitnet.ops.triton import fused_inputs
+    from sparse_bitnet.ops.triton import quantize
 
     order = (0, 0) if windows is None else (windows.n, windows.m)
     x, gate_up = torch.randn(5, features), 3 * torch.randn(2, 2, 2 * features)
     x[1], gate_up[0, 1] = 0, 0
     weight = torch.rand(features) + 0.5
     found = (
-        fused_inputs.norm_quantize(x.to(DEVICE), weight.to(DEVICE), 1e-6, *order),
-        fused_inputs.swiglu_quantize(gate_up.to(DEVICE), *order),
+        quantize.norm_quantize(x.to(DEVICE), weight.to(DEVICE), 1e-6, *order),
+        quantize.swiglu_quantize(gate_up.to(DEVICE), *order),
     )
     expected = (norm_quantize(x, weight, 1e-6, windows), swiglu_quantize(gate_up, windows))
     for (codes, scale), (expected_codes, expected_scale) in zip(found, expected, strict=True):

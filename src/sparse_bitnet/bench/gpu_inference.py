@@ -7,19 +7,13 @@ from typing import Any
 
 import torch
 
-from sparse_bitnet.bench.gpu_models import (
-    bench_device,
-    dense_model,
-    set_policy_,
-    ternary_model,
-    tuning_cache,
-)
+from sparse_bitnet.bench.gpu_models import bench_device, dense_model, ternary_model
 from sparse_bitnet.bench.gpu_options import PAPER_DECODE, PAPER_PREFILL, GpuBenchOptions
 from sparse_bitnet.bench.gpu_record import SpeedRow, rows_of
-from sparse_bitnet.bench.gpu_timing import give_back_memory, medians, recorded, those_that_fit
-from sparse_bitnet.engine.gpu.decode import GraphDecoder
+from sparse_bitnet.bench.gpu_timing import give_back_memory, medians, those_that_fit
+from sparse_bitnet.engine.gpu.decode import SlotDecoder, recorded
 from sparse_bitnet.engine.gpu.linear import RoutePolicy
-from sparse_bitnet.engine.gpu.slots import SlotCache
+from sparse_bitnet.engine.gpu.measure import measured_table, set_policy_, ternary_layers
 
 RECORDED_TOKENS = 8192
 """Prompts up to here run as CUDA graphs: of short ones launching takes longer than computing. Of longer
@@ -32,17 +26,16 @@ def run_prefill(options: GpuBenchOptions) -> list[SpeedRow]:
 
     def maker(tokens: int) -> Callable[[str], Callable[[], object]]:
         ids = torch.randint(0, models.dense.config.vocab_size, (1, tokens), device=models.device)
-        decoders: dict[int, GraphDecoder] = {}
-
-        def prefill(variant: str) -> None:
-            model = models.of(variant)
-            if id(model) not in decoders:
-                decoders[id(model)] = GraphDecoder(model, 1, tokens)
-            decoders[id(model)].prefill(ids)
 
         def make(variant: str) -> Callable[[], object]:
-            function = functools.partial(prefill, variant)
-            return recorded(function, models.device) if tokens <= RECORDED_TOKENS else function
+            model = models.of(variant)
+            decoder = SlotDecoder(model, 1, tokens)
+
+            def prefill() -> None:
+                models.of(variant)
+                decoder.prompt(slice(None), ids)
+
+            return recorded(prefill, models.device)[0] if tokens <= RECORDED_TOKENS else prefill
 
         return make
 
@@ -56,27 +49,21 @@ def run_decode(options: GpuBenchOptions) -> list[SpeedRow]:
 
     def maker(batch: int) -> Callable[[str], Callable[[], object]]:
         ids = torch.randint(0, models.dense.config.vocab_size, (batch,), device=models.device)
-        # One cache serves all: what it holds does not change the time.
-        cache: list[SlotCache] = []
+        caches: list[SlotDecoder] = []
 
         def make(variant: str) -> Callable[[], object]:
-            model = models.of(variant)
             if options.compile:
                 # Each variant is a graph of its own; together they would pass the limit.
                 torch.compiler.reset()
-            decoder = GraphDecoder(
-                model,
-                batch,
-                options.context + 1,
-                compile=options.compile,
-                cache=cache[0] if cache else None,
-            )
-            cache[:] = [decoder.cache]
+            model = models.of(variant)
+            decoder = SlotDecoder(model, batch, options.context + 1, compile=options.compile)
+            caches.append(decoder)
+            # One cache serves all: what it holds does not change the time.
+            decoder.keys, decoder.values = caches[0].keys, caches[0].values
 
             # Its first call records the graph, with the products of this policy.
             def step() -> None:
-                decoder.set_length_(options.context)
-                decoder.step(ids)
+                decoder.step(ids, [options.context] * batch)
 
             return step
 
@@ -93,15 +80,12 @@ class _Models:
         self.device, self.rounds = bench_device(options), options.rounds
         self.ternary = ternary_model(options, self.device)
         self.dense = dense_model(options, self.device)
-        cache, packed_format = (
-            tuning_cache(options, self.ternary, self.device),
-            options.packed_format,
-        )
+        table = measured_table(ternary_layers(self.ternary), self.device)
         self.policies = {
             "int8": RoutePolicy(always="dense"),
             "sparse": RoutePolicy(always="sparse"),
-            "packed": RoutePolicy(always="packed", packed_format=packed_format),
-            "chosen": RoutePolicy(table=cache, packed_format=packed_format),
+            "packed": RoutePolicy(always="packed"),
+            "chosen": RoutePolicy(table=table),
         }
 
     def of(self, variant: str) -> Any:

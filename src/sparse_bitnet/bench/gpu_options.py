@@ -1,4 +1,4 @@
-"""What `sparse-bitnet bench prefill|decode|train` measures. Imports nothing heavy."""
+"""What `sparse-bitnet bench prefill|decode|train|kernels|profile` measures. Imports nothing heavy."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -11,16 +11,17 @@ PAPER_DECODE = (64, 128, 256, 512)
 
 @dataclass(kw_only=True)
 class GpuBenchOptions:
-    """A model of a preset's shape with random weights: dense bf16, dense int8, sparse, and chosen."""
+    """A model of some shape with random weights: dense bf16, dense int8, sparse, and chosen."""
 
     model: str = "qwen2.5-3b"
-    """Preset."""
+    """Preset, or a folder whose config.json gives the shape."""
 
     pattern: str = "6:8"
     """n:m of the random weights."""
 
     tokens: list[int] = field(default_factory=list)
-    """Prompt lengths (prefill) or sequence lengths of a step (train). Default: the paper's, 2048."""
+    """Prompt lengths (prefill), sequence lengths of a step (train), tokens of a product (kernels,
+    profile). Default: the paper's, 2048, a few."""
 
     batch: list[int] = field(default_factory=list)
     """Sequences (decode: the paper's; train: 4, fewer where the GPU's memory is too small). Prefill is
@@ -29,20 +30,11 @@ class GpuBenchOptions:
     context: int = 512
     """Tokens in the cache before the decoded ones."""
 
-    packed_format: Literal["i2", "nm-bitmap"] = "i2"
-    """Of the packed weights."""
-
     rounds: int = 7
     """Measurements of each variant, interleaved; the median counts."""
 
     layers: int | None = None
     """Blocks of the model. Default: all."""
-
-    tuning_cache: Literal["stored", "measure"] = "measure"
-    """Times by which products are chosen: as stored for this GPU, or measured now and stored."""
-
-    kernels: bool = False
-    """Measure the model's matrix shapes one by one instead, with their share of the roofline."""
 
     compile: bool = False
     """torch.compile the decode step of every variant."""

@@ -96,6 +96,8 @@ class KernelRow:
     """What limits it on this machine's roofline: "memory" or "compute"."""
     roofline_share: float | None = None
     """Time that the roofline allows the whole over the time taken."""
+    share_of_layer: float | None = None
+    """Of a profile: the kernel's part of the time of all."""
     failed: str | None = None
     """Why it could not be measured."""
 
@@ -137,23 +139,24 @@ def table(rows: list[SpeedRow], title: str) -> "Table":
 
 
 def kernel_table(rows: list[KernelRow], title: str) -> "Table":
-    """A line a measurement."""
+    """A line a measurement; its share of the roofline, or in a profile of the layer."""
     from rich import box
     from rich.table import Table
 
     found = Table(title=title, box=box.SIMPLE_HEAD)
-    for name in ("product", "out x in", "tokens", "us", "product us", "bound", "roofline"):
+    for name in ("product", "out x in", "tokens", "us", "product us", "bound", "share"):
         found.add_column(name, justify="left" if name == "product" else "right", no_wrap=True)
     for row in rows:
+        share = row.roofline_share if row.share_of_layer is None else row.share_of_layer
         alone = "-" if row.product_seconds is None else f"{row.product_seconds * 1e6:.1f}"
         found.add_row(
-            row.route,
+            row.route[:60],
             f"{row.out_features} x {row.in_features}",
             f"{row.tokens:,}",
             row.failed if row.seconds is None else f"{row.seconds * 1e6:.1f}",
             alone,
             row.bound or "-",
-            "-" if row.roofline_share is None else f"{row.roofline_share:.0%}",
+            "-" if share is None else f"{share:.0%}",
         )
     return found
 

@@ -2,29 +2,14 @@
 
 import gc
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-WARM_UP = 2
-_FLUSH_BYTES = 256 << 20
-
-
-def seconds_of(function: Callable[[], object], device: torch.device) -> float:
-    """How long a call takes on the device: between two events, or by the clock on a CPU."""
-    if device.type != "cuda":
-        began = time.perf_counter()
-        function()
-        return time.perf_counter() - began
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
-    function()
-    last.record()
-    last.synchronize()
-    return first.elapsed_time(last) / 1e3
+from sparse_bitnet.engine.gpu.decode import WARM_UP
+from sparse_bitnet.engine.gpu.measure import seconds_of
 
 
 def medians(
@@ -55,25 +40,6 @@ def medians(
         name: (statistics.median(times), max(times) / min(times) - 1)
         for name, times in taken.items()
     }
-
-
-def recorded(function: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """The function as a CUDA graph, so that times are of kernels and not of launching them; on a CPU
-    the function itself. Its inputs stay where they are, what it returns is dropped.
-    """
-    if device.type != "cuda":
-        return function
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        # Kernels compile and algorithms are searched before recording.
-        for _ in range(WARM_UP):
-            function()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return graph.replay
 
 
 def those_that_fit(
@@ -111,17 +77,6 @@ def give_back_memory(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-class CacheFlush:
-    """Writes more bytes than any GPU's cache holds, so that the next kernel reads from memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        count = _FLUSH_BYTES if device.type == "cuda" else 1
-        self._bytes = torch.zeros(count, dtype=torch.uint8, device=device)
-
-    def __call__(self) -> None:
-        self._bytes.fill_(1)
 
 
 @dataclass(frozen=True, kw_only=True)

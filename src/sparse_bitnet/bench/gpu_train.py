@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparse_bitnet.bench.gpu_models import bench_config, bench_device
+from sparse_bitnet.bench.gpu_models import bench_config, bench_device, random_model
 from sparse_bitnet.bench.gpu_options import GpuBenchOptions
 from sparse_bitnet.bench.gpu_record import SpeedRow, rows_of
 from sparse_bitnet.bench.gpu_timing import give_back_memory, medians, those_that_fit
@@ -91,12 +91,7 @@ class UsualFakeQuantLinear(nn.Linear):
 
 def training_model(variant: str, options: GpuBenchOptions, device: torch.device) -> Any:
     """A float32 model in training mode in one of `VARIANTS`."""
-    from transformers import Qwen2ForCausalLM
-
-    config = bench_config(options)
-    torch.manual_seed(0)
-    with device:
-        model: Any = Qwen2ForCausalLM._from_config(config, dtype=torch.float32)
+    model = random_model(options, device, torch.float32)
     format = SparseBitConfig.parse(f"ternary-{options.pattern}")
     if variant in ("int8", "fake"):
         convert_(model, format)

@@ -12,11 +12,13 @@ if TYPE_CHECKING:
 def main(arguments: list[str]) -> None:
     """Measure prefill and decode; print a table and write JSON lines if asked.
 
-    `prefill`, `decode` or `train` as the first argument measures on a GPU instead.
+    `prefill`, `decode`, `train`, `kernels`, `profile` or `gpu` as the first argument measures on a GPU
+    instead.
     """
-    if arguments[:1] and arguments[0] in ("prefill", "decode", "train"):
-        from sparse_bitnet.cli.bench_gpu import main as on_gpu
+    from sparse_bitnet.cli.bench_gpu import KINDS
+    from sparse_bitnet.cli.bench_gpu import main as on_gpu
 
+    if arguments[:1] and arguments[0] in ("gpu", *KINDS):
         return on_gpu(arguments)
     import tyro
 

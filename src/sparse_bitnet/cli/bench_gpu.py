@@ -1,4 +1,5 @@
-"""`sparse-bitnet bench prefill|decode|train`: the paper's Table 3 and training steps on a GPU."""
+"""`sparse-bitnet bench prefill|decode|train|kernels|profile`: the paper's Table 3, training steps and
+single kernels on a GPU; `bench gpu --all` measures everything."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,11 +12,11 @@ if TYPE_CHECKING:
 
     from sparse_bitnet.bench.gpu_options import GpuBenchOptions
 
-KINDS = ("prefill", "decode", "train")
+KINDS = ("prefill", "decode", "train", "kernels", "profile")
 
 
 def main(arguments: list[str]) -> None:
-    """Measure on the GPU; `arguments` start with one of `KINDS`."""
+    """Measure on the GPU; `arguments` start with one of `KINDS`, or with "gpu"."""
     import tyro
 
     from sparse_bitnet.bench.gpu_options import GpuBenchOptions
@@ -37,13 +38,32 @@ def main(arguments: list[str]) -> None:
         # In a file or a pipe nothing of a row is to be cut off.
         run(kind, options, out, console if console.is_terminal else Console(width=140))
 
-    parse(entry, rest, prog=f"sparse-bitnet bench {kind}")
+    def everything(
+        all: bool = False, out: Path = Path("gpu-results"), rehearse: bool = False
+    ) -> None:
+        """Tests, kernels, prefill, decode, training and a profile on this GPU, in a folder with a page.
+
+        Every step is a process of its own; one that fails is a row that says why. Called again it goes on
+        with what is missing or failed.
+
+        Args:
+            all: every step; there is no other choice yet.
+            out: folder for rows.jsonl and index.html.
+            rehearse: the same steps on the CPU with a small model, to see that all is in place.
+        """
+        from sparse_bitnet.bench.gpu_all import run_all
+
+        if not all:
+            raise UserError("bench gpu: say --all, or take one of " + ", ".join(KINDS))
+        run_all(out, rehearse=rehearse)
+
+    parse(everything if kind == "gpu" else entry, rest, prog=f"sparse-bitnet bench {kind}")
 
 
 def run(kind: str, options: "GpuBenchOptions", out: Path | None, console: "Console") -> None:
     """Measure one of `KINDS`, print the table, and append the rows to `out`.
 
-    Raises `UserError` for an unknown preset, a pattern that does not fit, or no CUDA device.
+    Raises `UserError` for an unknown model, a pattern that does not fit, or no CUDA device.
     """
     if kind not in KINDS:
         raise UserError(f"bench {kind}: choose one of {', '.join(KINDS)}")
@@ -51,23 +71,22 @@ def run(kind: str, options: "GpuBenchOptions", out: Path | None, console: "Conso
     from sparse_bitnet.bench.record import append_records
     from sparse_bitnet.experiments.provenance import provenance
 
-    measured = {
-        "prefill": gpu_inference.run_prefill,
-        "decode": gpu_inference.run_decode,
-        "train": gpu_train.run,
-    }
     where = provenance()
-    layers = "" if options.layers is None or options.kernels else f", {options.layers} layers"
-    title = f"{options.model} {options.pattern}{layers}, {where['hardware']}"
-    if options.kernels:
-        kernel_rows = gpu_kernels.run(options)
-        console.print(gpu_record.kernel_table(kernel_rows, f"kernels: {title}"))
-        records = gpu_record.records(kernel_rows, options)
+    layers = "" if options.layers is None else f", {options.layers} layers"
+    title = f"{kind}: {options.model} {options.pattern}{layers}, {where['hardware']}"
+    rows: list[gpu_record.SpeedRow] | list[gpu_record.KernelRow]
+    if kind in ("kernels", "profile"):
+        rows = gpu_kernels.run(options) if kind == "kernels" else gpu_kernels.run_profile(options)
+        console.print(gpu_record.kernel_table(rows, title))
     else:
+        measured = {
+            "prefill": gpu_inference.run_prefill,
+            "decode": gpu_inference.run_decode,
+            "train": gpu_train.run,
+        }
         rows = measured[kind](options)
-        console.print(gpu_record.table(rows, f"{kind}: {title}"))
-        records = gpu_record.records(rows, options)
+        console.print(gpu_record.table(rows, title))
     console.print(f"torch {where['versions']['torch']}, {where['date'][:10]}, {where['commit']}")
     if out is not None:
-        append_records(out, records, where)
+        append_records(out, gpu_record.records(rows, options), where)
         console.print(f"written to {out}", soft_wrap=True)

@@ -38,5 +38,5 @@ define(
     "(Tensor codes, Tensor activation_scale)",
     norm_quantize_reference,
     lambda x, weight, epsilon, n, m: empty_in_order(x, x.shape[-1], n, m),
-    cuda="fused_inputs.norm_quantize",
+    cuda="quantize.norm_quantize",
 )

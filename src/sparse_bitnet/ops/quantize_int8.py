@@ -32,5 +32,5 @@ define(
     lambda x: empty_tokens(x, x.shape[-1]),
     takes=takes_values,
     cpu=True,
-    cuda="quantize_gather.quantize_int8",
+    cuda="quantize.quantize_int8",
 )

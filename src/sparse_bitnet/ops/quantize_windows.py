@@ -49,5 +49,5 @@ define(
     "quantize_windows(Tensor x, int n, int m) -> (Tensor codes, Tensor activation_scale)",
     quantize_windows_reference,
     lambda x, n, m: empty_in_order(x, x.shape[-1], n, m),
-    cuda="quantize_gather.quantize_windows",
+    cuda="quantize.quantize_windows",
 )

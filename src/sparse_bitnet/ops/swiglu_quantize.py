@@ -31,5 +31,5 @@ define(
     "swiglu_quantize(Tensor gate_up, int n, int m) -> (Tensor codes, Tensor activation_scale)",
     swiglu_quantize_reference,
     lambda gate_up, n, m: empty_in_order(gate_up, gate_up.shape[-1] // 2, n, m),
-    cuda="fused_inputs.swiglu_quantize",
+    cuda="quantize.swiglu_quantize",
 )

@@ -10,21 +10,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from sparse_bitnet.errors import UserError
 from sparse_bitnet.ops.backends import choice_of_kernel
 from sparse_bitnet.ops.int8_linear import int8_linear
-from sparse_bitnet.ops.packed_int8_linear import PACKED_FORMATS, packed_int8_linear
+from sparse_bitnet.ops.packed_int8_linear import MAX_TOKENS, pack_blocks, packed_int8_linear
 from sparse_bitnet.ops.quantize_int8 import quantize_int8
 from sparse_bitnet.ops.quantize_windows import quantize_windows
 from sparse_bitnet.ops.sparse_int8_linear import compress_windows, sparse_int8_linear
 from sparse_bitnet.ops.tuning_cache import LayerShape, Route, TuningCache
 from sparse_bitnet.ops.windows import has_windows, window_expand
-from sparse_bitnet.packing.codec import pack
-from sparse_bitnet.packing.formats import holds_pattern
 from sparse_bitnet.pattern import NMPattern
-
-PACKED_TOKENS = 64
-"""Most tokens for which packed products are considered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,16 +28,6 @@ class RoutePolicy:
     table: TuningCache = field(default_factory=lambda: TuningCache(machine=""))
     always: Route | None = None
     """Not by the table: this product, and dense where it is impossible."""
-
-    packed_format: str = "i2"
-    also: frozenset[Route] = frozenset()
-    """Products whose forms are kept besides, so that a layer can be given another policy."""
-
-    def __post_init__(self) -> None:
-        if self.packed_format not in PACKED_FORMATS:
-            raise UserError(
-                f"packed_format={self.packed_format!r}: choose one of {', '.join(PACKED_FORMATS)}"
-            )
 
     @classmethod
     def from_environment(cls, table: TuningCache) -> "RoutePolicy":
@@ -58,19 +42,19 @@ class RoutePolicy:
     def routes(self, shape: LayerShape) -> set[Route]:
         """The products that a layer may use."""
         wanted = self.table.routes(shape) if self.always is None else {"dense", self.always}
-        return {route for route in wanted | self.also if self._possible(shape.pattern, route)}
+        return wanted & set(possible_routes(shape.pattern))
 
     def choose(self, shape: LayerShape, tokens: int) -> Route:
         """The product for so many tokens."""
         route = self.table.choose(shape, tokens) if self.always is None else self.always
-        if route == "packed" and tokens > PACKED_TOKENS:
-            route = "dense"
-        return route if self._possible(shape.pattern, route) else "dense"
+        return route if route in possible_routes(shape.pattern, tokens) else "dense"
 
-    def _possible(self, pattern: NMPattern, route: Route) -> bool:
-        if route == "sparse":
-            return has_windows(pattern)
-        return route == "dense" or holds_pattern(self.packed_format, pattern)
+
+def possible_routes(pattern: NMPattern, tokens: int = 1) -> list[Route]:
+    """The products that a pattern and a token count allow."""
+    routes: list[Route] = ["dense"]
+    routes += ["sparse"] if has_windows(pattern) else []
+    return [*routes, "packed"] if tokens <= MAX_TOKENS else routes
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,19 +110,27 @@ class TernaryLinear(nn.Module):
         """
         super().__init__()
         self.out_features, self.in_features = codes.shape
-        self.pattern, self.policy = pattern, policy
+        self.pattern = pattern
         self.shape = LayerShape(self.out_features, self.in_features, pattern)
-        routes = policy.routes(self.shape)
-        forms: dict[str, Tensor | None] = dict.fromkeys(("compressed", "weight_packed"))
-        if "sparse" in routes:
-            expanded, _ = window_expand(codes, pattern, padded=True, name=name)
-            forms["compressed"] = compress_windows(expanded)
-        if "packed" in routes:
-            packed = pack(codes, policy.packed_format, pattern, name=name)
-            forms["weight_packed"] = packed.to(codes.device)
-        forms |= {"codes": codes, "weight_scale": weight_scale.reshape(-1).float(), "bias": bias}
-        for key, value in forms.items():
+        forms = {"codes": codes, "weight_scale": weight_scale.reshape(-1).float(), "bias": bias}
+        for key, value in {**forms, "compressed": None, "weight_packed": None}.items():
             self.register_buffer(key, None if value is None else value.detach(), persistent=False)
+        self.set_policy_(policy, name)
+
+    def set_policy_(self, policy: RoutePolicy, name: str = "(unnamed)") -> None:
+        """Choose by a policy from now on, and make the forms of the weight that it lacks."""
+        self.policy, routes = policy, policy.routes(self.shape)
+        if "sparse" in routes and self.compressed is None:
+            expanded, _ = window_expand(self.codes, self.pattern, padded=True, name=name)
+            self.compressed = compress_windows(expanded)
+        if "packed" in routes and self.weight_packed is None:
+            self.weight_packed = pack_blocks(self.codes)
+
+    def drop_unused_(self) -> None:
+        """Give back the forms that the policy never chooses; dense is kept."""
+        routes = self.policy.routes(self.shape)
+        self.compressed = self.compressed if "sparse" in routes else None
+        self.weight_packed = self.weight_packed if "packed" in routes else None
 
     @classmethod
     def merged(cls, layers: Iterable["TernaryLinear"], policy: RoutePolicy) -> "TernaryLinear":
@@ -184,21 +176,14 @@ class TernaryLinear(nn.Module):
             )
         if x.route == "packed":
             assert self.weight_packed is not None
-            packed, packed_format = self.weight_packed, self.policy.packed_format
-            return packed_int8_linear(
-                x.codes, x.scale, packed, packed_format, self.pattern, scale, bias, x.dtype
-            )
+            return packed_int8_linear(x.codes, x.scale, self.weight_packed, scale, bias, x.dtype)
         return int8_linear(x.codes, x.scale, self.codes, scale, bias, x.dtype)
-
-    def set_policy_(self, policy: RoutePolicy) -> None:
-        """Choose by another policy from now on, among the forms that were kept; dense always is."""
-        self.policy = policy
 
     def extra_repr(self) -> str:
         """Sizes, pattern and the forms kept, for `print`."""
         forms = ["dense"]
         forms += ["sparse"] if self.compressed is not None else []
-        forms += [self.policy.packed_format] if self.weight_packed is not None else []
+        forms += ["packed"] if self.weight_packed is not None else []
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"pattern={self.pattern}, forms={'+'.join(forms)}"

@@ -1,7 +1,8 @@
 """Trained or packed layers of a transformers model to their GPU form; q/k/v and gate/up become one.
 
-A merged product runs where the first of its layers stood. The modules at the places of the others hand
-out their slices, so the model's own code stays as it is.
+A merged product runs where the first of its layers stood; the modules at the places of the others hand
+out their slices, so the model's own code stays as it is. Norms and MLPs of known decoder layers hand
+quantised tokens to the layers after them: activations between them exist once, as int8.
 """
 
 from typing import Any
@@ -13,9 +14,16 @@ from sparse_bitnet.engine.gpu.linear import QuantizedTokens, RoutePolicy, Ternar
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.layer import SparseBitLinear
 from sparse_bitnet.nn.packed_linear import PackedSparseBitLinear
+from sparse_bitnet.ops.int8_linear import int8_linear
+from sparse_bitnet.ops.norm_quantize import norm_quantize
+from sparse_bitnet.ops.quantize_int8 import quantize_int8
+from sparse_bitnet.ops.swiglu_quantize import swiglu_quantize
 
 MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that share their input, in the order in which their parents call them."""
+
+MODEL_TYPES = ("qwen2", "qwen3", "llama")
+"""transformers models whose layers take norm, attention and MLP apart as this module expects."""
 
 
 class FirstSlice(nn.Module):
@@ -111,3 +119,93 @@ def _ternary(module: Any, policy: RoutePolicy, name: str) -> TernaryLinear:
     assert codes is not None
     assert scale is not None
     return TernaryLinear(codes, scale, module.bias, module.config.pattern, policy, name=name)
+
+
+class QuantizingNorm(nn.Module):
+    """RMSNorm whose result is quantised for one layer."""
+
+    def __init__(self, norm: Any, linear: TernaryLinear) -> None:
+        super().__init__()
+        self.weight, self.epsilon = norm.weight, norm.variance_epsilon
+        # Not a submodule: it has its place in the model.
+        self.__dict__["linear"] = linear
+
+    def forward(self, input: Tensor) -> QuantizedTokens:
+        """[..., features] -> the same tokens, quantised."""
+        linear: TernaryLinear = self.__dict__["linear"]
+        route, windows = linear.route(input.numel() // input.shape[-1])
+        codes, scale = norm_quantize(input, self.weight, self.epsilon, windows)
+        return QuantizedTokens(codes, scale, route, input.shape, input.dtype)
+
+
+class QuantizingMlp(nn.Module):
+    """down(silu(gate(x)) * up(x)) with the middle quantised in one pass."""
+
+    def __init__(self, gate_up: TernaryLinear, down: TernaryLinear) -> None:
+        super().__init__()
+        self.gate_up, self.down = gate_up, down
+
+    def forward(self, input: Tensor | QuantizedTokens) -> Tensor:
+        """[..., hidden] -> [..., hidden]."""
+        gate_up = self.gate_up(input)
+        features = self.down.in_features
+        route, windows = self.down.route(gate_up.numel() // (2 * features))
+        codes, scale = swiglu_quantize(gate_up, windows)
+        shape = torch.Size((*gate_up.shape[:-1], features))
+        return self.down(QuantizedTokens(codes, scale, route, shape, gate_up.dtype))
+
+
+class Int8Head(nn.Module):
+    """The output head with int8 weights, a scale a row: half of the bytes that a token reads of it."""
+
+    codes: Tensor
+    scale: Tensor
+
+    def __init__(self, head: Any) -> None:
+        super().__init__()
+        codes, scale = quantize_int8(head.weight)
+        self.register_buffer("codes", codes, persistent=False)
+        self.register_buffer("scale", scale.flatten(), persistent=False)
+        self.bias = head.bias
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., hidden] -> [..., vocabulary]."""
+        x_codes, x_scale = quantize_int8(input)
+        return int8_linear(
+            x_codes, x_scale, self.codes, self.scale, self.bias, input.dtype, ternary=False
+        )
+
+
+def int8_head_(model: Any) -> None:
+    """Quantise the output head; an embedding that shares its weight stays as it is."""
+    model.lm_head = Int8Head(model.get_output_embeddings())
+
+
+def fuse_(model: Any) -> Any:
+    """Fuse what can be in a model after `prepare_`; returns `model`.
+
+    Outputs stay those of the unfused model: on a CPU bit for bit, on a GPU up to the order of the sums
+    in a norm. Layers of model types not in `MODEL_TYPES`, and those not wholly ternary, are left.
+    """
+    if getattr(model.config, "model_type", None) not in MODEL_TYPES:
+        return model
+    for layer in model.get_decoder().layers:
+        first: Any = getattr(layer.self_attn, "q_proj", None)
+        if _is_ternary(first):
+            layer.input_layernorm = QuantizingNorm(layer.input_layernorm, first.linear)
+        mlp = layer.mlp
+        gate: Any = getattr(mlp, "gate_proj", None)
+        down: Any = getattr(mlp, "down_proj", None)
+        if (
+            _is_ternary(gate)
+            and isinstance(down, TernaryLinear)
+            and model.config.hidden_act == "silu"
+        ):
+            norm = layer.post_attention_layernorm
+            layer.post_attention_layernorm = QuantizingNorm(norm, gate.linear)
+            layer.mlp = QuantizingMlp(gate.linear, down)
+    return model
+
+
+def _is_ternary(module: Any) -> bool:
+    return isinstance(module, FirstSlice) and isinstance(module.linear, TernaryLinear)

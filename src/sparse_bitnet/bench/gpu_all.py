@@ -1,0 +1,166 @@
+"""Everything there is to measure on a GPU, step by step, in a folder that can be taken up again.
+
+Each step is a process of its own, because an error on a GPU leaves its process unusable. It writes
+STEP.jsonl (the rows) and STEP.txt (what it printed); where it fails, the one row says why, and the next
+call tries again.
+"""
+
+import html
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparse_bitnet.bench.record import append_records
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.experiments.provenance import provenance
+from sparse_bitnet.files import write_atomic
+
+PAGE = "index.html"
+PATTERNS = ("6:8", "2:4")
+REHEARSAL = ("--model", "qwen2.5-0.3m", "--layers", "1", "--device", "cpu", "--rounds", "1")
+SMALL = {
+    "prefill": "--tokens 32",
+    "decode": "--batch 1 --context 16",
+    "train": "--tokens 16 --batch 1",
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A process that appends its rows to the file it is given last."""
+
+    name: str
+    command: tuple[str, ...]
+    seconds: int
+    """When it is given up."""
+
+
+def all_steps(rehearse: bool = False) -> list[Step]:
+    """In the order of what they settle; all limits together are 40 minutes."""
+    bench = (sys.executable, "-m", "sparse_bitnet", "bench")
+    found = [Step("tests", (sys.executable, "-m", "sparse_bitnet.bench.gpu_all"), 240)]
+    for kind, seconds in (("kernels", 240), ("decode", 240), ("prefill", 240)):
+        for pattern in PATTERNS:
+            given = ["--pattern", pattern]
+            if kind == "decode":
+                given += ["--batch", *map(str, (1, 8, 64, 128, 256, 512))]
+            if rehearse:
+                given = ["--pattern", pattern, *REHEARSAL, *SMALL.get(kind, "--tokens 2").split()]
+            name = f"{kind}-{pattern.replace(':', 'of')}"
+            found.append(Step(name, (*bench, kind, *given, "--out"), seconds))
+    small = (*REHEARSAL, *SMALL["train"].split()) if rehearse else ()
+    found.append(Step("train", (*bench, "train", *small, "--out"), 300))
+    small = (*REHEARSAL, "--tokens", "2") if rehearse else ()
+    found.append(Step("profile", (*bench, "profile", *small, "--out"), 60))
+    forwards = "benchmarks/forwards.py gpu-forwards --seeds 2"
+    if rehearse:
+        forwards += " --steps 20 --batch-size 1 --device cpu"
+    found.append(Step("forwards", (sys.executable, *forwards.split(), "--out"), 300))
+    return found
+
+
+def run_all(folder: Path, *, rehearse: bool = False, steps: Sequence[Step] | None = None) -> bool:
+    """Run what is missing or failed; returns whether all steps have their rows now.
+
+    Raises `UserError` where the folder cannot be written. Ctrl-C ends it between steps' files.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {error.strerror}") from error
+    steps = all_steps(rehearse) if steps is None else steps
+    for step in steps:
+        if failure_of(folder, step) == "":
+            print(f"{step.name}: done before", flush=True)
+            continue
+        began = time.monotonic()
+        failure = _run(folder, step)
+        print(f"{step.name}: {failure or 'done'} ({time.monotonic() - began:.0f} s)", flush=True)
+        _write_page(folder, steps)
+    print(f"{folder / PAGE}")
+    return all(failure_of(folder, step) == "" for step in steps)
+
+
+def failure_of(folder: Path, step: Step) -> str | None:
+    """Why a step has no rows; "" where it has, None where it has not been tried."""
+    try:
+        lines = (folder / f"{step.name}.jsonl").read_text().splitlines()
+        return json.loads(lines[0]).get("step_failed", "") if lines else "it wrote no rows"
+    except OSError:
+        return None
+    except ValueError as error:
+        return f"its rows cannot be read: {error}"
+
+
+def _run(folder: Path, step: Step) -> str:
+    """Replaces the step's files; returns why it failed, "" where it did not."""
+    rows, part, text = (folder / f"{step.name}.{end}" for end in ("jsonl", "part", "txt"))
+    part.unlink(missing_ok=True)
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "140"}
+    try:
+        with open(text, "w") as output:
+            subprocess.run(
+                [*step.command, part],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                timeout=step.seconds,
+                check=True,
+                env=environment,
+            )
+        if part.is_file():
+            part.replace(rows)
+            return ""
+        failure = "it wrote no rows"
+    except subprocess.TimeoutExpired:
+        failure = f"it took more than {step.seconds} s"
+    except subprocess.CalledProcessError as error:
+        last = next(iter(text.read_text(errors="replace").split("\n")[-2:]), "")
+        failure = f"exit code {error.returncode}: {last[:300]}"
+    except OSError as error:
+        failure = f"it cannot be started: {error.strerror}"
+    rows.unlink(missing_ok=True)
+    append_records(rows, [{"step": step.name, "step_failed": failure}], provenance())
+    return failure
+
+
+def _write_page(folder: Path, steps: Sequence[Step]) -> None:
+    where = provenance()
+    parts = [f"<h1>{html.escape(where['hardware'])}</h1><p>{where['date']}, {where['commit']}</p>"]
+    for step in steps:
+        failure = failure_of(folder, step)
+        state = {"": "", None: ": not yet measured"}.get(failure, f": {failure}")
+        parts.append(f"<h2>{html.escape(step.name + state)}</h2>")
+        if (text := folder / f"{step.name}.txt").is_file():
+            parts.append(f"<pre>{html.escape(text.read_text(errors='replace'))}</pre>")
+    write_atomic(folder / PAGE, "<!doctype html><meta charset=utf-8>" + "\n".join(parts) + "\n")
+
+
+def _tests(out: Path) -> int:
+    """Run the tests that compare every compiled kernel with its reference, and write how many passed."""
+    import pytest
+
+    tests = Path("tests/ops/test_cuda.py")
+    if not tests.is_file():
+        print("tests/ops/test_cuda.py is not here: run in a copy of the repository")
+        return 1
+    counted: dict[str, int] = {}
+
+    class Count:
+        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+            if report.when == "call" or report.outcome != "passed":
+                counted[report.outcome] = counted.get(report.outcome, 0) + 1
+
+    code = pytest.main(["-q", "-p", "no:cacheprovider", str(tests)], plugins=[Count()])
+    if code == 0:
+        append_records(out, [{"step": "tests", **counted}], provenance())
+    return int(code)
+
+
+if __name__ == "__main__":
+    sys.exit(_tests(Path(sys.argv[1])))
