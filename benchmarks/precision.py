@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from sparse_bitnet.bench.record import append_records, result_file, where_measured
-from sparse_bitnet.checkpoint.hub import from_pretrained
+from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.engine.engine import CACHE_TYPES, Engine
 from sparse_bitnet.generation.engine_perplexity import engine_perplexity
 from sparse_bitnet.generation.text import TextTokenizer

@@ -9,7 +9,8 @@ from torch import nn
 
 from factories import tiny_config
 from sparse_bitnet.checkpoint import packed_loading
-from sparse_bitnet.checkpoint.hub import from_pretrained, save_pretrained
+from sparse_bitnet.checkpoint.hub import save_pretrained
+from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.export.pack import pack_checkpoint
 from sparse_bitnet.nn.convert import convert_
 from sparse_bitnet.nn.layer import SparseBitConfig

@@ -29,7 +29,7 @@ _PUBLIC = {
     "selected": "nn.convert",
     "build_model": "checkpoint.models",
     "save_pretrained": "checkpoint.hub",
-    "from_pretrained": "checkpoint.hub",
+    "from_pretrained": "checkpoint.load",
     "register_score": "variants.registry",
     "register_quantizer": "variants.registry",
     "register_activation": "variants.registry",

@@ -176,7 +176,9 @@ def test_layers_left_dense_are_not_counted(tmp_path):
         "format": SparseBitConfig.parse("ternary-6:8").to_dict(),
         "modules_to_not_convert": ["layers.0.up"],
     }
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": entry}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "other", "quantization_config": entry})
+    )
     tensors = {f"layers.{i}.up.weight": torch.randn(4, 8) for i in range(2)}
     save_file(tensors, tmp_path / "model.safetensors")
     assert [layer.name for layer in checkpoint_statistics(tmp_path)] == ["layers.1.up"]
@@ -186,8 +188,12 @@ def test_layers_left_dense_are_not_counted(tmp_path):
     ("files", "message"),
     [
         ({}, "config.json"),
-        ({"config.json": "{}"}, "no model"),
-        ({"config.json": "{}", "model.safetensors": "garbage"}, "safetensors is damaged"),
+        ({"config.json": "{}"}, "neither a run folder"),
+        ({"config.json": '{"model_type": "other"}'}, "no model"),
+        (
+            {"config.json": '{"model_type": "other"}', "model.safetensors": "garbage"},
+            "safetensors is damaged",
+        ),
     ],
 )
 def test_unreadable_folders_are_refused(tmp_path, files, message):
@@ -198,7 +204,7 @@ def test_unreadable_folders_are_refused(tmp_path, files, message):
 
 
 def test_packed_checkpoint_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "other"}')
     packed = {"layers.0.up.weight": torch.ones(4, 8, dtype=torch.uint8)}
     save_file(packed, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="only codes"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparse_bitnet.bench.random_model import cached_random_model, config_of, write_random_model
-from sparse_bitnet.checkpoint.hub import from_pretrained
+from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.models import preset_config
 from sparse_bitnet.checkpoint.packed_loading import open_packed, packed_layers
 from sparse_bitnet.errors import UserError

@@ -59,9 +59,9 @@ def test_a_step_reads_weights_head_and_cache(tiny_folder: Path, kv_cache: str, v
 
 
 def test_only_packed_folders_are_known(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="sparse-bitnet pack"):
+    with pytest.raises(UserError, match="neither a run folder"):
         work_of(tmp_path, "i2", "auto", "float16")
-    (tmp_path / "config.json").write_text('{"quantization_config": []}')
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "quantization_config": []}')
     with pytest.raises(UserError, match="sparse-bitnet pack"):
         work_of(tmp_path, "i2", "auto", "float16")
 

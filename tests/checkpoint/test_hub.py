@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from factories import MODEL_FAMILIES, tiny_model
-from sparse_bitnet.checkpoint.hub import from_pretrained, save_pretrained
+from sparse_bitnet.checkpoint.hub import save_pretrained
+from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import convert_, sparse_layers
 from sparse_bitnet.nn.layer import SparseBitConfig

@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from factories import tiny_model
-from sparse_bitnet.checkpoint.models import PRESETS, build_model, preset_config, skeleton
+from sparse_bitnet.checkpoint.load import skeleton
+from sparse_bitnet.checkpoint.models import PRESETS, build_model, preset_config
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import sparse_layers
 from sparse_bitnet.nn.layer import SparseBitConfig
@@ -195,11 +196,11 @@ class TestInit:
         if content is not None:
             (tmp_path / "config.json").write_text(content)
         with pytest.raises(
-            UserError, match=r"cannot load a model from|is damaged: not readable"
+            UserError, match=r"neither a run folder|is damaged: not readable"
         ) as raised:
             build_model("ignored", SparseBitConfig(), init=tmp_path)
         assert "\n" not in str(raised.value)
 
     def test_missing_folder_is_named(self, tmp_path: Path) -> None:
-        with pytest.raises(UserError, match=r"no such folder: .*none"):
+        with pytest.raises(UserError, match=r"no such checkpoint: no folder .*none"):
             build_model("ignored", SparseBitConfig(), init=tmp_path / "none")

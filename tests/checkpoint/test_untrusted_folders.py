@@ -110,7 +110,7 @@ def test_transformers_loaders_are_called_in_one_function() -> None:
                 if name in ("from_pretrained", "from_config") or owner.startswith("Auto"):
                     found.append(f"{path.relative_to(SOURCE)}: {owner}.{name}")
     # It looks a name up in a table, whatever the config says.
-    assert found == ["checkpoint/models.py: AutoConfig.for_model"]
+    assert found == ["checkpoint/load.py: AutoConfig.for_model"]
 
 
 @pytest.fixture

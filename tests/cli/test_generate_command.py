@@ -7,9 +7,10 @@ import sys
 import pytest
 
 from factories import tiny_model
-from sparse_bitnet.checkpoint.hub import from_pretrained, save_pretrained
+from sparse_bitnet.checkpoint.hub import save_pretrained
+from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
 from sparse_bitnet.cli import chat, generate
-from sparse_bitnet.data.tokenizer import load_tokenizer, train_tokenizer
+from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.sampling import continue_text
 from sparse_bitnet.nn.convert import convert_

@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 from texts import contents, some_texts, write_jsonl
 
+from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.data import prepare as prepare_module
 from sparse_bitnet.data.documents import Document, State
 from sparse_bitnet.data.manifest import Manifest
 from sparse_bitnet.data.prepare import prepare
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.data.sources import parse_source
-from sparse_bitnet.data.tokenizer import load_tokenizer, tokenizer_hash
+from sparse_bitnet.data.tokenizer import tokenizer_hash
 from sparse_bitnet.errors import UserError
 
 

@@ -7,8 +7,8 @@ import pytest
 from texts import some_texts
 from transformers import AutoTokenizer, Qwen2Config
 
+from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.data.tokenizer import (
-    load_tokenizer,
     tokenizer_hash,
     train_tokenizer,
     vocabulary_size,

@@ -110,7 +110,8 @@ def test_a_model_gives_the_same_logits(family, route, fused):
 
 
 def test_packed_checkpoints_are_prepared_too(tmp_path):
-    from sparse_bitnet.checkpoint.hub import from_pretrained, save_pretrained
+    from sparse_bitnet.checkpoint.hub import save_pretrained
+    from sparse_bitnet.checkpoint.load import from_pretrained
     from sparse_bitnet.export.pack import pack_checkpoint
 
     model = sparse_model()

@@ -6,11 +6,11 @@ import shutil
 import numpy as np
 import pytest
 
+from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.checkpoint.locate import resolve_checkpoint, trained_context_length
 from sparse_bitnet.data.prepare import prepare
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.data.sources import parse_source
-from sparse_bitnet.data.tokenizer import load_tokenizer
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.held_out import read_held_out
 from sparse_bitnet.evaluation.perplexity import evaluate

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from sparse_bitnet.checkpoint.hub import from_pretrained
+from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.perplexity import Perplexity, evaluate, perplexity

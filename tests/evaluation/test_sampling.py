@@ -2,8 +2,7 @@
 
 import torch
 
-from sparse_bitnet.checkpoint.hub import from_pretrained
-from sparse_bitnet.data.tokenizer import load_tokenizer
+from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
 from sparse_bitnet.evaluation.sampling import continue_text
 from sparse_bitnet.nn.convert import sparse_layers
 

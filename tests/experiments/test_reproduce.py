@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from sparse_bitnet.analysis.weights import model_statistics, pool
-from sparse_bitnet.checkpoint.hub import from_pretrained
+from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.models import build_model
 from sparse_bitnet.cli import report as report_cli
 from sparse_bitnet.data.shards import TokenDataset

@@ -12,9 +12,9 @@ import torch
 from factories import tiny_model
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.checkpoint.hub import save_pretrained
+from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.cli.main import main
-from sparse_bitnet.data.tokenizer import load_tokenizer
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.config import ExportConfig
 from sparse_bitnet.export.formats import export

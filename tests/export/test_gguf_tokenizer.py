@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sparse_bitnet.data.tokenizer import load_tokenizer
+from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.gguf_tokenizer import PRE_TOKENIZERS, TokenType, read_vocabulary
 

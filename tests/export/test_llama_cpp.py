@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparse_bitnet.data.tokenizer import load_tokenizer
+from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.export.config import ExportConfig
 from sparse_bitnet.export.formats import export
 from sparse_bitnet.export.gguf_tokenizer import PRE_TOKENIZERS

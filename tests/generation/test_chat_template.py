@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_bitnet.data.tokenizer import load_tokenizer, train_tokenizer
+from sparse_bitnet.checkpoint.load import load_tokenizer
+from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.chat_template import ChatTemplate
 

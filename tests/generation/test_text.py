@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from sparse_bitnet.data.tokenizer import load_tokenizer, train_tokenizer
+from sparse_bitnet.checkpoint.load import load_tokenizer
+from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.text import TextStream, TextTokenizer
 

@@ -11,7 +11,8 @@ import transformers
 from torch import nn
 
 from factories import tiny_model
-from sparse_bitnet.checkpoint.hub import from_pretrained, save_pretrained
+from sparse_bitnet.checkpoint.hub import save_pretrained
+from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.pack import pack_checkpoint
 from sparse_bitnet.nn.convert import convert_, selected, sparse_layers

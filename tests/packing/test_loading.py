@@ -14,7 +14,7 @@ from hypothesis import given
 from transformers import AutoModelForCausalLM
 
 from factories import MODEL_FAMILIES
-from sparse_bitnet.checkpoint.hub import from_pretrained
+from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.packed_loading import open_packed, packed_layers
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.pack import pack_checkpoint

@@ -11,10 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sparse_bitnet.checkpoint import checkpoint as source_module
-from sparse_bitnet.checkpoint.hub import from_pretrained
+from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
 from sparse_bitnet.checkpoint.locate import trained_context_length
 from sparse_bitnet.checkpoint.packed_loading import open_packed
-from sparse_bitnet.data.tokenizer import load_tokenizer
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export import pack as checkpoint_module
 from sparse_bitnet.export.pack import pack_checkpoint

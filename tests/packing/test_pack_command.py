@@ -7,7 +7,7 @@ from typing import get_args, get_type_hints
 import pytest
 import torch
 
-from sparse_bitnet.checkpoint.hub import from_pretrained
+from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.cli import pack as command
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export import pack_check as check

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sparse_bitnet.checkpoint.hub import from_pretrained
+from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.models import PRESETS
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.data.shards import TokenDataset

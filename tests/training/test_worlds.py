@@ -8,7 +8,7 @@ import pytest
 import torch
 from world_processes import Worlds
 
-from sparse_bitnet.checkpoint.hub import from_pretrained
+from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.metrics import read_rows

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from factories import make_layer, tiny_model
-from sparse_bitnet.checkpoint.hub import from_pretrained, save_pretrained
+from sparse_bitnet.checkpoint.hub import save_pretrained
+from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.pack import pack_checkpoint

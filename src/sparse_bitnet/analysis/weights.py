@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from sparse_bitnet.checkpoint.hub import read_format
-from sparse_bitnet.checkpoint.model_folder import CONFIG_FILE, quantization_entry, read_config
+from sparse_bitnet.checkpoint.model_folder import CONFIG_FILE
+from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
 from sparse_bitnet.checkpoint.weight_files import WeightFiles
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import sparse_layers
@@ -237,38 +238,34 @@ def model_statistics(
 
 
 def checkpoint_statistics(
-    folder: str | Path, *, pattern: NMPattern | None = None, dense_layers: tuple[str, ...] = ()
+    path: str | Path, *, pattern: NMPattern | None = None, dense_layers: tuple[str, ...] = ()
 ) -> list[WeightStatistics]:
     """Every linear of the blocks of a safetensors checkpoint, read one layer at a time.
 
-    The folder may be one of ours or any other in Hugging Face form with floating-point weights; of
-    the latter, every matrix inside a numbered block is counted, as full-precision weights.
+    It may be one of ours or any other in Hugging Face form with floating-point weights; of the latter,
+    every matrix inside a numbered block is counted, as full-precision weights.
 
-    Raises `UserError` for a folder without config.json, safetensors or countable weights.
+    Raises `UserError` as `find_checkpoint`, and for a model without safetensors or countable weights.
     """
-    folder = Path(folder)
-    config, dense = _checkpoint_format(folder)
+    found = find_checkpoint(path)
+    folder, dense = found.folder, set()
+    config = SparseBitConfig(weight="full", pattern=NMPattern(1, 1))
+    if found.kind == "trained":
+        config = read_format(found.entry, str(folder / CONFIG_FILE))
+        dense = set(found.entry["modules_to_not_convert"])
     left_out = SparseBitConfig(dense_layers=dense_layers)
     names = [key.removesuffix(".weight") for key in WeightFiles.in_folder(folder).shapes]
     left_out.check_dense_layers(names, str(folder))
-    found = [
+    statistics = [
         weight_statistics(name, weight, config, pattern=pattern)
         for name, weight in _block_matrices(folder)
         if name not in dense and not left_out.keeps_dense(name)
     ]
-    if not found:
+    if not statistics:
         raise UserError(
             f"{folder}: no floating-point block weights (packed checkpoints hold only codes)"
         )
-    return found
-
-
-def _checkpoint_format(folder: Path) -> tuple[SparseBitConfig, set[str]]:
-    """The format of the block linears, and the names of those left dense."""
-    entry = quantization_entry(read_config(folder))
-    if entry.get("quant_method") != "sparse_bitnet":
-        return SparseBitConfig(weight="full", pattern=NMPattern(1, 1)), set()
-    return read_format(entry, str(folder / CONFIG_FILE)), set(entry["modules_to_not_convert"])
+    return statistics
 
 
 def _block_matrices(folder: Path) -> Iterator[tuple[str, Tensor]]:

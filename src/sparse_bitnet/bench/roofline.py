@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparse_bitnet.checkpoint.model_folder import CONFIG_FILE, quantization_entry, read_config
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.packing.formats import row_bytes
-from sparse_bitnet.packing.metadata import QUANT_METHOD, PackedMetadata
 from sparse_bitnet.packing.tensor_file import TensorFile
 
 READ_BYTES = 512 << 20
@@ -110,9 +108,10 @@ def work_of(folder: Path, weight_format: str, head: str, kv_cache: str) -> Work:
 
     Raises `UserError` for a folder that is not packed.
     """
-    config = packed_config(folder)
-    file = TensorFile(folder / "model.safetensors")
-    metadata = PackedMetadata.from_json(file.metadata, str(file.path))
+    packed = open_checkpoint(folder, "packed")
+    config, file, metadata = packed.config, packed.file, packed.metadata
+    assert file is not None
+    assert metadata is not None
     stored = weight_format in ("stored", metadata.packed_format)
     weight_bytes = sum(
         _size(file, f"{name}.weight_packed")
@@ -128,18 +127,6 @@ def work_of(folder: Path, weight_format: str, head: str, kv_cache: str) -> Work:
         head_bytes=_head_bytes(file, config, head),
         cache_token_bytes=2 * config["num_hidden_layers"] * kv_heads * vector_bytes,
         block_weights=sum(rows * columns for rows, columns in metadata.layers.values()),
-    )
-
-
-def packed_config(folder: Path) -> dict[str, Any]:
-    """config.json of a packed folder. Raises `UserError` for anything else."""
-    if (folder / CONFIG_FILE).is_file():
-        config = read_config(folder)
-        if quantization_entry(config).get("quant_method") == QUANT_METHOD:
-            return config
-    raise UserError(
-        f"{folder} is no packed folder: give a preset, or pack a checkpoint first "
-        "(sparse-bitnet pack CHECKPOINT OUT)"
     )
 
 

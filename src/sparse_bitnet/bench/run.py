@@ -20,8 +20,8 @@ from sparse_bitnet.bench.model import cache_tokens
 from sparse_bitnet.bench.options import BenchOptions
 from sparse_bitnet.bench.random_model import cached_random_model
 from sparse_bitnet.bench.record import BenchRow
-from sparse_bitnet.bench.roofline import READ_BYTES, RooflineMeter, Work, packed_config, work_of
-from sparse_bitnet.checkpoint.model_folder import quantization_entry
+from sparse_bitnet.bench.roofline import READ_BYTES, RooflineMeter, Work, work_of
+from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.presets import PRESETS
 
@@ -108,7 +108,7 @@ def run(
 def _model(options: BenchOptions) -> tuple[Path, str]:
     if options.model not in PRESETS:
         folder = Path(options.model)
-        return folder, str(quantization_entry(packed_config(folder)).get("pattern"))
+        return folder, str(open_checkpoint(folder, "packed").format.pattern)
     pattern = NMPattern.parse(options.pattern)
     folder = cached_random_model(
         options.model, pattern, cache=options.models, embeddings=options.embeddings

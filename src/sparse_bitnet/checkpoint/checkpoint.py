@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparse_bitnet.checkpoint.locate import trained_context_length
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.packing.metadata import PackedMetadata
 from sparse_bitnet.packing.tensor_file import TensorFile
@@ -17,6 +18,7 @@ from sparse_bitnet.packing.ternary import TernaryWeight
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
     from sparse_bitnet.nn.selection import Selection
 
@@ -25,17 +27,54 @@ _PIECE_VALUES = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """A stored model, opened."""
+class StoredModel:
+    """What a user names, found; of its files only config.json is read."""
+
+    name: str
+    """The folder, or the hub id that was given."""
 
     folder: Path
     """The transformers folder (of a run: its `final`, or its latest checkpoint)."""
 
     kind: str
-    """"trained" (of ours, with masters), "packed", "dense", or the name of another tool's format."""
+    """"trained" (of ours, with masters), "packed", "dense", "foreign" (of other tools) or "unknown"."""
+
+    reader: str
+    """The file of this package that opens its tensors; empty where none does."""
 
     config: dict[str, Any]
     """The whole config.json."""
+
+    entry: dict[str, Any]
+    """The `quantization_config` in it."""
+
+    model: Callable[[], "PreTrainedModel"]
+    """The transformers model on the meta device, before anything is converted."""
+
+    @property
+    def trained_context_length(self) -> int | None:
+        """The sequence length with which a checkpoint of ours was trained; None for any other."""
+        return trained_context_length(str(self.folder))
+
+    def load(self, **kwargs: Any) -> "PreTrainedModel":
+        """The model with its weights; `kwargs` are those of transformers' `from_pretrained`."""
+        from sparse_bitnet.checkpoint.load import from_pretrained
+
+        return from_pretrained(self.folder, **kwargs)
+
+    def tokenizer(self) -> "PreTrainedTokenizerFast":
+        """Its tokenizer, as `load_tokenizer` reads it. Raises `UserError` where there is none."""
+        from sparse_bitnet.checkpoint.load import load_tokenizer
+
+        return load_tokenizer(self.folder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint(StoredModel):
+    """A stored model, opened."""
+
+    tool: str = ""
+    """Of a foreign one: which format it has."""
 
     format: SparseBitConfig
     """Of the layers; of other tools' as far as their config says."""
@@ -60,9 +99,6 @@ class Checkpoint:
 
     selection: Callable[[str], "Selection"] | None = None
     """What the format chooses of a sparse layer's trained weight; None where there is none."""
-
-    model: Callable[[], "nn.Module"]
-    """The transformers model on the meta device."""
 
     file: TensorFile | None = None
     metadata: PackedMetadata | None = None

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from sparse_bitnet.checkpoint.saved_steps import FOLDER, MODEL_FOLDER, Checkpoint, damage
+from sparse_bitnet.checkpoint.saved_steps import FOLDER, MODEL_FOLDER, SavedStep, damage
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import NO_SPACE, atomic_folder
 
@@ -26,7 +26,7 @@ CONSOLIDATED = "consolidated"
 MODEL_PREFIX = "model/"
 
 
-def consolidated(checkpoint: Checkpoint) -> Path:
+def consolidated(checkpoint: SavedStep) -> Path:
     """The model folder of a sharded checkpoint, made if it is not there; those of other steps go.
 
     Takes the memory of the float32 weights, no more; optimiser state is not read.
@@ -55,7 +55,7 @@ def consolidated(checkpoint: Checkpoint) -> Path:
     return made
 
 
-def read_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
+def read_weights(checkpoint: SavedStep) -> dict[str, Tensor]:
     """The parameters of a sharded checkpoint by name, whole. Raises `UserError` as `read_tensors`."""
     try:
         metadata = dcp.FileSystemReader(checkpoint.path / FOLDER).read_metadata()
@@ -71,7 +71,7 @@ def read_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def read_tensors(
-    checkpoint: Checkpoint, state: dict[str, Tensor], group: Any = None, *, no_dist: bool = True
+    checkpoint: SavedStep, state: dict[str, Tensor], group: Any = None, *, no_dist: bool = True
 ) -> None:
     """Fill tensors, named as in the checkpoint, in place; of split ones the own part.
 

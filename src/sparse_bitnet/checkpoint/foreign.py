@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from sparse_bitnet.checkpoint.checkpoint import Checkpoint, linear_layers
-from sparse_bitnet.checkpoint.model_folder import quantization_entry
-from sparse_bitnet.checkpoint.models import skeleton
+from sparse_bitnet.checkpoint.checkpoint import Checkpoint, StoredModel, linear_layers
 from sparse_bitnet.checkpoint.weight_files import WeightFiles
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import SparseBitConfig
@@ -32,24 +30,23 @@ EXPORTED_FORMAT = "sparse_bitnet_format"
 """Key of config.json under which an export remembers the training format; other readers ignore it."""
 
 
-def open_foreign(folder: Path, config: dict[str, Any]) -> Checkpoint:
+def read(found: StoredModel) -> Checkpoint:
     """Open a folder of another tool, recognised by its config.json.
 
     Raises `UserError` for settings that have no counterpart here, and for incomplete files.
     """
-    entry = quantization_entry(config)
-    if entry.get("quant_method") == "compressed-tensors":
-        return _open_compressed(folder, config, entry)
-    return _open_bitnet(folder, config, entry or {"quantization_mode": "online"})
+    if found.entry.get("quant_method") == "compressed-tensors":
+        return _open_compressed(found)
+    return _open_bitnet(found)
 
 
-def _open_bitnet(folder: Path, config: dict[str, Any], entry: dict[str, Any]) -> Checkpoint:
+def _open_bitnet(found: StoredModel) -> Checkpoint:
+    folder, entry = found.folder, found.entry or {"quantization_mode": "online"}
     if entry.get("use_rms_norm"):
         raise UserError(
             f"{folder}: use_rms_norm puts a norm inside each layer, which is not covered"
         )
-    model = skeleton(config, folder)
-    linears = linear_layers(model)
+    linears = linear_layers(found.model())
     files = WeightFiles.in_folder(folder)
     online = entry.get("quantization_mode", "offline") == "online"
     auto = entry.get("linear_class", "bitlinear") == "autobitlinear" or online
@@ -81,10 +78,8 @@ def _open_bitnet(folder: Path, config: dict[str, Any], entry: dict[str, Any]) ->
         return tensor
 
     return _opened(
-        folder,
+        found,
         "bitnet masters" if online else "bitnet",
-        config,
-        model,
         files,
         _complete(layers, files, "weight"),
         of_layer=("weight", "weight_scale"),
@@ -94,10 +89,10 @@ def _open_bitnet(folder: Path, config: dict[str, Any], entry: dict[str, Any]) ->
     )
 
 
-def _open_compressed(folder: Path, config: dict[str, Any], entry: dict[str, Any]) -> Checkpoint:
+def _open_compressed(found: StoredModel) -> Checkpoint:
+    folder, entry = found.folder, found.entry
     packed = _is_packed(folder, entry)
-    model = skeleton(config, folder)
-    linears = linear_layers(model)
+    linears = linear_layers(found.model())
     files = WeightFiles.in_folder(folder)
     weight = "weight_packed" if packed else "weight"
     layers = {
@@ -120,10 +115,8 @@ def _open_compressed(folder: Path, config: dict[str, Any], entry: dict[str, Any]
         return _checked(codes, files.read(f"{layer}.weight_scale").float(), layer)
 
     return _opened(
-        folder,
+        found,
         f"compressed-tensors {entry['format']}",
-        config,
-        model,
         files,
         _complete(layers, files, weight),
         of_layer=(weight, "weight_scale", "weight_shape"),
@@ -205,10 +198,8 @@ def _complete(
 
 
 def _opened(
-    folder: Path,
-    kind: str,
-    config: dict[str, Any],
-    model: nn.Module,
+    found: StoredModel,
+    tool: str,
     files: WeightFiles,
     layers: dict[str, tuple[int, int]],
     of_layer: tuple[str, ...],
@@ -218,19 +209,17 @@ def _opened(
     internal = {f"{layer}.{name}" for layer in layers for name in of_layer}
     others = [name for name in files.shapes if name not in internal]
     return Checkpoint(
-        folder=folder,
-        kind=kind,
-        config=config,
-        format=_format(config, folder),
+        **vars(found),
+        tool=tool,
+        format=_format(found.config),
         layers=layers,
         others={name: files.shapes[name] for name in others},
         dtypes={name: files.dtypes[name] for name in others},
-        model=lambda: model,
         **readers,
     )
 
 
-def _format(config: dict[str, Any], folder: Path) -> SparseBitConfig:
+def _format(config: dict[str, Any]) -> SparseBitConfig:
     """Ternary, and dense unless it is an export of ours, which remembers its pattern."""
     remembered = config.get(EXPORTED_FORMAT)
     pattern = NMPattern(8, 8)

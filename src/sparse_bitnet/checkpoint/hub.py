@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparse_bitnet.checkpoint.model_folder import load_with
-from sparse_bitnet.checkpoint.models import load_causal_lm
+from sparse_bitnet.checkpoint.load import load_with
 from sparse_bitnet.checkpoint.weight_files import WeightFiles
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import atomic_folder
@@ -98,17 +97,6 @@ def save_pretrained(
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
         _check_comes_back(model, temporary)
-
-
-def from_pretrained(path_or_id: str | Path, **kwargs: Any) -> "PreTrainedModel":
-    """Load a checkpoint of ours (or any dense causal LM) through transformers.
-
-    `kwargs` are those of `AutoModelForCausalLM.from_pretrained`.
-
-    Raises `UserError`, one line, for whatever keeps it from loading, a missing weight included
-    (transformers alone would leave it random).
-    """
-    return load_causal_lm(path_or_id, **kwargs)
 
 
 def check_weights(model: "PreTrainedModel", files: Sequence[str | Path] | None) -> None:

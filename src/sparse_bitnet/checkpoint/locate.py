@@ -8,7 +8,7 @@ from sparse_bitnet.checkpoint.model_folder import (
     read_config,
     read_json_if_there,
 )
-from sparse_bitnet.checkpoint.saved_steps import Checkpoint, list_checkpoints
+from sparse_bitnet.checkpoint.saved_steps import SavedStep, list_checkpoints
 from sparse_bitnet.errors import UserError
 
 TRAINED_CONTEXT = "trained_context_length"
@@ -42,7 +42,7 @@ def resolve_checkpoint(path_or_id: str | Path) -> str:
     raise UserError(f"no such checkpoint: no folder {path_or_id} (hub models are OWNER/NAME)")
 
 
-def _model_folder(checkpoint: Checkpoint) -> Path:
+def _model_folder(checkpoint: SavedStep) -> Path:
     if not checkpoint.is_sharded:
         return checkpoint.path
     from sparse_bitnet.checkpoint.consolidate import consolidated

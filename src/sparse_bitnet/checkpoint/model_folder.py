@@ -8,7 +8,6 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,19 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 def read_config(folder: str | Path) -> dict[str, Any]:
     """config.json of a model folder. Raises `UserError` as `read_json` does."""
     return read_json(Path(folder) / CONFIG_FILE)
+
+
+def open_folder(path_or_id: str | Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+    """A model folder, its config.json and the `quantization_config` in it.
+
+    All that is to be checked before anything else of it is read: that no file is one that should not
+    be opened (`check_file`), and that the model is no larger than its weights. Raises `UserError`.
+    """
+    folder = local_folder(path_or_id)
+    check_folder(folder)
+    config = read_config(folder)
+    check_sizes(config, folder)
+    return folder, config, quantization_entry(config)
 
 
 def quantization_entry(config: dict[str, Any]) -> dict[str, Any]:
@@ -173,21 +185,3 @@ def local_folder(path_or_id: str | Path, patterns: tuple[str, ...] = _HUB_FILES)
         raise UserError(
             f"no such folder: {path_or_id}, and the hub gives no model of that name ({reason})"
         ) from error
-
-
-def load_with(loader: Callable[..., Any], source: Any, **kwargs: Any) -> Any:
-    """What one of transformers' loaders makes of a model folder, a hub id or a config.
-
-    Every such call of the package is this one: the folder is checked first, and code in it is not run,
-    nor is anyone asked whether it may (transformers would take the answer from stdin).
-
-    Args:
-        loader: such as `AutoModelForCausalLM.from_pretrained`.
-        source: its first argument.
-        kwargs: the others.
-    """
-    if isinstance(source, str | Path):
-        source = local_folder(source)
-        check_folder(source)
-        check_sizes(read_json_if_there(source / CONFIG_FILE), source)
-    return loader(source, trust_remote_code=False, **kwargs)

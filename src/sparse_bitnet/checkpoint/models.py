@@ -1,11 +1,10 @@
 """The presets as transformers configs and models."""
 
-import copy
 import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparse_bitnet.checkpoint.model_folder import check_sizes, load_with
+from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import convert_
 from sparse_bitnet.nn.layer import SparseBitConfig
@@ -14,7 +13,7 @@ from sparse_bitnet.presets import PRESETS, Shape
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Qwen2Config
 
-__all__ = ["PRESETS", "Shape", "build_model", "load_causal_lm", "preset_config", "skeleton"]
+__all__ = ["PRESETS", "Shape", "build_model", "preset_config"]
 
 
 def preset_config(name: str, *, vocab_size: int | None = None) -> "Qwen2Config":
@@ -64,7 +63,7 @@ def build_model(
     from transformers import Qwen2ForCausalLM
 
     if init is not None:
-        model = load_causal_lm(init, dtype=torch.float32)
+        model = find_checkpoint(init).load(dtype=torch.float32)
         embedding: Any = model.get_input_embeddings()
         if vocab_size is not None and embedding.num_embeddings < vocab_size:
             raise UserError(
@@ -77,59 +76,3 @@ def build_model(
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM._from_config(transformers_config, dtype=torch.float32)
     return convert_(model, config)
-
-
-def load_causal_lm(path_or_id: str | Path, **kwargs: Any) -> "PreTrainedModel":
-    """A causal LM from a folder or hub id, through transformers.
-
-    Args:
-        path_or_id: folder or hub id.
-        kwargs: those of `AutoModelForCausalLM.from_pretrained`.
-
-    Raises `UserError`, one line, for whatever keeps it from loading, a missing weight included
-    (transformers alone would leave it random).
-    """
-    from transformers import AutoModelForCausalLM
-
-    try:
-        loaded: Any = load_with(
-            AutoModelForCausalLM.from_pretrained, path_or_id, output_loading_info=True, **kwargs
-        )
-    except UserError:
-        raise
-    except Exception as error:  # values that transformers cannot use raise anything
-        raise UserError(f"cannot load a model from {path_or_id}: {_reason(error)}") from error
-    model, info = loaded
-    if missing := sorted(info["missing_keys"]):
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise UserError(f"{path_or_id} lacks {missing[0]}{more}: the files are incomplete")
-    return model
-
-
-def skeleton(config: dict[str, Any], folder: Path) -> "PreTrainedModel":
-    """The causal LM of a folder's config.json on the meta device: names and shapes, no memory.
-
-    Raises `UserError` for an architecture that transformers does not know, and for sizes and settings
-    that make none.
-    """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    check_sizes(config, folder)
-    # A copy: transformers completes nested entries in place.
-    values = copy.deepcopy({**config, "quantization_config": None})
-    del values["quantization_config"]
-    try:
-        with torch.device("meta"):
-            return load_with(AutoModelForCausalLM.from_config, AutoConfig.for_model(**values))
-    except Exception as error:
-        raise UserError(
-            f"{folder}/config.json describes no causal language model that transformers builds: "
-            f"{_reason(error)}"
-        ) from error
-
-
-def _reason(error: Exception) -> str:
-    """The first line of an error; of a validation error, which says what is wrong in the second, both."""
-    lines = str(error).split("\n") if str(error).strip() else [type(error).__name__]
-    return " ".join(" ".join(lines[: 2 if lines[0].endswith(":") else 1]).split())

@@ -1,52 +1,71 @@
-"""What a user names -> the `Checkpoint` that it is: the one way in for every command."""
+"""What a user names -> the stored model that it is: the one way in for every command."""
 
+import functools
+import importlib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from sparse_bitnet.checkpoint.checkpoint import Checkpoint
+from sparse_bitnet.checkpoint.checkpoint import Checkpoint, StoredModel
 from sparse_bitnet.checkpoint.locate import resolve_checkpoint
-from sparse_bitnet.checkpoint.model_folder import (
-    CONFIG_FILE,
-    local_folder,
-    quantization_entry,
-    read_config,
-)
+from sparse_bitnet.checkpoint.model_folder import CONFIG_FILE, open_folder
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.packing.metadata import QUANT_METHOD
 
-_KINDS = {"sparse_bitnet": "trained", QUANT_METHOD: "packed", None: "dense"}
-_FOREIGN = ("bitnet", "compressed-tensors")
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_READERS = {
+    "sparse_bitnet": ("trained", "trained"),
+    QUANT_METHOD: ("packed", "packed"),
+    "bitnet": ("foreign", "foreign"),
+    "compressed-tensors": ("foreign", "foreign"),
+}
+"""quant_method in config.json -> kind, and the file here whose `read(found)` opens it."""
+_DENSE = ("dense", "trained")
+_UNKNOWN = ("unknown", "")
+
+
+def find_checkpoint(path: str | Path) -> StoredModel:
+    """Whatever a user names, found: a run folder, a model folder of ours or of another tool, a hub id.
+
+    Args:
+        path: of a run, its finished model or its latest checkpoint is found.
+
+    Raises `UserError` for what is no model folder, and for one whose files are not to be read.
+    """
+    name = resolve_checkpoint(path)
+    folder, config, entry = open_folder(name)
+    method = entry.get("quant_method")
+    if method is None and config.get("model_type") == "bitnet":
+        method = "bitnet"
+    kind, reader = _DENSE if method is None else _READERS.get(str(method), _UNKNOWN)
+
+    @functools.cache
+    def model() -> "PreTrainedModel":
+        from sparse_bitnet.checkpoint.load import skeleton
+
+        return skeleton(config, folder)
+
+    return StoredModel(
+        name=name, folder=folder, kind=kind, reader=reader, config=config, entry=entry, model=model
+    )
 
 
 def open_checkpoint(path: str | Path, *kinds: str) -> Checkpoint:
-    """Open whatever a user names: a run folder, a model folder of ours or of another tool, a hub id.
+    """As `find_checkpoint`, its tensors opened.
 
     Args:
-        path: of a run, its finished model or its latest checkpoint is opened.
+        path: as there.
         kinds: those that will do, "foreign" for all of other tools; default: any.
 
-    Raises `UserError` for what is no model folder, is incomplete or damaged, and for another kind.
+    Raises `UserError` also for what is incomplete or damaged, and for another kind.
     """
-    folder = local_folder(resolve_checkpoint(path))
-    config = read_config(folder)
-    method = quantization_entry(config).get("quant_method")
-    known = isinstance(method, str | None) and (method in _KINDS or method in _FOREIGN)
-    kind = _KINDS.get(method, "foreign") if known else ""
-    if kind == "dense" and config.get("model_type") == "bitnet":
-        kind = "foreign"
-    if not known or (kinds and kind not in kinds):
-        found = f"quant_method {method!r}" if method else "no quantization_config"
-        raise UserError(f"{folder} ({found} in {CONFIG_FILE}) {_remedy(kind, kinds)}")
-    if kind == "packed":
-        from sparse_bitnet.checkpoint.packed import open_packed
-
-        return open_packed(folder, config)
-    if kind == "foreign":
-        from sparse_bitnet.checkpoint.foreign import open_foreign
-
-        return open_foreign(folder, config)
-    from sparse_bitnet.checkpoint.trained import open_trained
-
-    return open_trained(folder, config)
+    found = find_checkpoint(path)
+    if not found.reader or (kinds and found.kind not in kinds):
+        method = found.entry.get("quant_method")
+        said = f"quant_method {method!r}" if method else "no quantization_config"
+        raise UserError(f"{found.folder} ({said} in {CONFIG_FILE}) {_remedy(found.kind, kinds)}")
+    return importlib.import_module(f"sparse_bitnet.checkpoint.{found.reader}").read(found)
 
 
 def open_ternary(path: str | Path) -> Checkpoint:
@@ -62,7 +81,10 @@ def open_ternary(path: str | Path) -> Checkpoint:
 
 def _remedy(kind: str, kinds: tuple[str, ...]) -> str:
     if kinds == ("foreign",):
-        return f"is not importable: readable are {' and '.join(_FOREIGN)} with ternary codes"
-    if kind == "packed" and kinds:
+        readable = [method for method, (kind, _) in _READERS.items() if kind == "foreign"]
+        return f"is not importable: readable are {' and '.join(readable)} with ternary codes"
+    if kinds == ("packed",):
+        return "is not packed: pack it first (sparse-bitnet pack CHECKPOINT OUT)"
+    if kind == "packed":
         return "is no trained checkpoint of sparse-bitnet: it is packed already"
     return "is no trained checkpoint of sparse-bitnet: `sparse-bitnet import` reads those of other tools"

@@ -1,29 +1,26 @@
 """Folders that `sparse-bitnet pack` wrote. Opening one imports no torch."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from sparse_bitnet.checkpoint.checkpoint import Checkpoint
-from sparse_bitnet.checkpoint.model_folder import check_folder, quantization_entry
+from sparse_bitnet.checkpoint.checkpoint import Checkpoint, StoredModel
 from sparse_bitnet.packing.metadata import PackedMetadata
 from sparse_bitnet.packing.tensor_file import TensorFile
 from sparse_bitnet.packing.ternary import TernaryWeight
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 MODEL_FILE = "model.safetensors"
 
 
-def open_packed(folder: Path, config: dict[str, Any]) -> Checkpoint:
+def read(found: StoredModel) -> Checkpoint:
     """Open a packed folder; a tensor is compared with its checksum when it is read.
 
     Raises `UserError` for a file that is damaged, truncated, of another version, or not of this config.
     """
-    check_folder(folder)
-    file = TensorFile(folder / MODEL_FILE)
+    file = TensorFile(found.folder / MODEL_FILE)
     metadata = PackedMetadata.from_json(file.metadata, str(file.path))
-    metadata.check_config_entry(quantization_entry(config), str(file.path))
+    metadata.check_config_entry(found.entry, str(file.path))
     int8 = {
         name
         for name, stored in file.entries.items()
@@ -43,27 +40,19 @@ def open_packed(folder: Path, config: dict[str, Any]) -> Checkpoint:
         codes = unpack(packed, metadata.packed_format, metadata.pattern, shape, name=name)
         return TernaryWeight(codes, scale.clone().view(()))
 
-    def read(name: str, part: slice = slice(None)) -> "Tensor":
-        tensor = file.checked(name)[part] if others[name].shape else file.checked(name)
-        return tensor * file.checked(f"{name}_scale")[part] if name in int8 else tensor.clone()
-
-    def model() -> "nn.Module":
-        from sparse_bitnet.checkpoint.models import skeleton
-
-        return skeleton(config, folder)
+    def tensor(name: str, part: slice = slice(None)) -> "Tensor":
+        stored = file.checked(name)[part] if others[name].shape else file.checked(name)
+        return stored * file.checked(f"{name}_scale")[part] if name in int8 else stored.clone()
 
     return Checkpoint(
-        folder=folder,
-        kind="packed",
-        config=config,
+        **vars(found),
         format=metadata.format,
         layers=metadata.layers,
         others={name: entry.shape for name, entry in others.items()},
         dtypes={name: entry.dtype for name, entry in others.items()},
-        read=read,
+        read=tensor,
         master=None,
         ternary=ternary,
-        model=model,
         file=file,
         metadata=metadata,
     )

@@ -25,7 +25,7 @@ FOLDER, MODEL_FOLDER = "sharded", "model"
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class SavedStep:
     """A complete checkpoint on the disk."""
 
     path: Path
@@ -37,11 +37,11 @@ class Checkpoint:
         return (self.path / FOLDER).is_dir()
 
 
-def list_checkpoints(run: Path) -> list[Checkpoint]:
+def list_checkpoints(run: Path) -> list[SavedStep]:
     """Complete checkpoints of a run, oldest first."""
     folder = run / "checkpoints"
     found = [
-        Checkpoint(path, int(path.name.removeprefix("step-")))
+        SavedStep(path, int(path.name.removeprefix("step-")))
         for path in folder.glob("step-*")
         if (path / STATE).is_file()
     ]
@@ -83,7 +83,7 @@ def write_state(
     (folder / STATE).write_text(json.dumps(state, indent=2) + "\n")
 
 
-def check_state(checkpoint: Checkpoint, data_identity: dict[str, Any]) -> int:
+def check_state(checkpoint: SavedStep, data_identity: dict[str, Any]) -> int:
     """The version of a checkpoint. Raises `UserError` for one that is newer, or of other data."""
     path = checkpoint.path
     state = json.loads((path / STATE).read_text())
@@ -99,7 +99,7 @@ def check_state(checkpoint: Checkpoint, data_identity: dict[str, Any]) -> int:
     return state["version"]
 
 
-def damage(checkpoint: Checkpoint, part: int = 0, parts: int = 1) -> str | None:
+def damage(checkpoint: SavedStep, part: int = 0, parts: int = 1) -> str | None:
     """What is wrong with the files of a checkpoint, or None.
 
     Args:
@@ -123,10 +123,10 @@ def damage(checkpoint: Checkpoint, part: int = 0, parts: int = 1) -> str | None:
 
 
 def newest_intact(
-    found: Sequence[Checkpoint],
-    find_damage: Callable[[Checkpoint], str | None],
-    on_damaged: Callable[[Checkpoint, str], None],
-) -> Checkpoint | None:
+    found: Sequence[SavedStep],
+    find_damage: Callable[[SavedStep], str | None],
+    on_damaged: Callable[[SavedStep, str], None],
+) -> SavedStep | None:
     """The newest undamaged checkpoint of `found` (oldest first); None when `found` is empty.
 
     Args:
@@ -150,7 +150,7 @@ def newest_intact(
     return None
 
 
-def quarantine(checkpoint: Checkpoint) -> None:
+def quarantine(checkpoint: SavedStep) -> None:
     """Keep a damaged checkpoint under a name that is not listed."""
     kept = checkpoint.path.with_name(f"damaged-{checkpoint.path.name}")
     shutil.rmtree(kept, ignore_errors=True)

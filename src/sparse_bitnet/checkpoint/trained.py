@@ -1,15 +1,15 @@
 """Folders that `save_pretrained` wrote, ours with their masters or any other dense model."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from sparse_bitnet.checkpoint.checkpoint import Checkpoint, embedding_weights
-from sparse_bitnet.checkpoint.hub import from_pretrained, read_format
-from sparse_bitnet.checkpoint.model_folder import CONFIG_FILE, quantization_entry
-from sparse_bitnet.checkpoint.models import skeleton
+from sparse_bitnet.checkpoint.checkpoint import Checkpoint, StoredModel, embedding_weights
+from sparse_bitnet.checkpoint.hub import read_format
+from sparse_bitnet.checkpoint.load import from_pretrained
+from sparse_bitnet.checkpoint.model_folder import CONFIG_FILE
 from sparse_bitnet.checkpoint.weight_files import WeightFiles
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import SparseBitConfig
@@ -24,13 +24,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def open_trained(folder: Path, config: dict[str, Any]) -> Checkpoint:
+def read(found: StoredModel) -> Checkpoint:
     """Open a folder whose names and shapes are those of the model that config.json describes.
 
     Raises `UserError` for anything but a complete one.
     """
-    entry = quantization_entry(config)
-    model = skeleton(config, folder)
+    folder, entry, model = found.folder, found.entry, found.model()
     format = SparseBitConfig(weight="full", pattern=NMPattern(1, 1))
     if entry:
         format = read_format(entry, where=str(folder / CONFIG_FILE))
@@ -47,12 +46,12 @@ def open_trained(folder: Path, config: dict[str, Any]) -> Checkpoint:
         if name not in model.all_tied_weights_keys
     }
     for name, expected in wanted.items():
-        found = files.shapes.get(name)
-        if found is None:
+        stored = files.shapes.get(name)
+        if stored is None:
             raise UserError(f"{folder} lacks {name}: the files are incomplete")
-        if found != expected:
+        if stored != expected:
             raise UserError(
-                f"{folder}: {name} is {list(found)}, its {CONFIG_FILE} asks {list(expected)}"
+                f"{folder}: {name} is {list(stored)}, its {CONFIG_FILE} asks {list(expected)}"
             )
 
     def selection(layer: str) -> Selection:
@@ -79,9 +78,7 @@ def open_trained(folder: Path, config: dict[str, Any]) -> Checkpoint:
     first = [name for name in embedding_weights(model) if name in wanted]
     others = [*first, *(name for name in wanted if name not in masters and name not in first)]
     return Checkpoint(
-        folder=folder,
-        kind="trained" if entry else "dense",
-        config=config,
+        **vars(found),
         format=format,
         layers=layers,
         others={name: wanted[name] for name in others},
@@ -90,7 +87,6 @@ def open_trained(folder: Path, config: dict[str, Any]) -> Checkpoint:
         master=master,
         ternary=ternary,
         selection=selection,
-        model=lambda: model,
     )
 
 

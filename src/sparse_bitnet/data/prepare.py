@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.data.checksums import record_written
 from sparse_bitnet.data.documents import SPLITS, TRAIN, VALIDATION, Document, TextSource
 from sparse_bitnet.data.manifest import (
@@ -31,7 +32,6 @@ from sparse_bitnet.data.near_duplicates import GroupedSource, measure_overlap
 from sparse_bitnet.data.preparation_state import PreparationState, begin, check_settings
 from sparse_bitnet.data.shards import ShardWriter, TokenDataset
 from sparse_bitnet.data.tokenizer import (
-    load_tokenizer,
     tokenizer_hash,
     train_tokenizer,
     vocabulary_size,

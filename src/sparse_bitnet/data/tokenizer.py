@@ -1,28 +1,16 @@
-"""Tokenizers: load one exactly as it was saved, or train a byte-level BPE of a given size."""
+"""Train a byte-level BPE of a given size; what identifies a tokenizer."""
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparse_bitnet.checkpoint.model_folder import load_with, local_folder
-from sparse_bitnet.data.text_files import first_line
 from sparse_bitnet.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
-
-_FILES = (
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-)
 
 SMALLEST_VOCABULARY = 257
 """Every byte and the end-of-text token."""
@@ -33,49 +21,6 @@ _QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-
-
-def load_tokenizer(
-    path_or_hub_id: str | os.PathLike[str], *, eos_token: str | None = None
-) -> "PreTrainedTokenizerFast":
-    """A fast transformers tokenizer from a folder or from the Hugging Face hub.
-
-    Where there is a `tokenizer.json`, it is taken as it stands. `AutoTokenizer` would rebuild it from
-    the `config.json` beside it (in the folder of a Qwen2 model: as a Qwen2Tokenizer, with Qwen2's
-    pre-tokenizer and normaliser) and so may tokenise differently from what the model was trained on.
-
-    Args:
-        path_or_hub_id: folder, or hub id such as "Qwen/Qwen2.5-0.5B".
-        eos_token: the token that ends a document, where the saved choice is not the one wanted (an
-            instruction-tuned model's ends a turn).
-
-    Raises:
-        UserError: nothing there, not a fast tokenizer, or no (such) end token.
-    """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    folder = local_folder(Path(path_or_hub_id), _FILES)
-    exact = (folder / "tokenizer.json").exists()
-    loader: Any = PreTrainedTokenizerFast if exact else AutoTokenizer
-    try:
-        tokenizer = load_with(loader.from_pretrained, folder)
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(
-            f"no readable tokenizer in {path_or_hub_id}: {first_line(error)}"
-        ) from error
-    if not tokenizer.is_fast:
-        raise UserError(f"{path_or_hub_id}: not a fast tokenizer; save it with a tokenizer.json")
-    if eos_token is not None:
-        if eos_token not in tokenizer.get_vocab():
-            raise UserError(f"{path_or_hub_id}: the vocabulary has no token {eos_token!r}")
-        tokenizer.eos_token = eos_token
-    if tokenizer.eos_token_id is None:
-        raise UserError(
-            f"{path_or_hub_id}: the tokenizer names no end-of-text token; choose one with --eos-token"
-        )
-    return tokenizer
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":

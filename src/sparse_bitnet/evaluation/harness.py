@@ -10,9 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sparse_bitnet.checkpoint.hub import from_pretrained
-from sparse_bitnet.checkpoint.locate import resolve_checkpoint
-from sparse_bitnet.data.tokenizer import load_tokenizer
+from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import selected
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
@@ -104,16 +102,16 @@ def load_lm(
     import torch
     from lm_eval.models.huggingface import HFLM
 
-    folder = resolve_checkpoint(checkpoint)
+    found = find_checkpoint(checkpoint)
     where = resolve_device(device)
     dtype = resolve_dtype(precision, where)
-    model: Any = from_pretrained(folder, dtype=torch.float32)
+    model: Any = found.load(dtype=torch.float32)
     model.to(where).eval()
     # It warns of options that an already loaded model ignores; none of them is set here.
     logging.getLogger("lm_eval.models.huggingface").setLevel(logging.ERROR)
     return HFLM(
         pretrained=model,
-        tokenizer=load_tokenizer(folder),
+        tokenizer=found.tokenizer(),
         backend="causal",
         batch_size=batch_size,
         mixed_precision_dtype=None if dtype == torch.float32 else dtype,

@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparse_bitnet.checkpoint.hub import from_pretrained
-from sparse_bitnet.checkpoint.locate import resolve_checkpoint, trained_context_length
+from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.held_out import DEFAULT_CONTEXT_LENGTH, read_held_out
 from sparse_bitnet.evaluation.windows import (
@@ -207,16 +206,16 @@ def evaluate(
     Other arguments as `perplexity`. Raises `UserError` for a checkpoint, data or combination of both
     that cannot be used.
     """
-    path = resolve_checkpoint(checkpoint)
-    text = read_held_out(data, path, column=column)
+    found = find_checkpoint(checkpoint)
+    text = read_held_out(data, found.name, column=column)
     where = resolve_device(device)
     dtype = resolve_dtype(precision, where)
-    model = from_pretrained(path, dtype=torch.float32)
+    model = found.load(dtype=torch.float32)
     model.to(where)  # type: ignore[arg-type]
     text.check_vocab(_embedded_tokens(model))
     if context_length is None:
         positions = getattr(model.config, "max_position_embeddings", DEFAULT_CONTEXT_LENGTH)
-        context_length = min(trained_context_length(path) or DEFAULT_CONTEXT_LENGTH, positions)
+        context_length = min(found.trained_context_length or DEFAULT_CONTEXT_LENGTH, positions)
     tokens, text_bytes = text.first(max_tokens)
     result = perplexity(
         model,
@@ -230,7 +229,7 @@ def evaluate(
         on_batch=on_batch and (lambda done: on_batch(done, len(tokens) - 1)),
     )
     return Evaluation(
-        checkpoint=path,
+        checkpoint=found.name,
         format=_format(model),
         data=text.name,
         precision=str(dtype).removeprefix("torch."),

@@ -16,8 +16,7 @@ from sparse_bitnet.analysis.weights import (
     model_statistics,
     pool,
 )
-from sparse_bitnet.checkpoint.hub import from_pretrained
-from sparse_bitnet.checkpoint.locate import resolve_checkpoint
+from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.models import build_model
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.data.shards import TokenDataset
@@ -129,9 +128,7 @@ def weight_history(
         # One saved on an interruption lies between the regular ones.
         regular = checkpoint.step % config.checkpoint_every == 0
         if regular and checkpoint.step < config.steps:
-            history[checkpoint.step] = checkpoint_statistics(
-                resolve_checkpoint(checkpoint.path), pattern=pattern
-            )
+            history[checkpoint.step] = checkpoint_statistics(checkpoint.path, pattern=pattern)
     history[config.steps] = list(final)
     return {
         "steps": list(history),

@@ -9,8 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from sparse_bitnet.checkpoint.hub import from_pretrained
-from sparse_bitnet.data.tokenizer import load_tokenizer
+from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.sampling import continue_text
 from sparse_bitnet.experiments import drawings, tables

@@ -15,8 +15,7 @@ from sparse_bitnet.analysis.paper_figures import (
     threshold_overlay,
 )
 from sparse_bitnet.analysis.weights import WeightStatistics, checkpoint_statistics, pool
-from sparse_bitnet.checkpoint.locate import resolve_checkpoint
-from sparse_bitnet.checkpoint.model_folder import local_folder, quantization_entry, read_config
+from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.experiments.measure import depth_parts
 from sparse_bitnet.experiments.page import Block, Figure, Paragraph, Section, html
@@ -59,25 +58,20 @@ def read_checkpoint(
 
     Raises `UserError` for what is no such thing.
     """
-    resolved = resolve_checkpoint(path_or_id)
-    folder = local_folder(resolved)
     say = on_layer or (lambda name: None)
     say(str(path_or_id))
-    layers = checkpoint_statistics(folder, pattern=pattern, dense_layers=dense_layers)
+    layers = checkpoint_statistics(path_or_id, pattern=pattern, dense_layers=dense_layers)
     history = []
     found = list_checkpoints(Path(path_or_id))
     if len(found) > 1:
         for checkpoint in found:
             say(str(checkpoint.path))
-            folder = Path(resolve_checkpoint(checkpoint.path))
-            history.append(
-                (
-                    checkpoint.step,
-                    checkpoint_statistics(folder, pattern=pattern, dense_layers=dense_layers),
-                )
+            statistics = checkpoint_statistics(
+                checkpoint.path, pattern=pattern, dense_layers=dense_layers
             )
+            history.append((checkpoint.step, statistics))
     return CheckpointWeights(
-        label=_label(path_or_id), weight=_trained_format(folder), layers=layers, history=history
+        label=_label(path_or_id), weight=_trained_format(path_or_id), layers=layers, history=history
     )
 
 
@@ -86,11 +80,11 @@ def _label(path_or_id: str) -> str:
     return "/".join(parts[-2:] if len(parts) > 1 and parts[-1].startswith("step-") else parts[-1:])
 
 
-def _trained_format(folder: Path) -> str:
-    entry = quantization_entry(read_config(folder))
-    if entry.get("quant_method") == "sparse_bitnet":
-        return entry["format"]["weight"]
-    return "ternary" if entry.get("quant_method") == "bitnet" else "full"
+def _trained_format(path_or_id: str | Path) -> str:
+    found = find_checkpoint(path_or_id)
+    if found.kind == "trained":
+        return found.entry["format"]["weight"]
+    return "ternary" if found.entry.get("quant_method") == "bitnet" else "full"
 
 
 def weight_page(checkpoints: Sequence[CheckpointWeights], pattern: NMPattern) -> str:

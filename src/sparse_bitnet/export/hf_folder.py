@@ -123,7 +123,7 @@ def write_generation_config(source: Path, folder: Path) -> None:
 
 def end_token_id(folder: Path) -> int | None:
     """Id of the tokenizer's end-of-text token; None without a tokenizer."""
-    from sparse_bitnet.data.tokenizer import load_tokenizer
+    from sparse_bitnet.checkpoint.load import load_tokenizer
 
     if not (folder / "tokenizer.json").is_file():
         return None

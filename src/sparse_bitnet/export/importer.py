@@ -91,7 +91,7 @@ def import_checkpoint(
             masters = Path(scratch) / out.name
             _write(foreign, format, masters, on_progress)
             pack_checkpoint(masters, out, format=packed, embeddings=embeddings)
-    return Imported(folder=out, kind=foreign.kind, format=format, layers=len(foreign.layers))
+    return Imported(folder=out, kind=foreign.tool, format=format, layers=len(foreign.layers))
 
 
 def _write(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
-from sparse_bitnet.checkpoint.locate import TRAINED_CONTEXT, trained_context_length
+from sparse_bitnet.checkpoint.locate import TRAINED_CONTEXT
 from sparse_bitnet.checkpoint.open_checkpoint import open_ternary
 from sparse_bitnet.checkpoint.packed import MODEL_FILE
 from sparse_bitnet.errors import UserError
@@ -118,7 +118,7 @@ def pack_checkpoint(
         )
         config = {**checkpoint.config, "quantization_config": metadata.config_entry()}
         # So that `evaluate` cuts texts as it does for the run, which the folder does not name.
-        if (context_length := trained_context_length(str(checkpoint.folder))) is not None:
+        if (context_length := checkpoint.trained_context_length) is not None:
             config[TRAINED_CONTEXT] = context_length
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for pattern in COPIED:

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparse_bitnet.checkpoint.hub import from_pretrained
-from sparse_bitnet.checkpoint.locate import resolve_checkpoint
+from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import selected
 
@@ -41,7 +40,7 @@ def check_packed(source: str | Path, packed: str | Path) -> PackCheck:
     packed_logits = _logits(model, ids)
     embeddings = [module.weight.detach() for module in _ends(model)]
     del model
-    trained = _load(resolve_checkpoint(source))
+    trained = _load(source)
     if trained.get_input_embeddings().num_embeddings != vocabulary:
         raise UserError(f"{packed} and {source} have different vocabularies")
     trained_logits = _logits(trained, ids)
@@ -61,7 +60,7 @@ def check_packed(source: str | Path, packed: str | Path) -> PackCheck:
 
 
 def _load(path: str | Path) -> Any:
-    return from_pretrained(path).eval()
+    return find_checkpoint(path).load().eval()
 
 
 @torch.no_grad()

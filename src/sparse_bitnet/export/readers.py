@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparse_bitnet.checkpoint.model_folder import load_with
+from sparse_bitnet.checkpoint.load import load_with
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.model_card import gguf_file_name
 
@@ -84,7 +84,7 @@ class TransformersReader:
     def __init__(self, folder: Path, name: str) -> None:
         from transformers import AutoTokenizer
 
-        from sparse_bitnet.checkpoint.hub import from_pretrained
+        from sparse_bitnet.checkpoint.load import from_pretrained
 
         self.name = name
         self._tokenizer = load_with(AutoTokenizer.from_pretrained, folder)

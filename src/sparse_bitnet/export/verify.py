@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
-from sparse_bitnet.checkpoint.hub import from_pretrained
-from sparse_bitnet.checkpoint.locate import trained_context_length
-from sparse_bitnet.data.tokenizer import load_tokenizer
+from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.held_out import read_held_out
 from sparse_bitnet.evaluation.windows import inputs_and_labels, windows
@@ -137,7 +135,7 @@ def verify(
     """
     tokens, text_name = _text(source, config)
     positions = source.config.get("max_position_embeddings") or LARGEST_CONTEXT
-    trained = trained_context_length(str(source.folder)) or LARGEST_CONTEXT
+    trained = source.trained_context_length or LARGEST_CONTEXT
     context_length = min(positions, trained, LARGEST_CONTEXT)
     trained_model = _OwnReader(source.folder)
     progress = _Progress(2 * (len(tokens) - 1), on_progress)
@@ -170,7 +168,7 @@ def _text(source: Checkpoint, config: ExportConfig) -> tuple[np.ndarray, str]:
     if data is None:
         trained_on = record.config.get("data")
         why = f": {trained_on}, on which it was trained, is not here" if trained_on else ""
-        tokens = load_tokenizer(source.folder)(PARAGRAPH, add_special_tokens=False).input_ids
+        tokens = source.tokenizer()(PARAGRAPH, add_special_tokens=False).input_ids
         return np.asarray(
             tokens[: config.verify_tokens + 1], dtype=np.int64
         ), f"a built-in one{why}"

@@ -12,7 +12,7 @@ from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, has_bos_prefix, normalize_gen_kwargs
 
-from sparse_bitnet.data.tokenizer import load_tokenizer
+from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.generation.generate import GenerateOptions, generate
 from sparse_bitnet.generation.open_model import OpenModel
 from sparse_bitnet.generation.request import GenerationRequest

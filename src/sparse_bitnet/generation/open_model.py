@@ -169,7 +169,7 @@ def is_packed(checkpoint: str | Path) -> bool:
 def _tokenizer(folder: str) -> TextTokenizer:
     if (Path(folder) / TOKENIZER_FILE).is_file() or is_packed(folder):
         return TextTokenizer.load(folder)
-    from sparse_bitnet.data.tokenizer import load_tokenizer
+    from sparse_bitnet.checkpoint.load import load_tokenizer
 
     return TextTokenizer(load_tokenizer(folder).backend_tokenizer)
 

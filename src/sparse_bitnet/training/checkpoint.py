@@ -29,7 +29,7 @@ from sparse_bitnet.checkpoint.consolidate import first_reason, read_tensors
 from sparse_bitnet.checkpoint.saved_steps import (
     FOLDER,
     MODEL_FOLDER,
-    Checkpoint,
+    SavedStep,
     check_state,
     checkpoint_path,
     checksums,
@@ -231,11 +231,11 @@ def restore(run: Path, state: RunState, world: World, data_identity: dict[str, A
     """
     listed = world.on_main(lambda: list_checkpoints(run))
 
-    def find_damage(checkpoint: Checkpoint) -> str | None:
+    def find_damage(checkpoint: SavedStep) -> str | None:
         parts = world.each(lambda: damage(checkpoint, world.rank, world.size))
         return next((found for found in parts if found is not None), None)
 
-    def put_into_quarantine(checkpoint: Checkpoint, message: str) -> None:
+    def put_into_quarantine(checkpoint: SavedStep, message: str) -> None:
         if world.is_main:
             quarantine(checkpoint)
             say(message)
@@ -248,7 +248,7 @@ def restore(run: Path, state: RunState, world: World, data_identity: dict[str, A
 
 
 def load(
-    checkpoint: Checkpoint, state: RunState, world: World, data_identity: dict[str, Any]
+    checkpoint: SavedStep, state: RunState, world: World, data_identity: dict[str, Any]
 ) -> None:
     """Put parameters, optimiser, last masks and random state back as they were after that step.
 

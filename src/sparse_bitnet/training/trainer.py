@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from sparse_bitnet.checkpoint.hub import save_pretrained
+from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.checkpoint.models import PRESETS, build_model
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.data.loader import TokenLoader
 from sparse_bitnet.data.shards import TokenDataset
-from sparse_bitnet.data.tokenizer import load_tokenizer
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import write_atomic
 from sparse_bitnet.nn.convert import set_integer_forward_, set_phase_, sparse_layers

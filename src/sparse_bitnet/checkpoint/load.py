@@ -1,0 +1,141 @@
+"""A stored model through transformers: its skeleton, the model with its weights, and its tokenizer."""
+
+import copy
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparse_bitnet.checkpoint.model_folder import (
+    CONFIG_FILE,
+    check_folder,
+    check_sizes,
+    local_folder,
+    read_json_if_there,
+)
+from sparse_bitnet.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+
+
+def load_with(loader: Callable[..., Any], source: Any, **kwargs: Any) -> Any:
+    """What one of transformers' loaders makes of a model folder, a hub id or a config.
+
+    Every such call of the package is this one: the folder is checked first, and code in it is not run,
+    nor is anyone asked whether it may (transformers would take the answer from stdin).
+
+    Args:
+        loader: such as `AutoModelForCausalLM.from_pretrained`.
+        source: its first argument.
+        kwargs: the others.
+    """
+    if isinstance(source, str | Path):
+        source = local_folder(source)
+        check_folder(source)
+        check_sizes(read_json_if_there(source / CONFIG_FILE), source)
+    return loader(source, trust_remote_code=False, **kwargs)
+
+
+def skeleton(config: dict[str, Any], folder: Path) -> "PreTrainedModel":
+    """The causal LM of a folder's config.json on the meta device: names and shapes, no memory.
+
+    Raises `UserError` for an architecture that transformers does not know, and for sizes and settings
+    that make none.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    # A copy: transformers completes nested entries in place.
+    values = copy.deepcopy({**config, "quantization_config": None})
+    del values["quantization_config"]
+    try:
+        with torch.device("meta"):
+            return load_with(AutoModelForCausalLM.from_config, AutoConfig.for_model(**values))
+    except Exception as error:
+        raise UserError(
+            f"{folder}/config.json describes no causal language model that transformers builds: "
+            f"{_reason(error)}"
+        ) from error
+
+
+def from_pretrained(path_or_id: str | Path, **kwargs: Any) -> "PreTrainedModel":
+    """A causal LM from a folder or hub id, through transformers: a checkpoint of ours, or any dense one.
+
+    Args:
+        path_or_id: folder or hub id.
+        kwargs: those of `AutoModelForCausalLM.from_pretrained`.
+
+    Raises `UserError`, one line, for whatever keeps it from loading, a missing weight included
+    (transformers alone would leave it random).
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        loaded: Any = load_with(
+            AutoModelForCausalLM.from_pretrained, path_or_id, output_loading_info=True, **kwargs
+        )
+    except UserError:
+        raise
+    except Exception as error:  # values that transformers cannot use raise anything
+        raise UserError(f"cannot load a model from {path_or_id}: {_reason(error)}") from error
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UserError(f"{path_or_id} lacks {missing[0]}{more}: the files are incomplete")
+    return model
+
+
+def load_tokenizer(
+    path_or_hub_id: str | os.PathLike[str], *, eos_token: str | None = None
+) -> "PreTrainedTokenizerFast":
+    """A fast transformers tokenizer from a folder or from the Hugging Face hub.
+
+    Where there is a `tokenizer.json`, it is taken as it stands. `AutoTokenizer` would rebuild it from
+    the `config.json` beside it (in the folder of a Qwen2 model: as a Qwen2Tokenizer, with Qwen2's
+    pre-tokenizer and normaliser) and so may tokenise differently from what the model was trained on.
+
+    Args:
+        path_or_hub_id: folder, or hub id such as "Qwen/Qwen2.5-0.5B".
+        eos_token: the token that ends a document, where the saved choice is not the one wanted (an
+            instruction-tuned model's ends a turn).
+
+    Raises:
+        UserError: nothing there, not a fast tokenizer, or no (such) end token.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    folder = local_folder(Path(path_or_hub_id), _TOKENIZER_FILES)
+    exact = (folder / "tokenizer.json").exists()
+    loader: Any = PreTrainedTokenizerFast if exact else AutoTokenizer
+    try:
+        tokenizer = load_with(loader.from_pretrained, folder)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"no readable tokenizer in {path_or_hub_id}: {_reason(error)}") from error
+    if not tokenizer.is_fast:
+        raise UserError(f"{path_or_hub_id}: not a fast tokenizer; save it with a tokenizer.json")
+    if eos_token is not None:
+        if eos_token not in tokenizer.get_vocab():
+            raise UserError(f"{path_or_hub_id}: the vocabulary has no token {eos_token!r}")
+        tokenizer.eos_token = eos_token
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"{path_or_hub_id}: the tokenizer names no end-of-text token; choose one with --eos-token"
+        )
+    return tokenizer
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error; of a validation error, which says what is wrong in the second, both."""
+    lines = str(error).split("\n") if str(error).strip() else [type(error).__name__]
+    return " ".join(" ".join(lines[: 2 if lines[0].endswith(":") else 1]).split())
