@@ -44,5 +44,7 @@ def test_text_forms_are_the_ones_that_parse() -> None:
 
 
 def test_named_tests_exist() -> None:
-    for name in re.findall(r"`(?:tests/)?(test_\w+\.py)`", METHOD.read_text(encoding="utf-8")):
-        assert (METHOD.parents[1] / "tests" / name).is_file()
+    for name in re.findall(
+        r"`(?:tests/(?:\w+/)?)?(test_\w+\.py)`", METHOD.read_text(encoding="utf-8")
+    ):
+        assert list((METHOD.parents[1] / "tests").rglob(name)), name
