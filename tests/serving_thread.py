@@ -20,6 +20,7 @@ from sparse_bitnet.serve.app import create_app
 from sparse_bitnet.serve.generations import ServedModel
 from sparse_bitnet.serve.http_server import HttpServer, listen
 from sparse_bitnet.serve.prometheus import ServerMetrics
+from sparse_bitnet.serve.tool_calls import syntax_of
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
@@ -86,6 +87,7 @@ def server(
         end_tokens=frozenset({END}),
         vocab_size=engine.vocab_size,
         grammars=TokenGrammars(byte_tokenizer(), engine.vocab_size, frozenset({END})),
+        tool_syntax=template and syntax_of(template),
         **own,
     )
     metrics = ServerMetrics()

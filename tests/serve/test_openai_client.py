@@ -292,7 +292,7 @@ def test_neutral_and_harmless_parameters_are_accepted(client):
     chat(client, tools=[], tool_choice="none", response_format={"type": "text"}, store=False)
     for name, value in {
         "store": True,
-        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "functions": [{"name": "f"}],
     }.items():
         with pytest.raises(openai.BadRequestError, match=name):
             chat(client, **{name: value})

@@ -118,6 +118,7 @@ def run(checkpoint: str, config: ServeConfig, options: EngineOptions) -> None:
     from sparse_bitnet.serve.generations import ServedModel
     from sparse_bitnet.serve.http_server import listen, serve
     from sparse_bitnet.serve.prometheus import ServerMetrics
+    from sparse_bitnet.serve.tool_calls import syntax_of
 
     if options.cache_tokens is None:
         # Kept prefixes fill it in time; that of a long context alone could be gigabytes.
@@ -150,6 +151,7 @@ def run(checkpoint: str, config: ServeConfig, options: EngineOptions) -> None:
             template=template,
             end_tokens=opened.end_tokens,
             vocab_size=opened.engine.vocab_size,
+            tool_syntax=None if template is None else syntax_of(template.source),
             grammars=opened.grammars(opened.end_tokens),
             api_key=key,
             max_tokens=config.max_tokens,

@@ -31,7 +31,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
         """Raises `UserError` for a template with a syntax error."""
-        self._source = source
+        self.source = source
         self._special_tokens = dict(special_tokens or {})
         self._lock = threading.Lock()
         self._process = self._start()
@@ -113,7 +113,7 @@ class ChatTemplate:
             process_group=0,
         )
         self._finish = weakref.finalize(self, _end, process)
-        reply = _ask(process, json.dumps(self._source))
+        reply = _ask(process, json.dumps(self.source))
         if "error" in reply:
             raise UserError(f"the chat template is damaged: {_one_line(reply['error'])}")
         return process

@@ -37,7 +37,7 @@ class StopStrings:
             _, place, self.found = min(ends)
             self._held = ""
             return held[:place]
-        keep = max((_overlap(held, stop) for stop in self._stop), default=0)
+        keep = max((overlap(held, stop) for stop in self._stop), default=0)
         self._held = held[len(held) - keep :]
         return held[: len(held) - keep]
 
@@ -47,8 +47,8 @@ class StopStrings:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` with which `stop` begins."""
+def overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` with which `stop`, itself longer, begins."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

@@ -84,6 +84,7 @@ class _Answer:
                 generation,
                 index,
                 prepared.echo[index // self.body.choices] if prepared.echo else "",
+                self._reply.reader(),
             )
             for index, generation in enumerate(generations)
         ]
@@ -127,8 +128,10 @@ class _Answer:
             for part in parts:
                 yield self._reply.chunk(choice, "", part, None)
                 await asyncio.sleep(0)
-            if output.text or last or finish:
-                yield self._reply.chunk(choice, output.text, last, finish)
+            if (output.text or last or finish) and (
+                chunk := self._reply.chunk(choice, output.text, last, finish)
+            ):
+                yield chunk
             if output.finish in _FAILURES:
                 yield event(_failure(choice, output).body)
         if self.body.include_usage:

@@ -18,6 +18,7 @@ from sparse_bitnet.serve.schema import (
     CompletionBody,
     parse_body,
 )
+from sparse_bitnet.serve.tool_calls import ToolSyntax
 
 _MOST_LOGPROBS = 1 << 21
 """In one answer: they take 100 bytes each while it grows."""
@@ -37,6 +38,8 @@ class ServedModel:
     end_tokens: frozenset[int]
     vocab_size: int
     grammars: TokenGrammars
+    tool_syntax: ToolSyntax | None = None
+    """How its template writes calls; None: tools are refused."""
     api_key: str | None = None
     max_tokens: int | None = None
     """Most tokens that a request may ask for; None: what the context holds."""
@@ -147,10 +150,19 @@ def _chat_tokens(body: ChatBody, model: ServedModel, most: int) -> list[int]:
             param="messages",
             code="no_chat_template",
         )
+    if body.functions and model.tool_syntax is None:
+        raise ApiError(
+            400,
+            f"the chat template of {model.name!r} knows no tools, or calls them in a way of its own",
+            param="tools",
+            code="no_tools",
+        )
     try:
         # Without what is None: templates ask whether a name is defined.
         effort = {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}
         variables = effort | (body.chat_template_kwargs or {})
+        if tools := body.plain_tools():
+            variables["tools"] = tools
         text = model.template.render([message.plain() for message in body.messages], **variables)
     except (UserError, TypeError) as error:
         raise ApiError(400, str(error), param="messages") from error
@@ -163,6 +175,12 @@ def _chat_tokens(body: ChatBody, model: ServedModel, most: int) -> list[int]:
 def _form(body: Body, model: ServedModel) -> Form | None:
     try:
         grammar = body.form()
+        if isinstance(body, ChatBody) and body.functions:
+            assert model.tool_syntax is not None
+            rules = body.rules(model.tool_syntax)
+            if grammar is not None and rules is not None:
+                raise ApiError(400, "give tools that have to be called, or a form of the text")
+            grammar = grammar or rules
         return None if grammar is None else model.grammars.start(grammar)
     except UserError as error:
         raise ApiError(400, str(error), code="invalid_grammar") from error

@@ -11,7 +11,8 @@ from typing import Any
 from sparse_bitnet.generation.request import Generation, TokenScore
 from sparse_bitnet.generation.text import TextTokenizer
 from sparse_bitnet.serve.generations import ServedModel
-from sparse_bitnet.serve.schema import Body
+from sparse_bitnet.serve.schema import Body, ChatBody
+from sparse_bitnet.serve.tool_calls import CallPiece, ToolCallReader
 
 DONE = b"data: [DONE]\n\n"
 _BLOCK = 1 << 16
@@ -66,8 +67,16 @@ def _blocks(pieces: Iterable[str]) -> Iterator[bytes]:
 class Choice:
     """One text as it grows, with the log-probabilities that have not been sent."""
 
-    def __init__(self, generation: Generation, index: int, echo: str = "") -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        index: int,
+        echo: str = "",
+        reader: ToolCallReader | None = None,
+    ) -> None:
+        """`reader`: where the text may hold calls."""
         self.generation, self.index, self.echo = generation, index, echo
+        self.reader = reader
         self.scores: list[TokenScore] = []
         self._prompt_taken = False
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -107,7 +116,7 @@ class Reply:
     prefix = "cmpl"
 
     def __init__(self, model: ServedModel, body: Body) -> None:
-        self.tokenizer = model.tokenizer
+        self.tokenizer, self._syntax = model.tokenizer, model.tool_syntax
         self._body = body
         self._head: dict[str, Any] = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
@@ -129,8 +138,15 @@ class Reply:
     def chunk(
         self, choice: Choice, text: str, scores: list[TokenScore], finish: str | None
     ) -> bytes:
-        """An event with a piece of one choice."""
+        """An event with a piece of one choice; empty while it has to be held back."""
         return self._chunk_event(self._choice(choice, text, scores, finish))
+
+    def reader(self) -> ToolCallReader | None:
+        """For one text; None where it holds no calls."""
+        body, syntax = self._body, self._syntax
+        if not isinstance(body, ChatBody) or not body.functions or syntax is None:
+            return None
+        return ToolCallReader(syntax, frozenset(function.name for function in body.functions))
 
     def opening(self, choice: Choice) -> bytes:
         """What precedes the first piece of a choice: of a completion, the prompt it repeats."""
@@ -199,6 +215,25 @@ class Reply:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
 
 
+def _delta(choice: Choice, text: str, is_last: bool) -> dict[str, Any]:
+    """Content and calls in a piece of text; nothing that is empty."""
+    if choice.reader is None:
+        return {"content": text} if text else {}
+    pieces = choice.reader.feed(text) + (choice.reader.end() if is_last else [])
+    content = "".join(piece for piece in pieces if isinstance(piece, str))
+    calls: dict[int, dict[str, Any]] = {}
+    for piece in pieces:
+        if isinstance(piece, CallPiece):
+            call = calls.setdefault(piece.index, {"index": piece.index, "function": {}})
+            if piece.name is not None:
+                call |= {"id": piece.id, "type": "function"}
+                call["function"]["name"] = piece.name
+            call["function"].setdefault("arguments", "")
+            call["function"]["arguments"] += piece.arguments
+    found: dict[str, Any] = {"content": content} if content else {}
+    return found | ({"tool_calls": [*calls.values()]} if calls else {})
+
+
 class ChatReply(Reply):
     """Of /v1/chat/completions."""
 
@@ -211,18 +246,33 @@ class ChatReply(Reply):
         content = {"delta": delta, "logprobs": None, "finish_reason": None}
         return self._chunk_event({"index": choice.index} | content)
 
+    def chunk(
+        self, choice: Choice, text: str, scores: list[TokenScore], finish: str | None
+    ) -> bytes:
+        found = self._choice(choice, text, scores, finish)
+        return self._chunk_event(found) if found["delta"] or scores or finish else b""
+
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
         found = super()._whole_choice(choice)
-        found["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
-        del found["delta"]
-        return found
+        delta = found.pop("delta")
+        message = {"role": "assistant", "content": delta.get("content"), "refusal": None}
+        if calls := delta.get("tool_calls"):
+            message["tool_calls"] = [
+                {name: value for name, value in call.items() if name != "index"} for call in calls
+            ]
+        elif message["content"] is None:
+            message["content"] = ""
+        return found | {"message": message}
 
     def _choice(
         self, choice: Choice, text: str, scores: list[TokenScore], finish: str | None
     ) -> dict[str, Any]:
         found = super()._choice(choice, text, scores, finish)
         del found["text"]
-        return found | {"delta": {"content": text} if text else {}}
+        found["delta"] = _delta(choice, text, finish is not None)
+        if finish == "stop" and choice.reader is not None and choice.reader.calls:
+            found["finish_reason"] = "tool_calls"
+        return found
 
     def _logprobs(self, choice: Choice, scores: list[TokenScore]) -> dict[str, Any]:
         entries = (

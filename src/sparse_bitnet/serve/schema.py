@@ -15,6 +15,7 @@ from sparse_bitnet.generation.sampling import RANGES, SamplingOptions
 from sparse_bitnet.serve.api_error import ApiError, invalid_body
 from sparse_bitnet.serve.messages import Message, StrictModel
 from sparse_bitnet.serve.response_format import Formed
+from sparse_bitnet.serve.tools import WithTools
 
 MOST_CHOICES = 128
 MOST_STOP_STRINGS = 16
@@ -47,7 +48,7 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 # fmt: off
 _IGNORED = frozenset({
     "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention", "parallel_tool_calls", "prediction",
+    "prompt_cache_retention", "prediction",
 })
 # fmt: on
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -181,7 +182,7 @@ class CompletionBody(_Body):
             raise ApiError(400, "max_tokens 0 needs echo: true", param="max_tokens")
 
 
-class ChatBody(_Body):
+class ChatBody(WithTools, _Body):
     """POST /v1/chat/completions"""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
@@ -196,8 +197,6 @@ class ChatBody(_Body):
     @property
     def neutral(self) -> dict[str, tuple[Any, ...]]:
         return _NEUTRAL | {
-            "tools": ([],),
-            "tool_choice": ("none", "auto"),
             "functions": ([],),
             "function_call": ("none", "auto"),
             "modalities": (["text"],),
@@ -224,6 +223,7 @@ class ChatBody(_Body):
             raise ApiError(400, message, param="max_tokens")
         if self.wanted_tokens == 0:
             raise ApiError(400, "max_tokens must be at least 1", param="max_tokens")
+        self.check_tools()
 
 
 Body = CompletionBody | ChatBody

@@ -1,0 +1,232 @@
+"""Tool calls in a model's text: how each family of templates writes them, read as the text comes, and as
+rules for texts that have to hold them."""
+
+import json
+import re
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sparse_bitnet.generation.grammar import Grammar, json_rule, lark_text
+from sparse_bitnet.generation.stop import overlap
+
+
+@dataclass(frozen=True)
+class ToolSyntax:
+    """One family's way to write {"name": ..., `arguments`: {...}}."""
+
+    opening: str
+    """Before each call; "": the whole text is calls, or none."""
+    closing: str
+    between: str
+    """Two calls."""
+    arguments: str
+
+
+HERMES = ToolSyntax("<tool_call>", "</tool_call>", "\n", "arguments")
+"""Of Hermes, Qwen2.5, Qwen3 and many others."""
+LLAMA = ToolSyntax("", "", "; ", "parameters")
+"""Of Llama 3."""
+_TAG = "<|python_tag|>"
+_HEAD = re.compile(
+    r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,'
+    r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+
+
+def syntax_of(template: str) -> ToolSyntax | None:
+    """That of a chat template; None where it knows no tools, or writes calls in a way of its own."""
+    if "tools" not in template or "<function=" in template:
+        return None
+    if HERMES.opening in template:
+        return HERMES
+    return LLAMA if _TAG in template or '"parameters": ' in template else None
+
+
+@dataclass(frozen=True)
+class Function:
+    """What may be called."""
+
+    name: str
+    parameters: dict[str, Any] | None
+    strict: bool
+
+
+Choice = Literal["auto", "required"]
+
+
+def rules_of(
+    syntax: ToolSyntax, functions: Sequence[Function], choice: Choice, most: int | None
+) -> Grammar | None:
+    """Texts with calls of these functions, each with arguments of its schema; None where any text may be
+    written ("auto", and no schema is strict).
+
+    Args:
+        choice: "required": at least one call and nothing else.
+        most: calls; None: any number.
+    """
+    if choice == "auto" and most is None and not any(f.strict for f in functions):
+        return None
+    bodies = []
+    for function in functions:
+        head = f'{{"name": {json.dumps(function.name)}, "{syntax.arguments}": '
+        schema = json_rule(function.parameters or {"type": "object"}, function.strict)
+        bodies.append(f'{lark_text(head)} {schema} "}}"')
+    space = lark_text("\n") if syntax.opening else ""
+    rules = [
+        "%llguidance {}",
+        f"inside: {space} body {space} {lark_text(syntax.closing) if syntax.closing else ''}",
+        "body: " + "\n    | ".join(bodies),
+    ]
+    more = f"({lark_text(syntax.between)} call)*" if most is None else ""
+    if syntax.opening and choice == "auto":
+        rules += [
+            "start: (opened inside)* REST" if most is None else "start: opened inside | REST",
+            f"opened[lazy]: /(.|\\n)*{re.escape(syntax.opening)}/",
+            "REST: /(.|\\n)*/",
+        ]
+    else:
+        rules.append(f"call: {lark_text(syntax.opening) if syntax.opening else ''} inside")
+        rules.append(f"start: call {more}" + (" | TEXT" if choice == "auto" else ""))
+        if choice == "auto":
+            rules.append("TEXT: /([^{](.|\\n)*)?/")
+    return Grammar.lark("\n".join(rules))
+
+
+@dataclass(frozen=True)
+class CallPiece:
+    """A call's beginning, with its name, or more of its arguments."""
+
+    index: int
+    arguments: str
+    id: str | None = None
+    name: str | None = None
+
+
+class ToolCallReader:
+    """Divides a streamed text into content and calls. Arguments are passed on as they come; what turns
+    out to be no call is content."""
+
+    def __init__(self, syntax: ToolSyntax, names: frozenset[str]) -> None:
+        """`names`: of the functions there are."""
+        self._syntax, self._names = syntax, names
+        self._held = ""
+        self._state = "content"
+        self._depth = 0
+        self._in_text = self._is_escaped = False
+        self.calls = 0
+
+    def feed(self, text: str) -> list[str | CallPiece]:
+        """What has become certain: pieces of content, and of calls."""
+        self._held += text
+        return list(self._read())
+
+    def end(self) -> list[str | CallPiece]:
+        """What was held back, when nothing follows."""
+        held, self._held = self._held, ""
+        match self._state:
+            case "content":
+                return [held] if held.strip() or (held and not self.calls) else []
+            case "text":
+                return [held] if held else []
+            case "body":
+                call = self._whole(held)
+                return [call] if call else [self._syntax.opening + held]
+        return []
+
+    def _read(self) -> Iterator[str | CallPiece]:
+        while True:
+            before = (self._state, self._held)
+            yield from getattr(self, f"_in_{self._state}_state")()
+            if before == (self._state, self._held):
+                return
+
+    def _in_content_state(self) -> Iterator[str | CallPiece]:
+        opening = self._syntax.opening
+        if opening:
+            place = self._held.find(opening)
+            if place < 0:
+                # A call may begin with spaces before it, which belong to it.
+                kept = overlap(self._held, opening) or 0
+                sure = self._held[: len(self._held) - kept]
+                sure = sure.rstrip() if sure.strip() else ""
+                if sure:
+                    yield sure
+                self._held = self._held[len(sure) :]
+                return
+            if content := self._held[:place].rstrip():
+                yield content
+            self._held, self._state = self._held[place + len(opening) :], "body"
+            return
+        start = self._held.lstrip(" \n\t;" if self.calls else None)
+        if start.startswith(_TAG):
+            start = self._held = start.removeprefix(_TAG).lstrip()
+        if not start or _TAG.startswith(start):
+            return
+        self._state = "body" if start[0] == "{" else "text"
+        if self.calls:
+            self._held = start
+
+    def _in_text_state(self) -> Iterator[str | CallPiece]:
+        if self._held:
+            yield self._held
+        self._held = ""
+
+    def _in_body_state(self) -> Iterator[str | CallPiece]:
+        found, closing = _HEAD.match(self._held), self._syntax.closing
+        if found:
+            name = json.loads(found[1])
+            if self._syntax.opening or name in self._names:
+                yield self._start(name, "")
+                self._held, self._state = self._held[found.end() :], "arguments"
+            else:
+                self._state = "text"
+        elif closing and closing in self._held:
+            body, _, rest = self._held.partition(closing)
+            call = self._whole(body)
+            yield call or self._syntax.opening + body + closing
+            self._held, self._state = rest, "content"
+
+    def _in_arguments_state(self) -> Iterator[str | CallPiece]:
+        for place, character in enumerate(self._held):
+            if self._in_text:
+                if self._is_escaped:
+                    self._is_escaped = False
+                elif character == "\\":
+                    self._is_escaped = True
+                elif character == '"':
+                    self._in_text = False
+            elif character == '"':
+                self._in_text = True
+            else:
+                self._depth += (character in "{[") - (character in "}]")
+                if self._depth == 0:
+                    yield CallPiece(self.calls - 1, self._held[: place + 1])
+                    self._held, self._state = self._held[place + 1 :], "after"
+                    return
+        if self._held:
+            yield CallPiece(self.calls - 1, self._held)
+        self._held = ""
+
+    def _in_after_state(self) -> Iterator[str | CallPiece]:
+        yield from ()
+        _, end, rest = self._held.partition(self._syntax.closing or "}")
+        if end:
+            self._held, self._state = rest, "content"
+
+    def _start(self, name: str, arguments: str) -> CallPiece:
+        self.calls += 1
+        return CallPiece(self.calls - 1, arguments, f"call_{uuid.uuid4().hex[:24]}", name)
+
+    def _whole(self, body: str) -> CallPiece | None:
+        """A call with its parts in another order; None for what is none."""
+        try:
+            found = json.loads(body)
+        except (ValueError, RecursionError):
+            return None
+        name = found.get("name") if isinstance(found, dict) else None
+        if not isinstance(name, str) or not (self._syntax.opening or name in self._names):
+            return None
+        arguments = found.get("arguments", found.get("parameters", {}))
+        return self._start(name, arguments if isinstance(arguments, str) else json.dumps(arguments))

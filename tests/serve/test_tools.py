@@ -1,0 +1,233 @@
+"""Calls of functions: as the families of templates write them, whole, streamed, forced and strict."""
+
+import json
+
+import numpy as np
+import openai
+import pytest
+
+from scripted_engine import ScriptedEngine, logits_after
+from serving_thread import END, byte_tokenizer, server
+from sparse_bitnet.serve.tool_calls import HERMES, LLAMA, CallPiece, ToolCallReader, syntax_of
+
+TOKENIZER = byte_tokenizer()
+QWEN = (
+    "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.tool_calls | default([]) | tojson }}"
+    "{% endfor %}<assistant>"
+)
+LLAMA_3 = QWEN.replace("<tool_call>", '{"name": f, "parameters": {}}')
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Bern", "Rom"]},
+        "days": {"type": "integer", "minimum": 0, "maximum": 9},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
+TIME = {"type": "function", "function": {"name": "time", "description": "now"}}
+CALL = '{"name": "weather", "arguments": {"city": "Bern", "x": "}<\\""}}'
+OTHER = '{"arguments": {}, "name": "time"}'
+QUESTION = [{"role": "user", "content": "?"}]
+
+
+def read(syntax, text, size):
+    """Content and calls of a text that comes in pieces of this size."""
+    reader = ToolCallReader(syntax, frozenset({"weather", "time"}))
+    pieces = []
+    for start in range(0, len(text), size):
+        pieces += reader.feed(text[start : start + size])
+    pieces += reader.end()
+    calls = {}
+    for piece in pieces:
+        if isinstance(piece, CallPiece):
+            call = calls.setdefault(piece.index, ["", ""])
+            call[0] += piece.name or ""
+            call[1] += piece.arguments
+    return "".join(p for p in pieces if isinstance(p, str)), [tuple(c) for c in calls.values()]
+
+
+def tagged(*calls):
+    return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
+
+
+ARGUMENTS = '{"city": "Bern", "x": "}<\\""}'
+BROKEN = '{"name": "weather", arguments'
+LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Rom"}}'
+
+
+@pytest.mark.parametrize(
+    ("syntax", "text", "content", "calls"),
+    [
+        (HERMES, "just < text <tool", "just < text <tool", []),
+        (HERMES, " \n", " \n", []),
+        (HERMES, tagged(CALL), "", [("weather", ARGUMENTS)]),
+        (HERMES, "So:\n\n" + tagged(CALL) + "\n", "So:", [("weather", ARGUMENTS)]),
+        (HERMES, tagged(CALL, OTHER), "", [("weather", ARGUMENTS), ("time", "{}")]),
+        (HERMES, tagged(CALL) + "\nDone.", "\nDone.", [("weather", ARGUMENTS)]),
+        (HERMES, tagged(BROKEN) + "!", tagged(BROKEN) + "!", []),
+        (HERMES, tagged(OTHER)[:-12], "", [("time", "{}")]),
+        (HERMES, tagged(CALL)[:54], "", [("weather", '{"city": ')]),
+        (HERMES, "<tool_call>" + LLAMA_CALL, "", [("weather", '{"city": "Rom"}')]),
+        (LLAMA, "text {", "text {", []),
+        (LLAMA, LLAMA_CALL, "", [("weather", '{"city": "Rom"}')]),
+        (
+            LLAMA,
+            "<|python_tag|>" + LLAMA_CALL + "; " + LLAMA_CALL,
+            "",
+            2 * [("weather", '{"city": "Rom"}')],
+        ),
+        (LLAMA, '{"type": "function", "name": "time", "parameters": {}}', "", [("time", "{}")]),
+        (LLAMA, '{"parameters": {}, "name": "time"}', "", [("time", "{}")]),
+        (LLAMA, '{"name": "Anna", "parameters": {}}', '{"name": "Anna", "parameters": {}}', []),
+        (LLAMA, '{"answer": 42}', '{"answer": 42}', []),
+        (LLAMA, "\n\nHello", "\n\nHello", []),
+    ],
+)
+def test_texts_are_divided_however_they_come(syntax, text, content, calls):
+    for size in (1, 3, 7, 1000):
+        assert read(syntax, text, size) == (content, calls), size
+
+
+def test_syntax_of_templates():
+    assert syntax_of(QWEN) is HERMES
+    assert syntax_of(LLAMA_3) is LLAMA
+    for template in ("{{ messages }}", "{{ tools }}", "{{ tools }}<tool_call><function=x>"):
+        assert syntax_of(template) is None
+
+
+def saying(text):
+    """Logits of a model that says this after a prompt, and then ends."""
+    script = [*TOKENIZER.encode(text), END]
+    mark = TOKENIZER.encode("<assistant>")
+
+    def logits(tokens, size):
+        starts = range(len(tokens) - len(mark), -1, -1)
+        start = next(i for i in starts if tokens[i : i + len(mark)] == mark) + len(mark)
+        found = np.zeros(size, np.float32)
+        found[script[min(len(tokens) - start, len(script) - 1)]] = 9
+        return found
+
+    return logits
+
+
+def serving(logits, template=QWEN):
+    return server(
+        ScriptedEngine(vocab_size=300, context_length=4096, logits=logits), template=template
+    )
+
+
+def ask(client, **more):
+    more = {"max_tokens": 400, "temperature": 0, "tools": [WEATHER, TIME]} | more
+    messages = more.pop("messages", QUESTION)
+    return client.chat.completions.create(model="scripted", messages=messages, **more)
+
+
+def test_calls_whole_streamed_and_answered():
+    with serving(saying("Look:\n" + tagged(CALL, OTHER))) as running, running.client() as client:
+        [choice] = ask(client).choices
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "Look:"
+        first, second = choice.message.tool_calls
+        assert (first.type, first.function.name, first.function.arguments) == (
+            "function",
+            "weather",
+            ARGUMENTS,
+        )
+        assert (second.function.name, second.function.arguments) == ("time", "{}")
+        assert first.id != second.id
+        with client.chat.completions.stream(
+            model="scripted", messages=QUESTION, tools=[WEATHER, TIME], temperature=0
+        ) as stream:
+            events = list(stream)
+            streamed = stream.get_final_completion().choices[0]
+        pieces = [e for e in events if e.type == "tool_calls.function.arguments.delta"]
+        assert "".join(piece.arguments_delta for piece in pieces) == ARGUMENTS + "{}"
+        assert streamed.finish_reason == "tool_calls"
+        assert streamed.message.content == "Look:"
+        assert [call.function.arguments for call in streamed.message.tool_calls] == [
+            ARGUMENTS,
+            "{}",
+        ]
+        # What came back goes into the next turn as it is.
+        answer = {"role": "tool", "tool_call_id": first.id, "content": "rain"}
+        messages = [*QUESTION, choice.message.model_dump(), answer]
+        assert ask(client, messages=messages).choices
+
+
+def test_tools_reach_the_template_unless_there_is_no_choice():
+    with serving(saying(tagged(CALL))) as running, running.client() as client:
+        with_tools, without = ask(client), ask(client, tool_choice="none")
+        assert with_tools.usage.prompt_tokens > without.usage.prompt_tokens + 200
+        assert without.choices[0].message.content == tagged(CALL)
+        assert without.choices[0].message.tool_calls is None
+        assert without.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("template", [QWEN, LLAMA_3])
+def test_calls_that_are_asked_for_come_and_fit(template):
+    def noise(tokens, size):
+        logits = logits_after(tokens, size)
+        logits[[*TOKENIZER.encode('"}'), END]] += 5
+        return logits
+
+    named = {"type": "function", "function": {"name": "weather"}}
+    with serving(noise, template) as running, running.client() as client:
+        for more in ({"tool_choice": named}, {"tool_choice": "required", "tools": [WEATHER]}):
+            [choice] = ask(client, seed=3, parallel_tool_calls=False, **more).choices
+            assert choice.finish_reason == "tool_calls"
+            assert choice.message.content is None
+            [call] = choice.message.tool_calls
+            assert call.function.name == "weather"
+            assert json.loads(call.function.arguments)["city"] in ("Bern", "Rom")
+
+
+def test_strict_arguments_fit_where_the_model_would_not():
+    strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+    text = tagged('{"name": "weather", "arguments": {"city": "Paris"}}')
+    with serving(saying(text)) as running, running.client() as client:
+        free, bound = ask(client).choices[0], ask(client, tools=[strict]).choices[0]
+        assert free.message.tool_calls[0].function.arguments == '{"city": "Paris"}'
+        [call] = bound.message.tool_calls
+        assert json.loads(call.function.arguments)["city"] in ("Bern", "Rom")
+        assert ask(client, tools=[strict], tool_choice="none").choices[0].message.content == text
+
+
+@pytest.mark.parametrize(
+    ("more", "complaint"),
+    [
+        ({"tool_choice": "required", "tools": None}, "needs tools"),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "none of the tools"),
+        ({"tools": [TIME, TIME]}, "same name"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "name"),
+        (
+            {"tool_choice": "required", "response_format": {"type": "json_object"}},
+            "or a form of the text",
+        ),
+        (
+            {
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "f", "strict": True, "parameters": {"not": {}}},
+                    }
+                ]
+            },
+            "not",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(more, complaint):
+    with serving(saying("x")) as running, running.client() as client:
+        with pytest.raises(openai.BadRequestError, match=complaint):
+            ask(client, **more)
+
+
+def test_templates_without_tools_refuse_them():
+    with serving(saying("x"), "{{ messages }}<assistant>") as running, running.client() as client:
+        with pytest.raises(openai.BadRequestError, match="knows no tools"):
+            ask(client)
+        assert ask(client, tool_choice="none").choices[0].message.content == "x"
