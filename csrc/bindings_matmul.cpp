@@ -37,16 +37,20 @@ std::int64_t bytes_per_row(WeightFormat format, int n, int m, std::int64_t colum
 
 void make_matrix(Matrix* place, WeightFormat format, int n, int m, std::int64_t rows,
                  std::int64_t columns, std::int64_t row_stride, Address address, float scale,
-                 Address scales) {
+                 Address scales, std::int64_t group, ScaleType scale_type) {
   require_stride(rows, row_stride, bytes_per_row(format, n, m, columns), matrix_alignment);
   require(address != 0 && address % matrix_alignment == 0, "the address is not aligned to 64 bytes");
   require(std::isfinite(scale), "the scale is not finite");
-  const bool has_scales = format == WeightFormat::int8 || format == WeightFormat::int4;
-  require((scales != 0 || !has_scales) && scales % alignof(float) == 0,
+  const bool is_table = format == WeightFormat::int8 || format == WeightFormat::int4;
+  require(group == 0 || (!is_table && packed::is_scale_group(group, columns)),
+          "group scales are for 32, 64, 128 or 256 ternary weights that divide the columns");
+  require(group != 0 || scale_type == ScaleType::float32, "scales of rows are float32");
+  require((scales != 0 || (!is_table && group == 0)) && scales % alignof(float) == 0,
           "the scales are missing or not aligned to 4 bytes");
   new (place) Matrix{format,     {n, m}, rows, columns,
                      row_stride, pointer<const std::uint8_t>(address), scale,
-                     pointer<const float>(scales)};
+                     group ? nullptr : pointer<const float>(scales), group, scale_type,
+                     group ? pointer<const void>(scales) : nullptr};
 }
 
 void make_table(Table* place, TableType type, std::int64_t rows, std::int64_t columns,
@@ -64,8 +68,10 @@ void make_table(Table* place, TableType type, std::int64_t rows, std::int64_t co
 }
 
 void make_activations(Activations* place, std::int64_t tokens, std::int64_t columns, Address codes,
-                      Address fine, Address scales, Address sums, Address fine_sums) {
+                      Address fine, Address scales, Address sums, Address fine_sums, std::int64_t group) {
   require_columns(columns);
+  require(group == 0 || (packed::is_scale_group(group, columns) && fine == 0),
+          "scales are for 32, 64, 128 or 256 activations that divide the columns, without fine");
   require(tokens >= 0 && tokens <= most_elements / columns, "tokens are out of range");
   new (place) Activations{tokens,
                           columns,
@@ -74,7 +80,10 @@ void make_activations(Activations* place, std::int64_t tokens, std::int64_t colu
                           pointer<std::int8_t>(fine),
                           pointer<float>(scales),
                           pointer<std::int32_t>(sums),
-                          pointer<std::int32_t>(fine_sums)};
+                          pointer<std::int32_t>(fine_sums),
+                          nullptr,
+                          nullptr,
+                          group};
 }
 
 // A matrix with its output, as Python hands it over.
@@ -89,6 +98,9 @@ void multiply(const Kernels& kernels, ThreadPool& pool, const Activations& x,
   std::vector<Product> group;
   for (const BoundProduct& product : bound) {
     require(product.matrix.columns == x.columns, "the matrix has other columns");
+    require(product.matrix.summed_group() == bound[0].matrix.summed_group() &&
+                (x.group == 0 || product.matrix.group == x.group),
+            "the matrix has other groups");
     require(x.tokens <= most_elements / product.y_stride, "tokens are out of range");
     group.push_back({&product.matrix, pointer<const float>(product.bias), pointer<float>(product.y),
                      product.y_stride});
@@ -139,6 +151,10 @@ void bind_matmul(nb::module_& module, nb::class_<Kernels>& kernels) {
       .value("nm_bitmap", WeightFormat::nm_bitmap)
       .value("int8", WeightFormat::int8)
       .value("int4", WeightFormat::int4);
+  nb::enum_<ScaleType>(module, "ScaleType", "Group scales, see csrc/packed_format.h.")
+      .value("float32", ScaleType::float32)
+      .value("float16", ScaleType::float16)
+      .value("bfloat16", ScaleType::bfloat16);
   nb::enum_<TableType>(module, "TableType", "How an embedding or head is stored, see csrc/matmul.h.")
       .value("int8", TableType::int8)
       .value("int4", TableType::int4)
@@ -162,18 +178,21 @@ void bind_matmul(nb::module_& module, nb::class_<Kernels>& kernels) {
 
   nb::class_<Matrix>(module, "Matrix",
                      "Weights ready to be multiplied: addresses of rows, 64-byte aligned, row_stride bytes "
-                     "apart, and of the float32 scales of int8 and int4. n, m: the pattern, of nm_bitmap.")
+                     "apart, and of the scales: float32 of int8, int4 and rows of ternary weights, or, where `group` "
+                     "weights have one, of eight rows together, [ceil(rows / 8), columns / group, 8]. n, m: the "
+                     "pattern, of nm_bitmap.")
       .def("__init__", &make_matrix, "format"_a, "n"_a, "m"_a, "rows"_a, "columns"_a, "row_stride"_a,
-           "address"_a, "scale"_a = 1.0f, "scales"_a = 0);
+           "address"_a, "scale"_a = 1.0f, "scales"_a = 0, "group"_a = 0, "scale_type"_a = ScaleType::float32);
   nb::class_<Table>(module, "Table",
                     "Embedding or output head: addresses of rows, row_stride bytes apart, and of the float32 "
                     "scales of int8 and int4.")
       .def("__init__", &make_table, "type"_a, "rows"_a, "columns"_a, "row_stride"_a, "address"_a,
            "scales"_a = 0);
   nb::class_<Activations>(module, "Activations",
-                          "Addresses of quantised activations, see csrc/matmul.h; fine and fine_sums may be 0.")
+                          "Addresses of quantised activations, see csrc/matmul.h; fine and fine_sums may be 0. With "
+                          "`group`, scales and sums are [tokens, columns / group].")
       .def("__init__", &make_activations, "tokens"_a, "columns"_a, "codes"_a, "fine"_a, "scales"_a,
-           "sums"_a, "fine_sums"_a);
+           "sums"_a, "fine_sums"_a, "group"_a = 0);
   nb::class_<BoundProduct>(module, "Product", "A matrix and the addresses of its bias (or 0) and output.")
       .def(
           "__init__",

@@ -27,8 +27,8 @@ Activations token_range(const Activations& x, std::int64_t begin, std::int64_t e
   part.codes += begin * x.stride;
   if (x.tiles) part.tiles += begin * x.stride;
   if (x.fine_tiles) part.fine_tiles += begin * x.stride;
-  part.scales += begin;
-  part.sums += begin;
+  part.scales += begin * x.scales_a_token();
+  part.sums += begin * x.scales_a_token();
   if (x.fine) {
     part.fine += begin * x.stride;
     part.fine_sums += begin;
@@ -36,24 +36,23 @@ Activations token_range(const Activations& x, std::int64_t begin, std::int64_t e
   return part;
 }
 
-// For products with int4 weights; nothing otherwise. [tokens, codes and fine, groups]
-const std::vector<std::int32_t>& group_sums(const Kernels& kernels, ThreadPool& pool,
-                                            const Activations& x, const Product* products, int count) {
+// [tokens, codes and fine, groups] for weights whose sums are scaled by groups; null otherwise.
+const std::int32_t* group_sums(const Kernels& kernels, ThreadPool& pool, const Activations& x,
+                               std::int64_t group) {
   thread_local std::vector<std::int32_t> sums;
-  const bool needed = std::any_of(products, products + count, [](const Product& product) {
-    return product.matrix->format == WeightFormat::int4;
-  });
-  const std::int64_t groups = packed::divide_up(x.columns, int4_group), parts = x.fine ? 2 : 1;
-  sums.resize(needed ? x.tokens * parts * groups : 0);
-  if (!needed) return sums;
+  if (group == 0) return nullptr;
+  if (x.group) return x.sums;
+  const std::int64_t groups = packed::divide_up(x.columns, group), parts = x.fine ? 2 : 1;
+  sums.resize(x.tokens * parts * groups);
   std::int32_t* to = sums.data();
   pool.parallel_for(x.tokens, 16, [&](std::int64_t begin, std::int64_t end, int) {
     for (std::int64_t t = begin; t < end; ++t) {
-      kernels.matmul.sum_groups(x.codes + t * x.stride, groups, to + t * parts * groups);
-      if (x.fine) kernels.matmul.sum_groups(x.fine + t * x.stride, groups, to + (t * parts + 1) * groups);
+      std::int32_t* of_token = to + t * parts * groups;
+      kernels.matmul.sum_groups(x.codes + t * x.stride, groups, group, of_token);
+      if (x.fine) kernels.matmul.sum_groups(x.fine + t * x.stride, groups, group, of_token + groups);
     }
   });
-  return sums;
+  return to;
 }
 
 constexpr std::int64_t tile_tokens = 16, tile_columns = 64;
@@ -155,7 +154,16 @@ void table_row(const Table& table, std::int64_t row, float* out) {
 
 void quantize(const Kernels& kernels, const float* x, Activations& activations) {
   const Activations& a = activations;
-  for (std::int64_t t = 0; t < a.tokens; ++t) {
+  const std::int64_t groups = a.scales_a_token();
+  for (std::int64_t t = 0; t < a.tokens && a.group; ++t) {
+    std::int8_t* codes = a.codes + t * a.stride;
+    for (std::int64_t g = 0; g < groups; ++g) {
+      kernels.matmul.quantize_token(x + t * a.columns + g * a.group, a.group, a.group, codes + g * a.group,
+                                    nullptr, a.scales + t * groups + g, a.sums + t * groups + g, nullptr);
+    }
+    std::memset(codes + a.columns, 0, std::size_t(a.stride - a.columns));
+  }
+  for (std::int64_t t = 0; t < a.tokens && !a.group; ++t) {
     kernels.matmul.quantize_token(x + t * a.columns, a.columns, a.stride, a.codes + t * a.stride,
                            a.fine ? a.fine + t * a.stride : nullptr, a.scales + t, a.sums + t,
                            a.fine ? a.fine_sums + t : nullptr);
@@ -181,8 +189,9 @@ void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
   const int threads =
       int(std::clamp<std::int64_t>(work / work_per_thread, 1, std::int64_t(pool.threads())));
   const std::int64_t size = rows_a_piece(rows, threads);
-  const std::int64_t sums_a_token = packed::divide_up(x.columns, int4_group) * (x.fine ? 2 : 1);
-  const std::int32_t* sums = group_sums(kernels, pool, x, products, count).data();
+  const std::int64_t group = count > 0 ? products->matrix->summed_group() : 0;
+  const std::int64_t sums_a_token = group ? packed::divide_up(x.columns, group) * (x.fine ? 2 : 1) : 0;
+  const std::int32_t* sums = group_sums(kernels, pool, x, group);
   // Piece i of the group belongs to the product in whose range of pieces it lies.
   std::int64_t pieces = 0;
   for (int i = 0; i < count; ++i) pieces += packed::divide_up(products[i].matrix->rows, size);

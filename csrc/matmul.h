@@ -20,6 +20,8 @@ enum class WeightFormat : int { i2 = 0, b3 = 1, nm_bitmap = 2, int8 = 3, int4 = 
 
 constexpr int int4_group = 64;
 
+enum class ScaleType : int { float32 = 0, float16 = 1, bfloat16 = 2 };
+
 // Bytes between rows, data alignment and readable bytes behind the last row that the kernels rely on.
 constexpr int matrix_alignment = 64;
 
@@ -32,7 +34,15 @@ struct Matrix {
   std::int64_t rows, columns, row_stride;
   const std::uint8_t* data;
   float scale;          // i2, b3, nm_bitmap: the weight scale, a multiplier
-  const float* scales;  // int8 [rows], int4 [rows, columns / 64]
+  const float* scales;  // int8 [rows], int4 [rows, columns / 64]; i2, b3, nm_bitmap [rows], or null: `scale`
+  // i2, b3, nm_bitmap with a scale for every `group` columns (packed_format.h) in place of both: those of
+  // eight rows together, [ceil(rows / 8), columns / group, 8].
+  std::int64_t group = 0;
+  ScaleType scale_type = ScaleType::float32;
+  const void* group_scales = nullptr;
+
+  // Columns whose sums are scaled by themselves, 0 where all are scaled at once.
+  std::int64_t summed_group() const { return format == WeightFormat::int4 ? int4_group : group; }
 
   static std::int64_t bytes_per_row(WeightFormat format, packed::Pattern pattern,
                                     std::int64_t columns);
@@ -53,6 +63,11 @@ struct Activations {
   // [tokens / 16, stride / 64, 16, 64], zeros for tokens that are not there. Null where not wanted.
   const std::int8_t* tiles = nullptr;
   const std::int8_t* fine_tiles = nullptr;
+  // Columns that share a scale: scales and sums then are [tokens, columns / group], and all products have
+  // matrices of that group. 0: all of a token, and `sums` its sum.
+  std::int64_t group = 0;
+
+  std::int64_t scales_a_token() const { return group ? columns / group : 1; }
 };
 
 constexpr std::int64_t activation_stride(std::int64_t columns) { return (columns + 63) / 64 * 64; }
@@ -80,6 +95,7 @@ struct Product {
 //   float(128 * dot(w, codes) + dot(w, fine)) / 128, rounded once, in place of float(dot).
 // int4: sum over groups, in ascending order in float32, of float(dot in the group, as for int8) *
 //   scales[r, g], then * x_scale[t], + bias.
+// Scales of rows and groups: as packed_format.h says. All matrices of a call have the same group.
 void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& x,
             const Product* products, int count);
 

@@ -41,3 +41,4 @@ INLINE Floats multiply_add(const Floats& a, const Floats& b, const Floats& c) {
 constexpr int rows_together = 4, tokens_together = 2;
 constexpr int tile_vectors = 2, tile_tokens = 4;
 constexpr std::int64_t tile_from[] = {4, 4, 4, 6, 4};
+constexpr int group_tile_from = 4;

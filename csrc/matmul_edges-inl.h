@@ -68,12 +68,15 @@ TARGET static void finish_ternary(const Activations& x, const Product& product, 
   for (std::int64_t t = 0; t < x.tokens; ++t) {
     const std::int32_t* dot = dots + t * row_step;
     float* y = product.y + t * product.y_stride + begin;
-    const float scale = x.scales[t] * product.matrix->scale;
     const std::int32_t excess = offset * x.sums[t];
-    if (bias) {
-      for (std::int64_t r = 0; r < rows; ++r) y[r] = float(dot[r] - excess) * scale + bias[r];
+    if (const float* scales = product.matrix->scales) {
+      for (std::int64_t r = 0; r < rows; ++r) y[r] = float(dot[r] - excess) * (x.scales[t] * scales[begin + r]);
     } else {
+      const float scale = x.scales[t] * product.matrix->scale;
       for (std::int64_t r = 0; r < rows; ++r) y[r] = float(dot[r] - excess) * scale;
+    }
+    if (bias) {
+      for (std::int64_t r = 0; r < rows; ++r) y[r] += bias[r];
     }
   }
 }
@@ -108,13 +111,41 @@ TARGET static void finish_int8(const Activations& x, const Product& product, std
   }
 }
 
-// float sums [tokens, row_step] of int4 rows -> y.
-TARGET static void finish_int4(const Activations& x, const Product& product, std::int64_t begin,
+TARGET static float scale_at(const Matrix& matrix, std::int64_t index) {
+  if (matrix.scale_type == ScaleType::float32) return static_cast<const float*>(matrix.group_scales)[index];
+  const std::uint32_t half = static_cast<const std::uint16_t*>(matrix.group_scales)[index];
+  const bool is_float16 = matrix.scale_type == ScaleType::float16;
+  const std::uint32_t bits = is_float16 ? (half & 0x7fff) << 13 : half << 16;
+  float value;
+  __builtin_memcpy(&value, &bits, 4);
+  // Where float16's exponent and mantissa lie in float32 the exponent is 112 too small.
+  return is_float16 ? (half >> 15 ? -0x1p112f : 0x1p112f) * value : value;
+}
+
+// Scales of groups [first, first + groups) of rows [row, row + rows), as floats [groups, row_step]; where the
+// matrix ends those of its last rows. `row` and `rows` are multiples of group_rows.
+TARGET static void widen_scales(const Matrix& matrix, std::int64_t row, std::int64_t rows, std::int64_t first,
+                                std::int64_t groups, float* out, std::int64_t row_step) {
+  const std::int64_t in_row = matrix.columns / matrix.group, last = (matrix.rows - 1) / group_rows;
+  for (std::int64_t i = 0; i < rows; i += group_rows) {
+    const std::int64_t eight = (row + i) / group_rows < last ? (row + i) / group_rows : last;
+    const std::int64_t from = (eight * in_row + first) * group_rows;
+    for (std::int64_t g = 0; g < groups; ++g) {
+      for (int k = 0; k < group_rows; ++k) {
+        out[g * row_step + i + k] = scale_at(matrix, from + g * group_rows + k);
+      }
+    }
+  }
+}
+
+// float sums [tokens, row_step] of rows that are scaled by groups -> y.
+TARGET static void finish_groups(const Activations& x, const Product& product, std::int64_t begin,
                                std::int64_t end, const float* sums, std::int64_t row_step) {
   const std::int64_t rows = end - begin;
   for (std::int64_t t = 0; t < x.tokens; ++t) {
     float* y = product.y + t * product.y_stride + begin;
-    for (std::int64_t r = 0; r < rows; ++r) y[r] = sums[t * row_step + r] * x.scales[t];
+    const float scale = x.group ? 1.0f : x.scales[t];
+    for (std::int64_t r = 0; r < rows; ++r) y[r] = sums[t * row_step + r] * scale;
     if (product.bias) {
       for (std::int64_t r = 0; r < rows; ++r) y[r] += product.bias[begin + r];
     }

@@ -72,19 +72,22 @@ static std::int32_t dot(const std::int8_t* a, const std::int8_t* b, std::int64_t
   return sum;
 }
 
-static float int4_dot(const std::int8_t* weights, const float* scales, const std::int8_t* codes,
-                      const std::int8_t* fine, std::int64_t count, float sum) {
-  for (std::int64_t c = 0; c < count; c += int4_group) {
-    const std::int64_t left = count - c < int4_group ? count - c : int4_group;
+// Groups of `group` columns with `scales`, those of x besides where it has some, onto `sum`.
+static float group_dots(const std::int8_t* weights, const float* scales, const std::int8_t* codes,
+                        const std::int8_t* fine, const float* x_scales, std::int64_t count,
+                        std::int64_t group, float sum) {
+  for (std::int64_t g = 0; g * group < count; ++g) {
+    const std::int64_t c = g * group, left = count - c < group ? count - c : group;
     float value = float(dot(weights + c, codes + c, left));
     if (fine) value += float(dot(weights + c, fine + c, left)) * (1.0f / 128.0f);
-    sum += value * scales[c / int4_group];
+    value *= scales[g];
+    sum += x_scales ? value * x_scales[g] : value;
   }
   return sum;
 }
 
 // Not needed here: the weights are signed.
-static void sum_groups(const std::int8_t*, std::int64_t groups, std::int32_t* sums) {
+static void sum_groups(const std::int8_t*, std::int64_t groups, std::int64_t, std::int32_t* sums) {
   __builtin_memset(sums, 0, groups * sizeof(std::int32_t));
 }
 
@@ -96,20 +99,30 @@ static void multiply(const Activations& x, const std::int32_t*, const Product& p
   float* sums = reinterpret_cast<float*>(scratch.dots);
   const bool int4 = matrix.format == WeightFormat::int4;
   const bool fine = x.fine && matrix.format == WeightFormat::int8;
-  const std::int64_t step = max_rows_a_call, block = column_block(matrix.format);
+  const std::int64_t group = matrix.summed_group(), groups = group ? packed::divide_up(matrix.columns, group) : 0;
+  const std::int64_t step = max_rows_a_call, block = column_block(matrix.format, group);
   __builtin_memset(scratch.dots, 0, x.tokens * step * (fine ? 2 : 1) * sizeof(std::int32_t));
   for (std::int64_t r = begin; r < end; ++r) {
     for (std::int64_t c = 0; c < matrix.columns; c += block) {
       const std::int64_t count = matrix.columns - c < block ? matrix.columns - c : block;
       unpack(matrix, matrix.data + r * matrix.row_stride, c, count, weights);
+      const float* scales = nullptr;
+      float eight[max_groups_a_block * group_rows], row_scales[max_groups_a_block];
+      if (int4) {
+        scales = matrix.scales + r * groups + c / group;
+      } else if (group) {
+        widen_scales(matrix, r / group_rows * group_rows, group_rows, c / group, count / group, eight,
+                     group_rows);
+        for (std::int64_t g = 0; g < count / group; ++g) row_scales[g] = eight[g * group_rows + r % group_rows];
+        scales = row_scales;
+      }
       for (std::int64_t t = 0; t < x.tokens; ++t) {
         const std::int8_t* codes = x.codes + t * x.stride + c;
         const std::int8_t* finer = x.fine ? x.fine + t * x.stride + c : nullptr;
-        if (int4) {
-          const std::int64_t groups = packed::divide_up(matrix.columns, int4_group);
+        if (group) {
+          const float* x_scales = x.group ? x.scales + t * groups + c / group : nullptr;
           float& sum = sums[t * step + r - begin];
-          sum = int4_dot(weights, matrix.scales + r * groups + c / int4_group, codes, finer, count,
-                         sum);
+          sum = group_dots(weights, scales, codes, int4 ? finer : nullptr, x_scales, count, group, sum);
         } else if (fine) {
           dots[2 * t * step + r - begin] += dot(weights, codes, count);
           dots[(2 * t + 1) * step + r - begin] += dot(weights, finer, count);
@@ -119,8 +132,8 @@ static void multiply(const Activations& x, const std::int32_t*, const Product& p
       }
     }
   }
-  if (int4) {
-    finish_int4(x, product, begin, end, sums, step);
+  if (group) {
+    finish_groups(x, product, begin, end, sums, step);
   } else if (matrix.format == WeightFormat::int8) {
     finish_int8(x, product, begin, end, dots, step, 0);
   } else {

@@ -4,11 +4,6 @@
 constexpr int unit_bytes = VECTOR_BYTES > 32 ? VECTOR_BYTES : 32;
 constexpr int unit_vectors = unit_bytes / VECTOR_BYTES;
 constexpr int unit_groups = unit_bytes / 32;
-constexpr int int4_rows_together = 8;
-constexpr int words_a_group = int4_group / 4;
-
-using RowFloats = Vector<float, 4 * int4_rows_together>;
-using RowSums = Vector<std::int32_t, 4 * int4_rows_together>;
 
 // x of the two halves of the groups that one unit of packed bytes holds, in the order of the bytes.
 INLINE void load_halves(const std::int8_t* x, Bytes* low, Bytes* high) {
@@ -26,29 +21,20 @@ INLINE void load_halves(const std::int8_t* x, Bytes* low, Bytes* high) {
   }
 }
 
-// Sums of a token's codes over each group of 64.
-TARGET static void sum_groups(const std::int8_t* codes, std::int64_t groups, std::int32_t* sums) {
-  for (std::int64_t g = 0; g < groups; ++g) {
-    std::int32_t sum = 0;
-    for (int i = 0; i < int4_group; ++i) sum += codes[g * int4_group + i];
-    sums[g] = sum;
-  }
-}
-
 // sums[t * row_step + r] of eight rows; of fewer, the last one is taken repeatedly.
 TARGET static void dot_int4_rows(const Matrix& matrix, std::int64_t begin, std::int64_t end,
                                  const Activations& x, const std::int32_t* group_sums, float* sums,
                                  std::int64_t row_step) {
   const std::int64_t groups = packed::divide_up(matrix.columns, int4_group);
-  const std::uint8_t* rows[int4_rows_together];
-  const float* scales[int4_rows_together];
-  for (std::int64_t i = 0; i < int4_rows_together; ++i) {
+  const std::uint8_t* rows[group_rows];
+  const float* scales[group_rows];
+  for (std::int64_t i = 0; i < group_rows; ++i) {
     const std::int64_t r = begin + i < end ? begin + i : end - 1;
     rows[i] = matrix.data + r * matrix.row_stride;
     scales[i] = matrix.scales + r * groups;
   }
   // Scales are a stream of their own: those of the rows after the next eight.
-  const std::int64_t scale_bytes = int4_rows_together * groups * std::int64_t(sizeof(float));
+  const std::int64_t scale_bytes = group_rows * groups * std::int64_t(sizeof(float));
   for (std::int64_t i = 0; i < scale_bytes; i += 64) {
     __builtin_prefetch(reinterpret_cast<const char*>(scales[0]) + 2 * scale_bytes + i, 0, 3);
   }
@@ -61,8 +47,8 @@ TARGET static void dot_int4_rows(const Matrix& matrix, std::int64_t begin, std::
       Bytes low[2][unit_vectors], high[2][unit_vectors];
       load_halves(x.codes + t * x.stride + g * int4_group, low[0], high[0]);
       if (x.fine) load_halves(x.fine + t * x.stride + g * int4_group, low[1], high[1]);
-      Sums by_row[2][int4_rows_together];
-      UNROLL for (int i = 0; i < int4_rows_together; ++i) {
+      Sums by_row[2][group_rows];
+      UNROLL for (int i = 0; i < group_rows; ++i) {
         by_row[0][i] = by_row[1][i] = Sums{};
         UNROLL for (int v = 0; v < unit_vectors; ++v) {
           const std::uint8_t* bytes = rows[i] + g * (int4_group / 2) + v * VECTOR_BYTES;
@@ -82,7 +68,7 @@ TARGET static void dot_int4_rows(const Matrix& matrix, std::int64_t begin, std::
       UNROLL for (int u = 0; u < unit_groups; ++u) {
         if (g + u >= groups) break;
         RowFloats scale;
-        UNROLL for (int i = 0; i < int4_rows_together; ++i) scale[i] = scales[i][g + u];
+        UNROLL for (int i = 0; i < group_rows; ++i) scale[i] = scales[i][g + u];
         RowFloats value = __builtin_convertvector(dots[0][u] - 8 * of_groups[g + u], RowFloats);
         if (x.fine) {
           const RowSums fine = dots[1][u] - 8 * of_groups[groups + g + u];
@@ -91,64 +77,8 @@ TARGET static void dot_int4_rows(const Matrix& matrix, std::int64_t begin, std::
         total += value * scale;
       }
     }
-    for (std::int64_t i = 0; i < end - begin && i < int4_rows_together; ++i) {
+    for (std::int64_t i = 0; i < end - begin && i < group_rows; ++i) {
       sums[t * row_step + i] = total[i];
-    }
-  }
-}
-
-// 64 columns of T tokens: the group's sums of a tile's rows.
-template <int T>
-INLINE void tile_group(const std::uint8_t* tile, const std::int8_t* x, std::int64_t stride,
-                       Sums (&sums)[T][tile_vectors]) {
-  for (int w = 0; w < words_a_group; w += nibble_dots) {
-    constexpr int count = words_a_group < nibble_dots ? words_a_group : nibble_dots;
-    Small small[T][tile_vectors] = {};
-    tile_words<T>(tile + w * (4 * tile_rows), x + 4 * w, stride, count, small);
-    UNROLL for (int t = 0; t < T; ++t) {
-      UNROLL for (int v = 0; v < tile_vectors; ++v) {
-        sums[t][v] = widen(w == 0 ? Sums{} : sums[t][v], small[t][v]);
-      }
-    }
-  }
-}
-
-// sums [T, row_step] of a tile's rows over the groups of a column block, added to what is there where
-// `first` is false. group_sums are those of the first token and group, `sums_step` apart by token;
-// scales [groups, tile_rows].
-template <int T>
-TARGET static void tile_int4(const std::uint8_t* tile, const std::int8_t* codes,
-                             const std::int8_t* fine, std::int64_t stride,
-                             const std::int32_t* group_sums, const std::int32_t* fine_group_sums,
-                             std::int64_t sums_step, const float* scales, std::int64_t groups,
-                             bool first, float* sums, std::int64_t row_step) {
-  for (std::int64_t g = 0; g < groups; ++g, first = false) {
-    const std::uint8_t* group = tile + g * words_a_group * (4 * tile_rows);
-    Sums dots[T][tile_vectors];
-    Floats value[T][tile_vectors];
-    tile_group<T>(group, codes + g * int4_group, stride, dots);
-    UNROLL for (int t = 0; t < T; ++t) {
-      const std::int32_t excess = 8 * group_sums[t * sums_step + g];
-      UNROLL for (int v = 0; v < tile_vectors; ++v) {
-        value[t][v] = __builtin_convertvector(dots[t][v] - excess, Floats);
-      }
-    }
-    if (fine) {
-      tile_group<T>(group, fine + g * int4_group, stride, dots);
-      UNROLL for (int t = 0; t < T; ++t) {
-        const std::int32_t excess = 8 * fine_group_sums[t * sums_step + g];
-        UNROLL for (int v = 0; v < tile_vectors; ++v) {
-          value[t][v] +=
-              __builtin_convertvector(dots[t][v] - excess, Floats) * (1.0f / 128.0f);
-        }
-      }
-    }
-    UNROLL for (int t = 0; t < T; ++t) {
-      UNROLL for (int v = 0; v < tile_vectors; ++v) {
-        float* to = sums + t * row_step + v * row_lanes;
-        const Floats scale = load<Floats>(scales + g * tile_rows + v * row_lanes);
-        store(to, (first ? Floats{} : load<Floats>(to)) + value[t][v] * scale);
-      }
     }
   }
 }

@@ -16,10 +16,13 @@ constexpr std::int64_t max_rows_a_call = 64;
 // Columns unpacked at a time, whole blocks of the format: a tile of 32 rows, and the activations of the
 // tokens that it meets, then fit into the first cache.
 constexpr std::int64_t max_column_block = 512;
-constexpr std::int64_t column_block(WeightFormat format) {
-  return format == WeightFormat::b3 ? packed::b3_block_weights : max_column_block;
+constexpr std::int64_t column_block(WeightFormat format, std::int64_t group) {
+  if (format != WeightFormat::b3) return max_column_block;
+  return packed::b3_block_weights * (group > 64 ? group / 64 : 1);  // whole groups too
 }
-constexpr std::int64_t max_tile_rows = 32;
+constexpr std::int64_t largest_column_block = column_block(WeightFormat::b3, 256);
+constexpr std::int64_t group_rows = 8;  // whose group scales lie together
+constexpr std::int64_t max_groups_a_block = max_column_block / 32;
 
 // The same where weights are unpacked to 16 bits: all rows of a piece at once, for these tokens.
 constexpr std::int64_t wide_column_block = 256;
@@ -28,13 +31,12 @@ constexpr std::int64_t max_wide_tokens = 4;
 // Memory of one thread, of any content: weights unpacked to tiles, their scales where they are int4,
 // activations in 16 bits, and sums.
 struct MatmulScratch {
-  alignas(64) std::uint8_t tile[max_rows_a_call * max_column_block];
-  alignas(64) float scales[max_rows_a_call * (wide_column_block / int4_group)];
+  alignas(64) std::uint8_t tile[max_rows_a_call * largest_column_block];
+  alignas(64) float scales[max_rows_a_call * max_groups_a_block];
   alignas(64) std::int16_t activations[max_wide_tokens * wide_column_block];
   alignas(64) std::int32_t dots[2 * max_tokens_a_call * max_rows_a_call];
 };
 static_assert(sizeof MatmulScratch::tile >= max_rows_a_call * wide_column_block * 2);
-static_assert(sizeof MatmulScratch::scales >= max_tile_rows * max_column_block / int4_group * 4);
 
 // One thread each. `x` holds at most max_tokens_a_call tokens.
 struct MatmulKernels {
@@ -43,11 +45,11 @@ struct MatmulKernels {
                          std::int8_t* codes, std::int8_t* fine, float* scale, std::int32_t* sum,
                          std::int32_t* fine_sum);
 
-  // codes [64 * groups] -> sums [groups], for int4.
-  void (*sum_groups)(const std::int8_t* codes, std::int64_t groups, std::int32_t* sums);
+  // codes [groups, group] -> sums [groups].
+  void (*sum_groups)(const std::int8_t* codes, std::int64_t groups, std::int64_t group, std::int32_t* sums);
 
-  // y[:, begin:end] of a product, 0 < end - begin <= max_rows_a_call. group_sums, for int4 only:
-  // sum_groups of each token's codes, then of its fine where there is one.
+  // y[:, begin:end] of a product, 0 < end - begin <= max_rows_a_call. group_sums, where the matrix has a
+  // summed_group: sum_groups of each token's codes, then, for int4, of its fine where there is one.
   void (*multiply)(const Activations& x, const std::int32_t* group_sums, const Product& product,
                    std::int64_t begin, std::int64_t end, MatmulScratch& scratch);
 

@@ -37,7 +37,7 @@ INLINE std::int64_t bytes_before(const Matrix& matrix, std::int64_t column) {
 INLINE std::int64_t to_next_tile(const Matrix& matrix, std::int64_t begin, std::int64_t end,
                                  std::int64_t r, std::int64_t c) {
   if (r + tile_rows < end) return tile_rows * matrix.row_stride;
-  const std::int64_t next = c + column_block(matrix.format);
+  const std::int64_t next = c + column_block(matrix.format, matrix.group);
   if (next >= matrix.columns) return tile_rows * matrix.row_stride - bytes_before(matrix, c);
   return bytes_before(matrix, next) - bytes_before(matrix, c) - (r - begin) * matrix.row_stride;
 }
@@ -46,7 +46,7 @@ INLINE std::int64_t to_next_tile(const Matrix& matrix, std::int64_t begin, std::
 // a cache are fetched once for all rows of the piece.
 TARGET static void tile_piece(const Matrix& matrix, std::int64_t begin, std::int64_t end,
                               const Activations& x, bool fine, MatmulScratch& scratch) {
-  const std::int64_t block = column_block(matrix.format);
+  const std::int64_t block = column_block(matrix.format, matrix.group);
   const std::int64_t step = max_rows_a_call * (fine ? 2 : 1);
   for (std::int64_t c = 0; c < matrix.columns; c += block) {
     const std::int64_t count = matrix.columns - c < block ? matrix.columns - c : block;
@@ -87,7 +87,7 @@ TARGET static void unit_piece(const Activations& x, const Product& product, std:
                               std::int64_t end, MatmulScratch& scratch) {
   const Matrix& matrix = *product.matrix;
   const bool is_int8 = matrix.format == WeightFormat::int8, fine = x.fine && is_int8;
-  const std::int64_t block = column_block(matrix.format), rows = end - begin;
+  const std::int64_t block = column_block(matrix.format, matrix.group), rows = end - begin;
   const std::int64_t step = max_rows_a_call * (fine ? 2 : 1);
   Unit unit;
   unit.begin();
@@ -128,34 +128,27 @@ TARGET static void unit_piece(const Activations& x, const Product& product, std:
   unit.end();
 }
 
-// The float sums of a piece of int4: sums [tokens, max_rows_a_call].
-TARGET static void int4_tile_piece(const Matrix& matrix, std::int64_t begin, std::int64_t end,
-                                   const Activations& x, const std::int32_t* group_sums,
-                                   MatmulScratch& scratch) {
-  constexpr std::int64_t block = column_block(WeightFormat::int4);
-  const std::int64_t groups = packed::divide_up(matrix.columns, int4_group);
-  const std::int64_t sums_step = groups * (x.fine ? 2 : 1);
+// The float sums of a piece that is scaled by groups: sums [tokens, max_rows_a_call].
+TARGET static void group_tile_piece(const Matrix& matrix, std::int64_t begin, std::int64_t end,
+                                    const Activations& x, const GroupSums& of, MatmulScratch& scratch) {
+  const std::int64_t block = column_block(matrix.format, matrix.group);
+  const bool fine = x.fine && matrix.format == WeightFormat::int4;
   float* sums = reinterpret_cast<float*>(scratch.dots);
   for (std::int64_t c = 0; c < matrix.columns; c += block) {
     const std::int64_t count = matrix.columns - c < block ? matrix.columns - c : block;
-    const std::int64_t first_group = c / int4_group, here = packed::divide_up(count, int4_group);
+    const std::int64_t first = c / of.group, groups = packed::divide_up(count, of.group);
     for (std::int64_t r = begin; r < end; r += tile_rows) {
       const std::int64_t last = r + tile_rows < end ? r + tile_rows : end;
       unpack_tile(matrix, r, last, c, count, to_next_tile(matrix, begin, end, r, c), scratch.tile);
-      for (std::int64_t i = 0; i < tile_rows; ++i) {
-        const float* from = matrix.scales + (r + i < last ? r + i : r) * groups + first_group;
-        for (std::int64_t g = 0; g < here; ++g) scratch.scales[g * tile_rows + i] = from[g];
-      }
-#define TILE_INT4(T)                                                                              \
+      scales_of_tile(matrix, r, last, first, groups, scratch.scales);
+#define TILE_GROUPS(T)                                                                            \
   {                                                                                               \
     const std::int64_t at = t * x.stride + c;                                                     \
-    const std::int32_t* code_sums = group_sums + t * sums_step + first_group;                     \
-    tile_int4<T>(scratch.tile, x.codes + at, x.fine ? x.fine + at : nullptr, x.stride, code_sums,  \
-                 code_sums + groups, sums_step, scratch.scales, here, c == 0,                     \
-                 sums + t * max_rows_a_call + (r - begin), max_rows_a_call);                      \
+    tile_groups<T>(scratch.tile, x.codes + at, fine ? x.fine + at : nullptr, x.stride, of, t,      \
+                   first, groups, scratch.scales, sums + t * max_rows_a_call + (r - begin));      \
   }
-      FOR_TOKEN_GROUPS(x.tokens, TILE_INT4)
-#undef TILE_INT4
+      FOR_TOKEN_GROUPS(x.tokens, TILE_GROUPS)
+#undef TILE_GROUPS
     }
   }
 }
@@ -167,12 +160,12 @@ TARGET static void multiply_on(const Activations& x, const std::int32_t* group_s
   const Matrix& matrix = *product.matrix;
   const WeightFormat format = matrix.format;
   if constexpr (Unit::is_there) {
-    if (x.tiles && format != WeightFormat::int4) {
+    if (x.tiles && format != WeightFormat::int4 && !matrix.group) {
       unit_piece<Unit>(x, product, begin, end, scratch);
       return;
     }
   }
-  const bool tiles = x.tokens >= tile_from[int(format)];
+  const bool tiles = x.tokens >= (matrix.group ? group_tile_from : tile_from[int(format)]);
   const bool is_int8 = format == WeightFormat::int8, is_int4 = format == WeightFormat::int4;
   const bool fine = x.fine && is_int8;
   std::int32_t* dots = scratch.dots;
@@ -188,11 +181,16 @@ TARGET static void multiply_on(const Activations& x, const std::int32_t* group_s
   constexpr bool wide = false;
 #endif
   if (wide) {
-  } else if (tiles && is_int4) {
-    int4_tile_piece(matrix, begin, end, x, group_sums, scratch);
+  } else if (tiles && (is_int4 || matrix.group)) {
+    group_tile_piece(matrix, begin, end, x, GroupSums(matrix, x, group_sums), scratch);
   } else if (tiles) {
     tile_piece(matrix, begin, end, x, fine, scratch);
     offset = is_int8 ? 128 : 1;
+  } else if (matrix.group) {
+    const GroupSums of(matrix, x, group_sums);
+    for (std::int64_t r = begin; r < end; r += group_rows) {
+      dot_group_rows(matrix, r, end, x, of, scratch, sums + (r - begin));
+    }
   } else if (format == WeightFormat::i2) {
     row_dots<WeightFormat::i2>(matrix, begin, end, x, false, dots);
   } else if (format == WeightFormat::b3) {
@@ -202,12 +200,12 @@ TARGET static void multiply_on(const Activations& x, const std::int32_t* group_s
   } else if (is_int8) {
     row_dots<WeightFormat::int8>(matrix, begin, end, x, fine, dots);
   } else {
-    for (std::int64_t r = begin; r < end; r += int4_rows_together) {
+    for (std::int64_t r = begin; r < end; r += group_rows) {
       dot_int4_rows(matrix, r, end, x, group_sums, sums + (r - begin), max_rows_a_call);
     }
   }
-  if (is_int4) {
-    finish_int4(x, product, begin, end, sums, max_rows_a_call);
+  if (is_int4 || matrix.group) {
+    finish_groups(x, product, begin, end, sums, max_rows_a_call);
   } else if (is_int8) {
     finish_int8(x, product, begin, end, dots, max_rows_a_call, offset);
   } else {

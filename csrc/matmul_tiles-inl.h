@@ -42,6 +42,34 @@ INLINE void load_square(const RowPointers& rows, std::int64_t offset, Bytes* squ
   transpose_words(square);
 }
 
+// Columns [begin, begin + count) of one row of i2 and b3 in their order; may write 64 bytes more. The planes of
+// the last block need not be whole words apart: each overwrites what the one before wrote behind its end.
+template <class Planes>
+INLINE void unpack_planes_row(const std::uint8_t* row, std::int64_t columns, std::int64_t begin,
+                              std::int64_t count, std::uint8_t* out) {
+  constexpr int block_weights = Planes::count * block_bytes;
+  const std::uint8_t* bytes = row + begin / block_weights * block_bytes;
+  for (; count >= block_weights; count -= block_weights, begin += block_weights, bytes += block_bytes) {
+    for (int v = 0; v < block_vectors; ++v) {
+      Bytes block = load_bytes(bytes + v * VECTOR_BYTES);
+      UNROLL for (int p = 0; p < Planes::count; ++p) {
+        store(out + p * block_bytes + v * VECTOR_BYTES, Planes::next(block, p));
+      }
+    }
+    out += block_weights;
+  }
+  if (count == 0) return;
+  const std::int64_t step = Planes::tail_bytes(columns - begin);
+  Bytes block[block_vectors];
+  for (int v = 0; v < block_vectors; ++v) block[v] = load_bytes(bytes + v * VECTOR_BYTES);
+  for (int p = 0; p < Planes::count; ++p) {
+    for (int v = 0; v < block_vectors; ++v) {
+      const Bytes codes = Planes::next(block[v], p);
+      if (v * VECTOR_BYTES < step) store(out + p * step + v * VECTOR_BYTES, codes);
+    }
+  }
+}
+
 // Columns [begin, begin + count) of i2 and b3. Whole blocks are transposed while they are packed: one
 // word then holds four columns of each plane.
 template <class Planes>
@@ -62,20 +90,9 @@ INLINE void unpack_planes(const RowPointers& rows, std::int64_t columns, std::in
     }
   }
   if (c == count) return;
-  // The planes of the last block need not be whole words apart: first each row by itself, planes in
-  // ascending order, each overwriting what the one before wrote behind its end.
   std::uint8_t unpacked[row_lanes][block_weights + 2 * VECTOR_BYTES];
-  const std::int64_t step = Planes::tail_bytes(columns - begin - c);
   for (int i = 0; i < row_lanes; ++i) {
-    const std::uint8_t* bytes = rows.at[i] + (begin + c) / block_weights * block_bytes;
-    Bytes block[block_vectors];
-    for (int v = 0; v < block_vectors; ++v) block[v] = load_bytes(bytes + v * VECTOR_BYTES);
-    for (int p = 0; p < Planes::count; ++p) {
-      for (int v = 0; v < block_vectors; ++v) {
-        const Bytes codes = Planes::next(block[v], p);
-        if (v * VECTOR_BYTES < step) store(unpacked[i] + p * step + v * VECTOR_BYTES, codes);
-      }
-    }
+    unpack_planes_row<Planes>(rows.at[i], columns, begin + c, count - c, unpacked[i]);
   }
   for (std::int64_t from = 0; from < count - c; from += VECTOR_BYTES) {
     Bytes square[row_lanes];

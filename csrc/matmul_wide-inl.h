@@ -118,18 +118,6 @@ TARGET static void wide_int4(const std::uint8_t* tile, const std::int16_t* x, co
   }
 }
 
-// The scales of `groups` groups of a tile's rows, [groups, tile_rows]; where the matrix ends, those of
-// its last row.
-INLINE void tile_scales(const Matrix& matrix, std::int64_t begin, std::int64_t end,
-                        std::int64_t first_group, std::int64_t groups, float* scales) {
-  const std::int64_t in_row = packed::divide_up(matrix.columns, int4_group);
-  for (std::int64_t i = 0; i < tile_rows; ++i) {
-    const std::int64_t row = begin + i < end ? begin + i : end - 1;
-    const float* from = matrix.scales + row * in_row + first_group;
-    for (std::int64_t g = 0; g < groups; ++g) scales[g * tile_rows + i] = from[g];
-  }
-}
-
 // The sums of a piece: of int8 integers as of row_dots, of int4 floats [tokens, max_rows_a_call]. All rows
 // of the piece are unpacked before the tokens are widened, which is then done once.
 TARGET static void wide_piece(const Matrix& matrix, std::int64_t begin, std::int64_t end,
@@ -152,7 +140,7 @@ TARGET static void wide_piece(const Matrix& matrix, std::int64_t begin, std::int
                  scratch.tile + tile * wide_tile_bytes + 4 * lane);
     }
     for (std::int64_t i = 0; int4 && i < tiles; ++i) {
-      tile_scales(matrix, begin + i * tile_rows, end, c / int4_group, groups,
+      scales_of_tile(matrix, begin + i * tile_rows, end, c / int4_group, groups,
                   scratch.scales + i * tile_groups * tile_rows);
     }
 #define WIDE_DOTS(T)                                                                                \

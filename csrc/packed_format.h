@@ -67,6 +67,9 @@
 //   y = (sum over groups, ascending, in float32, of float(dot of the group) * float(scale)) * x + bias,
 // each operation rounded to float32 in that order, and with one scale a matrix or a row
 //   y = float(dot) * (x * scale) + bias.
+// Activations that have a scale for every g columns too, x[group], give
+//   y = sum over groups, ascending, in float32, of (float(dot of the group) * float(scale)) * x[group], + bias.
+// Sums start from 0; dot is exact.
 
 #pragma once
 
@@ -88,6 +91,10 @@ constexpr int b3_block_bytes = 64;
 constexpr int nm_bitmap_chunk_weights = 64;
 
 constexpr int nm_enum_word_bits = 64;
+
+constexpr bool is_scale_group(std::int64_t group, std::int64_t in_features) {
+  return (group == 32 || group == 64 || group == 128 || group == 256) && in_features % group == 0;
+}
 
 // The counts of weights that may share a scale.
 constexpr bool is_scale_group(std::int64_t weights) {

@@ -49,6 +49,7 @@ class Weights:
     codes: np.ndarray
     scale: float = 0.0371
     scales: np.ndarray = field(default_factory=lambda: np.zeros(1, np.float32))
+    group_scales: torch.Tensor | None = None  # [rows, groups]; [rows, 1]: of rows
 
     def __post_init__(self) -> None:
         rows, columns = self.codes.shape
@@ -74,16 +75,24 @@ class Weights:
     def product(self, y: np.ndarray, bias: np.ndarray | None):
         rows, columns = self.codes.shape
         address = 0 if bias is None else bias.ctypes.data
+        n, m, data = self.pattern.n, self.pattern.m, self.data.ctypes.data
+        scales, group, scale_type = self.scales.ctypes.data, 0, "float32"
+        if self.group_scales is None:
+            scales = scales if self.format.startswith("int") else 0
+        elif (groups := self.group_scales.shape[1]) == 1:
+            self.arranged = self.group_scales.float().flatten()
+            scales = self.arranged.data_ptr()
+        else:
+            padded = torch.nn.functional.pad(
+                self.group_scales, (0, 0, 0, -rows % 8), value=torch.nan
+            )
+            self.arranged = padded.view(-1, 8, groups).transpose(1, 2).contiguous()
+            group, scale_type = columns // groups, str(padded.dtype).removeprefix("torch.")
+            scales = self.arranged.data_ptr()
         matrix = _cpu.Matrix(
             FORMATS[self.format],
-            self.pattern.n,
-            self.pattern.m,
-            rows,
-            columns,
-            self.stride,
-            self.data.ctypes.data,
-            self.scale,
-            self.scales.ctypes.data,
+            *(n, m, rows, columns, self.stride, data, self.scale, scales, group),
+            _cpu.ScaleType[scale_type],
         )
         return _cpu.Product(matrix, address, y.ctypes.data, y.strides[0] // 4)
 
@@ -91,18 +100,19 @@ class Weights:
 class Quantized:
     """Activations as the kernels quantise them, in poisoned memory."""
 
-    def __init__(self, kernels, pool, x: np.ndarray, *, fine: bool) -> None:
+    def __init__(self, kernels, pool, x: np.ndarray, *, fine: bool, group: int = 0) -> None:
         tokens, columns = x.shape
+        self.groups = columns // group if group else 1
         stride = -(-columns // 64) * 64
         self.shape = (tokens, columns)
         slack = _cpu.ACTIVATION_SLACK
         self.codes = aligned(tokens * stride + slack, np.int8)
         self.fine = aligned(tokens * stride + slack, np.int8) if fine else None
         self.scales, self.sums, self.fine_sums = (
-            aligned(tokens, dtype) for dtype in (np.float32, np.int32, np.int32)
+            aligned(tokens * self.groups, dtype) for dtype in (np.float32, np.int32, np.int32)
         )
         x = np.ascontiguousarray(x)
-        self.activations = _cpu.Activations(tokens, columns, *self.addresses())
+        self.activations = _cpu.Activations(tokens, columns, *self.addresses(), group)
         kernels.quantize(pool, x.ctypes.data, self.activations)
         rows = self.codes[: tokens * stride].reshape(tokens, stride)
         self.code_rows, self.padding = rows[:, :columns], rows[:, columns:]
@@ -153,7 +163,22 @@ def dot(weights: np.ndarray, x: np.ndarray) -> np.ndarray:
 def expected(weights: Weights, x: Quantized, bias: np.ndarray | None) -> np.ndarray:
     fine_part = np.float32(1 / 128)
     x_scale = x.scales[:, None]
-    if weights.format == "int4":
+    if weights.group_scales is not None:
+        scales = weights.group_scales.float().numpy()
+        width = x.shape[1] // scales.shape[1]
+        y = np.zeros((x.shape[0], weights.codes.shape[0]), np.float32)
+        for g in range(scales.shape[1]):
+            part = slice(width * g, width * g + width)
+            value = dot(weights.codes[:, part], x.code_rows[:, part])
+            if scales.shape[1] == 1:
+                y = value * (x_scale * scales[:, 0])
+            elif x.groups > 1:
+                y = y + value * scales[:, g] * x.scales.reshape(-1, x.groups)[:, g : g + 1]
+            else:
+                y = y + value * scales[:, g]
+        if scales.shape[1] > 1 and x.groups == 1:
+            y = y * x_scale
+    elif weights.format == "int4":
         groups = -(-x.shape[1] // 64)
         scales = weights.scales.reshape(-1, groups)
         y = np.zeros((x.shape[0], weights.codes.shape[0]), np.float32)
@@ -208,6 +233,31 @@ def test_products_equal_the_reference_bit_for_bit(kernels, format):
             pool = pools[(index + tokens) % 3]
             x = Quantized(kernels, pool, draw_x(generator, tokens, columns), fine=fine)
             bias = draw_x(generator, 1, rows)[0] if (index + tokens) % 2 else None
+            (y,) = run(kernels, pool, x, [weights], [bias])
+            assert_same(y, expected(weights, x, bias))
+
+
+@pytest.mark.parametrize("group", [0, 32, 64, 128, 256])
+@pytest.mark.parametrize("format", ["i2", "b3", "nm-bitmap"])
+def test_scales_of_rows_and_groups_equal_the_reference_bit_for_bit(kernels, format, group):
+    generator = np.random.default_rng(6)
+    pool = _cpu.ThreadPool(2)
+    dtypes = itertools.cycle([torch.float16, torch.bfloat16, torch.float32])
+    pattern = NMPattern(6, 8)
+    for rows, columns in [(1, 256), (13, 1280), (70, 896), (33, 2816), (9, 5 * 320 + 256 + 64)]:
+        if columns <= group or (group and columns % group):
+            continue
+        for tokens in (1, 3, 5, 20, 37):
+            shape = (rows, columns // group if group else 1)
+            weights = draw_weights(generator, format, pattern, rows, columns)
+            scales = torch.from_numpy(generator.uniform(-0.02, 0.02, shape))
+            scales[0, 0] = 2.0**-20  # subnormal in float16
+            weights.group_scales = scales.to(next(dtypes))
+            by_group = group if tokens != 5 else 0
+            x = Quantized(
+                kernels, pool, draw_x(generator, tokens, columns), fine=False, group=by_group
+            )
+            bias = draw_x(generator, 1, rows)[0] if tokens % 2 else None
             (y,) = run(kernels, pool, x, [weights], [bias])
             assert_same(y, expected(weights, x, bias))
 

@@ -1,0 +1,175 @@
+// Sums that are scaled by groups of columns: they leave the integers group by group, in ascending order. Tiles of
+// int4 and of ternary weights, and ternary rows for few tokens. Included by matmul-inl.h.
+
+using RowFloats = Vector<float, 4 * group_rows>;
+using RowSums = Vector<std::int32_t, 4 * group_rows>;
+
+TARGET static void sum_groups(const std::int8_t* codes, std::int64_t groups, std::int64_t group,
+                              std::int32_t* sums) {
+  for (std::int64_t g = 0; g < groups; ++g) {
+    std::int32_t sum = 0;
+    for (std::int64_t i = 0; i < group; ++i) sum += codes[g * group + i];
+    sums[g] = sum;
+  }
+}
+
+// The groups of a matrix or of a tile of it and how their sums become floats, for tokens from the first on.
+struct GroupSums {
+  std::int64_t group, in_row;     // columns of a group; groups of a row
+  std::int32_t offset;            // codes are so much too high
+  const std::int32_t* code_sums;  // [tokens, parts, in_row]
+  std::int64_t parts;             // codes, and fine where there is one
+  const float* x_scales;          // [tokens, in_row], or null
+
+  GroupSums(const Matrix& matrix, const Activations& x, const std::int32_t* sums)
+      : group(matrix.summed_group()),
+        in_row(packed::divide_up(matrix.columns, group)),
+        offset(matrix.format == WeightFormat::int4 ? 8 : 1),
+        code_sums(sums),
+        parts(x.fine ? 2 : 1),
+        x_scales(x.group ? x.scales : nullptr) {}
+
+  TARGET __attribute__((always_inline)) std::int32_t excess(std::int64_t token, int part, std::int64_t g) const {
+    return offset * code_sums[(token * parts + part) * in_row + g];
+  }
+};
+
+// Codes plus one of columns [column, column + count) of a row, in their order.
+INLINE void unpack_codes(const Matrix& matrix, const std::uint8_t* row, std::int64_t column, std::int64_t count,
+                         std::uint8_t* out) {
+  if (matrix.format == WeightFormat::i2) {
+    unpack_planes_row<I2Planes>(row, matrix.columns, column, count, out);
+  } else if (matrix.format == WeightFormat::b3) {
+    unpack_planes_row<B3Planes>(row, matrix.columns, column, count, out);
+  } else {
+    const std::int64_t sign_bytes = packed::nm_bitmap_sign_bytes(matrix.pattern);
+    row += column / packed::nm_bitmap_chunk_weights * (sign_bytes + 8);
+    for (std::int64_t c = 0; c < count; c += packed::nm_bitmap_chunk_weights, row += sign_bytes + 8) {
+      const Bitmap bitmap = load_bitmap(row, row + sign_bytes);
+      UNROLL for (int v = 0; v < block_vectors; ++v) store(out + c + v * VECTOR_BYTES, bitmap_codes(bitmap, v));
+    }
+  }
+}
+
+// The sums of eight rows of codes, `row_bytes` apart, over so many columns: of the two halves of a vector of
+// 64 bytes where columns are fewer.
+INLINE void eight_dots(const std::uint8_t* codes, std::int64_t row_bytes, const std::int8_t* x, std::int64_t columns,
+                       RowSums* out) {
+  Small small[group_rows] = {};
+  for (std::int64_t c = 0; c < columns; c += VECTOR_BYTES) {
+    const Bytes xs = load_bytes(x + c);
+    UNROLL for (int i = 0; i < group_rows; ++i) {
+      small[i] = dot_codes(small[i], load_bytes(codes + i * row_bytes + c), xs);
+    }
+  }
+  Sums by_row[group_rows];
+  UNROLL for (int i = 0; i < group_rows; ++i) by_row[i] = widen(Sums{}, small[i]);
+  reduce_groups(by_row, out);
+  if (VECTOR_BYTES > 32 && columns >= VECTOR_BYTES) out[0] += out[1];
+}
+
+// sums[t * max_rows_a_call + r] of eight rows from `begin` on; of fewer, the last one is taken repeatedly. A
+// column block of theirs is unpacked for all tokens.
+TARGET static void dot_group_rows(const Matrix& matrix, std::int64_t begin, std::int64_t end, const Activations& x,
+                                  const GroupSums& of, MatmulScratch& scratch, float* sums) {
+  constexpr std::int64_t row_bytes = largest_column_block + 4 * block_bytes;
+  const std::int64_t block = column_block(matrix.format, of.group);
+  const std::uint8_t* first = matrix.data + begin * matrix.row_stride;
+  for (std::int64_t c = 0; c < matrix.columns; c += block) {
+    const std::int64_t count = matrix.columns - c < block ? matrix.columns - c : block;
+    const std::int64_t bytes_from = Matrix::bytes_per_row(matrix.format, matrix.pattern, c) / 64 * 64;
+    const std::int64_t bytes = Matrix::bytes_per_row(matrix.format, matrix.pattern, count);
+    for (std::int64_t i = 0; i < group_rows; ++i) {
+      for (std::int64_t line = 0; line < bytes; line += 64) prefetch(first + (bytes_from + line) * group_rows + i * 64);
+      const std::int64_t r = begin + i < end ? begin + i : end - 1;
+      unpack_codes(matrix, matrix.data + r * matrix.row_stride, c, count, scratch.tile + i * row_bytes);
+    }
+    const std::int64_t first_group = c / of.group, groups = count / of.group;
+    widen_scales(matrix, begin, group_rows, first_group, groups, scratch.scales, group_rows);
+    const std::int64_t step = of.group < VECTOR_BYTES ? VECTOR_BYTES / of.group : 1;  // groups of a vector
+    for (std::int64_t t = 0; t < x.tokens; ++t) {
+      RowFloats total = {};
+      if (c > 0) total = load<RowFloats>(sums + t * max_rows_a_call);
+      for (std::int64_t g = 0; g < groups; g += step) {
+        RowSums dots[2];
+        const std::int64_t at = g * of.group;
+        eight_dots(scratch.tile + at, row_bytes, x.codes + t * x.stride + c + at, of.group, dots);
+        for (std::int64_t i = 0; i < step && g + i < groups; ++i) {
+          const std::int64_t index = first_group + g + i;
+          RowFloats value = __builtin_convertvector(dots[i] - of.excess(t, 0, index), RowFloats);
+          value *= load<RowFloats>(scratch.scales + (g + i) * group_rows);
+          if (of.x_scales) value *= of.x_scales[t * of.in_row + index];
+          total += value;
+        }
+      }
+      store(sums + t * max_rows_a_call, total);
+    }
+  }
+}
+
+// The scales of a tile's rows, as floats [groups, tile_rows].
+INLINE void scales_of_tile(const Matrix& matrix, std::int64_t begin, std::int64_t end, std::int64_t first,
+                           std::int64_t groups, float* out) {
+  if (matrix.group) {
+    widen_scales(matrix, begin, tile_rows, first, groups, out, tile_rows);
+    return;
+  }
+  const std::int64_t in_row = packed::divide_up(matrix.columns, int4_group);
+  for (std::int64_t i = 0; i < tile_rows; ++i) {
+    const float* from = matrix.scales + (begin + i < end ? begin + i : end - 1) * in_row + first;
+    for (std::int64_t g = 0; g < groups; ++g) out[g * tile_rows + i] = from[g];
+  }
+}
+
+// One group of T tokens: the sums of a tile's rows.
+template <int T>
+INLINE void tile_group(const std::uint8_t* tile, const std::int8_t* x, std::int64_t stride, std::int64_t words,
+                       std::int64_t most, Sums (&sums)[T][tile_vectors]) {
+  for (std::int64_t w = 0; w < words; w += most) {
+    Small small[T][tile_vectors] = {};
+    tile_words<T>(tile + w * (4 * tile_rows), x + 4 * w, stride, words - w < most ? words - w : most, small);
+    UNROLL for (int t = 0; t < T; ++t) {
+      UNROLL for (int v = 0; v < tile_vectors; ++v) {
+        sums[t][v] = widen(w == 0 ? Sums{} : sums[t][v], small[t][v]);
+      }
+    }
+  }
+}
+
+// sums [T, max_rows_a_call] of a tile's rows over groups [first, first + groups) of a column block, added to what
+// is there but for first = 0, of tokens from `token` on. scales [groups, tile_rows].
+template <int T>
+TARGET static void tile_groups(const std::uint8_t* tile, const std::int8_t* codes, const std::int8_t* fine,
+                               std::int64_t stride, const GroupSums& of, std::int64_t token, std::int64_t first,
+                               std::int64_t groups, const float* scales, float* sums) {
+  const std::int64_t most = of.offset == 8 ? nibble_dots : small_dots, words = of.group / 4;
+  for (std::int64_t g = 0; g < groups; ++g) {
+    const std::uint8_t* group = tile + g * of.group * tile_rows;
+    Sums dots[T][tile_vectors];
+    Floats value[T][tile_vectors];
+    tile_group<T>(group, codes + g * of.group, stride, words, most, dots);
+    UNROLL for (int t = 0; t < T; ++t) {
+      const std::int32_t excess = of.excess(token + t, 0, first + g);
+      UNROLL for (int v = 0; v < tile_vectors; ++v) {
+        value[t][v] = __builtin_convertvector(dots[t][v] - excess, Floats);
+      }
+    }
+    if (fine) {
+      tile_group<T>(group, fine + g * of.group, stride, words, most, dots);
+      UNROLL for (int t = 0; t < T; ++t) {
+        const std::int32_t excess = of.excess(token + t, 1, first + g);
+        UNROLL for (int v = 0; v < tile_vectors; ++v) {
+          value[t][v] += __builtin_convertvector(dots[t][v] - excess, Floats) * (1.0f / 128.0f);
+        }
+      }
+    }
+    UNROLL for (int t = 0; t < T; ++t) {
+      UNROLL for (int v = 0; v < tile_vectors; ++v) {
+        float* to = sums + t * max_rows_a_call + v * row_lanes;
+        value[t][v] *= load<Floats>(scales + g * tile_rows + v * row_lanes);
+        if (of.x_scales) value[t][v] *= of.x_scales[(token + t) * of.in_row + first + g];
+        store(to, (first + g == 0 ? Floats{} : load<Floats>(to)) + value[t][v]);
+      }
+    }
+  }
+}
