@@ -13,7 +13,9 @@ from sparse_bitnet.generation.request import Generation, Output, TokenScore
 from sparse_bitnet.generation.scheduler_thread import QueueFull, Stopping, ThreadedScheduler
 from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.generations import Prepared, ServedModel, prepare
-from sparse_bitnet.serve.replies import DONE, ChatReply, Choice, Reply, event
+from sparse_bitnet.serve.replies import ChatReply, Choice, Reply
+from sparse_bitnet.serve.responses import ResponsesBody
+from sparse_bitnet.serve.responses_reply import ResponsesReply
 from sparse_bitnet.serve.schema import Body, ChatBody
 
 _RETRY = {"Retry-After": "1"}
@@ -31,7 +33,9 @@ class Answering:
         self._model, self._scheduler = model, scheduler
         self._large = asyncio.Semaphore(1)
 
-    async def answer(self, kind: type[Body], raw: bytes, request: Request) -> Response:
+    async def answer(
+        self, kind: type[Body | ResponsesBody], raw: bytes, request: Request
+    ) -> Response:
         """Start the generations. Raises `ApiError` if they cannot be started or, not streamed, fail."""
         loop = asyncio.get_running_loop()
         outputs: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
@@ -78,7 +82,7 @@ class _Answer:
     ) -> None:
         self.body = prepared.body
         self._scheduler, self._generations, self._outputs = scheduler, generations, outputs
-        self._reply = (ChatReply if isinstance(self.body, ChatBody) else Reply)(model, self.body)
+        self._reply = _reply(prepared, model)
         self._choices = [
             Choice(
                 generation,
@@ -133,10 +137,9 @@ class _Answer:
             ):
                 yield chunk
             if output.finish in _FAILURES:
-                yield event(_failure(choice, output).body)
-        if self.body.include_usage:
-            yield self._reply.usage_chunk(self._choices)
-        yield DONE
+                yield self._reply.failure(_failure(choice, output))
+        if end := self._reply.end(self._choices):
+            yield end
 
     async def _all_outputs(self) -> AsyncIterator[tuple[Choice, Output]]:
         """Until all have ended. The log-probabilities of a prompt are in its choice before the first."""
@@ -158,6 +161,14 @@ class _Answer:
         while (await request.receive())["type"] != "http.disconnect":
             pass
         self.cancel()
+
+
+def _reply(prepared: Prepared, model: ServedModel) -> Reply:
+    body = prepared.body
+    if not isinstance(body, ChatBody):
+        return Reply(model, body)
+    asked = prepared.asked
+    return ChatReply(model, body) if asked is None else ResponsesReply(model, body, asked)
 
 
 def _slices(scores: list[TokenScore]) -> Iterator[list[TokenScore]]:

@@ -17,6 +17,7 @@ from sparse_bitnet.serve.answer import Answering
 from sparse_bitnet.serve.api_error import ApiError, error_body
 from sparse_bitnet.serve.generations import ServedModel
 from sparse_bitnet.serve.prometheus import CONTENT_TYPE, ServerMetrics
+from sparse_bitnet.serve.responses import ResponsesBody
 from sparse_bitnet.serve.schema import ChatBody, CompletionBody
 
 _BODY_SECONDS = 60.0
@@ -88,6 +89,11 @@ def create_app(
     async def chat(request: Request) -> Response:
         raw = await _read_body(request, model.max_body_bytes)
         return await answering.answer(ChatBody, raw, request)
+
+    @router.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        raw = await _read_body(request, model.max_body_bytes)
+        return await answering.answer(ResponsesBody, raw, request)
 
     app.include_router(router)
     paths = {route.path for route in [*app.routes, *router.routes] if hasattr(route, "path")}

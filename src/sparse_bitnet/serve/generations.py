@@ -12,6 +12,7 @@ from sparse_bitnet.generation.request import Generation, GenerationRequest, Outp
 from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
 from sparse_bitnet.generation.text import TextTokenizer
 from sparse_bitnet.serve.api_error import ApiError
+from sparse_bitnet.serve.responses import ResponsesBody
 from sparse_bitnet.serve.schema import (
     Body,
     ChatBody,
@@ -61,20 +62,23 @@ class Prepared:
     """The generations of one request, to be submitted; those of a prompt stand together."""
 
     body: Body
+    asked: ResponsesBody | None
+    """As which the client put it."""
     requests: list[GenerationRequest]
     echo: Sequence[str]
     """Texts that precede what is generated, one for each prompt, or none at all."""
 
 
 def prepare(
-    kind: type[Body],
+    kind: type[Body | ResponsesBody],
     raw: bytes,
     model: ServedModel,
     scheduler: ThreadedScheduler,
     deliver: Deliver,
 ) -> Prepared:
     """Raises `ApiError` for a body that is no valid one, or asks for more than there is."""
-    body = parse_body(kind, raw)
+    asked = parse_body(kind, raw)
+    body = asked.chat() if isinstance(asked, ResponsesBody) else asked
     model.check_name(body.model)
     _check_counts(body, model, scheduler)
     if foreign := [key for key in body.logit_bias or () if int(key) >= model.vocab_size]:
@@ -87,7 +91,10 @@ def prepare(
         if body.echo:
             echo = [p if isinstance(p, str) else model.tokenizer.decode(p) for p in body.prompts]
     return Prepared(
-        body=body, requests=_requests(body, prompts, model, scheduler, deliver), echo=echo
+        body=body,
+        asked=asked if isinstance(asked, ResponsesBody) else None,
+        requests=_requests(body, prompts, model, scheduler, deliver),
+        echo=echo,
     )
 
 

@@ -10,23 +10,24 @@ from typing import Any
 
 from sparse_bitnet.generation.request import Generation, TokenScore
 from sparse_bitnet.generation.text import TextTokenizer
+from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.generations import ServedModel
 from sparse_bitnet.serve.schema import Body, ChatBody
 from sparse_bitnet.serve.tool_calls import CallPiece, ToolCallReader
 
-DONE = b"data: [DONE]\n\n"
+_DONE = b"data: [DONE]\n\n"
 _BLOCK = 1 << 16
 _ENTRIES_AT_ONCE = 64
 
 
-def _dumped(content: Any) -> str:
-    """ASCII: whatever lies in between cannot split a character. Iterators become lists."""
+def dumped(content: Any) -> str:
+    """JSON in ASCII: whatever lies in between cannot split a character. Iterators become lists."""
     return json.dumps(content, separators=(",", ":"), default=list)
 
 
 def event(content: dict[str, Any]) -> bytes:
     """One server-sent event."""
-    return f"data: {_dumped(content)}\n\n".encode()
+    return f"data: {dumped(content)}\n\n".encode()
 
 
 def _pieces(content: Any) -> Iterator[str]:
@@ -34,7 +35,7 @@ def _pieces(content: Any) -> Iterator[str]:
     and what iterators give."""
     if isinstance(content, dict):
         for place, (key, value) in enumerate(content.items()):
-            yield f"{',' if place else '{'}{_dumped(key)}:"
+            yield f"{',' if place else '{'}{dumped(key)}:"
             yield from _pieces(value)
         yield "}"
     elif isinstance(content, list):
@@ -44,12 +45,12 @@ def _pieces(content: Any) -> Iterator[str]:
         yield "]"
     elif isinstance(content, Iterator):
         yield "["
-        yield _dumped(list(islice(content, _ENTRIES_AT_ONCE)))[1:-1]
+        yield dumped(list(islice(content, _ENTRIES_AT_ONCE)))[1:-1]
         while some := list(islice(content, _ENTRIES_AT_ONCE)):
-            yield "," + _dumped(some)[1:-1]
+            yield "," + dumped(some)[1:-1]
         yield "]"
     else:
-        yield _dumped(content)
+        yield dumped(content)
 
 
 def _blocks(pieces: Iterable[str]) -> Iterator[bytes]:
@@ -155,9 +156,15 @@ class Reply:
         content = {"text": choice.echo, "logprobs": None, "finish_reason": None}
         return self._chunk_event({"index": choice.index} | content)
 
-    def usage_chunk(self, choices: Sequence[Choice]) -> bytes:
-        """The last event where usage is wanted."""
-        return event(self._chunk_head([]) | {"usage": self._usage(choices)})
+    def failure(self, error: ApiError) -> bytes:
+        """The event of a choice that has failed."""
+        return event(error.body)
+
+    def end(self, choices: Sequence[Choice]) -> bytes:
+        """What follows the last piece of all choices."""
+        if not self._body.include_usage:
+            return _DONE
+        return event(self._chunk_head([]) | {"usage": self._usage(choices)}) + _DONE
 
     def _usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Of ended generations. The choices of one prompt count it once; generated tokens include the one

@@ -6,7 +6,7 @@ the value that changes nothing; those that cannot change it are accepted and nam
 
 import difflib
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol, TypeVar
 
 from pydantic import ConfigDict, Field, ValidationError
 
@@ -229,11 +229,24 @@ class ChatBody(WithTools, _Body):
 Body = CompletionBody | ChatBody
 
 
-def parse_body(kind: type[Body], raw: bytes) -> Body:
+class _Checked(Protocol):
+    """A kind of body."""
+
+    def check(self) -> None: ...
+
+
+Kind = TypeVar("Kind", bound=_Checked)
+
+
+def parse_body(kind: type[Kind], given: bytes | dict[str, Any]) -> Kind:
     """A request body of that kind. Raises `ApiError` 400 that names the parameter."""
-    _check_size(raw)
+    validator: Any = kind
     try:
-        parsed = kind.model_validate_json(raw)
+        if isinstance(given, bytes):
+            _check_size(given)
+            parsed = validator.model_validate_json(given)
+        else:
+            parsed = validator.model_validate(given)
     except ValidationError as error:
         raise invalid_body(error) from error
     parsed.check()

@@ -1,0 +1,199 @@
+"""POST /v1/responses, as a chat. Nothing is stored: each request has the whole input."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from sparse_bitnet.serve.api_error import ApiError
+from sparse_bitnet.serve.messages import StrictModel
+from sparse_bitnet.serve.response_format import NamedSchema
+from sparse_bitnet.serve.schema import ChatBody, parse_body
+from sparse_bitnet.serve.tools import FunctionTool, NamedFunction
+
+
+class _Item(StrictModel):
+    """Of an input. Ids and states that come back from an earlier answer say nothing here."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class Part(_Item):
+    """A piece of content; other kinds than text are refused."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+Parts = Annotated[list[Part], Field(fail_fast=True)]
+
+
+class MessageItem(_Item):
+    """A message of any role."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Parts
+
+
+class CallItem(_Item):
+    """What the model has called."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class OutputItem(_Item):
+    """What came of it."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | Parts
+
+
+class ReasoningItem(_Item):
+    """Passed over: templates drop the thoughts of earlier turns."""
+
+    type: Literal["reasoning"]
+
+
+class TextFormat(NamedSchema):
+    """The form of the text."""
+
+    type: Literal["text", "json_object", "json_schema"]
+
+
+class TextOptions(StrictModel):
+    """About the text of the answer."""
+
+    format: TextFormat | None = None
+    verbosity: None = None
+
+
+class Reasoning(StrictModel):
+    """About thoughts."""
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+class FlatTool(FunctionTool):
+    """A function; there are no other tools."""
+
+    type: Literal["function"]
+
+
+class FlatChoice(NamedFunction):
+    """The one that is to be called."""
+
+    type: Literal["function"]
+
+
+class ResponsesBody(StrictModel):
+    """POST /v1/responses"""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str
+    input: (
+        str
+        | Annotated[
+            list[MessageItem | CallItem | OutputItem | ReasoningItem],
+            Field(min_length=1, fail_fast=True),
+        ]
+    )
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    stream: bool | None = False
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    tools: Annotated[list[FlatTool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
+
+    def check(self) -> None:
+        """Raises `ApiError` for parameters that are not supported. Others a chat refuses."""
+        for name, value in (self.model_extra or {}).items():
+            if value is None or value in _NEUTRAL.get(name, ()):
+                continue
+            if name in _NEUTRAL:
+                message = f"{name} is not supported: leave it out"
+                raise ApiError(400, message, param=name, code="unsupported_parameter")
+            if name in ChatBody.model_fields and name not in _COMMON:
+                message = f"unknown parameter: {name}"
+                raise ApiError(400, message, param=name, code="unknown_parameter")
+
+    def chat(self) -> ChatBody:
+        """The same as a chat. Raises `ApiError` for what a chat would refuse."""
+        passed_over = _NEUTRAL.keys() | _DROPPED
+        others = self.model_extra or {}
+        given: dict[str, Any] = {
+            name: value for name, value in others.items() if name not in passed_over
+        }
+        given |= {"model": self.model, "messages": self._messages(), "stream": self.stream}
+        given["max_tokens"] = self.max_output_tokens
+        if self.reasoning is not None:
+            given["reasoning_effort"] = self.reasoning.effort
+        if self.text is not None and self.text.format is not None:
+            form = self.text.format.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
+            named = {"json_schema": form} if self.text.format.type == "json_schema" else {}
+            given["response_format"] = {"type": self.text.format.type} | named
+        if self.tools:
+            given["tools"] = [
+                {"type": "function", "function": tool.model_dump(exclude={"type"})}
+                for tool in self.tools
+            ]
+        choice = self.tool_choice
+        if isinstance(choice, FlatChoice):
+            given["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+        else:
+            given["tool_choice"] = choice
+        return parse_body(ChatBody, given)
+
+    def _messages(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        if self.instructions:
+            found.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            return [*found, {"role": "user", "content": self.input}]
+        for item in self.input:
+            match item:
+                case MessageItem():
+                    found.append({"role": item.role, "content": _text(item.content)})
+                case CallItem():
+                    # Calls, and what is said before them, are one message of a chat.
+                    if not found or found[-1]["role"] != "assistant":
+                        found.append({"role": "assistant", "content": None})
+                    call = {"name": item.name, "arguments": item.arguments}
+                    calls = found[-1].setdefault("tool_calls", [])
+                    calls.append({"id": item.call_id, "function": call})
+                case OutputItem():
+                    content = _text(item.output)
+                    found.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
+        return found
+
+
+_COMMON = frozenset(
+    {
+        *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "repetition_penalty"),
+        *("frequency_penalty", "presence_penalty", "logit_bias", "chat_template_kwargs"),
+        "parallel_tool_calls",
+    }
+)
+"""Parameters of a chat that mean the same here."""
+_DROPPED = frozenset({"store", "include", "stream_options"})
+"""Nothing is ever stored, and there is nothing to include."""
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "previous_response_id": (),
+    "conversation": (),
+    "prompt": (),
+    "background": (False,),
+    "truncation": ("disabled",),
+    "top_logprobs": (0,),
+    "max_tool_calls": (),
+}
+"""Values that change nothing, as None does, of parameters that are not supported."""
+
+
+def _text(content: str | list[Part]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)

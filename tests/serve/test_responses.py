@@ -1,0 +1,122 @@
+"""/v1/responses as the `openai` client asks for it: texts, calls, forms, and the events of a stream."""
+
+import json
+
+import openai
+import pytest
+from pydantic import BaseModel
+from test_structured_output import ending_soon
+from test_tools import ARGUMENTS, CALL, QWEN, TOKENIZER, WEATHER, saying, tagged
+
+from scripted_engine import ScriptedEngine
+from serving_thread import server
+
+TOOL = {"type": "function", "strict": False, **WEATHER["function"]}
+
+
+def serving(logits, template=QWEN):
+    engine = ScriptedEngine(vocab_size=300, context_length=4096, logits=logits)
+    return server(engine, template=template)
+
+
+def ask(client, **more):
+    more = {"input": "?", "temperature": 0, "max_output_tokens": 300} | more
+    return client.responses.create(model="scripted", **more)
+
+
+def test_text_whole_and_streamed():
+    with serving(saying("Grüße!")) as running, running.client() as client:
+        answer = ask(client, instructions="be brief", metadata={"a": "b"}, store=True)
+        assert answer.output_text == "Grüße!"
+        assert answer.status == "completed"
+        prompt = "<system>be brief[]<user>?[]<assistant>"
+        assert answer.usage.input_tokens == len(TOKENIZER.encode(prompt))
+        assert answer.usage.output_tokens == len(TOKENIZER.encode("Grüße!")) + 1
+        with client.responses.stream(model="scripted", input="?", temperature=0) as stream:
+            events = list(stream)
+            final = stream.get_final_response()
+        assert final.output_text == "Grüße!"
+        kinds = [event.type for event in events]
+        assert kinds[:4] == [
+            "response.created",
+            "response.in_progress",
+            "response.output_item.added",
+            "response.content_part.added",
+        ]
+        assert kinds[-4:] == [
+            "response.output_text.done",
+            "response.content_part.done",
+            "response.output_item.done",
+            "response.completed",
+        ]
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        pieces = [event.delta for event in events if event.type == "response.output_text.delta"]
+        assert "".join(pieces) == "Grüße!"
+        cut = ask(client, max_output_tokens=3)
+        assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+
+
+def test_calls_and_the_turn_after_them():
+    with serving(saying("Look:\n" + tagged(CALL))) as running, running.client() as client:
+        answer = ask(client, tools=[TOOL])
+        said, call = answer.output
+        assert said.content[0].text == "Look:"
+        assert (call.type, call.name, call.arguments) == ("function_call", "weather", ARGUMENTS)
+        events = list(ask(client, tools=[TOOL], stream=True))
+        assert events[-1].type == "response.completed"
+        streamed = events[-1].response.output[1]
+        assert (streamed.name, streamed.arguments) == ("weather", ARGUMENTS)
+        kind = "response.function_call_arguments.delta"
+        pieces = [event.delta for event in events if event.type == kind]
+        assert "".join(pieces) == ARGUMENTS
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+        question = {"role": "user", "content": [{"type": "input_text", "text": "?"}]}
+        thought = {"type": "reasoning", "id": "r", "summary": []}
+        again = ask(client, input=[question, thought, *answer.output, result])
+        asked = {"name": "weather", "arguments": json.loads(ARGUMENTS)}
+        calls = [{"id": call.call_id, "type": "function", "function": asked}]
+        said = f"Look:{json.dumps(calls, ensure_ascii=False)}"
+        prompt = f"<user>?[]<assistant>{said}<tool>rain[]<assistant>"
+        assert again.usage.input_tokens == len(TOKENIZER.encode(prompt))
+
+
+def test_forms():
+    class Person(BaseModel):
+        name: str
+        age: int
+
+    with serving(ending_soon, "{{ messages }}") as running, running.client() as client:
+        options = {"temperature": 0, "max_output_tokens": 400}
+        found = client.responses.parse(model="scripted", input="?", text_format=Person, **options)
+        assert isinstance(found.output_parsed, Person)
+        answer = ask(client, text={"format": {"type": "text"}}, max_output_tokens=5)
+        assert answer.text.format.type == "text"
+
+
+@pytest.mark.parametrize(
+    ("more", "complaint"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id is not supported"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+        ({"input": []}, "input"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"extra_body": {"messages": []}}, "unknown parameter: messages"),
+        ({"extra_body": {"tempature": 1}}, "unknown parameter: tempature"),
+        ({"temperature": 101}, "temperature"),
+        ({"tool_choice": {"type": "function", "name": "x"}}, "none of the tools"),
+    ],
+)
+def test_what_is_not_supported_is_refused(more, complaint):
+    with serving(saying("x")) as running, running.client() as client:
+        with pytest.raises(openai.BadRequestError, match=complaint):
+            ask(client, **more)
+
+
+def test_failures_are_events():
+    engine = ScriptedEngine(vocab_size=300, logits=saying("x" * 50), fails=lambda t: len(t) > 40)
+    with server(engine, template=QWEN) as running, running.client() as client:
+        events = list(ask(client, stream=True))
+        assert events[-1].type == "response.failed"
+        assert "RuntimeError" in events[-1].response.error.message
+        with pytest.raises(openai.InternalServerError):
+            ask(client)
