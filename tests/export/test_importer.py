@@ -20,6 +20,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.config import ExportConfig
 from sparse_bitnet.export.formats import export
 from sparse_bitnet.export.importer import import_checkpoint, masters_of
+from sparse_bitnet.export.pack import pack_checkpoint
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.nn.selection import select
 from sparse_bitnet.packing.metadata import QUANT_METHOD
@@ -80,6 +81,21 @@ def test_exports_come_back(checkpoint: Path, tmp_path: Path, format: str) -> Non
         torch.testing.assert_close(found, expected, rtol=0, atol=0.01)
     else:
         assert torch.equal(found, expected)
+
+
+def test_packing_at_once_writes_what_packing_masters_writes(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    export(checkpoint, tmp_path / "out", ExportConfig(format="compressed-tensors-w2a8"))
+    import_checkpoint(tmp_path / "out", tmp_path / "masters")
+    pack_checkpoint(tmp_path / "masters", tmp_path / "twice")
+    import_checkpoint(tmp_path / "out", tmp_path / "once", packed="auto")
+    files = sorted(path.name for path in (tmp_path / "twice").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "once").iterdir())
+    for name in files:
+        assert (tmp_path / "twice" / name).read_bytes() == (
+            tmp_path / "once" / name
+        ).read_bytes(), name
 
 
 def test_a_packed_folder_can_be_written_at_once(checkpoint: Path, tmp_path: Path) -> None:

@@ -100,6 +100,12 @@ class Checkpoint(StoredModel):
     selection: Callable[[str], "Selection"] | None = None
     """What the format chooses of a sparse layer's trained weight; None where there is none."""
 
+    has_one_scale: bool = True
+    """Each matrix has one scale; else what `ternary` returns shows how many."""
+
+    write_tokenizer: Callable[[Path], None] | None = None
+    """Writes tokenizer, chat template and end tokens into a folder; None where they lie in `folder`."""
+
     file: TensorFile | None = None
     metadata: PackedMetadata | None = None
     """Of a packed one."""

@@ -69,8 +69,8 @@ def _open_bitnet(found: StoredModel) -> Checkpoint:
         scale = files.read(f"{layer}.weight_scale").float()
         return _checked(codes, scale if auto else 1 / scale, layer)
 
-    def read_other(name: str) -> Tensor:
-        tensor = files.read(name)
+    def read_other(name: str, part: slice | None = None) -> Tensor:
+        tensor = files.read(name, part)
         layer = name.removesuffix(".bias")
         if auto and not online and name != layer and layer in layers:
             # That class multiplies its whole output, the bias included, by the scale.

@@ -48,6 +48,10 @@ def load_with(loader: Callable[..., Any], source: Any, **kwargs: Any) -> Any:
 def skeleton(config: dict[str, Any], folder: Path) -> "PreTrainedModel":
     """The causal LM of a folder's config.json on the meta device: names and shapes, no memory.
 
+    Args:
+        config: its content.
+        folder: the folder, or a file that holds config and weights.
+
     Raises `UserError` for an architecture that transformers does not know, and for sizes and settings
     that make none.
     """
@@ -61,9 +65,9 @@ def skeleton(config: dict[str, Any], folder: Path) -> "PreTrainedModel":
         with torch.device("meta"):
             return load_with(AutoModelForCausalLM.from_config, AutoConfig.for_model(**values))
     except Exception as error:
+        where = folder if folder.is_file() else folder / "config.json"
         raise UserError(
-            f"{folder}/config.json describes no causal language model that transformers builds: "
-            f"{_reason(error)}"
+            f"{where} describes no causal language model that transformers builds: {_reason(error)}"
         ) from error
 
 

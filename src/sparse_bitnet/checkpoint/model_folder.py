@@ -101,6 +101,7 @@ def check_sizes(config: dict[str, Any], folder: Path) -> None:
     """Raise `UserError` for a config.json of a larger model than the folder's weights can be of: to build
     it would take memory and time without end."""
     weights = [path for suffix in ("safetensors", "bin") for path in folder.glob(f"*.{suffix}")]
+    weights = [folder] if folder.is_file() else weights
     total = sum(path.stat().st_size for path in weights if path.is_file())
     if not total:
         return

@@ -34,6 +34,10 @@ def find_checkpoint(path: str | Path) -> StoredModel:
     Raises `UserError` for what is no model folder, and for one whose files are not to be read.
     """
     name = resolve_checkpoint(path)
+    if name.endswith(".gguf"):
+        from sparse_bitnet.checkpoint.gguf import find_gguf
+
+        return find_gguf(Path(name))
     folder, config, entry = open_folder(name)
     method = entry.get("quant_method")
     if method is None and config.get("model_type") == "bitnet":

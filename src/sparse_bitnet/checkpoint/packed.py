@@ -38,7 +38,7 @@ def read(found: StoredModel) -> Checkpoint:
         packed, scale = file.checked(name), file.checked(f"{layer}.weight_scale")
         shape = metadata.layers[layer]
         codes = unpack(packed, metadata.packed_format, metadata.pattern, shape, name=name)
-        return TernaryWeight(codes, scale.clone().view(()))
+        return TernaryWeight(codes, scale.clone().view(() if scale.shape == (1,) else scale.shape))
 
     def tensor(name: str, part: slice = slice(None)) -> "Tensor":
         stored = file.checked(name)[part] if others[name].shape else file.checked(name)

@@ -16,6 +16,7 @@ from torch import nn
 from sparse_bitnet.checkpoint.model_folder import check_folder
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.packed_linear import PackedSparseBitLinear
+from sparse_bitnet.packing.formats import scale_group
 from sparse_bitnet.packing.metadata import QUANT_METHOD, PackedMetadata, check_version
 from sparse_bitnet.packing.tensor_file import DTYPES, TensorFile
 
@@ -50,7 +51,13 @@ def prepare_model_(model: "PreTrainedModel", file: TensorFile, metadata: PackedM
                 f"{file.path}: tensor {name}.weight_packed is for a linear layer [{rows}, "
                 f"{in_features}], which {type(model).__name__} does not have there"
             )
-        entry = file.entries.get(f"{name}.weight_packed")
+        entry, scales = (file.entries.get(f"{name}.weight_{end}") for end in ("packed", "scale"))
+        scale_shape = scales.shape if scales else (1,)
+        if scale_group(scale_shape, rows, in_features) is None:
+            raise UserError(
+                f"{file.path}: tensor {name}.weight_scale {list(scale_shape)} holds no scales of a "
+                f"matrix [{rows}, {in_features}]"
+            )
         packed[linear] = PackedSparseBitLinear(
             in_features,
             rows,
@@ -58,6 +65,7 @@ def prepare_model_(model: "PreTrainedModel", file: TensorFile, metadata: PackedM
             config=metadata.format,
             packed_format=metadata.packed_format,
             packed_bytes=entry.end - entry.begin if entry else 0,
+            scale_shape=scale_shape,
             name=name,
             device=linear.weight.device,
         )
@@ -86,10 +94,12 @@ def finish_model_(model: "PreTrainedModel", metadata: PackedMetadata) -> None:
             del module.weight_scale
         model.tie_weights()
     for name, layer in packed_layers(model).items():
-        if not 0 < float(layer.weight_scale) < math.inf:
+        low, high = (float(bound) for bound in layer.weight_scale.aminmax())
+        # Of several, those of codes that are all zero may be zero.
+        if not (low > 0 or (low == 0 and layer.weight_scale.numel() > 1)) or not high < math.inf:
             raise UserError(
-                f"tensor {name}.weight_scale is {float(layer.weight_scale)}: a scale is positive and "
-                "finite; pack the model again"
+                f"tensor {name}.weight_scale is {low}: a scale is positive and finite; pack the model "
+                "again"
             )
         layer.decode_()
 

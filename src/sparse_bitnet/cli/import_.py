@@ -31,10 +31,10 @@ def main(arguments: list[str]) -> None:
         config: Annotated[ImportConfig, tyro.conf.arg(name="")],
     ) -> None:
         """Read a ternary checkpoint of another tool: Hugging Face bitnet (packed, or BitNet b1.58
-        masters in bfloat16), or compressed-tensors with ternary codes.
+        masters in bfloat16), compressed-tensors with ternary codes, or a GGUF file with ternary weights.
 
         Args:
-            folder: local folder of that checkpoint.
+            folder: local folder of that checkpoint, or the .gguf file.
             out: new folder to write, which `train --init`, `evaluate`, `generate` and `pack` take.
             config: options.
         """

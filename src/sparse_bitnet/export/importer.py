@@ -6,11 +6,12 @@ codes * scale / z have the mean magnitude `scale` and round to `codes`. They are
 training, not the weights the model was trained with.
 """
 
+import dataclasses
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from sparse_bitnet.export.hf_folder import (
     write_json,
 )
 from sparse_bitnet.export.pack import pack_checkpoint
-from sparse_bitnet.files import TEMPORARY_PREFIX, atomic_folder
+from sparse_bitnet.files import atomic_folder
 from sparse_bitnet.nn.convert import FORMAT_VERSION
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.nn.selection import select
@@ -68,8 +69,8 @@ def import_checkpoint(
         folder: what another tool, or `export`, wrote.
         out: a new folder.
         pattern: that the codes keep to. Default: that of an export of ours, else dense.
-        packed: a packed format or "auto", to write the packed form. The masters then exist for a while
-            in a temporary folder beside `out`, four bytes a weight.
+        packed: a packed format or "auto", to write the packed form, a tensor at a time and without
+            masters.
         embeddings: their precision in the packed form (`pack_checkpoint`).
         on_progress: called with (bytes written, bytes in all) after every tensor.
 
@@ -86,11 +87,13 @@ def import_checkpoint(
     if packed is None:
         _write(foreign, format, out, on_progress)
     else:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=out.parent, prefix=TEMPORARY_PREFIX) as scratch:
-            masters = Path(scratch) / out.name
-            _write(foreign, format, masters, on_progress)
-            pack_checkpoint(masters, out, format=packed, embeddings=embeddings)
+        pack_checkpoint(
+            _to_pack(foreign, format),
+            out,
+            format=packed,
+            embeddings=embeddings,
+            progress=on_progress,
+        )
     return Imported(folder=out, kind=foreign.tool, format=format, layers=len(foreign.layers))
 
 
@@ -102,8 +105,46 @@ def _write(
             temporary / "model.safetensors", list(_plan(foreign, format)), on_progress
         )
         write_json(temporary / "config.json", _config(foreign, format))
-        copy_tokenizer(foreign.folder, temporary)
-        write_generation_config(foreign.folder, temporary)
+        _write_tokenizer(foreign, temporary)
+
+
+def _write_tokenizer(foreign: Checkpoint, folder: Path) -> None:
+    if foreign.write_tokenizer is not None:
+        foreign.write_tokenizer(folder)
+    else:
+        copy_tokenizer(foreign.folder, folder)
+        write_generation_config(foreign.folder, folder)
+
+
+def _to_pack(foreign: Checkpoint, format: SparseBitConfig) -> Checkpoint:
+    """The checkpoint as ours with masters would be: float32 beside the codes, in the model's order."""
+
+    def ternary(layer: str) -> TernaryWeight:
+        if foreign.master is not None:
+            codes, _, scale = select(foreign.master(layer).float(), format)[:3]
+            assert codes is not None
+            assert scale is not None
+            return TernaryWeight(codes, scale)
+        found = foreign.ternary(layer)
+        if not found.codes.any():
+            warnings.warn(
+                f"layer {layer} of {foreign.folder} has no weight but zeros", stacklevel=2
+            )
+        return found
+
+    model: Any = foreign.model()
+    names = [name for name in model.state_dict() if name not in model.all_tied_weights_keys]
+    others = {name: foreign.others[name] for name in names if name in foreign.others}
+    return dataclasses.replace(
+        foreign,
+        config=_config(foreign, format),
+        format=format,
+        others=others,
+        dtypes=dict.fromkeys(others, "F32"),
+        read=lambda *arguments: foreign.read(*arguments).float(),
+        ternary=ternary,
+        write_tokenizer=partial(_write_tokenizer, foreign),
+    )
 
 
 def _config(foreign: Checkpoint, format: SparseBitConfig) -> dict[str, Any]:
@@ -133,6 +174,10 @@ def _master(foreign: Checkpoint, layer: str, format: SparseBitConfig) -> Tensor:
     if foreign.master is not None:
         return foreign.master(layer)
     ternary = foreign.ternary(layer)
+    if ternary.weight_scale.dim():
+        raise UserError(
+            f"layer {layer} has several scales, which masters cannot have: import it with --packed auto"
+        )
     if ternary.weight_scale < SCALE_FLOOR:
         raise UserError(
             f"layer {layer}: a weight scale of {ternary.weight_scale:.4g} is below {SCALE_FLOOR:g}, "

@@ -1,7 +1,8 @@
 """Packing a trained checkpoint: a folder that is complete, exact, and small.
 
 model.safetensors   <layer>.weight_packed  uint8 [rows, row_bytes], of nm-zstd [bytes]
-                    <layer>.weight_scale   float32 [1], the multiplier of the codes
+                    <layer>.weight_scale   float32 [1], the multiplier of the codes; of models of others
+                                           also one for each row or group (csrc/packed_format.h)
                     embedding and output head, if it is not tied to it: bfloat16 or float32
                     <name>.weight, or int8 <name>.weight with float32 <name>.weight_scale [rows, 1]
                     biases, norms and linears that were left dense, as they were
@@ -76,7 +77,7 @@ class PackResult:
 
 
 def pack_checkpoint(
-    source: str | Path,
+    source: str | Path | Checkpoint,
     out: str | Path,
     *,
     format: str = "auto",
@@ -86,7 +87,7 @@ def pack_checkpoint(
     """Write the packed form of a trained checkpoint, one tensor in memory at a time.
 
     Args:
-        source: run folder or model folder of a ternary model.
+        source: run folder or model folder of a ternary model, or one that is open.
         out: folder to write; must not exist or be empty.
         format: a name in `formats.FORMATS`, or "auto" (`formats.auto_format`).
         embeddings: "bf16", "int8" (one scale a row), or "float32" to keep them as trained.
@@ -103,7 +104,7 @@ def pack_checkpoint(
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not an empty folder: choose another one or remove it")
-    checkpoint = open_ternary(source)
+    checkpoint = source if isinstance(source, Checkpoint) else open_ternary(source)
     metadata = PackedMetadata(
         packed_format=auto_format(checkpoint.format.pattern) if format == "auto" else format,
         format=checkpoint.format,
@@ -118,13 +119,16 @@ def pack_checkpoint(
         )
         config = {**checkpoint.config, "quantization_config": metadata.config_entry()}
         # So that `evaluate` cuts texts as it does for the run, which the folder does not name.
-        if (context_length := checkpoint.trained_context_length) is not None:
-            config[TRAINED_CONTEXT] = context_length
+        if (
+            checkpoint.kind == "trained"
+            and (length := checkpoint.trained_context_length) is not None
+        ):
+            config[TRAINED_CONTEXT] = length
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        for pattern in COPIED:
-            for path in checkpoint.folder.glob(pattern):
-                if path.is_file():
-                    shutil.copyfile(path, folder / path.name)
+        if checkpoint.write_tokenizer is not None:
+            checkpoint.write_tokenizer(folder)
+        else:
+            _copy_companions(checkpoint.folder, folder)
     return PackResult(
         folder=out,
         metadata=metadata,
@@ -134,6 +138,13 @@ def pack_checkpoint(
         file_bytes=(out / MODEL_FILE).stat().st_size,
         seconds=time.monotonic() - started,
     )
+
+
+def _copy_companions(source: Path, folder: Path) -> None:
+    for pattern in COPIED:
+        for path in source.glob(pattern):
+            if path.is_file():
+                shutil.copyfile(path, folder / path.name)
 
 
 def _weights(metadata: PackedMetadata) -> int:
@@ -151,8 +162,10 @@ def _write_tensors(
             codes, weight_scale = checkpoint.ternary(name)
             packed = pack(codes, metadata.packed_format, metadata.pattern, name=name)
             writer.write(f"{name}.weight_packed", [packed], tuple(packed.shape))
-            writer.write(f"{name}.weight_scale", [weight_scale.view(1)])
-            weight_bytes += packed.numel() + 4
+            scales = weight_scale if weight_scale.dim() else weight_scale.view(1)
+            shape = tuple(scales.shape)
+            writer.write(f"{name}.weight_scale", [scales.contiguous()], shape, scales.dtype)
+            weight_bytes += packed.numel() + scales.nbytes
             done += rows * in_features
             if progress is not None:
                 progress(done, total)
@@ -192,7 +205,9 @@ def _specs(checkpoint: Checkpoint, metadata: PackedMetadata) -> Iterator[TensorS
             yield TensorSpec(f"{name}.weight_packed", torch.uint8, (rows, columns))
         else:
             yield TensorSpec(f"{name}.weight_packed", torch.uint8, (10**15,))
-        yield TensorSpec(f"{name}.weight_scale", torch.float32, (1,))
+        # Of several, shape and type are settled when they are written.
+        scales = (torch.float32, (1,)) if checkpoint.has_one_scale else (None, (10**15,))
+        yield TensorSpec(f"{name}.weight_scale", *scales)
     for name in checkpoint.embeddings:
         rows, columns = checkpoint.others[name]
         if metadata.embeddings == "int8":

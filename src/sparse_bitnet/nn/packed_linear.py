@@ -8,14 +8,18 @@ from torch import Tensor, nn
 
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.nn.straight_through import InputQuantizer, ternary_int8_linear
+from sparse_bitnet.ops.int8_linear import int8_linear_reference
+from sparse_bitnet.ops.quantize_int8 import quantize_int8
 from sparse_bitnet.packing.codec import unpack
 from sparse_bitnet.packing.formats import has_fixed_rows, row_bytes
+from sparse_bitnet.packing.ternary import TernaryWeight
 
 
 class PackedSparseBitLinear(nn.Module):
     """Inference form of a `SparseBitLinear`; its output equals that layer's bit for bit.
 
-    Buffers: `weight_packed` uint8, `weight_scale` float32 [1]; `bias` is a parameter or None. The
+    Buffers: `weight_packed` uint8, `weight_scale` float32 [1], [out_features, 1] or
+    [out_features, groups]; `bias` is a parameter or None. The
     codes (int8 [out_features, in_features]) are decoded from the bytes by `decode_`.
     """
 
@@ -33,6 +37,7 @@ class PackedSparseBitLinear(nn.Module):
         config: SparseBitConfig,
         packed_format: str,
         packed_bytes: int | None = None,
+        scale_shape: tuple[int, ...] = (1,),
         name: str = "(unnamed)",
         device: torch.device | str | None = None,
     ) -> None:
@@ -48,7 +53,7 @@ class PackedSparseBitLinear(nn.Module):
             assert packed_bytes is not None
             shape = (packed_bytes,)
         self.register_buffer("weight_packed", torch.empty(shape, dtype=torch.uint8, device=device))
-        scale = torch.empty(1, dtype=torch.float32, device=device)
+        scale = torch.empty(scale_shape, dtype=torch.float32, device=device)
         self.register_buffer("weight_scale", scale)
         self.register_buffer("codes", None, persistent=False)
         self.register_parameter("bias", bias)
@@ -75,10 +80,14 @@ class PackedSparseBitLinear(nn.Module):
         assert self.codes is not None
         x = self.inputs.transform(input)
         if self.config.activation == "none":
-            weight = (self.codes * self.weight_scale).to(x.dtype)
-            return F.linear(x, weight, self.bias)
+            weight = TernaryWeight(self.codes, self.weight_scale).values()
+            return F.linear(x, weight.to(x.dtype), self.bias)
+        scale, quantized = self.weight_scale, self.inputs.codes(x)
+        if scale.dim() == 2 and scale.shape[1] > 1:
+            x_codes, x_scale = quantized or quantize_int8(x)
+            return int8_linear_reference(x_codes, x_scale, self.codes, scale, self.bias, x.dtype)
         return ternary_int8_linear(
-            x, self.codes, self.bias, self.codes, self.weight_scale, quantized=self.inputs.codes(x)
+            x, self.codes, self.bias, self.codes, scale.view(-1), quantized=quantized
         )
 
     def extra_repr(self) -> str:

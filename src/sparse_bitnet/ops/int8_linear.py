@@ -51,10 +51,17 @@ def int8_linear_reference(
     dtype: torch.dtype,
     ternary: bool = True,
 ) -> Tensor:
-    """`int8_linear` in plain PyTorch: what every kernel returns, bit for bit."""
+    """`int8_linear` in plain PyTorch: what every kernel returns, bit for bit.
+
+    Here `weight_scale` may also be [out_features, groups], one for each run of in_features / groups
+    weights: the runs are added up in ascending order, as csrc/packed_format.h has it.
+    """
     # Not even float32 products may become bfloat16 ones here.
     with torch.autocast(x_codes.device.type, enabled=False):
-        y = integer_product(x_codes, codes, ternary) * (activation_scale * weight_scale)
+        if weight_scale.dim() == 2:
+            y = grouped_product(x_codes, codes, weight_scale) * activation_scale
+        else:
+            y = integer_product(x_codes, codes, ternary) * (activation_scale * weight_scale)
     return (y if bias is None else y + bias).to(dtype)
 
 
@@ -69,6 +76,23 @@ def integer_product(x_codes: Tensor, codes: Tensor, ternary: bool = True) -> Ten
     fits = ternary and codes.shape[-1] <= _EXACT_IN_FLOAT32
     wide = torch.float32 if fits else torch.float64
     return F.linear(x_codes.to(wide), codes.to(wide)).float()
+
+
+def grouped_product(x_codes: Tensor, codes: Tensor, weight_scale: Tensor) -> Tensor:
+    """x_codes @ (codes * weight_scale).T in float32, the scales [out_features, groups] of runs of a row:
+    the exact sum of each run times its scale, added up in ascending order."""
+    groups = weight_scale.shape[1]
+    y = None
+    for x_run, run, scale in zip(
+        x_codes.chunk(groups, -1),
+        codes.chunk(groups, -1),
+        weight_scale.float().unbind(1),
+        strict=True,
+    ):
+        part = integer_product(x_run, run) * scale
+        y = part if y is None else y + part
+    assert y is not None
+    return y
 
 
 def _fake(x_codes, activation_scale, codes, weight_scale, bias, dtype, ternary=True):

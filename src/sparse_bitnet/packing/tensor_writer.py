@@ -29,6 +29,7 @@ Piece = Union["torch.Tensor", np.ndarray]
 """Of bfloat16, an array holds the bits as uint16."""
 
 _KEYS = {name: key for key, name in DTYPES.items()}
+_LONGEST_KEY = "BF16"
 
 _HEADER_ALIGNMENT = 64
 
@@ -37,23 +38,24 @@ class TensorSpec(NamedTuple):
     """A tensor to be written."""
 
     name: str
-    dtype: Union["torch.dtype", str]
-    """torch's type or its name, for example "bfloat16"."""
+    dtype: Union["torch.dtype", str, None]
+    """torch's type or its name, for example "bfloat16"; None where it is settled on writing."""
     shape: tuple[int, ...]
     """Of a tensor of unknown length, the largest possible one."""
 
     @property
     def key(self) -> str:
         """The file's name of the type, one of `DTYPES`."""
-        return _KEYS[_type_name(self.dtype)]
+        return _LONGEST_KEY if self.dtype is None else _KEYS[_type_name(self.dtype)]
 
 
 class TensorFileWriter:
     """Writes tensors in any order, a piece at a time, without holding them.
 
-    Tensors of wider types lie first, each at the place its shape gives; those of one byte a value
-    follow in the order in which they are written, and their shape is settled only then. So all are
-    aligned to their type, as the format wants, and memory and passes over the data stay at one.
+    Tensors of wider types lie first, each at the place its shape gives; those of one byte a value, and
+    those whose type is not announced, follow in the order in which they are written, and their shape is
+    settled only then. So all of announced types are aligned to them, as the format wants, and memory and
+    passes over the data stay at one.
     """
 
     def __init__(self, path: Path, specs: Iterable[TensorSpec], metadata: dict[str, Any]) -> None:
@@ -70,7 +72,7 @@ class TensorFileWriter:
         self._begin = -(-used // _HEADER_ALIGNMENT) * _HEADER_ALIGNMENT
         self._end = self._begin
         for spec in sorted(self._specs.values(), key=lambda spec: -ITEM_BYTES[spec.key]):
-            if ITEM_BYTES[spec.key] > 1:
+            if spec.dtype is not None and ITEM_BYTES[spec.key] > 1:
                 self._place(spec, spec.shape)
         self._file: BinaryIO = open(path, "wb")
 
@@ -85,10 +87,16 @@ class TensorFileWriter:
             self._file.close()
 
     def write(
-        self, name: str, pieces: Iterable[Piece], shape: tuple[int, ...] | None = None
+        self,
+        name: str,
+        pieces: Iterable[Piece],
+        shape: tuple[int, ...] | None = None,
+        dtype: Union["torch.dtype", str, None] = None,
     ) -> None:
-        """Write a tensor given as consecutive pieces; `shape` where it is not the announced one."""
+        """Write a tensor given as consecutive pieces; `shape`, `dtype`: where they were not announced."""
         spec = self._specs[name]
+        if spec.dtype is None:
+            spec = spec._replace(dtype=dtype)
         if name not in self._entries:
             self._place(spec, spec.shape if shape is None else shape)
         entry = self._entries[name]

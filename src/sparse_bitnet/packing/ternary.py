@@ -23,7 +23,7 @@ class TernaryWeight(NamedTuple):
 
     def values(self) -> "Tensor":
         """The weights, float32 [out_features, in_features]."""
-        if self.weight_scale.dim() == 0:
+        if self.weight_scale.numel() == 1:
             return self.codes * self.weight_scale
         runs = self.codes.unflatten(1, (self.weight_scale.shape[1], -1))
         return (runs * self.weight_scale.float()[..., None]).flatten(1)

@@ -118,6 +118,10 @@ def _ternary(module: Any, policy: RoutePolicy, name: str) -> TernaryLinear:
         codes, scale = module.decode_().codes, module.weight_scale
     assert codes is not None
     assert scale is not None
+    if scale.dim() == 2 and scale.shape[1] > 1:
+        raise UserError(
+            f"layer {name} has scales for groups of weights, which the GPU engine has not"
+        )
     return TernaryLinear(codes, scale, module.bias, module.config.pattern, policy, name=name)
 
 

@@ -1,0 +1,239 @@
+"""A GGUF file, read without trust: its metadata and where its tensors lie, values of any type.
+
+The gguf package's reader knows none of the ternary types of llama.cpp's relatives and refuses such files
+whole; its dequantisers serve here for all that is not ternary.
+"""
+
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.packing.gguf_blocks import READ_TYPES, BlockType
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_STRING, _ARRAY = 8, 9
+_NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
+"""Type of a value -> its format in `struct`."""
+_MOST_DIMENSIONS, _MOST_COUNT = 4, 1 << 24
+
+_FLOATS = {0: np.dtype("<f4"), 1: np.dtype("<f2"), 30: np.dtype("<u2"), 28: np.dtype("<f8")}
+_BF16 = 30
+
+
+@dataclass(frozen=True)
+class GgufEntry:
+    """A tensor of the file."""
+
+    type_id: int
+    shape: tuple[int, ...]
+    """In the order of PyTorch: rows first."""
+    begin: int
+    """Bytes from the start of the file."""
+    most: int
+    """Bytes up to the next tensor."""
+
+
+class GgufFile:
+    """A GGUF file; nothing of it but its header stays in memory.
+
+    Attributes:
+        path: of the file.
+        metadata: by key, strings, numbers and lists of them.
+        tensors: by name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises `UserError` for a file that is damaged, cut off or of another version."""
+        self.path = path
+        try:
+            with (
+                open(path, "rb") as file,
+                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+            ):
+                reader = _Reader(data)
+                self.metadata, entries, alignment = reader.header()
+                self.tensors = _placed(entries, reader.aligned(alignment), alignment, len(data))
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+        except (ValueError, struct.error) as error:
+            raise UserError(f"{path} is no GGUF file or damaged: {error}") from error
+
+    def block_type(self, name: str) -> BlockType | None:
+        """The ternary type of a matrix; None for any other type. Raises `UserError` for one that does not
+        fit into its place."""
+        entry = self.tensors[name]
+        candidates = [block for block in READ_TYPES if block.type_id == entry.type_id]
+        if not candidates or len(entry.shape) != 2:
+            return None
+        rows, columns = entry.shape
+        for block in candidates:
+            # Tensors begin at multiples of some 32 bytes.
+            if (
+                columns % block.codes == 0
+                and 0 <= entry.most - block.tensor_bytes(rows, columns) < 64
+            ):
+                return block
+        names = " or ".join(dict.fromkeys(block.name for block in candidates))
+        raise UserError(
+            f"{self.path}: tensor {name} {list(entry.shape)} has {entry.most:,} bytes, which no {names} "
+            "of that shape takes"
+        )
+
+    def type_name(self, name: str) -> str:
+        """Of a tensor's values, for messages."""
+        block = self.block_type(name)
+        if block is not None:
+            return block.name
+        from gguf import GGMLQuantizationType
+
+        type_id = self.tensors[name].type_id
+        known = {int(each): each.name for each in GGMLQuantizationType}
+        return known.get(type_id, f"type {type_id}")
+
+    def codes(self, name: str, block: BlockType) -> tuple[np.ndarray, np.ndarray]:
+        """Codes and scales of a ternary matrix (`BlockType.unpack`)."""
+        rows, columns = self.tensors[name].shape
+        return block.unpack(self._bytes(name, 0, block.tensor_bytes(rows, columns)), rows, columns)
+
+    def floats(self, name: str, part: slice = slice(None)) -> np.ndarray:
+        """A tensor, or some of its rows, as float32.
+
+        Raises `UserError` for a type that is not read here, or a tensor cut off.
+        """
+        entry = self.tensors[name]
+        rows = entry.shape[0] if entry.shape else 1
+        first, last, _ = part.indices(rows)
+        row_values = math.prod(entry.shape) // rows
+        shape = (last - first, *entry.shape[1:])
+        if (dtype := _FLOATS.get(entry.type_id)) is not None:
+            size = row_values * dtype.itemsize
+            values: np.ndarray = self._bytes(name, first * size, (last - first) * size).view(dtype)
+            if entry.type_id == _BF16:
+                values = (values.astype(np.uint32) << 16).view(np.float32)
+            return values.astype(np.float32).reshape(shape)
+        if (block := self.block_type(name)) is not None:
+            codes, scales = self.codes(name, block)
+            runs = codes.reshape(rows, -1, block.codes)[part]
+            scales = scales.astype(np.float32)[part if len(scales) > 1 else slice(None)]
+            return (runs * scales[..., None]).reshape(shape)
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        try:
+            kind = GGMLQuantizationType(entry.type_id)
+            block_values, block_bytes = GGML_QUANT_SIZES[kind]
+            if row_values % block_values:
+                raise ValueError(f"rows of {row_values} do not fill its blocks of {block_values}")
+            size = row_values // block_values * block_bytes
+            data = self._bytes(name, first * size, (last - first) * size)
+            return dequantize(data.reshape(-1, size), kind).reshape(shape)
+        except (ValueError, KeyError, NotImplementedError) as error:
+            raise UserError(
+                f"{self.path}: tensor {name} is {self.type_name(name)}, which is not read here ({error})"
+            ) from error
+
+    def _bytes(self, name: str, first: int, count: int) -> np.ndarray:
+        entry = self.tensors[name]
+        if first + count > entry.most:
+            raise UserError(f"{self.path}: tensor {name} is cut off; copy the file again")
+        try:
+            return np.fromfile(self.path, np.uint8, count, offset=entry.begin + first)
+        except OSError as error:
+            raise UserError(f"cannot read {self.path}: {error.strerror or error}") from error
+
+
+class _Reader:
+    """Goes through a header; `ValueError` and `struct.error` where it makes no sense."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data, self._at = data, 0
+
+    def header(self) -> tuple[dict[str, Any], list[tuple[str, GgufEntry]], int]:
+        if self._bytes(4) != _MAGIC:
+            raise ValueError("it does not begin with GGUF")
+        version = self._number("I")
+        if version not in _VERSIONS:
+            raise ValueError(f"version {version}, readable are {_VERSIONS}")
+        tensors, fields = self._count(24), self._count(13)
+        metadata: dict[str, Any] = {}
+        for _ in range(fields):
+            key = self._string()
+            metadata[key] = self._value(self._number("I"))
+        alignment = metadata.get("general.alignment", 32)
+        if type(alignment) is not int or not 0 < alignment <= 1 << 16:
+            raise ValueError(f"an alignment of {alignment!r}")
+        return metadata, [self._tensor() for _ in range(tensors)], alignment
+
+    def aligned(self, alignment: int) -> int:
+        return -(-self._at // alignment) * alignment
+
+    def _tensor(self) -> tuple[str, GgufEntry]:
+        name = self._string()
+        count = self._number("I")
+        if count > _MOST_DIMENSIONS:
+            raise ValueError(f"tensor {name} has {count} dimensions")
+        shape = tuple(self._number("Q") for _ in range(count))[::-1]
+        if not all(0 < size < 1 << 40 for size in shape):
+            raise ValueError(f"tensor {name} has the shape {list(shape)}")
+        return name, GgufEntry(self._number("I"), shape, self._number("Q"), 0)
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY:
+            if kind not in _NUMBERS:
+                raise ValueError(f"a value of type {kind}")
+            return self._number(_NUMBERS[kind])
+        kind = self._number("I")
+        if kind == _STRING:
+            return [self._string() for _ in range(self._count(8))]
+        if kind not in _NUMBERS:
+            raise ValueError(f"a list of type {kind}")
+        size = struct.calcsize(_NUMBERS[kind])
+        count = self._count(size)
+        return list(struct.unpack(f"<{count}{_NUMBERS[kind]}", self._bytes(count * size)))
+
+    def _string(self) -> str:
+        return self._bytes(self._count(1)).decode("utf-8", "replace")
+
+    def _count(self, item_bytes: int) -> int:
+        """A count of things of which each takes at least so many bytes."""
+        count = self._number("Q")
+        if count > _MOST_COUNT or count * item_bytes > len(self._data) - self._at:
+            raise ValueError(f"a count of {count:,}")
+        return count
+
+    def _number(self, format: str) -> Any:
+        size = struct.calcsize(format)
+        return struct.unpack(f"<{format}", self._bytes(size))[0]
+
+    def _bytes(self, count: int) -> bytes:
+        found = self._data[self._at : self._at + count]
+        if len(found) != count:
+            raise ValueError("its header is cut off")
+        self._at += count
+        return found
+
+
+def _placed(
+    entries: list[tuple[str, GgufEntry]], begin: int, alignment: int, size: int
+) -> dict[str, GgufEntry]:
+    """The tensors with their places in the file."""
+    offsets = sorted({entry.begin for _, entry in entries})
+    ends = dict(zip(offsets, [*offsets[1:], size - begin], strict=True))
+    placed: dict[str, GgufEntry] = {}
+    for name, entry in entries:
+        if name in placed:
+            raise ValueError(f"tensor {name} is there twice")
+        if entry.begin % alignment or entry.begin >= size - begin:
+            raise ValueError(f"tensor {name} lies outside the file")
+        most = ends[entry.begin] - entry.begin
+        placed[name] = GgufEntry(entry.type_id, entry.shape, begin + entry.begin, most)
+    return placed

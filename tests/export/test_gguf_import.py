@@ -1,0 +1,295 @@
+"""GGUF files become packed models, weights, tokenizer and template exact."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from factories import tiny_config
+from packed_models import tiny_model_config
+from sparse_bitnet.checkpoint.gguf_file import GgufFile
+from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
+from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.export.config import ExportConfig
+from sparse_bitnet.export.formats import export
+from sparse_bitnet.export.importer import import_checkpoint
+from sparse_bitnet.generation.text import TextTokenizer
+from sparse_bitnet.packing.gguf_blocks import READ_TYPES
+
+gguf = pytest.importorskip("gguf", reason="pip install gguf")
+Kind = gguf.GGMLQuantizationType
+
+NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.attn_sub_norm": "attn_sub_norm",
+    "mlp.ffn_sub_norm": "ffn_sub_norm",
+}
+
+SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 392}
+Write = Callable[[Any, str, np.ndarray], None]
+
+
+def gguf_name(name: str) -> str:
+    stem, _, end = name.rpartition(".")
+    top = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    if stem in top:
+        return f"{top[stem]}.{end}"
+    _, _, layer, part = stem.split(".", 3)
+    return f"blk.{layer}.{NAMES[part]}.{end}"
+
+
+def ternary_model(family: str, group: int, **changes: Any) -> Any:
+    """A random model of the family whose linears are ternary with a scale for every `group` weights."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(tiny_model_config(family, **(SIZES | changes)))
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
+        elif name.endswith("proj.weight"):
+            codes = torch.randint(-1, 2, parameter.shape).float()
+            scales = (torch.rand(len(codes), parameter.shape[1] // group, 1) * 0.1 + 0.02).half()
+            parameter.data = (codes.unflatten(1, (-1, group)) * scales.float()).flatten(1)
+        else:
+            parameter.data = parameter.data.half().float()
+    return model.float().eval()
+
+
+def write_gguf(path: Path, model: Any, name: str, write: Write, extra: Any = None) -> Path:
+    """As a converter of llama.cpp does: metadata, floats as they are, linears through `write`."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, name)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if (size := getattr(config, "head_dim", None)) is not None:
+        writer.add_key_length(size)
+    if extra is not None:
+        extra(writer)
+    for own, tensor in model.state_dict().items():
+        if own == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        values = tensor.numpy()
+        if (name == "llama" and ".q_proj" in own) or (name == "llama" and ".k_proj" in own):
+            heads = config.num_attention_heads if ".q_" in own else config.num_key_value_heads
+            by_head = values.reshape(heads, 2, -1, values.shape[-1])
+            values = by_head.swapaxes(1, 2).reshape(values.shape)
+        if own.endswith("proj.weight"):
+            write(writer, gguf_name(own), values)
+        elif values.ndim == 2:
+            writer.add_tensor(gguf_name(own), values.astype(np.float16))
+        else:
+            writer.add_tensor(gguf_name(own), values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def quantised(kind: Any) -> Write:
+    def write(writer: Any, name: str, values: np.ndarray) -> None:
+        data = gguf.quants.quantize(values, kind)
+        writer.add_tensor(name, data, raw_dtype=kind)
+
+    return write
+
+
+def by_our_layout(name: str, codes: int) -> Write:
+    """A type that gguf-py lacks, from the scales of its blocks."""
+    block = next(each for each in READ_TYPES if (each.name, each.codes) == (name, codes))
+
+    def write(writer: Any, name: str, values: np.ndarray) -> None:
+        runs = values.reshape(-1, codes)
+        scales = np.abs(runs).max(1)
+        signs = np.sign(runs).astype(np.int8)
+        blocks = [block.pack(run[None], scale) for run, scale in zip(signs, scales, strict=True)]
+        data = np.concatenate(blocks).reshape(len(values), -1)
+        kind = np.dtype(np.int8)
+        writer.add_tensor_info(name, values.shape, kind, data.nbytes, raw_dtype=block.type_id)
+        writer.tensors[-1][name].tensor = data
+
+    return write
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.arange(1, 33)[None] * 7 % 392).logits[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "architecture", "group", "write"),
+    [
+        ("qwen2", "qwen2", 256, quantised(Kind.TQ2_0)),
+        ("llama", "llama", 256, quantised(Kind.TQ1_0)),
+        ("qwen3", "qwen3", 128, by_our_layout("Q2_0", 128)),
+        ("bitnet", "bitnet-b1.58", 64, by_our_layout("Q2_0", 64)),
+        ("qwen2", "qwen2", 32, quantised(Kind.F16)),
+    ],
+)
+def test_the_weights_come_back(
+    tmp_path: Path, family: str, architecture: str, group: int, write: Write
+) -> None:
+    """Every weight, and the logits of the folder in floats against those of the model."""
+    changes = {} if family == "bitnet" else {"num_attention_heads": 8}
+    model = ternary_model(family, group, **changes)
+    path = write_gguf(tmp_path / "model.gguf", model, architecture, write)
+    source = open_checkpoint(path)
+    weights = model.state_dict()
+    assert len(source.layers) == 14
+    for layer, (_, columns) in source.layers.items():
+        found = source.ternary(layer)
+        assert torch.equal(found.values(), weights[f"{layer}.weight"]), layer
+        assert found.weight_scale.shape[1] == columns // group
+    for name in source.others:
+        assert torch.equal(source.read(name), weights[name]), name
+    for key in ("hidden_act", "rms_norm_eps", "num_key_value_heads"):
+        assert source.config[key] == pytest.approx(getattr(model.config, key)), key
+
+
+def test_a_file_of_an_export_comes_back_as_it_was(wide_checkpoint: Path, tmp_path: Path) -> None:
+    """Codes, tokens, template, end of text, and the packed model's logits."""
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(wide_checkpoint, checkpoint)
+    config = json.loads((checkpoint / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{{ messages[0]['content'] }}"
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps(config))
+    export(checkpoint, tmp_path / "out", ExportConfig(format="gguf-tq2_0", embeddings="f32"))
+    (file,) = (tmp_path / "out").glob("*.gguf")
+    result = import_checkpoint(file, tmp_path / "packed", packed="i2", embeddings="float32")
+    assert (result.kind, result.layers) == ("GGUF TQ2_0", 14)
+    before, after = open_checkpoint(checkpoint), open_checkpoint(tmp_path / "packed")
+    for layer in before.layers:
+        ours, theirs = before.ternary(layer), after.ternary(layer)
+        assert torch.equal(ours.codes, theirs.codes)
+        assert theirs.weight_scale == ours.weight_scale.half()
+    text = "def f(x):\n    return 'naïve' + 17 * x\n"
+    tokenizer, stored = TextTokenizer.load(tmp_path / "packed"), load_tokenizer(checkpoint)
+    assert tokenizer.encode(text) == stored(text, add_special_tokens=False).input_ids
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    written = json.loads((tmp_path / "packed" / "tokenizer_config.json").read_text())
+    assert written["chat_template"] == config["chat_template"]
+    ends = json.loads((tmp_path / "packed" / "generation_config.json").read_text())
+    assert ends["eos_token_id"] == [stored.eos_token_id]
+    found = logits(from_pretrained(tmp_path / "packed", dtype=torch.float32))
+    expected = logits(from_pretrained(checkpoint, dtype=torch.float32))
+    assert (found - expected).norm() < 2e-3 * expected.norm()
+
+
+def test_scales_of_groups_are_packed_and_multiplied(tmp_path: Path) -> None:
+    model = ternary_model("qwen3", 128, num_attention_heads=8)
+    path = write_gguf(
+        tmp_path / "model.gguf", model, "qwen3", by_our_layout("Q2_0", 128), _tokenizer
+    )
+    import_checkpoint(path, tmp_path / "packed", packed="i2", embeddings="float32")
+    packed = open_checkpoint(tmp_path / "packed")
+    for layer in packed.layers:
+        found = packed.ternary(layer)
+        assert found.weight_scale.dtype == torch.float16
+        assert torch.equal(found.values(), model.state_dict()[f"{layer}.weight"])
+    found = logits(from_pretrained(tmp_path / "packed", dtype=torch.float32))
+    expected = logits(model)
+    # Only the activations are rounded.
+    assert (found - expected).norm() < 0.05 * expected.norm()
+
+
+def _tokenizer(writer: Any) -> None:
+    alphabet = [chr(code) for code in range(33, 127)]
+    tokens = [*alphabet, "ab", *(f"[PAD{index}]" for index in range(len(alphabet), 391))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * (len(alphabet) + 1) + [5] * (391 - len(alphabet)))
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(5)
+
+
+@pytest.fixture(scope="module")
+def small_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = ternary_model("qwen2", 256)
+    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
+    return write_gguf(path, model, "qwen2", quantised(Kind.TQ2_0))
+
+
+def test_embeddings_of_any_type_are_read(tmp_path: Path) -> None:
+    """As gguf-py dequantises them; some rows at a time."""
+    values = np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32)
+    writer = gguf.GGUFWriter(tmp_path / "t.gguf", "qwen2")
+    data = {kind: gguf.quants.quantize(values, kind) for kind in (Kind.Q8_0, Kind.Q4_0, Kind.BF16)}
+    random = np.random.default_rng(1)
+    for kind in (Kind.Q4_K, Kind.Q6_K):
+        _, size = gguf.GGML_QUANT_SIZES[kind]
+        blocks = random.integers(0, 60, (64, size), np.uint8)
+        data[kind] = blocks
+    for kind, stored in data.items():
+        writer.add_tensor(kind.name, stored, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = GgufFile(tmp_path / "t.gguf")
+    for kind, stored in data.items():
+        expected = gguf.quants.dequantize(stored, kind)
+        np.testing.assert_array_equal(file.floats(kind.name), expected)
+        np.testing.assert_array_equal(file.floats(kind.name, slice(3, 9)), expected[3:9])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: b"GGML" + data[4:], "no GGUF file or damaged: it does not begin with GGUF"),
+        (lambda data: data[:4] + b"\x09" + data[5:], "version 9"),
+        (lambda data: data[:200], "damaged"),
+        (lambda data: data[: len(data) // 2], "lies outside the file|is cut off|has .* bytes"),
+        (lambda data: data[:8] + b"\xff" * 8 + data[16:], "a count of"),
+        (lambda data: data.replace(b"blk.0.attn_k.weight", b"blk.0.attn_q.weight"), "is there twice"),
+        (lambda data: data.replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_ex.weight"), "is not covered"),
+        (lambda data: data.replace(b"blk.1.ffn_up.weight", b"blk.7.ffn_up.weight"), "lacks a tensor"),
+        (lambda data: data.replace(b"\x05\0\0\0\0\0\0\0qwen2", b"\x05\0\0\0\0\0\0\0mamba"), "'mamba'"),
+    ],
+)  # fmt: skip
+def test_damaged_files(small_file: Path, tmp_path: Path, change: Any, message: str) -> None:
+    (tmp_path / "bad.gguf").write_bytes(change(small_file.read_bytes()))
+    with pytest.raises(UserError, match=message):
+        import_checkpoint(tmp_path / "bad.gguf", tmp_path / "no", packed="i2")
+    assert not (tmp_path / "no").exists()
+
+
+def test_files_that_are_not_ternary(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(tiny_config("qwen2", **SIZES)).float()
+    path = write_gguf(tmp_path / "model.gguf", model, "qwen2", quantised(Kind.Q8_0))
+    with pytest.raises(UserError, match=r"attn_q\.weight is Q8_0 and not ternary"):
+        open_checkpoint(path)
+
+
+def test_a_scale_that_is_not_finite_is_named(small_file: Path, tmp_path: Path) -> None:
+    entry = GgufFile(small_file).tensors["blk.0.ffn_up.weight"]
+    data = bytearray(small_file.read_bytes())
+    data[entry.begin + 64 : entry.begin + 66] = np.array([np.nan], "<f2").tobytes()
+    (tmp_path / "bad.gguf").write_bytes(data)
+    with pytest.raises(UserError, match=r"layers\.0\.mlp\.up_proj: its weight scale is not finite"):
+        import_checkpoint(tmp_path / "bad.gguf", tmp_path / "no", packed="i2")
