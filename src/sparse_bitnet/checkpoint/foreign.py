@@ -2,7 +2,8 @@
 
 Read are Hugging Face `bitnet` (bitlinear and autobitlinear, packed), compressed-tensors with two- or
 eight-bit weights that hold ternary codes, and the published form of BitNet b1.58 masters: bfloat16
-weights that the reader quantises to ternary on every forward (`bitnet` in "online" mode).
+weights that the reader quantises to ternary on every forward (`bitnet` in "online" mode). What has no
+such entry but is ternary: ternary_folders.py.
 """
 
 import re
@@ -37,17 +38,20 @@ def read(found: StoredModel) -> Checkpoint:
     """
     if found.entry.get("quant_method") == "compressed-tensors":
         return _open_compressed(found)
-    return _open_bitnet(found)
+    files = WeightFiles.in_folder(found.folder)
+    if any("inner_attn_ln" in name for name in files.shapes):
+        # The first published form, a Llama with two norms more.
+        files = files.renamed({"inner_attn_ln": "attn_sub_norm", "ffn_layernorm": "ffn_sub_norm"})
+    return _open_bitnet(found, files)
 
 
-def _open_bitnet(found: StoredModel) -> Checkpoint:
+def _open_bitnet(found: StoredModel, files: WeightFiles) -> Checkpoint:
     folder, entry = found.folder, found.entry or {"quantization_mode": "online"}
     if entry.get("use_rms_norm"):
         raise UserError(
             f"{folder}: use_rms_norm puts a norm inside each layer, which is not covered"
         )
     linears = linear_layers(found.model())
-    files = WeightFiles.in_folder(folder)
     online = entry.get("quantization_mode", "offline") == "online"
     auto = entry.get("linear_class", "bitlinear") == "autobitlinear" or online
     if online:
@@ -77,14 +81,14 @@ def _open_bitnet(found: StoredModel) -> Checkpoint:
             tensor = tensor.float() * files.read(f"{layer}.weight_scale").float()
         return tensor
 
-    return _opened(
+    return opened(
         found,
         "bitnet masters" if online else "bitnet",
         files,
-        _complete(layers, files, "weight"),
+        complete(layers, files, "weight"),
         of_layer=("weight", "weight_scale"),
         read=read_other,
-        master=(lambda layer: _master(files, layer, layers[layer])) if online else None,
+        master=(lambda layer: stored_floats(files, layer, layers[layer])) if online else None,
         ternary=read_ternary,
     )
 
@@ -114,11 +118,11 @@ def _open_compressed(found: StoredModel) -> Checkpoint:
         codes = unpack_words(stored, columns) if packed else stored
         return _checked(codes, files.read(f"{layer}.weight_scale").float(), layer)
 
-    return _opened(
+    return opened(
         found,
         f"compressed-tensors {entry['format']}",
         files,
-        _complete(layers, files, weight),
+        complete(layers, files, weight),
         of_layer=(weight, "weight_scale", "weight_shape"),
         read=files.read,
         master=None,
@@ -176,7 +180,7 @@ def _checked(codes: Tensor, scale: Tensor, layer: str) -> TernaryWeight:
     return TernaryWeight(codes, largest)
 
 
-def _master(files: WeightFiles, layer: str, shape: tuple[int, int]) -> Tensor:
+def stored_floats(files: WeightFiles, layer: str, shape: tuple[int, int]) -> Tensor:
     stored = files.read(f"{layer}.weight")
     if tuple(stored.shape) != shape or not stored.is_floating_point():
         raise UserError(
@@ -186,7 +190,7 @@ def _master(files: WeightFiles, layer: str, shape: tuple[int, int]) -> Tensor:
     return stored
 
 
-def _complete(
+def complete(
     layers: dict[str, tuple[int, int]], files: WeightFiles, weight: str
 ) -> dict[str, tuple[int, int]]:
     if not layers:
@@ -197,7 +201,7 @@ def _complete(
     return layers
 
 
-def _opened(
+def opened(
     found: StoredModel,
     tool: str,
     files: WeightFiles,

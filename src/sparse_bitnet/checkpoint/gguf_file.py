@@ -23,7 +23,12 @@ _NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 """Type of a value -> its format in `struct`."""
 _MOST_DIMENSIONS, _MOST_COUNT = 4, 1 << 24
 
-_FLOATS = {0: np.dtype("<f4"), 1: np.dtype("<f2"), 30: np.dtype("<u2"), 28: np.dtype("<f8")}
+_FLOATS: dict[int, np.dtype] = {
+    0: np.dtype("<f4"),
+    1: np.dtype("<f2"),
+    30: np.dtype("<u2"),
+    28: np.dtype("<f8"),
+}
 _BF16 = 30
 
 

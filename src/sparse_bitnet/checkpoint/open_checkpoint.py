@@ -40,9 +40,17 @@ def find_checkpoint(path: str | Path) -> StoredModel:
         return find_gguf(Path(name))
     folder, config, entry = open_folder(name)
     method = entry.get("quant_method")
-    if method is None and config.get("model_type") == "bitnet":
-        method = "bitnet"
     kind, reader = _DENSE if method is None else _READERS.get(str(method), _UNKNOWN)
+    if method is None:
+        from sparse_bitnet.checkpoint.ternary_folders import found_ternary
+
+        if "BitnetForCausalLM" in (config.get("architectures") or ()):
+            # The first published form of BitNet b1.58.
+            config = {**config, "model_type": "bitnet", "architectures": ["BitNetForCausalLM"]}
+        if (ternary := found_ternary(folder, config)) is not None:
+            config, kind, reader = ternary, "foreign", "ternary_folders"
+        elif config.get("model_type") == "bitnet":
+            kind, reader = _READERS["bitnet"]
 
     @functools.cache
     def model() -> "PreTrainedModel":

@@ -1,5 +1,6 @@
 """The safetensors files of a model folder: names and shapes at once, tensors one at a time."""
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,9 +28,14 @@ class WeightFiles:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
         self._paths: dict[str, Path] = {}
+        self._stored: dict[str, str] = {}
         for path in paths:
             with _opened(path) as file:
                 for name in file.keys():  # noqa: SIM118  (not a mapping)
+                    if name in self._paths:
+                        raise UserError(
+                            f"{self.folder}: tensor {name} is in {self._paths[name].name} and {path.name}"
+                        )
                     part = file.get_slice(name)
                     self.shapes[name] = tuple(part.get_shape())
                     self.dtypes[name] = part.get_dtype()
@@ -44,6 +50,18 @@ class WeightFiles:
         """
         return cls(_paths(folder))
 
+    def renamed(self, parts: dict[str, str]) -> "WeightFiles":
+        """The same tensors, with parts of their names replaced."""
+
+        def new(name: str) -> str:
+            return ".".join(parts.get(part, part) for part in name.split("."))
+
+        found = copy.copy(self)
+        found._stored = {new(name): name for name in self.shapes}
+        for field in ("shapes", "dtypes", "_paths"):
+            setattr(found, field, {new(name): each for name, each in getattr(self, field).items()})
+        return found
+
     def __contains__(self, name: str) -> bool:
         return name in self.shapes
 
@@ -53,7 +71,8 @@ class WeightFiles:
             raise UserError(f"{self.folder} lacks {name}: the files are incomplete")
         # Opened anew each time: the pages of a mapping that stays open would count as our memory.
         with _opened(self._paths[name]) as file:
-            return file.get_tensor(name) if part is None else file.get_slice(name)[part]
+            stored = self._stored.get(name, name)
+            return file.get_tensor(stored) if part is None else file.get_slice(stored)[part]
 
 
 @contextmanager

@@ -31,7 +31,8 @@ def main(arguments: list[str]) -> None:
         config: Annotated[ImportConfig, tyro.conf.arg(name="")],
     ) -> None:
         """Read a ternary checkpoint of another tool: Hugging Face bitnet (packed, or BitNet b1.58
-        masters in bfloat16), compressed-tensors with ternary codes, or a GGUF file with ternary weights.
+        masters in bfloat16), compressed-tensors with ternary codes, MLX with two bits, floats that
+        are ternary, or a GGUF file with ternary weights.
 
         Args:
             folder: local folder of that checkpoint, or the .gguf file.

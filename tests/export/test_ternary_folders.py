@@ -1,0 +1,162 @@
+"""Model folders that say nothing of a quantiser and are ternary: found by looking, and exact."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from packed_models import tiny_model_config
+from sparse_bitnet.checkpoint.load import from_pretrained
+from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, open_checkpoint
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.export.importer import import_checkpoint
+from sparse_bitnet.packing.two_bits import pack_words
+
+SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+
+
+def save_model(folder: Path, family: str, scales_of: Any, dtype: torch.dtype) -> Any:
+    """A random model with ternary linears; `scales_of`(rows, columns) gives what codes are times."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(tiny_model_config(family, **SIZES)).to(dtype)
+    for name, parameter in model.named_parameters():
+        if name.endswith("proj.weight"):
+            codes = torch.randint(-1, 2, parameter.shape)
+            parameter.data = (codes * scales_of(*parameter.shape).to(dtype)).to(dtype)
+    model.save_pretrained(folder)
+    return model.float().eval()
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.arange(32)[None]).logits[0]
+
+
+def by_matrix(rows: int, columns: int) -> torch.Tensor:
+    return torch.rand(1, 1) * 0.05 + 0.01
+
+
+def by_row(rows: int, columns: int) -> torch.Tensor:
+    """As TriLM's: one for each of the parts that devices held."""
+    return (torch.rand(2, 1) * 0.05 + 0.01).repeat_interleave(rows // 2, 0)
+
+
+def by_group(rows: int, columns: int) -> torch.Tensor:
+    return (torch.rand(rows, columns // 64) * 0.05 + 0.01).repeat_interleave(64, 1)
+
+
+@pytest.mark.parametrize(
+    ("family", "scales_of", "dtype"),
+    [
+        ("llama", by_row, torch.float16),
+        ("qwen3", by_group, torch.bfloat16),
+        ("bitnet", by_matrix, torch.bfloat16),
+    ],
+)
+def test_ternary_floats(tmp_path: Path, family: str, scales_of: Any, dtype: torch.dtype) -> None:
+    model = save_model(tmp_path / "model", family, scales_of, dtype)
+    assert find_checkpoint(tmp_path / "model").kind == "foreign"
+    result = import_checkpoint(
+        tmp_path / "model", tmp_path / "packed", packed="i2", embeddings="float32"
+    )
+    assert (result.kind, result.layers) == ("ternary floats", 14)
+    packed = open_checkpoint(tmp_path / "packed", "packed")
+    for layer in packed.layers:
+        ternary = packed.ternary(layer)
+        assert torch.equal(ternary.values(), model.state_dict()[f"{layer}.weight"])
+        assert ternary.weight_scale.dtype in (torch.float32, dtype)
+    found = logits(from_pretrained(tmp_path / "packed", dtype=torch.float32))
+    assert (found - logits(model)).norm() < 0.05 * logits(model).norm()
+
+
+def test_only_the_beginning_is_ternary(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", "llama", by_row, torch.float16)
+    path = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.mlp.up_proj.weight"][100] = torch.randn(256).half()
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(UserError, match=r"layers\.1\.mlp\.up_proj .* is not ternary, though"):
+        import_checkpoint(tmp_path / "model", tmp_path / "no", packed="i2")
+    assert not (tmp_path / "no").exists()
+    with pytest.raises(UserError, match="has several scales, which masters cannot have"):
+        import_checkpoint(tmp_path / "model", tmp_path / "no")
+
+
+def test_layers_of_zeros_are_named(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", "llama", by_row, torch.float16)
+    path = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.mlp.up_proj.weight"].zero_()
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.warns(UserWarning, match=r"layers\.1\.mlp\.up_proj .* no weight but zeros"):
+        import_checkpoint(tmp_path / "model", tmp_path / "packed", packed="i2")
+    assert not open_checkpoint(tmp_path / "packed").effective("model.layers.1.mlp.up_proj").any()
+
+
+def test_tensors_that_are_there_twice(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", "llama", by_row, torch.float16)
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    some = {"model.norm.weight": tensors["model.norm.weight"]}
+    save_file(some, tmp_path / "model" / "model-2.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"tensor model\.norm\.weight is in model.* and model"):
+        open_checkpoint(tmp_path / "model")
+
+
+def test_mlx_with_two_bits(tmp_path: Path) -> None:
+    """Words of 16 codes, a scale and a bias of its negative for each group; the embedding too."""
+    model = save_model(tmp_path / "model", "qwen3", by_group, torch.float16)
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    stored = {}
+    for name, tensor in weights.items():
+        if not name.endswith("proj.weight"):
+            stored[name] = tensor
+            continue
+        base, codes = name.removesuffix(".weight"), tensor.sign().to(torch.int8)
+        scales = tensor.abs().unflatten(1, (-1, 64)).amax(-1)
+        stored[name] = pack_words(codes - 1).view(torch.uint32)
+        stored |= {f"{base}.scales": scales, f"{base}.biases": -scales}
+    save_file(stored, tmp_path / "model" / "model.safetensors", {"format": "mlx"})
+    path = tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text()) | {"quantization": {"group_size": 64, "bits": 2}}
+    path.write_text(json.dumps(config))
+    source = open_checkpoint(tmp_path / "model")
+    assert (source.tool, len(source.layers)) == ("MLX 2-bit", 14)
+    for layer in source.layers:
+        assert torch.equal(source.effective(layer), model.state_dict()[f"{layer}.weight"])
+    import_checkpoint(tmp_path / "model", tmp_path / "packed", packed="i2")
+    assert open_checkpoint(tmp_path / "packed").layers == source.layers
+
+
+def test_the_first_form_of_bitnet(tmp_path: Path) -> None:
+    """Llama by its config, two norms more by its tensors; masters in float16."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(5)
+    config = tiny_model_config("bitnet", **SIZES)
+    config.hidden_act = "silu"
+    model = AutoModelForCausalLM.from_config(config).half()
+    model.save_pretrained(tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    old = {"attn_sub_norm": "inner_attn_ln", "ffn_sub_norm": "ffn_layernorm"}
+    tensors = {
+        ".".join(old.get(part, part) for part in name.split(".")): tensor
+        for name, tensor in load_file(path).items()
+    }
+    save_file(tensors, path, {"format": "pt"})
+    path = tmp_path / "model" / "config.json"
+    values = json.loads(path.read_text())
+    values |= {"model_type": "llama", "architectures": ["BitnetForCausalLM"], "weight_bits": 1}
+    path.write_text(json.dumps(values))
+    result = import_checkpoint(tmp_path / "model", tmp_path / "packed", packed="i2")
+    assert (result.kind, result.layers) == ("bitnet masters", 14)
+    packed = open_checkpoint(tmp_path / "packed")
+    weight = model.model.layers[0].mlp.up_proj.weight.float()
+    scale = weight.abs().mean()
+    expected = (weight / scale).round().clamp(-1, 1)
+    assert torch.equal(packed.ternary("model.layers.0.mlp.up_proj").codes.float(), expected)
+    assert packed.config["hidden_act"] == "silu"
