@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from factories import tiny_config
-from packed_models import tiny_model_config
+from packed_models import tiny_model_config, typical_error
 from sparse_bitnet.checkpoint.gguf_file import GgufFile
 from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
+from sparse_bitnet.engine.engine import Engine
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.config import ExportConfig
 from sparse_bitnet.export.formats import export
@@ -213,6 +214,19 @@ def test_scales_of_groups_are_packed_and_multiplied(tmp_path: Path) -> None:
     expected = logits(model)
     # Only the activations are rounded.
     assert (found - expected).norm() < 0.05 * expected.norm()
+    _check_engine(tmp_path / "packed", found)
+
+
+def _check_engine(folder: Path, expected: torch.Tensor) -> None:
+    """The CPU engine computes what the packed layers do."""
+    for weight_format in ("i2", "b3", "nm-bitmap"):
+        options: dict[str, Any] = {"head": "stored", "kv_cache": "float32", "threads": 1}
+        engine = Engine.load(folder, weight_format=weight_format, **options)
+        sequence = engine.new_sequence()
+        tokens = [number * 7 % 392 for number in range(1, 33)]
+        (found,) = engine.forward([(sequence, tokens)], logits="all")
+        engine.close()
+        assert typical_error(found, expected.numpy()) < 1e-5, weight_format
 
 
 def _tokenizer(writer: Any) -> None:

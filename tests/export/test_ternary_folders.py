@@ -8,9 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from packed_models import tiny_model_config
+from packed_models import tiny_model_config, typical_error
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, open_checkpoint
+from sparse_bitnet.engine.engine import Engine
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.importer import import_checkpoint
 from sparse_bitnet.packing.two_bits import pack_words
@@ -71,6 +72,10 @@ def test_ternary_floats(tmp_path: Path, family: str, scales_of: Any, dtype: torc
         assert torch.equal(ternary.values(), model.state_dict()[f"{layer}.weight"])
         assert ternary.weight_scale.dtype in (torch.float32, dtype)
     found = logits(from_pretrained(tmp_path / "packed", dtype=torch.float32))
+    engine = Engine.load(tmp_path / "packed", head="stored", kv_cache="float32", threads=1)
+    (computed,) = engine.forward([(engine.new_sequence(), list(range(32)))], logits="all")
+    engine.close()
+    assert typical_error(computed, found.numpy()) < 1e-5
     assert (found - logits(model)).norm() < 0.05 * logits(model).norm()
 
 

@@ -1,6 +1,5 @@
 """A packed folder, opened for the CPU engine: every tensor is there, as config.json asks. No torch."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from sparse_bitnet.checkpoint.model_folder import quantization_entry, read_confi
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.engine.architecture import Architecture, read_architecture
 from sparse_bitnet.errors import EngineLacks, UserError
-from sparse_bitnet.packing.formats import check_layout, has_fixed_rows, row_bytes
+from sparse_bitnet.packing.formats import check_layout, has_fixed_rows, row_bytes, scale_group
 from sparse_bitnet.packing.metadata import QUANT_METHOD, PackedMetadata
 from sparse_bitnet.packing.tensor_file import DTYPES, TensorFile
 
@@ -44,16 +43,17 @@ class ModelFile:
             raise UserError(f"{self.file.path}: tensor {name} has values that are not finite")
         return values
 
-    def scale(self, layer: str) -> float:
-        """The weight scale of a packed layer, checked to be positive."""
+    def scales(self, layer: str) -> np.ndarray:
+        """The weight scales of a packed layer, float32 in the shape of the file, checked to be positive;
+        of several, those of codes that are all zero may be zero."""
         name = f"{layer}.weight_scale"
-        value = float(self.floats(name)[0])
-        if not 0 < value < math.inf:
+        values = self.floats(name)
+        if values.min() < 0 or (values.size == 1 and values.item() == 0):
             raise UserError(
-                f"{self.file.path}: tensor {name} is {value}: a scale is positive and finite; pack the "
-                "model again"
+                f"{self.file.path}: tensor {name} is {values.min()}: a scale is positive and finite; "
+                "pack the model again"
             )
-        return value
+        return values
 
 
 def open_model_file(folder: str | Path) -> ModelFile:
@@ -131,7 +131,11 @@ def _wanted(model: ModelFile) -> dict[str, tuple[tuple[str, ...], tuple[int, ...
                 columns = row_bytes(metadata.packed_format, metadata.pattern, shape[1])
                 packed_shape = (shape[0], columns)
             wanted[f"{name}.weight_packed"] = (("U8",), packed_shape)
-            wanted[f"{name}.weight_scale"] = (("F32",), (1,))
+            scales = model.file.entries.get(f"{name}.weight_scale")
+            if scales and scales.shape != (1,) and scale_group(scales.shape, *shape) is not None:
+                wanted[f"{name}.weight_scale"] = (floats, scales.shape)
+            else:
+                wanted[f"{name}.weight_scale"] = (("F32",), (1,))
         for vector, length in architecture.vector_lengths().items():
             wanted[f"{block}.{vector}"] = (floats, (length,))
         if layer >= len(metadata.layers):

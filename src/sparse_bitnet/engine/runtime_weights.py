@@ -15,6 +15,7 @@ from sparse_bitnet import _cpu
 from sparse_bitnet.engine.model_file import ModelFile
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.packing.formats import coded_pattern, has_fixed_rows, holds_pattern
+from sparse_bitnet.packing.tensor_file import DTYPES
 
 OnProgress = Callable[[int, int], None]
 """Called with the bytes of the file that are done, and with all of them."""
@@ -166,13 +167,39 @@ class _Loader:
         for block in blocks:
             for linear, (rows, columns) in shapes.items():
                 name = f"{block}.{linear}"
-                scale = self._model.scale(name)
                 matrices[name] = _cpu.Matrix(
-                    format, n, m, rows, columns, strides[linear], address, scale
+                    format,
+                    n,
+                    m,
+                    rows,
+                    columns,
+                    strides[linear],
+                    address,
+                    **self._scales(name, columns),
                 )
                 self._fill(name, matrices[name], (rows, columns))
                 address += rows * strides[linear]
         return matrices, block_bytes * len(blocks)
+
+    def _scales(self, layer: str, columns: int) -> dict[str, Any]:
+        """The scales of a matrix as `_cpu.Matrix` takes them."""
+        values, name = self._model.scales(layer), f"{layer}.weight_scale"
+        self._finish(name)
+        if values.size == 1:
+            return {"scale": values.item()}
+        groups = values.shape[1]
+        if groups == 1:
+            scales, more = values, {}
+        else:
+            stored = self._model.file.array(name)
+            # Those of eight rows together; rows that fill up the last eight have none.
+            filled = np.pad(stored, ((0, -len(stored) % 8), (0, 0)))
+            scales = filled.reshape(-1, 8, groups).swapaxes(1, 2)
+            kind = DTYPES[self._model.file.entries[name].dtype]
+            more = {"group": columns // groups, "scale_type": _cpu.ScaleType[kind]}
+        scales = np.ascontiguousarray(scales)
+        self._kept.append(scales)
+        return {"scales": scales.ctypes.data, **more}
 
     def _fill(self, layer: str, matrix: _cpu.Matrix, shape: tuple[int, int]) -> None:
         """Write the rows of a packed tensor to the address of its matrix."""
