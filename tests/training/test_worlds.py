@@ -8,6 +8,7 @@ import pytest
 import torch
 from world_processes import Worlds
 
+from factories import tiny_model
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.training.config import TrainConfig
@@ -77,6 +78,25 @@ def test_the_int8_forward_over_two_processes(worlds, run_config):
     finish(worlds, integer, pair, size=2)
     assert_same_curves(fake, integer)
     assert_same_curves(alone, pair, tolerance=2e-3)
+
+
+def test_reduced_gradients_and_given_weights(worlds, run_config):
+    """Sums of bf16 gradients stay near; weights to start from reach all processes from the first."""
+    short = {"steps": 3, "checkpoint_every": 0, "format": "ternary-6:8"}
+    dense = run_config("dense").out
+    tiny_model(vocab_size=2048, tie_word_embeddings=True).save_pretrained(dense)
+    start = {**short, "init": dense, "learning_rate": 1e-3}
+    alone = run_config("alone", **start)
+    train(alone)
+    pair, reduced = (
+        run_config("pair", **start),
+        run_config("reduced", **start, gradient_reduction="bf16"),
+    )
+    finish(worlds, pair, reduced, size=2)
+    assert_same_curves(alone, pair)
+    assert_same_curves(alone, reduced, tolerance=2e-2)
+    norms = [read_rows(Path(c.out) / "metrics.jsonl")[0]["gradient_norm"] for c in (pair, reduced)]
+    assert norms[0] != norms[1]
 
 
 @pytest.mark.slow

@@ -47,6 +47,7 @@ def build_model(
     seed: int = 0,
     vocab_size: int | None = None,
     init: str | Path | None = None,
+    meta: bool = False,
 ) -> "PreTrainedModel":
     """A float32 causal LM in the given format, on the CPU.
 
@@ -56,6 +57,7 @@ def build_model(
         seed: of the random initial weights (std 0.02, biases zero).
         vocab_size: replaces the preset's.
         init: folder or hub id of existing dense weights to start from (dense-to-sparse).
+        meta: on the meta device instead: shapes without values.
 
     Raises `UserError` for an unknown preset, an unreadable `init`, or a pattern that does not fit.
     """
@@ -63,7 +65,8 @@ def build_model(
     from transformers import Qwen2ForCausalLM
 
     if init is not None:
-        model = find_checkpoint(init).load(dtype=torch.float32)
+        stored = find_checkpoint(init)
+        model: Any = stored.model().float() if meta else stored.load(dtype=torch.float32)
         embedding: Any = model.get_input_embeddings()
         if vocab_size is not None and embedding.num_embeddings < vocab_size:
             raise UserError(
@@ -72,7 +75,7 @@ def build_model(
             )
         return convert_(model, config)
     transformers_config = preset_config(name, vocab_size=vocab_size)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.device("meta" if meta else "cpu"):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM._from_config(transformers_config, dtype=torch.float32)
     return convert_(model, config)

@@ -96,6 +96,9 @@ class TrainConfig:
     """Forward products of ternary layers: floats that hold the quantised values, or int8 tensor-core
     products (int32 sums). Equal but for the rounding of 16-bit sums."""
 
+    gradient_reduction: Literal["float32", "bf16"] = "float32"
+    """Type in which several processes sum their gradients; bf16 halves most of what a step sends."""
+
     compile: bool = False
     """torch.compile the blocks."""
 

@@ -8,6 +8,7 @@ Times come from a roofline: data-sheet rates times the stated efficiencies.
 """
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import DenseLayersOption, SparseBitConfig
@@ -88,6 +89,9 @@ class Job(DenseLayersOption):
 
     activation_checkpointing: bool = False
     """Recompute each block in the backward pass."""
+
+    gradient_reduction: Literal["float32", "bf16"] = "float32"
+    """Type in which gradients are summed over processes."""
 
     tokens: float = 50e9
     """Tokens of the whole run."""
@@ -344,14 +348,20 @@ def _traffic(job: Job, linear_bytes: float) -> dict[str, float]:
     others = (job.shards - 1) / job.shards
     replicas = job.gpus // job.shards
     weights = block + embedding + small
+    gradient = 2 if job.gradient_reduction == "bf16" else 4
     passes = _gathers(job, linear_bytes)
     converted = converted_weights(shape, job.config)
     linears = passes * linear_bytes * converted + _gathers(job, 2.0) * 2.0 * (block - converted)
     return {
         "gather of linear layers": others * linears,
         "gather of embedding, norms, biases": others * 4 * (embedding + passes * small),
-        "gradients, reduce-scatter": others * 4 * weights,
-        "gradients, between replicas": 2 * (replicas - 1) / replicas * 4 * weights / job.shards,
+        "gradients, reduce-scatter": others * gradient * weights,
+        "gradients, between replicas": 2
+        * (replicas - 1)
+        / replicas
+        * gradient
+        * weights
+        / job.shards,
         "scales and counts": 2 * others * 40 * 7 * shape.num_hidden_layers,
     }
 

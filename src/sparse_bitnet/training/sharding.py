@@ -16,26 +16,73 @@ if TYPE_CHECKING:
 
 
 def place_(
-    loss: SummedLoss, world: World, device: torch.device, compute_dtype: torch.dtype
+    loss: SummedLoss,
+    world: World,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    reduce_dtype: torch.dtype | None = None,
+    whole: torch.nn.Module | None = None,
 ) -> None:
     """Bring a model, inside of its loss, to where it trains.
 
-    Several processes split it block by block: blocks move to `device` one at a time, so a GPU never
-    holds more than its part and one block. The embedding, the final norm and the head form the root's
-    group. Blocks of ternary layers, once gathered, stay so until `reshard_` or a backward that ends a
-    step: 2 bits a weight are cheaper to hold than to gather again.
+    Several processes split it block by block, so none holds more than its part and one block. The
+    embedding, the final norm and the head form the root's group. Blocks of ternary layers, once gathered,
+    stay so until `reshard_` or a backward that ends a step: 2 bits a weight are cheaper to hold than to
+    gather again.
+
+    Args:
+        loss: of a model on the CPU in a world of one, else on the meta device.
+        world: all its processes call this.
+        device: to compute on.
+        compute_dtype: in which full-precision weights are sent and multiplied.
+        reduce_dtype: in which gradients are summed; default their own.
+        whole: the model with its values, on the CPU of the first process; None in the others.
     """
     if world.mesh is None:
         loss.to(device)
         return
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    for block in loss.model.get_decoder().layers:
-        block.to(device)
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    model: Any = loss.model
+    for block in model.get_decoder().layers:
+        block.to_empty(device=device)
         prepare_linears_(block, world.mesh.size(-1), compute_dtype)
-        fully_shard(block, mesh=world.model_mesh, reshard_after_forward=not _is_ternary(block))
-    loss.to(device)
-    fully_shard(loss, mesh=world.model_mesh)
+        fully_shard(
+            block,
+            mesh=world.model_mesh,
+            mp_policy=policy,
+            reshard_after_forward=not _is_ternary(block),
+        )
+    for module in model.modules():
+        if any(one.is_meta for one in [*module.parameters(False), *module.buffers(False)]):
+            module.to_empty(device=device, recurse=False)
+    model.tie_weights()
+    fully_shard(loss, mesh=world.model_mesh, mp_policy=policy)
+    _fill_(model, world, device, whole)
+
+
+@torch.no_grad()
+def _fill_(
+    model: torch.nn.Module, world: World, device: torch.device, whole: torch.nn.Module | None
+) -> None:
+    """The values of a whole model in the first process to the parts of it in all, one at a time."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    given = (
+        {} if whole is None else {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
+    )
+    for name, part in (*model.named_parameters(), *model.named_buffers()):
+        world.progress()
+        value = torch.empty(part.shape, dtype=part.dtype, device=device)
+        if given:
+            value.copy_(given[name])
+        if isinstance(part, DTensor):
+            placed = distribute_tensor(value, part.device_mesh, cast(Any, part).placements)
+            local_rows(part).copy_(placed.to_local())
+        else:
+            torch.distributed.broadcast(value, 0)
+            part.copy_(value)
 
 
 def gather_once_(loss: torch.nn.Module, last: bool) -> None:

@@ -79,7 +79,8 @@ class Trainer:
         world.each(self._read_and_build)
         self.model_files = model_files(self.model)
         self.loss = SummedLoss(self.model, config.loss_chunk_tokens)
-        place_(self.loss, world, self.device, self.dtype)
+        reduction = torch.bfloat16 if config.gradient_reduction == "bf16" else None
+        place_(self.loss, world, self.device, self.dtype, reduction, self.__dict__.pop("whole"))
         self.layers = sparse_layers(self.model)
         self.parameters = dict(self.model.named_parameters())
         self.optimizer = build_optimizer(self.model, config)
@@ -100,7 +101,9 @@ class Trainer:
             rank=world.rank,
             world_size=world.size,
         )
-        self.model = self._build_model()
+        # Of a model that will be split only the first process makes the values.
+        self.whole = self._build_model() if world.is_main else None
+        self.model = self._build_model(meta=True) if world.mesh else cast(Any, self.whole)
         self.model.train()
         if config.activation_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -108,7 +111,7 @@ class Trainer:
             for block in self.model.get_decoder().layers:
                 block.compile()
 
-    def _build_model(self) -> "PreTrainedModel":
+    def _build_model(self, meta: bool = False) -> "PreTrainedModel":
         config = self.config
         model = build_model(
             config.model,
@@ -116,6 +119,7 @@ class Trainer:
             seed=config.seed,
             vocab_size=config.vocab_size or self._default_vocab_size(),
             init=config.init,
+            meta=meta,
         )
         set_integer_forward_(model, config.forward == "int8")
         self.dataset.check_vocab(
