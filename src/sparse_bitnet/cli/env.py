@@ -3,6 +3,7 @@
 import os
 import platform
 from importlib import metadata
+from importlib.util import find_spec
 
 from sparse_bitnet.cli.arguments import no_options
 
@@ -25,6 +26,9 @@ def main(arguments: list[str]) -> None:
     no_options(arguments, prog="sparse-bitnet env", description=main.__doc__)
     for name, value in environment().items():
         print(f"{name:<14} {value}")
+    if find_spec("torch") is None:
+        print("\nwithout torch packed models run on the CPU engine: generate, chat, serve, bench")
+        return
     print("\nkernels")
     from sparse_bitnet.ops.backends import status
 
@@ -35,13 +39,17 @@ def main(arguments: list[str]) -> None:
 
 def environment() -> dict[str, str]:
     """Versions and devices, for reports and result files."""
+    rows = {name: _version(name) for name in PACKAGES}
+    rows["python"] = platform.python_version()
+    rows["system"] = f"{platform.system()} {platform.release()} {platform.machine()}"
+    rows["engine"] = _engine()
+    if find_spec("torch") is None:
+        rows["cpu"] = f"{os.cpu_count()} cores"
+        return rows
     import torch
 
     from sparse_bitnet.training.device import cpu_has_fast_bf16
 
-    rows = {name: _version(name) for name in PACKAGES}
-    rows["python"] = platform.python_version()
-    rows["system"] = f"{platform.system()} {platform.release()} {platform.machine()}"
     rows["cpu"] = (
         f"{os.cpu_count()} cores, {torch.get_num_threads()} torch threads, "
         f"{torch.backends.cpu.get_cpu_capability()}, "
@@ -52,6 +60,15 @@ def environment() -> dict[str, str]:
     else:
         rows["gpu"] = "none visible to torch"
     return rows
+
+
+def _engine() -> str:
+    """The instruction sets of the CPU engine here, the fastest first."""
+    try:
+        from sparse_bitnet import _cpu
+    except ImportError as error:
+        return f"not built ({error})"
+    return ", ".join(_cpu.supported_isas())
 
 
 def _gpu(index: int) -> str:

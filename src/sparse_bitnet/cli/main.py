@@ -1,8 +1,10 @@
 """`sparse-bitnet VERB ...`: a table of verbs and nothing else, so that `--help` is immediate."""
 
 import importlib
+import importlib.util
 import os
 import sys
+from typing import NoReturn
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "quickstart": ("sparse_bitnet.cli.quickstart:main", "the paper's four models in four minutes"),
@@ -27,6 +29,19 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "models": ("sparse_bitnet.cli.models:main", "list the model presets"),
     "env": ("sparse_bitnet.cli.env:main", "versions, devices, and which kernels are in use"),
 }
+
+
+OF_TRAIN = (
+    *("torch", "transformers", "safetensors", "datasets", "pyarrow", "scipy", "rensa"),
+    *("gguf", "markupsafe", "matplotlib"),
+)
+"""What `pip install 'sparse-bitnet[train]'` adds; running a packed model needs none of it."""
+
+ONLY_WITH_TRAIN = (
+    *("quickstart", "prepare", "train", "pack", "export", "import"),
+    *("sizes", "reproduce", "report", "analyze"),
+)
+"""Commands that always need it; others where their checkpoint or their options do."""
 
 
 def usage() -> str:
@@ -57,6 +72,11 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if verb in ONLY_WITH_TRAIN and not {"-h", "--help"} & set(rest):
+        # First: nothing is to be left half-written.
+        for package in OF_TRAIN:
+            if importlib.util.find_spec(package) is None:
+                _fail_without(verb, package)
     module, _, function = COMMANDS[verb][0].partition(":")
     from sparse_bitnet.errors import UserError
 
@@ -64,6 +84,11 @@ def main(arguments: list[str] | None = None) -> None:
         getattr(importlib.import_module(module), function)(rest)
     except UserError as error:
         _fail(str(error))
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in OF_TRAIN:
+            raise
+        _fail_without(verb, package)
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         sys.exit(130)
@@ -73,6 +98,10 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(141)
 
 
-def _fail(message: str) -> None:
+def _fail_without(verb: str, package: str) -> NoReturn:
+    _fail(f"{verb} needs {package}, which is not installed: pip install 'sparse-bitnet[train]'")
+
+
+def _fail(message: str) -> NoReturn:
     print(f"sparse-bitnet: {message}", file=sys.stderr)
     sys.exit(2)

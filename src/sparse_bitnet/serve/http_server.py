@@ -190,6 +190,8 @@ def serve(
     # for the default of 5 ms.
     sys.setswitchinterval(_SWITCH_SECONDS)
     try:
+        # Whoever connects at the word of `on_ready` waits in the queue and is not refused.
+        bound.listen(server.config.backlog)
         on_ready()
         server.run(sockets=[bound])
     finally:

@@ -1,0 +1,99 @@
+"""What runs where only the core is installed: no torch, no transformers."""
+
+import os
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models
+
+from one_process import run_commands
+from packed_models import make_packed
+from serving_thread import TEMPLATE
+from sparse_bitnet.cli.main import OF_TRAIN
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Hides what is not in the core, and asks a server that names its address for a text.
+PRELUDE = f"""
+import importlib.util, os, signal, threading, urllib.request
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {OF_TRAIN}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Absent())
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name in {OF_TRAIN} else found(name, *more)
+
+class Output(io.StringIO):
+    def write(self, text):
+        if "/v1 (Ctrl-C" in text:
+            threading.Thread(target=ask, args=(self, text.split()[1])).start()
+        return super().write(text)
+
+def ask(output, address):
+    body = {{"model": "packed", "prompt": "1 2 ", "max_tokens": 4}}
+    kind = {{"Content-Type": "application/json"}}
+    request = urllib.request.Request(address + "/completions", json.dumps(body).encode(), kind)
+    try:
+        answer = json.load(urllib.request.urlopen(request, timeout=60))
+        output.write("answered " + answer["choices"][0]["text"])
+    finally:
+        os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+def test_what_train_adds_is_what_the_message_names():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = [re.split("[>=<]", one)[0] for one in project["optional-dependencies"]["train"]]
+    assert sorted(names) == sorted(OF_TRAIN)
+    assert not set(OF_TRAIN) & {re.split("[>=<]", one)[0] for one in project["dependencies"]}
+
+
+@pytest.mark.slow
+def test_a_packed_model_runs_without_torch_and_other_commands_say_what_they_need(tmp_path):
+    folder = make_packed(tmp_path, vocab_size=257, max_position_embeddings=1024)
+    numbers = Tokenizer(models.WordLevel({f"{i} ": i for i in range(257)}, unk_token="0 "))
+    numbers.decoder = decoders.Fuse()
+    numbers.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    few = ["--threads", "1", "--weight-format", "i2"]
+    bench = ["--model", "packed", "--rounds", "1", "--steps", "1", "--quick", *few]
+    runs = [
+        ["models"],
+        ["env"],
+        ["bench", *bench],
+        ["generate", "packed", "--prompt", "1 2", "--max-tokens", "3", *few],
+        ["chat", "packed", "--max-tokens", "3", *few],
+        ["serve", "packed", "--port", "0", *few],
+        ["plan"],
+    ]
+    refused = [
+        ["prepare", "book.txt", "out", "--vocab-size", "300"],
+        ["train", "--out", "run"],
+        ["evaluate", "packed", "--data", "book.txt"],
+        ["pack", "run", "out"],
+        ["generate", "packed", "--prompt", "x", "--engine", "transformers"],
+        ["sizes"],
+    ]
+    (tmp_path / "book.txt").write_text("some text " * 100)
+    told = run_commands(
+        [["sparse-bitnet", *arguments] for arguments in [*runs, *refused]],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        prelude=PRELUDE,
+        stdin="1 2 3\n",
+    )
+    for arguments, done in zip(runs, told, strict=False):
+        assert not done.code, (arguments, done.errors)
+        assert done.output, arguments
+    assert "without torch" in told[1].output
+    assert re.search(r"answered .", told[5].output), told[5]
+    for arguments, done in zip(refused, told[len(runs) :], strict=True):
+        assert done.code == 2, (arguments, done.errors)
+        assert done.errors.count("\n") == 1, (arguments, done.errors)
+        assert done.errors.endswith("pip install 'sparse-bitnet[train]'\n"), arguments
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["book.txt", "packed", "trained"]

@@ -1,0 +1,69 @@
+"""Several commands in one fresh process, which imports what they need once."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+_SCRIPT = """
+import contextlib, io, json, sys, traceback
+told = []
+Output = io.StringIO
+{prelude}
+from sparse_bitnet.cli.main import main
+
+for program, *arguments in json.loads(sys.argv[1]):
+    output, errors, code = Output(), io.StringIO(), 0
+    sys.stdin = io.StringIO({stdin!r})
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        try:
+            if program == "python":
+                exec(arguments[1], {{}})
+            else:
+                main(arguments)
+        except SystemExit as stop:
+            code = stop.code or 0
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+    told.append([code, output.getvalue(), errors.getvalue()])
+print(json.dumps(told))
+"""
+
+
+class Done(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    output: str
+    errors: str
+
+
+def run_commands(
+    commands: Sequence[Sequence[str]],
+    *,
+    cwd: Path,
+    env: dict[str, str],
+    prelude: str = "",
+    stdin: str = "",
+) -> list[Done]:
+    """Run `sparse-bitnet ...` and `python -c CODE` one after the other.
+
+    Args:
+        commands: words of each.
+        cwd, env: of the process.
+        prelude: Python that it runs first; may replace `Output`, which takes what a command prints.
+        stdin: what every command reads.
+    """
+    script = _SCRIPT.format(prelude=prelude, stdin=stdin)
+    done = subprocess.run(
+        [sys.executable, "-c", script, json.dumps(commands)],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=env,
+    )
+    assert done.returncode == 0, done.stderr
+    return [Done(*one) for one in json.loads(done.stdout.splitlines()[-1])]
