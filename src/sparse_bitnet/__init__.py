@@ -27,7 +27,7 @@ _PUBLIC = {
     "convert_": "nn.convert",
     "sparse_layers": "nn.convert",
     "selected": "nn.convert",
-    "build_model": "checkpoint.models",
+    "build_model": "checkpoint.build_model",
     "save_pretrained": "checkpoint.hub",
     "from_pretrained": "checkpoint.load",
     "register_score": "variants.registry",

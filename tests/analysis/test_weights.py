@@ -16,8 +16,8 @@ from sparse_bitnet.analysis.weights import (
     pool,
     weight_statistics,
 )
+from sparse_bitnet.checkpoint.build_model import build_model
 from sparse_bitnet.checkpoint.hub import save_pretrained
-from sparse_bitnet.checkpoint.models import build_model
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.pattern import NMPattern

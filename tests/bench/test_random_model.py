@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from sparse_bitnet.bench.random_model import cached_random_model, config_of, write_random_model
+from sparse_bitnet.checkpoint.build_model import preset_config
 from sparse_bitnet.checkpoint.load import from_pretrained
-from sparse_bitnet.checkpoint.models import preset_config
 from sparse_bitnet.checkpoint.packed_loading import open_packed, packed_layers
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.export.config import ExportConfig
-from sparse_bitnet.export.formats import export
+from sparse_bitnet.export.export_checkpoint import export
+from sparse_bitnet.export.export_config import ExportConfig
 from sparse_bitnet.export.sizes import gaussian_statistics
 from sparse_bitnet.nn.convert import selected
 from sparse_bitnet.pattern import NMPattern

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from factories import tiny_model
+from sparse_bitnet.checkpoint.build_model import PRESETS, build_model, preset_config
 from sparse_bitnet.checkpoint.load import skeleton
-from sparse_bitnet.checkpoint.models import PRESETS, build_model, preset_config
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import sparse_layers
 from sparse_bitnet.nn.layer import SparseBitConfig

@@ -18,8 +18,8 @@ from sparse_bitnet.cli.main import main
 from sparse_bitnet.data.prepare import prepare
 from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.export.config import ExportConfig
-from sparse_bitnet.export.formats import export
+from sparse_bitnet.export.export_checkpoint import export
+from sparse_bitnet.export.export_config import ExportConfig
 
 SOURCE = Path(__file__).parents[2] / "src" / "sparse_bitnet"
 CODE = """from pathlib import Path

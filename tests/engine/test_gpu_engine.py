@@ -11,7 +11,7 @@ from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.engine.gpu.gpu_engine import GpuEngine, UnsuitedModel
 from sparse_bitnet.engine.gpu.linear import RoutePolicy, TernaryLinear
 from sparse_bitnet.engine.protocol import CacheFull, ContextFull
-from sparse_bitnet.engine.reference import TransformersEngine
+from sparse_bitnet.engine.transformers_engine import TransformersEngine
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.generate import GenerateOptions, generate
 from sparse_bitnet.generation.open_model import open_engine, open_model

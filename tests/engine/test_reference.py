@@ -6,7 +6,7 @@ import torch
 
 from factories import tiny_model
 from sparse_bitnet.engine.protocol import CacheFull, ContextFull
-from sparse_bitnet.engine.reference import TransformersEngine
+from sparse_bitnet.engine.transformers_engine import TransformersEngine
 from sparse_bitnet.nn.convert import convert_, sparse_layers
 from sparse_bitnet.nn.layer import SparseBitConfig
 

@@ -11,7 +11,7 @@ from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.perplexity import Perplexity, evaluate, perplexity
-from sparse_bitnet.evaluation.windows import windows
+from sparse_bitnet.evaluation.text_windows import windows
 from sparse_bitnet.nn.convert import sparse_layers
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.loss import SummedLoss

@@ -3,7 +3,7 @@
 import torch
 
 from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
-from sparse_bitnet.evaluation.sampling import continue_text
+from sparse_bitnet.evaluation.sample_text import continue_text
 from sparse_bitnet.nn.convert import sparse_layers
 
 

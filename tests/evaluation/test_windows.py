@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_bitnet.evaluation.windows import (
+from sparse_bitnet.evaluation.text_windows import (
     NOT_SCORED,
     Window,
     equal_lengths,

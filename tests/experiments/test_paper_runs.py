@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparse_bitnet.checkpoint.models import PRESETS, build_model
+from sparse_bitnet.checkpoint.build_model import PRESETS, build_model
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.experiments.cells import paper_results
 from sparse_bitnet.experiments.paper_runs import (

@@ -12,8 +12,8 @@ import torch
 from rich.console import Console
 
 import sparse_bitnet.training.train
+from sparse_bitnet.checkpoint.build_model import build_model
 from sparse_bitnet.checkpoint.load import from_pretrained
-from sparse_bitnet.checkpoint.models import build_model
 from sparse_bitnet.cli import evaluate as evaluate_cli
 from sparse_bitnet.cli import quickstart as cli
 from sparse_bitnet.data.loader import TokenLoader

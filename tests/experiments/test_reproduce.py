@@ -14,13 +14,13 @@ import pytest
 from rich.console import Console
 
 from sparse_bitnet.analysis.weights import model_statistics, pool
+from sparse_bitnet.checkpoint.build_model import build_model
 from sparse_bitnet.checkpoint.load import from_pretrained
-from sparse_bitnet.checkpoint.models import build_model
 from sparse_bitnet.cli import report as report_cli
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.experiments import runner
-from sparse_bitnet.experiments.measure import thinned
+from sparse_bitnet.experiments.measured_run import thinned
 from sparse_bitnet.experiments.paper_runs import EXPERIMENTS, plan
 from sparse_bitnet.experiments.report import write_report
 from sparse_bitnet.experiments.results import CURVE_POINTS, Results

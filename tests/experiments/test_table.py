@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from sparse_bitnet.experiments.cells import cells, model_label
-from sparse_bitnet.experiments.page import to_html
+from sparse_bitnet.experiments.page import html as page_html
 from sparse_bitnet.experiments.table import print_table, to_markdown
 from sparse_bitnet.experiments.tables import comparison_table, verdict
 
@@ -51,7 +51,7 @@ def test_strings_of_the_table(make_rows):
 def test_every_renderer_shows_every_number(make_rows):
     rows = make_rows(2)
     table = comparison_table(cells(rows, "6:8"))
-    html = to_html(table).replace("&minus;", "-")
+    html = page_html("", [table]).replace("&minus;", "-")
     markdown = to_markdown(table)
     for text in (printed(rows, 80), printed(rows, 160), html, markdown):
         for line in table.lines:
@@ -80,7 +80,7 @@ def test_seeds_show_their_spread(make_rows):
 
 
 def test_html_is_a_regular_table(make_rows):
-    html = to_html(comparison_table(cells(make_rows(), "6:8")))
+    html = page_html("", [comparison_table(cells(make_rows(), "6:8"))])
     rows = re.findall(r"<tr>(.*?)</tr>", html, flags=re.DOTALL)
     assert len(rows) == 6
     assert [row.count("<td") for row in rows[2:]] == [11] * 4

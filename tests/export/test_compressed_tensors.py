@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
-from sparse_bitnet.export.config import ExportConfig
-from sparse_bitnet.export.formats import export
+from sparse_bitnet.export.export_checkpoint import export
+from sparse_bitnet.export.export_config import ExportConfig
 from sparse_bitnet.packing.two_bits import pack_words, unpack_words
 
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.cli.main import main
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.export.config import FORMATS, ExportConfig
-from sparse_bitnet.export.formats import export
+from sparse_bitnet.export.export_checkpoint import export
+from sparse_bitnet.export.export_config import FORMATS, ExportConfig
 
 FITTING = [name for name in FORMATS if not name.startswith("gguf-tq")]
 

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.cli.main import main
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.export import formats, readers
-from sparse_bitnet.export.config import ExportConfig
-from sparse_bitnet.export.formats import export
+from sparse_bitnet.export import export_checkpoint, readers
+from sparse_bitnet.export.export_checkpoint import export
+from sparse_bitnet.export.export_config import ExportConfig
 from sparse_bitnet.export.model_card import read_record
 from sparse_bitnet.export.verify import (
     PARAGRAPH,
@@ -215,7 +215,7 @@ def test_the_command_exits_with_2_when_out_of_bounds(
         return codes, 2 * weight_scale
 
     faulty = dataclasses.replace(wrong, ternary=doubled)
-    monkeypatch.setattr(formats, "open_checkpoint", lambda checkpoint, *kinds: faulty)
+    monkeypatch.setattr(export_checkpoint, "open_checkpoint", lambda checkpoint, *kinds: faulty)
     command = ["export", str(checkpoint), str(tmp_path / "out"), "--format", "bitnet", "--verify"]
     with pytest.raises(SystemExit) as stopped:
         main(command)
@@ -229,7 +229,7 @@ def test_the_command_fails_where_the_reader_is_absent(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(formats, "absent_reader", lambda format: "no reader")
+    monkeypatch.setattr(export_checkpoint, "absent_reader", lambda format: "no reader")
     with pytest.raises(SystemExit) as stopped:
         main(["export", str(checkpoint), str(tmp_path / "out"), "--format", "bitnet", "--verify"])
     assert stopped.value.code == 2

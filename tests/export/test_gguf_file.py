@@ -16,8 +16,8 @@ from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.cli.main import main
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.export.config import ExportConfig
-from sparse_bitnet.export.formats import export
+from sparse_bitnet.export.export_checkpoint import export
+from sparse_bitnet.export.export_config import ExportConfig
 from sparse_bitnet.export.gguf import check, other_types, plan
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.nn.convert import convert_
@@ -153,14 +153,14 @@ def test_q8_0_embeddings_need_rows_of_32(source: Checkpoint) -> None:
 def test_scales_beyond_float16_are_refused_and_nothing_is_left(
     source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sparse_bitnet.export import formats
+    from sparse_bitnet.export import export_checkpoint
 
     def tiny(layer: str):
         ternary = source.ternary(layer)
         return ternary._replace(weight_scale=ternary.weight_scale * 0 + 1.03e-6)
 
     faulty = dataclasses.replace(source, ternary=tiny)
-    monkeypatch.setattr(formats, "open_checkpoint", lambda checkpoint, *kinds: faulty)
+    monkeypatch.setattr(export_checkpoint, "open_checkpoint", lambda checkpoint, *kinds: faulty)
     with pytest.raises(UserError, match=r"weight scale 1.03e-06 is too far out for float16"):
         export("any", tmp_path / "out", ExportConfig(format="gguf-q2_0"))
     assert list(tmp_path.iterdir()) == []

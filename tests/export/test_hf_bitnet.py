@@ -14,8 +14,8 @@ from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export import hf_bitnet
-from sparse_bitnet.export.config import ExportConfig
-from sparse_bitnet.export.formats import export
+from sparse_bitnet.export.export_checkpoint import export
+from sparse_bitnet.export.export_config import ExportConfig
 from sparse_bitnet.nn.convert import convert_
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.packing.two_bits import pack_row_planes, unpack_row_planes

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
-from sparse_bitnet.export.config import FORMATS
+from sparse_bitnet.export.export_config import FORMATS
 from sparse_bitnet.export.model_card import model_card, read_record
 from sparse_bitnet.training.config import TrainConfig
 

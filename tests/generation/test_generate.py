@@ -7,7 +7,7 @@ import torch
 from factories import tiny_model
 from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.engine.protocol import CacheFull, ContextFull
-from sparse_bitnet.engine.reference import TransformersEngine
+from sparse_bitnet.engine.transformers_engine import TransformersEngine
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.generate import GenerateOptions, check_context, generate
 from sparse_bitnet.generation.prefix_cache import PrefixCache

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sparse_bitnet.checkpoint.build_model import PRESETS, build_model
 from sparse_bitnet.checkpoint.hub import save_pretrained
-from sparse_bitnet.checkpoint.models import PRESETS, build_model
 from sparse_bitnet.cli.sizes import main
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.pack import pack_checkpoint

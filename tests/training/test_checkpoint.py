@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from sparse_bitnet.checkpoint.consolidate import read_tensors
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.training import checkpoint
+from sparse_bitnet.training import run_checkpoint
 from sparse_bitnet.training.metrics import read_rows
 from sparse_bitnet.training.run_folder import Interrupted
 from sparse_bitnet.training.train import train
@@ -96,7 +96,7 @@ def test_a_full_disk_while_saving_leaves_the_older_checkpoint(small_run, monkeyp
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "sync_tree", full)
+        patched.setattr(run_checkpoint, "sync_tree", full)
         with pytest.raises(UserError, match="No space left on device") as caught:
             train(config)
     assert "step-00000004" in str(caught.value)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sparse_bitnet.checkpoint.models import build_model
+from sparse_bitnet.checkpoint.build_model import build_model
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.training.loss import causal_lm_loss, chunked_cross_entropy, mean_token_loss

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sparse_bitnet.checkpoint.models import PRESETS, Shape, build_model
+from sparse_bitnet.checkpoint.build_model import PRESETS, Shape, build_model
 from sparse_bitnet.cli.plan import main
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import selected, sparse_layers

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sparse_bitnet.checkpoint.build_model import PRESETS
 from sparse_bitnet.checkpoint.load import from_pretrained
-from sparse_bitnet.checkpoint.models import PRESETS
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
@@ -208,7 +208,7 @@ def test_kill_9_at_random_moments_gives_the_same_bytes(small_run, tmp_path):
     config.write_text(killed.to_json())
     code = (
         "import sys, pathlib\n"
-        "from sparse_bitnet.checkpoint.models import PRESETS, Shape\n"
+        "from sparse_bitnet.checkpoint.build_model import PRESETS, Shape\n"
         f"PRESETS['qwen2.5-1m'] = {PRESETS['qwen2.5-1m']!r}\n"
         "from sparse_bitnet.training.config import TrainConfig\n"
         "from sparse_bitnet.training.train import train\n"

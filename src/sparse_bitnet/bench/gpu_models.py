@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from sparse_bitnet.bench.gpu_options import GpuBenchOptions
-from sparse_bitnet.checkpoint.models import preset_config
+from sparse_bitnet.checkpoint.build_model import preset_config
 from sparse_bitnet.engine.gpu.linear import RoutePolicy
 from sparse_bitnet.engine.gpu.prepare import MERGED, fuse_, int8_head_, prepare_, put_merged_
 from sparse_bitnet.errors import UserError

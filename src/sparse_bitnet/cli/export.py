@@ -4,7 +4,7 @@ from typing import Annotated
 
 from sparse_bitnet.cli.arguments import parse
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.export.config import FORMATS, ExportConfig
+from sparse_bitnet.export.export_config import FORMATS, ExportConfig
 from sparse_bitnet.progress import Progress
 
 
@@ -42,7 +42,7 @@ def run(checkpoint: str, out: str, config: ExportConfig) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from sparse_bitnet.export.formats import export
+    from sparse_bitnet.export.export_checkpoint import export
 
     console = Console()
     with Progress(console) as lines:

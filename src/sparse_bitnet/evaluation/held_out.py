@@ -11,7 +11,7 @@ from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.data.sources import FileSource
 from sparse_bitnet.data.tokenizer import tokenizer_hash, vocabulary_size
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.evaluation.windows import TokenSequence
+from sparse_bitnet.evaluation.text_windows import TokenSequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -23,7 +23,7 @@ from torch import Tensor
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.held_out import DEFAULT_CONTEXT_LENGTH, read_held_out
-from sparse_bitnet.evaluation.windows import (
+from sparse_bitnet.evaluation.text_windows import (
     TokenSequence,
     check_windows,
     equal_lengths,

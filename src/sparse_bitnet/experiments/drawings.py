@@ -189,73 +189,48 @@ def ablation_figures(results: Results) -> list[Figure]:
     ]
 
 
-def heat_map_figure(results: Results) -> Figure | None:
-    """Figure 5, for the largest size that has both dense models."""
+def dense_figures(results: Results) -> list[Figure]:
+    """Figures 5, 6 and 7, for the largest size that has both dense models; none without."""
     found = _dense_pair(results)
     if found is None:
-        return None
-    model, rows = found
-    maps, layers = [], []
-    for weight, row in rows.items():
-        history = results.weights(row)
-        maps.append(
-            (f"{LABELS[weight]}, dense", history["steps"], np.array(history["near_zero_mass"]))
-        )
-        layers = history["layers"]
-    return Figure(
-        _name(results, "near-zero"),
-        near_zero_heat_maps(maps, layers),
-        f"Near-zero mass P(|W| / mean|W| < 0.5) of every linear layer of {model} over dense training; "
-        f"within a block from the top: {_layers_of_a_block(layers)}.",
-    )
+        return []
+    model, weights = found
+    maps, histograms, thresholds = [], [], []
+    for weight, history in weights.items():
+        label, masses = f"{LABELS[weight]}, dense", np.array(history["near_zero_mass"])
+        final = {k: WeightStatistics.from_dict(part) for k, part in history["final"].items()}
+        maps.append((label, history["steps"], masses))
+        histograms.append((label, weight, final.pop("all")))
+        thresholds.append((LABELS[weight], weight, final))
+    layers = history["layers"]
+    name = _name(results, "thresholds")
+    return [
+        Figure(
+            _name(results, "near-zero"),
+            near_zero_heat_maps(maps, layers),
+            f"Near-zero mass P(|W| / mean|W| < 0.5) of every linear layer of {model} over dense "
+            f"training; within a block from the top: {_layers_of_a_block(layers)}.",
+        ),
+        Figure(
+            _name(results, "histogram"),
+            weight_histograms(histograms),
+            f"Master weights of all block layers of {model} after dense training. In the shaded band a "
+            "weight rounds to the code 0.",
+        ),
+        Figure(
+            name,
+            threshold_overlay(thresholds, name=name),
+            f"Density of |W| / mean|W| of {model} after dense training, and (line) of the largest "
+            f"magnitude that {results.setting['pattern']} selection prunes in each group.",
+        ),
+    ]
 
 
-def histogram_figure(results: Results) -> Figure | None:
-    """Figure 6: all master weights of the dense models at the end."""
-    found = _dense_pair(results)
-    if found is None:
-        return None
-    model, rows = found
-    models = []
-    for weight, row in rows.items():
-        values = results.weights(row)["final"]["all"]
-        models.append((f"{LABELS[weight]}, dense", weight, WeightStatistics.from_dict(values)))
-    return Figure(
-        _name(results, "histogram"),
-        weight_histograms(models),
-        f"Master weights of all block layers of {model} after dense training. In the shaded band a "
-        "weight rounds to the code 0.",
-    )
-
-
-def threshold_figure(results: Results) -> Figure | None:
-    """Figure 7: magnitudes and 6:8 thresholds, middle and last third of the blocks."""
-    found = _dense_pair(results)
-    if found is None:
-        return None
-    model, rows = found
-    models = []
-    for weight, row in rows.items():
-        final = results.weights(row)["final"]
-        parts = {
-            part: WeightStatistics.from_dict(final[part])
-            for part in ("mid", "late")
-            if part in final
-        }
-        models.append((LABELS[weight], weight, parts))
-    return Figure(
-        _name(results, "thresholds"),
-        threshold_overlay(models, name=_name(results, "thresholds")),
-        f"Density of |W| / mean|W| of {model} after dense training, and (line) of the largest magnitude "
-        f"that {results.setting['pattern']} selection prunes in each group.",
-    )
-
-
-def _dense_pair(results: Results) -> tuple[str, dict[str, ResultRow]] | None:
-    """Seed 0's dense models of the largest size that has both."""
+def _dense_pair(results: Results) -> tuple[str, dict[str, dict[str, Any]]] | None:
+    """What is kept of the weights of seed 0's dense models, of the largest size that has both."""
     for model in reversed(results.models):
         rows = {w: results.by_seed(f"{w}-8:8", model=model).get(0) for w in WEIGHTS}
-        known = {weight: row for weight, row in rows.items() if row is not None}
+        known = {weight: results.weights(row) for weight, row in rows.items() if row is not None}
         if len(known) == len(WEIGHTS):
             return model, known
     return None

@@ -61,7 +61,7 @@ def timed_seconds(config: TrainConfig, vocab_size: int | None) -> float:
     """Of a whole run alone on this machine, from its fastest step of three on random tokens."""
     import torch
 
-    from sparse_bitnet.checkpoint.models import build_model
+    from sparse_bitnet.checkpoint.build_model import build_model
     from sparse_bitnet.training.device import autocast, resolve_device, resolve_dtype
     from sparse_bitnet.training.loss import causal_lm_loss
     from sparse_bitnet.training.optimizer import build_optimizer

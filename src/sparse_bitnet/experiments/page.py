@@ -116,11 +116,6 @@ def html(title: str, blocks: Sequence[Block]) -> str:
     )
 
 
-def to_html(table: Table) -> str:
-    """A `<table>`; styling is the page's."""
-    return str(_template().module.table(table))  # type: ignore[attr-defined]
-
-
 @cache
 def _template() -> Any:
     from jinja2 import Environment, PackageLoader

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.evaluation.sampling import continue_text
+from sparse_bitnet.evaluation.sample_text import continue_text
 from sparse_bitnet.experiments import drawings, tables
 from sparse_bitnet.experiments.cells import Cell, cells_of, model_label
 from sparse_bitnet.experiments.page import (
@@ -89,7 +89,6 @@ def quickstart_blocks(config: QuickstartConfig, results: Results, sample: str) -
     made = dict(max(of_all, key=lambda row: row.provenance["date"]).provenance)
     versions = made.pop("versions")
     sparse_ternary = model_label("ternary", config.pattern)
-    looks = (drawings.histogram_figure(results), drawings.threshold_figure(results))
     return [
         Paragraph(
             "Dense and sparse, full-precision and ternary models from the same initial weights "
@@ -106,7 +105,7 @@ def quickstart_blocks(config: QuickstartConfig, results: Results, sample: str) -
         Section("Curves and weights"),
         drawings.cost_figure(results),
         *drawings.course_figures(results),
-        *(figure for figure in looks if figure),
+        *drawings.dense_figures(results)[1:],
         Section("Weights of each model"),
         _weight_table(first),
         Section(f"A sample of the {sparse_ternary} model"),

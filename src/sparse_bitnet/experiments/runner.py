@@ -15,7 +15,7 @@ from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.experiments.estimate import Speed, cost
-from sparse_bitnet.experiments.measure import measure
+from sparse_bitnet.experiments.measured_run import measure
 from sparse_bitnet.experiments.paper_runs import Run, plan
 from sparse_bitnet.experiments.results import ResultRow, Results, make_setting
 from sparse_bitnet.experiments.scales import Scale

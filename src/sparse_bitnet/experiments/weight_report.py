@@ -17,7 +17,7 @@ from sparse_bitnet.analysis.paper_figures import (
 from sparse_bitnet.analysis.weights import WeightStatistics, checkpoint_statistics, pool
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
-from sparse_bitnet.experiments.measure import depth_parts
+from sparse_bitnet.experiments.measured_run import depth_parts
 from sparse_bitnet.experiments.page import Block, Figure, Paragraph, Section, html
 from sparse_bitnet.experiments.table import Table
 from sparse_bitnet.files import write_atomic

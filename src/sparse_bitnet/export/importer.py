@@ -22,7 +22,7 @@ from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.deferred import DeferredTensors, OnProgress, write_safetensors
-from sparse_bitnet.export.formats import check_new_folder
+from sparse_bitnet.export.export_checkpoint import check_new_folder
 from sparse_bitnet.export.hf_folder import (
     EXPORTED_FORMAT,
     copy_tokenizer,

@@ -9,7 +9,7 @@ from sparse_bitnet import __version__
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.checkpoint.model_folder import read_json
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.export.config import FORMATS
+from sparse_bitnet.export.export_config import FORMATS
 from sparse_bitnet.packing.gguf_blocks import BLOCK_TYPES, block_for
 
 Row = tuple[str, str]

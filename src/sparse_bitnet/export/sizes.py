@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparse_bitnet.checkpoint.models import PRESETS, Shape
+from sparse_bitnet.checkpoint.build_model import PRESETS, Shape
 from sparse_bitnet.checkpoint.open_checkpoint import open_ternary
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.layer import SparseBitConfig

@@ -7,7 +7,7 @@ import numpy as np
 from sparse_bitnet.engine.protocol import InferenceEngine
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.perplexity import Perplexity
-from sparse_bitnet.evaluation.windows import TokenSequence, Window, check_windows, windows
+from sparse_bitnet.evaluation.text_windows import TokenSequence, Window, check_windows, windows
 from sparse_bitnet.generation.prefix_cache import PrefixCache
 from sparse_bitnet.generation.request import GenerationRequest
 from sparse_bitnet.generation.scheduler import Scheduler, scored_slice

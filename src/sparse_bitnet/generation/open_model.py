@@ -98,7 +98,7 @@ def _through_pytorch(
     folder = resolve_checkpoint(checkpoint)
     import torch
 
-    from sparse_bitnet.engine.reference import TransformersEngine
+    from sparse_bitnet.engine.transformers_engine import TransformersEngine
 
     room: dict[str, Any] = {
         "context_length": options.context_length,

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from sparse_bitnet.checkpoint.build_model import PRESETS, build_model
 from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.checkpoint.load import load_tokenizer
-from sparse_bitnet.checkpoint.models import PRESETS, build_model
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.data.loader import TokenLoader
 from sparse_bitnet.data.shards import TokenDataset
@@ -24,12 +24,12 @@ from sparse_bitnet.files import write_atomic
 from sparse_bitnet.nn.convert import set_integer_forward_, set_phase_, sparse_layers
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.training import metrics
-from sparse_bitnet.training.checkpoint import CheckpointWriter, RunState, model_files, restore
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import autocast, peak_memory_bytes, prepare_device
 from sparse_bitnet.training.distributed import World
 from sparse_bitnet.training.loss import SummedLoss
 from sparse_bitnet.training.optimizer import build_optimizer
+from sparse_bitnet.training.run_checkpoint import CheckpointWriter, RunState, model_files, restore
 from sparse_bitnet.training.run_folder import Interrupted, StopSignal
 from sparse_bitnet.training.schedule import is_sparse, learning_rate, phase
 from sparse_bitnet.training.sharded_linear import gathered_bytes, selected_shards, sharded_layers

@@ -15,8 +15,8 @@ from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export import compressed_tensors, dense, gguf, hf_bitnet
-from sparse_bitnet.export.config import ExportConfig
 from sparse_bitnet.export.deferred import DeferredTensors, OnProgress
+from sparse_bitnet.export.export_config import ExportConfig
 from sparse_bitnet.export.hf_folder import write_folder
 from sparse_bitnet.export.model_card import gguf_file_name, model_card
 from sparse_bitnet.export.readers import absent_reader

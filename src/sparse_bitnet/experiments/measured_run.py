@@ -16,8 +16,8 @@ from sparse_bitnet.analysis.weights import (
     model_statistics,
     pool,
 )
+from sparse_bitnet.checkpoint.build_model import build_model
 from sparse_bitnet.checkpoint.load import from_pretrained
-from sparse_bitnet.checkpoint.models import build_model
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.evaluation.perplexity import Perplexity, perplexity
