@@ -138,6 +138,7 @@ def _parts(results: Results) -> list[Block]:
     partly = [p for p in results.setting["sparse_percents"] if 0 < p < 100]
     schedules = any(results.by_seed("ternary-6:8", sparse_percent=percent) for percent in partly)
     designs = drawings.ablation_figures(results)
+    looks = drawings.dense_figures(results)
     parts: list[tuple[str, Sequence[Block | None]]] = [
         ("Perplexity of the four models (table 2)", [tables.perplexity_table(results)]),
         (
@@ -154,11 +155,7 @@ def _parts(results: Results) -> list[Block]:
         ),
         (
             "What the weights look like (figures 1, 5, 6 and 7)",
-            [
-                *(drawings.dense_figures(results) or [None]),
-                tables.polarisation_table(results),
-                _ZERO_CODES,
-            ],
+            [*looks, tables.polarisation_table(results), _ZERO_CODES] if looks else [None],
         ),
         ("Zero-shot tasks (table 1)", [tables.downstream_table(results), _ACCURACY]),
         (
