@@ -17,8 +17,8 @@ from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.engine.engine import Engine
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.export.config import ExportConfig
-from sparse_bitnet.export.formats import export
+from sparse_bitnet.export.export_checkpoint import export
+from sparse_bitnet.export.export_config import ExportConfig
 from sparse_bitnet.export.importer import import_checkpoint
 from sparse_bitnet.generation.text import TextTokenizer
 from sparse_bitnet.packing.gguf_blocks import READ_TYPES
