@@ -75,7 +75,12 @@ class _ThreadServer(HttpServer):
 
 @contextmanager
 def server(
-    engine, *, template: str | None = TEMPLATE, allowed_hosts: tuple = (), **options
+    engine,
+    *,
+    template: str | None = TEMPLATE,
+    allowed_hosts: tuple = (),
+    page: bool = True,
+    **options,
 ) -> Iterator[Running]:
     """`options`: of `ServedModel` and `ThreadedScheduler`."""
     fields = ("api_key", "max_tokens", "max_body_bytes")
@@ -93,7 +98,7 @@ def server(
     metrics = ServerMetrics()
     scheduler = ThreadedScheduler(engine, observer=metrics, **options)
     bound = listen("127.0.0.1", 0)
-    app = create_app(model, scheduler, metrics, AllowedHosts("127.0.0.1", allowed_hosts))
+    app = create_app(model, scheduler, metrics, AllowedHosts("127.0.0.1", allowed_hosts), page=page)
     process = _ThreadServer(app, scheduler)
     thread = threading.Thread(target=process.run, args=([bound],), daemon=True)
     scheduler.start()

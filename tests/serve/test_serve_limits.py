@@ -168,6 +168,7 @@ serve_in_this_process(grace=float(sys.argv[2]))
 def serve_in_this_process(grace):
     """In a child process: signals go to its main thread."""
     from serving_thread import byte_tokenizer
+    from sparse_bitnet.generation.grammar import TokenGrammars
     from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
     from sparse_bitnet.serve.allowed_hosts import AllowedHosts
     from sparse_bitnet.serve.app import create_app
@@ -183,6 +184,7 @@ def serve_in_this_process(grace):
         template=None,
         end_tokens=frozenset({END}),
         vocab_size=VOCAB,
+        grammars=TokenGrammars(byte_tokenizer(), VOCAB, frozenset({END})),
     )
     bound = listen("127.0.0.1", 0)
     serve(

@@ -142,7 +142,7 @@ def test_api_key():
 def test_unknown_paths_and_methods_are_error_objects(served):
     with served.http() as http:
         for method, path, status in [
-            ("GET", "/", 404),
+            ("POST", "/", 405),
             ("GET", "/v1/nothing", 404),
             ("GET", "/v1/completions", 405),
             ("DELETE", "/health", 405),

@@ -98,7 +98,7 @@ def test_syntax_of_templates():
         assert syntax_of(template) is None
 
 
-def saying(text):
+def saying(text, certainty=9):
     """Logits of a model that says this after a prompt, and then ends."""
     script = [*TOKENIZER.encode(text), END]
     mark = TOKENIZER.encode("<assistant>")
@@ -107,7 +107,7 @@ def saying(text):
         starts = range(len(tokens) - len(mark), -1, -1)
         start = next(i for i in starts if tokens[i : i + len(mark)] == mark) + len(mark)
         found = np.zeros(size, np.float32)
-        found[script[min(len(tokens) - start, len(script) - 1)]] = 9
+        found[script[min(len(tokens) - start, len(script) - 1)]] = certainty
         return found
 
     return logits

@@ -52,6 +52,9 @@ class ServeConfig:
     max_body_bytes: int = 1 << 20
     """Larger request bodies are answered 413."""
 
+    page: bool = True
+    """A chat for browsers at /."""
+
     grace: float = 10.0
     """Seconds that running generations get to end after SIGINT or SIGTERM."""
 
@@ -171,7 +174,8 @@ def run(checkpoint: str, config: ServeConfig, options: EngineOptions) -> None:
             shown = f"[{host}]" if ":" in host else host
             print(f"{name}: http://{shown}:{port}/v1 (Ctrl-C to stop)", flush=True)
 
-        app = create_app(model, scheduler, metrics, AllowedHosts(host, config.allowed_host))
+        hosts = AllowedHosts(host, config.allowed_host)
+        app = create_app(model, scheduler, metrics, hosts, page=config.page)
         serve(app, scheduler, bound, grace=config.grace, on_ready=announce)
     finally:
         opened.engine.close()

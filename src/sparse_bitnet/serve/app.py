@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import time
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
@@ -20,14 +21,31 @@ from sparse_bitnet.serve.prometheus import CONTENT_TYPE, ServerMetrics
 from sparse_bitnet.serve.responses import ResponsesBody
 from sparse_bitnet.serve.schema import ChatBody, CompletionBody
 
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
+    "script-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+"""What a model writes cannot reach beyond this server, should it ever get out of its escapes."""
 _BODY_SECONDS = 60.0
 """A body that takes longer to arrive is given up."""
 
 
 def create_app(
-    model: ServedModel, scheduler: ThreadedScheduler, metrics: ServerMetrics, hosts: AllowedHosts
+    model: ServedModel,
+    scheduler: ThreadedScheduler,
+    metrics: ServerMetrics,
+    hosts: AllowedHosts,
+    *,
+    page: bool = True,
 ) -> FastAPI:
-    """The application. The scheduler must have been started, with `metrics` as its observer."""
+    """The application. The scheduler must have been started, with `metrics` as its observer.
+
+    `page`: a chat for browsers at /.
+    """
     app = FastAPI(title="sparse-bitnet", openapi_url=None)
     answering = Answering(model, scheduler)
     created = int(time.time())
@@ -94,6 +112,14 @@ def create_app(
     async def responses(request: Request) -> Response:
         raw = await _read_body(request, model.max_body_bytes)
         return await answering.answer(ResponsesBody, raw, request)
+
+    if page:
+        content = (Path(__file__).parent / "page.html").read_bytes()
+
+        # Without a key: the page asks for it.
+        @app.api_route("/", methods=["GET", "HEAD"])
+        async def chat_page() -> Response:
+            return Response(content, media_type="text/html", headers=_PAGE_HEADERS)
 
     app.include_router(router)
     paths = {route.path for route in [*app.routes, *router.routes] if hasattr(route, "path")}
