@@ -17,6 +17,14 @@ def test_json_round_trip():
     assert TrainConfig.from_json(config.to_json(), "here") == config
 
 
+def test_configs_of_older_runs_are_read():
+    values = json.loads(TrainConfig(compile="on").to_json())
+    values["compile"] = True
+    for added in ("forward", "masters", "initial_weights", "final_weight_decay_fraction"):
+        del values[added]
+    assert TrainConfig.from_json(json.dumps(values), "here") == TrainConfig(compile="on")
+
+
 def test_unknown_and_missing_keys_are_named():
     text = TrainConfig().to_json()
     with pytest.raises(UserError, match="unknown keys colour"):

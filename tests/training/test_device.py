@@ -6,6 +6,7 @@ import torch
 from sparse_bitnet.bench import gpu_train
 from sparse_bitnet.bench.gpu_options import GpuBenchOptions
 from sparse_bitnet.training import device
+from sparse_bitnet.training.config import TrainConfig
 
 
 def test_a_gpu_computes_with_deterministic_kernels(monkeypatch):
@@ -26,3 +27,15 @@ def test_training_is_measured_with_the_kernels_of_a_run(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         gpu_train.run(GpuBenchOptions(device="cpu"))
     assert chosen == ["cpu"]
+
+
+def test_long_runs_on_a_cpu_are_compiled(monkeypatch):
+    cpu, million = torch.device("cpu"), 1_000_000
+    monkeypatch.setattr(device.shutil, "which", lambda name: name)
+    assert device.compiles(TrainConfig(compile="on", steps=1), cpu, million)
+    assert not device.compiles(TrainConfig(compile="off", steps=10**6), cpu, million)
+    assert not device.compiles(TrainConfig(steps=100), cpu, million)
+    assert device.compiles(TrainConfig(steps=10_000), cpu, million)
+    assert not device.compiles(TrainConfig(steps=10_000), torch.device("cuda"), million)
+    monkeypatch.setattr(device.shutil, "which", lambda name: None)
+    assert not device.compiles(TrainConfig(steps=10_000), cpu, million)

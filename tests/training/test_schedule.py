@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from sparse_bitnet.training.config import TrainConfig
-from sparse_bitnet.training.schedule import is_sparse, learning_rate
+from sparse_bitnet.training.schedule import is_sparse, learning_rate, weight_decay_factor
 
 
 def rates(config: TrainConfig) -> list[float]:
@@ -40,3 +40,11 @@ def test_the_last_share_of_the_steps_is_sparse(fraction, sparse_steps):
     config = TrainConfig(steps=8, sparse_fraction=fraction)
     flags = [is_sparse(config, step) for step in range(1, 9)]
     assert flags == [False] * (8 - sparse_steps) + [True] * sparse_steps
+
+
+def test_weight_decay_goes_to_its_end_in_a_straight_line():
+    steps = range(1, 12)
+    assert {weight_decay_factor(TrainConfig(steps=11), step) for step in steps} == {1.0}
+    falling = TrainConfig(steps=11, final_weight_decay_fraction=0.0)
+    found = [weight_decay_factor(falling, step) for step in steps]
+    assert found == pytest.approx([1 - k / 10 for k in range(11)])

@@ -27,6 +27,7 @@ from sparse_bitnet.training.loss import SummedLoss
 from sparse_bitnet.training.metrics import read_rows
 from sparse_bitnet.training.run_folder import Interrupted, run_lock
 from sparse_bitnet.training.train import train
+from sparse_bitnet.training.trainer import Trainer
 from sparse_bitnet.training.validation import validation_loss
 
 
@@ -166,6 +167,35 @@ def test_dense_to_sparse_switches_the_mask_on(small_run):
 def test_options_train(small_run, options):
     config = small_run(**options, checkpoint_every=0)
     assert train(config).steps == 6
+
+
+def test_the_published_recipe_is_a_matter_of_options(small_run):
+    config = small_run(
+        masters="bf16", initial_weights="uniform", final_weight_decay_fraction=0.0, steps=3
+    )
+    trainer = Trainer(config, Path(config.out))
+    trainer.run.mkdir()
+    layer = next(iter(trainer.layers.values()))
+    assert {p.dtype for p in trainer.parameters.values()} == {torch.bfloat16}
+    bound = layer.in_features**-0.5
+    assert 0.95 * bound < layer.weight.abs().max() <= 1.01 * bound
+    near_zero = (layer.weight.abs() < layer.weight.abs().mean() / 2).float().mean()
+    assert near_zero == pytest.approx(0.25, abs=0.03)
+    assert trainer.run_to_end().steps == 3
+    assert [group["weight_decay"] for group in trainer.optimizer.param_groups] == [0.0, 0.0]
+
+
+def test_compiled_blocks_use_plain_attention_and_validate_uncompiled(small_run, monkeypatch):
+    compiled, stances = [], []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compiled.append(self))
+    set_stance = torch.compiler.set_stance
+    monkeypatch.setattr(torch.compiler, "set_stance", lambda s: stances.append(s) or set_stance(s))
+    trainer = Trainer(small_run(compile="on", steps=1), Path(small_run().out))
+    trainer.run.mkdir()
+    assert compiled == list(trainer.model.get_decoder().layers)
+    assert trainer.model.config._attn_implementation == "eager"
+    trainer.run_to_end()
+    assert stances == ["force_eager"]
 
 
 def test_activation_checkpointing_changes_nothing(small_run, tmp_path):

@@ -48,6 +48,7 @@ def build_model(
     vocab_size: int | None = None,
     init: str | Path | None = None,
     meta: bool = False,
+    uniform: bool = False,
 ) -> "PreTrainedModel":
     """A float32 causal LM in the given format, on the CPU.
 
@@ -56,6 +57,7 @@ def build_model(
         config: the format; the same seed gives the same initial weights for every format.
         seed: of the random initial weights (std 0.02, biases zero).
         vocab_size: replaces the preset's.
+        uniform: matrices of the blocks uniform in ±1/sqrt(in_features) instead.
         init: folder or hub id of existing dense weights to start from (dense-to-sparse).
         meta: on the meta device instead: shapes without values.
 
@@ -78,4 +80,8 @@ def build_model(
     with torch.random.fork_rng(devices=[]), torch.device("meta" if meta else "cpu"):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM._from_config(transformers_config, dtype=torch.float32)
+        for layer in model.model.modules() if uniform else ():
+            if isinstance(layer, torch.nn.Linear):
+                bound = layer.in_features**-0.5
+                torch.nn.init.uniform_(layer.weight, -bound, bound)
     return convert_(model, config)

@@ -122,6 +122,7 @@ def weight_history(
         seed=config.seed,
         vocab_size=TokenDataset.open(config.data, "train").vocab_size,
         init=config.init,
+        uniform=config.initial_weights == "uniform",
     )
     history = {0: model_statistics(initial, pattern=pattern)}
     for checkpoint in list_checkpoints(Path(config.out)):

@@ -9,7 +9,12 @@ from typing import Any, Literal, Self
 
 from sparse_bitnet.errors import UserError
 
-ADDED_LATER = {"forward": "fake"}
+ADDED_LATER = {
+    "forward": "fake",
+    "final_weight_decay_fraction": 1.0,
+    "masters": "float32",
+    "initial_weights": "normal",
+}
 """Fields that configs of older runs lack, with the value that says what those runs did."""
 
 
@@ -83,6 +88,9 @@ class TrainConfig:
     weight_decay: float = 0.1
     """Decoupled decay of matrices; biases and norms have none."""
 
+    final_weight_decay_fraction: float = 1.0
+    """Last weight decay over the first; it changes in a straight line."""
+
     decay_embeddings: bool = False
     """Whether the embedding matrix decays too."""
 
@@ -90,7 +98,14 @@ class TrainConfig:
     """Largest global gradient norm; 0 turns clipping off."""
 
     precision: Literal["auto", "bf16", "float32"] = "auto"
-    """Compute type; masters are float32. auto: bf16 where the device has fast bf16 products."""
+    """Compute type. auto: bf16 where the device has fast bf16 products."""
+
+    masters: Literal["float32", "bf16"] = "float32"
+    """Type of the trained weights and of the optimiser's moments."""
+
+    initial_weights: Literal["normal", "uniform"] = "normal"
+    """Of a new model's matrices: normal with standard deviation 0.02, or uniform in ±1/sqrt(in_features),
+    which is PyTorch's own."""
 
     forward: Literal["fake", "int8"] = "fake"
     """Forward products of ternary layers: floats that hold the quantised values, or int8 tensor-core
@@ -99,8 +114,9 @@ class TrainConfig:
     gradient_reduction: Literal["float32", "bf16"] = "float32"
     """Type in which several processes sum their gradients; bf16 halves most of what a step sends."""
 
-    compile: bool = False
-    """torch.compile the blocks."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """torch.compile the blocks. auto: on a CPU with a C++ compiler, for runs long enough to gain from it
+    (losses then agree with uncompiled ones to about 1e-4)."""
 
     activation_checkpointing: bool = False
     """Recompute each block in the backward pass instead of storing its activations."""
@@ -150,6 +166,7 @@ class TrainConfig:
             "checkpoint_every",
             "keep_checkpoints",
             "weight_decay",
+            "final_weight_decay_fraction",
             "gradient_clip",
         ):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "cannot be negative")
@@ -191,6 +208,8 @@ class TrainConfig:
         except json.JSONDecodeError as error:
             raise UserError(f"{where}: not valid JSON ({error})") from error
         values = {**ADDED_LATER, **values}
+        if isinstance(values.get("compile"), bool):  # of older runs
+            values["compile"] = "on" if values["compile"] else "off"
         names = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(values.keys() - names):
             raise UserError(

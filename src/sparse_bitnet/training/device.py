@@ -1,6 +1,7 @@
 """Where a run computes and in which type."""
 
 import os
+import shutil
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.training.config import TrainConfig
 
 CPU_FLAGS_WITH_FAST_BF16 = ("avx512_bf16", "amx_bf16")
+
+WORTH_COMPILING = 5e12
+"""Tokens times weights of a run that takes some ten minutes on one core."""
 
 
 def resolve_device(name: str) -> torch.device:
@@ -64,6 +68,18 @@ def make_deterministic(device: torch.device) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     # A debugging aid that comes with it and fills every new tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def compiles(config: TrainConfig, device: torch.device, weights: int) -> bool:
+    """Whether a run of a model of so many weights compiles its blocks.
+
+    "auto" does where it pays: on a CPU a step takes half as long, and compiling about a minute.
+    """
+    if config.compile != "auto":
+        return config.compile == "on"
+    has_compiler = any(map(shutil.which, (os.environ.get("CXX", "g++"), "c++", "clang++")))
+    work = float(config.steps * config.tokens_per_step) * weights
+    return device.type == "cpu" and has_compiler and work >= WORTH_COMPILING
 
 
 def peak_memory_bytes(device: torch.device) -> int:

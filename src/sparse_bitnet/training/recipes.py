@@ -33,7 +33,7 @@ def paper() -> TrainConfig:
         decay_embeddings=True,
         gradient_clip=1.0,
         precision="bf16",
-        compile=True,
+        compile="on",
         activation_checkpointing=False,
         validation_every=5_000,
         validation_tokens=2**21,

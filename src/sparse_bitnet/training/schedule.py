@@ -27,6 +27,11 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     return peak if falling <= 0 else peak + (last - peak) * min(1.0, falling)
 
 
+def weight_decay_factor(config: TrainConfig, step: int) -> float:
+    """Weight decay of optimiser step `step` over the first."""
+    return 1 + (config.final_weight_decay_fraction - 1) * (step - 1) / max(1, config.steps - 1)
+
+
 def is_sparse(config: TrainConfig, step: int) -> bool:
     """Whether step `step` is one of the last share that uses the mask (dense-to-sparse)."""
     return step >= config.first_sparse_step

@@ -25,19 +25,22 @@ from sparse_bitnet.nn.convert import set_integer_forward_, set_phase_, sparse_la
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.training import metrics
 from sparse_bitnet.training.config import TrainConfig
-from sparse_bitnet.training.device import autocast, peak_memory_bytes, prepare_device
+from sparse_bitnet.training.device import autocast, compiles, peak_memory_bytes, prepare_device
 from sparse_bitnet.training.distributed import World
 from sparse_bitnet.training.loss import SummedLoss
 from sparse_bitnet.training.optimizer import build_optimizer
 from sparse_bitnet.training.run_checkpoint import CheckpointWriter, RunState, model_files, restore
 from sparse_bitnet.training.run_folder import Interrupted, StopSignal
-from sparse_bitnet.training.schedule import is_sparse, learning_rate, phase
+from sparse_bitnet.training.schedule import is_sparse, learning_rate, phase, weight_decay_factor
 from sparse_bitnet.training.sharded_linear import gathered_bytes, selected_shards, sharded_layers
 from sparse_bitnet.training.sharding import gather_once_, place_, reshard_, whole_model
 from sparse_bitnet.training.validation import validation_loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+LONGEST_PLAIN_ATTENTION = 512
+"""Tokens of a sequence whose attention scores, all of them, are no burden."""
 
 OnStep = Callable[[dict[str, Any]], None]
 
@@ -107,7 +110,13 @@ class Trainer:
         self.model.train()
         if config.activation_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        if config.compile:
+        self.compiles = compiles(config, self.device, self.model.num_parameters())
+        if self.compiles:
+            # Code is cached by the process for some variants of a function only, and on the disk for all.
+            torch._dynamo.reset()
+            if self.device.type == "cpu" and config.sequence_length <= LONGEST_PLAIN_ATTENTION:
+                # Compiled, the plain products are faster than the CPU's flash attention.
+                self.model.set_attn_implementation("eager")
             for block in self.model.get_decoder().layers:
                 block.compile()
 
@@ -120,7 +129,11 @@ class Trainer:
             vocab_size=config.vocab_size or self._default_vocab_size(),
             init=config.init,
             meta=meta,
+            uniform=config.initial_weights == "uniform",
         )
+        if config.masters == "bf16":
+            for parameter in model.parameters():
+                parameter.data = parameter.data.bfloat16()
         set_integer_forward_(model, config.forward == "int8")
         self.dataset.check_vocab(
             cast(torch.nn.Embedding, model.get_input_embeddings()).num_embeddings
@@ -157,7 +170,7 @@ class Trainer:
         try:
             with self.stop:
                 for step in range(start + 1, config.steps + 1):
-                    compiles = config.compile and step == start + 1
+                    compiles = self.compiles and step == start + 1
                     with self.world.busy() if compiles else nullcontext():
                         row = self._step(step)
                     last = step == config.steps
@@ -194,6 +207,8 @@ class Trainer:
         rate = learning_rate(config, step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        decay = config.weight_decay * weight_decay_factor(config, step)
+        self.optimizer.param_groups[0]["weight_decay"] = decay  # the others have none
         kept, blend = phase(config, self.format, step)
         set_phase_(self.model, kept, blend)
         with selected_shards(self.model, self.world.sum_shards, self.world.sum):
@@ -277,9 +292,11 @@ class Trainer:
         )
 
     def _validate(self, step: int) -> dict[str, Any]:
-        loss, tokens = validation_loss(
-            self.loss, self.config, device=self.device, dtype=self.dtype, world=self.world
-        )
+        # Compiled once more, for another batch and without gradients, it would take longer.
+        with torch.compiler.set_stance("force_eager"):
+            loss, tokens = validation_loss(
+                self.loss, self.config, device=self.device, dtype=self.dtype, world=self.world
+            )
         reshard_(self.loss)
         gathered_bytes(self.model)
         perplexity = float(torch.tensor(loss, dtype=torch.float64).exp())
