@@ -159,3 +159,44 @@ def test_a_field_added_later_leaves_the_names_of_older_runs():
     committed = ROOT / "docs" / "results" / "cpu" / "results.jsonl"
     done = {json.loads(line)["name"] for line in committed.read_text().splitlines()}
     assert {run.name for run in plan(find_scale("cpu"), ALL)} <= done
+
+
+def test_a_search_goes_on_until_the_best_rate_is_inside():
+    scale = find_scale("cpu-paper")
+    losses: dict[str, float] = {}
+    asked = []
+    while new := [run for run in plan(scale, ["search"], None, losses) if run.name not in losses]:
+        asked.append({run.config.learning_rate for run in new if run.config.format == "full-8:8"})
+        for run in new:
+            # Full precision is best at 2.4e-2, the ternary models in the middle of the grid.
+            best = 2.4e-2 if run.config.format.startswith("full") else 6e-3
+            losses[run.name] = abs(run.config.learning_rate - best)
+    assert asked == [{3e-3, 6e-3, 1.2e-2}, {2.4e-2}, {4.8e-2}]
+    own = plan(scale, ["own-rates"], None, losses)
+    assert {(run.config.format[:4], run.config.learning_rate) for run in own} == {
+        ("full", 2.4e-2),
+        ("tern", 6e-3),
+    }
+    assert not plan(scale, ["own-rates"])
+
+
+def test_the_published_recipe_changes_one_thing_at_a_time():
+    scale = find_scale("cpu-paper")
+    base = plan(scale, ["table2"], 1)[0].config
+    found = {
+        frozenset(base.difference(run.config)) - {"format", "seed", "data_seed"}
+        for run in plan(scale, ["recipe"], 1)
+    }
+    assert found == {
+        frozenset(("batch_size", "micro_batch_size", "steps")),
+        frozenset(("final_learning_rate_fraction",)),
+        frozenset(("final_weight_decay_fraction",)),
+        frozenset(("masters",)),
+        frozenset(("initial_weights",)),
+    }
+
+
+def test_the_smallest_size_ends_first_then_the_largest():
+    models = [run.config.model for run in plan(find_scale("cpu-paper"), ["table2"])]
+    assert list(dict.fromkeys(models)) == ["qwen2.5-0.3m", "qwen2.5-1m", "qwen2.5-0.5m"]
+    assert models == sorted(models, key=list(dict.fromkeys(models)).index)

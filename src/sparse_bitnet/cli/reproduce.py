@@ -23,11 +23,12 @@ def main(arguments: list[str]) -> None:
     @dataclass(kw_only=True)
     class Options(DenseLayersOption):
         experiments: Annotated[tuple[str, ...], tyro.conf.Positional] = ("all",)
-        """all, or some of table2, sweep, ablations, schedule, mask-source, analyses, search; table1
-        (after table2, not part of all) scores its models on tasks."""
+        """all, or some of table2, sweep, ablations, schedule, mask-source, analyses, search, own-rates,
+        recipe, near-zero; table1 (after table2, not part of all) scores its models on tasks."""
 
         scale: str = "cpu"
-        """smoke (seconds), cpu (1 to 2.5 hours on 2 cores), gpu (25 minutes, one H200) or paper."""
+        """smoke (seconds), cpu (1 to 2.5 hours on 2 cores), cpu-paper (days of a core), gpu (25 minutes,
+        one H200) or paper."""
 
         out: Path | None = None
         """Folder of the results, new or continued; default runs/SCALE."""
@@ -37,6 +38,9 @@ def main(arguments: list[str]) -> None:
 
         data: Path | None = None
         """Text prepared by `sparse-bitnet prepare`, instead of the scale's own."""
+
+        other_text: Path | None = None
+        """Text file or glob on which every model's perplexity is measured too."""
 
         workers: int | None = None
         """Runs trained at once; default: one for each core, four on a GPU."""
@@ -86,6 +90,7 @@ def main(arguments: list[str]) -> None:
         out=out,
         seeds=options.seeds,
         data=options.data,
+        other_text=options.other_text,
         workers=options.workers,
         budget_minutes=options.budget_minutes,
         console=console,
@@ -153,7 +158,8 @@ def dry_run(
     from sparse_bitnet.experiments.runner import default_workers, finished
     from sparse_bitnet.training.device import resolve_device
 
-    runs, results = plan(scale, experiments, seeds), Results(out)
+    results = Results(out)
+    runs = plan(scale, experiments, seeds, {row.name: row.loss for row in results.rows})
     done = finished(results, runs)
     speed = None
     if not (scale.needs_gpu and resolve_device("auto").type == "cpu"):

@@ -5,6 +5,7 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from sparse_bitnet.checkpoint.build_model import build_model
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.data.shards import TokenDataset
+from sparse_bitnet.evaluation.held_out import read_held_out
 from sparse_bitnet.evaluation.perplexity import Perplexity, perplexity
 from sparse_bitnet.experiments.paper_runs import Run
 from sparse_bitnet.experiments.provenance import provenance
@@ -32,11 +34,17 @@ from sparse_bitnet.training.device import resolve_device, resolve_dtype
 from sparse_bitnet.training.train import RunResult
 
 
-def measure(results: Results, run: Run, config: TrainConfig, result: RunResult) -> ResultRow:
+def measure(
+    results: Results,
+    run: Run,
+    config: TrainConfig,
+    result: RunResult,
+    other_text: Path | None = None,
+) -> ResultRow:
     """Write the curves and weight statistics of a finished run; returns its row.
 
-    `config` is that of the run with the paths in use. The perplexity is that of the whole validation
-    text, in the compute type of the training.
+    `config` is that of the run with the paths in use; `other_text` a file or glob of text. The
+    perplexity is that of the whole validation text, in the compute type of the training.
     """
     path = Path(config.out)
     rows = metrics.read_rows(path / metrics.METRICS_FILE)
@@ -49,7 +57,7 @@ def measure(results: Results, run: Run, config: TrainConfig, result: RunResult) 
     if run.is_dense:
         results.write(weights, json.dumps(weight_history(config, final, pattern)) + "\n")
     whole = pool(final)
-    held_out, parameters = _held_out(config)
+    held_out, other, parameters = _held_out(config, other_text)
     dataset = TokenDataset.open(config.data, "train")
     device = resolve_device(config.device)
     return ResultRow(
@@ -75,6 +83,7 @@ def measure(results: Results, run: Run, config: TrainConfig, result: RunResult) 
         weights=weights if run.is_dense else None,
         near_zero_mass=whole.near_zero_mass,
         code_zero_fraction=whole.code_zero_fraction,
+        other_text=other,
         epochs=result.tokens / len(dataset),
         tokens_per_weight=result.tokens / parameters,
         tokens_per_second=statistics.median(row["tokens_per_second"] for row in timing),
@@ -153,21 +162,32 @@ def depth_parts(layers: Sequence[WeightStatistics]) -> dict[str, list[WeightStat
     return {name: part for name, part in parts.items() if part}
 
 
-def _held_out(config: TrainConfig) -> tuple[Perplexity, int]:
-    """Perplexity over the whole validation text, and the number of the model's weights."""
+def _held_out(
+    config: TrainConfig, other_text: Path | None
+) -> tuple[Perplexity, dict[str, Any] | None, int]:
+    """Perplexity over the whole validation text and over another, and the number of weights."""
     device = resolve_device(config.device)
-    model: Any = from_pretrained(Path(config.out) / "final")
+    final = Path(config.out) / "final"
+    model: Any = from_pretrained(final)
     model.to(device)
-    dataset = TokenDataset.open(config.data, "validation")
-    measured = perplexity(
+    measure_one = partial(
+        perplexity,
         model,
-        dataset,
         context_length=config.sequence_length,
         batch_size=config.micro_batch_size or config.batch_size,
         device=device,
         dtype=resolve_dtype(config.precision, device),
     )
-    return measured, sum(parameter.numel() for parameter in model.parameters())
+    other = None
+    if other_text is not None:
+        found = measure_one(read_held_out(other_text, str(final)).tokens)
+        other = {
+            "name": other_text.name,
+            "tokens": found.tokens,
+            "perplexity": found.perplexity,
+        }
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return measure_one(TokenDataset.open(config.data, "validation")), other, parameters
 
 
 def _mean(rows: Sequence[dict[str, Any]], key: str) -> float:

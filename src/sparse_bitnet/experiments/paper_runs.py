@@ -18,7 +18,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.experiments.scales import Scale, four_formats
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.presets import PRESETS
-from sparse_bitnet.training.config import ADDED_LATER, TrainConfig
+from sparse_bitnet.training.config import ADDED_LATER, TrainConfig, as_written_now
 
 ABLATIONS = {
     "baseline": "ternary-6:8",
@@ -27,6 +27,12 @@ ABLATIONS = {
     "sparse before quant": "ternary-6:8,scale_source=masked",
 }
 """The paper's names of its four variants (figure 4), and their formats."""
+
+Losses = Mapping[str, float]
+"""Held-out losses of finished runs by name."""
+
+NO_LOSSES: Losses = {}
+_PUBLISHED_BATCH = 512
 
 NOT_IN_NAME = frozenset(
     ("data", "out", "checkpoint_every", "keep_checkpoints", "tensorboard", "wandb")
@@ -61,6 +67,7 @@ class Run:
 
     def differences(self, stored: Mapping[str, Any]) -> str:
         """Fields in which a stored config of this name differs, in words; empty if none does."""
+        stored = as_written_now(stored)
         return ", ".join(
             f"{name} {stored[name]!r} there, {value!r} here"
             for name, value in dataclasses.asdict(self.config).items()
@@ -80,11 +87,13 @@ def config_hash(config: TrainConfig) -> str:
         for name, value in dataclasses.asdict(config).items()
         if name not in NOT_IN_NAME and not (name in ADDED_LATER and value == ADDED_LATER[name])
     }
+    if values["compile"] != "auto":  # as it was written before there was a third choice
+        values["compile"] = values["compile"] == "on"
     text = json.dumps(values, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
 
 
-def table2(scale: Scale) -> list[Run]:
+def table2(scale: Scale, losses: Losses = NO_LOSSES) -> list[Run]:
     """Perplexity of the four models at each size (table 2); also what tables 1 and 4.4 look at."""
     return [
         _run(scale, size.model, format, seed, f"table 2, {format} at {size.model}")
@@ -94,7 +103,7 @@ def table2(scale: Scale) -> list[Run]:
     ]
 
 
-def sweep(scale: Scale) -> list[Run]:
+def sweep(scale: Scale, losses: Losses = NO_LOSSES) -> list[Run]:
     """Perplexity over N:8 for both formats (figure 2, appendix table of raw perplexities)."""
     return [
         _run(scale, scale.main, f"{weight}-{pattern}", seed, f"sweep, {pattern}")
@@ -104,7 +113,7 @@ def sweep(scale: Scale) -> list[Run]:
     ]
 
 
-def ablations(scale: Scale) -> list[Run]:
+def ablations(scale: Scale, losses: Losses = NO_LOSSES) -> list[Run]:
     """Validation perplexity and flip rate of the four training designs (figure 4)."""
     return [
         _run(scale, scale.main, format, seed, f"ablation, {name}")
@@ -113,7 +122,7 @@ def ablations(scale: Scale) -> list[Run]:
     ]
 
 
-def schedule(scale: Scale) -> list[Run]:
+def schedule(scale: Scale, losses: Losses = NO_LOSSES) -> list[Run]:
     """Dense-to-sparse training: only the last rho percent of the steps are sparse (table 4)."""
     runs = []
     for seed in range(scale.seeds["schedule"]):
@@ -125,7 +134,7 @@ def schedule(scale: Scale) -> list[Run]:
     return runs
 
 
-def mask_source(scale: Scale) -> list[Run]:
+def mask_source(scale: Scale, losses: Losses = NO_LOSSES) -> list[Run]:
     """Mask from master weights against mask from ternary codes (section 4.3)."""
     return [
         _run(scale, scale.main, format, seed, f"mask source, {format}")
@@ -134,7 +143,7 @@ def mask_source(scale: Scale) -> list[Run]:
     ]
 
 
-def analyses(scale: Scale) -> list[Run]:
+def analyses(scale: Scale, losses: Losses = NO_LOSSES) -> list[Run]:
     """Dense models whose weights are looked at during training (heat maps, histograms, thresholds)."""
     return [
         _run(scale, size.model, format, seed, f"analysis, {format}")
@@ -144,17 +153,93 @@ def analyses(scale: Scale) -> list[Run]:
     ]
 
 
-def search(scale: Scale) -> list[Run]:
-    """The four models at other learning rates: the log of how the scale's own was chosen."""
+def search(scale: Scale, losses: Losses = NO_LOSSES) -> list[Run]:
+    """The four models at other learning rates, for each as far as its best is not the outermost."""
     return [
-        _run(scale, scale.main, format, seed, f"search, {rate:g}", learning_rate=rate)
+        _at_rate(scale, format, rate, seed)
         for seed in range(scale.seeds["search"])
-        for rate in scale.search
+        for format in four_formats(scale.pattern)
+        for rate in _rates(scale, format, losses)[0]
+    ]
+
+
+def own_rates(scale: Scale, losses: Losses = NO_LOSSES) -> list[Run]:
+    """Table 2 at the main size, each of the four models at its own best rate; after the search."""
+    best = {format: _rates(scale, format, losses)[1] for format in four_formats(scale.pattern)}
+    return [
+        _at_rate(scale, format, rate, seed)
+        for seed in range(scale.seeds.get("own-rates", 0))
+        for format, rate in best.items()
+        if rate is not None
+    ]
+
+
+def recipe(scale: Scale, losses: Losses = NO_LOSSES) -> list[Run]:
+    """The four models with what the published code does otherwise, one thing at a time."""
+    return [
+        _run(scale, scale.main, format, seed, f"recipe, {name}", **changes)
+        for seed in range(scale.seeds.get("recipe", 0))
+        for name, changes in published_recipe(scale).items()
         for format in four_formats(scale.pattern)
     ]
 
 
-EXPERIMENTS: dict[str, Callable[[Scale], list[Run]]] = {
+def published_recipe(scale: Scale) -> dict[str, dict[str, Any]]:
+    """By name the fields in which the published code's training differs from ours."""
+    ours = scale.recipe
+    steps = scale.size(scale.main).steps * ours.batch_size // _PUBLISHED_BATCH
+    return {
+        f"{_PUBLISHED_BATCH} sequences a step": {
+            "batch_size": _PUBLISHED_BATCH,
+            "micro_batch_size": ours.batch_size,
+            "steps": steps,
+        },
+        "end rate 1e-5": {"final_learning_rate_fraction": 1e-5 / ours.learning_rate},
+        "weight decay falling to 0": {"final_weight_decay_fraction": 0.0},
+        "bf16 masters": {"masters": "bf16"},
+        "uniform initial weights": {"initial_weights": "uniform"},
+    }
+
+
+def near_zero(scale: Scale, losses: Losses = NO_LOSSES) -> list[Run]:
+    """The dense models from both initial distributions at every rate: where near-zero mass falls."""
+    return [
+        _run(
+            scale,
+            scale.main,
+            format,
+            seed,
+            f"near-zero mass, {initial}, {rate:g}",
+            learning_rate=rate,
+            initial_weights=initial,
+        )
+        for seed in range(scale.seeds.get("near-zero", 0))
+        for initial in ("normal", "uniform")
+        for rate in (scale.search[0] / 10, *scale.search)
+        for format in ("full-8:8", "ternary-8:8")
+    ]
+
+
+def _at_rate(scale: Scale, format: str, rate: float, seed: int) -> Run:
+    return _run(scale, scale.main, format, seed, f"search, {rate:g}", learning_rate=rate)
+
+
+def _rates(scale: Scale, format: str, losses: Losses) -> tuple[list[float], float | None]:
+    """Rates to try for a format, ascending, and the best of them; None before all have been tried."""
+    rates = sorted(scale.search)
+    for added in range(scale.wider + 1):
+        found = [losses.get(_at_rate(scale, format, rate, 0).name) for rate in rates]
+        known = [loss for loss in found if loss is not None]
+        if not rates or len(known) < len(rates):
+            break
+        best = known.index(min(known))
+        if 0 < best < len(rates) - 1 or added == scale.wider:
+            return rates, rates[best]
+        rates = [rates[0] / 2, *rates] if best == 0 else [*rates, 2 * rates[-1]]
+    return rates, None
+
+
+EXPERIMENTS: dict[str, Callable[..., list[Run]]] = {
     "table2": table2,
     "sweep": sweep,
     "ablations": ablations,
@@ -162,15 +247,27 @@ EXPERIMENTS: dict[str, Callable[[Scale], list[Run]]] = {
     "mask-source": mask_source,
     "analyses": analyses,
     "search": search,
+    "own-rates": own_rates,
+    "recipe": recipe,
+    "near-zero": near_zero,
 }
-"""By the name used on the command line. Table 1 scores the models of table 2 and trains none."""
+"""By the name used on the command line; of a scale and the losses there are already. Table 1 scores the
+models of table 2 and trains none."""
 
 
-def plan(scale: Scale, experiments: Sequence[str], seeds: int | None = None) -> list[Run]:
+def plan(
+    scale: Scale,
+    experiments: Sequence[str],
+    seeds: int | None = None,
+    losses: Losses | None = None,
+) -> list[Run]:
     """All runs of some experiments, each once, in the order in which to train them.
 
+    `losses` are those of finished runs by name: from them follows which runs a search still lacks.
+
     Seed 0 of everything comes first, and within a seed the main size, so that a set that was cut
-    short is still a whole one at fewer seeds. `seeds` replaces every number of seeds of the scale.
+    short is still a whole one at fewer seeds; or (`size_by_size`) all seeds of the main size, then
+    those of the largest. `seeds` replaces every number of seeds of the scale.
 
     Raises `UserError` for an unknown experiment.
     """
@@ -182,9 +279,15 @@ def plan(scale: Scale, experiments: Sequence[str], seeds: int | None = None) -> 
         scale = with_seeds(scale, seeds)
     runs: dict[str, Run] = {}
     for name in experiments:
-        for run in EXPERIMENTS[name](scale):
+        for run in EXPERIMENTS[name](scale, losses or {}):
             runs.setdefault(run.name, run)
-    return sorted(runs.values(), key=lambda run: (run.config.seed, run.config.model != scale.main))
+    sizes = [size.model for size in scale.sizes]
+
+    def order(run: Run) -> tuple[int, ...]:
+        place, other = sizes.index(run.config.model), run.config.model != scale.main
+        return (other, -place, run.config.seed) if scale.size_by_size else (run.config.seed, other)
+
+    return sorted(runs.values(), key=order)
 
 
 def with_seeds(scale: Scale, seeds: int) -> Scale:
@@ -200,7 +303,7 @@ def with_seeds(scale: Scale, seeds: int) -> Scale:
 
 
 def _run(scale: Scale, model: str, format: str, seed: int, purpose: str, **changes: Any) -> Run:
-    steps = scale.size(model).steps
+    steps = changes.pop("steps", scale.size(model).steps)
     # Cadence follows from the format, so that every experiment asks for the very same dense run.
     parsed = SparseBitConfig.parse(format)
     dense = parsed.pattern.is_dense

@@ -19,14 +19,24 @@ from typing import Any
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.experiments.scales import DENSE_PATTERN, Scale, four_formats
 from sparse_bitnet.files import write_atomic
-from sparse_bitnet.training.config import TrainConfig
+from sparse_bitnet.training.config import TrainConfig, as_written_now
 
 SETTING_VERSION = 1
 
 CURVE_POINTS = 100
 """Most points of a thinned curve: 100 runs then fit into a megabyte."""
 
-MAY_CHANGE = ("summary", "search", "patterns", "sparse_percents")
+VARIED = (
+    "learning_rate",
+    "batch_size",
+    "final_learning_rate_fraction",
+    "final_weight_decay_fraction",
+    "masters",
+    "initial_weights",
+)
+"""Fields of the recipe in which runs of one set may differ."""
+
+MAY_CHANGE = ("summary", "search", "wider", "patterns", "sparse_percents")
 """What of a setting says which runs are wanted, and nothing about those that are there."""
 
 ADDED_LATER: dict[str, Any] = {"pattern": "6:8", "dense_layers": []}
@@ -97,6 +107,9 @@ class ResultRow:
 
     tokens_per_second: float = 0.0
     """Median over the optimiser steps."""
+
+    other_text: dict[str, Any] | None = None
+    """Perplexity of another text: its name, tokens and perplexity."""
 
     device: str = "cpu"
     precision: str = ""
@@ -176,7 +189,7 @@ class Results:
         if known.is_file():
             there = self.setting | {name: wanted[name] for name in MAY_CHANGE}
             # Fields of the recipe that did not exist when it was written have their defaults.
-            there["recipe"] = _shared(TrainConfig()) | there["recipe"]
+            there["recipe"] = _shared(TrainConfig()) | as_written_now(there["recipe"])
             if changed := _differences(there, wanted):
                 raise UserError(
                     f"{self.path} holds results of another setting ({'; '.join(changed)}); choose "
@@ -249,7 +262,7 @@ class Results:
         *,
         model: str | None = None,
         sparse_percent: int | None = None,
-        learning_rate: float | None = None,
+        **changes: Any,
     ) -> dict[int, ResultRow]:
         """Finished runs by seed, ascending.
 
@@ -257,9 +270,10 @@ class Results:
             format: text form of the format; "2:4" and other patterns as written.
             model: by default the main one.
             sparse_percent: of the steps; by default all of them, none of a dense format.
-            learning_rate: by default that of the set.
+            changes: fields in which the runs' recipe is not that of the set.
         """
-        rate = self.learning_rate if learning_rate is None else learning_rate
+        recipe = as_written_now(self.setting["recipe"]) | changes
+        steps = changes.get("steps", self.setting["sizes"].get(model or self.main))
         dense = format.endswith(f"-{DENSE_PATTERN}")
         percent = (0 if dense else 100) if sparse_percent is None else sparse_percent
         found = {
@@ -268,8 +282,8 @@ class Results:
             if row.variant == format
             and row.model == (model or self.main)
             and row.sparse_percent == percent
-            and row.config["learning_rate"] == rate
-            and row.steps == self.setting["sizes"].get(row.model)
+            and row.steps == steps
+            and all(as_written_now(row.config)[name] == recipe[name] for name in VARIED)
         }
         return dict(sorted(found.items()))
 
@@ -309,7 +323,7 @@ def make_setting(
         precision: resolved compute type.
     """
     values = dataclasses.asdict(scale)
-    for name in ("seeds", "workers", "plain_names", "needs_gpu"):
+    for name in ("seeds", "workers", "size_by_size", "plain_names", "needs_gpu"):
         del values[name]
     values["sizes"] = {size["model"]: size["steps"] for size in values["sizes"]}
     return {

@@ -51,6 +51,7 @@ def reproduce(
     *,
     seeds: int | None = None,
     data: Path | None = None,
+    other_text: Path | None = None,
     workers: int | None = None,
     budget_minutes: float | None = None,
     console: "Console",
@@ -64,6 +65,7 @@ def reproduce(
         out: folder of the set, new or continued; see `results`.
         seeds: instead of the scale's numbers of seeds.
         data: already prepared text; by default the scale's is prepared in `out/data`.
+        other_text: file or glob of text, of which each model's perplexity is also measured.
         workers: runs trained at once; by default the scale's number, or one for each core.
         budget_minutes: no run is started that would end later than this, by the speed so far.
         console: for progress.
@@ -74,17 +76,31 @@ def reproduce(
     """
     deadline = time.monotonic() + 60 * (float("inf") if budget_minutes is None else budget_minutes)
     results = Results(out)
-    runs = plan(scale, experiments, seeds)
+    if data is None and not scale.text.source:
+        raise UserError(
+            f"scale {scale.name} trains on text of yours: prepare it and give the folder with --data "
+            "(docs/experiments.md says which text its own results have)"
+        )
+    plan(scale, experiments, seeds)  # refuses what it does not know
     out.mkdir(parents=True, exist_ok=True)
     with run_lock(out):
         data = data or prepare_text(scale, results.data)
         results.open(_setting(scale, data))
-        done = finished(results, runs)
-        pending = [run for run in runs if run.name not in done]
-        workers = min(workers or default_workers(scale), max(1, len(pending)))
-        with Progress(console, plain_lines=plain_lines) as progress:
-            whole = _Set(results, pending, workers, deadline, progress)
-            return whole.train(data, skipped=len(done))
+        whole = Outcome(0, -1, 0, ())
+        while True:
+            # What a search still lacks follows from the runs that have ended.
+            losses = {row.name: row.loss for row in results.rows}
+            runs = plan(scale, experiments, seeds, losses)
+            done = finished(results, runs)
+            pending = [run for run in runs if run.name not in done]
+            skipped = len(done) if whole.skipped < 0 else whole.skipped
+            with Progress(console, plain_lines=plain_lines) as progress:
+                at_once = min(workers or default_workers(scale), max(1, len(pending)))
+                part = _Set(results, pending, at_once, deadline, progress, other_text)
+                ended = part.train(data, skipped)
+            whole = dataclasses.replace(ended, trained=whole.trained + ended.trained)
+            if not pending or whole.left or whole.failed:
+                return whole
 
 
 class _Set:
@@ -97,9 +113,11 @@ class _Set:
         workers: int,
         deadline: float,
         progress: Progress,
+        other_text: Path | None,
     ) -> None:
         self.results, self.pending, self.workers = results, pending, workers
         self.deadline, self.progress = deadline, progress
+        self.other_text = other_text
         self.speed = Speed(results.rows)
         self.lines: dict[str, Line] = {}
         self.whole = progress.line("all runs")
@@ -109,7 +127,7 @@ class _Set:
         """Runs with their shares of steps done."""
 
     def train(self, data: Path, skipped: int) -> Outcome:
-        work = partial(train_and_measure, self.results.path, data)
+        work = partial(train_and_measure, self.results.path, data, self.other_text)
         ended = (
             serial(self._next(), work, self.step)
             if self.workers == 1
@@ -163,7 +181,9 @@ class _Set:
         self.whole(self.done + part, sum(cost(run.config) for run in self.pending))
 
 
-def train_and_measure(out: Path, data: Path, run: Run, on_step: OnStep) -> ResultRow:
+def train_and_measure(
+    out: Path, data: Path, other_text: Path | None, run: Run, on_step: OnStep
+) -> ResultRow:
     """One run from its config to its row; the row is for the caller to add to the results.
 
     Raises what `train` raises.
@@ -171,7 +191,7 @@ def train_and_measure(out: Path, data: Path, run: Run, on_step: OnStep) -> Resul
     results = Results(out)
     config = dataclasses.replace(run.config, data=str(data), out=str(results.run(run.name)))
     result = train(config, on_step=lambda row: on_step(run.name, row))
-    return measure(results, run, config, result)
+    return measure(results, run, config, result, other_text)
 
 
 def remove_checkpoints(out: Path, run: Run) -> None:

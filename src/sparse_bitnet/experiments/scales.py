@@ -4,6 +4,7 @@ Everything else a run depends on is the same for all runs of a scale: that is wh
 comparable, and `recipe` is where it stands.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -45,6 +46,8 @@ class TextSource:
     """What is trained on, as arguments of `sparse-bitnet prepare`."""
 
     source: str
+    """Empty: text that whoever runs the scale has prepared."""
+
     vocab_size: int | None = None
     """Of a tokenizer trained on the text; None with `tokenizer`."""
 
@@ -76,7 +79,10 @@ class Scale:
     """What all runs share: batch, sequence length, learning rate and schedule, optimiser."""
 
     search: tuple[float, ...]
-    """Learning rates tried, `recipe.learning_rate` among them."""
+    """Learning rates tried for each of the four models, `recipe.learning_rate` among them."""
+
+    wider: int = 0
+    """So many rates may be added on either side for a model whose best is the outermost one."""
 
     pattern: str = "6:8"
     """Of the sparse models of table 2."""
@@ -97,6 +103,9 @@ class Scale:
     """Points at which the weights of dense runs are looked at, besides the initial ones."""
 
     needs_gpu: bool = False
+
+    size_by_size: bool = False
+    """Whether all seeds of a size are trained before the next size."""
 
     plain_names: bool = False
     """Whether runs are named after seed and format alone, as one recipe allows."""
@@ -162,8 +171,39 @@ def cpu() -> Scale:
             validation_tokens=32768,
             layer_metrics_every=0,
             threads=1,
+            compile="off",
         ),
         search=(1.5e-3, 3e-3, 6e-3),
+        wider=3,
+    )
+
+
+def cpu_paper() -> Scale:
+    """The paper's tokens per weight, 140, 38 and 18 for its three sizes, on English text of one's own."""
+    return Scale(
+        name="cpu-paper",
+        summary="the paper's tokens per block weight (140, 38 and 18) at our three sizes, on books; "
+        "days of a core",
+        text=TextSource(source="", vocab_size=1024),
+        sizes=(
+            Size(model="qwen2.5-0.3m", steps=13440, seeds=12),
+            Size(model="qwen2.5-0.5m", steps=6840, seeds=5),
+            Size(model="qwen2.5-1m", steps=6480, seeds=5),
+        ),
+        main="qwen2.5-0.3m",
+        seeds={
+            "sweep": 5,
+            "ablations": 5,
+            "schedule": 5,
+            "search": 1,
+            "own-rates": 5,
+            "recipe": 5,
+            "near-zero": 1,
+        },
+        recipe=dataclasses.replace(cpu().recipe, learning_rate=6e-3, compile="on"),
+        search=(3e-3, 6e-3, 1.2e-2),
+        wider=3,
+        size_by_size=True,
     )
 
 
@@ -221,7 +261,7 @@ def paper() -> Scale:
     )
 
 
-SCALES = {scale.__name__: scale for scale in (smoke, cpu, gpu, paper)}
+SCALES = {scale.__name__.replace("_", "-"): scale for scale in (smoke, cpu, cpu_paper, gpu, paper)}
 
 
 def find_scale(name: str) -> Scale:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -11,6 +12,7 @@ from sparse_bitnet.errors import UserError
 
 ADDED_LATER = {
     "forward": "fake",
+    "gradient_reduction": "float32",
     "final_weight_decay_fraction": 1.0,
     "masters": "float32",
     "initial_weights": "normal",
@@ -207,9 +209,7 @@ class TrainConfig:
             values = json.loads(text)
         except json.JSONDecodeError as error:
             raise UserError(f"{where}: not valid JSON ({error})") from error
-        values = {**ADDED_LATER, **values}
-        if isinstance(values.get("compile"), bool):  # of older runs
-            values["compile"] = "on" if values["compile"] else "off"
+        values = as_written_now(values)
         names = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(values.keys() - names):
             raise UserError(
@@ -243,6 +243,14 @@ WITHOUT_EFFECT_ON_WEIGHTS = frozenset(
     )
 )
 """Fields that may change between the parts of one run: the data is compared by its content instead."""
+
+
+def as_written_now(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a config that an older version may have written, in today's form."""
+    values = {**ADDED_LATER, **values}
+    if isinstance(values.get("compile"), bool):
+        values["compile"] = "on" if values["compile"] else "off"
+    return values
 
 
 def _require(condition: bool, name: str, value: object, reason: str) -> None:
