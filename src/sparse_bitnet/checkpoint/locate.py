@@ -5,6 +5,7 @@ from pathlib import Path
 from sparse_bitnet.checkpoint.model_folder import (
     CONFIG_FILE,
     is_hub_id,
+    local_folder,
     read_config,
     read_json_if_there,
 )
@@ -40,7 +41,8 @@ def resolve_checkpoint(path_or_id: str | Path) -> str:
             f"{path} is neither a run folder with a checkpoint nor a model folder (config.json)"
         )
     if is_hub_id(str(path_or_id)):
-        return str(path_or_id)
+        is_file = ".gguf" in path.name
+        return str(local_folder(path_or_id)) if is_file else str(path_or_id)
     raise UserError(f"no such checkpoint: no folder {path_or_id} (hub models are OWNER/NAME)")
 
 

@@ -21,7 +21,8 @@ _LARGEST_OTHER = 16 << 20
 """Most bytes of a file that holds no weights; published tokenizer.json have up to 33 MB, others 1."""
 
 _SMALL_SUFFIXES = {".json", ".jinja", ".txt"}
-_HUB_ID = r"\w[\w.-]*/\w[\w.-]*"
+_HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:/([\w./-]+\.gguf))?(?:@([\w./-]+))?")
+"""OWNER/NAME, a file in it, a revision."""
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "LICENSE*")
 _COUNTS_LAYERS = re.compile(r"num_(hidden_)?layers|n_layers?")
 _COUNTS_VALUES = re.compile(
@@ -160,29 +161,40 @@ def file_inside(folder: Path, name: object) -> Path:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name can mean a model of the hub: OWNER/NAME, where OWNER is no local folder."""
-    return bool(re.fullmatch(_HUB_ID, name)) and not Path(name).parent.exists()
+    """Whether a name can mean a model of the hub: OWNER/NAME, where OWNER is no local folder; a file
+    OWNER/NAME/FILE.gguf of one; either with @REVISION behind it."""
+    return bool(_HUB_ID.fullmatch(name)) and not Path(name.partition("/")[0]).exists()
 
 
 def local_folder(path_or_id: str | Path, patterns: tuple[str, ...] = _HUB_FILES) -> Path:
-    """A folder as it is; of a hub id, its files that match `patterns`, downloaded or from the cache.
+    """A folder as it is; of a hub id, its files that match `patterns`, downloaded or from the cache; of a
+    file on the hub, that file.
 
     Raises `UserError` for a name that is neither, at once, and for a model that the hub does not give.
     """
     folder = Path(path_or_id)
     if folder.is_dir():
         return folder
-    if not is_hub_id(str(path_or_id)):
+    named = _HUB_ID.fullmatch(str(path_or_id))
+    if named is None or not is_hub_id(str(path_or_id)):
         raise UserError(f"no such folder: {path_or_id}")
     import huggingface_hub
 
+    repository, file, revision = named.groups()
     try:
         # One request that answers at once where there is no network.
+        if file is not None:
+            return Path(huggingface_hub.hf_hub_download(repository, file, revision=revision))
         return Path(
-            huggingface_hub.snapshot_download(str(path_or_id), allow_patterns=list(patterns))
+            huggingface_hub.snapshot_download(
+                repository, revision=revision, allow_patterns=list(patterns)
+            )
         )
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"no such folder: {path_or_id}, and the hub gives no model of that name ({reason})"
+            f"no such folder: {path_or_id}, and the hub gives no model of that name ({reason}); "
+            f"without a network, fetch it elsewhere: hf download {repository}"
+            + (f" {file}" if file else "")
+            + (f" --revision {revision}" if revision else "")
         ) from error

@@ -47,8 +47,8 @@ def main(arguments: list[str]) -> None:
         """Talk with a chat model, one line at a time.
 
         Args:
-            checkpoint: packed folder, run folder, checkpoint folder, or any transformers folder or hub
-                id; with a chat template.
+            checkpoint: packed folder, run folder, checkpoint folder, GGUF file, or any transformers
+                folder or hub id (OWNER/NAME@REVISION, OWNER/NAME/FILE.gguf); with a chat template.
             config: the conversation.
             text: how answers go on, and where they end.
             engine: what computes them.

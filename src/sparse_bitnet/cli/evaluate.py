@@ -31,11 +31,16 @@ def main(arguments: list[str]) -> None:
         accuracy on lm-eval's tasks.
 
         Args:
-            checkpoint: run folder, checkpoint folder, or any transformers folder or hub id.
+            checkpoint: run folder, checkpoint folder, GGUF file, or any transformers folder or hub id.
             config: what to score, and how.
         """
         if bool(config.tasks) == bool(config.data):
             raise UserError("give either --data, for perplexity, or --tasks")
+        if checkpoint.endswith(".gguf"):
+            from sparse_bitnet.engine.engine_options import EngineOptions
+            from sparse_bitnet.generation.packed_once import packed_once
+
+            checkpoint = str(packed_once(checkpoint, EngineOptions()))
         (run_tasks if config.tasks else run)(checkpoint, config)
 
     parse(entry, arguments, prog="sparse-bitnet evaluate")

@@ -91,7 +91,7 @@ def main(arguments: list[str]) -> None:
         /v1/models; also /health and, for Prometheus, /metrics.
 
         Args:
-            checkpoint: packed folder, run folder, or any transformers folder or hub id.
+            checkpoint: packed folder, run folder, GGUF file, or any transformers folder or hub id.
             config: where to listen, and the limits.
             engine: the engine.
         """

@@ -15,6 +15,7 @@ from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.engine.protocol import InferenceEngine
 from sparse_bitnet.errors import EngineLacks, UserError
 from sparse_bitnet.generation.grammar import TokenGrammars
+from sparse_bitnet.generation.packed_once import packed_once
 from sparse_bitnet.generation.stop import end_tokens
 from sparse_bitnet.generation.text import TOKENIZER_FILE, TextTokenizer
 from sparse_bitnet.packing.metadata import QUANT_METHOD
@@ -53,13 +54,16 @@ def open_model(checkpoint: str | Path, options: EngineOptions) -> OpenModel:
     A packed model on the CPU engine needs neither torch nor transformers.
 
     Args:
-        checkpoint: packed folder, run folder, checkpoint folder, or any transformers folder or hub id.
+        checkpoint: packed folder, run folder, checkpoint folder, GGUF file, or any transformers folder or
+            hub id. Ternary models of other tools are packed once (packed_once.py).
 
     Raises `UserError` for what cannot be loaded, and for a choice that cannot be honoured.
     """
     # A packed folder's before its weights: parsing takes memory for a moment, which these then use.
+    if not is_packed(checkpoint):
+        checkpoint = packed_once(checkpoint, options)
     early = _tokenizer(str(checkpoint)) if is_packed(checkpoint) else None
-    opened = open_engine(checkpoint, options)
+    opened = _open_engine(checkpoint, options)
     try:
         tokenizer = early or _tokenizer(opened.folder)
         ends = end_tokens(opened.folder) or _end_of_tokenizer(opened.folder, tokenizer)
@@ -71,6 +75,12 @@ def open_model(checkpoint: str | Path, options: EngineOptions) -> OpenModel:
 
 def open_engine(checkpoint: str | Path, options: EngineOptions) -> OpenEngine:
     """As `open_model`, without tokenizer."""
+    if not is_packed(checkpoint):
+        checkpoint = packed_once(checkpoint, options)
+    return _open_engine(checkpoint, options)
+
+
+def _open_engine(checkpoint: str | Path, options: EngineOptions) -> OpenEngine:
     why = None
     if options.device == "cuda":
         why = "--device cuda"

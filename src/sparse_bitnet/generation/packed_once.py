@@ -1,0 +1,63 @@
+"""Ternary models of other tools, packed once into the cache folder so that the CPU engine runs them."""
+
+import hashlib
+import sys
+from pathlib import Path
+
+from filelock import FileLock
+
+from sparse_bitnet import __version__
+from sparse_bitnet.checkpoint.checkpoint import StoredModel
+from sparse_bitnet.checkpoint.model_folder import CONFIG_FILE
+from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
+from sparse_bitnet.engine.architecture import read_architecture
+from sparse_bitnet.engine.engine_options import EngineOptions
+from sparse_bitnet.engine.format_tuning import cache_folder
+from sparse_bitnet.errors import EngineLacks
+
+
+def packed_once(checkpoint: str | Path, options: EngineOptions) -> str | Path:
+    """What an engine runs for what a user names: itself, or the packed form of a foreign ternary model.
+
+    A GGUF file is always packed; a folder where the CPU engine may run it and knows its architecture.
+    What is packed already and unchanged since is not packed again.
+
+    Raises `UserError` for what cannot be found or read.
+    """
+    found = find_checkpoint(checkpoint)
+    if found.kind == "packed":
+        return found.folder
+    if found.kind != "foreign" or not (found.folder.is_file() or _suits_cpu(found, options)):
+        return checkpoint
+    target = cache_folder() / "models" / f"{found.folder.stem}-{_identity(found.folder)}"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{target}.lock"):
+        if not (target / CONFIG_FILE).is_file():
+            from sparse_bitnet.export.importer import import_checkpoint
+
+            print(f"packing {checkpoint} into {target}, once", file=sys.stderr)
+            import_checkpoint(checkpoint, target, packed="auto")
+    return target
+
+
+def _suits_cpu(found: StoredModel, options: EngineOptions) -> bool:
+    if (
+        options.engine == "transformers"
+        or options.device == "cuda"
+        or "use_rms_norm" in found.entry
+    ):
+        return False
+    try:
+        read_architecture(found.config, str(found.folder / CONFIG_FILE))
+    except EngineLacks:
+        return False
+    return True
+
+
+def _identity(path: Path) -> str:
+    """Changes whenever the files do."""
+    files = (
+        [path] if path.is_file() else sorted({*path.glob("*.json"), *path.glob("*.safetensors")})
+    )
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.sha256(repr((__version__, str(path.resolve()), stats)).encode()).hexdigest()[:12]
