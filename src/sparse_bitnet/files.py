@@ -9,10 +9,11 @@ import errno
 import os
 import re
 import shutil
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from zlib_ng import zlib_ng
 
 from sparse_bitnet.errors import UserError
 
@@ -130,7 +131,7 @@ def file_crc32(path: Path) -> int:
     checksum = 0
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
-            checksum = zlib.crc32(chunk, checksum)
+            checksum = zlib_ng.crc32(chunk, checksum)
     return checksum
 
 

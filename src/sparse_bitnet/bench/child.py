@@ -36,6 +36,7 @@ class Child:
 
     @property
     def pid(self) -> int:
+        """The process id."""
         return self._process.pid
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:

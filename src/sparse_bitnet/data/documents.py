@@ -112,9 +112,11 @@ class LimitedSource:
 
     @property
     def name(self) -> str:
+        """The source's own."""
         return self.source.name
 
     def describe(self) -> dict[str, Any]:
+        """As the source, with its limits."""
         return {
             **self.source.describe(),
             "limit_documents": self.documents_limit,
@@ -122,6 +124,7 @@ class LimitedSource:
         }
 
     def documents(self, state: State = None) -> Iterator[Document]:
+        """Those of the source up to the first limit."""
         inner, count, size = state or (None, 0, 0)
         documents_limit = self.documents_limit or float("inf")
         bytes_limit = self.bytes_limit or float("inf")
@@ -146,12 +149,15 @@ class PairedSource:
 
     @property
     def name(self) -> str:
+        """Both names."""
         return f"{self.train.name}; validation: {self.validation.name}"
 
     def describe(self) -> dict[str, Any]:
+        """Both descriptions."""
         return {"train": self.train.describe(), "validation": self.validation.describe()}
 
     def documents(self, state: State = None) -> Iterator[Document]:
+        """All of `train` as training text, then all of `validation`."""
         part, inner = state or (0, None)
         sources = (self.train, self.validation)
         for number in range(part, len(sources)):

@@ -52,12 +52,15 @@ class GroupedSource:
 
     @property
     def name(self) -> str:
+        """The source's own."""
         return self.source.name
 
     def describe(self) -> dict[str, Any]:
+        """As the source, and that its near-duplicates are grouped."""
         return {**self.source.describe(), "near_duplicates": "grouped"}
 
     def documents(self, state: State = None) -> Iterator[Document]:
+        """Those of the source, near-duplicates on one side of the split."""
         first, inner = state or (0, None)
         for number, document in enumerate(self.source.documents(inner), first):
             if (side := self._moved.get(number, document.split)) is not None:

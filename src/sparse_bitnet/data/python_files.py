@@ -52,6 +52,7 @@ class PythonSource:
         return cls(name="python-packages", roots=tuple(roots), **options)
 
     def describe(self) -> dict[str, Any]:
+        """Version, number, size and content of the files: what identifies the text."""
         content = hashlib.blake2b(digest_size=16)
         for file in self._files:
             content.update(file.content_hash)
@@ -65,6 +66,7 @@ class PythonSource:
         }
 
     def documents(self, state: State = None) -> Iterator[Document]:
+        """A document a file, from the file after `state`."""
         start = state or 0
         total = sum(file.size for file in self._files)
         read = sum(file.size for file in self._files[:start])

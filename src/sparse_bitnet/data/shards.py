@@ -11,7 +11,6 @@ as it was, is found in large data by `TokenDataset.verify()`.
 import hashlib
 import mmap
 import os
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import numpy as np
+from zlib_ng import zlib_ng
 
 from sparse_bitnet.data.checksums import changed_shards, check_size, verify_shards
 from sparse_bitnet.data.manifest import Manifest, Shard, token_dtype
@@ -66,7 +66,7 @@ class ShardWriter:
             content = content[part.size :]
             with _writing(self._path):
                 self._file.write(part.data)
-            self._crc32 = zlib.crc32(part.data, self._crc32)
+            self._crc32 = zlib_ng.crc32(part.data, self._crc32)
             self._open_tokens += part.size
             if self._open_tokens == self._shard_tokens:
                 self._close_shard()

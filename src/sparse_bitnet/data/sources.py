@@ -161,6 +161,7 @@ class FileSource:
         return cls(name=", ".join(patterns), paths=tuple(paths), **options)
 
     def describe(self) -> dict[str, Any]:
+        """The files and options that identify the text."""
         return {
             "kind": "files",
             "files": [_fingerprint(path) for path in self.paths],
@@ -170,6 +171,7 @@ class FileSource:
         }
 
     def documents(self, state: State = None) -> Iterator[Document]:
+        """Documents of all files in order, from `state`."""
         # Of a document that is cut, the state is the place before it and how many parts are done.
         first, place, done = (
             (state[0], Place(*state[1:3]), state[3]) if state else (0, BEGINNING, 0)
@@ -273,6 +275,7 @@ class HubSource:
         return cls(name="/".join(parts[:2]), config=config, split=split or "train", **options)
 
     def describe(self) -> dict[str, Any]:
+        """The data set, its revision and the options that identify the text."""
         return {
             "kind": "hub",
             "name": self.name,
@@ -284,6 +287,7 @@ class HubSource:
         }
 
     def documents(self, state: State = None) -> Iterator[Document]:
+        """Documents as the hub streams them, from `state`."""
         stream = self._open()
         if state:
             stream.load_state_dict(state)

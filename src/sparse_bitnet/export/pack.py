@@ -73,6 +73,7 @@ class PackResult:
 
     @property
     def bits_per_weight(self) -> float:
+        """Of the packed layers."""
         return 8 * self.weight_bytes / self.weights
 
 

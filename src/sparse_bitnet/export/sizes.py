@@ -56,6 +56,7 @@ class ModelSize:
 
     @property
     def total_bytes(self) -> int:
+        """All tensors together."""
         return self.weight_bytes + self.embedding_bytes + self.other_bytes
 
 

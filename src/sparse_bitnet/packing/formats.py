@@ -140,6 +140,7 @@ def i2_plane_bytes(block_weights: int) -> int:
 
 
 def i2_row_bytes(in_features: int) -> int:
+    """Bytes of a row in i2."""
     blocks, tail = divmod(in_features, I2_BLOCK_WEIGHTS)
     return blocks * I2_BLOCK_BYTES + i2_plane_bytes(tail)
 
@@ -150,6 +151,7 @@ def b3_plane_bytes(block_weights: int) -> int:
 
 
 def b3_row_bytes(in_features: int) -> int:
+    """Bytes of a row in b3."""
     blocks, tail = divmod(in_features, B3_BLOCK_WEIGHTS)
     return blocks * B3_BLOCK_BYTES + b3_plane_bytes(tail)
 
@@ -161,6 +163,7 @@ def nm_bitmap_sign_bytes(pattern: NMPattern) -> int:
 
 
 def nm_bitmap_row_bytes(pattern: NMPattern, in_features: int) -> int:
+    """Bytes of a row in nm-bitmap."""
     chunks = divide_up(in_features, NM_BITMAP_CHUNK_WEIGHTS)
     return chunks * (nm_bitmap_sign_bytes(pattern) + 8)
 
@@ -190,6 +193,7 @@ def nm_enum_groups_per_word(pattern: NMPattern) -> int:
 
 
 def nm_enum_row_bytes(pattern: NMPattern, in_features: int) -> int:
+    """Bytes of a row in nm-enum."""
     per_word = nm_enum_groups_per_word(pattern)
     words, tail = divmod(in_features // coded_pattern(pattern).m, per_word)
     return divide_up(words * nm_enum_bits(pattern, per_word) + nm_enum_bits(pattern, tail), 8)

@@ -32,6 +32,7 @@ class PackedMetadata:
 
     @property
     def pattern(self) -> NMPattern:
+        """Of the packed codes."""
         return self.format.pattern
 
     def to_json(self) -> dict[str, Any]:

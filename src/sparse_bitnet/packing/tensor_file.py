@@ -15,13 +15,13 @@ import json
 import math
 import mmap
 import os
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from zlib_ng import zlib_ng
 
 from sparse_bitnet.errors import UserError
 
@@ -67,6 +67,7 @@ class Entry:
 
     @property
     def is_floating_point(self) -> bool:
+        """Whether its values are floats."""
         return self.dtype in ("F64", "F32", "F16", "BF16")
 
 
@@ -152,7 +153,7 @@ class TensorFile:
             )
 
     def _crc32(self, entry: Entry) -> str:
-        return f"{zlib.crc32(self._data[entry.begin : entry.end].data):08x}"
+        return f"{zlib_ng.crc32(self._data[entry.begin : entry.end].data):08x}"
 
     def _read_header(self) -> tuple[int, dict[str, Any]]:
         length = int.from_bytes(self._data[:LENGTH_BYTES].tobytes(), "little")
@@ -163,7 +164,7 @@ class TensorFile:
         at = raw.find(_CRC_KEY) + len(_CRC_KEY)
         if at < len(_CRC_KEY):
             raise ValueError("no checksum: not written by sparse-bitnet pack")
-        if raw[at : at + 8] != f"{zlib.crc32(with_crc(raw, UNKNOWN_CRC)):08x}".encode():
+        if raw[at : at + 8] != f"{zlib_ng.crc32(with_crc(raw, UNKNOWN_CRC)):08x}".encode():
             raise ValueError("its checksum differs")
         header = json.loads(raw, object_pairs_hook=_without_duplicates)
         if not isinstance(header, dict):
@@ -187,6 +188,7 @@ class TensorFile:
 
 
 def with_crc(header: bytes, crc32: str) -> bytes:
+    """A header with another checksum in the place of its own."""
     at = header.find(_CRC_KEY) + len(_CRC_KEY)
     return header[:at] + crc32.encode() + header[at + len(crc32) :]
 

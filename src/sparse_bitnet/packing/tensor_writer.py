@@ -6,12 +6,12 @@ Importing this module imports no torch: arrays are written as well as torch's te
 import json
 import math
 import os
-import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Union
 
 import numpy as np
+from zlib_ng import zlib_ng
 
 from sparse_bitnet.packing.tensor_file import (
     DTYPES,
@@ -104,7 +104,7 @@ class TensorFileWriter:
         crc32 = 0
         for piece in pieces:
             data = _bytes_of(piece, _type_name(spec.dtype))
-            crc32 = zlib.crc32(data, crc32)
+            crc32 = zlib_ng.crc32(data, crc32)
             self._file.write(data)
         assert self._file.tell() == entry.end, f"{name}: pieces do not make up its shape"
         self._crc32[name] = f"{crc32:08x}"
@@ -118,7 +118,7 @@ class TensorFileWriter:
         assert self._written == set(self._specs), "a tensor was not written"
         header = self._header(self._entries, self._begin)
         header = header.ljust(self._begin - LENGTH_BYTES)
-        header = with_crc(header, f"{zlib.crc32(header):08x}")
+        header = with_crc(header, f"{zlib_ng.crc32(header):08x}")
         self._file.seek(0)
         self._file.write(len(header).to_bytes(LENGTH_BYTES, "little") + header)
         self._file.flush()

@@ -78,9 +78,11 @@ def _zeros(layer: SparseBitLinear) -> Tensor | None:
 class RowSink(Protocol):
     """Where rows go: a file, TensorBoard, Weights & Biases."""
 
-    def write(self, row: dict[str, Any]) -> None: ...
+    def write(self, row: dict[str, Any]) -> None:
+        """Take a row of one step."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Write what is still held."""
 
 
 class JsonLines:
