@@ -20,10 +20,14 @@ class BenchOptions:
     """What to measure."""
 
     model: str = "qwen2.5-1.5b"
-    """A preset, whose shape gets random weights, or a packed folder."""
+    """A preset or a published shape (bitnet-2b4t, qwen3-1.7b, qwen3-8b, llama3-8b), which gets random
+    weights, or a packed folder."""
 
     pattern: str = "6:8"
     """n:m of the random weights; 8:8 is dense."""
+
+    scale_group: Literal[0, 32, 64, 128, 256] = 0
+    """Random weights that share a scale in float16; 0: one scale a matrix."""
 
     embeddings: Literal["int8", "bf16"] = "int8"
     """How the random model's file holds embedding and head."""

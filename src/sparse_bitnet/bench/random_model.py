@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from sparse_bitnet.engine.architecture import Architecture, read_architecture
+from sparse_bitnet.engine.model_file import EMBEDDING, HEAD
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import atomic_folder
 from sparse_bitnet.layer_config import SparseBitConfig
@@ -43,11 +45,63 @@ _PACK: dict[str, Callable[[np.ndarray, NMPattern], np.ndarray]] = {
 }
 
 
-def shape_of(preset: str) -> Shape:
-    """Raises `UserError` for a name that is no preset."""
-    if preset not in PRESETS:
-        raise UserError(f"model {preset!r} is not a preset: choose one of {', '.join(PRESETS)}")
-    return PRESETS[preset]
+def _sizes(
+    model_type: str, hidden: int, ffn: int, layers: int, heads: int, kv: int, vocab: int, tied: bool
+) -> dict[str, Any]:
+    return {
+        "model_type": model_type,
+        "dtype": "float32",
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "vocab_size": vocab,
+        "max_position_embeddings": 40960,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "tie_word_embeddings": tied,
+        "bos_token_id": None,
+        "pad_token_id": None,
+    }
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "bitnet-2b4t": {
+        **_sizes("bitnet", 2560, 6912, 30, 20, 5, 128256, tied=True),
+        "hidden_act": "relu2",
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 4096,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+    },
+    "qwen3-1.7b": {
+        **_sizes("qwen3", 2048, 6144, 28, 16, 8, 151936, tied=True),
+        "head_dim": 128,
+    },
+    "qwen3-8b": {
+        **_sizes("qwen3", 4096, 12288, 36, 32, 8, 151936, tied=False),
+        "head_dim": 128,
+    },
+    "llama3-8b": {
+        **_sizes("llama", 4096, 14336, 32, 32, 8, 128256, tied=False),
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 8192,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+    },
+}
+"""config.json of models that others publish, ternary or made so, as far as speed depends on it."""
+
+
+def config_of_model(name: str, *, tokenizer: bool = True) -> dict[str, Any]:
+    """The config.json of a preset or a published shape. Raises `UserError` for another name."""
+    if name in PUBLISHED:
+        return {**PUBLISHED[name], "eos_token_id": END_OF_TEXT_ID if tokenizer else None}
+    if name not in PRESETS:
+        raise UserError(
+            f"model {name!r} is not a preset: choose one of {', '.join([*PRESETS, *PUBLISHED])}"
+        )
+    return config_of(PRESETS[name], tokenizer=tokenizer)
 
 
 def default_cache() -> Path:
@@ -63,6 +117,7 @@ def cached_random_model(
     cache: Path | None = None,
     packed_format: str = "i2",
     embeddings: str = "int8",
+    scale_group: int = 0,
     progress: OnProgress | None = None,
 ) -> Path:
     """The folder of a random model, written unless it is already in the cache.
@@ -70,6 +125,7 @@ def cached_random_model(
     Raises `UserError` as `write_random_model` does.
     """
     name = f"{preset}-{pattern}-{packed_format}-{embeddings}-v{_VERSION}".replace(":", "of")
+    name += f"-g{scale_group}" if scale_group else ""
     folder = (cache or default_cache()) / name
     if not (folder / "config.json").is_file():
         write_random_model(
@@ -78,6 +134,7 @@ def cached_random_model(
             pattern,
             packed_format=packed_format,
             embeddings=embeddings,
+            scale_group=scale_group,
             progress=progress,
         )
     return folder
@@ -90,6 +147,7 @@ def write_random_model(
     *,
     packed_format: str = "i2",
     embeddings: str = "int8",
+    scale_group: int = 0,
     tokenizer: bool = True,
     seed: int = 0,
     progress: OnProgress | None = None,
@@ -98,10 +156,11 @@ def write_random_model(
 
     Args:
         out: folder to write, replaced if it exists.
-        preset: a name in `PRESETS`.
+        preset: a name in `PRESETS` or `PUBLISHED`.
         pattern: n:m of the codes.
         packed_format: "i2", "b3" or "nm-bitmap".
-        embeddings: of the tied embedding, "int8" or "bf16".
+        embeddings: of embedding and head, "int8" or "bf16".
+        scale_group: weights that share a scale in float16; 0 for one float32 scale a matrix.
         tokenizer: write one, whose tokens are the 256 bytes and the end of text.
         seed: of all values.
         progress: told after every layer.
@@ -109,7 +168,8 @@ def write_random_model(
     Raises `UserError` for an unknown preset, format or embedding type, a pattern that does not divide
     the rows, or a full disk.
     """
-    shape = shape_of(preset)
+    config = config_of_model(preset, tokenizer=tokenizer)
+    shape = read_architecture(config, preset)
     if packed_format not in _PACK:
         raise UserError(f"random models are written as {', '.join(_PACK)}, not {packed_format!r}")
     if embeddings not in ("int8", "bf16"):
@@ -118,13 +178,18 @@ def write_random_model(
         packed_format=packed_format,
         format=SparseBitConfig(pattern=pattern),
         embeddings=embeddings,
-        layers=shape.linears,
+        layers={
+            f"model.layers.{layer}.{name}": size
+            for layer in range(shape.layers)
+            for name, size in shape.linear_shapes().items()
+        },
     )
     for name, (_, in_features) in metadata.layers.items():
         check_layout(packed_format, pattern, in_features, name)
+        if scale_group and in_features % scale_group:
+            raise UserError(f"--scale-group {scale_group} does not divide rows of {in_features}")
     with atomic_folder(out) as folder:
-        _write_tensors(folder / "model.safetensors", shape, metadata, seed, progress)
-        config = config_of(shape, tokenizer=tokenizer)
+        _write_tensors(folder / "model.safetensors", shape, metadata, seed, scale_group, progress)
         config["quantization_config"] = metadata.config_entry()
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if tokenizer:
@@ -163,22 +228,31 @@ def config_of(shape: Shape, *, tokenizer: bool = True) -> dict[str, Any]:
 
 
 def _write_tensors(
-    path: Path, shape: Shape, metadata: PackedMetadata, seed: int, progress: OnProgress | None
+    path: Path,
+    shape: Architecture,
+    metadata: PackedMetadata,
+    seed: int,
+    scale_group: int,
+    progress: OnProgress | None,
 ) -> None:
-    done, total = 0, shape.block_weights
+    done, total = 0, sum(rows * columns for rows, columns in metadata.layers.values())
     source = _RandomCodes(metadata.pattern, seed)
     pack = _PACK[metadata.packed_format]
-    vectors = dict(_vectors(shape, metadata))
-    specs = list(_specs(shape, metadata, vectors))
+    vectors = dict(_vectors(shape))
+    specs = list(_specs(shape, metadata, vectors, scale_group))
     with TensorFileWriter(path, specs, metadata.to_json()) as writer:
         for name, (rows, in_features) in metadata.layers.items():
             pieces = (pack(codes, metadata.pattern) for codes in source.pieces(rows, in_features))
             writer.write(f"{name}.weight_packed", pieces)
-            writer.write(f"{name}.weight_scale", [np.array([source.weight_scale], np.float32)])
+            scale = np.array([source.weight_scale], np.float32)
+            if scale_group:
+                scale = np.full((rows, in_features // scale_group), source.weight_scale, np.float16)
+            writer.write(f"{name}.weight_scale", [scale])
             done += rows * in_features
             if progress is not None:
                 progress(done, total)
-        _write_embedding(writer, shape, metadata.embeddings, seed)
+        for table in _tables(shape):
+            _write_embedding(writer, table, shape, metadata.embeddings, seed)
         rng = np.random.Generator(np.random.SFC64([seed, 2]))
         for name, (mean, count) in vectors.items():
             values = mean + 0.1 * rng.standard_normal(count, np.float32)
@@ -186,30 +260,45 @@ def _write_tensors(
 
 
 def _specs(
-    shape: Shape, metadata: PackedMetadata, vectors: dict[str, tuple[float, int]]
+    shape: Architecture,
+    metadata: PackedMetadata,
+    vectors: dict[str, tuple[float, int]],
+    scale_group: int,
 ) -> Iterator[TensorSpec]:
     for name, (rows, in_features) in metadata.layers.items():
         columns = row_bytes(metadata.packed_format, metadata.pattern, in_features)
         yield TensorSpec(f"{name}.weight_packed", "uint8", (rows, columns))
-        yield TensorSpec(f"{name}.weight_scale", "float32", (1,))
-    table = "model.embed_tokens.weight"
+        if scale_group:
+            groups = in_features // scale_group
+            yield TensorSpec(f"{name}.weight_scale", "float16", (rows, groups))
+        else:
+            yield TensorSpec(f"{name}.weight_scale", "float32", (1,))
     dtype = "int8" if metadata.embeddings == "int8" else "bfloat16"
-    yield TensorSpec(table, dtype, (shape.vocab_size, shape.hidden_size))
-    if metadata.embeddings == "int8":
-        yield TensorSpec(f"{table}_scale", "float32", (shape.vocab_size, 1))
+    for table in _tables(shape):
+        yield TensorSpec(table, dtype, (shape.vocab, shape.hidden))
+        if metadata.embeddings == "int8":
+            yield TensorSpec(f"{table}_scale", "float32", (shape.vocab, 1))
     for name, (_, count) in vectors.items():
         yield TensorSpec(name, "float32", (count,))
 
 
-def _vectors(shape: Shape, metadata: PackedMetadata) -> Iterator[tuple[str, tuple[float, int]]]:
-    """(name, (mean, length)) of biases and norms."""
-    for name, (rows, _) in metadata.layers.items():
-        if name.endswith(("q_proj", "k_proj", "v_proj")):
-            yield f"{name}.bias", (0.0, rows)
-    for layer in range(shape.num_hidden_layers):
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            yield f"model.layers.{layer}.{norm}.weight", (1.0, shape.hidden_size)
-    yield "model.norm.weight", (1.0, shape.hidden_size)
+def _tables(shape: Architecture) -> tuple[str, ...]:
+    return (EMBEDDING,) if shape.ties_head else (EMBEDDING, HEAD)
+
+
+def _vectors(shape: Architecture) -> Iterator[tuple[str, tuple[float, int]]]:
+    """(name, (mean, length)) of biases, then of norms."""
+    vectors = {
+        f"model.layers.{layer}.{name}": length
+        for layer in range(shape.layers)
+        for name, length in shape.vector_lengths().items()
+    } | {"model.norm.weight": shape.hidden}
+    for name, length in vectors.items():
+        if name.endswith(".bias"):
+            yield name, (0.0, length)
+    for name, length in vectors.items():
+        if not name.endswith(".bias"):
+            yield name, (1.0, length)
 
 
 class _RandomCodes:
@@ -245,8 +334,9 @@ class _RandomCodes:
             yield np.ascontiguousarray(codes[:, :in_features])
 
 
-def _write_embedding(writer: TensorFileWriter, shape: Shape, embeddings: str, seed: int) -> None:
-    name = "model.embed_tokens.weight"
+def _write_embedding(
+    writer: TensorFileWriter, name: str, shape: Architecture, embeddings: str, seed: int
+) -> None:
     rng = np.random.Generator(np.random.SFC64([seed, 1]))
     values = rng.standard_normal((_TABLE_GROUPS, 8), np.float32)
     if embeddings == "int8":
@@ -255,21 +345,21 @@ def _write_embedding(writer: TensorFileWriter, shape: Shape, embeddings: str, se
     else:
         # The upper half of a float32 is its bfloat16, truncated.
         table = ((WEIGHT_STD * values).view(np.uint32) >> 16).astype(np.uint16)
-    rows = np.arange(shape.vocab_size)
-    step = max(1, _PIECE_WEIGHTS // shape.hidden_size)
+    rows = np.arange(shape.vocab)
+    step = max(1, _PIECE_WEIGHTS // shape.hidden)
 
     def pieces() -> Iterator[np.ndarray]:
-        for first in range(0, shape.vocab_size, step):
+        for first in range(0, shape.vocab, step):
             count = len(rows[first : first + step])
-            drawn = rng.integers(0, _TABLE_GROUPS, (count, shape.hidden_size // 8), np.uint16)
-            piece = table[drawn].reshape(count, shape.hidden_size)
+            drawn = rng.integers(0, _TABLE_GROUPS, (count, shape.hidden // 8), np.uint16)
+            piece = table[drawn].reshape(count, shape.hidden)
             if embeddings == "int8":
                 piece[:, 0] = 127
             yield piece
 
     writer.write(name, pieces())
     if embeddings == "int8":
-        scale = np.full((shape.vocab_size, 1), WEIGHT_STD * 3.5 / 127, np.float32)
+        scale = np.full((shape.vocab, 1), WEIGHT_STD * 3.5 / 127, np.float32)
         writer.write(f"{name}_scale", [scale])
 
 

@@ -18,7 +18,7 @@ from sparse_bitnet.bench.child import Child
 from sparse_bitnet.bench.contention import Contention
 from sparse_bitnet.bench.model import cache_tokens
 from sparse_bitnet.bench.options import BenchOptions
-from sparse_bitnet.bench.random_model import cached_random_model
+from sparse_bitnet.bench.random_model import PUBLISHED, cached_random_model
 from sparse_bitnet.bench.record import BenchRow
 from sparse_bitnet.bench.roofline import READ_BYTES, RooflineMeter, Work, work_of
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
@@ -106,12 +106,16 @@ def run(
 
 
 def _model(options: BenchOptions) -> tuple[Path, str]:
-    if options.model not in PRESETS:
+    if options.model not in PRESETS and options.model not in PUBLISHED:
         folder = Path(options.model)
         return folder, str(open_checkpoint(folder, "packed").format.pattern)
     pattern = NMPattern.parse(options.pattern)
     folder = cached_random_model(
-        options.model, pattern, cache=options.models, embeddings=options.embeddings
+        options.model,
+        pattern,
+        cache=options.models,
+        embeddings=options.embeddings,
+        scale_group=options.scale_group,
     )
     return folder, str(pattern)
 
