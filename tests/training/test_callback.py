@@ -19,6 +19,7 @@ from sparse_bitnet.nn.layer import SparseBitConfig, SparseBitLinear
 from sparse_bitnet.ops.nm_mask import nm_mask
 from sparse_bitnet.ops.operands import mask_flip_rate
 from sparse_bitnet.training.callback import SparseBitCallback
+from sparse_bitnet.variants import registry
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -240,6 +241,18 @@ def test_example_transformers_trainer() -> None:
     logs = training_logs(example("transformers_trainer").main(steps=6))
     assert logs[-1]["loss"] < logs[0]["loss"]
     assert "flip_rate" in logs[-1]
+
+
+def test_example_own_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_ENTRIES", {k: dict(v) for k, v in registry._ENTRIES.items()})
+    losses = example("own_score").main(steps=4)
+    assert losses[-1] < losses[0]
+    source = (EXAMPLES / "own_score.py").read_text()
+    shown = (EXAMPLES.parent / "docs" / "extending.md").read_text()
+    assert "def column_norm" in source
+    assert "def column_norm" in shown
+    code = source.partition("import torch")[2].splitlines()
+    assert sum(bool(line) for line in code) < 30
 
 
 def test_example_convert_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "quickstart": ("sparse_bitnet.cli.quickstart:main", "the paper's four models in four minutes"),
     "prepare": ("sparse_bitnet.cli.prepare:main", "tokenise text into memory-mapped shards"),
     "train": ("sparse_bitnet.cli.train:main", "train a model, or continue a run"),
+    "distill": (
+        "sparse_bitnet.cli.distill:main",
+        "train from a pretrained model, with it as teacher",
+    ),
     "evaluate": ("sparse_bitnet.cli.evaluate:main", "held-out perplexity of a checkpoint"),
     "generate": ("sparse_bitnet.cli.generate:main", "continue a prompt with a checkpoint"),
     "chat": ("sparse_bitnet.cli.chat:main", "talk with a chat model in the terminal"),

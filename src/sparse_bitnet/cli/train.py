@@ -43,24 +43,26 @@ class Options(DenseLayersOption, TrainConfig):
         return TrainConfig(**values)
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments: list[str], prog: str = "sparse-bitnet train") -> None:
     """Train, or continue the run in --out: a run's own config is the default of its options."""
     recipe, rest = split_recipe(arguments)
-    chosen = parse(rest, RECIPES[recipe or "default"](), recipe or "default")
+    chosen = parse(rest, RECIPES[recipe or "default"](), recipe or "default", prog)
     out = Path(chosen.out)
     if recipe is None and (out / "config.json").is_file():
         stored = dataclasses.replace(read_config(out), out=chosen.out)
-        chosen = parse(rest, stored, f"that of {out}")
+        chosen = parse(rest, stored, f"that of {out}", prog)
     run(chosen)
 
 
-def parse(arguments: list[str], default: TrainConfig, recipe: str) -> Options:
+def parse(
+    arguments: list[str], default: TrainConfig, recipe: str, prog: str = "sparse-bitnet train"
+) -> Options:
     """What `default` and the options make."""
     return options.parse(
         Options,
         arguments,
         default=Options(**dataclasses.asdict(default)),
-        prog="sparse-bitnet train",
+        prog=prog,
         description=(
             "Train, or continue the run in --out (its config is then the default). Recipe in use: "
             f"{recipe} (--recipe {{{','.join(RECIPES)}}}); every option below overrides it."

@@ -102,6 +102,10 @@ class TokenLoader:
             row[:] = self.dataset[window * length : (window + 1) * length + 1]
         return tokens
 
+    def windows_of(self, step: int) -> np.ndarray:
+        """Which windows the rank's batch is, int64 [batch_size / world_size]."""
+        return self._windows(step)[1]
+
     def identity(self, step: int) -> dict[str, Any]:
         """Which text the rank's batch is, as JSON, for messages: window w starts at token w * length."""
         epochs, windows = self._windows(step)

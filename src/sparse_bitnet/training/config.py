@@ -16,6 +16,15 @@ ADDED_LATER = {
     "final_weight_decay_fraction": 1.0,
     "masters": "float32",
     "initial_weights": "normal",
+    "teacher": None,
+    "logit_cache": None,
+    "top_logits": 64,
+    "temperature": 2.0,
+    "ce_weight": 1.0,
+    "logits_weight": 1.0,
+    "relations_weight": 0.0,
+    "relations_layer": -1,
+    "sub_norms": False,
 }
 """Fields that configs of older runs lack, with the value that says what those runs did."""
 
@@ -32,6 +41,35 @@ class TrainConfig:
 
     init: str | None = None
     """Folder or hub id of weights to start from instead of random ones."""
+
+    teacher: str | None = None
+    """Folder or hub id of a causal LM to learn from (`sparse-bitnet distill` sets it)."""
+
+    logit_cache: str | None = None
+    """With a teacher: a folder for its highest logits, written first where it is not complete; the
+    training then goes on without the teacher in memory."""
+
+    top_logits: int = 64
+    """Logits a token in the cache."""
+
+    temperature: float = 2.0
+    """Softens the distributions of teacher and student."""
+
+    ce_weight: float = 1.0
+    """With a teacher: weight of the cross-entropy."""
+
+    logits_weight: float = 1.0
+    """With a teacher: weight of temperature^2 * KL(teacher || student)."""
+
+    relations_weight: float = 0.0
+    """With a teacher: weight of the relations among queries, keys and values."""
+
+    relations_layer: int = -1
+    """Whose relations; -1 is the last layer."""
+
+    sub_norms: bool = False
+    """With --init: put a norm before each output and down projection, as BitNet's own models have them
+    (of llama and qwen2 models)."""
 
     vocab_size: int | None = None
     """Rows of the embedding. Default: the tokenizer's, or a published preset's own 151,936."""
@@ -172,6 +210,16 @@ class TrainConfig:
             "gradient_clip",
         ):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "cannot be negative")
+        for name in ("temperature", "top_logits"):
+            _require(getattr(self, name) > 0, name, getattr(self, name), "must be above 0")
+        for name in ("ce_weight", "logits_weight", "relations_weight"):
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "cannot be negative")
+        if self.teacher is None and self.logit_cache is not None:
+            raise UserError("logit_cache holds a teacher's logits: name the --teacher")
+        if self.logit_cache is not None and self.relations_weight:
+            raise UserError("relations_weight needs the teacher itself: leave out the logit_cache")
+        if self.sub_norms and self.init is None:
+            raise UserError("sub_norms puts norms into a model that exists: name it with --init")
         for field in dataclasses.fields(self):
             choices = (
                 typing.get_args(field.type) if typing.get_origin(field.type) is Literal else ()
@@ -233,6 +281,7 @@ WITHOUT_EFFECT_ON_WEIGHTS = frozenset(
     (
         "data",
         "out",
+        "logit_cache",
         "validation_every",
         "validation_tokens",
         "layer_metrics_every",

@@ -7,6 +7,7 @@ head is formed at once, and the logits are dropped before the next chunk.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,9 +22,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+@dataclass(frozen=True, kw_only=True)
+class SoftTargets:
+    """A distribution over the next token beside the token itself."""
+
+    probabilities: Callable[[slice], Tensor]
+    """Of some of the tokens, float32 [tokens, vocab_size], at the temperature."""
+
+    temperature: float
+    weight: float
+    """Of temperature**2 * KL(probabilities || the model's at the temperature)."""
+
+    hard_weight: float
+    """Of the cross-entropy."""
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, chunk_tokens):
+    def forward(ctx, hidden, weight, labels, chunk_tokens, soft):
         device = hidden.device.type
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
@@ -38,13 +54,20 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 x, y = hidden[rows].to(dtype), labels[rows]
                 target = y.clamp_min(0).unsqueeze(-1)
                 scored = (y >= 0).unsqueeze(-1)
-                log_probabilities = (x @ head.t()).float().log_softmax(-1)
+                logits = (x @ head.t()).float()
+                log_probabilities = logits.log_softmax(-1)
                 picked = log_probabilities.gather(-1, target) * scored
-                total -= picked.sum(dtype=torch.float64)
+                total -= picked.sum(dtype=torch.float64) * (soft.hard_weight if soft else 1)
+                grad = softer = None
+                if soft is not None:
+                    total_soft, softer = _soft_part(logits, soft, rows, scored)
+                    total += total_soft
                 if not needs_grad:
                     continue
                 grad = log_probabilities.exp_()
                 grad.scatter_add_(-1, target, -torch.ones_like(picked))
+                if softer is not None:
+                    grad = grad.mul_(soft.hard_weight).add_(softer)
                 grad = grad.mul_(scored).to(dtype)
                 grad_hidden[rows] = grad @ head
                 grad_weight += grad.t() @ x
@@ -56,11 +79,27 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx, gradient):
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = gradient.float()
-        return grad_hidden * scale, (grad_weight * scale).to(ctx.weight_dtype), None, None
+        return grad_hidden * scale, (grad_weight * scale).to(ctx.weight_dtype), None, None, None
+
+
+def _soft_part(
+    logits: Tensor, soft: SoftTargets, rows: slice, scored: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The weighted sum over a chunk, float64, and its gradient by logits that are all scored."""
+    wanted, temperature = soft.probabilities(rows), soft.temperature
+    own = (logits / temperature).log_softmax(-1)
+    divergence = (torch.xlogy(wanted, wanted) - wanted * own).sum(-1, keepdim=True) * scored
+    total = divergence.sum(dtype=torch.float64) * (soft.weight * temperature**2)
+    return total, (own.exp_() - wanted) * (soft.weight * temperature)
 
 
 def chunked_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk_tokens: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    chunk_tokens: int | None = None,
+    soft: SoftTargets | None = None,
 ) -> Tensor:
     """Sum of the token losses, in nats.
 
@@ -69,12 +108,13 @@ def chunked_cross_entropy(
         weight: the head [vocab_size, hidden_size].
         labels: int64 [tokens], -100 where a token is not scored.
         chunk_tokens: tokens whose logits exist at a time; by default `default_chunk_tokens`.
+        soft: a teacher's distribution, which then makes a part of every token's loss.
 
     Returns a float64 scalar, differentiable in `hidden` and `weight`. Peak memory above the gradients
     is at most 16 bytes per logit of one chunk and one more float32 copy of the head's gradient.
     """
     chunk_tokens = chunk_tokens or default_chunk_tokens(weight.shape[0])
-    return _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk_tokens)
+    return _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk_tokens, soft)
 
 
 def default_chunk_tokens(vocab_size: int) -> int:

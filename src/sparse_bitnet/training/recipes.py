@@ -52,8 +52,14 @@ def paper_tuned() -> TrainConfig:
     return config
 
 
+def distill() -> TrainConfig:
+    """From a pretrained model to a ternary sparse one, with it as the teacher."""
+    return TrainConfig(learning_rate=1e-3, warmup_fraction=0.1, weight_decay=0.01)
+
+
 RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "default": default,
+    "distill": distill,
     "paper": paper,
     "paper-tuned": paper_tuned,
 }

@@ -26,11 +26,18 @@ from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.training import metrics
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import autocast, compiles, peak_memory_bytes, prepare_device
+from sparse_bitnet.training.distill import (
+    DistillationLoss,
+    Teacher,
+    check_finite,
+    check_vocabularies,
+)
 from sparse_bitnet.training.distributed import World
+from sparse_bitnet.training.logit_cache import LogitCache
 from sparse_bitnet.training.loss import SummedLoss
 from sparse_bitnet.training.optimizer import build_optimizer
 from sparse_bitnet.training.run_checkpoint import CheckpointWriter, RunState, model_files, restore
-from sparse_bitnet.training.run_folder import Interrupted, StopSignal
+from sparse_bitnet.training.run_folder import Interrupted, StopSignal, say
 from sparse_bitnet.training.schedule import is_sparse, learning_rate, phase, weight_decay_factor
 from sparse_bitnet.training.sharded_linear import gathered_bytes, selected_shards, sharded_layers
 from sparse_bitnet.training.sharding import gather_once_, place_, reshard_, whole_model
@@ -82,6 +89,9 @@ class Trainer:
         world.each(self._read_and_build)
         self.model_files = model_files(self.model)
         self.loss = SummedLoss(self.model, config.loss_chunk_tokens)
+        self.cache: LogitCache | None = None
+        if config.teacher is not None:
+            world.each(self._meet_teacher)
         reduction = torch.bfloat16 if config.gradient_reduction == "bf16" else None
         place_(self.loss, world, self.device, self.dtype, reduction, self.__dict__.pop("whole"))
         self.layers = sparse_layers(self.model)
@@ -111,6 +121,7 @@ class Trainer:
         if config.activation_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.compiles = compiles(config, self.device, self.model.num_parameters())
+        self.compiles = self.compiles and not config.relations_weight
         if self.compiles:
             # Code is cached by the process for some variants of a function only, and on the disk for all.
             torch._dynamo.reset()
@@ -119,6 +130,41 @@ class Trainer:
                 self.model.set_attn_implementation("eager")
             for block in self.model.get_decoder().layers:
                 block.compile()
+
+    def _meet_teacher(self) -> None:
+        config = self.config
+        assert config.teacher is not None
+        rows = self.model.get_output_embeddings().weight.shape[0]
+        if self.whole is not None:
+            check_finite(self.whole, config.init or config.model)
+        teacher = None
+        if config.logit_cache is None:
+            teacher = Teacher(config.teacher, self.dtype, self.device)
+            check_vocabularies(teacher.vocab_size, rows, config.teacher)
+        else:
+            self.cache = LogitCache(
+                Path(config.logit_cache),
+                config.teacher,
+                self.loader,
+                config.steps,
+                k=min(config.top_logits, rows),
+                vocab=rows,
+            )
+        self.loss = DistillationLoss(self.model, config, teacher)
+
+    def _fill_cache(self) -> None:
+        cache, config = self.cache, self.config
+        assert cache is not None
+        assert config.teacher is not None
+        if not cache.is_complete:
+            say(
+                f"{cache.folder}: {cache.bytes_per_token} bytes a token, {cache.bytes / 1e6:,.1f} MB of "
+                f"the teacher's logits, {cache.parts - len(cache.checksums)} parts to write"
+            )
+            teacher = Teacher(config.teacher, self.dtype, self.device)
+            check_vocabularies(teacher.vocab_size, cache.vocab_size, config.teacher)
+            cache.fill(teacher, config.micro_batch_size or config.batch_size)
+        cache.verify()
 
     def _build_model(self, meta: bool = False) -> "PreTrainedModel":
         config = self.config
@@ -130,6 +176,7 @@ class Trainer:
             init=config.init,
             meta=meta,
             uniform=config.initial_weights == "uniform",
+            sub_norms=config.sub_norms,
         )
         if config.masters == "bf16":
             for parameter in model.parameters():
@@ -168,6 +215,15 @@ class Trainer:
         )
         self.sinks = self._open_sinks(start)
         try:
+            if self.cache is not None:
+                self.world.on_main(self._fill_cache)
+            if config.teacher is not None and start == 0:
+                self._write(untrained := self._validate(0))
+                if self.world.is_main:
+                    say(
+                        f"before the first step: validation perplexity "
+                        f"{untrained['validation_perplexity']:,.3f}"
+                    )
             with self.stop:
                 for step in range(start + 1, config.steps + 1):
                     compiles = self.compiles and step == start + 1
@@ -263,10 +319,12 @@ class Trainer:
         asks to stop.
         """
         config = self.config
-        input_ids, labels = (part.to(self.device) for part in self.loader.batch(step - 1))
+        batch: tuple[Tensor, ...] = self.loader.batch(step - 1)
+        if self.cache is not None:
+            batch += self.cache.batch(self.loader.windows_of(step - 1))
         micro = config.micro_batch_size or config.batch_size
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        parts = list(zip(input_ids.split(micro), labels.split(micro), strict=True))
+        parts = list(zip(*(each.to(self.device).split(micro) for each in batch), strict=True))
         for number, part in enumerate(parts, 1):
             self.world.progress()
             gather_once_(self.loss, last=number == len(parts))

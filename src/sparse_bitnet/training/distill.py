@@ -1,0 +1,219 @@
+"""A loss with a teacher: its distribution over the next token, and how its attention relates tokens.
+
+    ce_weight * cross-entropy
+    + logits_weight * T^2 * KL(teacher || student), both softened by the temperature T (Hinton et al.,
+      2015)
+    + relations_weight * KL of the relations among queries, keys and values of one layer (MiniLMv2,
+      Wang et al., 2021, as BitNet Distillation, Wu et al., 2025, uses them)
+
+The student starts from the teacher's weights. The teacher is no part of the model: nothing of it is
+trained, split, or stored.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparse_bitnet.checkpoint.load import from_pretrained
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.training.config import TrainConfig
+from sparse_bitnet.training.loss import SoftTargets, SummedLoss, chunked_cross_entropy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+RELATED = ("q_proj", "k_proj", "v_proj")
+
+
+class Teacher:
+    """A frozen causal LM on the device of its student."""
+
+    def __init__(self, path: str | Path, dtype: torch.dtype, device: torch.device) -> None:
+        """Raises `UserError` for what does not load, or holds values that are not finite."""
+        self.path = path
+        self.model = from_pretrained(path, dtype=dtype)
+        check_finite(self.model, str(path))
+        self.model.requires_grad_(False).eval().to(device)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of its output head."""
+        return self.model.get_output_embeddings().weight.shape[0]
+
+    @torch.no_grad()
+    def hidden(self, input_ids: Tensor) -> Tensor:
+        """Last hidden states [tokens, hidden_size] of [batch, sequence]."""
+        decoder = self.model.get_decoder()
+        with torch.autocast(input_ids.device.type, enabled=False):
+            found = decoder(input_ids=input_ids, use_cache=False).last_hidden_state
+        return found.flatten(0, 1)
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [tokens, vocab_size] of some of the `hidden` states."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            logits = self.model.get_output_embeddings()(hidden).float()
+        cap = getattr(self.model.config, "final_logit_softcapping", None)
+        return logits if not cap else torch.tanh(logits / cap) * cap
+
+
+class DistillationLoss(SummedLoss):
+    """`SummedLoss` of the student, in training with what the teacher adds; in evaluation without."""
+
+    def __init__(
+        self, model: "PreTrainedModel", config: TrainConfig, teacher: Teacher | None
+    ) -> None:
+        """`teacher`: None where its top logits come with every batch.
+
+        Raises `UserError` for models that the options do not fit.
+        """
+        super().__init__(model, config.loss_chunk_tokens)
+        self.config = config
+        self._student_states: States | None = None
+        self._teacher_states: States | None = None
+        self._teacher = [teacher]  # in a list, it is no submodule: neither split nor trained
+        head = model.get_output_embeddings()
+        if getattr(head, "bias", None) is not None:
+            raise UserError(
+                f"distillation takes no output head with a bias ({type(model).__name__})"
+            )
+        if config.relations_weight:
+            if config.compile == "on" or config.activation_checkpointing:
+                raise UserError(
+                    "relations_weight reads a layer's states: it takes neither compile nor "
+                    "activation_checkpointing"
+                )
+            assert teacher is not None
+            self._student_states = States(model, config.relations_layer)
+            self._teacher_states = States(teacher.model, config.relations_layer)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        top_ids: Tensor | None = None,
+        top_logits: Tensor | None = None,
+    ) -> Tensor:
+        """`top_ids`, `top_logits`: of the teacher, [batch, sequence, k], where it is not there itself."""
+        if not self.model.training:
+            return super().forward(input_ids, labels)
+        mine, theirs = self._student_states, self._teacher_states
+        if mine is None or theirs is None:
+            return self._logits_loss(input_ids, labels, top_ids, top_logits)
+        with mine.kept() as own, theirs.kept() as wanted:
+            loss = self._logits_loss(input_ids, labels, top_ids, top_logits)
+            heads = theirs.heads
+            related = torch.stack(
+                [relation_loss(own[name], wanted[name], heads) for name in RELATED]
+            )
+        scored = (labels >= 0).sum()
+        return loss + self.config.relations_weight * scored * related.sum().double()
+
+    def _logits_loss(
+        self, input_ids: Tensor, labels: Tensor, top_ids: Tensor | None, top_logits: Tensor | None
+    ) -> Tensor:
+        config, head = self.config, self.model.get_output_embeddings()
+        probabilities: Callable[[slice], Tensor]
+        if top_ids is not None and top_logits is not None:
+            ids, values = top_ids.flatten(0, 1), top_logits.flatten(0, 1)
+
+            def probabilities(rows: slice) -> Tensor:
+                share = (values[rows].float() / config.temperature).softmax(-1)
+                empty = share.new_zeros((len(share), head.weight.shape[0]))
+                return empty.scatter_(-1, ids[rows].long(), share)
+        else:
+            (teacher,) = self._teacher
+            assert teacher is not None
+            states = teacher.hidden(input_ids)
+
+            def probabilities(rows: slice) -> Tensor:
+                return (teacher.logits(states[rows]) / config.temperature).softmax(-1)
+
+        hidden = self.model.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
+        soft = SoftTargets(
+            probabilities=probabilities,
+            temperature=config.temperature,
+            weight=config.logits_weight,
+            hard_weight=config.ce_weight,
+        )
+        return chunked_cross_entropy(
+            hidden.flatten(0, 1),
+            head.weight,
+            labels.flatten(),
+            chunk_tokens=self.chunk_tokens,
+            soft=soft,
+        )
+
+
+def relation_loss(student: Tensor, teacher: Tensor, heads: int) -> Tensor:
+    """Mean over heads and tokens of KL(R_teacher || R_student), R = softmax(A A^T / sqrt(d)).
+
+    Args:
+        student, teacher: states A [batch, sequence, width]; widths may differ.
+        heads: into which each A is cut, [batch, heads, sequence, d].
+    """
+
+    def log_relations(states: Tensor) -> Tensor:
+        a = states.float().unflatten(-1, (heads, -1)).transpose(1, 2)
+        return (a @ a.transpose(-1, -2) / a.shape[-1] ** 0.5).log_softmax(-1)
+
+    with torch.autocast(student.device.type, enabled=False):
+        wanted, own = log_relations(teacher.detach()), log_relations(student)
+        return F.kl_div(own, wanted, reduction="none", log_target=True).sum(-1).mean()
+
+
+class States:
+    """Outputs of one layer's query, key and value projections, while they are asked for."""
+
+    def __init__(self, model: "PreTrainedModel", layer: int) -> None:
+        """Raises `UserError` for a layer that is not there, and for attention of another form."""
+        blocks: Any = model.get_decoder().layers
+        if not -len(blocks) <= layer < len(blocks):
+            raise UserError(f"relations_layer={layer}: the model has {len(blocks)} layers")
+        found = {
+            name: module
+            for full, module in blocks[layer].named_modules()
+            for name in RELATED
+            if full.rpartition(".")[2] == name
+        }
+        if missing := [name for name in RELATED if name not in found]:
+            raise UserError(f"relations_weight: {type(model).__name__} has no {missing[0]}")
+        config: Any = model.config
+        self.heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        self._found: dict[str, nn.Module] = found
+
+    @contextmanager
+    def kept(self) -> Iterator[dict[str, Tensor]]:
+        """What the projections of the forwards inside give, by name."""
+        states: dict[str, Tensor] = {}
+
+        def keep(name: str) -> Callable[..., None]:
+            return lambda module, inputs, output: states.update({name: output})
+
+        hooks = [module.register_forward_hook(keep(name)) for name, module in self._found.items()]
+        try:
+            yield states
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def check_finite(model: nn.Module, where: str) -> None:
+    """Raise `UserError` where a parameter is not finite."""
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise UserError(f"{where}: {name} holds values that are not finite")
+
+
+def check_vocabularies(teacher_rows: int, student_rows: int, path: str | Path) -> None:
+    """Raise `UserError` for a teacher of another vocabulary than the student's."""
+    if teacher_rows != student_rows:
+        raise UserError(
+            f"teacher {path} has a vocabulary of {teacher_rows:,} tokens, the student one of "
+            f"{student_rows:,}: logits of the same tokens are compared, so start from the teacher"
+        )

@@ -1,0 +1,190 @@
+"""A teacher's highest logits on disk, so that a student is trained without it in memory.
+
+    manifest.json    whose logits of which tokens, k, and the CRC-32 of every part that is done
+    part-00000.bin   of windows of the training text in the order of the run's first epoch: token ids
+                     [windows, sequence, k], little-endian uint16 (uint32 from 65,536 tokens on), then
+                     logits of that shape, float16
+
+A token takes k * 4 bytes, or k * 6 with a large vocabulary. The logits are stored less their logsumexp,
+as log probabilities. Parts are written one after another: a call that was cut off goes on where it
+stopped, and a longer run of the same order adds to them.
+"""
+
+import hashlib
+import json
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparse_bitnet.checkpoint.model_folder import local_folder, read_json
+from sparse_bitnet.data.loader import TokenLoader, permuted
+from sparse_bitnet.data.shards import token_dtype
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.files import write_atomic
+from sparse_bitnet.training.distill import Teacher
+
+MANIFEST = "manifest.json"
+VERSION = 1
+_PART_BYTES = 64 << 20
+
+
+class LogitCache:
+    """The top logits of the windows that a run trains on."""
+
+    def __init__(
+        self, folder: Path, teacher: str, loader: TokenLoader, steps: int, *, k: int, vocab: int
+    ) -> None:
+        """Of the batches of `steps` steps.
+
+        Raises `UserError` where the folder holds a cache of something else, or other files."""
+        self.folder, self.dataset = folder, loader.dataset
+        self.k, self.vocab_size = k, vocab
+        self.length = length = loader.sequence_length
+        self.ids = np.dtype(token_dtype(vocab)).newbyteorder("<")
+        every = np.arange(loader.windows)
+        self.order = permuted(every, loader.windows, seed=loader.seed, epoch=0)
+        self.position = np.empty_like(self.order)
+        self.position[self.order] = every
+        self.bytes_per_token = k * (self.ids.itemsize + 2)
+        self.per_part = max(1, _PART_BYTES // (length * self.bytes_per_token))
+        self.parts = -(-min(loader.windows, steps * loader.batch_size) // self.per_part)
+        self.windows = min(loader.windows, self.parts * self.per_part)
+        self.identity = {
+            "version": VERSION,
+            "teacher": fingerprint(teacher),
+            "data": self.dataset.identity(),
+            "data_seed": loader.seed,
+            "sequence_length": length,
+            "k": k,
+            "vocab_size": vocab,
+        }
+        self.checksums: list[int] = []
+        if (folder / MANIFEST).is_file():
+            stored = read_json(folder / MANIFEST)
+            self._check(stored)
+            self.checksums = stored["checksums"]
+        elif folder.is_dir() and any(folder.iterdir()):
+            raise UserError(
+                f"{folder} holds no logit cache, and other files: choose another folder"
+            )
+        self._maps: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every part has been written."""
+        return len(self.checksums) >= self.parts
+
+    @property
+    def bytes(self) -> int:
+        """Of all parts together."""
+        return self.windows * self.length * self.bytes_per_token
+
+    def fill(
+        self, teacher: Teacher, batch: int, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Write the parts that are missing.
+
+        Raises `UserError` where the teacher's logits are not finite, or the disk is full.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for part in range(len(self.checksums), self.parts):
+            first = part * self.per_part
+            last = min(self.windows, first + self.per_part)
+            ids: list[np.ndarray] = []
+            values: list[np.ndarray] = []
+            for start in range(first, last, batch):
+                top = self._top(teacher, start, min(last, start + batch))
+                ids.append(top[0])
+                values.append(top[1])
+            content = b"".join(array.tobytes() for array in (*ids, *values))
+            write_atomic(self._path(part), content)
+            self.checksums.append(zlib.crc32(content))
+            text = json.dumps({**self.identity, "checksums": self.checksums}, indent=1)
+            write_atomic(self.folder / MANIFEST, text + "\n")
+            if progress is not None:
+                progress(part + 1, self.parts)
+
+    def verify(self) -> None:
+        """Raise `UserError` for a part that is missing or damaged, and for one that is still to come."""
+        if not self.is_complete:
+            raise UserError(
+                f"{self.folder}: {len(self.checksums)} of {self.parts} parts are written"
+            )
+        for part, checksum in enumerate(self.checksums):
+            path = self._path(part)
+            try:
+                found = zlib.crc32(path.read_bytes())
+            except OSError as error:
+                raise UserError(f"cannot read {path}: {error.strerror}") from error
+            if found != checksum:
+                raise UserError(
+                    f"{path} is damaged (its checksum differs): remove the cache's folder"
+                )
+
+    def batch(self, windows: np.ndarray) -> tuple[Tensor, Tensor]:
+        """(ids int64, logits float32), each [windows, sequence, k]."""
+        found = []
+        for position in self.position[windows].tolist():
+            ids, values = self._map(position // self.per_part)
+            found.append((ids[position % self.per_part], values[position % self.per_part]))
+        ids, values = (np.stack(each) for each in zip(*found, strict=True))
+        return torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(values.astype(np.float32))
+
+    def _top(self, teacher: Teacher, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+        length = self.length
+        starts = (self.order[first:last] * length).tolist()
+        tokens = np.stack([self.dataset[start : start + length] for start in starts])
+        device = next(teacher.model.parameters()).device
+        input_ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
+        logits = teacher.logits(teacher.hidden(input_ids)).log_softmax(-1)
+        if not torch.isfinite(logits).all():
+            raise UserError(
+                f"teacher {teacher.path}: its logits are not finite in window {self.order[first]}"
+            )
+        values, ids = logits.topk(self.k, -1)
+        shape = (last - first, self.length, self.k)
+        return (
+            ids.view(shape).cpu().numpy().astype(self.ids),
+            values.view(shape).cpu().numpy().astype("<f2"),
+        )
+
+    def _path(self, part: int) -> Path:
+        return self.folder / f"part-{part:05d}.bin"
+
+    def _map(self, part: int) -> tuple[np.ndarray, np.ndarray]:
+        if part not in self._maps:
+            count = min(len(self.order) - part * self.per_part, self.per_part)
+            shape = (count, self.length, self.k)
+            raw = np.memmap(self._path(part), np.uint8, "r")
+            split = int(np.prod(shape)) * self.ids.itemsize
+            self._maps[part] = (
+                raw[:split].view(self.ids).reshape(shape),
+                raw[split:].view("<f2").reshape(shape),
+            )
+        return self._maps[part]
+
+    def _check(self, stored: dict[str, Any]) -> None:
+        for name, value in self.identity.items():
+            if stored.get(name) != value:
+                what = {"data": "text", "teacher": "teacher"}.get(name, name.replace("_", " "))
+                raise UserError(
+                    f"{self.folder} is a cache of another {what}; choose another --logit-cache"
+                )
+        sums = stored.get("checksums")
+        if not isinstance(sums, list):
+            raise UserError(f"{self.folder / MANIFEST} is damaged: remove the cache's folder")
+
+
+def fingerprint(teacher: str) -> str:
+    """16 hexadecimal digits of a model folder's config and weights."""
+    folder, content = local_folder(teacher), hashlib.blake2b(digest_size=8)
+    for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+        with open(path, "rb") as file:
+            while block := file.read(1 << 24):
+                content.update(block)
+    return content.hexdigest()

@@ -1,0 +1,240 @@
+"""Distillation: its loss, the cache of a teacher's logits, the command, refusals."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from factories import tiny_model
+from sparse_bitnet.checkpoint.build_model import build_model, with_sub_norms
+from sparse_bitnet.checkpoint.load import from_pretrained
+from sparse_bitnet.cli.distill import main
+from sparse_bitnet.data.loader import TokenLoader
+from sparse_bitnet.data.shards import TokenDataset
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.layer_config import SparseBitConfig
+from sparse_bitnet.training.config import TrainConfig
+from sparse_bitnet.training.distill import DistillationLoss, Teacher, relation_loss
+from sparse_bitnet.training.logit_cache import LogitCache
+from sparse_bitnet.training.metrics import read_rows
+from sparse_bitnet.training.train import train
+
+CPU = torch.device("cpu")
+VOCAB = 304
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("teacher")
+    tiny_model("llama", vocab_size=VOCAB).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def distil(small_run: Any, teacher: Path) -> Any:
+    """`distil(**changes)`: the config of a short distillation."""
+
+    def config(**changes: Any) -> TrainConfig:
+        values = {"teacher": str(teacher), "init": str(teacher), "steps": 2, **changes}
+        return small_run(**values)
+
+    return config
+
+
+def ids_and_labels() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    tokens = torch.randint(0, VOCAB, (3, 17))
+    labels = tokens[:, 1:].clone()
+    labels[0, :5] = -100
+    return tokens[:, :-1], labels
+
+
+def test_the_loss_and_its_gradient_are_those_of_the_formula(distil: Any, teacher: Path) -> None:
+    config = distil(
+        temperature=3.0, ce_weight=0.3, logits_weight=0.7, relations_weight=2.0, loss_chunk_tokens=7
+    )
+    student = tiny_model("llama", seed=5, vocab_size=VOCAB).train()
+    found = Teacher(teacher, torch.float32, CPU)
+    ids, labels = ids_and_labels()
+    loss = DistillationLoss(student, config, found)(ids, labels)
+    loss.backward()
+    gradients = [p.grad.clone() for p in student.parameters()]
+    student.zero_grad()
+
+    states: dict[str, list[torch.Tensor]] = {}
+    for model in (student, found.model):
+        for name in ("q_proj", "k_proj", "v_proj"):
+            module = model.model.layers[-1].self_attn.get_submodule(name)
+            module.register_forward_hook(
+                lambda m, i, output, name=name: states.setdefault(name, []).append(output)
+            )
+    scored = (labels >= 0).flatten()
+    logits = student(ids).logits.flatten(0, 1)[scored]
+    wanted = found.model(ids).logits.flatten(0, 1)[scored]
+    ce = F.cross_entropy(logits, labels.flatten()[scored], reduction="sum")
+    kl = F.kl_div((logits / 3).log_softmax(-1), (wanted / 3).softmax(-1), reduction="sum")
+    related = 0.0
+    for own, theirs in states.values():
+        for head in range(2):
+            a, b = (x.view(3, 16, 2, -1)[:, :, head] for x in (own, theirs.detach()))
+            p, q = ((x @ x.mT / x.shape[-1] ** 0.5).softmax(-1) for x in (b, a))
+            related = related + (p * (p / q).log()).sum(-1).mean() / 2
+    expected = 0.3 * ce + 0.7 * 9 * kl + 2 * scored.sum() * related
+    expected.backward()
+    torch.testing.assert_close(loss, expected.double(), rtol=1e-5, atol=1e-5)
+    for gradient, parameter in zip(gradients, student.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-4)
+    assert relation_loss(states["q_proj"][1], states["q_proj"][1], 2).abs() < 1e-6
+
+    student.eval()
+    plain = DistillationLoss(student, config, found)(ids, labels)
+    torch.testing.assert_close(plain, ce.detach().double(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_run_with_a_teacher(distil: Any, capsys: pytest.CaptureFixture) -> None:
+    config = distil(steps=6, ce_weight=0.0, learning_rate=1e-2, sub_norms=True)
+    train(config)
+    rows = read_rows(Path(config.out) / "metrics.jsonl")
+    assert rows[0]["step"] == 0
+    before = rows[0]["validation_perplexity"]
+    assert f"before the first step: validation perplexity {before:,.3f}" in capsys.readouterr().err
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert losses[-1] < losses[0]
+    student = from_pretrained(Path(config.out) / "final")
+    assert student.config.model_type == "bitnet"
+    assert "model.layers.0.mlp.ffn_sub_norm.weight" in student.state_dict()
+
+
+def test_a_cache_of_all_logits_trains_as_the_teacher_itself(
+    distil: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = 8 * 32 * VOCAB * 4
+    monkeypatch.setattr("sparse_bitnet.training.logit_cache._PART_BYTES", part)
+    cache = tmp_path / "cache"
+    train(direct := distil(out=str(tmp_path / "direct")))
+    train(cached := distil(logit_cache=str(cache), top_logits=VOCAB, out=str(tmp_path / "cached")))
+    losses = [
+        [row["loss"] for row in read_rows(Path(each.out) / "metrics.jsonl") if "loss" in row]
+        for each in (direct, cached)
+    ]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-3)
+    manifest = json.loads((cache / "manifest.json").read_text())
+    assert len(manifest["checksums"]) == 1
+    assert (cache / "part-00000.bin").stat().st_size == part
+
+    damaged = bytearray((cache / "part-00000.bin").read_bytes())
+    damaged[100] ^= 1
+    (cache / "part-00000.bin").write_bytes(damaged)
+    with pytest.raises(UserError, match=r"part-00000.bin is damaged"):
+        train(dataclasses.replace(cached, out=str(tmp_path / "third")))
+
+
+def test_an_unfinished_cache_goes_on(
+    distil: Any, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loader(split: str = "train", seed: int = 0) -> TokenLoader:
+        dataset = TokenDataset.open(distil().data, split)
+        return TokenLoader(dataset, sequence_length=32, batch_size=4, seed=seed)
+
+    def cache(name: str, by: Path = teacher, **text: Any) -> LogitCache:
+        return LogitCache(tmp_path / name, str(by), loader(**text), 100, k=8, vocab=VOCAB)
+
+    monkeypatch.setattr("sparse_bitnet.training.logit_cache._PART_BYTES", 1 << 17)
+    whole, parts = cache("whole"), cache("parts")
+    assert whole.bytes_per_token == 8 * 4
+    model = Teacher(teacher, torch.float32, CPU)
+    whole.fill(model, 16)
+    assert whole.parts > 2
+
+    def stop(done: int, of: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        parts.fill(model, 16, stop)
+    again = cache("parts")
+    with pytest.raises(UserError, match=f"2 of {whole.parts} parts are written"):
+        again.verify()
+    again.fill(model, 16)
+    again.verify()
+    for file in (tmp_path / "whole").iterdir():
+        assert file.read_bytes() == (tmp_path / "parts" / file.name).read_bytes()
+    ids, logits = again.batch(whole.order[[0, whole.per_part]])
+    assert ids.shape == logits.shape == (2, 32, 8)
+    assert (logits[..., :-1] >= logits[..., 1:]).all()
+
+    other = tmp_path / "other teacher"
+    tiny_model("llama", seed=9, vocab_size=VOCAB).save_pretrained(other)
+    with pytest.raises(UserError, match="is a cache of another teacher"):
+        cache("parts", other)
+    with pytest.raises(UserError, match="is a cache of another text"):
+        cache("parts", split="validation")
+    with pytest.raises(UserError, match="is a cache of another data seed"):
+        cache("parts", seed=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"relations_weight": 1.0, "logit_cache": "c"},
+            "relations_weight needs the teacher itself",
+        ),
+        (
+            {"relations_weight": 1.0, "relations_layer": 7},
+            "relations_layer=7: the model has 2 layers",
+        ),
+        ({"relations_weight": 1.0, "compile": "on"}, "takes neither compile nor"),
+        ({"temperature": 0.0}, "temperature=0.0: must be above 0"),
+        ({"teacher": None, "logit_cache": "c"}, "name the --teacher"),
+        ({"teacher": "nothing/here/at-all"}, "no such folder: nothing/here/at-all"),
+        ({"init": None}, "has a vocabulary of 304 tokens, the student one of"),
+    ],
+)
+def test_refusals(distil: Any, changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UserError, match=reason) as raised:
+        train(distil(**changes))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("which", ["teacher", "init"])
+def test_values_that_are_not_finite(distil: Any, teacher: Path, tmp_path: Path, which: str) -> None:
+    spoilt = tmp_path / "spoilt"
+    spoilt.mkdir()
+    weights = load_file(teacher / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
+    save_file(weights, spoilt / "model.safetensors", metadata={"format": "pt"})
+    (spoilt / "config.json").write_bytes((teacher / "config.json").read_bytes())
+    reason = r"spoilt: model.layers.1.mlp.up_proj.weight holds values that are not finite"
+    with pytest.raises(UserError, match=reason):
+        train(distil(**{which: str(spoilt)}))
+
+
+def test_sub_norms_of_other_families() -> None:
+    model = with_sub_norms(tiny_model("qwen2"))
+    assert model.get_parameter("model.layers.0.self_attn.q_proj.bias") is not None
+    assert not model.get_parameter("model.layers.0.self_attn.o_proj.bias").any()
+    with pytest.raises(UserError, match="is no plain llama or qwen2 model"):
+        with_sub_norms(tiny_model("qwen3"))
+    with pytest.raises(UserError, match="name it with --init"):
+        TrainConfig(sub_norms=True)
+    assert build_model("qwen2.5-1m", SparseBitConfig()).config.model_type == "qwen2"
+
+
+def test_the_command(distil: Any, teacher: Path, tmp_path: Path) -> None:
+    options = "--steps 1 --batch-size 2 --sequence-length 16 --threads 1 --validation-tokens 64"
+    out = tmp_path / "run"
+    main([str(teacher), str(out), "--data", distil().data, *options.split()])
+    stored = TrainConfig.from_json((out / "config.json").read_text(), "")
+    assert (stored.teacher, stored.init, stored.learning_rate) == (str(teacher), str(teacher), 1e-3)
+    main([str(teacher), str(out), "--data", distil().data])
+    with pytest.raises(UserError, match="distill: OUT is missing"):
+        main([str(teacher), "--steps", "1"])
+    with pytest.raises(UserError, match="more is one argument too many"):
+        main([str(teacher), str(out), "more"])
