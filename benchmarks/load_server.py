@@ -4,14 +4,17 @@
     python benchmarks/load_server.py PACKED --seconds 10 -- --threads 1
 
 Prompts of mixed lengths, some sharing their beginnings, are first continued one by one by the engine
-alone, without a server. Then clients ask a server that the program starts for the same texts, in random
-order, some leaving halfway; each text, its count of tokens and its finish reason have to be those of the
-serial run. Options after -- are the server's. Exit code 1 if any token was lost or mixed up.
+alone, without a server: as plain texts, as JSON of a schema and, where the model has a chat template, as
+chats and as calls of a function. Then clients ask a server that the program starts for the same texts, in
+random order, some leaving halfway; each text, its count of tokens and its finish reason have to be those
+of the serial run. Options after -- are the server's. Exit code 1 if any token was lost or mixed up. The
+server's resident memory is that after a quarter of the time, and at the end.
 """
 
 import argparse
 import asyncio
 import json
+import os
 import random
 import re
 import signal
@@ -22,6 +25,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -31,9 +35,13 @@ from rich.progress import track
 
 from sparse_bitnet.bench.record import append_records, result_file, where_measured
 from sparse_bitnet.engine.engine_options import EngineOptions
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.generation.chat_template import ChatTemplate
 from sparse_bitnet.generation.generate import GenerateOptions, generate
+from sparse_bitnet.generation.grammar import Grammar
 from sparse_bitnet.generation.open_model import open_model
 from sparse_bitnet.generation.sampling import SamplingOptions
+from sparse_bitnet.serve.tool_calls import Function, ToolCallReader, rules_of, syntax_of
 
 RESULTS = Path(__file__).parent / "results"
 LEAVING = 0.05
@@ -41,13 +49,24 @@ LEAVING = 0.05
 PERCENTILES = (50, 90, 99)
 
 
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "sizes": {"type": "array"}},
+    "required": ["name", "sizes"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": SCHEMA}}
+
+
 @dataclass(frozen=True)
 class Job:
-    """A prompt and what has to come back."""
+    """A request and what has to come back."""
 
+    path: str
+    body: dict[str, Any]
     prompt: list[int]
-    max_tokens: int
     text: str
+    """Of calls, names and arguments."""
     tokens: int
     finish: str
 
@@ -65,6 +84,10 @@ class Tally:
     """Seconds from request to first event with text."""
     between: list[float] = field(default_factory=list)
     """Mean seconds a token after the first, of each stream."""
+    gaps: list[float] = field(default_factory=list)
+    """Seconds from one event with text to the next."""
+    resident: list[int] = field(default_factory=list)
+    """Bytes of the server, twice a second."""
     errors: list[str] = field(default_factory=list)
     """Texts that were wrong, incomplete or refused."""
 
@@ -83,31 +106,76 @@ def make_jobs(checkpoint: str, engine: EngineOptions, options: argparse.Namespac
     sources = sorted(Path(__file__).parents[1].glob("src/**/*.py"))
     tokens = opened.tokenizer.encode("\n".join(path.read_text() for path in sources))
     longest = min(context - options.max_tokens, len(tokens) // 2)
+    try:
+        template = ChatTemplate.load(opened.folder)
+    except UserError:
+        template = None
+    syntax = syntax_of(template.source) if template else None
+    kinds = [
+        "text",
+        "text",
+        "schema",
+        *(["chat"] if template else []),
+        *(["tool"] if syntax else []),
+    ]
+    grammars = opened.grammars(opened.end_tokens)
     jobs: list[Job] = []
-    for size in track(lengths(options.prompts, longest, rng), "serial run", transient=True):
-        start = rng.randrange(len(tokens) - size)
-        prompt = tokens[start : start + size]
-        if jobs and rng.random() < 0.3:
-            # As a chat goes on: what was there, and more.
-            prompt = (rng.choice(jobs).prompt + prompt)[:longest]
+    for number, size in enumerate(
+        track(lengths(options.prompts, longest, rng), "serial run", transient=True)
+    ):
+        kind = kinds[number % len(kinds)]
         wanted = rng.randint(max(options.max_tokens // 4, 1), options.max_tokens)
-        sampling = SamplingOptions(temperature=0)
+        body: dict[str, Any] = {"model": "model", "max_tokens": wanted, "temperature": 0}
+        start = rng.randrange(len(tokens) - size)
+        prompt, grammar, reader = tokens[start : start + size], None, None
+        if kind in ("chat", "tool"):
+            assert template is not None
+            messages = [{"role": "user", "content": opened.tokenizer.decode(prompt[:200])}]
+            body |= {"messages": messages}
+            tools = None
+            if kind == "tool":
+                assert syntax is not None
+                body |= {"tools": [TOOL], "tool_choice": "required"}
+                tools, reader = [TOOL], ToolCallReader(syntax, frozenset({"look_up"}))
+                grammar = rules_of(syntax, [Function("look_up", SCHEMA, False)], "required", None)
+            text = template.render(messages, **({"tools": tools} if tools else {}))
+            prompt = opened.tokenizer.encode(text, add_special_tokens=False)
+        else:
+            plain = [job.prompt for job in jobs if "prompt" in job.body]
+            if plain and rng.random() < 0.3:
+                # As a chat goes on: what was there, and more.
+                prompt = (rng.choice(plain) + prompt)[:longest]
+            body |= {"prompt": prompt}
+            if kind == "schema":
+                body |= {"guided_json": SCHEMA}
+                grammar = Grammar.json_schema(SCHEMA)
         result = generate(
             opened.engine,
             [prompt],
-            GenerateOptions(max_new_tokens=wanted, sampling=sampling),
+            GenerateOptions(max_new_tokens=wanted, sampling=SamplingOptions(temperature=0)),
             tokenizer=opened.tokenizer,
             end_tokens=opened.end_tokens,
+            form=None if grammar is None else grammars.start(grammar),
+            is_start="messages" in body,
         )
-        [text] = result.texts
-        jobs.append(Job(prompt, wanted, text.text, len(text.tokens), text.finish_reason))
+        [found] = result.texts
+        text, finish = found.text, found.finish_reason
+        if reader is not None:
+            pieces = reader.feed(text) + reader.end()
+            text = "".join(
+                piece if isinstance(piece, str) else (piece.name or "") + piece.arguments
+                for piece in pieces
+            )
+            finish = "tool_calls" if finish == "stop" and reader.calls else finish
+        path = "chat/completions" if "messages" in body else "completions"
+        jobs.append(Job(path, body, prompt, text, len(found.tokens), str(finish)))
     opened.engine.close()
     return jobs
 
 
 @asynccontextmanager
-async def started_server(checkpoint: str, arguments: list[str]) -> AsyncIterator[str]:
-    """The server's address; it has to end by itself with code 0."""
+async def started_server(checkpoint: str, arguments: list[str]) -> AsyncIterator[tuple[str, int]]:
+    """The server's address and process; it has to end by itself with code 0."""
     command = [sys.executable, "-m", "sparse_bitnet", "serve", checkpoint, "--port", "0"]
     command += ["--model-name", "model", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -116,7 +184,7 @@ async def started_server(checkpoint: str, arguments: list[str]) -> AsyncIterator
         found = re.search(r"http://\S+", process.stdout.readline())
         if found is None:
             raise SystemExit("the server did not start")
-        yield found[0]
+        yield found[0], process.pid
         process.send_signal(signal.SIGTERM)
         if process.wait(60) != 0:
             raise SystemExit(f"the server ended with code {process.returncode}")
@@ -124,20 +192,23 @@ async def started_server(checkpoint: str, arguments: list[str]) -> AsyncIterator
         process.kill()
 
 
+def text_of(choice: dict[str, Any]) -> str:
+    """Of a chunk of either kind; of calls, names and arguments."""
+    if "text" in choice:
+        return choice["text"]
+    delta = choice["delta"]
+    functions = [call["function"] for call in delta.get("tool_calls", ())]
+    called = "".join(f.get("name", "") + f.get("arguments", "") for f in functions)
+    return (delta.get("content") or "") + called
+
+
 async def stream(http: httpx.AsyncClient, job: Job, leave: bool, tally: Tally) -> None:
     """Ask for one text and compare it."""
-    body = {
-        "model": "model",
-        "prompt": job.prompt,
-        "max_tokens": job.max_tokens,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
+    body = job.body | {"stream": True, "stream_options": {"include_usage": True}}
     began = time.perf_counter()
     first = last = None
     text, finish, usage = "", None, None
-    async with http.stream("POST", "completions", json=body) as answer:
+    async with http.stream("POST", job.path, json=body) as answer:
         if answer.status_code != 200:
             tally.errors.append(f"status {answer.status_code}: {await answer.aread()!r}")
             return
@@ -150,10 +221,13 @@ async def stream(http: httpx.AsyncClient, job: Job, leave: bool, tally: Tally) -
                 return
             usage = event["usage"]
             for choice in event["choices"]:
-                text += choice["text"]
-                finish = choice["finish_reason"]
-                last = time.perf_counter()
-                first = first or last
+                if piece := text_of(choice):
+                    now = time.perf_counter()
+                    first = first or now
+                    if last is not None:
+                        tally.gaps.append(now - last)
+                    text, last = text + piece, now
+                finish = choice["finish_reason"] or finish
             if leave and len(text) > len(job.text) // 2:
                 if not job.text.startswith(text):
                     tally.errors.append(f"wrong text before leaving: {text[:80]!r}")
@@ -179,7 +253,7 @@ async def load(
 ) -> tuple[Tally, float]:
     """Results and the seconds they took, from the first request to the end of the last."""
     tally = Tally()
-    async with started_server(checkpoint, arguments) as address:
+    async with started_server(checkpoint, arguments) as (address, process):
         limits = httpx.Limits(max_connections=options.streams)
         async with httpx.AsyncClient(
             base_url=address, timeout=httpx.Timeout(600), limits=limits
@@ -191,7 +265,15 @@ async def load(
                 while time.perf_counter() - began < options.seconds:
                     await stream(http, rng.choice(jobs), rng.random() < LEAVING, tally)
 
+            async def watch() -> None:
+                while True:
+                    pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
+                    tally.resident.append(pages * os.sysconf("SC_PAGE_SIZE"))
+                    await asyncio.sleep(0.5)
+
+            watching = asyncio.create_task(watch())
             await asyncio.gather(*map(client, range(options.streams)))
+            watching.cancel()
             return tally, time.perf_counter() - began
 
 
@@ -218,6 +300,9 @@ def row_of(
         "cached_tokens": tally.cached_tokens,
         "seconds_to_first_token": percentiles(tally.first),
         "seconds_per_token": percentiles(tally.between),
+        "seconds_between_events": percentiles(tally.gaps),
+        "resident_bytes_after_a_quarter": tally.resident[len(tally.resident) // 4],
+        "resident_bytes_at_the_end": tally.resident[-1],
     }
 
 
@@ -233,7 +318,9 @@ def show(row: dict, console: Console) -> None:
         f"({row['cached_tokens'] / max(row['prompt_tokens'], 1):.0%} cached), "
         f"{row['requests_per_second']:.2f} requests/s"
     )
-    for name in ("seconds_to_first_token", "seconds_per_token"):
+    early, late = row["resident_bytes_after_a_quarter"], row["resident_bytes_at_the_end"]
+    console.print(f"resident memory {early / 1e6:.1f} MB, at the end {late / 1e6:.1f} MB")
+    for name in ("seconds_to_first_token", "seconds_per_token", "seconds_between_events"):
         found = ", ".join(f"{key} {1e3 * value:.1f} ms" for key, value in row[name].items())
         console.print(f"{name.replace('_', ' ').replace('seconds', 'time')}: {found}")
 

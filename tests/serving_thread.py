@@ -79,7 +79,9 @@ def server(
     *,
     template: str | None = TEMPLATE,
     allowed_hosts: tuple = (),
+    cors_origins: tuple = (),
     page: bool = True,
+    log_requests: bool = False,
     **options,
 ) -> Iterator[Running]:
     """`options`: of `ServedModel` and `ThreadedScheduler`."""
@@ -98,7 +100,8 @@ def server(
     metrics = ServerMetrics()
     scheduler = ThreadedScheduler(engine, observer=metrics, **options)
     bound = listen("127.0.0.1", 0)
-    app = create_app(model, scheduler, metrics, AllowedHosts("127.0.0.1", allowed_hosts), page=page)
+    hosts = AllowedHosts("127.0.0.1", allowed_hosts, cors_origins)
+    app = create_app(model, scheduler, metrics, hosts, page=page, log_requests=log_requests)
     process = _ThreadServer(app, scheduler)
     thread = threading.Thread(target=process.run, args=([bound],), daemon=True)
     scheduler.start()

@@ -32,6 +32,13 @@ class ServeConfig:
     """Further names by which clients may call this server (the Host of their requests, and the Origin of
     web pages), such as that of a proxy; * for any. The address listened on is allowed."""
 
+    cors_origin: tuple[str, ...] = ()
+    """Origins of web pages elsewhere that may use this server, such as https://a.example; * for any."""
+
+    log_requests: bool = False
+    """Write a line of JSON for each request on standard error: its id, path, status, time and tokens, and
+    nothing of what it says."""
+
     model_name: str | None = None
     """Name of the model in requests. Default: the checkpoint folder's."""
 
@@ -174,8 +181,10 @@ def run(checkpoint: str, config: ServeConfig, options: EngineOptions) -> None:
             shown = f"[{host}]" if ":" in host else host
             print(f"{name}: http://{shown}:{port}/v1 (Ctrl-C to stop)", flush=True)
 
-        hosts = AllowedHosts(host, config.allowed_host)
-        app = create_app(model, scheduler, metrics, hosts, page=config.page)
+        hosts = AllowedHosts(host, config.allowed_host, config.cors_origin)
+        app = create_app(
+            model, scheduler, metrics, hosts, page=config.page, log_requests=config.log_requests
+        )
         serve(app, scheduler, bound, grace=config.grace, on_ready=announce)
     finally:
         opened.engine.close()

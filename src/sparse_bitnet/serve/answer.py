@@ -54,6 +54,8 @@ class Answering:
         else:
             started = await asyncio.to_thread(start)
         answer = _Answer(*started, self._model, self._scheduler, outputs)
+        # The log's, once the answer has ended.
+        request.scope["generations"] = started[1]
         response = _EventStream(answer) if answer.body.stream else await answer.whole(request)
         if ignored := answer.body.ignored:
             response.headers["X-Ignored-Parameters"] = ", ".join(ignored)

@@ -9,17 +9,19 @@ from typing import Any
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
 from sparse_bitnet.serve.allowed_hosts import AllowedHosts
 from sparse_bitnet.serve.answer import Answering
 from sparse_bitnet.serve.api_error import ApiError, error_body
+from sparse_bitnet.serve.entrance import Entrance
 from sparse_bitnet.serve.generations import ServedModel
 from sparse_bitnet.serve.prometheus import CONTENT_TYPE, ServerMetrics
 from sparse_bitnet.serve.responses import ResponsesBody
 from sparse_bitnet.serve.schema import ChatBody, CompletionBody
+from sparse_bitnet.serve.tokenize import detokenize, tokenize
 
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
@@ -41,10 +43,13 @@ def create_app(
     hosts: AllowedHosts,
     *,
     page: bool = True,
+    log_requests: bool = False,
 ) -> FastAPI:
     """The application. The scheduler must have been started, with `metrics` as its observer.
 
-    `page`: a chat for browsers at /.
+    Args:
+        page: a chat for browsers at /.
+        log_requests: a line of JSON for each, on standard error, without what it says.
     """
     app = FastAPI(title="sparse-bitnet", openapi_url=None)
     answering = Answering(model, scheduler)
@@ -113,6 +118,15 @@ def create_app(
         raw = await _read_body(request, model.max_body_bytes)
         return await answering.answer(ResponsesBody, raw, request)
 
+    for path, compute in (("/tokenize", tokenize), ("/detokenize", detokenize)):
+
+        async def convert(request: Request, compute: Any = compute) -> Response:
+            raw = await _read_body(request, model.max_body_bytes)
+            found = await asyncio.to_thread(compute, raw, model, scheduler.capacity)
+            return JSONResponse(found)
+
+        router.post(path)(convert)
+
     if page:
         content = (Path(__file__).parent / "page.html").read_bytes()
 
@@ -123,7 +137,18 @@ def create_app(
 
     app.include_router(router)
     paths = {route.path for route in [*app.routes, *router.routes] if hasattr(route, "path")}
-    app.add_middleware(_Entrance, metrics=metrics, paths=frozenset(paths), hosts=hosts)
+    if hosts.origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=sorted(hosts.origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+            expose_headers=["X-Request-Id", "X-Ignored-Parameters", "Retry-After"],
+        )
+    # Added last, it comes first.
+    app.add_middleware(
+        Entrance, metrics=metrics, paths=frozenset(paths), hosts=hosts, log=log_requests
+    )
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
@@ -143,31 +168,6 @@ def create_app(
         return JSONResponse(error_body(500, "internal error; the server's log has more"), 500)
 
     return app
-
-
-class _Entrance:
-    """Refuses what is not meant for this server, and counts responses by path and status. Plain ASGI:
-    streams pass through untouched."""
-
-    def __init__(
-        self, app: ASGIApp, metrics: ServerMetrics, paths: frozenset[str], hosts: AllowedHosts
-    ) -> None:
-        self._app, self._metrics, self._paths, self._hosts = app, metrics, paths, hosts
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def counted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                # Labels must not grow with what clients make up.
-                path = scope["path"] if scope["path"] in self._paths else "other"
-                self._metrics.responded(path, message["status"])
-            await send(message)
-
-        try:
-            self._hosts.check(scope)
-        except ApiError as error:
-            await JSONResponse(error.body, error.status, error.headers)(scope, receive, counted)
-        else:
-            await self._app(scope, receive, counted)
 
 
 async def _read_body(request: Request, most: int) -> bytes:

@@ -113,7 +113,8 @@ def _check_counts(body: Body, model: ServedModel, scheduler: ThreadedScheduler) 
         )
 
 
-def _encode(text: str, model: ServedModel, most: int, *, add_special_tokens: bool) -> list[int]:
+def encode(text: str, model: ServedModel, most: int, *, add_special_tokens: bool) -> list[int]:
+    """Tokens of a text. Raises `ApiError` for more than `most`."""
     tokens = model.tokenizer.encode_within(text, most, add_special_tokens=add_special_tokens)
     if tokens is None:
         raise _too_long(most)
@@ -136,7 +137,7 @@ def _outside(token: int, model: ServedModel, param: str) -> ApiError:
 def _prompt_tokens(prompt: str | list[int], model: ServedModel, most: int) -> list[int]:
     if isinstance(prompt, str):
         # An empty text starts as one does in training: after the token that ends another.
-        tokens = _encode(prompt, model, most, add_special_tokens=True)
+        tokens = encode(prompt, model, most, add_special_tokens=True)
         tokens = tokens or sorted(model.end_tokens)[:1]
     else:
         tokens = prompt
@@ -149,7 +150,8 @@ def _prompt_tokens(prompt: str | list[int], model: ServedModel, most: int) -> li
     return tokens
 
 
-def _chat_tokens(body: ChatBody, model: ServedModel, most: int) -> list[int]:
+def chat_text(body: ChatBody, model: ServedModel) -> str:
+    """A chat as its template writes it. Raises `ApiError` where there is none, or it refuses."""
     if model.template is None:
         raise ApiError(
             400,
@@ -170,10 +172,13 @@ def _chat_tokens(body: ChatBody, model: ServedModel, most: int) -> list[int]:
         variables = effort | (body.chat_template_kwargs or {})
         if tools := body.plain_tools():
             variables["tools"] = tools
-        text = model.template.render([message.plain() for message in body.messages], **variables)
+        return model.template.render([message.plain() for message in body.messages], **variables)
     except (UserError, TypeError) as error:
         raise ApiError(400, str(error), param="messages") from error
-    tokens = _encode(text, model, most, add_special_tokens=False)
+
+
+def _chat_tokens(body: ChatBody, model: ServedModel, most: int) -> list[int]:
+    tokens = encode(chat_text(body, model), model, most, add_special_tokens=False)
     if not tokens:
         raise ApiError(400, "the chat is empty: it has no tokens", param="messages")
     return tokens

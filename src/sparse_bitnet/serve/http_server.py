@@ -24,6 +24,8 @@ _LAST_EVENTS_SECONDS = 5
 _SWITCH_SECONDS = 2e-4
 _HEADER_SECONDS = 10.0
 """From a connection's start, or its last answer, to the end of the next request's headers."""
+_STALL_SECONDS = 60.0
+"""A client that reads nothing for so long while there is more for it is given up."""
 _BACKLOG = 2048
 _ACCEPTED_AT_ONCE = 16
 """asyncio accepts so many connections before the first of them can be counted."""
@@ -57,6 +59,7 @@ class _Connection(H11Protocol):
     most = 1
     _waiting_since: float = 0.0
     _deadline: asyncio.TimerHandle | None = None
+    _stall: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -68,8 +71,18 @@ class _Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        if self._deadline is not None:
-            self._deadline.cancel()
+        for timer in (self._deadline, self._stall):
+            if timer is not None:
+                timer.cancel()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stall = self.loop.call_later(_STALL_SECONDS, self._drop)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stall is not None:
+            self._stall.cancel()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

@@ -1,0 +1,99 @@
+"""What operators ask for: ids, logs, pages elsewhere, tokens of a text, clients that read nothing."""
+
+import json
+import socket
+import threading
+
+from test_tools import QWEN
+
+from scripted_engine import ScriptedEngine
+from serving_thread import END, byte_tokenizer, server
+from sparse_bitnet.serve import http_server
+
+TOKENIZER = byte_tokenizer()
+ORIGIN = "https://chat.example"
+
+
+def engine(**options):
+    return ScriptedEngine(vocab_size=300, **options)
+
+
+def test_requests_have_ids():
+    with server(engine()) as running, running.http() as http:
+        ids = [http.get("/health").headers["X-Request-Id"] for _ in "ab"]
+        assert len({*ids}) == 2
+        for given, taken in (("a-1:b", True), ("x y", False), ("", False), ("é", False)):
+            headers = {"X-Request-Id": given.encode()}
+            found = http.get("/v1/nothing", headers=headers).headers["X-Request-Id"]
+            assert (found == given) is taken
+
+
+def test_log_has_no_prompts(capfd):
+    with server(engine(), log_requests=True) as running, running.http() as http:
+        body = {"model": "scripted", "prompt": "secret words", "max_tokens": 5, "temperature": 0}
+        http.post("/v1/completions", json=body, headers={"X-Request-Id": "mine"})
+        http.post("/v1/completions", json=body | {"stream": True})
+        http.get("/secret")
+        assert running.is_idle()
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    assert len(lines) == 3
+    assert lines[0]["request_id"] == "mine"
+    assert [(line["path"], line["status"]) for line in lines] == [
+        ("/v1/completions", 200),
+        ("/v1/completions", 200),
+        ("other", 404),
+    ]
+    for line in lines[:2]:
+        assert (line["prompt_tokens"], line["generated_tokens"]) == (12, 5)
+    assert "secret" not in json.dumps(lines)
+
+
+def test_pages_elsewhere_are_let_in_by_name():
+    preflight = {"Origin": ORIGIN, "Access-Control-Request-Method": "POST"}
+    preflight["Access-Control-Request-Headers"] = "authorization,content-type"
+    with server(engine(), cors_origins=(ORIGIN,)) as running, running.http() as http:
+        answer = http.options("/v1/completions", headers=preflight)
+        assert answer.status_code == 200
+        assert answer.headers["Access-Control-Allow-Origin"] == ORIGIN
+        answer = http.get("/v1/models", headers={"Origin": ORIGIN})
+        assert answer.headers["Access-Control-Allow-Origin"] == ORIGIN
+        assert http.get("/v1/models", headers={"Origin": "https://x.example"}).status_code == 403
+    with server(engine()) as running, running.http() as http:
+        assert http.options("/v1/completions", headers=preflight).status_code == 403
+
+
+def test_tokens_of_texts_and_chats():
+    with server(engine(), template=QWEN) as running, running.http() as http:
+        tokens = TOKENIZER.encode("é!")
+        for body in ({"prompt": "é!"}, {"content": "é!", "add_special": False}):
+            found = http.post("/tokenize", json=body).json()
+            assert found == {"tokens": tokens, "count": 3, "max_model_len": 1024}
+        messages = [{"role": "user", "content": "hi"}]
+        chat = http.post("/tokenize", json={"model": "scripted", "messages": messages}).json()
+        assert chat["tokens"] == TOKENIZER.encode("<user>hi[]<assistant>")
+        text = http.post("/detokenize", json={"tokens": [*tokens, END]}).json()
+        assert text == {"prompt": "é!<|end|>", "content": "é!<|end|>"}
+        for path, body in (
+            ("/tokenize", {}),
+            ("/tokenize", {"prompt": "a", "content": "b"}),
+            ("/tokenize", {"messages": [{"role": "x"}]}),
+            ("/tokenize", {"prompt": "x" * 2000}),
+            ("/detokenize", {"tokens": [300]}),
+            ("/detokenize", {"tokens": ["a"]}),
+        ):
+            assert http.post(path, json=body).status_code == 400, body
+        assert http.post("/tokenize", json={"model": "other", "prompt": "a"}).status_code == 404
+
+
+def test_a_client_that_reads_nothing_is_given_up(monkeypatch):
+    dropped, drop = threading.Event(), http_server._Connection._drop
+    monkeypatch.setattr(http_server._Connection, "_drop", lambda c: (drop(c), dropped.set()))
+    monkeypatch.setattr(http_server, "_STALL_SECONDS", 0.1)
+    with server(engine()) as running:
+        host, port = running.url.removeprefix("http://").split(":")
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect((host, int(port)))
+            # Pages of 15 KB each: more than the buffers between hold.
+            connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2000)
+            assert dropped.wait(30)
