@@ -8,6 +8,7 @@ from filelock import FileLock
 
 from sparse_bitnet import __version__
 from sparse_bitnet.checkpoint.checkpoint import StoredModel
+from sparse_bitnet.checkpoint.locate import resolve_checkpoint
 from sparse_bitnet.checkpoint.model_folder import CONFIG_FILE
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
 from sparse_bitnet.engine.architecture import read_architecture
@@ -24,19 +25,23 @@ def packed_once(checkpoint: str | Path, options: EngineOptions) -> str | Path:
 
     Raises `UserError` for what cannot be found or read.
     """
-    found = find_checkpoint(checkpoint)
+    name = resolve_checkpoint(checkpoint)
+    if name.endswith(".gguf") and (_target(Path(name)) / CONFIG_FILE).is_file():
+        # Without reading its vocabulary again.
+        return _target(Path(name))
+    found = find_checkpoint(name)
     if found.kind == "packed":
         return found.folder
     if found.kind != "foreign" or not (found.folder.is_file() or _suits_cpu(found, options)):
         return checkpoint
-    target = cache_folder() / "models" / f"{found.folder.stem}-{_identity(found.folder)}"
+    target = _target(found.folder)
     target.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{target}.lock"):
         if not (target / CONFIG_FILE).is_file():
             from sparse_bitnet.export.importer import import_checkpoint
 
             print(f"packing {checkpoint} into {target}, once", file=sys.stderr)
-            import_checkpoint(checkpoint, target, packed="auto")
+            import_checkpoint(name, target, packed="auto")
     return target
 
 
@@ -54,10 +59,11 @@ def _suits_cpu(found: StoredModel, options: EngineOptions) -> bool:
     return True
 
 
-def _identity(path: Path) -> str:
-    """Changes whenever the files do."""
+def _target(path: Path) -> Path:
+    """The folder in the cache, another one whenever the files change."""
     files = (
         [path] if path.is_file() else sorted({*path.glob("*.json"), *path.glob("*.safetensors")})
     )
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return hashlib.sha256(repr((__version__, str(path.resolve()), stats)).encode()).hexdigest()[:12]
+    said = repr((__version__, str(path.resolve()), stats)).encode()
+    return cache_folder() / "models" / f"{path.stem}-{hashlib.sha256(said).hexdigest()[:12]}"
