@@ -197,14 +197,17 @@ def test_the_table_and_the_records(tmp_path: Path, tiny_folder: Path) -> None:
     assert {"commit", "hardware", "versions", "date", "tokens_per_second"} <= lines[0].keys()
 
 
-def test_a_model_that_is_neither_preset_nor_packed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", [None, '{"model_type": "qwen2"}'])
+def test_a_model_that_is_neither_preset_nor_packed(tmp_path: Path, config: str | None) -> None:
+    if config:
+        (tmp_path / "config.json").write_text(config)
     done = subprocess.run(
         [sys.executable, "-m", "sparse_bitnet", "bench", "--model", str(tmp_path)],
         capture_output=True,
         text=True,
     )
     assert done.returncode == 2
-    assert "sparse-bitnet pack" in done.stderr
+    assert ("sparse-bitnet pack" if config else "nor a model folder") in done.stderr
     assert done.stderr.count("\n") == 1
 
 

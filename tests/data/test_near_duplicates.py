@@ -49,6 +49,12 @@ def test_near_duplicates_are_on_one_side(tmp_path: Path) -> None:
     assert all(together[text] == alone[text] for text in OTHERS if text)
 
 
+def test_a_text_of_near_duplicates_alone_keeps_its_held_out_part(tmp_path: Path) -> None:
+    texts = [text_of(0, 300) + f" {number}" for number in range(30)]
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
+    assert sides(path) == sides(path, near_duplicates=False)
+
+
 def test_goes_on_where_it_was(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [text for pair in PAIRS for text in pair])
     source = parse_source(str(path), validation_fraction=0.3)

@@ -8,6 +8,8 @@ from torch import nn
 
 from sparse_bitnet.bench.gpu_options import GpuBenchOptions
 from sparse_bitnet.checkpoint.build_model import preset_config
+from sparse_bitnet.checkpoint.load import load_with, skeleton
+from sparse_bitnet.checkpoint.model_folder import read_config
 from sparse_bitnet.engine.gpu.linear import RoutePolicy
 from sparse_bitnet.engine.gpu.prepare import MERGED, fuse_, int8_head_, prepare_, put_merged_
 from sparse_bitnet.errors import UserError
@@ -24,12 +26,12 @@ def bench_device(options: GpuBenchOptions) -> torch.device:
 
 def bench_config(options: GpuBenchOptions) -> Any:
     """The transformers config of the preset or folder, with fewer layers if asked for."""
-    if Path(options.model).is_dir():
-        from transformers import AutoConfig
-
-        config: Any = AutoConfig.from_pretrained(options.model)
-    else:
-        config = preset_config(options.model)
+    folder = Path(options.model)
+    config: Any = (
+        skeleton(read_config(folder), folder).config
+        if folder.is_dir()
+        else preset_config(options.model)
+    )
     if options.layers is not None:
         config.num_hidden_layers = options.layers
         config.layer_types = config.layer_types[: options.layers]
@@ -44,7 +46,7 @@ def random_model(
 
     torch.manual_seed(0)
     with device:
-        return AutoModelForCausalLM.from_config(bench_config(options), dtype=dtype)
+        return load_with(AutoModelForCausalLM.from_config, bench_config(options), dtype=dtype)
 
 
 def inference_model(options: GpuBenchOptions, device: torch.device) -> Any:
