@@ -111,33 +111,6 @@ TARGET static void finish_int8(const Activations& x, const Product& product, std
   }
 }
 
-TARGET static float scale_at(const Matrix& matrix, std::int64_t index) {
-  if (matrix.scale_type == ScaleType::float32) return static_cast<const float*>(matrix.group_scales)[index];
-  const std::uint32_t half = static_cast<const std::uint16_t*>(matrix.group_scales)[index];
-  const bool is_float16 = matrix.scale_type == ScaleType::float16;
-  const std::uint32_t bits = is_float16 ? (half & 0x7fff) << 13 : half << 16;
-  float value;
-  __builtin_memcpy(&value, &bits, 4);
-  // Where float16's exponent and mantissa lie in float32 the exponent is 112 too small.
-  return is_float16 ? (half >> 15 ? -0x1p112f : 0x1p112f) * value : value;
-}
-
-// Scales of groups [first, first + groups) of rows [row, row + rows), as floats [groups, row_step]; where the
-// matrix ends those of its last rows. `row` and `rows` are multiples of group_rows.
-TARGET static void widen_scales(const Matrix& matrix, std::int64_t row, std::int64_t rows, std::int64_t first,
-                                std::int64_t groups, float* out, std::int64_t row_step) {
-  const std::int64_t in_row = matrix.columns / matrix.group, last = (matrix.rows - 1) / group_rows;
-  for (std::int64_t i = 0; i < rows; i += group_rows) {
-    const std::int64_t eight = (row + i) / group_rows < last ? (row + i) / group_rows : last;
-    const std::int64_t from = (eight * in_row + first) * group_rows;
-    for (std::int64_t g = 0; g < groups; ++g) {
-      for (int k = 0; k < group_rows; ++k) {
-        out[g * row_step + i + k] = scale_at(matrix, from + g * group_rows + k);
-      }
-    }
-  }
-}
-
 // float sums [tokens, row_step] of rows that are scaled by groups -> y.
 TARGET static void finish_groups(const Activations& x, const Product& product, std::int64_t begin,
                                std::int64_t end, const float* sums, std::int64_t row_step) {

@@ -72,6 +72,19 @@ static std::int32_t dot(const std::int8_t* a, const std::int8_t* b, std::int64_t
   return sum;
 }
 
+static float scale_at(const Matrix& matrix, std::int64_t row, std::int64_t group) {
+  const std::int64_t in_row = matrix.columns / matrix.group;
+  const std::int64_t index = (row / group_rows * in_row + group) * group_rows + row % group_rows;
+  if (matrix.scale_type == ScaleType::float32) return static_cast<const float*>(matrix.group_scales)[index];
+  const std::uint32_t half = static_cast<const std::uint16_t*>(matrix.group_scales)[index];
+  const bool is_float16 = matrix.scale_type == ScaleType::float16;
+  const std::uint32_t bits = is_float16 ? (half & 0x7fff) << 13 : half << 16;
+  float value;
+  __builtin_memcpy(&value, &bits, 4);
+  // Where float16's exponent and mantissa lie in float32 the exponent is 112 too small.
+  return is_float16 ? (half >> 15 ? -0x1p112f : 0x1p112f) * value : value;
+}
+
 // Groups of `group` columns with `scales`, those of x besides where it has some, onto `sum`.
 static float group_dots(const std::int8_t* weights, const float* scales, const std::int8_t* codes,
                         const std::int8_t* fine, const float* x_scales, std::int64_t count,
@@ -107,13 +120,11 @@ static void multiply(const Activations& x, const std::int32_t*, const Product& p
       const std::int64_t count = matrix.columns - c < block ? matrix.columns - c : block;
       unpack(matrix, matrix.data + r * matrix.row_stride, c, count, weights);
       const float* scales = nullptr;
-      float eight[max_groups_a_block * group_rows], row_scales[max_groups_a_block];
+      float row_scales[max_groups_a_block];
       if (int4) {
         scales = matrix.scales + r * groups + c / group;
       } else if (group) {
-        widen_scales(matrix, r / group_rows * group_rows, group_rows, c / group, count / group, eight,
-                     group_rows);
-        for (std::int64_t g = 0; g < count / group; ++g) row_scales[g] = eight[g * group_rows + r % group_rows];
+        for (std::int64_t g = 0; g < count / group; ++g) row_scales[g] = scale_at(matrix, r, c / group + g);
         scales = row_scales;
       }
       for (std::int64_t t = 0; t < x.tokens; ++t) {

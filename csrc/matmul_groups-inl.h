@@ -51,12 +51,26 @@ INLINE void unpack_codes(const Matrix& matrix, const std::uint8_t* row, std::int
   }
 }
 
+// The scales of a group of eight rows; where the matrix ends those of its last rows.
+INLINE RowFloats eight_scales(const Matrix& matrix, std::int64_t row, std::int64_t group) {
+  const std::int64_t last = (matrix.rows - 1) / group_rows, eight = row / group_rows;
+  const std::int64_t at = ((eight < last ? eight : last) * (matrix.columns / matrix.group) + group) * group_rows;
+  if (matrix.scale_type == ScaleType::float32) return load<RowFloats>(static_cast<const float*>(matrix.group_scales) + at);
+  using Bits = Vector<std::uint32_t, 4 * group_rows>;
+  const auto halves = load<Vector<std::uint16_t, 2 * group_rows>>(static_cast<const std::uint16_t*>(matrix.group_scales) + at);
+  const Bits bits = __builtin_convertvector(halves, Bits);
+  if (matrix.scale_type == ScaleType::bfloat16) return bit_cast<RowFloats>(bits << 16);
+  // Where float16's exponent and mantissa lie in float32 the exponent is 112 too small.
+  const RowFloats magnitude = bit_cast<RowFloats>((bits & 0x7fff) << 13) * 0x1p112f;
+  return bit_cast<RowFloats>(bit_cast<Bits>(magnitude) | (bits & 0x8000) << 16);
+}
+
 // The sums of eight rows of codes, `row_bytes` apart, over so many columns: of the two halves of a vector of
 // 64 bytes where columns are fewer.
-INLINE void eight_dots(const std::uint8_t* codes, std::int64_t row_bytes, const std::int8_t* x, std::int64_t columns,
-                       RowSums* out) {
+template <int COLUMNS>
+INLINE void eight_dots(const std::uint8_t* codes, std::int64_t row_bytes, const std::int8_t* x, RowSums* out) {
   Small small[group_rows] = {};
-  for (std::int64_t c = 0; c < columns; c += VECTOR_BYTES) {
+  UNROLL for (int c = 0; c < COLUMNS; c += VECTOR_BYTES) {
     const Bytes xs = load_bytes(x + c);
     UNROLL for (int i = 0; i < group_rows; ++i) {
       small[i] = dot_codes(small[i], load_bytes(codes + i * row_bytes + c), xs);
@@ -65,7 +79,28 @@ INLINE void eight_dots(const std::uint8_t* codes, std::int64_t row_bytes, const 
   Sums by_row[group_rows];
   UNROLL for (int i = 0; i < group_rows; ++i) by_row[i] = widen(Sums{}, small[i]);
   reduce_groups(by_row, out);
-  if (VECTOR_BYTES > 32 && columns >= VECTOR_BYTES) out[0] += out[1];
+  if (VECTOR_BYTES > 32 && COLUMNS >= VECTOR_BYTES) out[0] += out[1];
+}
+
+// The groups of a column block onto the sums of eight rows from `row` on, of one token.
+template <int GROUP>
+TARGET static RowFloats eight_sums(const Matrix& matrix, std::int64_t row, const std::uint8_t* codes,
+                                   std::int64_t row_bytes, const std::int8_t* x, const GroupSums& of,
+                                   std::int64_t token, std::int64_t first, std::int64_t groups, RowFloats total) {
+  constexpr int step = GROUP < VECTOR_BYTES ? VECTOR_BYTES / GROUP : 1;  // groups of a vector
+  for (std::int64_t g = 0; g < groups; g += step) {
+    RowSums dots[2];
+    eight_dots<GROUP>(codes + g * GROUP, row_bytes, x + g * GROUP, dots);
+    UNROLL for (int i = 0; i < step; ++i) {
+      const std::int64_t index = first + g + i;
+      if (g + i == groups) break;
+      RowFloats value = __builtin_convertvector(dots[i] - of.excess(token, 0, index), RowFloats);
+      value *= eight_scales(matrix, row, index);
+      if (of.x_scales) value *= of.x_scales[token * of.in_row + index];
+      total += value;
+    }
+  }
+  return total;
 }
 
 // sums[t * max_rows_a_call + r] of eight rows from `begin` on; of fewer, the last one is taken repeatedly. A
@@ -73,6 +108,10 @@ INLINE void eight_dots(const std::uint8_t* codes, std::int64_t row_bytes, const 
 TARGET static void dot_group_rows(const Matrix& matrix, std::int64_t begin, std::int64_t end, const Activations& x,
                                   const GroupSums& of, MatmulScratch& scratch, float* sums) {
   constexpr std::int64_t row_bytes = largest_column_block + 4 * block_bytes;
+  const auto add = of.group == 32    ? eight_sums<32>
+                   : of.group == 64  ? eight_sums<64>
+                   : of.group == 128 ? eight_sums<128>
+                                     : eight_sums<256>;
   const std::int64_t block = column_block(matrix.format, of.group);
   const std::uint8_t* first = matrix.data + begin * matrix.row_stride;
   for (std::int64_t c = 0; c < matrix.columns; c += block) {
@@ -84,25 +123,10 @@ TARGET static void dot_group_rows(const Matrix& matrix, std::int64_t begin, std:
       const std::int64_t r = begin + i < end ? begin + i : end - 1;
       unpack_codes(matrix, matrix.data + r * matrix.row_stride, c, count, scratch.tile + i * row_bytes);
     }
-    const std::int64_t first_group = c / of.group, groups = count / of.group;
-    widen_scales(matrix, begin, group_rows, first_group, groups, scratch.scales, group_rows);
-    const std::int64_t step = of.group < VECTOR_BYTES ? VECTOR_BYTES / of.group : 1;  // groups of a vector
     for (std::int64_t t = 0; t < x.tokens; ++t) {
-      RowFloats total = {};
-      if (c > 0) total = load<RowFloats>(sums + t * max_rows_a_call);
-      for (std::int64_t g = 0; g < groups; g += step) {
-        RowSums dots[2];
-        const std::int64_t at = g * of.group;
-        eight_dots(scratch.tile + at, row_bytes, x.codes + t * x.stride + c + at, of.group, dots);
-        for (std::int64_t i = 0; i < step && g + i < groups; ++i) {
-          const std::int64_t index = first_group + g + i;
-          RowFloats value = __builtin_convertvector(dots[i] - of.excess(t, 0, index), RowFloats);
-          value *= load<RowFloats>(scratch.scales + (g + i) * group_rows);
-          if (of.x_scales) value *= of.x_scales[t * of.in_row + index];
-          total += value;
-        }
-      }
-      store(sums + t * max_rows_a_call, total);
+      float* to = sums + t * max_rows_a_call;
+      store(to, add(matrix, begin, scratch.tile, row_bytes, x.codes + t * x.stride + c, of, t, c / of.group,
+                    count / of.group, c > 0 ? load<RowFloats>(to) : RowFloats{}));
     }
   }
 }
@@ -111,7 +135,11 @@ TARGET static void dot_group_rows(const Matrix& matrix, std::int64_t begin, std:
 INLINE void scales_of_tile(const Matrix& matrix, std::int64_t begin, std::int64_t end, std::int64_t first,
                            std::int64_t groups, float* out) {
   if (matrix.group) {
-    widen_scales(matrix, begin, tile_rows, first, groups, out, tile_rows);
+    for (std::int64_t g = 0; g < groups; ++g) {
+      for (int i = 0; i < tile_rows; i += group_rows) {
+        store(out + g * tile_rows + i, eight_scales(matrix, begin + i, first + g));
+      }
+    }
     return;
   }
   const std::int64_t in_row = packed::divide_up(matrix.columns, int4_group);
