@@ -60,7 +60,8 @@ class ModelBuilder {
  public:
   ModelBuilder(std::int64_t hidden, std::int64_t intermediate, std::int64_t heads,
                std::int64_t kv_heads, std::int64_t head_dim, std::int64_t vocab, float norm_epsilon,
-               Activation activation, Address inverse_frequencies, float rope_scaling) {
+               Activation activation, Address inverse_frequencies, float rope_scaling,
+               std::int64_t activation_group) {
     const std::int64_t most_columns = packed::max_in_features;
     require(hidden >= 1 && hidden <= most_columns, "hidden is outside 1..2^23");
     require(intermediate >= 1 && intermediate <= most_columns, "intermediate is outside 1..2^23");
@@ -79,6 +80,7 @@ class ModelBuilder {
     model_.vocab = vocab;
     model_.norm_epsilon = norm_epsilon;
     model_.activation = activation;
+    model_.activation_group = activation_group;
     model_.inverse_frequencies = floats(inverse_frequencies, "inverse_frequencies", true);
     model_.rope_scaling = rope_scaling;
     model_.embedding = model_.head = {};
@@ -112,6 +114,12 @@ class ModelBuilder {
     block.gate = shaped(gate, intermediate, hidden, name + "gate");
     block.up = shaped(up, intermediate, hidden, name + "up");
     block.down = shaped(down, hidden, intermediate, name + "down");
+    for (const Matrix* matrix : {&q, &k, &v, &o, &gate, &up, &down}) {
+      require(model_.activation_group == 0 || matrix->group == model_.activation_group,
+              name + "has matrices whose groups are not those of the activations");
+    }
+    require(q.group == k.group && k.group == v.group && gate.group == up.group,
+            name + "has matrices of one input with different groups");
     block.input_norm = floats(input_norm, name + "input_norm", true);
     block.post_attention_norm = floats(post_attention_norm, name + "post_attention_norm", true);
     block.q_bias = floats(q_bias, name + "q_bias", false);
@@ -249,9 +257,10 @@ void bind_decoder(nb::module_& module) {
   nb::class_<ModelBuilder>(module, "ModelBuilder",
                            "The weights of a model by address, see csrc/bindings_decoder.cpp.")
       .def(nb::init<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t,
-                    std::int64_t, float, Activation, Address, float>(),
+                    std::int64_t, float, Activation, Address, float, std::int64_t>(),
            "hidden"_a, "intermediate"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "vocab"_a,
-           "norm_epsilon"_a, "activation"_a, "inverse_frequencies"_a, "rope_scaling"_a = 1.0f)
+           "norm_epsilon"_a, "activation"_a, "inverse_frequencies"_a, "rope_scaling"_a = 1.0f,
+           "activation_group"_a = 0)
       .def("set_embedding", &ModelBuilder::set_embedding, "table"_a)
       .def("set_head", &ModelBuilder::set_head, "table"_a)
       .def("set_final_norm", &ModelBuilder::set_final_norm, "address"_a)

@@ -57,9 +57,9 @@ void Decoder::State::reserve(std::int64_t tokens) {
   wide.resize(tokens * std::max(2 * (q_width + kv_width), 2 * model.intermediate));
   row.resize(pool.threads());
   for (AlignedVector<float>& one : row) one.resize(model.hidden);
-  hidden_codes.reserve(tokens, model.hidden, false);
-  attended_codes.reserve(tokens, q_width, false);
-  gated_codes.reserve(tokens, model.intermediate, false);
+  hidden_codes.reserve(tokens, model.hidden, false, model.activation_group);
+  attended_codes.reserve(tokens, q_width, false, model.activation_group);
+  gated_codes.reserve(tokens, model.intermediate, false, model.activation_group);
   capacity = tokens;
 }
 

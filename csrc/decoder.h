@@ -33,6 +33,7 @@ struct Model {
   std::int64_t hidden, intermediate, heads, kv_heads, head_dim, vocab;
   float norm_epsilon;
   Activation activation;
+  std::int64_t activation_group;     // of all matrices of the blocks, see Activations; 0: none
   const float* inverse_frequencies;  // [head_dim / 2], rotate-half RoPE
   float rope_scaling;                // multiplies cos and sin, 1 by default
   Table embedding, head;             // the same table where they are tied

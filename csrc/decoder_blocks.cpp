@@ -116,7 +116,7 @@ void Decoder::State::write_logits(float* logits) {
   const std::int64_t tokens = std::int64_t(wanted.size()), n = model.hidden;
   const Table& table = model.head;
   const bool codes = is_quantised(table);
-  if (codes) head_codes.reserve(tokens, n, true);
+  if (codes) head_codes.reserve(tokens, n, true, 0);
   each_token(tokens, n, [&](std::int64_t token, int) {
     float* x = &residual[token * n];
     kernels.vector.add_and_norm(x, &delta[token * n], model.final_norm, model.norm_epsilon, n, x);

@@ -19,18 +19,20 @@ namespace sparse_bitnet {
 // Quantised activations with their memory.
 class ActivationBuffer {
  public:
-  void reserve(std::int64_t tokens, std::int64_t columns, bool fine) {
+  void reserve(std::int64_t tokens, std::int64_t columns, bool fine, std::int64_t group) {
     if (tokens <= tokens_) return;
     const std::int64_t stride = activation_stride(columns);
     const std::size_t bytes = std::size_t(tokens * stride + activation_slack);
     codes_.assign(bytes, 0);
     if (fine) fine_.assign(bytes, 0);
-    scales_.assign(tokens, 0);
-    sums_.assign(tokens, 0);
+    view_.columns = columns;
+    view_.group = group;
+    scales_.assign(tokens * view_.scales_a_token(), 0);
+    sums_.assign(tokens * view_.scales_a_token(), 0);
     fine_sums_.assign(tokens, 0);
     tokens_ = tokens;
     view_ = {tokens, columns, stride, codes_.data(), fine ? fine_.data() : nullptr, scales_.data(),
-             sums_.data(), fine ? fine_sums_.data() : nullptr};
+             sums_.data(), fine ? fine_sums_.data() : nullptr, nullptr, nullptr, group};
   }
 
   // Tokens [first, first + count).
@@ -39,8 +41,8 @@ class ActivationBuffer {
     part.tokens = count;
     part.codes += first * part.stride;
     if (part.fine) part.fine += first * part.stride;
-    part.scales += first;
-    part.sums += first;
+    part.scales += first * part.scales_a_token();
+    part.sums += first * part.scales_a_token();
     if (part.fine_sums) part.fine_sums += first;
     return part;
   }

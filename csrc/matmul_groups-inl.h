@@ -65,68 +65,124 @@ INLINE RowFloats eight_scales(const Matrix& matrix, std::int64_t row, std::int64
   return bit_cast<RowFloats>(bit_cast<Bits>(magnitude) | (bits & 0x8000) << 16);
 }
 
-// The sums of eight rows of codes, `row_bytes` apart, over so many columns: of the two halves of a vector of
-// 64 bytes where columns are fewer.
-template <int COLUMNS>
-INLINE void eight_dots(const std::uint8_t* codes, std::int64_t row_bytes, const std::int8_t* x, RowSums* out) {
+// The sums of eight rows over a group, or over the groups of a vector, the first of which is `index`, onto their
+// totals; then zero.
+template <int GROUP>
+INLINE void add_groups(const Matrix& matrix, std::int64_t row, const GroupSums& of, std::int64_t token,
+                       std::int64_t index, Small (&small)[group_rows], RowFloats& total) {
+  Sums by_row[group_rows];
+  UNROLL for (int i = 0; i < group_rows; ++i) {
+    by_row[i] = widen(Sums{}, small[i]);
+    small[i] = Small{};
+  }
+  constexpr int halves = VECTOR_BYTES > 32 ? 2 : 1;
+  RowSums dots[halves];
+  reduce_groups(by_row, dots);
+  if (halves == 2 && GROUP > 32) dots[0] += dots[halves - 1];
+  UNROLL for (int i = 0; i < (GROUP > 32 ? 1 : halves); ++i) {
+    if (index + i == of.in_row) break;
+    RowFloats value = __builtin_convertvector(dots[i] - of.excess(token, 0, index + i), RowFloats);
+    value *= eight_scales(matrix, row, index + i);
+    if (of.x_scales) value *= of.x_scales[token * of.in_row + index + i];
+    total += value;
+  }
+}
+
+constexpr bool ends_group(std::int64_t group, std::int64_t columns) {
+  return columns % (group < VECTOR_BYTES ? VECTOR_BYTES : group) == 0;
+}
+
+// Columns [from, matrix.columns) of unpacked codes; the totals of what is before come in.
+template <int GROUP>
+TARGET static RowFloats unpacked_sums(const Matrix& matrix, std::int64_t row, const std::uint8_t* codes,
+                                      std::int64_t row_bytes, const std::int8_t* x, const GroupSums& of,
+                                      std::int64_t token, std::int64_t from, std::int64_t count, RowFloats total) {
   Small small[group_rows] = {};
-  UNROLL for (int c = 0; c < COLUMNS; c += VECTOR_BYTES) {
-    const Bytes xs = load_bytes(x + c);
+  for (std::int64_t c = 0; c < count; c += VECTOR_BYTES) {
+    const Bytes xs = load_bytes(x + from + c);
     UNROLL for (int i = 0; i < group_rows; ++i) {
       small[i] = dot_codes(small[i], load_bytes(codes + i * row_bytes + c), xs);
     }
+    if (!ends_group(GROUP, c + VECTOR_BYTES)) continue;
+    add_groups<GROUP>(matrix, row, of, token, (from + c) / GROUP, small, total);
   }
-  Sums by_row[group_rows];
-  UNROLL for (int i = 0; i < group_rows; ++i) by_row[i] = widen(Sums{}, small[i]);
-  reduce_groups(by_row, out);
-  if (VECTOR_BYTES > 32 && COLUMNS >= VECTOR_BYTES) out[0] += out[1];
+  return total;
 }
 
-// The groups of a column block onto the sums of eight rows from `row` on, of one token.
-template <int GROUP>
-TARGET static RowFloats eight_sums(const Matrix& matrix, std::int64_t row, const std::uint8_t* codes,
-                                   std::int64_t row_bytes, const std::int8_t* x, const GroupSums& of,
-                                   std::int64_t token, std::int64_t first, std::int64_t groups, RowFloats total) {
-  constexpr int step = GROUP < VECTOR_BYTES ? VECTOR_BYTES / GROUP : 1;  // groups of a vector
-  for (std::int64_t g = 0; g < groups; g += step) {
-    RowSums dots[2];
-    eight_dots<GROUP>(codes + g * GROUP, row_bytes, x + g * GROUP, dots);
-    UNROLL for (int i = 0; i < step; ++i) {
-      const std::int64_t index = first + g + i;
-      if (g + i == groups) break;
-      RowFloats value = __builtin_convertvector(dots[i] - of.excess(token, 0, index), RowFloats);
-      value *= eight_scales(matrix, row, index);
-      if (of.x_scales) value *= of.x_scales[token * of.in_row + index];
-      total += value;
+// The first `blocks` blocks of eight rows, decoded in registers.
+template <class Planes, int GROUP>
+TARGET static RowFloats block_sums(const Matrix& matrix, std::int64_t row, const std::uint8_t* const* rows,
+                                   const std::int8_t* x, const GroupSums& of, std::int64_t token,
+                                   std::int64_t blocks) {
+  constexpr int block_weights = Planes::count * block_bytes;
+  Small small[group_rows] = {};
+  RowFloats total = {};
+  for (std::int64_t b = 0; b < blocks; ++b) {
+    Bytes block[group_rows];
+    UNROLL for (int i = 0; i < group_rows; ++i) prefetch(rows[0] + (b * group_rows + i) * block_bytes);
+    UNROLL for (int p = 0; p < Planes::count; ++p) {
+      UNROLL for (int v = 0; v < block_vectors; ++v) {
+        const int column = p * block_bytes + v * VECTOR_BYTES;
+        const Bytes xs = load_bytes(x + b * block_weights + column);
+        UNROLL for (int i = 0; i < group_rows; ++i) {
+          if (p == 0 || block_vectors > 1) block[i] = load_bytes(rows[i] + b * block_bytes + v * VECTOR_BYTES);
+          small[i] = dot_codes(small[i], Planes::next(block[i], p), xs);
+        }
+        // Blocks of i2 are whole groups: known when this is compiled.
+        const std::int64_t before = block_weights % GROUP == 0 ? 0 : b * block_weights;
+        if (!ends_group(GROUP, before + column + VECTOR_BYTES)) continue;
+        add_groups<GROUP>(matrix, row, of, token, (b * block_weights + column) / GROUP, small, total);
+      }
     }
   }
   return total;
 }
 
-// sums[t * max_rows_a_call + r] of eight rows from `begin` on; of fewer, the last one is taken repeatedly. A
-// column block of theirs is unpacked for all tokens.
+// sums[t * max_rows_a_call + r] of eight rows from `begin` on; of fewer, the last one is taken repeatedly. What
+// is not decoded in registers is unpacked, a column block for all tokens.
+template <int GROUP>
 TARGET static void dot_group_rows(const Matrix& matrix, std::int64_t begin, std::int64_t end, const Activations& x,
                                   const GroupSums& of, MatmulScratch& scratch, float* sums) {
   constexpr std::int64_t row_bytes = largest_column_block + 4 * block_bytes;
-  const auto add = of.group == 32    ? eight_sums<32>
-                   : of.group == 64  ? eight_sums<64>
-                   : of.group == 128 ? eight_sums<128>
-                                     : eight_sums<256>;
-  const std::int64_t block = column_block(matrix.format, of.group);
-  const std::uint8_t* first = matrix.data + begin * matrix.row_stride;
-  for (std::int64_t c = 0; c < matrix.columns; c += block) {
+  const std::uint8_t* rows[group_rows];
+  for (std::int64_t i = 0; i < group_rows; ++i) {
+    rows[i] = matrix.data + (begin + i < end ? begin + i : end - 1) * matrix.row_stride;
+  }
+  std::int64_t done = 0;
+  if (matrix.format == WeightFormat::i2) {
+    const std::int64_t blocks = matrix.columns / packed::i2_block_weights;
+    done = blocks * packed::i2_block_weights;
+    for (std::int64_t t = 0; t < x.tokens; ++t) {
+      const std::int8_t* codes = x.codes + t * x.stride;
+      store(sums + t * max_rows_a_call, block_sums<I2Planes, GROUP>(matrix, begin, rows, codes, of, t, blocks));
+    }
+  } else if constexpr (block_vectors == 1) {
+    // Fractions stay in registers; whole groups of blocks.
+    if (matrix.format == WeightFormat::b3) {
+      constexpr std::int64_t together = GROUP > 64 ? GROUP / 64 : 1;
+      const std::int64_t blocks = matrix.columns / packed::b3_block_weights / together * together;
+      done = blocks * packed::b3_block_weights;
+      for (std::int64_t t = 0; t < x.tokens; ++t) {
+        const std::int8_t* codes = x.codes + t * x.stride;
+        store(sums + t * max_rows_a_call, block_sums<B3Planes, GROUP>(matrix, begin, rows, codes, of, t, blocks));
+      }
+    }
+  }
+  const std::int64_t block = column_block(matrix.format, GROUP);
+  for (std::int64_t c = done; c < matrix.columns; c += block) {
     const std::int64_t count = matrix.columns - c < block ? matrix.columns - c : block;
     const std::int64_t bytes_from = Matrix::bytes_per_row(matrix.format, matrix.pattern, c) / 64 * 64;
     const std::int64_t bytes = Matrix::bytes_per_row(matrix.format, matrix.pattern, count);
     for (std::int64_t i = 0; i < group_rows; ++i) {
-      for (std::int64_t line = 0; line < bytes; line += 64) prefetch(first + (bytes_from + line) * group_rows + i * 64);
-      const std::int64_t r = begin + i < end ? begin + i : end - 1;
-      unpack_codes(matrix, matrix.data + r * matrix.row_stride, c, count, scratch.tile + i * row_bytes);
+      for (std::int64_t line = 0; line < bytes; line += 64) {
+        prefetch(rows[0] + (bytes_from + line) * group_rows + i * 64);
+      }
+      unpack_codes(matrix, rows[i], c, count, scratch.tile + i * row_bytes);
     }
     for (std::int64_t t = 0; t < x.tokens; ++t) {
       float* to = sums + t * max_rows_a_call;
-      store(to, add(matrix, begin, scratch.tile, row_bytes, x.codes + t * x.stride + c, of, t, c / of.group,
-                    count / of.group, c > 0 ? load<RowFloats>(to) : RowFloats{}));
+      store(to, unpacked_sums<GROUP>(matrix, begin, scratch.tile, row_bytes, x.codes + t * x.stride, of, t, c, count,
+                                     c > 0 ? load<RowFloats>(to) : RowFloats{}));
     }
   }
 }

@@ -79,13 +79,30 @@ INLINE Activations some_tokens(Activations x, Product& product, std::int64_t beg
   return x;
 }
 
+// The integer sums of a group of tokens [t, t + m) and rows [r, r + n) onto the float sums.
+TARGET static void unit_sums_to_floats(const GroupSums& of, std::int64_t index, const float* scales,
+                                       const std::int32_t* dots, float* sums, std::int64_t t, std::int64_t m,
+                                       std::int64_t r, std::int64_t n) {
+  for (std::int64_t token = t; token < t + m; ++token) {
+    const Sums excess = splat(of.excess(token, 0, index));
+    const Floats x_scale = splat(of.x_scales ? of.x_scales[token * of.in_row + index] : 1.0f);
+    for (std::int64_t row = r; row < r + n; row += row_lanes) {
+      const std::int64_t at = token * max_rows_a_call + row;
+      Floats value = __builtin_convertvector(load<Sums>(dots + at) - excess, Floats);
+      value = value * load<Floats>(scales + row) * x_scale;
+      store(sums + at, (index == 0 ? Floats{} : load<Floats>(sums + at)) + value);
+    }
+  }
+}
+
 // The product of a piece on a matrix unit, for activations that are arranged in tiles (matmul.h). All rows
 // of the piece are unpacked before the tokens come, in sixteens: zeros fill the last ones. Sums become
 // floats while they are in the first cache, and y is asked for before: it is in none.
 template <class Unit>
-TARGET static void unit_piece(const Activations& x, const Product& product, std::int64_t begin,
-                              std::int64_t end, MatmulScratch& scratch) {
+TARGET static void unit_piece(const Activations& x, const std::int32_t* group_sums, const Product& product,
+                              std::int64_t begin, std::int64_t end, MatmulScratch& scratch) {
   const Matrix& matrix = *product.matrix;
+  float* sums = reinterpret_cast<float*>(scratch.dots + max_tokens_a_call * max_rows_a_call);
   const bool is_int8 = matrix.format == WeightFormat::int8, fine = x.fine && is_int8;
   const std::int64_t block = column_block(matrix.format, matrix.group), rows = end - begin;
   const std::int64_t step = max_rows_a_call * (fine ? 2 : 1);
@@ -96,6 +113,21 @@ TARGET static void unit_piece(const Activations& x, const Product& product, std:
     for (std::int64_t r = begin; r < end; r += tile_rows) {
       unpack_tile(matrix, r, r + tile_rows < end ? r + tile_rows : end, c, count,
                   to_next_tile(matrix, begin, end, r, c), scratch.tile + (r - begin) * block);
+    }
+    if (matrix.group) {
+      const GroupSums of(matrix, x, group_sums);
+      for (std::int64_t g = 0; g < count; g += of.group) {
+        const std::int64_t index = (c + g) / of.group;
+        for (std::int64_t r = 0; r < rows; r += group_rows) {
+          store(scratch.scales + r, eight_scales(matrix, begin + r, index));
+        }
+        unit_block(unit, x.tiles + (c + g) * unit_tile, x.tokens, x.stride, scratch.tile + g * tile_rows, rows, block,
+                   of.group / 64, true, scratch.dots, max_rows_a_call, [](auto...) {},
+                   [&](std::int64_t t, std::int64_t m, std::int64_t r, std::int64_t n) TARGET {
+                     unit_sums_to_floats(of, index, scratch.scales, scratch.dots, sums, t, m, r, n);
+                   });
+      }
+      continue;
     }
     const std::int64_t steps = packed::divide_up(count, 64), at = c * unit_tile;
     const bool is_last = c + block >= matrix.columns;
@@ -126,6 +158,7 @@ TARGET static void unit_piece(const Activations& x, const Product& product, std:
                scratch.dots, step, ask, finish);
   }
   unit.end();
+  if (matrix.group) finish_groups(x, product, begin, end, sums, max_rows_a_call);
 }
 
 // The float sums of a piece that is scaled by groups: sums [tokens, max_rows_a_call].
@@ -160,8 +193,9 @@ TARGET static void multiply_on(const Activations& x, const std::int32_t* group_s
   const Matrix& matrix = *product.matrix;
   const WeightFormat format = matrix.format;
   if constexpr (Unit::is_there) {
-    if (x.tiles && format != WeightFormat::int4 && !matrix.group) {
-      unit_piece<Unit>(x, product, begin, end, scratch);
+    // A step of the unit is 64 columns: groups of 32 go without it.
+    if (x.tiles && format != WeightFormat::int4 && matrix.group % 64 == 0) {
+      unit_piece<Unit>(x, group_sums, product, begin, end, scratch);
       return;
     }
   }
@@ -188,9 +222,11 @@ TARGET static void multiply_on(const Activations& x, const std::int32_t* group_s
     offset = is_int8 ? 128 : 1;
   } else if (matrix.group) {
     const GroupSums of(matrix, x, group_sums);
-    for (std::int64_t r = begin; r < end; r += group_rows) {
-      dot_group_rows(matrix, r, end, x, of, scratch, sums + (r - begin));
-    }
+    const auto dot = of.group == 32    ? dot_group_rows<32>
+                     : of.group == 64  ? dot_group_rows<64>
+                     : of.group == 128 ? dot_group_rows<128>
+                                       : dot_group_rows<256>;
+    for (std::int64_t r = begin; r < end; r += group_rows) dot(matrix, r, end, x, of, scratch, sums + (r - begin));
   } else if (format == WeightFormat::i2) {
     row_dots<WeightFormat::i2>(matrix, begin, end, x, false, dots);
   } else if (format == WeightFormat::b3) {

@@ -76,6 +76,8 @@ class DecoderInMemory:
         weight_format: str = "i2",
         head: str = "float32",
         embedding: str = "float32",
+        group: int = 0,
+        activation_group: int = 0,
     ) -> None:
         self.kept: list[Any] = []
         self.dequantised: dict[str, np.ndarray] = {}
@@ -83,6 +85,7 @@ class DecoderInMemory:
         self.vocab = config.vocab_size
         self.layers = sparse_layers(model)
         self.weight_format = weight_format
+        self.group = group
         head_dim = getattr(config, "head_dim", None)
         head_dim = head_dim or config.hidden_size // config.num_attention_heads
         builder = _cpu.ModelBuilder(
@@ -95,6 +98,7 @@ class DecoderInMemory:
             norm_epsilon=config.rms_norm_eps,
             activation=_cpu.Activation(int(config.hidden_act == "relu2")),
             inverse_frequencies=self.floats(inner.rotary_emb.inv_freq),
+            activation_group=activation_group,
         )
         builder.set_head(self.table(model.get_output_embeddings().weight, head))
         builder.set_embedding(self.table(inner.embed_tokens.weight, embedding))
@@ -162,6 +166,9 @@ class DecoderInMemory:
         rows, columns = codes.shape
         given = {"format": WEIGHT_FORMATS[format], "n": n, "m": m, "rows": rows, "columns": columns}
         given |= {"row_stride": stride, "address": address, "scale": float(scale)}
+        if self.group:  # the same scale for every group
+            scales = np.full((-(-rows // 8), columns // self.group, 8), float(scale), np.float32)
+            given |= {"scales": self.address(scales), "group": self.group}
         return _cpu.Matrix(**given | changes)
 
     def table(self, weight: Tensor, type: str, **changes: Any) -> _cpu.Table:

@@ -253,3 +253,19 @@ def test_model_builder_refuses_what_does_not_fit() -> None:
     for change in ({"n": 0}, {"row_stride": 63}, {"row_stride": 0}, {"address": 0}, {"address": 8}):
         with pytest.raises(ValueError, match=r"pattern|row_stride|address"):
             decoder.matrix(layer, **change)
+
+
+@pytest.mark.parametrize("isa", isas())
+def test_group_scales_and_activations_quantised_by_groups(isa):
+    model = random_model(hidden_size=64, intermediate_size=96)
+    ids = ids_of(20)
+    reference = reference_logits(model, ids)
+    by_group = DecoderInMemory(model, isa=isa, group=32)
+    assert np.median(errors(by_group.logits(ids), reference)) < TYPICAL
+    finer = DecoderInMemory(model, isa=isa, group=32, activation_group=32)
+    assert errors(finer.logits(ids), reference).max() < 0.05
+    sequence = finer.decoder.open()
+    one_by_one = [finer.forward([(sequence, [token])])[0] for token in ids]
+    assert np.array_equal(np.concatenate(one_by_one), finer.logits(ids))
+    with pytest.raises(ValueError, match="block 0 has matrices whose groups"):
+        DecoderInMemory(model, isa=isa, activation_group=32)

@@ -54,17 +54,18 @@ struct Tokens {
   std::vector<std::int32_t> sums, fine_sums;
   Activations activations;
 
-  Tokens(const Kernels& kernels, const std::vector<float>& x, std::int64_t tokens, bool with_fine) {
+  Tokens(const Kernels& kernels, const std::vector<float>& x, std::int64_t tokens, bool with_fine,
+         std::int64_t group = 0) {
     const std::int64_t columns = std::int64_t(x.size()) / tokens;
     const std::int64_t stride = activation_stride(columns);
     codes.assign(tokens * stride + activation_slack, poison);
     fine = codes;
-    scales.assign(tokens, -1);
-    sums.assign(tokens, -1);
+    scales.assign(group ? tokens * columns / group : tokens, -1);
+    sums.assign(scales.size(), -1);
     fine_sums.assign(tokens, -1);
     activations = {tokens, columns, stride, reinterpret_cast<std::int8_t*>(codes.data()),
                    with_fine ? reinterpret_cast<std::int8_t*>(fine.data()) : nullptr,
-                   scales.data(), sums.data(), with_fine ? fine_sums.data() : nullptr};
+                   scales.data(), sums.data(), with_fine ? fine_sums.data() : nullptr, nullptr, nullptr, group};
     quantize(kernels, x.data(), activations);
   }
 
@@ -78,6 +79,7 @@ struct Tokens {
 struct Weights {
   Memory memory;
   std::vector<float> scales;
+  std::vector<std::uint16_t> group_scales;
   Matrix matrix;
 
   // `value` is the digit of all weights, or the byte of int8 and int4; -1: random ones.
@@ -110,7 +112,16 @@ struct Weights {
           }
       }
     }
-    matrix = {format, pattern, rows, columns, stride, memory.data(), 0.0371f, scales.data()};
+    const bool has_scales = format >= WeightFormat::int8 || rows % 2;
+    matrix = {format, pattern, rows, columns, stride, memory.data(), 0.0371f, has_scales ? scales.data() : nullptr};
+  }
+
+  void set_groups(Random& random, std::int64_t group, ScaleType type) {
+    matrix.group = group;
+    matrix.scale_type = type;
+    group_scales.resize(packed::divide_up(matrix.rows, 8) * 8 * matrix.columns / group * 2);
+    for (std::uint16_t& half : group_scales) half = std::uint16_t(random.below(0x3fff) | random.below(2) << 15);
+    matrix.group_scales = group_scales.data();
   }
 };
 
@@ -138,8 +149,9 @@ constexpr std::pair<WeightFormat, packed::Pattern> layouts[] = {
 };
 
 void compare(const Rows& kernels, ThreadPool& pool, const Weights& weights,
-             const std::vector<float>& x, std::int64_t tokens, bool fine, const float* bias) {
-  const Tokens theirs(kernels.generic, x, tokens, fine), ours(kernels.neon, x, tokens, fine);
+             const std::vector<float>& x, std::int64_t tokens, bool fine, const float* bias,
+             std::int64_t group = 0) {
+  const Tokens theirs(kernels.generic, x, tokens, fine, group), ours(kernels.neon, x, tokens, fine, group);
   expect(theirs == ours, "quantised activations: %d columns", int(weights.matrix.columns));
   const auto a = product(kernels.generic, pool, weights, theirs, bias);
   const auto b = product(kernels.neon, pool, weights, ours, bias);
@@ -171,6 +183,23 @@ void test_products(const Rows& kernels, Random& random) {
       for (float sign : {1.0f, -1.0f}) {
         compare(kernels, one, weights, std::vector<float>(8960, sign), 1, true, nullptr);
         compare(kernels, one, weights, std::vector<float>(34 * 8960, sign), 34, true, nullptr);
+      }
+    }
+  }
+}
+
+void test_groups(const Rows& kernels, Random& random) {
+  ThreadPool pool(1);
+  for (const auto& [format, pattern] : layouts) {
+    for (std::int64_t group : {32, 64, 128, 256}) {
+      if (format == WeightFormat::int8 || format == WeightFormat::int4) continue;
+      for (std::int64_t columns : {std::int64_t(1280), 7 * group}) {
+        Weights weights(random, format, pattern, 19, columns, -1);
+        weights.set_groups(random, group, ScaleType(columns / group % 3));
+        for (int tokens : {1, 3, 19}) {
+          const std::vector<float> x = random.floats(tokens * columns);
+          compare(kernels, pool, weights, x, tokens, false, nullptr, tokens == 3 ? group : 0);
+        }
       }
     }
   }
@@ -302,6 +331,7 @@ void test_attention(Random& random, CacheType type, double tolerance, int head_d
 int main() {
   Random random;
   const Rows kernels{choose_kernels("generic"), choose_kernels("neon")};
+  test_groups(kernels, random);
   test_quantize(kernels, random);
   test_products(kernels, random);
   test_products({choose_kernels("generic"), choose_kernels("emulated_unit")}, random);
