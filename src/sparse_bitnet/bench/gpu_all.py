@@ -22,7 +22,7 @@ from sparse_bitnet.files import write_atomic
 
 PAGE = "index.html"
 PATTERNS = ("6:8", "2:4")
-REHEARSAL = ("--model", "qwen2.5-0.3m", "--layers", "1", "--device", "cpu", "--rounds", "1")
+REHEARSAL = ("--model", "qwen2.5-1m", "--layers", "1", "--device", "cpu", "--rounds", "1")
 SMALL = {
     "prefill": "--tokens 32",
     "decode": "--batch 1 --context 16",
