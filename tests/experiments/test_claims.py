@@ -10,11 +10,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_bitnet.experiments.cells import paper_results
-from sparse_bitnet.experiments.claims import claims, collapse_density, density
+from sparse_bitnet.experiments.claims import (
+    claims,
+    collapse_density,
+    density,
+)
+from sparse_bitnet.experiments.flips import flips_by_tenth
+from sparse_bitnet.experiments.judge import (
+    EXCLUDED,
+    HOLDS,
+    OPEN,
+    OPPOSITE,
+    Claim,
+    Estimate,
+    Residual,
+    judged,
+    pooled_residual,
+)
 from sparse_bitnet.experiments.paper_runs import ABLATIONS, EXPERIMENTS, plan
 from sparse_bitnet.experiments.results import ResultRow, Results, make_setting
 from sparse_bitnet.experiments.scales import find_scale
-from sparse_bitnet.experiments.spread import FAILS, HOLDS, OPEN, Spread
 from sparse_bitnet.experiments.tables import (
     ablation_table,
     best_rate_table,
@@ -57,7 +72,9 @@ def flip_rate(config: TrainConfig, share: float) -> tuple[float, float]:
     base = 0.02 * 0.02**share
     if "mask_gradient=masked" in config.format:
         return base / 4, base / 50
-    return base, base / (2 if "mask_source=ternary" in config.format else 20)
+    if "mask_source=ternary" in config.format:
+        return 2 * base, base / 2
+    return base, base / 20
 
 
 def near_zero(config: TrainConfig, seed: int) -> list[float]:
@@ -118,18 +135,26 @@ def result_set(folder_path, perplexity=paper_perplexity, seeds=3, left_out=()) -
 
 
 def verdicts(results: Results) -> dict[tuple[str, str], str]:
-    return {(claim.text, claim.model): claim.verdict for claim in claims(results)}
+    return {(claim.text, claim.model): claim.verdict for claim in judged(claims(results))}
 
 
 def test_the_papers_own_numbers_uphold_every_claim(tmp_path):
-    found = claims(result_set(tmp_path))
+    found = judged(claims(result_set(tmp_path)))
     assert {claim.verdict for claim in found} == {HOLDS}
-    assert len(found) == 3 + 1 + 2 + 3 + 3 + 3 + 6
+    assert len(found) == 3 + 1 + 2 + 3 + 4 + 3 + 6
     by_text = {claim.text: claim for claim in found if claim.model == SCALE.main}
     sweep = by_text["2:4 sparsity costs the ternary model less than the full-precision one"]
-    assert statistics.fmean(sweep.values) == pytest.approx(18.8 - 5.7, abs=0.05)
+    assert sweep.estimate.mean == pytest.approx(
+        100 * math.log(26.03 / 21.91 * 25.99 / 27.48), abs=0.05
+    )
     masks = by_text["Master-weight masks with dense gradients beat “mask from quantized weight”"]
-    assert statistics.fmean(masks.values) == pytest.approx(100 * (32.23 / 26.31 - 1), abs=0.01)
+    assert masks.estimate.mean == pytest.approx(100 * math.log(32.23 / 26.31), abs=0.01)
+    assert all(
+        claim.estimate.mean == pytest.approx(claim.expected)
+        for claim in found
+        if claim.expected is not None
+    )
+    assert sum(claim.expected is not None for claim in found) == 3 + 1 + 1 + 1 + 3
 
 
 def test_the_opposite_of_the_paper_refutes_its_comparisons(tmp_path):
@@ -145,11 +170,12 @@ def test_the_opposite_of_the_paper_refutes_its_comparisons(tmp_path):
     found = verdicts(result_set(tmp_path, swapped))
     compared = [text for text, _ in found if "cost" in text or "beat" in text or "later" in text]
     assert len(compared) == 3 + 2 + 3 + 3
-    assert {found[key] for key in found if key[0] in compared} == {FAILS}
+    assert {found[key] for key in found if key[0] in compared} == {OPPOSITE}
 
 
 def test_two_seeds_decide_nothing(tmp_path):
-    assert set(verdicts(result_set(tmp_path, seeds=2)).values()) == {OPEN}
+    found = set(verdicts(result_set(tmp_path, seeds=2)).values())
+    assert found == {f"{OPEN}, 1 more seed"}
 
 
 def test_claims_without_runs_are_left_out(tmp_path):
@@ -219,31 +245,84 @@ def test_the_search_marks_the_rate_in_use_and_each_formats_best(tmp_path):
     assert [row[:2] for row in best] == [("full", lowest), ("ternary", lowest)]
 
 
+def claim_of(values: tuple[float, ...], expected: float | None = None, **estimate) -> Claim:
+    return Claim(
+        text="",
+        measure="",
+        model="",
+        paper="",
+        estimate=Estimate(values=values, **estimate),
+        expected=expected,
+    )
+
+
 @pytest.mark.parametrize(
-    ("values", "expected"),
+    ("values", "expected", "verdict"),
     [
-        ((1.0, 1.1, 0.9), HOLDS),
-        ((-1.0, -1.1, -0.9), FAILS),
-        ((1.0, -1.0, 0.5), OPEN),
-        ((5.0, 5.0), OPEN),
-        ((), OPEN),
-        ((0.1, 1.0, 2.0), OPEN),  # all positive, and yet too far apart
+        ((1.0, 1.1, 0.9), None, HOLDS),
+        ((1.0, 1.1, 0.9), 9.0, HOLDS),
+        ((-1.0, -1.1, -0.9), 1.0, OPPOSITE),
+        ((1.0, -1.0, 0.5), 20.0, EXCLUDED),
+        ((5.0, 5.0), None, f"{OPEN}, 1 more seed"),
+        ((0.1, 1.0, 2.0), 1.0, f"{OPEN}, 5 more seeds"),  # (2.8 * 0.95)^2 is 7.1
+        ((0.1, 1.0, 2.0), 4.0, f"{OPEN}, 5 more seeds"),  # half, then a quarter of the effect
     ],
 )
-def test_a_verdict_needs_three_seeds_and_an_interval_beside_zero(values, expected):
-    assert Spread(values).verdict == expected
+def test_a_verdict_needs_three_seeds_and_distance_from_zero_or_the_paper(values, expected, verdict):
+    assert judged([claim_of(values, expected)])[0].verdict == verdict
+
+
+def test_the_more_claims_the_stricter():
+    claim = claim_of((1.0, 1.1, 0.7))  # p = 0.016
+    assert claim.estimate.p_value(0.0) == pytest.approx(0.0162, abs=1e-3)
+    assert judged([claim])[0].verdict == HOLDS
+    unclear = claim_of((1.0, -1.0, 0.5))
+    assert judged([claim, unclear])[0].verdict == HOLDS  # below 0.05 / 2
+    assert judged([claim, unclear, unclear, unclear])[0].verdict.startswith(OPEN)
 
 
 @given(st.lists(st.floats(-100, 100), min_size=2, max_size=12), st.floats(-50, 50))
 def test_intervals_move_with_their_values(values, shift):
-    interval, moved = Spread(tuple(values)), Spread(tuple(v + shift for v in values))
-    assert moved.mean == pytest.approx(interval.mean + shift, abs=1e-6)
-    assert moved.half_width == pytest.approx(interval.half_width, abs=1e-5)
-    assert interval.low <= interval.mean <= interval.high
+    estimate, moved = (
+        Estimate(values=tuple(values)),
+        Estimate(values=tuple(v + shift for v in values)),
+    )
+    assert moved.mean == pytest.approx(estimate.mean + shift, abs=1e-6)
+    assert moved.half_width == pytest.approx(estimate.half_width, abs=1e-5)
 
 
 def test_intervals_agree_with_students_t():
     # R: t.test(c(1, 2, 4))$conf.int
-    interval = Spread((1.0, 2.0, 4.0))
-    assert interval.low == pytest.approx(-1.461250, abs=1e-6)
-    assert interval.high == pytest.approx(6.127916, abs=1e-6)
+    estimate = Estimate(values=(1.0, 2.0, 4.0))
+    assert estimate.mean - estimate.half_width == pytest.approx(-1.461250, abs=1e-6)
+    assert estimate.mean + estimate.half_width == pytest.approx(6.127916, abs=1e-6)
+
+
+def test_the_residual_is_that_of_a_two_way_layout():
+    # R: summary(lm(y ~ m + s)): residual standard error on 2 degrees of freedom, no value missing.
+    values = {
+        ("a", 0): 1.0,
+        ("a", 1): 2.0,
+        ("a", 2): 4.0,
+        ("b", 0): 2.0,
+        ("b", 1): 2.0,
+        ("b", 2): 7.0,
+    }
+    differences = [1.0, 0.0, 3.0]
+    residual = pooled_residual(values)
+    assert residual.freedom == 2
+    assert residual.deviation == pytest.approx(statistics.stdev(differences) / math.sqrt(2))
+    paired = Estimate(values=tuple(differences), residual=residual, weight=math.sqrt(2))
+    assert paired.half_width == pytest.approx(Estimate(values=tuple(differences)).half_width)
+    del values["b", 2]
+    assert pooled_residual(values) == Residual(pytest.approx(0.5), 1)
+    assert pooled_residual({("a", 0): 1.0, ("b", 0): 2.0}) is None
+    assert pooled_residual({}) is None
+
+
+def test_flips_are_compared_by_tenths(tmp_path):
+    found = flips_by_tenth(result_set(tmp_path))
+    assert [tenth.mean for tenth in found["mask without grad"]] == pytest.approx([-2.0] * 10)
+    assert [tenth.mean for tenth in found["mask from quantized weight"]] == pytest.approx(
+        [1.0] * 10
+    )

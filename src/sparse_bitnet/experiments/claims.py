@@ -1,16 +1,21 @@
-"""The paper's claims as numbers per seed; `spread.RULE` says what follows from them."""
+"""The paper's claims as numbers per seed; `judge.RULE` says what follows from them."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from statistics import fmean
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from sparse_bitnet.experiments.cells import average_accuracy
+from sparse_bitnet.experiments.cells import (
+    average_accuracy,
+    paper_cells,
+    paper_results,
+    paper_sweep,
+)
+from sparse_bitnet.experiments.flips import flip_claims
+from sparse_bitnet.experiments.judge import Claim, Estimate, Residual, paired, pooled_residual
 from sparse_bitnet.experiments.paper_runs import ABLATIONS
-from sparse_bitnet.experiments.results import Results
-from sparse_bitnet.experiments.spread import Spread
+from sparse_bitnet.experiments.results import ResultRow, Results
+from sparse_bitnet.experiments.scales import DENSE_PATTERN
 
 COLLAPSE = 1.10
 """NormPPL beyond which the paper calls a model collapsed."""
@@ -18,111 +23,123 @@ COLLAPSE = 1.10
 STILL_MASS = 0.01
 """A near-zero mass that falls by less than one percentage point counts as not falling."""
 
-_BASE, _FROZEN, _TERNARY_MASK, _ = ABLATIONS.values()
+_BASE, _TERNARY_MASK = ABLATIONS["baseline"], ABLATIONS["mask from quantized weight"]
+_OTHERS = list(ABLATIONS.items())[1:]
 
+K = TypeVar("K", str, int)
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Claim:
-    """One claim at one model size."""
-
-    text: str
-    """What the paper says."""
-
-    measure: str
-    """What is computed, per seed, so that a positive number speaks for the claim."""
-
-    model: str
-    paper: str
-    """The paper's own value of the measure, where it has one, else "-"."""
-
-    values: tuple[float, ...]
-    """One per seed; empty where runs are missing."""
-
-    form: str = "+.2f"
-    unit: str = ""
-
-    @property
-    def verdict(self) -> str:
-        """See `Spread.verdict`."""
-        return Spread(self.values).verdict
-
-    @property
-    def result(self) -> str:
-        """Mean, interval and seeds in words."""
-        if not self.values:
-            return "no runs"
-        interval, unit = Spread(self.values), f" {self.unit}" if self.unit else ""
-        text = f"{interval.mean:{self.form}}{unit}"
-        if len(self.values) == 1:
-            return f"{text} (1 seed)"
-        return (
-            f"{text} [{interval.low:{self.form}}, {interval.high:{self.form}}], "
-            f"{len(self.values)} seeds"
-        )
-
-
 def claims(results: Results) -> list[Claim]:
-    """Every claim of the paper on which there is a number, in the paper's order."""
+    """Every claim of the paper on which there is a number, in the paper's order, before `judged`."""
     found = [
         *_robustness(results),
         *_sweep(results),
         *_ablations(results),
-        *_flips(results),
+        *flip_claims(results),
         *_schedule(results),
         *_near_zero(results),
         *_downstream(results),
     ]
-    return [claim for claim in found if claim.values]
+    return [claim for claim in found if claim.estimate.values]
 
 
 def _robustness(results: Results) -> Iterator[Claim]:
     paper = {"full": "+5.5 / +3.3 / +2.8", "ternary": "+1.2 / +1.2 / +1.0"}
+    theirs = {model: _paper_costs(results, model) for model in results.models}
     for model in reversed(results.models):
-        full, ternary = (results.relative(f"{w}-6:8", model=model) for w in ("full", "ternary"))
+        residual = _residual(results, results.four_formats, model)
         yield Claim(
             text="6:8 sparsity costs the ternary model less than the full-precision one",
-            measure="increase of perplexity over the own dense model, full minus ternary, in points",
+            measure="100 log of perplexity over that of the own dense model, full minus ternary",
             model=model,
             paper=f"{paper['full']} against {paper['ternary']} % (0.5B / 1.5B / 3B)",
-            values=_paired(full, ternary, lambda a, b: 100 * (a - b)),
+            expected=None if (cost := theirs[model]) is None else cost["full"] - cost["ternary"],
+            estimate=Estimate(
+                values=_contrast(results, "full-6:8", "ternary-6:8", model),
+                residual=residual,
+                weight=200.0,
+            ),
             unit="points",
         )
     if len(results.models) > 1:
         small, large = results.models[0], results.models[-1]
+        costs = (theirs[small], theirs[large])
         yield Claim(
             text="The ternary model's penalty shrinks with model size",
-            measure=f"increase of perplexity at 6:8, {small} minus {large}, in points",
+            measure=f"100 log of perplexity at 6:8 over dense, {small} minus {large}",
             model=large,
             paper="+1.2 against +1.0 %",
-            values=_paired(
-                results.relative("ternary-6:8", model=small),
-                results.relative("ternary-6:8", model=large),
-                lambda a, b: 100 * (a - b),
+            expected=None if None in costs else costs[0]["ternary"] - costs[1]["ternary"],  # type: ignore[index]
+            estimate=Estimate(
+                values=paired(
+                    results.relative("ternary-6:8", model=small),
+                    results.relative("ternary-6:8", model=large),
+                    lambda a, b: 100 * math.log(a / b),
+                )
             ),
             unit="points",
         )
 
 
+def _paper_costs(results: Results, model: str) -> dict[str, float] | None:
+    """100 log of sparse over dense perplexity of the paper's model of the same place among the sizes."""
+    columns = list(paper_cells("6:8").values())
+    place = list(results.setting["sizes"]).index(model)
+    if place >= len(columns):
+        return None
+    cells = columns[place]
+    return {
+        sparse.weight: 100 * math.log(sparse.perplexity.mean / dense.perplexity.mean)
+        for dense, sparse in (cells[:2], cells[2:])
+    }
+
+
+def _residual(results: Results, formats: Sequence[str], model: str) -> Residual | None:
+    losses = {}
+    for format in formats:
+        for seed, row in results.by_seed(format, model=model).items():
+            losses[format, seed] = row.loss
+    return pooled_residual(losses)
+
+
+def _contrast(results: Results, first: str, second: str, model: str) -> tuple[float, ...]:
+    return paired(
+        results.relative(first, model=model),
+        results.relative(second, model=model),
+        lambda a, b: 100 * math.log(a / b),
+    )
+
+
 def _sweep(results: Results) -> Iterator[Claim]:
-    full, ternary = (results.relative(f"{weight}-2:4") for weight in ("full", "ternary"))
+    theirs = paper_sweep()
+    patterns = results.setting["patterns"]
+    sweep = [f"{weight}-{pattern}" for weight in theirs for pattern in patterns]
+    cost = {w: math.log(theirs[w]["2:4"] / theirs[w][DENSE_PATTERN]) for w in theirs}
     yield Claim(
         text="2:4 sparsity costs the ternary model less than the full-precision one",
-        measure="increase of perplexity over the own dense model, full minus ternary, in points",
+        measure="100 log of perplexity over that of the own dense model, full minus ternary",
         model=results.main,
         paper="+18.8 against +5.7 %",
-        values=_paired(full, ternary, lambda a, b: 100 * (a - b)),
+        expected=100 * (cost["full"] - cost["ternary"]),
+        estimate=Estimate(
+            values=_contrast(results, "full-2:4", "ternary-2:4", results.main),
+            residual=_residual(results, sweep, results.main),
+            weight=200.0,
+        ),
         unit="points",
     )
     limits = {weight: collapse_density(results, weight) for weight in ("full", "ternary")}
     yield Claim(
         text="In the N:8 sweep ternary passes the 10 % line later",
-        measure="density at which the perplexity passes 1.10 times the dense one, full minus ternary",
+        measure="density in percent at which the perplexity passes 1.10 times the dense one, full minus "
+        "ternary",
         model=results.main,
         paper="between 5:8 and 4:8 against between 4:8 and 3:8",
-        values=_paired(limits["full"], limits["ternary"], lambda a, b: a - b),
-        form="+.3f",
+        estimate=Estimate(
+            values=paired(limits["full"], limits["ternary"], lambda a, b: 100 * (a - b))
+        ),
+        unit="points",
     )
 
 
@@ -173,89 +190,72 @@ def _crossing(curve: Sequence[tuple[float, float]]) -> float:
 
 def _ablations(results: Results) -> Iterator[Claim]:
     paper = {_TERNARY_MASK: "+22.5 % (32.23 against 26.31)"}
-    base = results.by_seed(_BASE)
-    for name, format in list(ABLATIONS.items())[1:]:
+    expected = {_TERNARY_MASK: 100 * math.log(32.23 / 26.31)}
+    yield from _comparisons(
+        results,
+        {format: results.by_seed(format) for format in ABLATIONS.values()},
+        _BASE,
+        {
+            format: f"Master-weight masks with dense gradients beat “{name}”"
+            for name, format in _OTHERS
+        },
+        against="the baseline",
+        paper=lambda format: paper.get(format, "higher, no number"),
+        expected=expected.get,
+    )
+
+
+def _comparisons(
+    results: Results,
+    rows: Mapping[K, Mapping[int, ResultRow]],
+    base: K,
+    texts: Mapping[K, str],
+    *,
+    against: str,
+    paper: Callable[[K], str],
+    expected: Callable[[K], float | None],
+) -> Iterator[Claim]:
+    """A claim for each of `texts`: that its models have a higher perplexity than those of `base`."""
+    residual = pooled_residual(
+        {(str(name), seed): row.loss for name, found in rows.items() for seed, row in found.items()}
+    )
+    for name, text in texts.items():
         yield Claim(
-            text=f"Master-weight masks with dense gradients beat “{name}”",
-            measure="perplexity of the variant over that of the baseline, in percent",
+            text=text,
+            measure=f"100 log of its perplexity over that of {against}",
             model=results.main,
-            paper=paper.get(format, "higher, no number"),
-            values=_paired(
-                results.by_seed(format),
-                base,
-                lambda a, b: 100 * (a.perplexity / b.perplexity - 1),
+            paper=paper(name),
+            expected=expected(name),
+            estimate=Estimate(
+                values=paired(rows[name], rows[base], lambda a, b: 100 * (a.loss - b.loss)),
+                residual=residual,
+                weight=100 * math.sqrt(2),
             ),
-            unit="%",
+            unit="points",
         )
-
-
-def _flips(results: Results) -> Iterator[Claim]:
-    base = _curves(results, _BASE)
-    yield Claim(
-        text="The flip rate decays from high to low",
-        measure="mean flip rate of the first quarter of the steps over that of the last, log2",
-        model=results.main,
-        paper="decays, no number",
-        values=tuple(
-            math.log2(_part(curve, "flip_rate", 0, 0.25) / _part(curve, "flip_rate", 0.75, 1))
-            for curve in base.values()
-        ),
-        unit="octaves",
-    )
-    yield Claim(
-        text="“Mask without grad” flips less throughout training",
-        measure="flip rate of the baseline over the variant's, log2, in the tenth of the steps where "
-        "this is least",
-        model=results.main,
-        paper="much lower, no number",
-        values=_paired(
-            base,
-            _curves(results, _FROZEN),
-            lambda a, b: min(
-                math.log2(
-                    _part(a, "flip_rate", t / 10, (t + 1) / 10)
-                    / max(_part(b, "flip_rate", t / 10, (t + 1) / 10), 1e-9)
-                )
-                for t in range(10)
-            ),
-        ),
-        unit="octaves",
-    )
-    yield Claim(
-        text="“Mask from quantized weight” flips more and noisily early on",
-        measure="step-to-step noise of the flip rate in the first half, variant over baseline, log2",
-        model=results.main,
-        paper="large and noisy, no number",
-        values=_paired(
-            _curves(results, _TERNARY_MASK),
-            base,
-            lambda a, b: math.log2(
-                max(_part(a, "flip_noise", 0, 0.5), 1e-9)
-                / max(_part(b, "flip_noise", 0, 0.5), 1e-9)
-            ),
-        ),
-        unit="octaves",
-    )
 
 
 def _schedule(results: Results) -> Iterator[Claim]:
-    paper = {25: "+4.4 %", 50: "+4.1 %", 75: "+1.5 %"}
-    always = results.by_seed("ternary-6:8")
-    for percent in results.setting["sparse_percents"]:
-        if percent in (0, 100):
-            continue
-        yield Claim(
-            text=f"Sparse from scratch beats {percent} % sparse steps",
-            measure="perplexity of the schedule over that of sparse from scratch, in percent",
-            model=results.main,
-            paper=paper.get(percent, "-"),
-            values=_paired(
-                results.by_seed("ternary-6:8", sparse_percent=percent),
-                always,
-                lambda a, b: 100 * (a.perplexity / b.perplexity - 1),
-            ),
-            unit="%",
+    table = paper_results()["dense_to_sparse_ppl_0.5B_6:8"]
+    theirs = dict(zip(table["sparse_fraction_percent"], table["ppl"], strict=True))
+    percents = results.setting["sparse_percents"]
+    rows = {
+        percent: results.by_seed(
+            "ternary-6:8" if percent else "ternary-8:8", sparse_percent=percent
         )
+        for percent in percents
+    }
+    if 100 not in rows:
+        return
+    yield from _comparisons(
+        results,
+        rows,
+        100,
+        {p: f"Sparse from scratch beats {p} % sparse steps" for p in percents if 0 < p < 100},
+        against="sparse from scratch",
+        paper=lambda p: f"{100 * (theirs[p] / theirs[100] - 1):+.1f} %" if p in theirs else "-",
+        expected=lambda p: 100 * math.log(theirs[p] / theirs[100]) if p in theirs else None,
+    )
 
 
 def _near_zero(results: Results) -> Iterator[Claim]:
@@ -265,7 +265,9 @@ def _near_zero(results: Results) -> Iterator[Claim]:
             measure="P(|W| / mean|W| < 0.5) of all block weights, start minus end, in points",
             model=model,
             paper="falls, no number",
-            values=tuple(100 * fall for fall in _falls(results, "ternary-8:8", model)),
+            estimate=Estimate(
+                values=tuple(100 * fall for fall in _falls(results, "ternary-8:8", model))
+            ),
             unit="points",
         )
         yield Claim(
@@ -273,7 +275,11 @@ def _near_zero(results: Results) -> Iterator[Claim]:
             measure=f"the same, end minus start, plus {100 * STILL_MASS:g} point of tolerance",
             model=model,
             paper="stays, no number",
-            values=tuple(100 * (STILL_MASS - fall) for fall in _falls(results, "full-8:8", model)),
+            estimate=Estimate(
+                values=tuple(
+                    100 * (STILL_MASS - fall) for fall in _falls(results, "full-8:8", model)
+                )
+            ),
             unit="points",
         )
 
@@ -304,28 +310,8 @@ def _downstream(results: Results) -> Iterator[Claim]:
             measure="change of the average accuracy against the own dense model, ternary minus full",
             model=model,
             paper="-1.15 / -3.79 / -0.80 against -3.02 / -7.71 / -3.20 points",
-            values=_paired(changes["ternary"], changes["full"], lambda a, b: a - b),
+            estimate=Estimate(
+                values=paired(changes["ternary"], changes["full"], lambda a, b: a - b)
+            ),
             unit="points",
         )
-
-
-def _curves(results: Results, format: str) -> dict[int, list[dict[str, Any]]]:
-    """Thinned flip-rate rows by seed; of runs long enough to tell tenths apart."""
-    found = {}
-    for seed, row in results.by_seed(format).items():
-        curve = [part for part in results.curves(row) if part.get("flip_rate")]
-        if len(curve) >= 20:
-            found[seed] = curve
-    return found
-
-
-def _part(curve: Sequence[Mapping[str, Any]], key: str, start: float, end: float) -> float:
-    last = curve[-1]["step"]
-    return fmean(row[key] for row in curve if start * last < row["step"] <= end * last)
-
-
-def _paired(
-    first: Mapping[int, T], second: Mapping[int, T], difference: Callable[[T, T], float]
-) -> tuple[float, ...]:
-    """One number for every seed that both have."""
-    return tuple(difference(first[seed], second[seed]) for seed in first if seed in second)

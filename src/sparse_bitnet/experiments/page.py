@@ -13,7 +13,7 @@ from typing import Any
 from markupsafe import Markup, escape
 
 from sparse_bitnet.analysis.figures import prefix_ids
-from sparse_bitnet.experiments.spread import FAILS, HOLDS, OPEN
+from sparse_bitnet.experiments.judge import EXCLUDED, HOLDS, OPEN, OPPOSITE
 from sparse_bitnet.experiments.table import NOTHING, Table, to_markdown
 
 # On its own an SVG has no page whose ink and background it could take.
@@ -139,9 +139,9 @@ def _template() -> Any:
 
 def _cell(text: str, numeric: bool) -> Markup:
     """True minus signs, a dash for no number, and the spread below the mean; verdicts in colour."""
-    kinds = {HOLDS: "yes", FAILS: "no", OPEN: "open"}
-    if text in kinds:
-        return Markup('<b class="{}">{}</b>').format(kinds[text], text)
+    kinds = {HOLDS: "yes", OPPOSITE: "no", EXCLUDED: "no", OPEN: "open"}
+    if found := [kind for kind in kinds if text == kind or text.startswith(f"{kind}, ")]:
+        return Markup('<b class="{}">{}</b>').format(kinds[found[0]], text)
     if not numeric:
         return escape(text)
     if text == NOTHING:

@@ -1,5 +1,6 @@
 """The page of one or more sets of results: every table, figure and claim, from result files alone."""
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.experiments import drawings, tables
 from sparse_bitnet.experiments.claims import claims
+from sparse_bitnet.experiments.judge import RULE, Claim, judged
 from sparse_bitnet.experiments.page import (
     Block,
     Code,
@@ -17,7 +19,6 @@ from sparse_bitnet.experiments.page import (
     markdown,
 )
 from sparse_bitnet.experiments.results import Results
-from sparse_bitnet.experiments.spread import RULE
 from sparse_bitnet.experiments.table import Table, print_table
 from sparse_bitnet.files import write_atomic
 from sparse_bitnet.presets import PRESETS
@@ -58,7 +59,10 @@ def print_claims(results: Results, console: "Console") -> None:
     """The table of claims, short enough for a terminal."""
     short = Table(
         ("claim", "model", "verdict", "measured"),
-        [(claim.text, claim.model, claim.verdict, claim.result) for claim in claims(results)],
+        [
+            (claim.text, claim.model, claim.verdict, claim.result)
+            for claim in judged(claims(results))
+        ],
         numeric=False,
     )
     print_table(short, console, f"The paper's claims at scale {results.setting['scale']}")
@@ -72,26 +76,29 @@ def report_blocks(sets: Sequence[Results]) -> list[Block]:
             "its chapter; the page is the output of `sparse-bitnet report "
             f"{' '.join(str(results.path) for results in sets)}`. full and ternary are the "
             "paper's BF16 and BitNet; perplexity (PPL) is that of the whole held-out text."
-        )
+        ),
+        Paragraph(RULE),
     ]
+    found = [claims(results) for results in sets if results.rows]
+    # Holm's correction runs over the whole page.
+    verdicts = iter(judged([claim for chapter in found for claim in chapter]))
     for results in sets:
         scale = results.setting["scale"]
         if not results.rows:
             raise UserError(
                 f"{results.path}: no finished run of {scale} yet; `reproduce` trains them"
             )
-        blocks += _chapter(results)
+        blocks += _chapter(results, list(itertools.islice(verdicts, len(claims(results)))))
     return blocks
 
 
-def _chapter(results: Results) -> list[Block]:
+def _chapter(results: Results, found: Sequence[Claim]) -> list[Block]:
     name = results.setting["scale"]
     blocks: list[Block] = [
         Section(f"Scale {name}"),
         *_setting(results),
         Section(f"The paper's claims at this scale ({name})", 3),
-        Paragraph(RULE),
-        tables.claim_table(claims(results)),
+        tables.claim_table(found),
     ]
     notes = results.path / "notes.md"
     if notes.is_file():
@@ -147,7 +154,9 @@ def _parts(results: Results) -> list[Block]:
         ),
         (
             "Training designs (figure 4), and master against ternary masks",
-            [*designs, tables.ablation_table(results)] if designs else [None],
+            [*designs, tables.ablation_table(results), tables.flip_table(results)]
+            if designs
+            else [None],
         ),
         (
             "Dense-to-sparse schedules (table 4)",

@@ -79,7 +79,7 @@ def reproduce(
     if data is None and not scale.text.source:
         raise UserError(
             f"scale {scale.name} trains on text of yours: prepare it and give the folder with --data "
-            "(docs/experiments.md says which text its own results have)"
+            "(docs/method.md shows how)"
         )
     plan(scale, experiments, seeds)  # refuses what it does not know
     out.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,8 @@ from sparse_bitnet.experiments.cells import (
     paper_results,
     paper_sweep,
 )
-from sparse_bitnet.experiments.claims import Claim
+from sparse_bitnet.experiments.flips import flips_by_tenth
+from sparse_bitnet.experiments.judge import Claim
 from sparse_bitnet.experiments.paper_runs import ABLATIONS
 from sparse_bitnet.experiments.results import ResultRow, Results
 from sparse_bitnet.experiments.spread import Spread
@@ -177,6 +178,19 @@ def ablation_table(results: Results) -> Table:
     flips = ("flips first quarter, %", "flips last quarter, %")
     head = ("design", "PPL", "% over baseline", *flips, "paper PPL")
     return Table(head, body)
+
+
+def flip_table(results: Results) -> Table | None:
+    """By how many octaves the designs' masks flip more than the baseline's, tenth by tenth."""
+    found = flips_by_tenth(results)
+    if not found:
+        return None
+    body = [
+        (name, *(f"{tenth.mean:+.2f}\n±{tenth.half_width:.2f}" for tenth in tenths))
+        for name, tenths in found.items()
+    ]
+    head = ("flips over the baseline's, octaves", *(f"{10 * n} %" for n in range(1, 11)))
+    return Table(head, body, notes=["By tenths of the steps; ± the 95 % interval of the seeds."])
 
 
 def _quarters(results: Results, row: ResultRow) -> tuple[float, float]:

@@ -1,0 +1,196 @@
+"""Whether a claim holds: one residual for an experiment, and Holm over all claims of a page."""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+T = TypeVar("T")
+
+LEAST_SEEDS = 3
+LEVEL = 0.05
+
+HOLDS, OPPOSITE = "holds", "opposite"
+EXCLUDED, OPEN = "excluded at the paper's size", "not decided"
+
+RULE = (
+    "How claims are judged, fixed before the runs of scale cpu-paper. Every claim is a number per "
+    "seed that is positive where the claim is right; models of one seed share initial weights and "
+    "batches. Perplexities are compared by their logarithms (1 point is 1 %), with one residual "
+    "pooled over all models of the experiment: what a mean for each model and a shift for each seed "
+    "leave. Other measures are judged by the spread of their seeds. Each claim is tested (two-sided "
+    "t) against zero and, where the paper has a number, against that number; Holm's correction at "
+    f"{100 * LEVEL:g} % runs over all tests of the page. Where zero is rejected a claim “holds” or is "
+    "“opposite”; "
+    "else, where the paper's number is rejected from below, it is “excluded at the paper's size”; "
+    "else it is “not decided”, with the further seeds that would show, four times in five, an effect "
+    "of the paper's size, or of one unit where the paper has no number. Fewer than "
+    f"{LEAST_SEEDS} seeds decide nothing. Brackets are 95 % intervals of one claim alone."
+)
+
+
+@dataclass(frozen=True)
+class Residual:
+    """Standard deviation of one model's measure around model and seed, and its degrees of freedom."""
+
+    deviation: float
+    freedom: int
+
+
+def pooled_residual(values: Mapping[tuple[str, int], float]) -> Residual | None:
+    """Of measures by (model, seed), some of which may be missing; None where too few are there."""
+    models, seeds = sorted({model for model, _ in values}), sorted({seed for _, seed in values})
+    design = np.zeros((len(values), len(models) + len(seeds)))
+    for row, (model, seed) in enumerate(values):
+        design[row, models.index(model)] = design[row, len(models) + seeds.index(seed)] = 1
+    freedom = len(values) - int(np.linalg.matrix_rank(design)) if values else 0
+    if freedom < 1:
+        return None
+    measured = np.array(list(values.values()))
+    rest = measured - design @ np.linalg.lstsq(design, measured, rcond=None)[0]
+    return Residual(math.sqrt(float(rest @ rest) / freedom), freedom)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """The mean of a measure over seeds, and how sure it is."""
+
+    values: tuple[float, ...]
+    """One per seed."""
+
+    residual: Residual | None = None
+    """Pooled; None: the values' own spread."""
+
+    weight: float = 1.0
+    """Standard deviations of `residual` in one value: the norm of the contrast that it is."""
+
+    @property
+    def mean(self) -> float:
+        """Over the seeds."""
+        return statistics.fmean(self.values)
+
+    @property
+    def deviation(self) -> float:
+        """Of one value; infinite where it cannot be known."""
+        if self.residual is not None:
+            return self.weight * self.residual.deviation
+        return statistics.stdev(self.values) if len(self.values) > 1 else math.inf
+
+    @property
+    def half_width(self) -> float:
+        """Of the mean's 95 % interval."""
+        if math.isinf(self.deviation):
+            return math.inf
+        from scipy.special import stdtrit
+
+        return float(stdtrit(self._freedom, 1 - LEVEL / 2)) * self._error
+
+    def p_value(self, null: float) -> float:
+        """Two-sided, that the mean is `null`; 1 with fewer seeds than decide anything."""
+        if len(self.values) < LEAST_SEEDS:
+            return 1.0
+        from scipy.special import stdtr
+
+        away = abs(self.mean - null)
+        if self._error == 0:
+            return 0.0 if away else 1.0
+        return 2 * float(stdtr(self._freedom, -away / self._error))
+
+    def seeds_for(self, effect: float) -> int:
+        """Further seeds with which an effect of this size is seen four times in five."""
+        if math.isinf(self.deviation) or not effect:
+            return max(1, LEAST_SEEDS - len(self.values))
+        for _ in range(20):
+            needed = math.ceil((2.8 * self.deviation / effect) ** 2)
+            if needed > len(self.values):
+                break
+            effect /= 2
+        return max(needed, LEAST_SEEDS, len(self.values) + 1) - len(self.values)
+
+    @property
+    def _freedom(self) -> int:
+        return len(self.values) - 1 if self.residual is None else self.residual.freedom
+
+    @property
+    def _error(self) -> float:
+        return self.deviation / math.sqrt(len(self.values))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """One claim at one model size."""
+
+    text: str
+    """What the paper says."""
+
+    measure: str
+    """What is computed, per seed, so that a positive number speaks for the claim."""
+
+    model: str
+    paper: str
+    """The paper's own value of the measure, where it has one, else "-"."""
+
+    estimate: Estimate
+    """Without values where runs are missing."""
+
+    expected: float | None = None
+    """The paper's own value as a number."""
+
+    form: str = "+.2f"
+    unit: str = ""
+    verdict: str = OPEN
+    """By `judged`."""
+
+    @property
+    def result(self) -> str:
+        """Mean, interval and seeds in words."""
+        estimate, unit = self.estimate, f" {self.unit}" if self.unit else ""
+        text = f"{estimate.mean:{self.form}}{unit}"
+        if len(estimate.values) == 1:
+            return f"{text} (1 seed)"
+        low, high = estimate.mean - estimate.half_width, estimate.mean + estimate.half_width
+        return f"{text} [{low:{self.form}}, {high:{self.form}}], {len(estimate.values)} seeds"
+
+
+def judged(claims: Sequence[Claim]) -> list[Claim]:
+    """All claims of a page with their verdicts; see `RULE`."""
+    tests = [(number, 0.0) for number in range(len(claims))]
+    tests += [(n, c.expected) for n, c in enumerate(claims) if c.expected is not None]
+    p_values = [claims[number].estimate.p_value(null) for number, null in tests]
+    rejected = {tests[place] for place in _holm(p_values)}
+    return [
+        dataclasses.replace(claim, verdict=_verdict(number, claim, rejected))
+        for number, claim in enumerate(claims)
+    ]
+
+
+def _verdict(number: int, claim: Claim, rejected: set[tuple[int, float]]) -> str:
+    estimate, expected = claim.estimate, claim.expected
+    if (number, 0.0) in rejected:
+        return HOLDS if estimate.mean > 0 else OPPOSITE
+    if expected is not None and (number, expected) in rejected and estimate.mean < expected:
+        return EXCLUDED
+    more = estimate.seeds_for(1.0 if expected is None else expected)
+    return f"{OPEN}, {more} more seed{'' if more == 1 else 's'}"
+
+
+def _holm(p_values: Sequence[float]) -> list[int]:
+    """Places of the hypotheses that Holm's step-down procedure rejects."""
+    order = sorted(range(len(p_values)), key=lambda place: p_values[place])
+    rejected: list[int] = []
+    for done, place in enumerate(order):
+        if p_values[place] > LEVEL / (len(order) - done):
+            break
+        rejected.append(place)
+    return rejected
+
+
+def paired(
+    first: Mapping[int, T], second: Mapping[int, T], difference: Callable[[T, T], float]
+) -> tuple[float, ...]:
+    """One number for every seed that both have."""
+    return tuple(difference(first[seed], second[seed]) for seed in first if seed in second)
