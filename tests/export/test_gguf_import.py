@@ -244,7 +244,7 @@ def _tokenizer(writer: Any) -> None:
 def small_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = ternary_model("qwen2", 256)
     path = tmp_path_factory.mktemp("gguf") / "model.gguf"
-    return write_gguf(path, model, "qwen2", quantised(Kind.TQ2_0))
+    return write_gguf(path, model, "qwen2", quantised(Kind.TQ2_0), _tokenizer)
 
 
 def test_embeddings_of_any_type_are_read(tmp_path: Path) -> None:

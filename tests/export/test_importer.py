@@ -307,6 +307,15 @@ def test_dense_checkpoints_and_missing_folders_are_refused(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     export(checkpoint, tmp_path / "out", ExportConfig(format="dense"))
+    # As it is, its floats are ternary.
+    import_checkpoint(tmp_path / "out", tmp_path / "packed", packed="auto")
+    before, after = open_checkpoint(checkpoint), open_checkpoint(tmp_path / "packed")
+    assert after.format.pattern == NMPattern(6, 8)
+    assert torch.equal(before.ternary(LAYER).codes, after.ternary(LAYER).codes)
+    shutil.rmtree(tmp_path / "packed")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    noisy = {name: torch.randn_like(tensor) for name, tensor in tensors.items()}
+    save_file(noisy, tmp_path / "out" / "model.safetensors", {"format": "pt"})
     with pytest.raises(
         UserError, match=r"no quantization_config in config.json\) is not importable"
     ):

@@ -115,6 +115,11 @@ def pack_checkpoint(
     for name, (_, in_features) in metadata.layers.items():
         check_layout(metadata.packed_format, metadata.pattern, in_features, name)
     with atomic_folder(out) as folder:
+        # First: one that cannot be read should not show only after all weights.
+        if checkpoint.write_tokenizer is not None:
+            checkpoint.write_tokenizer(folder)
+        else:
+            _copy_companions(checkpoint.folder, folder)
         weight_bytes, embedding_bytes = _write_tensors(
             checkpoint, metadata, folder / MODEL_FILE, progress
         )
@@ -126,10 +131,6 @@ def pack_checkpoint(
         ):
             config[TRAINED_CONTEXT] = length
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        if checkpoint.write_tokenizer is not None:
-            checkpoint.write_tokenizer(folder)
-        else:
-            _copy_companions(checkpoint.folder, folder)
     return PackResult(
         folder=out,
         metadata=metadata,
