@@ -39,6 +39,11 @@ INLINE Floats multiply_add(const Floats& a, const Floats& b, const Floats& c) {
 }
 
 constexpr int rows_together = 4, tokens_together = 2;
+// vpdpbusd takes as long as ten of it keep busy; sums in 16 bits are ready at once.
+#if defined(NARROW_SUMS)
 constexpr int tile_vectors = 2, tile_tokens = 4;
+#else
+constexpr int tile_vectors = 2, tile_tokens = 6;
+#endif
 constexpr std::int64_t tile_from[] = {4, 4, 4, 6, 4};
 constexpr int group_tile_from = 4;

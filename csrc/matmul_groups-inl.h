@@ -209,12 +209,15 @@ INLINE void scales_of_tile(const Matrix& matrix, std::int64_t begin, std::int64_
 template <int T>
 INLINE void tile_group(const std::uint8_t* tile, const std::int8_t* x, std::int64_t stride, std::int64_t words,
                        std::int64_t most, Sums (&sums)[T][tile_vectors]) {
+  UNROLL for (int t = 0; t < T; ++t) {
+    UNROLL for (int v = 0; v < tile_vectors; ++v) sums[t][v] = Sums{};
+  }
   for (std::int64_t w = 0; w < words; w += most) {
     Small small[T][tile_vectors] = {};
     tile_words<T>(tile + w * (4 * tile_rows), x + 4 * w, stride, words - w < most ? words - w : most, small);
     UNROLL for (int t = 0; t < T; ++t) {
       UNROLL for (int v = 0; v < tile_vectors; ++v) {
-        sums[t][v] = widen(w == 0 ? Sums{} : sums[t][v], small[t][v]);
+        sums[t][v] = widen(sums[t][v], small[t][v]);
       }
     }
   }

@@ -1,7 +1,7 @@
 // Many tokens: weights unpacked once to tiles of unsigned bytes and reused by all tokens. Included by
 // matmul-inl.h, with
 //   tile_vectors       vectors of rows of a tile; lane i of vector v is row v * lanes + i
-//   tile_tokens        tokens whose sums stay in registers, a multiple of 4
+//   tile_tokens        tokens whose sums stay in registers
 //
 // A tile holds, for every four consecutive columns, tile_rows rows of four bytes, so that a vector of
 // weights is `lanes` rows and no sum ever has to be taken across lanes.
