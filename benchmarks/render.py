@@ -318,6 +318,28 @@ def orders() -> str:
     return markdown(head, lines, rows[0], "python benchmarks/orders.py --record")
 
 
+def distill() -> str:
+    rows = read("distill")
+    found: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        found.setdefault((row["method"], row["format"]), []).append(row["perplexity"])
+    trained = next(row for row in rows if row["tokens"])
+    lines = [
+        [
+            method,
+            f"`{format}`",
+            f"{sum(values) / len(values):,.2f}",
+            f"{min(values):,.2f} to {max(values):,.2f}" if len(values) > 1 else "",
+            str(len(values)) if method in ("fine-tuning", "distillation") else "",
+        ]
+        for (method, format), values in found.items()
+    ]
+    head = ["", "format", "perplexity", "least to most", "seeds"]
+    note = f"{trained['tokens']:,} tokens a training; "
+    command = "python benchmarks/distill.py OUT/model OUT/data RUNS --steps 80"
+    return markdown(head, lines, rows[0], command, note)
+
+
 def forwards() -> str:
     rows = read("forwards")
     runs = [row for row in rows if row["what"] == "run"]
@@ -377,6 +399,7 @@ TABLES: dict[str, Callable[[], str]] = {
         server,
         faults,
         planned,
+        distill,
         orders,
         opened,
         forwards,

@@ -13,6 +13,7 @@ from sparse_bitnet.experiments.cells import paper_results
 from sparse_bitnet.experiments.paper_runs import (
     ABLATIONS,
     EXPERIMENTS,
+    IDEAS,
     NOT_IN_NAME,
     Run,
     config_hash,
@@ -200,3 +201,12 @@ def test_the_smallest_size_ends_first_then_the_largest():
     models = [run.config.model for run in plan(find_scale("cpu-paper"), ["table2"])]
     assert list(dict.fromkeys(models)) == ["qwen2.5-0.3m", "qwen2.5-1m", "qwen2.5-0.5m"]
     assert models == sorted(models, key=list(dict.fromkeys(models)).index)
+
+
+def test_ideas_are_run_by_name_alone() -> None:
+    runs = plan(find_scale("cpu"), ["ideas"], 1)
+    assert [run.config.format for run in runs] == list(IDEAS.values())
+    assert "ideas" not in EXPERIMENTS
+    assert (
+        len({(run.config.model, run.config.steps, run.config.learning_rate) for run in runs}) == 1
+    )

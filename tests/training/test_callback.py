@@ -255,6 +255,14 @@ def test_example_own_score(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(bool(line) for line in code) < 30
 
 
+def test_example_chat_lora(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("trl")
+    before, beside, merged = example("chat_lora").main(steps=8)
+    assert beside < before
+    assert merged < before
+    assert "saved and loaded: the same logits" in capsys.readouterr().out
+
+
 def test_example_convert_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny_model("gpt_neox").save_pretrained(tmp_path)
     loaded = example("convert_a_model").main(str(tmp_path), "full-2:4")

@@ -15,6 +15,8 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.pack import pack_checkpoint
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.nn.convert import convert_, selected, sparse_layers
+from sparse_bitnet.ops.nm_mask import nm_mask
+from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.variants import registry
 from sparse_bitnet.variants.registry import (
     register_activation,
@@ -189,6 +191,33 @@ def test_a_module_named_in_the_environment_is_imported(
     monkeypatch.setenv(registry.IMPORTED, "no_such_module")
     with pytest.raises(UserError, match="cannot import no_such_module"):
         SparseBitConfig.parse("ternary-6:8,score=other")
+
+
+def test_calibration_prunes_without_training(tmp_path: Path) -> None:
+    batches = [torch.arange(64).view(2, 32), torch.arange(32)[None]]
+    model = tiny_model()
+    seen: list[Tensor] = []
+    down = model.model.layers[1].mlp.down_proj
+    hook = down.register_forward_pre_hook(lambda module, args: seen.append(args[0].flatten(0, 1)))
+    with torch.no_grad():
+        for batch in batches:
+            model(batch)
+    hook.remove()
+    convert_(model, SparseBitConfig.parse("full-6:8,score=wanda"), calibration=batches)
+    layer = sparse_layers(model)["model.layers.1.mlp.down_proj"]
+    norm = torch.cat(seen).double().square().mean(0).sqrt()
+    torch.testing.assert_close(layer.input_norm, norm.float())
+    expected = nm_mask((layer.weight.abs() * norm).detach(), NMPattern(6, 8))
+    assert torch.equal(layer.select().mask, expected)
+    save_pretrained(model, tmp_path / "pruned")
+    again = from_pretrained(tmp_path / "pruned")(batches[1]).logits
+    assert torch.equal(again, model.eval()(batches[1]).logits)
+    with pytest.raises(UserError, match="the calibration text is empty"):
+        convert_(tiny_model(), SparseBitConfig(), calibration=[])
+    spoilt = tiny_model()
+    spoilt.get_input_embeddings().weight.data[3] = float("nan")
+    with pytest.raises(UserError, match="inputs that are not finite"):
+        convert_(spoilt, SparseBitConfig(), calibration=batches)
 
 
 @pytest.mark.parametrize("text", [FORMATS[0], FORMATS[2], FORMATS[5], FORMATS[6], FORMATS[7]])

@@ -34,6 +34,26 @@ Losses = Mapping[str, float]
 NO_LOSSES: Losses = {}
 _PUBLISHED_BATCH = 512
 
+IDEAS = {
+    "the paper's": "ternary-6:8",
+    "score wanda": "ternary-6:8,score=wanda",
+    "score sr-ste": "ternary-6:8,score=sr-ste",
+    "score s-ste": "ternary-6:8,score=s-ste",
+    "score random": "ternary-6:8,score=random",
+    "quantizer absmax": "ternary-6:8,quantizer=absmax",
+    "quantizer per-channel": "ternary-6:8,quantizer=per-channel",
+    "quantizer per-group of 32": "ternary-6:8,quantizer=per-group:size=32",
+    "quantizer twn": "ternary-6:8,quantizer=twn",
+    "quantizer binary": "ternary-6:8,quantizer=binary",
+    "quantizer binary at 3:4": "ternary-3:4,quantizer=binary",
+    "activation int4-hadamard": "ternary-6:8,activation=int4-hadamard",
+    "activation none": "ternary-6:8,activation=none",
+    "schedule dense-to-sparse, half": "ternary-6:8,schedule=dense-to-sparse:rho=0.5",
+    "schedule gradual": "ternary-6:8,schedule=gradual",
+    "schedule lambda": "ternary-6:8,schedule=lambda",
+}
+"""Everything built in that the paper does not use, one at a time."""
+
 NOT_IN_NAME = frozenset(
     ("data", "out", "checkpoint_every", "keep_checkpoints", "tensorboard", "wandb")
 )
@@ -119,6 +139,15 @@ def ablations(scale: Scale, losses: Losses = NO_LOSSES) -> list[Run]:
         _run(scale, scale.main, format, seed, f"ablation, {name}")
         for seed in range(scale.seeds["ablations"])
         for name, format in ABLATIONS.items()
+    ]
+
+
+def ideas(scale: Scale, losses: Losses = NO_LOSSES) -> list[Run]:
+    """Each score, quantiser, activation and schedule against the paper's; no part of its own set."""
+    return [
+        _run(scale, scale.main, format, seed, f"idea, {name}")
+        for seed in range(scale.seeds.get("ideas", 1))
+        for name, format in IDEAS.items()
     ]
 
 
@@ -254,6 +283,11 @@ EXPERIMENTS: dict[str, Callable[..., list[Run]]] = {
 """By the name used on the command line; of a scale and the losses there are already. Table 1 scores the
 models of table 2 and trains none."""
 
+BESIDE_THE_PAPER: dict[str, Callable[..., list[Run]]] = {"ideas": ideas}
+"""Run where they are named alone, and not with `all`."""
+
+_ALL = EXPERIMENTS | BESIDE_THE_PAPER
+
 
 def plan(
     scale: Scale,
@@ -271,15 +305,13 @@ def plan(
 
     Raises `UserError` for an unknown experiment.
     """
-    if unknown := [name for name in experiments if name not in EXPERIMENTS]:
-        raise UserError(
-            f"experiment {unknown[0]!r} is unknown: choose among {', '.join(EXPERIMENTS)}"
-        )
+    if unknown := [name for name in experiments if name not in _ALL]:
+        raise UserError(f"experiment {unknown[0]!r} is unknown: choose among {', '.join(_ALL)}")
     if seeds is not None:
         scale = with_seeds(scale, seeds)
     runs: dict[str, Run] = {}
     for name in experiments:
-        for run in EXPERIMENTS[name](scale, losses or {}):
+        for run in _ALL[name](scale, losses or {}):
             runs.setdefault(run.name, run)
     sizes = [size.model for size in scale.sizes]
 

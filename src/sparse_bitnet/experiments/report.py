@@ -162,6 +162,7 @@ def _parts(results: Results) -> list[Block]:
             "Dense-to-sparse schedules (table 4)",
             [tables.schedule_table(results) if schedules else None],
         ),
+        ("Other scores, quantisers, activations and schedules", [tables.ideas_table(results)]),
         (
             "What the weights look like (figures 1, 5, 6 and 7)",
             [*looks, tables.polarisation_table(results), _ZERO_CODES] if looks else [None],

@@ -162,7 +162,7 @@ def cpu() -> Scale:
             Size(model="qwen2.5-1m", steps=1150, seeds=3),
         ),
         main="qwen2.5-0.3m",
-        seeds={"sweep": 3, "ablations": 3, "schedule": 3, "search": 1},
+        seeds={"sweep": 3, "ablations": 3, "schedule": 3, "search": 1, "ideas": 3},
         recipe=TrainConfig(
             batch_size=8,
             sequence_length=256,

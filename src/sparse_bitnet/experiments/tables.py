@@ -15,7 +15,7 @@ from sparse_bitnet.experiments.cells import (
 )
 from sparse_bitnet.experiments.flips import flips_by_tenth
 from sparse_bitnet.experiments.judge import Claim
-from sparse_bitnet.experiments.paper_runs import ABLATIONS
+from sparse_bitnet.experiments.paper_runs import ABLATIONS, IDEAS
 from sparse_bitnet.experiments.results import ResultRow, Results
 from sparse_bitnet.experiments.spread import Spread
 from sparse_bitnet.experiments.table import NOTHING, Table
@@ -191,6 +191,25 @@ def flip_table(results: Results) -> Table | None:
     ]
     head = ("flips over the baseline's, octaves", *(f"{10 * n} %" for n in range(1, 11)))
     return Table(head, body, notes=["By tenths of the steps; ± the 95 % interval of the seeds."])
+
+
+def ideas_table(results: Results) -> Table | None:
+    """What the paper does not use, against what it does; None without a run of these."""
+    base = results.by_seed(IDEAS["the paper's"])
+    body = []
+    for name, format in IDEAS.items():
+        if rows := results.by_seed(format):
+            relative = [
+                100 * (row.perplexity / base[seed].perplexity - 1)
+                for seed, row in rows.items()
+                if seed in base
+            ]
+            own = format == IDEAS["the paper's"]
+            zeros = _spread([100 * row.zero_fraction for row in rows.values()], ".1f")
+            change = NOTHING if own else _spread(relative, "+.2f")
+            body.append((name, format, _perplexity(rows), change, zeros))
+    head = ("idea", "format", "PPL", "% over the paper's", "zeros, %")
+    return Table(head, body) if len(body) > 1 else None
 
 
 def _quarters(results: Results, row: ResultRow) -> tuple[float, float]:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.nn.calibration import input_norms
 from sparse_bitnet.nn.convertible import (
     converted,
     in_features_of,
@@ -32,6 +33,7 @@ def convert_(
     *,
     allow_partial: bool = False,
     layer_class: type[SparseBitLinear] = SparseBitLinear,
+    calibration: Iterable[Tensor] | None = None,
 ) -> Model:
     """Replace linear layers by `SparseBitLinear`, sharing their parameters; returns `model`.
 
@@ -43,6 +45,8 @@ def convert_(
             tied to one. The config's `dense_layers` stay as they are in either case.
         allow_partial: accept that most of the matrix weights stay as they are.
         layer_class: a subclass that selects otherwise; a checkpoint names it, and loads where it exists.
+        calibration: token ids, int64 [batch, sequence] each: text whose inputs scores as `wanda` take
+            from the model as it was, so that it is pruned without training.
 
     A layer already converted takes the new config, a layer that stands at several places stays one.
     The weights of GPT-2's `Conv1D` and fused experts become new parameters, so make the optimiser
@@ -77,6 +81,8 @@ def convert_(
     asked = set(found.values()) if filter_fn is not None else set(targets.values())
     asked |= {module for name, module in found.items() if config.keeps_dense(name)}
     _tell_what_stays(model, targets, asked, allow_partial)
+    linear = {name: module for name, module in targets.items() if is_linear(module)}
+    norms = {} if calibration is None else input_norms(model, linear, config, calibration)
     layers: dict[nn.Module, nn.Module] = {}
     for name, module in found.items():
         parent, _, child = name.rpartition(".")
@@ -86,6 +92,10 @@ def convert_(
             layers[module] = module.to_linear()
         if module in layers:
             setattr(model.get_submodule(parent), child, layers[module])
+    for name, norm in norms.items():
+        layer: Any = model.get_submodule(name)
+        if layer.input_norm is not None:
+            layer.input_norm.copy_(norm)
     if lost := lost_weights(model, [f"{name}.weight" for name in sparse_layers(model)]):
         warnings.warn(
             f"convert_: {type(model).__name__} as transformers saves it would not load again: "
