@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -79,9 +80,9 @@ class Worlds:
         """Train the configs one after another in a world; (exit code, output) of each rank.
 
         Args:
-            faults: "rank:step" -> kill, stop (freeze), slow (half a second), interrupt (SIGTERM),
-                full disk, kill while saving; before the step, or at its checkpoint. "rank:export" ->
-                slow: half as long again as the timeout.
+            faults: "rank:step" -> kill, kill soon (within 50 ms), stop (freeze), slow (half a second),
+                interrupt (SIGTERM), full disk, kill while saving; before the step, or at its checkpoint.
+                "rank:export" -> slow: half as long again as the timeout.
             measure: "collectives" or "memory", to be read from the output by the function of that name.
         """
         request = {
@@ -305,6 +306,9 @@ def inject_faults(rank: int, faults: dict[str, str], timeout_seconds: float) -> 
         match faults.get(f"{rank}:{number}"):
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "kill soon":
+                moment = random.random() * 0.05
+                threading.Timer(moment, os.kill, (os.getpid(), signal.SIGKILL)).start()
             case "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "slow":

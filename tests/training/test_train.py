@@ -6,16 +6,13 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from sparse_bitnet.checkpoint.build_model import PRESETS
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.data.shards import TokenDataset
@@ -230,34 +227,17 @@ def test_interrupting_and_continuing_gives_the_same_bytes(small_run, tmp_path, s
 
 
 @pytest.mark.slow
-def test_kill_9_at_random_moments_gives_the_same_bytes(small_run, tmp_path):
+def test_kill_9_at_random_moments_gives_the_same_bytes(small_run, tmp_path, worlds):
     whole = small_run(steps=30, out=str(tmp_path / "whole"))
     train(whole)
     killed = small_run(steps=30, out=str(tmp_path / "killed"))
-    config = tmp_path / "config.json"
-    config.write_text(killed.to_json())
-    code = (
-        "import sys, pathlib\n"
-        "from sparse_bitnet.checkpoint.build_model import PRESETS, Shape\n"
-        f"PRESETS['qwen2.5-1m'] = {PRESETS['qwen2.5-1m']!r}\n"
-        "from sparse_bitnet.training.config import TrainConfig\n"
-        "from sparse_bitnet.training.train import train\n"
-        "text = pathlib.Path(sys.argv[1]).read_text()\n"
-        "config = TrainConfig.from_json(text, 'config')\n"
-        "train(config, on_step=lambda row: print(row['step'], flush=True))\n"
-    )
     chance = random.Random(0)
-    kills = 0
+    step = kills = 0
     for _ in range(4):
-        child = subprocess.Popen(
-            [sys.executable, "-c", code, str(config)], stdout=subprocess.PIPE, text=True
-        )
-        for _ in range(chance.randint(2, 8)):
-            child.stdout.readline()
-        time.sleep(chance.random() * 0.05)
-        child.kill()
-        kills += child.wait() == -signal.SIGKILL
-        child.stdout.close()
+        step += chance.randint(2, 7)
+        ((code, output),) = worlds.run(killed, size=1, faults={f"0:{step}": "kill soon"})
+        assert code in (0, -signal.SIGKILL), output
+        kills += code == -signal.SIGKILL
     assert kills >= 3
     train(killed)
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
