@@ -134,6 +134,7 @@ def run(
         f"{out}: {outcome.trained} runs trained, {outcome.skipped} were done before; "
         f"`sparse-bitnet report {out}` shows the results",
         highlight=False,
+        soft_wrap=True,
     )
     if outcome.left:
         console.print(

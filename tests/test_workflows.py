@@ -1,0 +1,40 @@
+"""What the workflows and the papers beside the code name exists, and says the same everywhere."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_runs_what_is_there(path):
+    workflow = yaml.safe_load(path.read_text())
+    assert workflow["permissions"] == {"contents": "read"}
+    makefile = (ROOT / "Makefile").read_text()
+    for job in workflow["jobs"].values():
+        for step in job["steps"]:
+            assert ("run" in step) != ("uses" in step)
+            if "uses" in step:
+                assert re.fullmatch(r"[\w./-]+@[\w./]+", step["uses"])
+            elif step["run"].startswith("make "):
+                assert re.search(rf"^{step['run'].split()[1]}:", makefile, re.MULTILINE)
+            elif step["run"].startswith("."):
+                assert (ROOT / step["run"]).is_file()
+
+
+def test_pythons_that_are_tested_are_those_that_are_named():
+    test = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"]["test"]
+    named = [one.rpartition(" ")[2] for one in PROJECT["classifiers"] if ":: 3." in one]
+    assert test["strategy"]["matrix"]["python"] == named
+
+
+def test_the_citation_has_the_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == PROJECT["version"]
+    assert citation["license"] == PROJECT["license"]
