@@ -51,9 +51,15 @@ def by_group(rows: int, columns: int) -> torch.Tensor:
     return (torch.rand(rows, columns // 64) * 0.05 + 0.01).repeat_interleave(64, 1)
 
 
+def by_either(rows: int, columns: int) -> torch.Tensor:
+    """Matrices beside each other, those of k and v with scales of rows, that of q with groups."""
+    return by_row(rows, columns) if rows == 128 else by_group(rows, columns)
+
+
 @pytest.mark.parametrize(
     ("family", "scales_of", "dtype"),
     [
+        ("llama", by_either, torch.float16),
         ("llama", by_row, torch.float16),
         ("qwen3", by_group, torch.bfloat16),
         ("bitnet", by_matrix, torch.bfloat16),

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from sparse_bitnet import _cpu
+from sparse_bitnet.engine.architecture import BLOCK_LINEARS
 from sparse_bitnet.engine.model_file import ModelFile
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.packing.formats import coded_pattern, has_fixed_rows, holds_pattern
@@ -29,6 +30,9 @@ FORMATS = {
 
 _STORED_NAMES = {"F32": "float32", "BF16": "bfloat16", "I8": "int8"}
 _TABLE_BITS = {"int8": 8, "int4": 4, "bfloat16": 16, "float32": 32}
+
+_ONE_INPUT = (BLOCK_LINEARS[:3], BLOCK_LINEARS[3:4], BLOCK_LINEARS[4:6], BLOCK_LINEARS[6:])
+"""Linears of a block that multiply the same input; their scales have the same groups."""
 
 _INT4_GROUP = 64
 _ALIGNMENT = 64
@@ -175,28 +179,45 @@ class _Loader:
                     columns,
                     strides[linear],
                     address,
-                    **self._scales(name, columns),
+                    **self._scales(name, (rows, columns), self._scale_group(block, linear)),
                 )
                 self._fill(name, matrices[name], (rows, columns))
                 address += rows * strides[linear]
         return matrices, block_bytes * len(blocks)
 
-    def _scales(self, layer: str, columns: int) -> dict[str, Any]:
-        """The scales of a matrix as `_cpu.Matrix` takes them."""
+    def _scale_group(self, block: str, linear: str) -> int:
+        """Weights that share a scale, the least of the matrices with that input; 0 for no groups."""
+        beside = next(names for names in _ONE_INPUT if linear in names)
+        entries = self._model.file.entries
+        groups = []
+        for name in beside:
+            shape = entries[f"{block}.{name}.weight_scale"].shape
+            if len(shape) == 2 and shape[1] > 1:
+                groups.append(self._model.architecture.linear_shapes()[name][1] // shape[1])
+        return min(groups, default=0)
+
+    def _scales(self, layer: str, shape: tuple[int, int], group: int) -> dict[str, Any]:
+        """The scales of a matrix as `_cpu.Matrix` takes them, for `group` weights unless that is 0."""
         values, name = self._model.scales(layer), f"{layer}.weight_scale"
         self._finish(name)
-        if values.size == 1:
+        if group == 0 and values.size == 1:
             return {"scale": values.item()}
-        groups = values.shape[1]
-        if groups == 1:
-            scales, more = values, {}
-        else:
-            stored = self._model.file.array(name)
+        scales, more = values, {}
+        if group:
+            rows, groups = shape[0], shape[1] // group
+            kind = "float32"
+            if values.shape == (rows, groups):
+                values, kind = (
+                    self._model.file.array(name),
+                    DTYPES[self._model.file.entries[name].dtype],
+                )
+            elif values.shape != (1,):
+                values = values.repeat(groups // values.shape[1], 1)
             # Those of eight rows together; rows that fill up the last eight have none.
-            filled = np.pad(stored, ((0, -len(stored) % 8), (0, 0)))
+            filled = np.zeros((-(-rows // 8) * 8, groups), values.dtype)
+            filled[:rows] = values
             scales = filled.reshape(-1, 8, groups).swapaxes(1, 2)
-            kind = DTYPES[self._model.file.entries[name].dtype]
-            more = {"group": columns // groups, "scale_type": _cpu.ScaleType[kind]}
+            more = {"group": group, "scale_type": _cpu.ScaleType[kind]}
         scales = np.ascontiguousarray(scales)
         self._kept.append(scales)
         return {"scales": scales.ctypes.data, **more}
