@@ -44,7 +44,7 @@ def all_steps(rehearse: bool = False) -> list[Step]:
     """In the order of what they settle; all limits together are 40 minutes."""
     bench = (sys.executable, "-m", "sparse_bitnet", "bench")
     found = [Step("tests", (sys.executable, "-m", "sparse_bitnet.bench.gpu_all"), 240)]
-    for kind, seconds in (("kernels", 240), ("decode", 240), ("prefill", 240)):
+    for kind, seconds in (("kernels", 210), ("decode", 240), ("prefill", 240)):
         for pattern in PATTERNS:
             given = ["--pattern", pattern]
             if kind == "decode":
@@ -56,7 +56,7 @@ def all_steps(rehearse: bool = False) -> list[Step]:
     small = (*REHEARSAL, *SMALL["train"].split()) if rehearse else ()
     found.append(Step("train", (*bench, "train", *small, "--out"), 300))
     small = (*REHEARSAL, "--tokens", "2") if rehearse else ()
-    found.append(Step("profile", (*bench, "profile", *small, "--out"), 60))
+    found.append(Step("profile", (*bench, "profile", *small, "--out"), 180))
     forwards = "benchmarks/forwards.py gpu-forwards --seeds 2"
     if rehearse:
         forwards += " --steps 20 --batch-size 1 --device cpu"
