@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.experiments import drawings, tables
 from sparse_bitnet.experiments.claims import claims
+from sparse_bitnet.experiments.downstream import downstream_table
 from sparse_bitnet.experiments.judge import RULE, Claim, judged
 from sparse_bitnet.experiments.page import (
     Block,
@@ -167,7 +168,7 @@ def _parts(results: Results) -> list[Block]:
             "What the weights look like (figures 1, 5, 6 and 7)",
             [*looks, tables.polarisation_table(results), _ZERO_CODES] if looks else [None],
         ),
-        ("Zero-shot tasks (table 1)", [tables.downstream_table(results), _ACCURACY]),
+        ("Zero-shot tasks (table 1)", [downstream_table(results), _ACCURACY]),
         (
             "Search of the learning rate",
             [tables.search_table(results), tables.best_rate_table(results), _RATES],

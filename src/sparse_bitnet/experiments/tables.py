@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from sparse_bitnet.experiments.cells import (
     Cell,
-    average_accuracy,
     cells_of,
     model_label,
     paper_cells,
@@ -342,55 +341,6 @@ def effort_table(results: Results) -> Table:
     tokens = ("tokens a run", "tokens per weight", "epochs", "tokens/s")
     head = ("model", "runs", "steps", *tokens, "minutes")
     return Table(head, body)
-
-
-def downstream_table(results: Results) -> Table | None:
-    """Table 1: accuracy on each task, the average and its change; None without scores.
-
-    The average is the paper's, of the accuracies of all tasks; acc_norm stands below where there is one.
-    The paper's own average is that of its model of the same place among the sizes.
-    """
-    scores = results.downstream()
-    if not scores:
-        return None
-    tasks = list(scores[0][1])
-    averages = {(row.model, row.format, row.seed): average_accuracy(found) for row, found in scores}
-    body = []
-    for row, found in scores:
-        average = averages[row.model, row.format, row.seed]
-        dense = averages.get((row.model, f"{row.weight}-8:8", row.seed))
-        body.append(
-            (
-                f"{row.model}, {model_label(row.weight, row.pattern)}, seed {row.seed}",
-                *(_accuracy(found.get(task)) for task in tasks),
-                f"{average:.2f}",
-                NOTHING if dense is None or row.pattern == "8:8" else f"{average - dense:+.2f}",
-                *_paper_average(results, row),
-            )
-        )
-    return Table(("model", *tasks, "average acc", "Δ", "paper average", "paper Δ"), body)
-
-
-def _paper_average(results: Results, row: ResultRow) -> tuple[str, str]:
-    table = paper_results()["downstream_accuracy_percent"]
-    sizes = [name for name in table if name.endswith("B")]
-    place = list(results.setting["sizes"]).index(row.model)
-    if place >= len(sizes) or row.variant not in results.four_formats:
-        return NOTHING, NOTHING
-    cells_of_size = list(table[sizes[place]].values())
-    index = results.four_formats.index(row.variant)
-    average = statistics.fmean(cells_of_size[index])
-    dense = statistics.fmean(cells_of_size[index - index % 2])
-    change = NOTHING if index % 2 == 0 else f"{average - dense:+.2f}"
-    return f"{average:.2f} ({sizes[place]})", change
-
-
-def _accuracy(values: Mapping[str, float] | None) -> str:
-    if values is None:
-        return NOTHING
-    norm = values.get("acc_norm")
-    text = f"{100 * values['acc']:.2f}"
-    return text if norm is None else f"{text}\nnorm {100 * norm:.2f}"
 
 
 def _perplexity(rows: Mapping[int, ResultRow]) -> str:

@@ -4,13 +4,20 @@ import os
 import shutil
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.training.config import TrainConfig
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 CPU_FLAGS_WITH_FAST_BF16 = ("avx512_bf16", "amx_bf16")
+
+LONGEST_PLAIN_ATTENTION = 512
+"""Tokens of a sequence whose attention scores, all of them, are no burden."""
 
 WORTH_COMPILING = 5e12
 """Tokens times weights of a run that takes some ten minutes on one core."""
@@ -80,6 +87,17 @@ def compiles(config: TrainConfig, device: torch.device, weights: int) -> bool:
     has_compiler = any(map(shutil.which, (os.environ.get("CXX", "g++"), "c++", "clang++")))
     work = float(config.steps * config.tokens_per_step) * weights
     return device.type == "cpu" and has_compiler and work >= WORTH_COMPILING
+
+
+def compile_blocks_(model: "PreTrainedModel", config: TrainConfig, device: torch.device) -> None:
+    """Have each block compiled when it is first called; on a CPU with plain attention where it fits."""
+    # Code is cached by the process for some variants of a function only, and on the disk for all.
+    torch._dynamo.reset()
+    if device.type == "cpu" and config.sequence_length <= LONGEST_PLAIN_ATTENTION:
+        # Compiled, the plain products are faster than the CPU's flash attention.
+        model.set_attn_implementation("eager")
+    for block in model.get_decoder().layers:
+        block.compile()
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -25,7 +25,13 @@ from sparse_bitnet.nn.convert import set_integer_forward_, set_phase_, sparse_la
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.training import metrics
 from sparse_bitnet.training.config import TrainConfig
-from sparse_bitnet.training.device import autocast, compiles, peak_memory_bytes, prepare_device
+from sparse_bitnet.training.device import (
+    autocast,
+    compile_blocks_,
+    compiles,
+    peak_memory_bytes,
+    prepare_device,
+)
 from sparse_bitnet.training.distill import (
     DistillationLoss,
     Teacher,
@@ -45,9 +51,6 @@ from sparse_bitnet.training.validation import validation_loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-LONGEST_PLAIN_ATTENTION = 512
-"""Tokens of a sequence whose attention scores, all of them, are no burden."""
 
 OnStep = Callable[[dict[str, Any]], None]
 
@@ -123,13 +126,7 @@ class Trainer:
         self.compiles = compiles(config, self.device, self.model.num_parameters())
         self.compiles = self.compiles and not config.relations_weight
         if self.compiles:
-            # Code is cached by the process for some variants of a function only, and on the disk for all.
-            torch._dynamo.reset()
-            if self.device.type == "cpu" and config.sequence_length <= LONGEST_PLAIN_ATTENTION:
-                # Compiled, the plain products are faster than the CPU's flash attention.
-                self.model.set_attn_implementation("eager")
-            for block in self.model.get_decoder().layers:
-                block.compile()
+            compile_blocks_(self.model, config, self.device)
 
     def _meet_teacher(self) -> None:
         config = self.config
