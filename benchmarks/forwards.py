@@ -20,8 +20,8 @@ from rich.console import Console
 from sparse_bitnet.bench.record import append_records, result_file
 from sparse_bitnet.data.prepare import prepare
 from sparse_bitnet.data.sources import parse_source
+from sparse_bitnet.experiments.judge import Estimate
 from sparse_bitnet.experiments.provenance import provenance
-from sparse_bitnet.experiments.spread import Spread
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
 from sparse_bitnet.training.metrics import METRICS_FILE, read_rows
@@ -62,8 +62,9 @@ def compare(runs: Mapping[tuple[str, int], Mapping[str, Any]]) -> dict[str, Any]
     def curve_of(forward: str, seed: int) -> Curve:
         return runs[forward, seed]["curve"]
 
-    def difference(what: Callable[[Mapping[str, Any]], float]) -> Spread:
-        return Spread(tuple(what(runs["int8", s]) - what(runs["fake", s]) for s in seeds))
+    def difference(what: Callable[[Mapping[str, Any]], float]) -> Estimate:
+        values = tuple(what(runs["int8", s]) - what(runs["fake", s]) for s in seeds)
+        return Estimate(values=values)
 
     training = difference(lambda run: statistics.fmean(run["curve"]))
     validation = difference(lambda run: run["validation_loss"])
