@@ -1,5 +1,6 @@
 """`--dense-layers` says the same on every command that takes a format or a pattern."""
 
+import dataclasses
 import json
 
 import pytest
@@ -79,7 +80,7 @@ def row(config) -> ResultRow:
         steps=config.steps,
         flip_rate=None,
         checkpoint="",
-        config={"learning_rate": config.learning_rate, "sparse_fraction": 1.0},
+        config=dataclasses.asdict(config),
         provenance={},
         **numbers,
     )
