@@ -17,7 +17,7 @@ quickstart: $(STAMP)
 
 # The repository's page, from the committed results; docs/experiments.html is the same page, not tracked.
 experiments: $(STAMP)
-	$(BIN)/sparse-bitnet report docs/results/cpu --document docs/experiments.md --page docs/experiments.html
+	$(BIN)/sparse-bitnet report docs/results/cpu docs/results/cpu-paper --document docs/experiments.md --page docs/experiments.html
 
 test: $(STAMP)
 	$(BIN)/python -m pytest tests -n 2

@@ -121,7 +121,8 @@ def _setting(results: Results) -> list[Block]:
         tables.effort_table(results),
         Items(
             (
-                f"Text: {setting['text']['source']}, {text['train']['tokens']:,} training and "
+                f"Text: {setting['text']['source'] or 'prepared beforehand'}, "
+                f"{text['train']['tokens']:,} training and "
                 f"{text['validation']['tokens']:,} held-out tokens, vocabulary "
                 f"{text['train']['vocab_size']:,}.",
                 f"Recipe of every run: {recipe['batch_size']} sequences of "
