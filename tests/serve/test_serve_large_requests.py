@@ -111,14 +111,14 @@ def test_texts_and_token_ids_are_no_values_by_what_is_in_them(prompt, ascii_only
 
 def test_answers_are_written_in_small_pieces_beside_the_event_loop(served, monkeypatch):
     """Whole, and as events; both say the same."""
-    dumped, pieces = replies._dumped, []
+    dumped, pieces = replies.dumped, []
 
     def spy(content):
         text = dumped(content)
         pieces.append((len(text), threading.current_thread()))
         return text
 
-    monkeypatch.setattr(replies, "_dumped", spy)
+    monkeypatch.setattr(replies, "dumped", spy)
     fields = {"prompt": [f"{i}" * 900 for i in range(9)], "echo": True, "logprobs": 20}
     fields |= {"max_tokens": 100, "temperature": 0}
     whole = post(served, **fields)
