@@ -122,7 +122,7 @@ def test_ablations_and_activation_checkpointing(worlds, run_config):
 @pytest.mark.slow
 def test_compiled_blocks_give_the_losses_of_eager_ones(worlds, run_config):
     options = {"steps": 2, "checkpoint_every": 0}
-    alone, compiled = run_config("alone", **options), run_config("pair", compile=True, **options)
+    alone, compiled = run_config("alone", **options), run_config("pair", compile="on", **options)
     train(alone)
     finish(worlds, compiled, size=2)
     assert_same_curves(alone, compiled, tolerance=1e-4)
