@@ -146,3 +146,9 @@ def linear_layers(model: "nn.Module") -> dict[str, "nn.Linear"]:
     from torch import nn
 
     return {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+
+
+def stored_tensors(model: Any) -> "dict[str, Tensor]":
+    """What a file of a transformers model holds, by name: its state without the second of tied names."""
+    state = model.state_dict()
+    return {name: state[name] for name in state if name not in model.all_tied_weights_keys}

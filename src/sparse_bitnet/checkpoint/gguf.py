@@ -13,7 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparse_bitnet.checkpoint.checkpoint import Checkpoint, StoredModel, linear_layers
+from sparse_bitnet.checkpoint.checkpoint import (
+    Checkpoint,
+    StoredModel,
+    linear_layers,
+    stored_tensors,
+)
 from sparse_bitnet.checkpoint.gguf_file import GgufFile
 from sparse_bitnet.checkpoint.load import skeleton
 from sparse_bitnet.errors import UserError
@@ -116,11 +121,7 @@ class _Opened:
     def checkpoint(self, found: StoredModel) -> Checkpoint:
         model = found.model()
         layers = self._layers(model)
-        wanted = {
-            name: tuple(tensor.shape)
-            for name, tensor in model.state_dict().items()
-            if name not in model.all_tied_weights_keys
-        }
+        wanted = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model).items()}
         for name, shape in wanted.items():
             own = self.shapes.get(name)
             if own is None:

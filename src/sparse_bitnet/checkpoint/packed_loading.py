@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from sparse_bitnet.checkpoint.checkpoint import stored_tensors
 from sparse_bitnet.checkpoint.model_folder import check_folder
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.packed_linear import PackedSparseBitLinear
@@ -124,11 +125,7 @@ def _stored_as_int8(model: "PreTrainedModel") -> list[Any]:
 
 def _check_tensors(model: "PreTrainedModel", file: TensorFile) -> None:
     """The file has every tensor of the model, in its shape and kind, and no other."""
-    wanted = {
-        name: tensor
-        for name, tensor in model.state_dict().items()
-        if name not in model.all_tied_weights_keys
-    }
+    wanted = stored_tensors(model)
     if missing := sorted(wanted.keys() - file.entries.keys()):
         raise UserError(f"{file.path}: tensor {missing[0]} is missing")
     if unknown := sorted(file.entries.keys() - wanted.keys()):

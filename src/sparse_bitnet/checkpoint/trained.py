@@ -6,7 +6,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sparse_bitnet.checkpoint.checkpoint import Checkpoint, StoredModel, embedding_weights
+from sparse_bitnet.checkpoint.checkpoint import (
+    Checkpoint,
+    StoredModel,
+    embedding_weights,
+    stored_tensors,
+)
 from sparse_bitnet.checkpoint.hub import read_format
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.model_folder import CONFIG_FILE
@@ -40,11 +45,7 @@ def read(found: StoredModel) -> Checkpoint:
         for name, layer in sparse_layers(model).items()
     }
     files = _files(model, folder)
-    wanted = {
-        name: tuple(tensor.shape)
-        for name, tensor in model.state_dict().items()
-        if name not in model.all_tied_weights_keys
-    }
+    wanted = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model).items()}
     for name, expected in wanted.items():
         stored = files.shapes.get(name)
         if stored is None:

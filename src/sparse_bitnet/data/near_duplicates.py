@@ -106,8 +106,8 @@ class GroupedSource:
             chosen = held_out[min(group, key=lambda number: order[number])]
             side = VALIDATION if chosen else TRAIN
             moved |= {number: side for number in group if held_out[number] != chosen}
-        sides = {moved.get(number, TRAIN) for number, held in enumerate(held_out) if not held}
-        sides |= {moved.get(number, VALIDATION) for number, held in enumerate(held_out) if held}
+        before = enumerate(VALIDATION if held else TRAIN for held in held_out)
+        sides = {moved.get(number, side) for number, side in before}
         return moved if sides >= {TRAIN, VALIDATION} else {}
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparse_bitnet.checkpoint.checkpoint import Checkpoint
+from sparse_bitnet.checkpoint.checkpoint import Checkpoint, stored_tensors
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.deferred import DeferredTensors, OnProgress, write_safetensors
@@ -133,8 +133,9 @@ def _to_pack(foreign: Checkpoint, format: SparseBitConfig) -> Checkpoint:
         return found
 
     model: Any = foreign.model()
-    names = [name for name in model.state_dict() if name not in model.all_tied_weights_keys]
-    others = {name: foreign.others[name] for name in names if name in foreign.others}
+    others = {
+        name: foreign.others[name] for name in stored_tensors(model) if name in foreign.others
+    }
     return dataclasses.replace(
         foreign,
         config=_config(foreign, format),

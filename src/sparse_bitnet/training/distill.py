@@ -33,11 +33,23 @@ RELATED = ("q_proj", "k_proj", "v_proj")
 class Teacher:
     """A frozen causal LM on the device of its student."""
 
-    def __init__(self, path: str | Path, dtype: torch.dtype, device: torch.device) -> None:
-        """Raises `UserError` for what does not load, or holds values that are not finite."""
+    def __init__(
+        self,
+        path: str | Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        student_rows: int | None = None,
+    ) -> None:
+        """Raises `UserError` for what does not load, holds values that are not finite, or has another
+        vocabulary than the student, whose head has `student_rows`."""
         self.path = path
         self.model = from_pretrained(path, dtype=dtype)
         check_finite(self.model, str(path))
+        if student_rows not in (None, self.vocab_size):
+            raise UserError(
+                f"teacher {path} has a vocabulary of {self.vocab_size:,} tokens, the student one of "
+                f"{student_rows:,}: logits of the same tokens are compared, so start from the teacher"
+            )
         self.model.requires_grad_(False).eval().to(device)
 
     @property
@@ -208,12 +220,3 @@ def check_finite(model: nn.Module, where: str) -> None:
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter).all():
             raise UserError(f"{where}: {name} holds values that are not finite")
-
-
-def check_vocabularies(teacher_rows: int, student_rows: int, path: str | Path) -> None:
-    """Raise `UserError` for a teacher of another vocabulary than the student's."""
-    if teacher_rows != student_rows:
-        raise UserError(
-            f"teacher {path} has a vocabulary of {teacher_rows:,} tokens, the student one of "
-            f"{student_rows:,}: logits of the same tokens are compared, so start from the teacher"
-        )

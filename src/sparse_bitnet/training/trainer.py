@@ -32,12 +32,7 @@ from sparse_bitnet.training.device import (
     peak_memory_bytes,
     prepare_device,
 )
-from sparse_bitnet.training.distill import (
-    DistillationLoss,
-    Teacher,
-    check_finite,
-    check_vocabularies,
-)
+from sparse_bitnet.training.distill import DistillationLoss, Teacher, check_finite
 from sparse_bitnet.training.distributed import World
 from sparse_bitnet.training.logit_cache import LogitCache
 from sparse_bitnet.training.loss import SummedLoss
@@ -136,8 +131,7 @@ class Trainer:
             check_finite(self.whole, config.init or config.model)
         teacher = None
         if config.logit_cache is None:
-            teacher = Teacher(config.teacher, self.dtype, self.device)
-            check_vocabularies(teacher.vocab_size, rows, config.teacher)
+            teacher = Teacher(config.teacher, self.dtype, self.device, rows)
         else:
             self.cache = LogitCache(
                 Path(config.logit_cache),
@@ -158,8 +152,7 @@ class Trainer:
                 f"{cache.folder}: {cache.bytes_per_token} bytes a token, {cache.bytes / 1e6:,.1f} MB of "
                 f"the teacher's logits, {cache.parts - len(cache.checksums)} parts to write"
             )
-            teacher = Teacher(config.teacher, self.dtype, self.device)
-            check_vocabularies(teacher.vocab_size, cache.vocab_size, config.teacher)
+            teacher = Teacher(config.teacher, self.dtype, self.device, cache.vocab_size)
             cache.fill(teacher, config.micro_batch_size or config.batch_size)
         cache.verify()
 
