@@ -17,8 +17,8 @@ class QuickstartConfig(DenseLayersOption):
     out: str = "quickstart"
     """Folder of data, models, results and report. A stopped quickstart in it is continued."""
 
-    steps: int = 600
-    """Optimiser steps of each model. The defaults show a small model many tokens, four a weight: one
+    steps: int = 500
+    """Optimiser steps of each model. The defaults show a small model many tokens, over three a weight: one
     that has seen few does not miss what the mask removes."""
 
     seeds: int = 1
