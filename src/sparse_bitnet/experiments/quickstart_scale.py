@@ -18,7 +18,7 @@ class QuickstartConfig(DenseLayersOption):
     """Folder of data, models, results and report. A stopped quickstart in it is continued."""
 
     steps: int = 500
-    """Optimiser steps of each model. The defaults show a small model many tokens, over three a weight: one
+    """Optimiser steps of each model. The defaults show a small model many tokens, three a weight: one
     that has seen few does not miss what the mask removes."""
 
     seeds: int = 1
