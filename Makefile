@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Thin: every target is one command of the installed package, after setting it up if needed.
 PYTHON ?= python3.11
 VENV ?= .venv

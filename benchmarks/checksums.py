@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CRC-32 of 64 MB in memory on one thread: the standard library, packages, and our C++ beside them.
 
 python benchmarks/checksums.py      (isal is measured where it is installed)

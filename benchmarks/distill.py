@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Perplexity of a teacher, of its naive conversion, of fine-tuning and of distillation, in equal tokens.
 
     python benchmarks/distill.py OUT/model OUT/data RUNS      # OUT is of examples/stories260k.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Break a training run of several processes on purpose and see what it costs.
 
     python benchmarks/faults.py [--processes 2] [--rounds 2] [--seed 0] [--only NAME ...] [--record]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where runs are broken on purpose: prepared text, an undisturbed run to compare with, and trials."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether training with the int8 forward gives the loss curves of the fake-quantised one.
 
     python benchmarks/forwards.py WORK_FOLDER            # a stopped call is continued in its folder

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long /health takes to answer while the server is busy with one large request.
 
     python benchmarks/health.py PACKED                  # options after -- are the server's

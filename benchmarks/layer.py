@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cost of selecting mask and codes, against the layer's own work and against the memory's speed.
 
     python benchmarks/layer.py            # every projection of Qwen2.5 0.5B, 1.5B and 3B

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """llama.cpp as a measured child process of peers.py, through the low-level functions of llama-cpp-python.
 
 The Python sampling loop of that package would cost it speed: here are only `llama_decode` calls, as in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Many streams at once against a server, every one compared with serial greedy output.
 
     python benchmarks/load_server.py PACKED                     # 32 streams for a minute

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Peak memory of the training loss at the paper's size: 16 x 2048 tokens, 151,936 words.
 
     python benchmarks/loss_memory.py            # the full size, a minute or two on 2 cores

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long a training run takes to open large prepared data, and how much memory that needs.
 
     python benchmarks/open_data.py [--tokens 5e10] [--record]

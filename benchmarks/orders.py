@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How far apart the losses of one run come when nothing but the order of its sums differs.
 
     python benchmarks/orders.py [--steps 100] [--record]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our CPU engine against others, on the same random model, in one go.
 
     pip install 'sparse-bitnet[llama-cpp,export]'   # builds llama.cpp

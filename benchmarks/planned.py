@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `sparse-bitnet plan` says of small runs, beside what their processes hold and send.
 
     python benchmarks/planned.py [--record]

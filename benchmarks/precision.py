@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How close the CPU engine is to the PyTorch reference, and what its smaller numbers cost.
 
     python benchmarks/precision.py PACKED_FOLDER TEXT      # a packed model, a text file it has not seen

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Renders the tables of README.md and docs/*.md from the rows in benchmarks/results/.
 
     python benchmarks/render.py            # rewrites what stands between the markers

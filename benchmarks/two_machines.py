@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two machines out of one: network namespaces joined by a cable that can be pulled. Linux, as root."""
 
 import os

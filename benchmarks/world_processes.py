@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Worlds of processes that train: imports once, then forks each world that is asked for.
 
 Run as a script it reads one JSON request a line: `configs` of one run after another, `size`, `shard`,

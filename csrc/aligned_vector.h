@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A std::vector that starts on a cache line, so that no vector load spans two.
 
 #pragma once

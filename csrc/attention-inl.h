@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // attend, merge, finish and append of isa.h, on top of float_vector-inl.h.
 
 // The tile of a product: tile_rows x tile_vectors accumulators in registers, beside tile_vectors of the

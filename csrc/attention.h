@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Causal attention of grouped queries over the pages of a KvCache.
 //
 // A row is one query of one head. The heads of a group share keys and values, so the rows of a task, all

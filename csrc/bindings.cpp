@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Python's view: addresses and sizes in, nothing owned. The caller keeps the arrays alive and passes
 // sizes that fit. The GIL is released during work.
 

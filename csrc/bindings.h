@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The parts of the extension module; each adds its functions and classes. Sizes are checked here, before
 // anything is allocated or multiplied; addresses are believed.
 

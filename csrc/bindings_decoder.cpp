@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The decoder for Python. Sizes are checked against the model's shape here. The caller keeps every array alive as long as the
 // decoder, and gives addresses of arrays as large as they say they are.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Matrices, tables, and their products one by one, for the engine's loader, tests and benchmarks.
 
 #include <cmath>

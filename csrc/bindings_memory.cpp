@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Loading for Python: memory for weights, and what is written into it.
 
 #include <optional>

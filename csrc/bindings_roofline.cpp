@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The roofline of csrc/roofline.h, with threads and memory of its own.
 
 #include <nanobind/stl/string.h>

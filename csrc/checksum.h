@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CRC-32 as zlib computes it (polynomial 0x04c11db7, bits reflected), fast enough to run over a file
 // while it is copied, and of pieces that several threads computed.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A whole decoder step of the llama/qwen2 family over packed weights: embedding, blocks, final norm,
 // output head, and the key-value cache of many sequences. Also BitNet b1.58 (sub-norms, squared ReLU).
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One chunk of tokens through embedding, blocks, final norm and head.
 
 #include <algorithm>

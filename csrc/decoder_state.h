@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a decoder holds between steps, for decoder.cpp (requests, cache, chunks) and decoder_blocks.cpp
 // (the work on one chunk).
 

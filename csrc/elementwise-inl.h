@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // add_and_norm, gated and rotate of isa.h, on top of float_vector-inl.h.
 
 // Squares of floats are exact in double, and the lanes of the sum are the same number everywhere, so

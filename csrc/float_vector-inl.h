@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the float32 kernels share: conversions, exp, horizontal sums. Included by isa-inl.h.
 
 using Floats = Vector<float>;

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // quantize_int4 of isa.h, on top of float_vector-inl.h. Every instruction set adds in the same
 // order, over the same number of lanes, and returns the same bits.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The body of isa_generic.cpp, isa_avx2.cpp and isa_avx512.cpp: VectorKernels (isa.h), compiled for one
 // instruction set. The including file defines
 //   ISA                  its name; the result is vector_<ISA>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The table of kernels: for each instruction set, the function of every operation. One row is chosen, by
 // name or as the best, and passed down.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #if defined(__x86_64__)
 
 // Conversions under a full mask are those that GCC 12 compiles without a false warning.

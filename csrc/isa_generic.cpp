@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Any machine: 16-byte vectors, which compilers lower to SSE2 on x86-64 and to NEON on aarch64.
 
 #define ISA generic

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Keys and values of many sequences, in pages of 64 tokens with reference counts. Sequences share whole
 // pages after a fork; a page that others hold is copied before tokens are appended to it.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The body of matmul_avx2.cpp, matmul_avxvnni.cpp, matmul_avx512vnni.cpp and matmul_neon.cpp: MatmulKernels
 // for one instruction set. Included inside its namespace after matmul_vectors-inl.h and these primitives, all
 // of them INLINE:

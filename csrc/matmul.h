@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Matrix products of the engine: packed or int8 weights times int8 activations, accumulated exactly in
 // 32-bit integers. Every instruction set returns the same bits, for every thread and token count.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // 256 bits of x86, for matmul_avx2.cpp and matmul_avxvnni.cpp. Included like matmul_vectors-inl.h, which
 // comes first.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // AVX2: vpmaddubsw multiplies unsigned codes with signed activations and adds pairs in 16 bits. A pair of
 // codes up to 2 gives at most 508, so 64 of them fit; vpmaddwd then widens the sum.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // AVX-512 with VNNI: vpdpbusd multiplies unsigned codes with signed activations, four a lane.
 
 #if defined(__x86_64__)

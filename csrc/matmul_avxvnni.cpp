@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // AVX-VNNI: vpdpbusd of 256 bits multiplies unsigned codes with signed activations, four a lane.
 
 #include "matmul_kernels.h"

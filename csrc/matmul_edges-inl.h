@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Both ends of a product: activations to int8, and integer sums to floats. Included once per
 // instruction set, inside its namespace, with TARGET defined; plain loops, which compilers turn into
 // that set's vectors. Every operation is rounded to float32 by itself, so all sets agree.

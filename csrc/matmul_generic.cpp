@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Any machine, and the oracle of the other instruction sets: rows are unpacked one at a time by the
 // functions that specify the formats, then multiplied by plain loops.
 

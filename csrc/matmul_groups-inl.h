@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sums that are scaled by groups of columns: they leave the integers group by group, in ascending order. Tiles of
 // int4 and of ternary weights, and ternary rows for few tokens. Included by matmul-inl.h.
 

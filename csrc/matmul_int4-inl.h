@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // int4 rows: a scale for every group of 64 weights, so sums leave the integers group by group, in
 // ascending order. Included by matmul-inl.h.
 

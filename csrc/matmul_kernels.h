@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The inner functions behind matmul.h: what one instruction set provides. matmul.cpp adds the threads and
 // the memory.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // MatmulKernels::multiply: rows for few tokens, tiles for many. Included by matmul-inl.h.
 
 // The integer sums of a piece: dots [tokens, max_rows_a_call], of codes and fine in turn where `fine`.

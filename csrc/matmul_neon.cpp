@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // aarch64 with the dot product instructions: sdot multiplies signed bytes, four a lane. Codes up to 2
 // and nibbles up to 15 are as good signed as unsigned.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Few tokens: dot products along the rows, weights decoded in registers. Included by matmul-inl.h.
 //
 // Rows lie one behind another, so a stretch of rows is one stream. The hardware does not fetch it far

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Float tables times float activations. Included by matmul-inl.h.
 
 INLINE Floats widen_bfloat16(const std::uint8_t* from) {

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Many tokens: weights unpacked once to tiles of unsigned bytes and reused by all tokens. Included by
 // matmul-inl.h, with
 //   tile_vectors       vectors of rows of a tile; lane i of vector v is row v * lanes + i

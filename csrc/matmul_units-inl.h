@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Many tokens on a matrix unit: 16 x 16 sums in a tile, each plus the products of 64 bytes of a token with
 // 64 of a row. Included by matmul-inl.h. A Unit is
 //   static constexpr bool is_there

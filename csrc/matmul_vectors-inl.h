@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the products of every instruction set share: their vectors, and what the compilers' vector extensions
 // say as well as intrinsics do. Included once per instruction set, inside its namespace, with VECTOR_BYTES,
 // TARGET and, where dot products add pairs in 16 bits, NARROW_SUMS defined.

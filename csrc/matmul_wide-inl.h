@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Many tokens with int8 and int4 weights: tiles of 16-bit weights times 16-bit activations, 128 * codes +
 // fine, so that one pass gives what codes and fine give together. Included by matmul-inl.h where 8-bit
 // products would be slower, with

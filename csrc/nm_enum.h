@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // nm-enum (packed_format.h) to digits: words to group numbers to the digits of several groups at once.
 
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The CPU ops: what each computes, on which bytes.
 //
 // Everything is a contiguous array given by address and size; nothing is allocated for the caller,

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Packed ternary weights, version 1: this comment is the specification, the functions below are the
 // same in code. packing/formats.py mirrors the constants; a test compares both.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows of packed weights to digits (codes plus one, a byte each) and back: the work of repack.cpp.
 
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Work split over threads: those of the OpenMP runtime that PyTorch has loaded.
 //
 // After a parallel region those threads spin for some milliseconds and hold their cores. Threads of our

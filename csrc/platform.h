@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // All that an operating system or a processor model decides: memory in huge pages, reading of files,
 // forks, the OpenMP runtime, instruction sets.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // sum_magnitudes (for absmean) and quantize_int8. The element types are those of the keys in select-inl.h:
 // int32_t stands for the bits of a float32, int16_t for those of a bfloat16.
 

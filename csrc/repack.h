@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Packed matrices of a file to the layout in which they are multiplied (matmul.h), checked on the way:
 // the checksum of the bytes as they are, and whether they are the encoding of a matrix of the pattern.
 

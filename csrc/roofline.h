@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What this machine can do at most, measured: memory read, int8 multiply-add, float32 multiply-add.
 // Speeds of the engine are given as shares of these.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // nm_mask and select_ternary: n of every m weights without sorting.
 //
 // A weight is kept when fewer than n weights of its group come before it in the order "larger

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Embedding and output head, from the types in which a file has them to those of matmul.h.
 
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The engine's own threads. A decoder step hands out hundreds of short pieces of work a token, so the
 // threads spin for a moment before they sleep. Independent of any other runtime in the process.
 

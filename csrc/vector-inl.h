@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Vectors of VECTOR_BYTES in terms of the compilers' vector extensions. Included once per instruction
 // set, inside its namespace, with VECTOR_BYTES and TARGET (a function attribute) defined. Everything is
 // static and inlined into functions of that target, so no two instruction sets share a symbol.

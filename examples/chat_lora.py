@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chat fine-tuning of a sparse ternary model with TRL: LoRA on frozen ternary weights, then merged.
 
     pip install trl peft

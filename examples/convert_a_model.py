@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Convert any transformers causal LM, make one training step, save it, and load it back.
 
 python examples/convert_a_model.py                     # a tiny Llama with random weights

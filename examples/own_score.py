@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A score of one's own, in a training run: weights of loud columns are kept first.
 
 python examples/own_score.py

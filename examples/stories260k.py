@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pretrained model of 260,000 weights that writes stories, as a transformers folder, and its stories.
 
 python examples/stories260k.py stories260K.bin tok512.bin OUT [STORIES]

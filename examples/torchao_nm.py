@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """N:M masks for the BitNet training of torchao (torchao.prototype.quantized_training), tested with 0.18.
 
     pip install torchao && python examples/torchao_nm.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a small sparse ternary Qwen2 under `transformers.Trainer`, on text that every machine has.
 
     python examples/transformers_trainer.py

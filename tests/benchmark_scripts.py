@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The programs in benchmarks/ as modules, for the tests of their parts."""
 
 import importlib.util

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every test shares: poisoned memory, one seed, one thread, reproducible hypothesis."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A `_cpu.Decoder` over the weights of a transformers model in memory, without a file."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small layers and models that tests build."""
 
 from typing import Any

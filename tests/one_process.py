@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several commands in one fresh process, which imports what they need once."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small packed models, and what transformers makes of them."""
 
 from pathlib import Path

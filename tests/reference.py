@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The method in NumPy float64, written from the paper and sharing no code with the package.
 
 Only two numbers are rounded to float32, because the method says so: the ternary weight scale (its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pytest plugin: the tests see the extension that SPARSE_BITNET_EXTENSION names, not the installed one.
 
 An editable installation finds its own files before any search path, so the other build is loaded ahead

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine without a model: its logits are a function of the tokens before them, so that any mix-up of
 sequences, positions or neighbours changes the text. It counts, waits and fails as told."""
 

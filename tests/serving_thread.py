@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real server on a free port, in a thread, over an engine of the test's choice."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small trained-looking model with a tokenizer, as a folder of ours and packed."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What docs/method.md links to exists under the name it gives."""
 
 import ast

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Either the old content or the whole new one, whatever happens in between."""
 
 import errno

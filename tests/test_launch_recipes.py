@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The launch recipes: shell that parses, options that exist, a manifest of the operator's form."""
 
 import re

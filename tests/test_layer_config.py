@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SparseBitConfig: its text form, its dict form, and the combinations that it refuses."""
 
 import itertools

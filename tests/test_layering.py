@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A file imports only from rows above it in the tree in the README."""
 
 import ast

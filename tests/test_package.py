@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What importing the package does, and what it does not."""
 
 import importlib

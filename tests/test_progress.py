@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bars on a terminal, a few plain lines or none elsewhere; rate and time left from the last minute."""
 
 import io

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the workflows and the papers beside the code name exists, and says the same everywhere."""
 
 import re
@@ -38,3 +39,31 @@ def test_the_citation_has_the_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == PROJECT["version"]
     assert citation["license"] == PROJECT["license"]
+    assert citation["authors"] == PROJECT["authors"]
+    (paper,) = citation["references"]
+    assert all({"given-names", "family-names"} == author.keys() for author in paper["authors"])
+
+
+def test_every_source_names_its_license():
+    """In one of its first lines; REUSE.toml does for texts and data."""
+    sources = [ROOT / name for name in ("Makefile", "CMakeLists.txt", "pyproject.toml")]
+    for folder in ("src", "csrc", "tests", "benchmarks", "examples", ".github", ".ci"):
+        sources += (ROOT / folder).rglob("*.*")
+    held = {
+        ".py",
+        ".cpp",
+        ".h",
+        ".sh",
+        ".sbatch",
+        ".yml",
+        ".yaml",
+        ".toml",
+        ".j2",
+        ".html",
+        ".txt",
+        "",
+    }
+    wanted = f"SPDX-License-Identifier: {PROJECT['license']}"
+    for path in sources:
+        if path.suffix in held and path.is_file():
+            assert wanted in "".join(path.read_text(encoding="utf-8").splitlines()[:3]), path

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Train on several machines: run this same command on each of them.
 #
 #   HEAD=10.0.0.1 MACHINES=8 DATA=/shared/data OUT=/shared/run \

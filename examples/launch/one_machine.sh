@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Train on all GPUs of one machine (on a machine without: on PROCESSES processes of the CPU).
 #
 #   DATA=data OUT=run PROCESSES=8 examples/launch/one_machine.sh --recipe paper-tuned

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """1.58-bit language models with N:M semi-structured sparsity.
 
 Importing this package imports neither torch nor transformers. When transformers is imported by whoever

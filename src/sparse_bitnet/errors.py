@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one exception that means "what you gave us is wrong", as opposed to "we are wrong"."""
 
 import difflib

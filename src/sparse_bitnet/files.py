@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writing that leaves either the old content or the whole new one, never a half.
 
 Everything is written under a temporary name beside its target, flushed to the disk and renamed. A

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a Sparse-BitLinear computes: one of the paper's cells or ablations, or what was registered beside
 them. Free of torch."""
 

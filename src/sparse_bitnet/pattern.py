@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """N:M patterns: how many of every m consecutive weights are kept. Free of torch."""
 
 import re

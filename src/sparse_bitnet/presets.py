@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sizes of the Qwen2.5 shapes, the published ones and small ones for CPUs. Free of torch.
 
 Small presets keep the family's form (grouped-query attention, SwiGLU, RMSNorm, biases on q, k, v, tied

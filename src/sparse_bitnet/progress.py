@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How far long work is: amount, rate and time left, as bars on a terminal, else as a few lines."""
 
 import time

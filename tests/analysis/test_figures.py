@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Figures are well-formed, self-contained SVG that takes its colours from the page."""
 
 import dataclasses

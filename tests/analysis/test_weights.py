@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counts against a plain numpy computation, and the same from a model and from its files."""
 
 import json

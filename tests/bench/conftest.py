@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A preset small enough to write in an instant, whose rows fill the blocks of every format."""
 
 from pathlib import Path

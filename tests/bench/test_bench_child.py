@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measured processes answer questions, say what is wrong, and end with their parent's wish."""
 
 import pytest

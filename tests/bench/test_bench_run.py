@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A whole run over processes that only pretend, and the measuring of an engine that counts."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether others disturbed a measurement."""
 
 import subprocess

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """benchmarks/forwards.py: curves, their distances, and what they decide."""
 
 from types import ModuleType

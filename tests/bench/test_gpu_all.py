@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`bench gpu --all`: steps that fail become rows, and the next call goes on with them."""
 
 import json

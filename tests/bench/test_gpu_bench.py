@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The GPU benchmarks on a tiny model in plain PyTorch: they run, and their rows hold together."""
 
 import io

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """benchmarks/peers.py: the reading of other engines' results, ratios, and llama.cpp itself."""
 
 import io

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random models are complete packed folders with the statistics that training leaves."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tables of the README and the docs are what benchmarks/render.py makes of the result files."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes and operations of a model, and the machine's roofline."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints through transformers' from_pretrained: bit for bit, or refused with one line."""
 
 import json

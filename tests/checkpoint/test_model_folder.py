@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One set of messages for the JSON files of a model folder."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Presets with the published shapes, reproducible initial weights, starting from existing weights."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ternary weights and int8 activations against the float64 reference and by their properties."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Folders that mean harm: code that no command runs, paths that lead out, files that never end."""
 
 import ast

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is wrong with an option is said in one line."""
 
 from dataclasses import dataclass

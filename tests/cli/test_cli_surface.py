@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line as a user meets it: help, errors, exit codes."""
 
 import re

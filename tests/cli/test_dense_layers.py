@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`--dense-layers` says the same on every command that takes a format or a pattern."""
 
 import dataclasses

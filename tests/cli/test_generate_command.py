@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`generate` and `chat` as commands: prompts from everywhere, streams, statistics, interruptions."""
 
 import io

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What runs where only the core is installed: no torch, no transformers."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every command and file that the README names exists."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One small tokenizer and one small folder of prepared data, made once."""
 
 from pathlib import Path

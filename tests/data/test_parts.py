@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text prepared by many processes, and reading of very much of it."""
 
 import multiprocessing

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small texts for the data tests, and files of them."""
 
 import json

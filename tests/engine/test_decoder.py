@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The decoder step against the transformers model with the same ternary layers, on every position."""
 
 from functools import cache

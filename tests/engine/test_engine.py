@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CPU engine on packed folders: what transformers computes, for every form of weights and head."""
 
 import subprocess

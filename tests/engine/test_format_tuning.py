@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The choice of the run-time format: measured once, remembered, never in the way."""
 
 import json

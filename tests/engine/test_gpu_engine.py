@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The GPU engine in plain PyTorch: the protocol over slots gives the logits of the whole forward."""
 
 import numpy as np

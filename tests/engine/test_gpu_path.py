@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The GPU inference path in plain PyTorch: merged layers, routes, fixed cache, decode steps."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sequences of the decoder's cache: forks, truncation, room, and errors that change nothing."""
 
 from functools import cache

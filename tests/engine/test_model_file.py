@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the CPU engine refuses to load, each with one line that says why."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine over transformers: its logits are the model's, whatever way the tokens came in."""
 
 import numpy as np

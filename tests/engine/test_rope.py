@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rotary frequencies are transformers'."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small prepared text, a tokenizer, and a model that was never trained."""
 
 from pathlib import Path

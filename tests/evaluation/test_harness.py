@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """lm-eval on our models: the same numbers as lm-eval's own, local tasks, clear refusals."""
 
 import json

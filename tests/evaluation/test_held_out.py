@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which folder a name stands for, and text that the checkpoint cannot score."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Against a plain float64 computation from the logits, and against the trainer's own validation."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text continues the prompt, the same for the same seed."""
 
 import torch

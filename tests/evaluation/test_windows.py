@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every prediction is scored exactly once, with as much context as promised."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Derived numbers against the paper's own, seeds paired, broken files refused."""
 
 import dataclasses

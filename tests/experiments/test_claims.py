@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Verdicts on the paper's claims, from made-up results of which the right answer is known."""
 
 import dataclasses

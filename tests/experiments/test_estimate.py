@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Estimates of what runs would take, against numbers known from elsewhere."""
 
 import dataclasses

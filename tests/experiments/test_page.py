@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page loads nothing, escapes everything, and is well-formed."""
 
 import re

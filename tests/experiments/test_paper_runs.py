@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The paper's experiments as run lists: complete, shared, fair."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The whole quickstart on a small text: fair, complete, resumable, and what it refuses."""
 
 import dataclasses

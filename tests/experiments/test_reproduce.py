@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The smoke scale from end to end: trained, measured, kept, continued, rendered."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One table, three renderings with the same strings."""
 
 import io

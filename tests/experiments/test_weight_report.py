@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`analyze`: pages and counts of any checkpoint."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small trained checkpoints to export."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """compressed-tensors: words, configuration, and the package's own loader under transformers."""
 
 import json

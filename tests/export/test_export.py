@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exporting: folders that are complete, appear whole, and replace nothing."""
 
 import hashlib

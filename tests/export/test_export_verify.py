@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Verification: finds what is wrong, says what is missing, and speaks through the exit code."""
 
 import dataclasses

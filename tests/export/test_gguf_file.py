@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GGUF files: what is refused before writing, and what gguf-py reads back."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GGUF files become packed models, weights, tokenizer and template exact."""
 
 import json

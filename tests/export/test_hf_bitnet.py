@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face bitnet: bytes, refusals, and transformers' own loader."""
 
 import dataclasses

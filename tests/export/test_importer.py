@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Importing what other tools, and our own exports, hold."""
 
 import json

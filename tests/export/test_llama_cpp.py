@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """llama.cpp itself: loads the file, makes the same tokens, predicts the same."""
 
 import json

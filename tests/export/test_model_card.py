@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Model cards: what the run tells, how each tool loads the model."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Opening what is to be exported."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Model folders that say nothing of a quantiser and are ternary: found by looking, and exact."""
 
 import json

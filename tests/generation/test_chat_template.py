@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chats are rendered as transformers renders them, in a sandbox."""
 
 import json

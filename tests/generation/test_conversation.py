@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A conversation: the template's prompts, earlier turns from the cache, and what goes wrong in one."""
 
 import pytest

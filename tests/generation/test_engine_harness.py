@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """lm-eval over an engine gives the scores of lm-eval's own model, and computes each context once."""
 
 import json

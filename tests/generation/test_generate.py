@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Generated text: transformers' own, the same in any company, streamed, bounded, and reusing prefixes."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever ends by itself has the form that was asked for, whichever tokens the model prefers."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which engine runs what, and that the CPU engine's way imports no torch."""
 
 import json

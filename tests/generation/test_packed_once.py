@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GGUF files and folders of other tools run on the CPU engine, packed once."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sampling has transformers' definitions, and draws that depend on seed and place alone."""
 
 from types import SimpleNamespace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Continuous batching: every generation gets exactly its own tokens, whatever happens beside it."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stop strings let nothing of themselves through, however the text is cut."""
 
 import itertools

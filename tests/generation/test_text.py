@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens to text, one at a time: whole characters only, and the text of the tokenizer itself."""
 
 import os

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The aarch64 kernels without Python, for an emulator: products, quantisation and float tables of
 // "neon" against "generic", and the decoder's float kernels against plain loops in double precision.
 // Memory starts as poison. Exits with 1 after printing what differs.

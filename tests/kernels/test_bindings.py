@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The extension refuses sizes that do not fit before it allocates, divides or multiplies with them."""
 
 import os

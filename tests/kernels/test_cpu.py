@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The compiled kernels return what the references return, on every instruction set of this machine."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Matrix kernels: every format and instruction set returns the bits of the reference.
 
 The reference is numpy on the codes: integer sums, then float32 operations in the order matmul.h states.

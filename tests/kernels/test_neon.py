@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The aarch64 code on any machine: cross-compiled, and run under an emulator."""
 
 import importlib.util

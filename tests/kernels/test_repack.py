@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loading in C++ against the plain codec: the same codes, the same refusals, the same checksums."""
 
 import ctypes

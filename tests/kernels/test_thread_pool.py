@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine's thread pool: every piece once, from tiny regions to sleeping threads."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each ablation of the paper differs from the baseline where it should, and only there."""
 
 import torch

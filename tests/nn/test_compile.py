@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch.compile(fullgraph=True) computes what eager computes: codes, masks, outputs, gradients."""
 
 import pytest

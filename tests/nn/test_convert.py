@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """convert_ on the model families, sparse_layers, and one selection per optimiser step."""
 
 import copy

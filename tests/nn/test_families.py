@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Families beyond plain decoders: what `convert_` finds in them, and that what is saved loads again."""
 
 import json

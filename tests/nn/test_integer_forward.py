@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The int8 forward of training: the integers of the fake-quantised product, rounded once."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SparseBitLinear forward, backward and under autocast, with stated bounds of precision."""
 
 import warnings

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mask and codes of one optimiser step: reused, counted, and never stale."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every CUDA kernel, compiled, against its reference on the CPU: odd shapes, poisoned memory."""
 
 import pytest

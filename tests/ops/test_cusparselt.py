@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sparse product's reference: windows, 2:4 check, exact sums; and refusals without the hardware."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """RMSNorm and SwiGLU with quantisation: the references are the unfused operators, the kernels agree."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels as PyTorch ops: which inputs they take, the dispatcher's contracts, the choice."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Triton kernels compiled for an H100 and an A100, and what their machine code takes: that needs no
 GPU, only triton's own compiler, assembler and disassembler.
 

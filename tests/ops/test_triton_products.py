@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Triton products of codes and of packed rows equal the reference, interpreted or on a GPU."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Triton activation kernels equal the references bit for bit, interpreted or on a GPU."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The measured choice of a product: never slower than dense where it was measured, dense elsewhere."""
 
 import itertools

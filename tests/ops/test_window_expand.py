@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The 2:4 form of N:M codes: complete over all patterns of a group, exact, refused where impossible."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trained checkpoints to pack."""
 
 from collections.abc import Callable

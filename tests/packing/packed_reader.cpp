@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reads packed bytes with nothing but packed_format.h: what Python packs is what the header says.
 //   packed_reader size FORMAT N M IN_FEATURES           prints the bytes of a row
 //   packed_reader read FORMAT N M IN_FEATURES ROWS      rows on standard input -> int8 codes

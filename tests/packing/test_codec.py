@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every packed format: exact both ways, one encoding of every matrix, everything else refused."""
 
 import hashlib

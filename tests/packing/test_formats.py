@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """formats.py is the header in Python; the header is the specification of what Python writes."""
 
 import re

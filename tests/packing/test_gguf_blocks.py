@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GGUF's ternary blocks against gguf-py, and against their description."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packed folders through from_pretrained: the trained model's logits, or one line of refusal."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packing a checkpoint: a complete folder, exact codes, and a refusal for everything else."""
 
 import json

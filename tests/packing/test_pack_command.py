@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`sparse-bitnet pack`: what it writes and what it says."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sizes as computed are sizes as written; bounds are bounds."""
 
 import json

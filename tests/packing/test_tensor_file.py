@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The file: any safetensors reader opens it; ours accepts nothing that was not written so."""
 
 import json

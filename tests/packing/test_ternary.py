@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ternary weights hidden in floats, and the fewest scales for them."""
 
 from typing import Any

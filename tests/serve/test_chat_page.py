@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page at /, in headless Chromium with real clicks and keys."""
 
 import shutil

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The HTTP server as clients meet it: through the real `openai` client, over a real socket."""
 
 import concurrent.futures

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What operators ask for: ids, logs, pages elsewhere, tokens of a text, clients that read nothing."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """/v1/responses as the `openai` client asks for it: texts, calls, forms, and the events of a stream."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`sparse-bitnet serve` with the real engine: the same texts as without a server, and a clean end."""
 
 import concurrent.futures

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who may connect, as what, and for how long: raw requests over real sockets."""
 
 import logging

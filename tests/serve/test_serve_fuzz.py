@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever a client sends and the model computes, no defect of the server's shows and it goes on."""
 
 import json

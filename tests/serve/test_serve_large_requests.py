@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One request, however large, holds nothing up: what is too much is refused before anything is built of
 it, and what is allowed is built and written in small pieces, beside the event loop."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the server does when it is too much: full queues, large bodies, clients that leave, the end."""
 
 import concurrent.futures

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the server refuses, seen as plain HTTP: status, parameter and code of every error object."""
 
 import json

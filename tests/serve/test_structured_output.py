@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Answers of a given form, under the names of OpenAI, vLLM and llama.cpp."""
 
 import json

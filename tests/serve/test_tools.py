@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of functions: as the families of templates write them, whole, streamed, forced and strict."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small prepared folder of real text, and configs that train on it in a second or two."""
 
 from collections.abc import Iterator

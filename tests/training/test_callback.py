@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SparseBitCallback under transformers.Trainer, and the examples."""
 
 import importlib.util

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints: complete, pruned, refused when damaged, and never half-written."""
 
 import errno

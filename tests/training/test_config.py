@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TrainConfig: validation, JSON, and what may differ between the parts of one run."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run of several processes that is not at its end can be read by whoever reads models."""
 
 import shutil

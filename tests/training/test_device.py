@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run sets of torch before it begins."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Distillation: its loss, the cache of a teacher's logits, the command, refusals."""
 
 import dataclasses

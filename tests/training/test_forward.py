@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`--forward int8` trains as `--forward fake` does."""
 
 import dataclasses

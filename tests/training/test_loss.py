@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chunked cross-entropy against torch's own, forward and backward."""
 
 import pytest

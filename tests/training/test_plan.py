@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The planner against what a model really holds, and against known totals."""
 
 import pytest

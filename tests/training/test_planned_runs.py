@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the processes of a run hold and send, and that the plan says so beforehand."""
 
 from dataclasses import replace

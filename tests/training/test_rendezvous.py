@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes find together in a store that still holds what dead ones wrote."""
 
 import time

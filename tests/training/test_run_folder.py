@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run folder takes, refuses, and is left as by a command that fails."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Learning rate and dense-to-sparse phase, step by step."""
 
 from itertools import pairwise

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """examples/torchao_nm.py: torchao's BitNet training with N:M masks computes what our layer does."""
 
 import importlib.util

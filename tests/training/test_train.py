@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loop: what it logs, that it learns, and that stopping at any moment changes nothing."""
 
 import dataclasses

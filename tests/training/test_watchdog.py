@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a process says of the others, from their heartbeats alone."""
 
 import time

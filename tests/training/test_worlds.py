@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run of several processes: the same losses as of one, from any number to any other, and no loss."""
 
 import json

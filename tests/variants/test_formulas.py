@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every built-in score, quantiser, activation and schedule against its source's formula, in NumPy."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one registers oneself: in text forms, in training, in checkpoints, in packed files."""
 
 import json

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """What trained weights look like, and drawing it."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Curves and histograms as SVG text for a page.
 
 Colour says the weight format and line style the pattern, so nothing depends on telling hues apart.

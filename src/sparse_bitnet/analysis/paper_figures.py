@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The paper's figures, in the paper's form, as SVG text; see `figures` for colours and styles."""
 
 from collections.abc import Mapping, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Statistics of master weights that explain why a format tolerates sparsity (paper, section 4.3).
 
 Everything is counted per layer on W / mean|W|, so that layers of different scales can be pooled.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Child processes that hold what is measured: one JSON object a line in, one out.
 
 Each engine lives in a process of its own, so that its memory can be told from the others', its

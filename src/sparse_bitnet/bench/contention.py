@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much of the machine others used while something was measured: whether to believe the numbers."""
 
 import os

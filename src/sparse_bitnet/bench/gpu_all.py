@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Everything there is to measure on a GPU, step by step, in a folder that can be taken up again.
 
 Each step is a process of its own, because an error on a GPU leaves its process unusable. It writes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The paper's Table 3: prefill of one sequence through all layers, attention and cache included, and
 decode steps of a batch as CUDA graphs over a fixed cache."""
 

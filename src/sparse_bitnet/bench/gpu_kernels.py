@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Single shapes of a model: every product with its quantisation and its share of the roofline; and the
 kernels of one layer by the time that they take."""
 

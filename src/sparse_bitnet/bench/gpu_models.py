@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The compared models: random weights of a preset's shape, dense bf16 and ternary with all its forms."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `sparse-bitnet bench prefill|decode|train|kernels|profile` measures. Imports nothing heavy."""
 
 from dataclasses import dataclass, field

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows and tables of the GPU benchmarks."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times on a GPU by its own events, interleaved, and the roofline of the machine in the same run."""
 
 import gc

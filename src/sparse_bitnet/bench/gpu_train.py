@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole training steps: dense bf16, ternary with the int8 forward, with the fake-quantised forward,
 and as fake quantisation is usually written (every operation of its own, in every forward)."""
 

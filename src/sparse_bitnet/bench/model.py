@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Seconds of prefill and decode of one engine: the measured child process of `sparse-bitnet bench`.
 
     python -m sparse_bitnet.bench.model     # answers one JSON object a line, see child.py

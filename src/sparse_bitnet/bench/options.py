@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `sparse-bitnet bench` measures. Imports nothing heavy, so that `--help` is immediate."""
 
 import os

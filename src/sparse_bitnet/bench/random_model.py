@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packed folders of a preset's real shape with random weights: for measuring speed, not for reading.
 
 Codes have the zeros and the groups of a model whose masters are Gaussian, as before training and, nearly,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measurements as JSON lines, each with where and with what it was taken, and as tables."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the machine can do at most, and what a model asks of it: speeds as shares of the roofline.
 
 Decode reads every weight once a step, so memory bounds it; prefill multiplies every weight with every

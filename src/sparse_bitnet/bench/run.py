@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One run of `sparse-bitnet bench`: every engine in a child process, all measured in turn.
 
 Rounds go over all measurements and, in another order each time, over all engines; medians of the rounds

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The presets as transformers configs and models."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Any stored model, opened: its config, its layers, and its tensors one at a time.
 
 Nothing but headers is read until a tensor is asked for, so that packing and exporting a model of any

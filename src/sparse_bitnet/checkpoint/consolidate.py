@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A checkpoint of a run as the model folder that everything else reads.
 
 A run has `final` at its end; before that its checkpoints are split by rows. Who names such a run to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ternary checkpoints of other tools, opened: which layers are ternary, and their codes and scales.
 
 Read are Hugging Face `bitnet` (bitlinear and autobitlinear, packed), compressed-tensors with two- or

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GGUF files with ternary weights, opened: config, names and tokenizer follow from the file's metadata.
 
 A new architecture is a row of `_ARCHITECTURES`; a new tensor a row of `_TOP` or `_BLOCK`.

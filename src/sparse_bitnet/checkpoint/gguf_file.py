@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A GGUF file, read without trust: its metadata and where its tensors lie, values of any type.
 
 The gguf package's reader knows none of the ternary types of llama.cpp's relatives and refuses such files

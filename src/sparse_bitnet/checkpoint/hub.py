@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saving and loading in the form of the Hugging Face hub, masters included.
 
 The folder is an ordinary transformers checkpoint (config.json, model.safetensors, tokenizer) whose

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stored model through transformers: its skeleton, the model with its weights, and its tokenizer."""
 
 import copy

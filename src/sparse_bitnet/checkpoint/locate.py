@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a user names as a checkpoint -> the folder that holds it."""
 
 from pathlib import Path

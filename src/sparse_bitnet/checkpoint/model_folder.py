@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The files of a model folder, read without trust. No torch.
 
 Whatever a folder names lies inside it, nothing but regular files is opened, everything but the weights

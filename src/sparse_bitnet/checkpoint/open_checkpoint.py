@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a user names -> the stored model that it is: the one way in for every command."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Folders that `sparse-bitnet pack` wrote. Opening one imports no torch."""
 
 from typing import TYPE_CHECKING

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`from_pretrained` for packed folders, through transformers' quantizer registry.
 
 The whole file is checked before a weight is used: header, sizes, the checksum of every tensor, that

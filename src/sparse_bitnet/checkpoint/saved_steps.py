@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The checkpoints of a run folder: which are complete, which are intact, which are dropped.
 
 A checkpoint is a folder `checkpoints/step-00000100`; it appears under that name only when all of it is

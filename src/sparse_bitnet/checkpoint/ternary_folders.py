@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Folders whose config.json has no entry of a quantiser, found to be ternary by looking.
 
 Floats of which each run of a row holds 0 and +s and -s (TriLM, BitCPM, dequantised Bonsai): exact, or

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Folders that `save_pretrained` wrote, ours with their masters or any other dense model."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The safetensors files of a model folder: names and shapes at once, tensors one at a time."""
 
 import copy

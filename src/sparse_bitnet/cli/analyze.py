@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`sparse-bitnet analyze`: what the weights of checkpoints look like."""
 
 from dataclasses import dataclass

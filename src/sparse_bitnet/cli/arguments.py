@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Command-line options through tyro, with its complaints in one line instead of a box."""
 
 import dataclasses

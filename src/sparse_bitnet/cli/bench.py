@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`sparse-bitnet bench`: speed of the CPU engine, beside what the machine could do at most."""
 
 from pathlib import Path

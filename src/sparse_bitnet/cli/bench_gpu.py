@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`sparse-bitnet bench prefill|decode|train|kernels|profile`: the paper's Table 3, training steps and
 single kernels on a GPU; `bench gpu --all` measures everything."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`sparse-bitnet chat`: a conversation in the terminal."""
 
 import contextlib

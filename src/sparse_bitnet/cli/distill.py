@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`sparse-bitnet distill TEACHER OUT`: the training command with a teacher."""
 
 from pathlib import Path

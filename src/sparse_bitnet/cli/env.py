@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`sparse-bitnet env`: what is installed, where it runs, which kernels are in use and why."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`sparse-bitnet evaluate`: held-out perplexity and lm-eval tasks of any checkpoint.
 
 Packed models run on the CPU engine, by default with everything around their linear layers in float32, so

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`sparse-bitnet evaluate` of packed models: on the CPU engine, where that can run them."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `sparse-bitnet evaluate` scores, and how."""
 
 from dataclasses import dataclass

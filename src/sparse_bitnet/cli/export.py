@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`sparse-bitnet export`: a trained model in the format of another tool."""
 
 from typing import Annotated

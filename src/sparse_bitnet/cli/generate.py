@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`sparse-bitnet generate`: continue a prompt with any checkpoint, as it is computed."""
 
 import sys

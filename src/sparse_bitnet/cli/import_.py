@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`sparse-bitnet import`: a ternary checkpoint of another tool as one of ours."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`sparse-bitnet VERB ...`: a table of verbs and nothing else, so that `--help` is immediate."""
 
 import importlib

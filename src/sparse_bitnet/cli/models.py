@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`sparse-bitnet models`: the presets and their sizes."""
 
 from sparse_bitnet.cli.arguments import no_options

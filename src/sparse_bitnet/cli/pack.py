@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`sparse-bitnet pack`: a trained model as a small file, checked by loading it back."""
 
 from dataclasses import dataclass

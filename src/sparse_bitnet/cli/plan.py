@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`sparse-bitnet plan`: what a run would take on some GPUs."""
 
 from sparse_bitnet.cli.arguments import parse

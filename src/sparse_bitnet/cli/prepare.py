@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`sparse-bitnet prepare`: tokenise text into memory-mapped shards."""
 
 import time

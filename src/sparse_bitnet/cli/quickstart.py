@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`sparse-bitnet quickstart`: the paper's four models on real text, in a few minutes."""
 
 import sys

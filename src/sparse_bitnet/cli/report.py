@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`sparse-bitnet report`: the page of reproduced experiments."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`sparse-bitnet reproduce`: the paper's experiments at a chosen scale."""
 
 import dataclasses

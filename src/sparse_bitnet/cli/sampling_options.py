@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sampling options as they appear on the command line of `generate` and `chat`."""
 
 from dataclasses import dataclass

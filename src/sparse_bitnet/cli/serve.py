@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`sparse-bitnet serve`: an OpenAI-compatible HTTP server for a checkpoint."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`sparse-bitnet sizes`: bits a weight and megabytes of packed models."""
 
 import dataclasses

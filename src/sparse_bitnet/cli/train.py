@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`sparse-bitnet train`: a recipe plus overrides."""
 
 import dataclasses

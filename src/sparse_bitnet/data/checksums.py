@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sizes and checksums of shards, and the record of which files were already found right."""
 
 import contextlib

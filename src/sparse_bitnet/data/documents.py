@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every source of text yields, and the two ways in which sources are combined."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batches of token windows: shuffled over the whole data set, and computed from the step alone.
 
 The data is cut into windows of `sequence_length + 1` tokens, `sequence_length` apart, so that every

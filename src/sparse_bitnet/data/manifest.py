@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The manifest of a folder of prepared data, and the format of that folder.
 
     manifest.json                        what the data is; written last: its presence means "complete"

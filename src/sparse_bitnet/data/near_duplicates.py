@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Held-out text that is not trained on: near-duplicates share a side, and what is left is measured.
 
 A text is cut where a rolling hash of its bytes says so, so that a passage is cut alike wherever it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Preparing one text with many processes: each makes a folder of its own, the last one joins them.
 
 Nothing is copied: the manifest of the whole names the shards inside the parts' folders, in the order of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an unfinished preparation leaves in its folder, and who may go on with it.
 
 `preparation.json` holds the settings, the source's state, and how far each split is written. It is

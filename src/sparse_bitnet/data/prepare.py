@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokenise a source into shards, once; an interrupted preparation goes on where it was.
 
 The state is saved at every finished shard and every 10 seconds (`preparation_state`). A process killed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text that every machine has: the source files of the running Python interpreter."""
 
 import hashlib

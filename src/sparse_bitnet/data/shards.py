@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Token shards: the writer, and the memory-mapped reader. `manifest` describes the format.
 
 **Damage is found on opening.** A shard's size is compared with the manifest at every opening. Its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sources of text: installed Python files, local files, data sets of the Hugging Face hub."""
 
 import glob

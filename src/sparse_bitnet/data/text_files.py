@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Documents of one local file: `.jsonl`, `.jsonl.zst`, `.parquet` (one column) and `.txt`.
 
 A `.txt` file is one document; the others hold one document per line or row. Every record carries the

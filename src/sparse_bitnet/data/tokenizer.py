@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a byte-level BPE of a given size; what identifies a tokenizer."""
 
 import hashlib

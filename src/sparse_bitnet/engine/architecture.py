@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the CPU engine needs to know of a model: sizes and variants, from its config.json. No torch."""
 
 from dataclasses import dataclass

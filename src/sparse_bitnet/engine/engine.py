@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CPU engine: a packed folder, and a decoder in C++ that runs it (csrc/decoder.h). No torch."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which engine runs a model, and how: what `generate`, `chat`, `serve` and `evaluate` share.
 
 Imports nothing heavy, so that `--help` is immediate.

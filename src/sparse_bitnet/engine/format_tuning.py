@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which run-time format of the weights is fastest on this machine: a short measurement, remembered.
 
 One token is multiplied with more weights than caches hold, in each format that holds the pattern:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A packed folder, opened for the CPU engine: every tensor is there, as config.json asks. No torch."""
 
 from dataclasses import dataclass

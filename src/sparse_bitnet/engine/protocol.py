@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What text generation, the scheduler and lm-eval ask of an engine, and what all engines share: their
 sequences, the checks of a batch, and one caller at a time. Free of torch.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inverse frequencies of rotary position embeddings, as transformers computes them. Free of torch."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights of a packed model in the form in which they are multiplied, in memory of their own. No torch.
 
 Every byte of the file is read once: its checksum is computed, its encoding checked and its run-time

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine's protocol over any transformers causal LM: for other architectures, for checkpoints that
 are not packed, and as the reference of the CPU engine."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Zero-shot tasks through lm-eval, in this process: its tasks, its scores, its result form.
 
 lm-eval drives the model; here the model is loaded once, its masks and codes are selected once, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What to evaluate, and on which text: checkpoints and held-out data as people name them."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Held-out perplexity: the exact token-weighted mean over a text, with the trained forward.
 
 Context. A text of N tokens is cut into windows of `context_length` input tokens, each of which

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text from a trained model, through transformers' `generate`."""
 
 from typing import TYPE_CHECKING, Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cutting a text of tokens into windows that score every token but the first exactly once."""
 
 from collections.abc import Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The paper's four models: our numbers, the paper's own, and what is derived from both (table 2)."""
 
 import json

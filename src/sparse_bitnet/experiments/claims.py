@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The paper's claims as numbers per seed; `judge.RULE` says what follows from them."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Table 1: zero-shot tasks on the models that table 2 trained."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The figures of a report, drawn from the files of one set of results."""
 
 import math

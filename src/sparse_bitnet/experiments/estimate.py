@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a set of runs takes: by runs that have ended here, a few timed steps, or shapes alone."""
 
 import time

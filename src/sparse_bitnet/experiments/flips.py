@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much the masks of the training designs move: claims over all of training, and figures by tenths."""
 
 import math

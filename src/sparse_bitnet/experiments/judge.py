@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a claim holds: one residual for an experiment, and Holm over all claims of a page."""
 
 import dataclasses

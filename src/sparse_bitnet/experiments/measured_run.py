@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a finished run is reduced to: one row, thinned curves, statistics of its weights."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A page of results as blocks, rendered as Markdown with figure files and as one HTML file.
 
 The HTML is self-contained: inline CSS and SVG, nothing loaded from anywhere. It reads in a narrow and a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The paper's tables and figures as lists of complete runs. Free of torch.
 
 A run that several experiments ask for is one run: its name is a readable prefix and a hash of its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where and with what a number was measured: what stands beside every published result."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The paper's four models on real text in a few minutes: its table 2, its curves, one page.
 
 Dense and sparse, full-precision and ternary, all from the same initial weights on the same batches.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a quickstart trains, as a scale of the experiments. Free of torch, so that `--help` is quick."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page of one or more sets of results: every table, figure and claim, from result files alone."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The folder of one set of results: what is committed, and what is only needed to go on.
 
 setting.json      scale, sizes, recipe, text, precision: one folder holds results of one setting

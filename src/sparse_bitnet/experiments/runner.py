@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains what a set of experiments still lacks, and keeps what is worth keeping of it."""
 
 import dataclasses

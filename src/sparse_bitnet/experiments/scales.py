@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How large an experiment is: models, tokens, seeds and text. Pure numbers, free of torch.
 
 Everything else a run depends on is the same for all runs of a scale: that is what makes them

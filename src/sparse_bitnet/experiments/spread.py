@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One number per seed: its mean and its range."""
 
 import statistics

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A table of texts, shown with the same strings on a terminal, in Markdown and (by `page`) in HTML."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tables of the paper with our numbers and its own side by side."""
 
 import math

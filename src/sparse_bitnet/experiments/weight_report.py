@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The paper's analysis figures for any checkpoints: what their weights look like, layer by layer."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains runs in this process, one after another, or several at once in processes of their own.
 
 Models of a few million weights keep one core busy and hardly two: two runs of one thread each take

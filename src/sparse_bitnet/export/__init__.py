@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trained models in the formats that other people's tools read, and back: see `formats.export`."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """compressed-tensors: what vLLM reads, and transformers with the package of that name.
 
 W2A8 `pack-quantized`: `weight_packed` int32 (`pack_words`). W8A8 `int-quantized`: `weight` int8, four

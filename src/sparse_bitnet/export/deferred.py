@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors that are computed when they are written: an export needs the memory of one layer."""
 
 from collections.abc import Callable, Sequence

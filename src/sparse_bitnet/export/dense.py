@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dense weights, codes * scale: for tools that know no ternary format.
 
 Such a tool multiplies with unquantised activations, so its logits differ from ours by the rounding of

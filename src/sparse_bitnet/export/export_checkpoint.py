@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a trained checkpoint to the files of another tool: one function over all formats.
 
 Everything that can be refused from names and shapes is refused before the first byte is written; the

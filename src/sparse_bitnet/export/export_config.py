@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What can be exported to, and the options of doing it. Free of torch, so `--help` is quick."""
 
 import typing

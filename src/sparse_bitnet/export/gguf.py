@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GGUF: what llama.cpp and everything built on it read. Ternary blocks, tokenizer and metadata.
 
 One file holds all: sparse layers as TQ1_0, TQ2_0 or Q2_0, or as what their rows fill (`gguf_blocks`),

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A byte-level BPE tokenizer as GGUF metadata: tokens, types, merges, and the pre-tokenizer's name.
 
 llama.cpp knows pre-tokenizers by name only, so a tokenizer that splits text in another way is refused

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face `bitnet`: what transformers reads natively, for any architecture.
 
 Four codes a byte (`pack_row_planes`). The `bitlinear` class divides its output by

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A complete Hugging Face model folder: config, weights, tokenizer, generation config, model card."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ternary checkpoints of other tools as checkpoints of ours, codes and scales unchanged.
 
 Our checkpoints hold masters, from which codes and scale follow. Where only codes are known, masters

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The README.md of an export: what the model is, how it was trained, how to load it in each tool."""
 
 import math

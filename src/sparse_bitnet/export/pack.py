@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packing a trained checkpoint: a folder that is complete, exact, and small.
 
 model.safetensors   <layer>.weight_packed  uint8 [rows, row_bytes], of nm-zstd [bytes]

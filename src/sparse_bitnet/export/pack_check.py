@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does a packed folder compute what the trained model computes? Load both and compare logits."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tools that exports are for, as one interface: token ids of a text, log-probabilities of tokens.
 
 Each is the real one: transformers' loader with whatever package the format needs, and llama.cpp

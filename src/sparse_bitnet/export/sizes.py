@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many bytes a packed model takes, and how near its formats come to what its codes contain.
 
 Three bounds, in bits a weight:

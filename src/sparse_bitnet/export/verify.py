@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loading an export back with its real reader and comparing it with the trained model.
 
 Compared are the token ids of a text with everything awkward in it, the log-probability of every next

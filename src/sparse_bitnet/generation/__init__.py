@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """From logits to text: sampling, generation, chat, and the scheduler of many requests."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chats to prompts: a model's own Jinja template, rendered as transformers renders it, in a process of
 its own that bounds what a template of strangers can take."""
 

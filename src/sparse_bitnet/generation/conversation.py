@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A chat with one model: the template makes prompts of it, and what was computed for earlier turns is
 not computed again."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """lm-eval over an engine: a model class of its own, with contexts computed once for all choices.
 
 The scores are those of lm-eval's Hugging Face model on the same weights: the same tokens, the same

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Held-out perplexity of an engine: the windows, the text and the result of `evaluation.perplexity`."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text generation over an engine: batches of prompts, shared beginnings computed once, streaming."""
 
 from collections.abc import Callable, Sequence

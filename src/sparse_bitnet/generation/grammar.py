@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Texts of a given form: llguidance says which tokens can come next, so that what ends by itself fits."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A checkpoint as people name it becomes an engine, a tokenizer and the tokens that end a text."""
 
 import importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ternary models of other tools, packed once into the cache folder so that the CPU engine runs them."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sequences kept after their request has ended, so that a later prompt with the same beginning starts
 from them instead of being computed again."""
 

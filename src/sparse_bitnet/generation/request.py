@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One generation: what was asked, how far it is, what has come out."""
 
 import math

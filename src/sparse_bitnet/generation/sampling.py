@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Choosing the next token from logits, by transformers' definitions, in NumPy.
 
 The processors and their order are those of transformers' `generate`: bias, repetition penalty,

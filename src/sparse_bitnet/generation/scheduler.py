@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Continuous batching: every running generation moves by one token a step, new prompts by a slice, so
 that long prompts do not hold up the others.
 

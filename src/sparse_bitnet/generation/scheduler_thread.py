@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scheduler of a server: a thread of its own takes the steps, any thread submits."""
 
 import logging

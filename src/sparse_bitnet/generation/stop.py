@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a text ends: stop strings in streamed text, and the tokens that end it."""
 
 from collections.abc import Sequence

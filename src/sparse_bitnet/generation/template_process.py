@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process in which a chat template runs: `python -m sparse_bitnet.generation.template_process`.
 
 Templates come with models of strangers. Jinja's immutable sandbox keeps them from files and attributes,

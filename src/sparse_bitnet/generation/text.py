@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text to tokens and, one token at a time, back: tokenizer.json through `tokenizers`.
 
 A token of a byte-level vocabulary can be a part of a character. Tokens are therefore turned into bytes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the layers of a model see of some text: for scores that rank weights by their inputs."""
 
 from collections.abc import Iterable, Mapping

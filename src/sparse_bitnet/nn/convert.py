@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a model of `nn.Linear` to one of `SparseBitLinear`, in place, and its per-step selection."""
 
 import warnings

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `convert_` finds in a model: linear layers under any of their names, and fused experts."""
 
 from collections.abc import Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sparse-BitLinear: an `nn.Linear` whose forward uses masked ternary weights and int8 activations.
 
 All variants of the paper are fields of one `SparseBitConfig`. The master `weight` is an ordinary

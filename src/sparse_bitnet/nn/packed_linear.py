@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A linear layer that holds packed bytes: the forward of the trained layer, without its masters."""
 
 from typing import Self

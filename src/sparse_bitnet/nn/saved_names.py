@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The names under which transformers stores a model's weights, where they are not the modules' own."""
 
 from collections.abc import Iterable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a step selects from a master weight: mask, ternary codes and scale; and how a layer holds them."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products of the effective weight whose gradient goes straight to the dense master weight.
 
 The forward uses the mask, the codes, or both; the backward gives the master the gradient of the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ternary weight scale of BitNet b1.58: the mean magnitude of a matrix."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How an op gets its implementations, and which kernels are in use and why.
 
 An op is defined by plain PyTorch, for every device, and may have a compiled kernel for CPUs and one for

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The compiled CPU kernels (`sparse_bitnet._cpu`, source in csrc/) as implementations of our ops.
 
 Each returns what its reference returns, bit for bit, whatever the instruction set and the number of

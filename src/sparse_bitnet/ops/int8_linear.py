@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """int8 activations times ternary codes in int32, exactly, then scales and bias in float32.
 
 `sparse_int8_linear` and `packed_int8_linear` compute the same; they differ in how the weight lies in

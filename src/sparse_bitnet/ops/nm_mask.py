@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """N:M semi-structured sparsity: which n of every m consecutive weights are kept.
 
 Groups are contiguous along `in_features` (the last dimension). A weight is kept when fewer than n

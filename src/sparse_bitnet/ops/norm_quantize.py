@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """RMSNorm with the int8 quantisation of what follows it: one pass over memory instead of five."""
 
 import torch

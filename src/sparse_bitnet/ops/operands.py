@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the ops exchange: masks as one integer a group, ternary codes as two bits each, int8 tokens."""
 
 import torch

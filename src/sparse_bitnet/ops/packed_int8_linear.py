@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`int8_linear` with a weight that stays packed as i2, for the few tokens of decoding."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """int8 activations with one scale a token (absmax), as BitNet b1.58 defines them."""
 
 import torch

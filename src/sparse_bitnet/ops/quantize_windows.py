@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """int8 activations in the order of a pattern's 2:4 windows: the operand of `sparse_int8_linear`."""
 
 import torch

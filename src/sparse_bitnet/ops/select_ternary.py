@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Masked ternary codes of a weight, together with its mask as bools or as bits: one pass over it.
 
 Everything is computed in float32 whatever the type of the input, so a bfloat16 master and its float32

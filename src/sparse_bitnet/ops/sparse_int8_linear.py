@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`int8_linear` with a weight in 2:4 form, on NVIDIA's sparse tensor cores through cuSPARSELt.
 
 The library is slower than a dense product for few tokens on some GPUs: which of the two a layer uses

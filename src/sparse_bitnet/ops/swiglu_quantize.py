@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SwiGLU with the int8 quantisation of what follows it, in one pass over memory."""
 
 import torch

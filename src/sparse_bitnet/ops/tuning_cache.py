@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tuning cache: which product a layer uses for how many tokens, by times measured on this machine.
 
 Paths: "dense" (int8 tensor cores, the baseline), "sparse" (2:4 sparse tensor cores), "packed" (packed

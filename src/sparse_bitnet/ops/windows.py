@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """N:M codes in the 2:4 form of sparse tensor cores, and the activations in the order that goes with it.
 
 A group of m = 2k weights of which at most 2k - 2 are not zero splits into k - 1 windows of four at

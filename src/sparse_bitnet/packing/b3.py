@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """b3: five weights a byte as a base-3 fraction (csrc/packed_format.h)."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ternary rows as bitmaps: which weights are not zero, which are negative, which pattern they keep to."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Codes to packed bytes and back, exactly: the plain reference of every packed format."""
 
 from collections.abc import Callable

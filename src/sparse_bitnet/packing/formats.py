@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The packed formats: names, constants and sizes. Mirrors csrc/packed_format.h, which specifies them."""
 
 import math

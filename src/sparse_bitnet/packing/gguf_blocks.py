@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ternary codes as GGUF blocks, of llama.cpp and what is built on it.
 
 A block is a run of 32 to 256 codes of one row, with its scale d in float16. Written are TQ1_0, TQ2_0,

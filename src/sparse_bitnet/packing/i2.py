@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """i2: two bits a weight in blocks of four contiguous pieces (csrc/packed_format.h)."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a packed checkpoint says of itself, in its tensor file and in its config.json."""
 
 from dataclasses import dataclass

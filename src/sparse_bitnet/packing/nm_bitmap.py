@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """nm-bitmap: a bitmap of the non-zeros and a sign bit for each (csrc/packed_format.h)."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """nm-enum: groups numbered among the states their pattern allows (csrc/packed_format.h)."""
 
 from functools import cache

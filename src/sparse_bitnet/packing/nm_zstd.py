@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """nm-zstd: the non-zero bitmap through zstd, the signs as they are (csrc/packed_format.h).
 
 Signs are as good as random, and positions within a group nearly so; what compresses is how many of a

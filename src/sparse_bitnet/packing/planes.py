@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What i2 and b3 have in common: rows in blocks of contiguous pieces, the planes, that share bytes.
 
 Byte i of a block holds value i of each of its planes (csrc/packed_format.h). The last block of a row is

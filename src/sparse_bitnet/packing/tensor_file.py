@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The file of a packed checkpoint: safetensors, read without trust.
 
 tensor_writer.py writes it. Importing this module imports no torch.

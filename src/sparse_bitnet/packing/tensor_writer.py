@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writing a packed checkpoint's file (tensor_file.py), tensor by tensor, without holding them.
 
 Importing this module imports no torch: arrays are written as well as torch's tensors.

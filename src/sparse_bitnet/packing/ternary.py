@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ternary weights with their scales: the fewest scales that say the same, and those of plain floats.
 
 Many models are published as floats in which each run of a row holds only 0 and +s and -s. What is read

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two bits a code as other tools lay them out: bitnet's planes, compressed-tensors' words."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who may be meant: the Host and Origin of a request against the address that the server listens on.
 
 A page of a stranger can point its own name at this machine's address and then read what it likes from a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The generations of one request on their way to the client: as one object, or as events."""
 
 import asyncio

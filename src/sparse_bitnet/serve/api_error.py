@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Answers other than success: OpenAI's error object, and pydantic's complaints in one line."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An OpenAI-compatible HTTP server over the scheduler: completions, chat, models, health, metrics."""
 
 import asyncio

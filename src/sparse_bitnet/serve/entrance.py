@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every request passes: is it meant for this server, what is it called, how did it end. Plain ASGI:
 streams pass through untouched."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a request's body to its generations. It runs beside the event loop: large bodies take a while, and
 what is too much is refused before anything is built of it."""
 

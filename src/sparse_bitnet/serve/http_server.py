@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Listening: uvicorn with bounds for what a client can hold, and an end in order on SIGINT or SIGTERM."""
 
 import asyncio

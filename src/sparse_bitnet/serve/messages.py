@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The messages of a chat as clients write them, and as chat templates read them."""
 
 import json

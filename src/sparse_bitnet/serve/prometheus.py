@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `/metrics` shows: the server's counters and histograms in Prometheus' text form."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest

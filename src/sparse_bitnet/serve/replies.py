@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the server answers: OpenAI's completion and chat objects, whole or as stream chunks."""
 
 import codecs

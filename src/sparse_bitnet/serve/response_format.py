@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The form that a client asks for: OpenAI's response_format, vLLM's and llama.cpp's names."""
 
 from collections.abc import Callable

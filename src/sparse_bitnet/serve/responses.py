@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """POST /v1/responses, as a chat. Nothing is stored: each request has the whole input."""
 
 from typing import Annotated, Any, Literal

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What /v1/responses answers: output items, whole or as the events by which they grow."""
 
 import time

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the server accepts: OpenAI's request bodies and their limits.
 
 Parameters that would change the output and are not supported are refused by name, unless they have

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """POST /tokenize and /detokenize, under the names of vLLM (prompt, messages) and llama.cpp (content)."""
 
 from typing import Annotated, Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tool calls in a model's text: how each family of templates writes them, read as the text comes, and as
 rules for texts that have to hold them."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The functions that a chat may call, as clients give them."""
 
 from typing import Annotated, Any, Literal

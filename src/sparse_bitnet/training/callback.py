@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The per-step selection as a callback of `transformers.Trainer`.
 
     model = convert_(AutoModelForCausalLM.from_pretrained(...), SparseBitConfig())

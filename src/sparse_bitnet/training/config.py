@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Everything a training run depends on, as one flat dataclass. Free of torch, so `--help` is quick."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A loss with a teacher: its distribution over the next token, and how its attention relates tokens.
 
     ce_weight * cross-entropy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The processes of one run: who they are, what they sum, what they tell each other.
 
 Started by torchrun (or anything that sets its environment variables), the same `train` command runs as

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A teacher's highest logits on disk, so that a student is trained without it in memory.
 
     manifest.json    whose logits of which tokens, k, and the CRC-32 of every part that is done

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cross-entropy of a large vocabulary without ever holding all its logits.
 
 For 16 x 2048 tokens and 151,936 words float32 logits take 20 GB, and their gradient as much again.

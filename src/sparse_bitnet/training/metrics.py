@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a step reports, and the files it goes to.
 
 `metrics.jsonl` holds what the seed determines, so two runs of one config write the same bytes;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AdamW with its parameter groups."""
 
 from typing import TYPE_CHECKING

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run would take on some GPUs before any of it is trained: memory, communication, time, days.
 
 Formulas from shapes, stated here; nothing is run and torch is not needed. Bytes follow the code of this

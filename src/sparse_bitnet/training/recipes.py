@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Published runs: functions that return a complete config. Free of torch."""
 
 from collections.abc import Callable

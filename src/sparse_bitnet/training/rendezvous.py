@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rendezvous of a run's processes in a key-value store that remembers earlier ones.
 
 torchrun's store outlives the processes that it starts. After a restart, and when a machine has left or

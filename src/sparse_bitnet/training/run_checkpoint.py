@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A checkpoint: all it takes to go on as if never stopped, from any number of processes to any other.
 
     sharded/          torch.distributed.checkpoint: "model/<parameter>", "exp_avg/<parameter>" and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whose a run folder is: one config, one process at a time, stopped only between steps."""
 
 import json

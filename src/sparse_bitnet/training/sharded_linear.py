@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A SparseBitLinear whose weight is split by rows over processes, and what travels between them.
 
 PyTorch's `fully_shard` gathers a block's parameters before its forward and backward and scatters the

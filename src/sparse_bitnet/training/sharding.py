@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model over the processes of a run: whole in a world of one, else split by blocks (FSDP2) over
 `shard` processes and replicated over the rest (HSDP)."""
 

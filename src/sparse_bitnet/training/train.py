@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a run: gather its processes, read and build all of it, take the folder, go to the last step."""
 
 from contextlib import ExitStack

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One run in memory: plain PyTorch, one optimiser step after another, resumable at any of them."""
 
 import json

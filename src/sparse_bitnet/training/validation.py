@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loss of a run's held-out tokens, shared by its processes."""
 
 from collections.abc import Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who is still there: heartbeats of all processes, and an end to waiting for one that is not.
 
 torchrun starts all processes again when one of them ends. It does not see one that hangs, is slow or has

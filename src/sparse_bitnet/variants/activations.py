@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How inputs are quantised, per token. int8 (absmax, BitNet b1.58's) is the op `quantize_int8`."""
 
 from typing import TYPE_CHECKING

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scores, quantisers, activations and schedules by name, built in and one's own. Free of torch.
 
 An entry is a function; its keyword-only parameters with defaults are its fields, which the text form

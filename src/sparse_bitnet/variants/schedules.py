@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From the dense, full-precision model to the format, step by step."""
 
 from sparse_bitnet.errors import UserError

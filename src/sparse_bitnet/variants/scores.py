@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which weights of a group are kept: the n highest scores."""
 
 from typing import TYPE_CHECKING

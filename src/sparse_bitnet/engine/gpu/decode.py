@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts and steps of a transformers model over a cache of fixed size, steps as CUDA graphs.
 
 Sequences hold slots. A step runs over the first few slots at once, one token each, so its shapes are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine's protocol on one GPU, for `generate`: ternary transformers models over a few slots.
 
 On a CPU the same steps run as they are, through the reference of every op.

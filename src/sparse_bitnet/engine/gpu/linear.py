@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A ternary linear layer that keeps its weight in the forms its products need, and picks one by tokens.
 
 All forms give the same integers, scaled alike, so the choice never changes an output by more than the

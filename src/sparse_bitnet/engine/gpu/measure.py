@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The product of each layer for each number of tokens, by times measured with the model's own layers."""
 
 import time

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trained or packed layers of a transformers model to their GPU form; q/k/v and gate/up become one.
 
 A merged product runs where the first of its layers stood; the modules at the places of the others hand

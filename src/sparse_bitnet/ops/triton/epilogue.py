@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every product ends with."""
 
 import triton

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Floats of any input type as the bits of float32, exactly: magnitudes are then compared as integers."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """int8 products on tensor cores, scaled where the sums are: with int8 codes, and with packed i2 rows.
 
 Sums are [rows of the weight, tokens], weights the left operand: rows belong to a warp, so a packed

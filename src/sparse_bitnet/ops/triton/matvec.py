@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """i2 rows times one token or two: on the ordinary cores, four products an instruction (dp4a).
 
 A warp reads its rows in the order they lie, 16 bytes a thread and row, against activations in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """int8 tokens, alone or of an RMSNorm or SwiGLU, in their own order or in that of windows: one kernel.
 
 One program a token, which holds the whole token in registers: [quads, 4], since four columns of a window

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mask, ternary codes, mask bits and flip count in one pass over the weights; absmean in another.
 
 A tile is [groups, lanes], a group of m weights to a row. Which n are kept follows from picking: the
