@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sparse_bitnet.experiments.cells import cells
-from sparse_bitnet.experiments.results import read_rows
+from sparse_bitnet.experiments.result_row import read_rows
 from sparse_bitnet.experiments.table import to_markdown
 from sparse_bitnet.experiments.tables import comparison_table
 

@@ -12,7 +12,9 @@ from sparse_bitnet.cli import analyze, plan, reproduce, sizes
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.experiments.paper_runs import plan as planned
 from sparse_bitnet.experiments.quickstart_scale import QuickstartConfig
-from sparse_bitnet.experiments.results import ResultRow, Results, make_setting
+from sparse_bitnet.experiments.result_row import ResultRow
+from sparse_bitnet.experiments.results import Results
+from sparse_bitnet.experiments.setting import make_setting
 from sparse_bitnet.presets import PRESETS
 from sparse_bitnet.training.plan import Job, converted_weights
 from sparse_bitnet.training.plan import plan as estimate

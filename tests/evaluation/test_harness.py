@@ -122,6 +122,93 @@ def test_masks_are_selected_once_and_released(checkpoint, tasks, monkeypatch):
     assert len(calls) == len(set(map(id, calls))) == 14
 
 
+HELLASWAG = {
+    "ind": 24,
+    "activity_label": "Roof shingle removal",
+    "ctx_a": "A man is sitting on a roof.",
+    "ctx_b": "he",
+    "ctx": "A man is sitting on a roof. he",
+    "endings": ["is using wrap.", "is ripping tiles off.", "holds a cube.", "starts pulling."],
+    "source_id": "activitynet~v_-JhWjGDPHMY",
+    "split": "val",
+    "split_type": "indomain",
+    "label": "3",
+}
+ARC = {
+    "id": "Mercury_417466",
+    "question": "Which statement best explains why photosynthesis is the foundation of food webs?",
+    "choices": {"text": ["Sunlight", "Water", "Oxygen", "Soil"], "label": ["A", "B", "C", "D"]},
+    "answerKey": "A",
+}
+PIQA = {"goal": "open a jar", "sol1": "turn the lid", "sol2": "turn the table", "label": 0}
+BOOLQ = {"question": "is ice cold", "passage": "Ice is frozen water.", "idx": 0, "label": 1}
+COPA = {
+    "premise": "My body cast a shadow.",
+    "choice1": "The sun was rising.",
+    "choice2": "The grass was cut.",
+    "question": "cause",
+    "idx": 0,
+    "label": 0,
+}
+DOWNLOADED = {
+    "hellaswag/data/validation-00000-of-00001.parquet": (HELLASWAG, 2),
+    "ai2_arc/ARC-Easy/test-00000-of-00001.parquet": (ARC, 3),
+    "ai2_arc/ARC-Easy/validation-00000-of-00001.parquet": (ARC, 1),
+    "ai2_arc/ARC-Challenge/test-00000-of-00001.parquet": (ARC, 1),
+    "piqa/plain_text/train-00000-of-00001.parquet": (PIQA, 1),
+    "piqa/plain_text/validation-00000-of-00001.parquet": (PIQA, 4),
+    "aps/super_glue/boolq/validation-00000-of-00001.parquet": (BOOLQ, 5),
+    "aps/super_glue/copa/validation-00000-of-00001.parquet": (COPA, 6),
+    "aps/super_glue/copa/train-00000-of-00001.parquet": (COPA, 1),
+}
+"""Rows of the paper's data sets as they lie on the hub, and how many."""
+
+
+@pytest.fixture
+def downloaded(tmp_path):
+    """A folder of the paper's five data sets."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for name, (row, count) in DOWNLOADED.items():
+        path = tmp_path / "sets" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.Table.from_pylist([row] * count), path)
+    return tmp_path / "sets"
+
+
+@pytest.mark.parametrize("checkpoint", ["ternary-6:8"], indirect=True)
+def test_the_papers_tasks_are_scored_from_a_folder_of_data_sets(
+    checkpoint, downloaded, monkeypatch
+):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    found = evaluate_tasks(checkpoint, ["paper"], include_path=downloaded, device="cpu")
+    asked = {task: count["effective"] for task, count in found["n-samples"].items()}
+    assert asked == {"hellaswag": 2, "arc_easy": 3, "piqa": 4, "boolq": 5, "copa": 6}
+    norm = {task for task, scores in accuracies(found).items() if "acc_norm" in scores}
+    assert norm == {"hellaswag", "arc_easy", "piqa"}
+    tasks = {task.task_name: task for task in load_tasks(list(asked), downloaded).tasks}
+    gold = {
+        name: task.doc_to_target(task.test_docs()[0])
+        for name, task in tasks.items()
+        if name == "arc_easy"
+    }
+    assert gold == {"arc_easy": 0}
+
+
+def test_raw_files_of_a_task_are_found_by_its_name(tmp_path):
+    rows = [{**HELLASWAG, "label": 1}, {**HELLASWAG, "label": 2}]
+    (tmp_path / "hellaswag_raw.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (task,) = load_tasks(["hellaswag"], tmp_path).tasks
+    assert [doc["gold"] for doc in task.validation_docs()] == [1, 2]
+
+
+def test_a_data_set_without_the_split_that_is_asked_is_named(tmp_path):
+    (tmp_path / "piqa-train.jsonl").write_text(json.dumps(PIQA) + "\n")
+    with pytest.raises(UserError, match=r"task piqa: .* has its train split, not validation"):
+        load_tasks(["piqa"], tmp_path)
+
+
 def test_paper_stands_for_the_papers_five_tasks(monkeypatch, checkpoint):
     asked = []
     monkeypatch.setattr(harness, "load_tasks", lambda names, _: asked.extend(names) or 1 / 0)

@@ -3,7 +3,7 @@
 
 import pytest
 
-from sparse_bitnet.experiments.results import ResultRow
+from sparse_bitnet.experiments.result_row import ResultRow
 
 
 def result_row(format="ternary-6:8", seed=0, perplexity=38.0, **changes):

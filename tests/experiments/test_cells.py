@@ -8,7 +8,7 @@ import pytest
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.experiments.cells import cells, paper_cells, paper_results
-from sparse_bitnet.experiments.results import read_rows, write_rows
+from sparse_bitnet.experiments.result_row import read_rows, write_rows
 
 
 def test_one_seed(make_rows):

@@ -29,8 +29,10 @@ from sparse_bitnet.experiments.judge import (
     pooled_residual,
 )
 from sparse_bitnet.experiments.paper_runs import ABLATIONS, EXPERIMENTS, plan
-from sparse_bitnet.experiments.results import ResultRow, Results, make_setting
+from sparse_bitnet.experiments.result_row import ResultRow
+from sparse_bitnet.experiments.results import Results
 from sparse_bitnet.experiments.scales import find_scale
+from sparse_bitnet.experiments.setting import make_setting
 from sparse_bitnet.experiments.tables import (
     ablation_table,
     best_rate_table,

@@ -11,15 +11,9 @@ import torch
 from sparse_bitnet.checkpoint.build_model import PRESETS, build_model
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.experiments.cells import paper_results
-from sparse_bitnet.experiments.paper_runs import (
-    ABLATIONS,
-    EXPERIMENTS,
-    IDEAS,
-    NOT_IN_NAME,
-    Run,
-    config_hash,
-    plan,
-)
+from sparse_bitnet.experiments.paper_runs import ABLATIONS, EXPERIMENTS, plan
+from sparse_bitnet.experiments.rate_runs import IDEAS
+from sparse_bitnet.experiments.run import NOT_IN_NAME, Run, config_hash
 from sparse_bitnet.experiments.scales import PAPER_SWEEP, SCALES, find_scale, four_formats
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.training.config import TrainConfig

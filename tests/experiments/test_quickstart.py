@@ -24,7 +24,7 @@ from sparse_bitnet.experiments import runner
 from sparse_bitnet.experiments.paper_runs import plan
 from sparse_bitnet.experiments.quickstart import quickstart
 from sparse_bitnet.experiments.quickstart_scale import QuickstartConfig
-from sparse_bitnet.experiments.results import read_rows
+from sparse_bitnet.experiments.result_row import read_rows
 from sparse_bitnet.experiments.scales import four_formats
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.training.run_folder import Interrupted

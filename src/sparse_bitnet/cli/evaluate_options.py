@@ -20,7 +20,8 @@ class EvaluateConfig:
     zero-shot tasks."""
 
     include_path: str | None = None
-    """Folder of lm-eval task files (.yaml) of your own; with local data they need no network."""
+    """Folder of the paper's data sets as they were downloaded (FOLDER/hellaswag, FOLDER/ai2_arc,
+    FOLDER/piqa, FOLDER/super_glue), or of lm-eval task files (.yaml) of your own: no network needed."""
 
     fewshot: int = 0
     """Examples before each question of a task."""

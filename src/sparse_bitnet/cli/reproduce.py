@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> None:
         """Of table1: lm-eval task names joined by commas; paper stands for its five."""
 
         include_path: Path | None = None
-        """Of table1: folder of lm-eval task files with local data, for use without network."""
+        """Of table1: folder of data sets or task files, for use without network; see `evaluate`."""
 
         limit: int | None = None
         """Of table1: only the first so many questions of each task."""

@@ -7,21 +7,20 @@ what keeps a task from being loaded is said in one line.
 
 import json
 import logging
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.evaluation.task_data import PAPER_TASKS, write_task_files
 from sparse_bitnet.nn.convert import selected
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
 
 if TYPE_CHECKING:
     from lm_eval.api.model import LM
     from lm_eval.tasks import TaskManager
-
-PAPER_TASKS = ("hellaswag", "arc_easy", "piqa", "boolq", "copa")
-"""Table 1. BoolQ and COPA report acc alone, the others acc and acc_norm."""
 
 
 def evaluate_tasks(
@@ -40,8 +39,8 @@ def evaluate_tasks(
     Args:
         checkpoint: run folder, checkpoint folder, or any transformers folder or hub id.
         tasks: names of tasks, groups or tags; "paper" stands for the paper's five.
-        include_path: folder of task files (.yaml) of one's own, which win over lm-eval's of that
-            name; with local data they work offline.
+        include_path: folder of data sets of the paper's five tasks (see `task_data`), or of task files
+            (.yaml) of one's own, which win over lm-eval's of that name; both work offline.
         fewshot: examples before each question.
         limit: only the first so many questions of each task.
         batch_size: sequences per forward.
@@ -139,7 +138,13 @@ def load_tasks(names: Sequence[str], include_path: str | Path | None = None) -> 
     Raises `UserError` naming an unknown task, or the data set that cannot be loaded.
     """
     _import_lm_eval()
-    manager = _task_manager(names, include_path)
+    with tempfile.TemporaryDirectory() as made:
+        if include_path is not None and Path(include_path).is_dir():
+            write_task_files(names, Path(include_path), Path(made))
+        return _load(names, _task_manager(names, include_path, made))
+
+
+def _load(names: Sequence[str], manager: "TaskManager") -> LoadedTasks:
     known = set(manager.all_tasks)
     loaded = []
     for name in names:
@@ -159,12 +164,14 @@ def load_tasks(names: Sequence[str], include_path: str | Path | None = None) -> 
 def _why(name: str, error: BaseException) -> str:
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return (
-        f"task {name}: its data set cannot be loaded ({reason}); without network give task files with "
-        "local data by --include-path"
+        f"task {name}: its data set cannot be loaded ({reason}); without network give a folder of data "
+        "sets, or of task files, by --include-path"
     )
 
 
-def _task_manager(names: Sequence[str], include_path: str | Path | None) -> "TaskManager":
+def _task_manager(
+    names: Sequence[str], include_path: str | Path | None, made: str
+) -> "TaskManager":
     from lm_eval.tasks import TaskManager
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -172,11 +179,12 @@ def _task_manager(names: Sequence[str], include_path: str | Path | None) -> "Tas
         return TaskManager()
     if not Path(include_path).is_dir():
         raise UserError(f"--include-path {include_path}: no such folder")
-    own = TaskManager(include_path=str(include_path), include_defaults=False)
+    paths: list[str | Path] = [made, str(include_path)]  # the user's own task files win
+    own = TaskManager(include_path=paths, include_defaults=False)
     # Reading the thousands of files that come with lm-eval takes seconds: only where needed.
     if set(names) <= set(own.all_tasks):
         return own
-    return TaskManager(include_path=str(include_path))
+    return TaskManager(include_path=paths)
 
 
 def _import_lm_eval() -> Any:

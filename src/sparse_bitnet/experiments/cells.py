@@ -9,7 +9,8 @@ from importlib.resources import files
 from typing import Any
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.experiments.results import ResultRow, Results
+from sparse_bitnet.experiments.result_row import ResultRow
+from sparse_bitnet.experiments.results import Results
 from sparse_bitnet.experiments.scales import DENSE_PATTERN, four_formats
 from sparse_bitnet.experiments.spread import Spread
 

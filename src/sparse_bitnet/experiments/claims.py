@@ -15,7 +15,8 @@ from sparse_bitnet.experiments.cells import (
 from sparse_bitnet.experiments.flips import flip_claims
 from sparse_bitnet.experiments.judge import Claim, Estimate, Residual, paired, pooled_residual
 from sparse_bitnet.experiments.paper_runs import ABLATIONS
-from sparse_bitnet.experiments.results import ResultRow, Results
+from sparse_bitnet.experiments.result_row import ResultRow
+from sparse_bitnet.experiments.results import Results
 from sparse_bitnet.experiments.scales import DENSE_PATTERN
 
 COLLAPSE = 1.10

@@ -11,7 +11,8 @@ from sparse_bitnet.evaluation.harness import accuracies, evaluate_tasks
 from sparse_bitnet.experiments.cells import average_accuracy, model_label, paper_results
 from sparse_bitnet.experiments.paper_runs import table2
 from sparse_bitnet.experiments.provenance import provenance
-from sparse_bitnet.experiments.results import ResultRow, Results
+from sparse_bitnet.experiments.result_row import ResultRow
+from sparse_bitnet.experiments.results import Results
 from sparse_bitnet.experiments.scales import Scale
 from sparse_bitnet.experiments.table import NOTHING, Table
 
@@ -32,7 +33,7 @@ def score(
         scale: of the results.
         out: folder of the results; the models are in its run folders.
         tasks: lm-eval's names; "paper" stands for the paper's five.
-        include_path: folder of task files of one's own, for use without network.
+        include_path: folder of data sets or task files, as `evaluate_tasks` takes it.
         limit: only the first so many questions of each task.
         seeds: models of seeds below this one are scored.
         on_model: called with the name of each model before it is scored.

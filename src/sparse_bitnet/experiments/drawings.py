@@ -34,7 +34,8 @@ from sparse_bitnet.experiments.cells import (
 )
 from sparse_bitnet.experiments.page import Figure
 from sparse_bitnet.experiments.paper_runs import ABLATIONS
-from sparse_bitnet.experiments.results import CURVE_POINTS, ResultRow, Results
+from sparse_bitnet.experiments.result_row import ResultRow
+from sparse_bitnet.experiments.results import CURVE_POINTS, Results
 
 WEIGHTS = ("full", "ternary")
 

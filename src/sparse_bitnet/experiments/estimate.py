@@ -5,8 +5,8 @@ import time
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from sparse_bitnet.experiments.paper_runs import Run
-from sparse_bitnet.experiments.results import ResultRow
+from sparse_bitnet.experiments.result_row import ResultRow
+from sparse_bitnet.experiments.run import Run
 from sparse_bitnet.experiments.scales import Scale
 from sparse_bitnet.experiments.table import Table, print_table
 from sparse_bitnet.layer_config import SparseBitConfig

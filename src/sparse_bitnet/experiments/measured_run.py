@@ -24,9 +24,10 @@ from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.evaluation.held_out import read_held_out
 from sparse_bitnet.evaluation.perplexity import Perplexity, perplexity
-from sparse_bitnet.experiments.paper_runs import Run
 from sparse_bitnet.experiments.provenance import provenance
-from sparse_bitnet.experiments.results import CURVE_POINTS, ResultRow, Results
+from sparse_bitnet.experiments.result_row import ResultRow
+from sparse_bitnet.experiments.results import CURVE_POINTS, Results
+from sparse_bitnet.experiments.run import Run
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.training import metrics

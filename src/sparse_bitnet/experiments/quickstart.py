@@ -25,7 +25,8 @@ from sparse_bitnet.experiments.page import (
     html,
 )
 from sparse_bitnet.experiments.quickstart_scale import QuickstartConfig
-from sparse_bitnet.experiments.results import ResultRow, Results
+from sparse_bitnet.experiments.result_row import ResultRow
+from sparse_bitnet.experiments.results import Results
 from sparse_bitnet.experiments.runner import reproduce
 from sparse_bitnet.experiments.table import NOTHING, Table
 from sparse_bitnet.files import write_atomic

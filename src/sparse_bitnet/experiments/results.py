@@ -9,20 +9,18 @@ downstream.jsonl  one line per model scored on tasks
 data/, runs/      prepared text and run folders with checkpoints; not for a repository
 """
 
-import dataclasses
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.experiments.scales import DENSE_PATTERN, Scale, four_formats
+from sparse_bitnet.experiments.result_row import ResultRow, read_rows, write_rows
+from sparse_bitnet.experiments.scales import DENSE_PATTERN, four_formats
+from sparse_bitnet.experiments.setting import SETTING, read_setting, setting_changes
 from sparse_bitnet.files import write_atomic
-from sparse_bitnet.training.config import TrainConfig, as_written_now
-
-SETTING_VERSION = 1
+from sparse_bitnet.training.config import as_written_now
 
 CURVE_POINTS = 100
 """Most points of a thinned curve: 100 runs then fit into a megabyte."""
@@ -37,126 +35,6 @@ VARIED = (
 )
 """Fields of the recipe in which runs of one set may differ."""
 
-MAY_CHANGE = ("summary", "search", "wider", "patterns", "sparse_percents")
-"""What of a setting says which runs are wanted, and nothing about those that are there."""
-
-ADDED_LATER: dict[str, Any] = {"pattern": "6:8", "dense_layers": []}
-"""Of settings; those written before have these."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResultRow:
-    """One finished run: one line of results.jsonl. Rows of old lack fields with a default."""
-
-    experiment: str
-    """Name of the scale."""
-
-    format: str
-    """Text form of the SparseBitConfig, for example "ternary-6:8"."""
-
-    seed: int
-    model: str
-    steps: int
-    tokens: int
-    """Training tokens."""
-
-    perplexity: float
-    """Of the whole held-out text, exp of `loss`."""
-
-    loss: float
-    """Held-out, nats per token."""
-
-    validation_tokens: int
-    training_loss: float
-    """Of the last step's batch."""
-
-    zero_fraction: float
-    """Zeros among the weights that the forward uses."""
-
-    flip_rate: float | None
-    """Share of mask positions that changed at the last step; None for a dense model."""
-
-    seconds: float
-    """Spent in optimiser steps."""
-
-    checkpoint: str
-    """Folder of the trained model, relative to the results file."""
-
-    config: dict[str, Any]
-    """The resolved TrainConfig."""
-
-    provenance: dict[str, Any]
-
-    name: str = ""
-    curves: str = ""
-    """File of its curves, relative to the results file."""
-
-    weights: str | None = None
-    """File of its weight statistics, dense runs only."""
-
-    near_zero_mass: float = 0.0
-    """P(|W| / mean|W| < 0.5) over all block weights at the end."""
-
-    code_zero_fraction: float = 0.0
-    """Zeros among the ternary codes before the mask; of full-precision weights, as if rounded."""
-
-    epochs: float = 0.0
-    """Training tokens over tokens of the training text."""
-
-    tokens_per_weight: float = 0.0
-    """Training tokens over weights, embedding included."""
-
-    tokens_per_second: float = 0.0
-    """Median over the optimiser steps."""
-
-    other_text: dict[str, Any] | None = None
-    """Perplexity of another text: its name, tokens and perplexity."""
-
-    device: str = "cpu"
-    precision: str = ""
-    """Compute type: "bfloat16" or "float32"."""
-
-    @property
-    def variant(self) -> str:
-        """The format without its dense layers, which all runs of a set share."""
-        return self.format.partition(",dense_layers=")[0]
-
-    @property
-    def weight(self) -> str:
-        """ "ternary" or "full"."""
-        return self.format.partition("-")[0]
-
-    @property
-    def pattern(self) -> str:
-        """ "6:8", "8:8" is dense."""
-        return self.format.partition("-")[2].partition(",")[0]
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether nothing is pruned."""
-        return self.pattern == DENSE_PATTERN
-
-    @property
-    def sparse_percent(self) -> int:
-        """Share of sparse steps; 0 for a dense model."""
-        return 0 if self.is_dense else round(100 * self.config["sparse_fraction"])
-
-
-def read_rows(path: Path) -> list[ResultRow]:
-    """Rows of a file; none if it does not exist yet. Raises `UserError` for a broken line."""
-    rows = []
-    for number, line in enumerate(path.read_text().splitlines() if path.is_file() else (), 1):
-        try:
-            rows.append(ResultRow(**json.loads(line)))
-        except (ValueError, TypeError) as error:
-            raise UserError(f"{path}:{number}: not a result row ({error})") from error
-    return rows
-
-
-def write_rows(path: Path, rows: Sequence[ResultRow]) -> None:
-    """Replace `path` by one JSON line per row."""
-    write_atomic(path, "".join(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows))
-
 
 class Results:
     """One set: its files, and its rows as experiments ask for them."""
@@ -167,13 +45,7 @@ class Results:
     @cached_property
     def setting(self) -> dict[str, Any]:
         """Raises `UserError` when the folder holds no set."""
-        path = self.path / "setting.json"
-        if not path.is_file():
-            raise UserError(f"{self.path} holds no results: it has no setting.json")
-        setting = ADDED_LATER | json.loads(path.read_text())
-        if setting.get("version") != SETTING_VERSION:
-            raise UserError(f"{path}: version {setting.get('version')}, expected {SETTING_VERSION}")
-        return setting
+        return read_setting(self.path / SETTING)
 
     @cached_property
     def rows(self) -> list[ResultRow]:
@@ -185,17 +57,13 @@ class Results:
 
         Raises `UserError` when it holds results of another setting, naming what differs.
         """
-        known = self.path / "setting.json"
+        known = self.path / SETTING
         wanted = json.loads(json.dumps(setting))
-        if known.is_file():
-            there = self.setting | {name: wanted[name] for name in MAY_CHANGE}
-            # Fields of the recipe that did not exist when it was written have their defaults.
-            there["recipe"] = _shared(TrainConfig()) | as_written_now(there["recipe"])
-            if changed := _differences(there, wanted):
-                raise UserError(
-                    f"{self.path} holds results of another setting ({'; '.join(changed)}); choose "
-                    "another --out"
-                )
+        if known.is_file() and (changed := setting_changes(self.setting, wanted)):
+            raise UserError(
+                f"{self.path} holds results of another setting ({'; '.join(changed)}); choose "
+                "another --out"
+            )
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomic(self.path / ".gitignore", "/data/\n/runs/\n/.lock\n")
         write_atomic(known, json.dumps(wanted, indent=2) + "\n")
@@ -310,45 +178,3 @@ class Results:
             for line in lines
             if line["asked"] == lines[-1]["asked"]
         ]
-
-
-def make_setting(
-    scale: Scale, data: Mapping[str, Any], device: str, precision: str
-) -> dict[str, Any]:
-    """Everything that all results of one folder have in common, as JSON.
-
-    Args:
-        scale: its numbers; seeds, which may be added later, names and workers do not count.
-        data: identity of the training and of the validation text.
-        device: "cpu" or "cuda".
-        precision: resolved compute type.
-    """
-    values = dataclasses.asdict(scale)
-    for name in ("seeds", "workers", "size_by_size", "plain_names", "needs_gpu"):
-        del values[name]
-    values["sizes"] = {size["model"]: size["steps"] for size in values["sizes"]}
-    return {
-        "version": SETTING_VERSION,
-        "scale": values.pop("name"),
-        **values,
-        "recipe": _shared(scale.recipe),
-        "data": data,
-        "device": device,
-        "precision": precision,
-    }
-
-
-def _shared(recipe: TrainConfig) -> dict[str, Any]:
-    """The fields of a recipe that a scale's runs have in common."""
-    own = ("data", "out", "model", "format", "seed", "data_seed", "steps", "sparse_fraction")
-    return {name: value for name, value in dataclasses.asdict(recipe).items() if name not in own}
-
-
-def _differences(old: Any, new: Any, where: str = "") -> list[str]:
-    """Leaves that differ between two JSON values, as "a.b old -> new"."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        found = []
-        for key in sorted(old.keys() | new.keys()):
-            found += _differences(old.get(key), new.get(key), f"{where}.{key}" if where else key)
-        return found
-    return [] if old == new else [f"{where} {json.dumps(old)} -> {json.dumps(new)}"]

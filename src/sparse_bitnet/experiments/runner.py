@@ -17,9 +17,12 @@ from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.experiments.estimate import Speed, cost
 from sparse_bitnet.experiments.measured_run import measure
-from sparse_bitnet.experiments.paper_runs import Run, plan
-from sparse_bitnet.experiments.results import ResultRow, Results, make_setting
+from sparse_bitnet.experiments.paper_runs import plan
+from sparse_bitnet.experiments.result_row import ResultRow
+from sparse_bitnet.experiments.results import Results
+from sparse_bitnet.experiments.run import Run
 from sparse_bitnet.experiments.scales import Scale
+from sparse_bitnet.experiments.setting import make_setting
 from sparse_bitnet.experiments.workers import OnStep, parallel, serial
 from sparse_bitnet.progress import Line, Progress
 from sparse_bitnet.training.device import resolve_device, resolve_dtype

@@ -15,8 +15,10 @@ from sparse_bitnet.experiments.cells import (
 )
 from sparse_bitnet.experiments.flips import flips_by_tenth
 from sparse_bitnet.experiments.judge import Claim
-from sparse_bitnet.experiments.paper_runs import ABLATIONS, IDEAS
-from sparse_bitnet.experiments.results import ResultRow, Results
+from sparse_bitnet.experiments.paper_runs import ABLATIONS
+from sparse_bitnet.experiments.rate_runs import IDEAS
+from sparse_bitnet.experiments.result_row import ResultRow
+from sparse_bitnet.experiments.results import Results
 from sparse_bitnet.experiments.spread import Spread
 from sparse_bitnet.experiments.table import NOTHING, Table
 

@@ -1,0 +1,95 @@
+"""The paper's five tasks on data sets that lie in a folder: lm-eval's own tasks on local data.
+
+A data set lies as it was downloaded, `hf download Rowan/hellaswag --repo-type dataset --local-dir
+FOLDER/hellaswag`, below the name of its task or its own, or is one file FOLDER/TASK*.jsonl.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from sparse_bitnet.errors import UserError
+
+_READERS = {".parquet": "parquet", ".jsonl": "json"}
+_SPLIT_NAMES = {"train": "train", "validation": "val|dev", "test": "test"}
+
+
+class _Task(NamedTuple):
+    yaml: str
+    """lm-eval's own file."""
+    name: str
+    """Of the data set on the hub."""
+    config: str = ""
+    split: str = "validation"
+    """Whose questions are asked."""
+
+
+_TASKS = {
+    "hellaswag": _Task("hellaswag/hellaswag.yaml", "Rowan/hellaswag"),
+    "arc_easy": _Task("arc/arc_easy.yaml", "allenai/ai2_arc", "ARC-Easy", "test"),
+    "piqa": _Task("piqa/piqa.yaml", "baber/piqa"),
+    "boolq": _Task("super_glue/boolq/default.yaml", "aps/super_glue", "boolq"),
+    "copa": _Task("super_glue/copa/default.yaml", "aps/super_glue", "copa"),
+}
+PAPER_TASKS = tuple(_TASKS)
+"""Table 1. BoolQ and COPA report acc alone, the others acc and acc_norm."""
+
+
+def write_task_files(names: Iterable[str], data: Path, out: Path) -> None:
+    """Write a task file to `out` for every one of `names` of which there is data.
+
+    Raises `UserError` where the data has not the split that is asked.
+    """
+    import lm_eval.tasks
+
+    own = Path(lm_eval.tasks.__file__).parent
+    for name in set(names) & set(_TASKS):
+        task = _TASKS[name]
+        if not (files := _files(data, name, task)):
+            continue
+        splits = _by_split(files)
+        if task.split not in splits:
+            raise UserError(
+                f"task {name}: {data} has its {', '.join(splits)} split, not {task.split}; the file of "
+                "that split has it in its name"
+            )
+        kind = splits[task.split][0].suffix
+        same = {split: [p for p in found if p.suffix == kind] for split, found in splits.items()}
+        wanted = {split: same[split] for split in ("train", task.split) if same.get(split)}
+        config = {
+            "include": str(own / task.yaml),
+            "task": name,
+            "dataset_path": _READERS[kind],
+            "dataset_name": None,
+            "dataset_kwargs": {
+                "data_files": {split: list(map(str, found)) for split, found in wanted.items()}
+            },
+            "training_split": "train" if "train" in wanted else None,
+            "validation_split": None,
+            "test_split": None,
+            f"{task.split}_split": task.split,
+        }
+        (out / f"{name}.yaml").write_text(json.dumps(config))  # YAML holds JSON
+
+
+def _files(data: Path, name: str, task: _Task) -> list[Path]:
+    """All files of a data set; of several configurations only the task's."""
+    owner, _, short = task.name.partition("/")
+    places = {data / name, data / short, data / owner / short}
+    found = [path for place in places for path in place.rglob("*")]
+    found = [path for path in (*found, *data.glob(f"{name}*")) if path.suffix in _READERS]
+    of_config = [path for path in found if task.config in path.relative_to(data).parts]
+    return sorted(path.resolve() for path in of_config or found)
+
+
+def _by_split(files: list[Path]) -> dict[str, list[Path]]:
+    """By the word in their names; files without one are of any split, so they are asked."""
+    found: dict[str, list[Path]] = {}
+    for path in files:
+        for split, words in _SPLIT_NAMES.items():
+            if re.search(rf"(?:^|[-_.])(?:{words})", path.name):
+                found.setdefault(split, []).append(path)
+                break
+    return found or {split: files for split in ("validation", "test")}

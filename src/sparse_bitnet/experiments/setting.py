@@ -1,0 +1,80 @@
+"""What all results of one folder have in common: scale, sizes, recipe, text and precision."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.experiments.scales import Scale
+from sparse_bitnet.training.config import TrainConfig, as_written_now
+
+SETTING = "setting.json"
+SETTING_VERSION = 1
+
+MAY_CHANGE = ("summary", "search", "wider", "patterns", "sparse_percents")
+"""What of a setting says which runs are wanted, and nothing about those that are there."""
+
+ADDED_LATER: dict[str, Any] = {"pattern": "6:8", "dense_layers": []}
+"""Of settings; those written before have these."""
+
+
+def make_setting(
+    scale: Scale, data: Mapping[str, Any], device: str, precision: str
+) -> dict[str, Any]:
+    """Everything that all results of one folder have in common, as JSON.
+
+    Args:
+        scale: its numbers; seeds, which may be added later, names and workers do not count.
+        data: identity of the training and of the validation text.
+        device: "cpu" or "cuda".
+        precision: resolved compute type.
+    """
+    values = dataclasses.asdict(scale)
+    for name in ("seeds", "workers", "size_by_size", "plain_names", "needs_gpu"):
+        del values[name]
+    values["sizes"] = {size["model"]: size["steps"] for size in values["sizes"]}
+    return {
+        "version": SETTING_VERSION,
+        "scale": values.pop("name"),
+        **values,
+        "recipe": _shared(scale.recipe),
+        "data": data,
+        "device": device,
+        "precision": precision,
+    }
+
+
+def read_setting(path: Path) -> dict[str, Any]:
+    """Raises `UserError` where there is none, or of another version."""
+    if not path.is_file():
+        raise UserError(f"{path.parent} holds no results: it has no {path.name}")
+    setting = ADDED_LATER | json.loads(path.read_text())
+    if setting.get("version") != SETTING_VERSION:
+        raise UserError(f"{path}: version {setting.get('version')}, expected {SETTING_VERSION}")
+    return setting
+
+
+def setting_changes(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """In words what makes results of two settings incomparable."""
+    there = {**stored, **{name: wanted[name] for name in MAY_CHANGE}}
+    # Fields of the recipe that did not exist when it was written have their defaults.
+    there["recipe"] = _shared(TrainConfig()) | as_written_now(there["recipe"])
+    return _differences(there, wanted)
+
+
+def _shared(recipe: TrainConfig) -> dict[str, Any]:
+    """The fields of a recipe that a scale's runs have in common."""
+    own = ("data", "out", "model", "format", "seed", "data_seed", "steps", "sparse_fraction")
+    return {name: value for name, value in dataclasses.asdict(recipe).items() if name not in own}
+
+
+def _differences(old: Any, new: Any, where: str = "") -> list[str]:
+    """Leaves that differ between two JSON values, as "a.b old -> new"."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        found = []
+        for key in sorted(old.keys() | new.keys()):
+            found += _differences(old.get(key), new.get(key), f"{where}.{key}" if where else key)
+        return found
+    return [] if old == new else [f"{where} {json.dumps(old)} -> {json.dumps(new)}"]
