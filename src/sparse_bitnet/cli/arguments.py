@@ -9,8 +9,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from types import NoneType
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 from unittest import mock
+
+import tyro
 
 from sparse_bitnet.errors import UserError, did_you_mean
 
@@ -18,6 +20,11 @@ if TYPE_CHECKING:
     from tyro.constructors import PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 T = TypeVar("T")
+
+CheckpointArgument = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
+OutArgument = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+FLAT: Any = tyro.conf.arg(name="")
+"""Of a dataclass among a function's parameters: its fields are options without a prefix."""
 
 # What tyro says, and what we say instead.
 _COMPLAINTS = (
@@ -52,7 +59,6 @@ def parse(
     Returns what `target` returns. Raises `UserError` for options that do not parse, and whatever
     `target` raises; `--help` prints and exits.
     """
-    import tyro
 
     # Called only after parsing, when nothing is redirected any more.
     @functools.wraps(target, updated=())

@@ -2,12 +2,10 @@
 """`sparse-bitnet bench`: speed of the CPU engine, beside what the machine could do at most."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-from sparse_bitnet.cli.arguments import parse
-
-if TYPE_CHECKING:
-    from sparse_bitnet.bench.options import BenchOptions
+from sparse_bitnet.bench.options import BenchOptions
+from sparse_bitnet.cli.arguments import FLAT, parse
 
 
 def main(arguments: list[str]) -> None:
@@ -21,40 +19,30 @@ def main(arguments: list[str]) -> None:
 
     if arguments[:1] and arguments[0] in ("gpu", *KINDS):
         return on_gpu(arguments)
-    import tyro
-
-    from sparse_bitnet.bench.options import BenchOptions
-
-    def entry(
-        config: Annotated[BenchOptions, tyro.conf.arg(name="")],
-        out: Path | None = None,
-    ) -> None:
-        """Speed of the CPU engine on a model of a preset's shape with random weights, or on yours.
-
-        Decode is given as a share of the memory's speed, prefill of the int8 multiply-adds', both
-        measured in the same run. Keep the machine otherwise idle.
-
-        Args:
-            config: what to measure.
-            out: append the rows to this JSON-lines file.
-        """
-        _run(config, out)
-
-    parse(entry, arguments, prog="sparse-bitnet bench")
+    parse(run, arguments, prog="sparse-bitnet bench")
 
 
-def _run(options: "BenchOptions", out: Path | None) -> None:
+def run(options: Annotated[BenchOptions, FLAT], out: Path | None = None) -> None:
+    """Speed of the CPU engine on a model of a preset's shape with random weights, or on yours.
+
+    Decode is given as a share of the memory's speed, prefill of the int8 multiply-adds', both
+    measured in the same run. Keep the machine otherwise idle.
+
+    Args:
+        options: what to measure.
+        out: append the rows to this JSON-lines file.
+    """
     from rich.console import Console
 
     from sparse_bitnet.bench.contention import warning
     from sparse_bitnet.bench.record import append_records, records, table, where_measured
-    from sparse_bitnet.bench.run import run
+    from sparse_bitnet.bench.run import run as measure
     from sparse_bitnet.progress import Progress
 
     console = Console()
     with Progress(console) as progress:
         line = progress.line("starting")
-        rows = run(options, lambda what, share: line(share, 1.0, label=what))
+        rows = measure(options, lambda what, share: line(share, 1.0, label=what))
     where = where_measured()
     console.print(table(rows))
     console.print(f"{where['hardware']}, {where['date'][:10]}, commit {where['commit']}")

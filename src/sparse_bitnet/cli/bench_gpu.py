@@ -5,28 +5,21 @@ single kernels on a GPU; `bench gpu --all` measures everything."""
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from sparse_bitnet.cli.arguments import parse
+from sparse_bitnet.bench.gpu_options import GpuBenchOptions
+from sparse_bitnet.cli.arguments import FLAT, parse
 from sparse_bitnet.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from sparse_bitnet.bench.gpu_options import GpuBenchOptions
 
 KINDS = ("prefill", "decode", "train", "kernels", "profile")
 
 
 def main(arguments: list[str]) -> None:
     """Measure on the GPU; `arguments` start with one of `KINDS`, or with "gpu"."""
-    import tyro
-
-    from sparse_bitnet.bench.gpu_options import GpuBenchOptions
-
     kind, *rest = arguments
 
-    def entry(
-        options: Annotated[GpuBenchOptions, tyro.conf.arg(name="")], out: Path | None = None
-    ) -> None:
+    def entry(options: Annotated[GpuBenchOptions, FLAT], out: Path | None = None) -> None:
         """Dense bf16, dense int8 and sparse models of one shape, in turn, on a GPU.
 
         Args:
@@ -61,7 +54,7 @@ def main(arguments: list[str]) -> None:
     parse(everything if kind == "gpu" else entry, rest, prog=f"sparse-bitnet bench {kind}")
 
 
-def run(kind: str, options: "GpuBenchOptions", out: Path | None, console: "Console") -> None:
+def run(kind: str, options: GpuBenchOptions, out: Path | None, console: "Console") -> None:
     """Measure one of `KINDS`, print the table, and append the rows to `out`.
 
     Raises `UserError` for an unknown model, a pattern that does not fit, or no CUDA device.

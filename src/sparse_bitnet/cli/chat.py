@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from sparse_bitnet.cli.arguments import parse
+from sparse_bitnet.cli.arguments import FLAT, CheckpointArgument, parse
 from sparse_bitnet.cli.generate import statistics
 from sparse_bitnet.cli.sampling_options import TextOptions
 from sparse_bitnet.engine.engine_options import EngineOptions
@@ -37,30 +37,24 @@ class ChatConfig:
 
 def main(arguments: list[str]) -> None:
     """Read lines, print answers."""
-    import tyro
-
-    def entry(
-        checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")],
-        config: Annotated[ChatConfig, tyro.conf.arg(name="")],
-        text: Annotated[TextOptions, tyro.conf.arg(name="")],
-        engine: Annotated[EngineOptions, tyro.conf.arg(name="")],
-    ) -> None:
-        """Talk with a chat model, one line at a time.
-
-        Args:
-            checkpoint: packed folder, run folder, checkpoint folder, GGUF file, or any transformers
-                folder or hub id (OWNER/NAME@REVISION, OWNER/NAME/FILE.gguf); with a chat template.
-            config: the conversation.
-            text: how answers go on, and where they end.
-            engine: what computes them.
-        """
-        run(checkpoint, config, text, engine)
-
-    parse(entry, arguments, prog="sparse-bitnet chat")
+    parse(run, arguments, prog="sparse-bitnet chat")
 
 
-def run(checkpoint: str, config: ChatConfig, text: TextOptions, engine: EngineOptions) -> None:
-    """Reads standard input until /exit or its end."""
+def run(
+    checkpoint: CheckpointArgument,
+    config: Annotated[ChatConfig, FLAT],
+    text: Annotated[TextOptions, FLAT],
+    engine: Annotated[EngineOptions, FLAT],
+) -> None:
+    """Talk with a chat model, one line at a time.
+
+    Args:
+        checkpoint: packed folder, run folder, checkpoint folder, GGUF file, or any transformers
+            folder or hub id (OWNER/NAME@REVISION, OWNER/NAME/FILE.gguf); with a chat template.
+        config: the conversation.
+        text: how answers go on, and where they end.
+        engine: what computes them.
+    """
     from sparse_bitnet.generation.conversation import Conversation
 
     options, grammar = text.generate_options(config.max_tokens), text.grammar()

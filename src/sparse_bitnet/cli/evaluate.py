@@ -6,14 +6,12 @@ that the numbers are those of the PyTorch code; --head and --kv-cache show what 
 """
 
 import json
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
-import tyro
-
-from sparse_bitnet.cli.arguments import parse
+from sparse_bitnet.cli.arguments import FLAT, CheckpointArgument, parse
 from sparse_bitnet.cli.evaluate_options import EvaluateConfig
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.progress import OnProgress
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,31 +21,28 @@ if TYPE_CHECKING:
 
 def main(arguments: list[str]) -> None:
     """Print a table and write JSON."""
-
-    def entry(
-        checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")],
-        config: Annotated[EvaluateConfig, tyro.conf.arg(name="")],
-    ) -> None:
-        """Held-out perplexity: the exact mean over all tokens, of the trained forward. With --tasks
-        accuracy on lm-eval's tasks.
-
-        Args:
-            checkpoint: run folder, checkpoint folder, GGUF file, or any transformers folder or hub id.
-            config: what to score, and how.
-        """
-        if bool(config.tasks) == bool(config.data):
-            raise UserError("give either --data, for perplexity, or --tasks")
-        if checkpoint.endswith(".gguf"):
-            from sparse_bitnet.engine.engine_options import EngineOptions
-            from sparse_bitnet.generation.packed_once import packed_once
-
-            checkpoint = str(packed_once(checkpoint, EngineOptions()))
-        (run_tasks if config.tasks else run)(checkpoint, config)
-
-    parse(entry, arguments, prog="sparse-bitnet evaluate")
+    parse(run, arguments, prog="sparse-bitnet evaluate")
 
 
-def run_tasks(checkpoint: str, config: EvaluateConfig) -> None:
+def run(checkpoint: CheckpointArgument, config: Annotated[EvaluateConfig, FLAT]) -> None:
+    """Held-out perplexity: the exact mean over all tokens, of the trained forward. With --tasks
+    accuracy on lm-eval's tasks.
+
+    Args:
+        checkpoint: run folder, checkpoint folder, GGUF file, or any transformers folder or hub id.
+        config: what to score, and how.
+    """
+    if bool(config.tasks) == bool(config.data):
+        raise UserError("give either --data, for perplexity, or --tasks")
+    if checkpoint.endswith(".gguf"):
+        from sparse_bitnet.engine.engine_options import EngineOptions
+        from sparse_bitnet.generation.packed_once import packed_once
+
+        checkpoint = str(packed_once(checkpoint, EngineOptions()))
+    (_run_tasks if config.tasks else _run_perplexity)(checkpoint, config)
+
+
+def _run_tasks(checkpoint: str, config: EvaluateConfig) -> None:
     """Score tasks under lm-eval's own progress bar; prints their metrics."""
     from rich import box
     from rich.console import Console
@@ -86,7 +81,7 @@ def run_tasks(checkpoint: str, config: EvaluateConfig) -> None:
         write_atomic(config.json, json.dumps(results, indent=2) + "\n")
 
 
-def run(checkpoint: str, config: EvaluateConfig) -> None:
+def _run_perplexity(checkpoint: str, config: EvaluateConfig) -> None:
     """Evaluate with a progress bar; prints the result."""
     from rich.console import Console
 
@@ -107,7 +102,7 @@ def run(checkpoint: str, config: EvaluateConfig) -> None:
 
 
 def _perplexity_of_model(
-    checkpoint: str, config: EvaluateConfig, on_batch: Callable[[int, int], None]
+    checkpoint: str, config: EvaluateConfig, on_batch: OnProgress
 ) -> "Evaluation":
     from sparse_bitnet.evaluation.perplexity import evaluate
 

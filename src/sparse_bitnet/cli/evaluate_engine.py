@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sparse-bitnet evaluate` of packed models: on the CPU engine, where that can run them."""
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sparse_bitnet.cli.evaluate_options import EvaluateConfig
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.progress import OnProgress
 
 if TYPE_CHECKING:
     from sparse_bitnet.engine.engine_options import EngineOptions
@@ -89,7 +89,7 @@ def tasks_of_engine(checkpoint: str, config: EvaluateConfig) -> dict[str, Any]:
 
 
 def perplexity_of_engine(
-    checkpoint: str, config: EvaluateConfig, on_batch: Callable[[int, int], None]
+    checkpoint: str, config: EvaluateConfig, on_batch: OnProgress
 ) -> "Evaluation":
     """As `evaluation.perplexity.evaluate`."""
     from sparse_bitnet.checkpoint.locate import trained_context_length

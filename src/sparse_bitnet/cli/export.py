@@ -3,7 +3,7 @@
 
 from typing import Annotated
 
-from sparse_bitnet.cli.arguments import parse
+from sparse_bitnet.cli.arguments import FLAT, CheckpointArgument, OutArgument, parse
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.export_config import FORMATS, ExportConfig
 from sparse_bitnet.progress import Progress
@@ -11,35 +11,27 @@ from sparse_bitnet.progress import Progress
 
 def main(arguments: list[str]) -> None:
     """Export a checkpoint; exit code 2 when a verification is out of bounds."""
-    import tyro
-
-    def entry(
-        checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")],
-        out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")],
-        config: Annotated[ExportConfig, tyro.conf.arg(name="")],
-    ) -> None:
-        """Write a trained model in a format that other tools read.
-
-        Args:
-            checkpoint: run folder, or checkpoint folder of ours.
-            out: new folder to write.
-            config: format and options.
-        """
-        run(checkpoint, out, config)
-
     formats = "\n".join(
         f"- {name}: {info.summary} ({info.readers})" for name, info in FORMATS.items()
     )
     parse(
-        entry,
+        run,
         arguments,
         prog="sparse-bitnet export",
         description=f"Write a trained model in a format that other tools read.\n\n{formats}",
     )
 
 
-def run(checkpoint: str, out: str, config: ExportConfig) -> None:
-    """Export with a progress line, then print what was written and how the verification went."""
+def run(
+    checkpoint: CheckpointArgument, out: OutArgument, config: Annotated[ExportConfig, FLAT]
+) -> None:
+    """Export with a progress line, then print what was written and how the verification went.
+
+    Args:
+        checkpoint: run folder, or checkpoint folder of ours.
+        out: new folder to write.
+        config: format and options.
+    """
     from rich.console import Console
     from rich.table import Table
 

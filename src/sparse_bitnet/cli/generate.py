@@ -5,7 +5,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from sparse_bitnet.cli.arguments import parse
+from sparse_bitnet.cli.arguments import FLAT, CheckpointArgument, parse
 from sparse_bitnet.cli.sampling_options import TextOptions, read_text
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError
@@ -34,30 +34,23 @@ class GenerateConfig:
 
 def main(arguments: list[str]) -> None:
     """Print a prompt and its continuation."""
-    import tyro
-
-    def entry(
-        checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")],
-        config: Annotated[GenerateConfig, tyro.conf.arg(name="")],
-        text: Annotated[TextOptions, tyro.conf.arg(name="")],
-        engine: Annotated[EngineOptions, tyro.conf.arg(name="")],
-    ) -> None:
-        """Continue a prompt with a checkpoint.
-
-        Args:
-            checkpoint: packed folder, run folder, checkpoint folder, or any transformers folder or hub
-                id.
-            config: what to continue.
-            text: how it goes on, and where it ends.
-            engine: what computes it.
-        """
-        run(checkpoint, config, text, engine)
-
-    parse(entry, arguments, prog="sparse-bitnet generate")
+    parse(run, arguments, prog="sparse-bitnet generate")
 
 
-def run(checkpoint: str, config: GenerateConfig, text: TextOptions, engine: EngineOptions) -> None:
-    """Prints the prompt, then its continuation piece by piece."""
+def run(
+    checkpoint: CheckpointArgument,
+    config: Annotated[GenerateConfig, FLAT],
+    text: Annotated[TextOptions, FLAT],
+    engine: Annotated[EngineOptions, FLAT],
+) -> None:
+    """Continue a prompt with a checkpoint.
+
+    Args:
+        checkpoint: packed folder, run folder, checkpoint folder, or any transformers folder or hub id.
+        config: what to continue.
+        text: how it goes on, and where it ends.
+        engine: what computes it.
+    """
     from sparse_bitnet.generation.generate import generate
     from sparse_bitnet.generation.open_model import open_model
 

@@ -4,7 +4,9 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from sparse_bitnet.cli.arguments import parse
+import tyro
+
+from sparse_bitnet.cli.arguments import FLAT, OutArgument, parse
 
 
 @dataclass(kw_only=True)
@@ -24,29 +26,23 @@ class ImportConfig:
 
 def main(arguments: list[str]) -> None:
     """Import a Hugging Face bitnet, compressed-tensors or BitNet b1.58 masters folder."""
-    import tyro
-
-    def entry(
-        folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")],
-        out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")],
-        config: Annotated[ImportConfig, tyro.conf.arg(name="")],
-    ) -> None:
-        """Read a ternary checkpoint of another tool: Hugging Face bitnet (packed, or BitNet b1.58
-        masters in bfloat16), compressed-tensors with ternary codes, MLX with two bits, floats that
-        are ternary, or a GGUF file with ternary weights.
-
-        Args:
-            folder: local folder of that checkpoint, or the .gguf file.
-            out: new folder to write, which `train --init`, `evaluate`, `generate` and `pack` take.
-            config: options.
-        """
-        run(folder, out, config)
-
-    parse(entry, arguments, prog="sparse-bitnet import")
+    parse(run, arguments, prog="sparse-bitnet import")
 
 
-def run(folder: str, out: str, config: ImportConfig) -> None:
-    """Import with a progress line, then print what was read."""
+def run(
+    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")],
+    out: OutArgument,
+    config: Annotated[ImportConfig, FLAT],
+) -> None:
+    """Read a ternary checkpoint of another tool: Hugging Face bitnet (packed, or BitNet b1.58
+    masters in bfloat16), compressed-tensors with ternary codes, MLX with two bits, floats that
+    are ternary, or a GGUF file with ternary weights.
+
+    Args:
+        folder: local folder of that checkpoint, or the .gguf file.
+        out: new folder to write, which `train --init`, `evaluate`, `generate` and `pack` take.
+        config: options.
+    """
     from rich.console import Console
 
     from sparse_bitnet.export.importer import import_checkpoint

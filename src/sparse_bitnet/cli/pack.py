@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from sparse_bitnet.cli.arguments import parse
+from sparse_bitnet.cli.arguments import FLAT, CheckpointArgument, OutArgument, parse
 from sparse_bitnet.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,27 +31,19 @@ class PackConfig:
 
 def main(arguments: list[str]) -> None:
     """Pack, check, and print what it takes."""
-    import tyro
-
-    def entry(
-        checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")],
-        out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")],
-        config: Annotated[PackConfig, tyro.conf.arg(name="")],
-    ) -> None:
-        """Write a trained ternary model as a small, complete folder.
-
-        Args:
-            checkpoint: run folder or model folder.
-            out: folder to write; must not exist or be empty.
-            config: formats.
-        """
-        run(checkpoint, out, config)
-
-    parse(entry, arguments, prog="sparse-bitnet pack")
+    parse(run, arguments, prog="sparse-bitnet pack")
 
 
-def run(checkpoint: str, out: str, config: PackConfig) -> None:
-    """Pack with a progress line; prints sizes and the comparison."""
+def run(
+    checkpoint: CheckpointArgument, out: OutArgument, config: Annotated[PackConfig, FLAT]
+) -> None:
+    """Write a trained ternary model as a small, complete folder.
+
+    Args:
+        checkpoint: run folder or model folder.
+        out: folder to write; must not exist or be empty.
+        config: formats.
+    """
     from rich.console import Console
 
     from sparse_bitnet.export.pack import pack_checkpoint

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from sparse_bitnet.cli.arguments import parse
+import tyro
+
+from sparse_bitnet.cli.arguments import FLAT, OutArgument, parse
 from sparse_bitnet.errors import UserError
 
 
@@ -56,32 +58,26 @@ class PrepareConfig:
 
 def main(arguments: list[str]) -> None:
     """Prepare data and print what the folder holds."""
-    import tyro
-
-    def entry(
-        source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")],
-        out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")],
-        config: Annotated[PrepareConfig, tyro.conf.arg(name="")],
-    ) -> None:
-        """Tokenise SOURCE into the folder OUT, ready for `sparse-bitnet train --data OUT`.
-
-        Run again after an interruption, the same command goes on; in a finished folder it does
-        nothing.
-
-        Args:
-            source: python-stdlib; python-packages; a .jsonl, .jsonl.zst, .parquet or .txt file, a
-                folder or a quoted glob of them, several separated by commas; or a hub data set,
-                hub:OWNER/NAME[/CONFIG][@SPLIT].
-            out: folder to write.
-            config: the options.
-        """
-        run(source, out, config)
-
-    parse(entry, arguments, prog="sparse-bitnet prepare")
+    parse(run, arguments, prog="sparse-bitnet prepare")
 
 
-def run(spec: str, out: str, config: PrepareConfig) -> None:
-    """Prepare data and print what the folder holds. Raises `UserError` as `prepare` does."""
+def run(
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")],
+    out: OutArgument,
+    config: Annotated[PrepareConfig, FLAT],
+) -> None:
+    """Tokenise SOURCE into the folder OUT, ready for `sparse-bitnet train --data OUT`.
+
+    Run again after an interruption, the same command goes on; in a finished folder it does
+    nothing.
+
+    Args:
+        source: python-stdlib; python-packages; a .jsonl, .jsonl.zst, .parquet or .txt file, a
+            folder or a quoted glob of them, several separated by commas; or a hub data set,
+            hub:OWNER/NAME[/CONFIG][@SPLIT].
+        out: folder to write.
+        config: the options.
+    """
     from sparse_bitnet.data.documents import VALIDATION
     from sparse_bitnet.data.manifest import MANIFEST
     from sparse_bitnet.data.near_duplicates import Overlap
@@ -93,8 +89,8 @@ def run(spec: str, out: str, config: PrepareConfig) -> None:
         raise UserError("give either --tokenizer PATH_OR_HUB_ID or --vocab-size N")
     started = time.monotonic()
     complete = (Path(out) / MANIFEST).exists()
-    source = parse_source(
-        spec,
+    parsed = parse_source(
+        source,
         column=config.column,
         validation=config.validation,
         validation_fraction=config.validation_fraction,
@@ -106,7 +102,7 @@ def run(spec: str, out: str, config: PrepareConfig) -> None:
         if config.tokenizer is None:
             raise UserError("--parts needs --tokenizer: all parts must use the same one")
         whole = prepare_part(
-            source,
+            parsed,
             out,
             part=config.part,
             parts=config.parts,
@@ -120,7 +116,7 @@ def run(spec: str, out: str, config: PrepareConfig) -> None:
         manifest = whole
     else:
         manifest = prepare(
-            source,
+            parsed,
             out,
             tokenizer=config.tokenizer,
             vocab_size=config.vocab_size,

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import tyro
+
 from sparse_bitnet.cli.arguments import parse
 
 
 def main(arguments: list[str]) -> None:
     """Render the results of `reproduce` as Markdown with figures and as one HTML file."""
-    import tyro
 
     @dataclass(kw_only=True)
     class Options:

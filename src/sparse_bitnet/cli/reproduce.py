@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import tyro
+
 from sparse_bitnet.cli.arguments import parse
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.experiments.paper_runs import EXPERIMENTS, plan
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
 
 def main(arguments: list[str]) -> None:
     """Train what is missing of some experiments; prints how to see the results."""
-    import tyro
 
     @dataclass(kw_only=True)
     class Options(DenseLayersOption):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from sparse_bitnet.cli.arguments import parse
+from sparse_bitnet.cli.arguments import FLAT, CheckpointArgument, parse
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError
 
@@ -88,30 +88,21 @@ class ServeConfig:
 
 def main(arguments: list[str]) -> None:
     """Serve until Ctrl-C."""
-    import tyro
-
-    def entry(
-        checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")],
-        config: Annotated[ServeConfig, tyro.conf.arg(name="")],
-        engine: Annotated[EngineOptions, tyro.conf.arg(name="")],
-    ) -> None:
-        """Serve a checkpoint over HTTP, as OpenAI's API: /v1/completions, /v1/chat/completions,
-        /v1/models; also /health and, for Prometheus, /metrics.
-
-        Args:
-            checkpoint: packed folder, run folder, GGUF file, or any transformers folder or hub id.
-            config: where to listen, and the limits.
-            engine: the engine.
-        """
-        run(checkpoint, config, engine)
-
-    parse(entry, arguments, prog="sparse-bitnet serve")
+    parse(run, arguments, prog="sparse-bitnet serve")
 
 
-def run(checkpoint: str, config: ServeConfig, options: EngineOptions) -> None:
-    """Load and serve; returns after SIGINT or SIGTERM, when all streams have ended.
+def run(
+    checkpoint: CheckpointArgument,
+    config: Annotated[ServeConfig, FLAT],
+    engine: Annotated[EngineOptions, FLAT],
+) -> None:
+    """Serve a checkpoint over HTTP, as OpenAI's API: /v1/completions, /v1/chat/completions,
+    /v1/models; also /health and, for Prometheus, /metrics.
 
-    Raises `UserError` for a port that is taken and a model that cannot be loaded.
+    Args:
+        checkpoint: packed folder, run folder, GGUF file, or any transformers folder or hub id.
+        config: where to listen, and the limits.
+        engine: the engine.
     """
     try:
         import fastapi  # noqa: F401
@@ -131,13 +122,13 @@ def run(checkpoint: str, config: ServeConfig, options: EngineOptions) -> None:
     from sparse_bitnet.serve.prometheus import ServerMetrics
     from sparse_bitnet.serve.tool_calls import syntax_of
 
-    if options.cache_tokens is None:
+    if engine.cache_tokens is None:
         # Kept prefixes fill it in time; that of a long context alone could be gigabytes.
-        options = replace(options, cache_tokens=_CACHE_TOKENS * config.max_running)
+        engine = replace(engine, cache_tokens=_CACHE_TOKENS * config.max_running)
     # First: a port that is taken should not show only after loading.
     bound = listen(config.host, config.port)
     try:
-        opened = open_model(checkpoint, options)
+        opened = open_model(checkpoint, engine)
     except BaseException:
         bound.close()
         raise

@@ -6,7 +6,9 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from sparse_bitnet.cli.arguments import parse
+import tyro
+
+from sparse_bitnet.cli.arguments import FLAT, parse
 from sparse_bitnet.layer_config import DenseLayersOption
 
 if TYPE_CHECKING:
@@ -39,27 +41,21 @@ class SizesConfig(DenseLayersOption):
 
 def main(arguments: list[str]) -> None:
     """Print sizes of the presets, or how compactly one trained model's codes are stored."""
-    import tyro
-
-    def entry(
-        checkpoint: Annotated[
-            str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT]")
-        ] = None,
-        config: Annotated[SizesConfig, tyro.conf.arg(name="")] = SizesConfig(),  # noqa: B008
-    ) -> None:
-        """Sizes of packed models: of the presets, or of one trained model against its entropy.
-
-        Args:
-            checkpoint: run folder or model folder of a ternary model; none: the presets.
-            config: which table to print.
-        """
-        run(checkpoint, config)
-
-    parse(entry, arguments, prog="sparse-bitnet sizes")
+    parse(run, arguments, prog="sparse-bitnet sizes")
 
 
-def run(checkpoint: str | None, config: SizesConfig) -> None:
-    """Print one of the two tables; write JSON if asked."""
+def run(
+    checkpoint: Annotated[
+        str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT]")
+    ] = None,
+    config: Annotated[SizesConfig, FLAT] = SizesConfig(),  # noqa: B008
+) -> None:
+    """Sizes of packed models: of the presets, or of one trained model against its entropy.
+
+    Args:
+        checkpoint: run folder or model folder of a ternary model; none: the presets.
+        config: which table to print.
+    """
     from rich.console import Console
 
     from sparse_bitnet.export.sizes import code_statistics, gaussian_statistics, size_table
