@@ -65,9 +65,9 @@ def changed(content: Any, place: tuple, value: Any) -> Any:
 
 
 def open_packed_model(folder: Path) -> None:
-    from sparse_bitnet.engine.model_file import open_model_file
+    from sparse_bitnet.engine.engine_model import open_engine_model
 
-    open_model_file(folder)
+    open_engine_model(folder)
 
 
 def into(write: Callable[[Path, Path], object]) -> Callable[[Path], None]:

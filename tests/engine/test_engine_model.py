@@ -75,8 +75,9 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> 
         ({"model_type": ["qwen2"]}, r"model_type is \['qwen2'\], not a name"),
         ({"hidden_act": {}}, r"hidden_act is {}, not a name"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, not a positive number"),
-        ({"hidden_size": 2**31 - 1}, "hidden_size is above 8,388,608, the most"),
-        ({"head_dim": 2**30}, "head_dim is above 1,024"),
+        ({"hidden_size": 2**31 - 1}, "hidden_size is 2,147,483,647, more than a model of"),
+        ({"head_dim": 2**30}, "head_dim is 1,073,741,824, more than a model of"),
+        ({"head_dim": 1026}, "head_dim is above 1,024"),
         ({"max_position_embeddings": 2**24 + 1}, "max_position_embeddings is above 16,777,216"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps is 1000+, not a positive number"),
         ({"rms_norm_eps": 1e300}, "rms_norm_eps is 1e[+]300, not a positive number"),
@@ -159,10 +160,13 @@ def test_any_config_is_read_or_refused_in_one_line(original: Path, data: st.Data
 
 
 def test_folders_that_are_not_packed(tmp_path: Path, original: Path) -> None:
-    for folder in (original.parent / "trained", original.parent):
-        with pytest.raises(UserError, match=r"pack it first: sparse-bitnet pack \S+ OUT"):
-            load(folder)
-    with pytest.raises(UserError, match="no such folder"):
+    with pytest.raises(UserError, match=r"pack it first: sparse-bitnet pack \S+ OUT"):
+        load(original.parent / "trained")
+    with pytest.raises(
+        UserError, match="neither a run folder with a checkpoint nor a model folder"
+    ):
+        load(original.parent)
+    with pytest.raises(UserError, match="no such checkpoint: no folder"):
         load(tmp_path / "nothing")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match="not readable as JSON"):

@@ -146,6 +146,7 @@ def test_times_that_cannot_be(table, tmp_path):
 
 def test_where_the_table_lies(monkeypatch, tmp_path):
     monkeypatch.delenv("SPARSE_BITNET_TUNING_CACHE", raising=False)
+    monkeypatch.delenv("SPARSE_BITNET_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = cache_path("NVIDIA H200 torch 2.11.0+cu128 / x")
     assert path == tmp_path / "sparse-bitnet" / "tuning-NVIDIA-H200-torch-2.11.0-cu128-x.json"

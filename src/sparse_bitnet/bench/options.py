@@ -1,19 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `sparse-bitnet bench` measures. Imports nothing heavy, so that `--help` is immediate."""
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.machine import available_cores
 
 WeightFormat = Literal["auto", "stored", "i2", "b3", "nm-bitmap"]
-
-
-def available_cores() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(kw_only=True)

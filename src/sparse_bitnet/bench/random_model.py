@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from sparse_bitnet.engine.architecture import Architecture, read_architecture
-from sparse_bitnet.engine.model_file import EMBEDDING, HEAD
+from sparse_bitnet.engine.engine_model import EMBEDDING, HEAD
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import atomic_folder
 from sparse_bitnet.layer_config import SparseBitConfig
@@ -26,9 +26,7 @@ from sparse_bitnet.packing.metadata import PackedMetadata
 from sparse_bitnet.packing.tensor_writer import TensorFileWriter, TensorSpec
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.presets import PRESETS, Shape
-
-OnProgress = Callable[[int, int], None]
-"""Called with the weights written and the weights in all."""
+from sparse_bitnet.progress import OnProgress
 
 WEIGHT_STD = 0.02
 END_OF_TEXT = "<|endoftext|>"
@@ -164,7 +162,7 @@ def write_random_model(
         scale_group: weights that share a scale in float16; 0 for one float32 scale a matrix.
         tokenizer: write one, whose tokens are the 256 bytes and the end of text.
         seed: of all values.
-        progress: told after every layer.
+        progress: told the weights written and in all, after every layer.
 
     Raises `UserError` for an unknown preset, format or embedding type, a pattern that does not divide
     the rows, or a full disk.

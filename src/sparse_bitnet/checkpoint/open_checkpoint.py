@@ -77,7 +77,7 @@ def open_checkpoint(path: str | Path, *kinds: str) -> Checkpoint:
     if not found.reader or (kinds and found.kind not in kinds):
         method = found.entry.get("quant_method")
         said = f"quant_method {method!r}" if method else "no quantization_config"
-        raise UserError(f"{found.folder} ({said} in {CONFIG_FILE}) {_remedy(found.kind, kinds)}")
+        raise UserError(f"{found.folder} ({said} in {CONFIG_FILE}) {_remedy(found, kinds)}")
     return importlib.import_module(f"sparse_bitnet.checkpoint.{found.reader}").read(found)
 
 
@@ -92,12 +92,15 @@ def open_ternary(path: str | Path) -> Checkpoint:
     return checkpoint
 
 
-def _remedy(kind: str, kinds: tuple[str, ...]) -> str:
+def _remedy(found: StoredModel, kinds: tuple[str, ...]) -> str:
     if kinds == ("foreign",):
         readable = [method for method, (kind, _) in _READERS.items() if kind == "foreign"]
         return f"is not importable: readable are {' and '.join(readable)} with ternary codes"
     if kinds == ("packed",):
-        return "is not packed: pack it first (sparse-bitnet pack CHECKPOINT OUT)"
-    if kind == "packed":
+        return (
+            f"is not packed; pack it first: sparse-bitnet pack {found.folder} OUT, or use --engine "
+            "transformers"
+        )
+    if found.kind == "packed":
         return "is no trained checkpoint of sparse-bitnet: it is packed already"
     return "is no trained checkpoint of sparse-bitnet: `sparse-bitnet import` reads those of other tools"

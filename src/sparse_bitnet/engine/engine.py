@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CPU engine: a packed folder, and a decoder in C++ that runs it (csrc/decoder.h). No torch."""
 
-import os
 import time
 from pathlib import Path
 from typing import Any, Self
@@ -10,18 +9,19 @@ import numpy as np
 
 from sparse_bitnet import _cpu
 from sparse_bitnet.engine.architecture import BLOCK_LINEARS, Architecture
+from sparse_bitnet.engine.engine_model import EngineModel, open_engine_model
 from sparse_bitnet.engine.format_tuning import choose_format
-from sparse_bitnet.engine.model_file import ModelFile, open_model_file
 from sparse_bitnet.engine.protocol import CacheFull, EngineSequence, InferenceEngine, WhichLogits
 from sparse_bitnet.engine.runtime_weights import (
     FORMATS,
-    OnProgress,
     Weights,
     check_format,
     choose_head,
     load_weights,
 )
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.machine import available_cores
+from sparse_bitnet.progress import OnProgress
 
 WEIGHT_FORMATS = ("auto", "stored", *FORMATS)
 CACHE_TYPES = {name: _cpu.CacheType[name] for name in ("float32", "float16", "int8")}
@@ -44,7 +44,7 @@ class Engine(InferenceEngine):
     page_tokens: int = _cpu.PAGE_TOKENS
 
     def __init__(
-        self, model: ModelFile, weights: Weights, decoder: _cpu.Decoder, context_length: int
+        self, model: EngineModel, weights: Weights, decoder: _cpu.Decoder, context_length: int
     ) -> None:
         super().__init__(model.architecture.vocab, context_length)
         self.folder: Path = model.folder
@@ -92,10 +92,10 @@ class Engine(InferenceEngine):
         the engine does not run, for options that do not fit, and where memory does not suffice.
         """
         started = time.perf_counter()
-        threads = _within("threads", default_threads() if threads is None else threads, 1024)
+        threads = _within("threads", available_cores() if threads is None else threads, 1024)
         _check_choice("weight format", weight_format, WEIGHT_FORMATS)
         _check_choice("kv-cache", kv_cache, tuple(CACHE_TYPES))
-        model = open_model_file(folder)
+        model = open_engine_model(folder)
         context_length = _context_length(model, context_length)
         if cache_tokens is None:
             cache_tokens = context_length
@@ -223,19 +223,13 @@ def _build(architecture: Architecture, weights: Weights) -> _cpu.ModelBuilder:
     return model
 
 
-def default_threads() -> int:
-    """One for each processor that this process may use."""
-    has_affinity = hasattr(os, "sched_getaffinity")
-    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-
-
 def _within(what: str, value: int, most: int) -> int:
     if not 1 <= value <= most:
         raise UserError(f"{what} {value}: must be within 1..{most}")
     return value
 
 
-def _context_length(model: ModelFile, context_length: int | None) -> int:
+def _context_length(model: EngineModel, context_length: int | None) -> int:
     most = model.architecture.positions
     if context_length is None:
         return most

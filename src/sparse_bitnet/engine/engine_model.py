@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A packed folder, opened for the CPU engine: every tensor is there, as config.json asks. No torch."""
+"""What the CPU engine runs: a packed checkpoint with every tensor that its config.json asks. No torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from sparse_bitnet.checkpoint.model_folder import quantization_entry, read_config
+from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.engine.architecture import Architecture, read_architecture
 from sparse_bitnet.errors import EngineLacks, UserError
 from sparse_bitnet.packing.formats import check_layout, has_fixed_rows, row_bytes, scale_group
-from sparse_bitnet.packing.metadata import QUANT_METHOD, PackedMetadata
+from sparse_bitnet.packing.metadata import PackedMetadata
 from sparse_bitnet.packing.tensor_file import DTYPES, TensorFile
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -20,8 +20,8 @@ _TABLE_DTYPES = {"bf16": "BF16", "float32": "F32", "int8": "I8"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelFile:
-    """Tensors of a packed model; their contents are not checked yet."""
+class EngineModel:
+    """A packed model as the engine reads it; the contents of its tensors are not checked yet."""
 
     folder: Path
     file: TensorFile
@@ -57,41 +57,33 @@ class ModelFile:
         return values
 
 
-def open_model_file(folder: str | Path) -> ModelFile:
-    """Open a folder written by `sparse-bitnet pack`.
+def open_engine_model(path: str | Path) -> EngineModel:
+    """`engine_model` of a folder written by `sparse-bitnet pack`. Raises `UserError` for any other."""
+    return engine_model(open_checkpoint(path, "packed"))
+
+
+def engine_model(checkpoint: Checkpoint) -> EngineModel:
+    """A packed checkpoint as the engine runs it.
 
     Raises `EngineLacks` for what the CPU engine cannot run, superfluous tensors included, and `UserError`
     for anything else, naming a tensor that is missing or of another type or shape than config.json
     describes.
     """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder")
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} has no config.json: it is no model folder; {_remedy(folder)}")
-    config = read_config(folder)
-    if quantization_entry(config).get("quant_method") != QUANT_METHOD:
-        raise UserError(f"{folder} is not a packed model; {_remedy(folder)}")
-    architecture = read_architecture(config, str(folder / "config.json"))
-    checkpoint = open_checkpoint(folder, "packed")
-    file, metadata = checkpoint.file, checkpoint.metadata
+    folder, file, metadata = checkpoint.folder, checkpoint.file, checkpoint.metadata
     assert file is not None
     assert metadata is not None
+    architecture = read_architecture(checkpoint.config, str(folder / "config.json"))
     if metadata.format.activation != "int8":
         raise EngineLacks(
             f"{folder}: the CPU engine computes with int8 activations, this model was trained with "
             f"activation={metadata.format.activation}; use --engine transformers"
         )
-    model = ModelFile(folder=folder, file=file, metadata=metadata, architecture=architecture)
+    model = EngineModel(folder=folder, file=file, metadata=metadata, architecture=architecture)
     _check_tensors(model)
     return model
 
 
-def _remedy(folder: Path) -> str:
-    return f"pack it first: sparse-bitnet pack {folder} OUT, or use --engine transformers"
-
-
-def _check_tensors(model: ModelFile) -> None:
+def _check_tensors(model: EngineModel) -> None:
     entries, path = model.file.entries, model.file.path
     wanted = _wanted(model)
     for name, (dtypes, shape) in wanted.items():
@@ -115,7 +107,7 @@ def _check_tensors(model: ModelFile) -> None:
         )
 
 
-def _wanted(model: ModelFile) -> dict[str, tuple[tuple[str, ...], tuple[int, ...] | None]]:
+def _wanted(model: EngineModel) -> dict[str, tuple[tuple[str, ...], tuple[int, ...] | None]]:
     """Every tensor: name -> (possible types, shape; None for any number of bytes)."""
     architecture, metadata, path = model.architecture, model.metadata, model.file.path
     wanted: dict[str, tuple[tuple[str, ...], tuple[int, ...] | None]] = {}

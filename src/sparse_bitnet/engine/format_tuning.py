@@ -6,7 +6,6 @@ reading memory competes with unpacking, and which of the two wins differs from m
 """
 
 import json
-import os
 import platform
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ from sparse_bitnet import __version__, _cpu
 from sparse_bitnet.engine.runtime_weights import FORMATS
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import write_atomic
+from sparse_bitnet.machine import cache_folder, cpu_info
 from sparse_bitnet.packing.formats import coded_pattern, holds_pattern, row_bytes
 from sparse_bitnet.pattern import NMPattern
 
@@ -53,14 +53,6 @@ def choose_format(pattern: NMPattern, pool: _cpu.ThreadPool, isa: str) -> str:
         # A folder that cannot be written costs a measurement at every start, nothing else.
         pass
     return choice
-
-
-def cache_folder() -> Path:
-    """SPARSE_BITNET_CACHE, or `sparse-bitnet` in XDG_CACHE_HOME or ~/.cache."""
-    own, shared = os.environ.get("SPARSE_BITNET_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    if own:
-        return Path(own)
-    return Path(shared or os.path.expanduser("~/.cache")) / "sparse-bitnet"
 
 
 def measure_formats(
@@ -134,19 +126,9 @@ def _key(isa: str, threads: int, pattern: NMPattern) -> str:
 
 def _cpu_model() -> str:
     """As Linux names it, else what the platform says."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-            fields = dict(
-                (name.strip(), value.strip())
-                for name, colon, value in (line.partition(":") for line in lines)
-                if colon
-            )
-        found = [fields.get(name, "") for name in ("model name", "cpu family", "model", "stepping")]
-        if any(found):
-            return " ".join(found)
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    fields = cpu_info()
+    found = [fields.get(name, "") for name in ("model name", "cpu family", "model", "stepping")]
+    return " ".join(found) if any(found) else platform.processor() or platform.machine()
 
 
 def _tuned(path: Path) -> dict[str, str]:

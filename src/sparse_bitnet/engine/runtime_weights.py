@@ -6,7 +6,6 @@ form written in the same pass, piece by piece, so that the file takes no memory 
 """
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,13 +13,11 @@ import numpy as np
 
 from sparse_bitnet import _cpu
 from sparse_bitnet.engine.architecture import BLOCK_LINEARS
-from sparse_bitnet.engine.model_file import ModelFile
+from sparse_bitnet.engine.engine_model import EngineModel
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.packing.formats import coded_pattern, has_fixed_rows, holds_pattern
 from sparse_bitnet.packing.tensor_file import DTYPES
-
-OnProgress = Callable[[int, int], None]
-"""Called with the bytes of the file that are done, and with all of them."""
+from sparse_bitnet.progress import OnProgress
 
 FORMATS = {
     "i2": _cpu.WeightFormat.i2,
@@ -58,7 +55,7 @@ class Weights:
     kept: list[Any] = field(default_factory=list)
 
 
-def choose_head(model: ModelFile, head: str) -> str:
+def choose_head(model: EngineModel, head: str) -> str:
     """The form of the output head: int8, int4, bfloat16 or float32, for an option of `Engine.load`.
 
     Raises `UserError` for an unknown option, and for int4 where the hidden size has no groups of 64.
@@ -75,7 +72,7 @@ def choose_head(model: ModelFile, head: str) -> str:
     return choices[head]
 
 
-def check_format(model: ModelFile, weight_format: str) -> None:
+def check_format(model: EngineModel, weight_format: str) -> None:
     """Raise `UserError` where the model cannot be multiplied in a format of `FORMATS`."""
     if weight_format not in FORMATS:
         known = ", ".join(FORMATS)
@@ -87,7 +84,7 @@ def check_format(model: ModelFile, weight_format: str) -> None:
 
 
 def load_weights(
-    model: ModelFile,
+    model: EngineModel,
     pool: _cpu.ThreadPool,
     *,
     weight_format: str,
@@ -119,7 +116,7 @@ def load_weights(
 class _Loader:
     def __init__(
         self,
-        model: ModelFile,
+        model: EngineModel,
         descriptor: int,
         pool: _cpu.ThreadPool,
         weight_format: str,

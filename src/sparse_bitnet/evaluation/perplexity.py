@@ -32,6 +32,7 @@ from sparse_bitnet.evaluation.text_windows import (
     windows,
 )
 from sparse_bitnet.layer_config import SparseBitConfig
+from sparse_bitnet.progress import OnProgress
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
 from sparse_bitnet.training.loss import mean_token_loss
 
@@ -191,7 +192,7 @@ def evaluate(
     precision: str = "auto",
     device: str = "auto",
     column: str = "text",
-    on_batch: Callable[[int, int], None] | None = None,
+    on_batch: OnProgress | None = None,
 ) -> Evaluation:
     """Held-out perplexity of a run, a checkpoint, or any transformers causal LM.
 

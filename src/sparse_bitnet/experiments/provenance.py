@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import sparse_bitnet
+from sparse_bitnet.machine import available_cores, cpu_info
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 
@@ -50,8 +51,8 @@ def hardware() -> str:
 
 def cpu_hardware() -> str:
     """Processor, its cores and memory in one line. Imports no torch."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    parts = [f"{_processor()}, {cores} cores"]
+    processor = cpu_info().get("model name") or platform.processor() or platform.machine()
+    parts = [f"{processor}, {available_cores()} cores"]
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         parts.append(f"{memory / 2**30:.0f} GiB")
@@ -86,12 +87,3 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return " ".join(line.partition(":")[2].split())
-    return platform.processor() or platform.machine()

@@ -2,7 +2,6 @@
 """Trains what a set of experiments still lacks, and keeps what is worth keeping of it."""
 
 import dataclasses
-import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -24,6 +23,7 @@ from sparse_bitnet.experiments.run import Run
 from sparse_bitnet.experiments.scales import Scale
 from sparse_bitnet.experiments.setting import make_setting
 from sparse_bitnet.experiments.workers import OnStep, parallel, serial
+from sparse_bitnet.machine import available_cores
 from sparse_bitnet.progress import Line, Progress
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
 from sparse_bitnet.training.run_folder import run_lock
@@ -210,10 +210,7 @@ def default_workers(scale: Scale) -> int:
         return scale.workers
     if resolve_device(scale.recipe.device).type != "cpu" or scale.recipe.threads is None:
         return 1
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    return max(1, cores // scale.recipe.threads)
+    return max(1, available_cores() // scale.recipe.threads)
 
 
 def finished(results: Results, runs: Sequence[Run]) -> dict[str, ResultRow]:

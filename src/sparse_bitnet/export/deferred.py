@@ -10,9 +10,7 @@ from torch import Tensor
 
 from sparse_bitnet.packing.tensor_file import ITEM_BYTES
 from sparse_bitnet.packing.tensor_writer import TensorFileWriter, TensorSpec
-
-OnProgress = Callable[[int, int], None]
-"""Called with how much is done and how much there is: bytes written, or tokens compared."""
+from sparse_bitnet.progress import OnProgress
 
 
 @dataclass(frozen=True)

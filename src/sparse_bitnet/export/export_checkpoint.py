@@ -16,7 +16,7 @@ from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export import compressed_tensors, dense, gguf, hf_bitnet
-from sparse_bitnet.export.deferred import DeferredTensors, OnProgress
+from sparse_bitnet.export.deferred import DeferredTensors
 from sparse_bitnet.export.export_config import ExportConfig
 from sparse_bitnet.export.hf_folder import write_folder
 from sparse_bitnet.export.model_card import gguf_file_name, model_card
@@ -25,6 +25,7 @@ from sparse_bitnet.export.verify import Verification, verify
 from sparse_bitnet.files import atomic_folder, write_atomic
 from sparse_bitnet.packing.gguf_blocks import BLOCK_TYPES, BlockType
 from sparse_bitnet.packing.two_bits import W2A8, W8A8
+from sparse_bitnet.progress import OnProgress
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 

@@ -14,9 +14,10 @@ from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.checkpoint.foreign import EXPORTED_FORMAT
 from sparse_bitnet.checkpoint.model_folder import read_json, read_json_if_there
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.export.deferred import DeferredTensors, OnProgress, write_safetensors
+from sparse_bitnet.export.deferred import DeferredTensors, write_safetensors
 from sparse_bitnet.files import atomic_folder
 from sparse_bitnet.packing.tensor_writer import TensorSpec
+from sparse_bitnet.progress import OnProgress
 
 _AS_THEY_ARE = (
     "tokenizer.json",

@@ -22,7 +22,7 @@ from torch import Tensor
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint, stored_tensors
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.export.deferred import DeferredTensors, OnProgress, write_safetensors
+from sparse_bitnet.export.deferred import DeferredTensors, write_safetensors
 from sparse_bitnet.export.export_checkpoint import check_new_folder
 from sparse_bitnet.export.hf_folder import (
     EXPORTED_FORMAT,
@@ -41,6 +41,7 @@ from sparse_bitnet.packing.formats import check_format
 from sparse_bitnet.packing.tensor_writer import TensorSpec
 from sparse_bitnet.packing.ternary import TernaryWeight
 from sparse_bitnet.pattern import NMPattern
+from sparse_bitnet.progress import OnProgress
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ tokenizer and generation files, copied
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +39,7 @@ from sparse_bitnet.packing.formats import (
 from sparse_bitnet.packing.metadata import EMBEDDINGS, PackedMetadata
 from sparse_bitnet.packing.tensor_file import DTYPES
 from sparse_bitnet.packing.tensor_writer import TensorFileWriter, TensorSpec
+from sparse_bitnet.progress import OnProgress
 
 COPIED = (
     "tokenizer*",
@@ -51,9 +52,6 @@ COPIED = (
     "LICENSE*",
 )
 """Files beside the weights that belong to the model."""
-
-OnProgress = Callable[[int, int], None]
-"""Called with the weights done and the weights in all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +91,7 @@ def pack_checkpoint(
         out: folder to write; must not exist or be empty.
         format: a name in `formats.FORMATS`, or "auto" (`formats.auto_format`).
         embeddings: "bf16", "int8" (one scale a row), or "float32" to keep them as trained.
-        progress: told after every tensor.
+        progress: told the weights done and in all, after every tensor.
 
     Raises `UserError` for a source that cannot be packed or read, a format that does not hold its
     layers, an `out` that is in use, or a full disk. Nothing is then left behind.

@@ -10,7 +10,7 @@ Three bounds, in bits a weight:
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +35,7 @@ from sparse_bitnet.packing.formats import (
 )
 from sparse_bitnet.packing.metadata import EMBEDDINGS
 from sparse_bitnet.pattern import NMPattern
+from sparse_bitnet.progress import OnProgress
 
 PUBLISHED_MODELS = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b")
 PATTERNS = ("8:8", "6:8", "2:4", "2:8")
@@ -138,9 +139,7 @@ def size_table(
     return rows
 
 
-def code_statistics(
-    source: str | Path, *, progress: Callable[[int, int], None] | None = None
-) -> CodeStatistics:
+def code_statistics(source: str | Path, *, progress: OnProgress | None = None) -> CodeStatistics:
     """Entropies of a trained checkpoint's codes and its bits a weight in every format.
 
     Args:

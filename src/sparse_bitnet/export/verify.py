@@ -23,11 +23,11 @@ from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.held_out import read_held_out
 from sparse_bitnet.evaluation.text_windows import inputs_and_labels, windows
-from sparse_bitnet.export.deferred import OnProgress
 from sparse_bitnet.export.export_config import ExportConfig
 from sparse_bitnet.export.model_card import Row, read_record
 from sparse_bitnet.export.readers import open_reader, quiet_loading
 from sparse_bitnet.nn.convert import selected
+from sparse_bitnet.progress import OnProgress
 
 LARGEST_CONTEXT = 512
 PERPLEXITY_BOUND = 0.01

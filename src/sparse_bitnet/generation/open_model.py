@@ -155,10 +155,10 @@ def reason_against_cpu_engine(checkpoint: str | Path) -> str | None:
         _check_extension()
     except UserError as error:
         return str(error)
-    from sparse_bitnet.engine.model_file import open_model_file
+    from sparse_bitnet.engine.engine_model import open_engine_model
 
     try:
-        open_model_file(checkpoint)
+        open_engine_model(checkpoint)
     except EngineLacks as error:
         return str(error)
     return None

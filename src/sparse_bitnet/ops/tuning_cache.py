@@ -17,6 +17,7 @@ from typing import Literal, Self, cast
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import write_atomic
+from sparse_bitnet.machine import cache_folder
 from sparse_bitnet.pattern import NMPattern
 
 Route = Literal["dense", "sparse", "packed"]
@@ -169,9 +170,8 @@ def cache_path(machine: str) -> Path:
     """Where the table of a machine lies: SPARSE_BITNET_TUNING_CACHE, or the user's cache folder."""
     if given := os.environ.get("SPARSE_BITNET_TUNING_CACHE"):
         return Path(given)
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     slug = "-".join("".join(c if c.isalnum() or c == "." else " " for c in machine).split())
-    return Path(cache) / "sparse-bitnet" / f"tuning-{slug}.json"
+    return cache_folder() / f"tuning-{slug}.json"
 
 
 def machine_name() -> str:

@@ -15,7 +15,6 @@ CRC-32 (zlib), eight hexadecimal digits.
 import json
 import math
 import mmap
-import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ import numpy as np
 from zlib_ng import zlib_ng
 
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.machine import available_cores
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -132,7 +132,7 @@ class TensorFile:
 
     def verify(self) -> None:
         """Compare every tensor with its checksum. Raises `UserError` naming the first damaged one."""
-        with ThreadPoolExecutor(_threads()) as pool:
+        with ThreadPoolExecutor(available_cores()) as pool:
             for name, crc32 in zip(
                 self.entries, pool.map(self._crc32, self.entries.values()), strict=True
             ):
@@ -234,8 +234,3 @@ def _are_counts(values: Any) -> bool:
     return isinstance(values, list) and all(
         type(value) is int and 0 <= value <= _LARGEST_DIMENSION for value in values
     )
-
-
-def _threads() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

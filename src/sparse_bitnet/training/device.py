@@ -4,12 +4,12 @@
 import os
 import shutil
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.machine import cpu_info
 from sparse_bitnet.training.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -35,10 +35,7 @@ def resolve_device(name: str) -> torch.device:
 
 def cpu_has_fast_bf16() -> bool:
     """Whether bfloat16 products run on the CPU's own instructions (elsewhere they are emulated)."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.is_file():
-        return False
-    flags = cpuinfo.read_text().partition("flags")[2].partition("\n")[0].split()
+    flags = cpu_info().get("flags", "").split()
     return any(flag in flags for flag in CPU_FLAGS_WITH_FAST_BF16)
 
 

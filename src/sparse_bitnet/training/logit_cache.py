@@ -14,7 +14,6 @@ stopped, and a longer run of the same order adds to them.
 import hashlib
 import json
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from sparse_bitnet.data.loader import TokenLoader, permuted
 from sparse_bitnet.data.shards import token_dtype
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import write_atomic
+from sparse_bitnet.progress import OnProgress
 from sparse_bitnet.training.distill import Teacher
 
 MANIFEST = "manifest.json"
@@ -85,9 +85,7 @@ class LogitCache:
         """Of all parts together."""
         return self.windows * self.length * self.bytes_per_token
 
-    def fill(
-        self, teacher: Teacher, batch: int, progress: Callable[[int, int], None] | None = None
-    ) -> None:
+    def fill(self, teacher: Teacher, batch: int, progress: OnProgress | None = None) -> None:
         """Write the parts that are missing.
 
         Raises `UserError` where the teacher's logits are not finite, or the disk is full.
