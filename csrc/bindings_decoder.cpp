@@ -254,7 +254,8 @@ void bind_decoder(nb::module_& module) {
   nb::enum_<Logits>(module, "Logits", "Of which tokens a step writes logits.")
       .value("none", Logits::none)
       .value("last", Logits::last)
-      .value("all", Logits::all);
+      .value("all", Logits::all)
+      .value("hidden", Logits::hidden);
   nb::class_<ModelBuilder>(module, "ModelBuilder",
                            "The weights of a model by address, see csrc/bindings_decoder.cpp.")
       .def(nb::init<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t,
@@ -287,7 +288,7 @@ void bind_decoder(nb::module_& module) {
       .def_prop_ro("free_tokens", used(&Decoder::free_tokens), "Room in whole free pages.")
       .def("forward", &DecoderHandle::forward, "requests"_a, "which"_a, "logits"_a,
            "requests: [(sequence, address of int32 tokens, count)]; logits of no token, of each request's "
-           "last one or of all, written to the address `logits`.")
+           "last one or of all, or all states behind the final norm, written to the address `logits`.")
       .def("shut", &DecoderHandle::shut,
            "Free the decoder, then its weights may go; again does nothing. RuntimeError while another "
            "thread is in a call.");

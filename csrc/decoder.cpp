@@ -98,7 +98,7 @@ void Decoder::State::run(const Request* requests, int count, const std::int64_t*
       tokens.push_back(from.tokens + done);
       for (std::int64_t token = 0; token < part; ++token) {
         const bool is_last = done + token + 1 == from.count;
-        if (which == Logits::all || (which == Logits::last && is_last)) {
+        if (which == Logits::all || which == Logits::hidden || (which == Logits::last && is_last)) {
           wanted.push_back(row + token);
         }
       }
@@ -106,8 +106,9 @@ void Decoder::State::run(const Request* requests, int count, const std::int64_t*
       done += part;
       if (done == from.count) ++request, done = 0;
     }
-    run_chunk(tokens.data(), logits);
-    if (logits) logits += std::int64_t(wanted.size()) * model.vocab;
+    run_chunk(tokens.data(), which, logits);
+    const std::int64_t width = which == Logits::hidden ? model.hidden : model.vocab;
+    if (logits) logits += std::int64_t(wanted.size()) * width;
   }
 }
 

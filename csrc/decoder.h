@@ -18,7 +18,7 @@
 
 namespace sparse_bitnet {
 
-enum class Logits : int { none = 0, last = 1, all = 2 };
+enum class Logits : int { none = 0, last = 1, all = 2, hidden = 3 };
 
 struct Block {
   Matrix q, k, v, o, gate, up, down;
@@ -75,7 +75,8 @@ class Decoder {
   std::int64_t free_tokens() const;                 // room in whole free pages
 
   // Appends each request's tokens to its sequence. Logits: of the last token of each request
-  // [requests, vocab], or of all tokens [sum of counts, vocab], float32.
+  // [requests, vocab], or of all tokens [sum of counts, vocab], float32; `hidden`: in their stead the
+  // states of all tokens behind the final norm, [sum of counts, hidden].
   // Throws std::length_error, before anything is changed, when the context length or the cache does
   // not suffice, std::out_of_range for a sequence that is not open or occurs twice.
   void forward(const Request* requests, int count, Logits which, float* logits);

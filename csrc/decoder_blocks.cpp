@@ -112,17 +112,19 @@ void Decoder::State::feed_forward(const Block& block, std::int64_t tokens) {
   matmul(kernels, pool, gated_codes.rows(0, tokens), &product, 1);
 }
 
-// Final norm and head of the wanted rows, which lie in front.
-void Decoder::State::write_logits(float* logits) {
+// Final norm and, unless that is all that is asked for, head of the wanted rows, which lie in front.
+void Decoder::State::write_logits(Logits which, float* logits) {
   const std::int64_t tokens = std::int64_t(wanted.size()), n = model.hidden;
   const Table& table = model.head;
-  const bool codes = is_quantised(table);
+  const bool ends_here = which == Logits::hidden, codes = !ends_here && is_quantised(table);
   if (codes) head_codes.reserve(tokens, n, true, 0);
   each_token(tokens, n, [&](std::int64_t token, int) {
     float* x = &residual[token * n];
-    kernels.vector.add_and_norm(x, &delta[token * n], model.final_norm, model.norm_epsilon, n, x);
+    float* out = ends_here ? logits + token * n : x;
+    kernels.vector.add_and_norm(x, &delta[token * n], model.final_norm, model.norm_epsilon, n, out);
     if (codes) quantize_row(x, head_codes, token);
   });
+  if (ends_here) return;
   if (!codes) {
     matmul_table(kernels, pool, residual.data(), tokens, n, table, logits, model.vocab);
     return;
@@ -135,8 +137,8 @@ void Decoder::State::write_logits(float* logits) {
   matmul(kernels, pool, head_codes.rows(0, tokens), &product, 1);
 }
 
-// Runs the tokens of `segments`; tokens[i] are those of segments[i]. Logits of the wanted rows.
-void Decoder::State::run_chunk(const std::int32_t* const* tokens, float* logits) {
+// Runs the tokens of `segments`; tokens[i] are those of segments[i]. Logits, or states, of the wanted rows.
+void Decoder::State::run_chunk(const std::int32_t* const* tokens, Logits which, float* logits) {
   const Segment& end = segments.back();
   std::int64_t count = end.first_row + end.count;
   for (std::size_t s = 0; s < segments.size(); ++s) {
@@ -159,7 +161,7 @@ void Decoder::State::run_chunk(const std::int32_t* const* tokens, float* logits)
     project_attended(block, count, rows);
     feed_forward(block, count);
   }
-  write_logits(logits);
+  write_logits(which, logits);
 }
 
 }  // namespace sparse_bitnet

@@ -91,13 +91,13 @@ struct Decoder::State {
   void reserve_positions(std::int64_t positions);
   void run(const Request* requests, int count, const std::int64_t* lengths, Logits which,
            float* logits);
-  void run_chunk(const std::int32_t* const* tokens, float* logits);
+  void run_chunk(const std::int32_t* const* tokens, Logits which, float* logits);
   void attend(const Block& block, std::int64_t layer, std::int64_t tokens, bool add);
   void project_attended(const Block& block, std::int64_t tokens, float* rows);
   void rotate_and_append(const Block& block, std::int64_t layer, std::int64_t tokens);
   void keep_wanted(std::int64_t tokens);
   void feed_forward(const Block& block, std::int64_t tokens);
-  void write_logits(float* logits);
+  void write_logits(Logits which, float* logits);
 
   // Of the chunk's tokens, in `wide`.
   float* q() { return wide.data(); }

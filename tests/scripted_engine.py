@@ -74,6 +74,7 @@ class ScriptedEngine:
         """`delay`: seconds a forward takes; `fails`: whether it raises, having changed the sequence
         already, when a sequence has these tokens."""
         self.vocab_size, self.context_length = vocab_size, context_length
+        self.hidden_size = 8
         self.cache_tokens, self.delay, self.fails, self.logits = cache_tokens, delay, fails, logits
         self.sequences: list[ScriptedSequence] = []
         self.batches: list[list[int]] = []
@@ -112,9 +113,10 @@ class ScriptedEngine:
                 raise RuntimeError("told to fail")
             if logits == "last":
                 found.append(self.logits(sequence._tokens, self.vocab_size))
-            elif logits == "all":
+            elif logits in ("all", "hidden"):
+                width = self.vocab_size if logits == "all" else self.hidden_size
                 ends = range(start + 1, len(sequence) + 1)
-                rows = [self.logits(sequence._tokens[:end], self.vocab_size) for end in ends]
+                rows = [self.logits(sequence._tokens[:end], width) for end in ends]
                 found.append(np.stack(rows))
         return found
 

@@ -86,14 +86,15 @@ def server(
     **options,
 ) -> Iterator[Running]:
     """`options`: of `ServedModel` and `ThreadedScheduler`."""
-    fields = ("api_key", "max_tokens", "max_body_bytes")
-    own = {name: options.pop(name) for name in fields if name in options}
+    fields = ("api_key", "max_tokens", "max_body_bytes", "pooling")
+    own = {"pooling": "lasttoken"} | {name: options.pop(name) for name in fields if name in options}
     model = ServedModel(
         name="scripted",
         tokenizer=byte_tokenizer(),
         template=template and ChatTemplate(template),
         end_tokens=frozenset({END}),
         vocab_size=engine.vocab_size,
+        hidden_size=engine.hidden_size,
         grammars=TokenGrammars(byte_tokenizer(), engine.vocab_size, frozenset({END})),
         tool_syntax=template and syntax_of(template),
         **own,

@@ -57,6 +57,22 @@ def test_logits_are_those_of_transformers(tmp_path: Path, family: str, ties: boo
         engine.close()
 
 
+@pytest.mark.parametrize("family", ["qwen2", "bitnet"])
+def test_hidden_states_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+    folder = make_packed(tmp_path, family)
+    with torch.no_grad():
+        given = torch.tensor([TOKENS])
+        expected = load_reference(folder).base_model(given).last_hidden_state[0].numpy()
+    engine = Engine.load(folder, cache_tokens=256, **EXACT)
+    one, two = engine.new_sequence(), engine.new_sequence()
+    found, other = engine.forward([(one, TOKENS[:40]), (two, TOKENS[:7])], "hidden")
+    (rest,) = engine.forward([(one, TOKENS[40:])], "hidden")
+    assert relative_error(np.concatenate([found, rest]), expected) < 1e-3
+    np.testing.assert_array_equal(other, found[:7])
+    assert engine.hidden_size == expected.shape[1]
+    engine.close()
+
+
 @pytest.mark.parametrize("attention_bias", [True, False])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_variants_of_a_family(tmp_path: Path, family: str, attention_bias: bool) -> None:

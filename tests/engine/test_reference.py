@@ -51,6 +51,15 @@ def test_all_last_and_none(model, engine):
     assert engine.context_length == 64
 
 
+def test_hidden_states_are_those_behind_the_final_norm(model, engine):
+    sequence = engine.new_sequence()
+    found = [engine.forward([(sequence, part)], "hidden")[0] for part in (TOKENS[:5], TOKENS[5:])]
+    with torch.no_grad():
+        expected = model.base_model(torch.tensor([TOKENS])).last_hidden_state[0].numpy()
+    assert engine.hidden_size == expected.shape[1]
+    close(np.concatenate(found), expected)
+
+
 def test_forks_and_truncation_start_from_what_they_share(model, engine):
     first = engine.new_sequence()
     engine.forward([(first, TOKENS)], "none")

@@ -14,12 +14,14 @@ from tokenizers import Tokenizer, decoders, models
 from scripted_engine import ScriptedEngine, greedy, logits_after
 from sparse_bitnet.engine.protocol import ContextFull
 from sparse_bitnet.generation import request as request_module
+from sparse_bitnet.generation.observer import Observer
 from sparse_bitnet.generation.prefix_cache import PrefixCache
-from sparse_bitnet.generation.request import GenerationRequest, score
+from sparse_bitnet.generation.request import GenerationRequest
 from sparse_bitnet.generation.sampling import SamplingOptions
-from sparse_bitnet.generation.scheduler import Observer, Scheduler
+from sparse_bitnet.generation.scheduler import Scheduler
 from sparse_bitnet.generation.scheduler_thread import QueueFull, Stopping, ThreadedScheduler
 from sparse_bitnet.generation.text import TextTokenizer
+from sparse_bitnet.generation.token_score import score
 
 VOCAB = 300
 LONG = 30.0

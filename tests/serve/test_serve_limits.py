@@ -185,6 +185,8 @@ def serve_in_this_process(grace):
         template=None,
         end_tokens=frozenset({END}),
         vocab_size=VOCAB,
+        hidden_size=engine.hidden_size,
+        pooling=None,
         grammars=TokenGrammars(byte_tokenizer(), VOCAB, frozenset({END})),
     )
     bound = listen("127.0.0.1", 0)

@@ -97,7 +97,7 @@ def run(
     engine: Annotated[EngineOptions, FLAT],
 ) -> None:
     """Serve a checkpoint over HTTP, as OpenAI's API: /v1/completions, /v1/chat/completions,
-    /v1/models; also /health and, for Prometheus, /metrics.
+    /v1/responses, /v1/embeddings, /v1/models; also /health and, for Prometheus, /metrics.
 
     Args:
         checkpoint: packed folder, run folder, GGUF file, or any transformers folder or hub id.
@@ -114,6 +114,7 @@ def run(
         ) from error
     from sparse_bitnet.generation.chat_template import ChatTemplate
     from sparse_bitnet.generation.open_model import open_model
+    from sparse_bitnet.generation.pooling import Pooling, read_pooling
     from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
     from sparse_bitnet.serve.allowed_hosts import AllowedHosts
     from sparse_bitnet.serve.app import create_app
@@ -147,12 +148,19 @@ def run(
             template = ChatTemplate.load(opened.folder)
         except UserError as error:
             template, why = None, str(error)
+        pooling: Pooling | None = None
+        try:
+            pooling = read_pooling(opened.folder)
+        except UserError as error:
+            why_none = str(error)
         model = ServedModel(
             name=name,
             tokenizer=opened.tokenizer,
             template=template,
             end_tokens=opened.end_tokens,
             vocab_size=opened.engine.vocab_size,
+            hidden_size=opened.engine.hidden_size,
+            pooling=pooling,
             tool_syntax=None if template is None else syntax_of(template.source),
             grammars=opened.grammars(opened.end_tokens),
             api_key=key,
@@ -166,6 +174,8 @@ def run(
                 print(f"transformers instead of the CPU engine: {opened.note}", file=sys.stderr)
             if template is None:
                 print(f"no chat: {why}", file=sys.stderr)
+            if pooling is None:
+                print(f"no embeddings: {why_none}", file=sys.stderr)
             if key is None and host not in ("127.0.0.1", "::1"):
                 print(
                     f"anyone who reaches {host} can use this server: set --api-key", file=sys.stderr

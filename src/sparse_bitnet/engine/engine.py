@@ -46,7 +46,7 @@ class Engine(InferenceEngine):
     def __init__(
         self, model: EngineModel, weights: Weights, decoder: _cpu.Decoder, context_length: int
     ) -> None:
-        super().__init__(model.architecture.vocab, context_length)
+        super().__init__(model.architecture.vocab, context_length, model.architecture.hidden)
         self.folder: Path = model.folder
         self.architecture: Architecture = model.architecture
         self.threads = 0
@@ -148,8 +148,9 @@ class Engine(InferenceEngine):
         self, batch: list[tuple[EngineSequence, np.ndarray]], logits: WhichLogits
     ) -> list[np.ndarray]:
         counts = [len(tokens) for _, tokens in batch]
-        rows = {"none": 0, "last": len(batch), "all": sum(counts)}[logits]
-        values = np.empty((rows, self.vocab_size), np.float32)
+        rows = {"none": 0, "last": len(batch)}.get(logits, sum(counts))
+        columns = self.hidden_size if logits == "hidden" else self.vocab_size
+        values = np.empty((rows, columns), np.float32)
         requests = [(sequence.cache, tokens.ctypes.data, len(tokens)) for sequence, tokens in batch]
         try:
             self._decoder.forward(requests, _cpu.Logits[logits], values.ctypes.data if rows else 0)

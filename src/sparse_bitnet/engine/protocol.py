@@ -11,13 +11,13 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from sparse_bitnet.errors import UserError
 
-WhichLogits = Literal["none", "last", "all"]
+WhichLogits = Literal["none", "last", "all", "hidden"]
 
 Batch = Sequence[tuple["EngineSequence", Sequence[int]]]
 """Sequences, each once, with the tokens to append."""
@@ -90,14 +90,16 @@ class InferenceEngine(ABC):
     Attributes:
         vocab_size: tokens that the model knows.
         context_length: most tokens of one sequence.
+        hidden_size: numbers of a hidden state.
         sequences: the open ones.
     """
 
     page_tokens = 1
     """Tokens by which the room grows that a sequence takes in the cache."""
 
-    def __init__(self, vocab_size: int, context_length: int) -> None:
+    def __init__(self, vocab_size: int, context_length: int, hidden_size: int) -> None:
         self.vocab_size, self.context_length = vocab_size, context_length
+        self.hidden_size = hidden_size
         self.sequences: list[EngineSequence] = []
         self._turns = threading.RLock()
         self._process = os.getpid()
@@ -116,15 +118,16 @@ class InferenceEngine(ABC):
     def forward(self, batch: Batch, logits: WhichLogits = "last") -> list[np.ndarray]:
         """Append tokens to sequences and return float32 logits, one array for each entry of the batch:
         [vocab_size] after its last token ("last"), [tokens, vocab_size] ("all"), or an empty list
-        ("none").
+        ("none"); "hidden": in their stead the tokens' hidden states behind the final norm, float32
+        [tokens, hidden_size].
 
         Raises, before anything has changed, `ContextFull` or `CacheFull`, and `ValueError` for no tokens
         or some outside the vocabulary, and for sequences that are closed, of another engine or twice in
         the batch.
         """
         with self.turn():
-            if logits not in ("none", "last", "all"):
-                raise ValueError(f"logits {logits!r}: one of none, last, all")
+            if logits not in get_args(WhichLogits):
+                raise ValueError(f"logits {logits!r}: one of {', '.join(get_args(WhichLogits))}")
             if len({id(sequence) for sequence, _ in batch}) < len(batch):
                 raise ValueError("a sequence is twice in the batch")
             checked = [(sequence, self._checked(sequence, tokens)) for sequence, tokens in batch]

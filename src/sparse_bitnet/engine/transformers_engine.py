@@ -43,7 +43,8 @@ class TransformersEngine(InferenceEngine):
         """
         positions = getattr(model.config, "max_position_embeddings", DEFAULT_CONTEXT_LENGTH)
         embedding: Any = model.get_input_embeddings()
-        super().__init__(len(embedding.weight), context_length or positions)
+        size = model.config.get_text_config().hidden_size
+        super().__init__(len(embedding.weight), context_length or positions, size)
         self._model: Any = model.eval()
         self._cache_tokens = _MOST_TOKENS if cache_tokens is None else cache_tokens
         # A recurrent state cannot be cut back to an earlier token: such models compute all again.
@@ -81,15 +82,19 @@ class TransformersEngine(InferenceEngine):
         return [] if logits == "none" else [r[-1] if logits == "last" else r for r in found]
 
     def _run(self, sequence: EngineSequence, tokens: list[int], logits: WhichLogits) -> np.ndarray:
-        """float32 [tokens or 1, vocab_size]."""
+        """float32 [tokens or 1, vocab_size], or [tokens, hidden_size]."""
         given = tokens if self._has_cache else sequence.tokens + tokens
-        output = self._model(
-            input_ids=torch.tensor([given], device=self._model.device),
-            past_key_values=sequence.cache,
-            use_cache=self._has_cache,
-            logits_to_keep=len(tokens) if logits == "all" else 1,
-        )
-        return output.logits[0].float().cpu().numpy()
+        options: dict[str, Any] = {
+            "input_ids": torch.tensor([given], device=self._model.device),
+            "past_key_values": sequence.cache,
+            "use_cache": self._has_cache,
+        }
+        if logits == "hidden":
+            output = self._model.base_model(**options).last_hidden_state[:, -len(tokens) :]
+        else:
+            keep = len(tokens) if logits == "all" else 1
+            output = self._model(**options, logits_to_keep=keep).logits
+        return output[0].float().cpu().numpy()
 
     def _check_room(self, tokens: int) -> None:
         if tokens > self.free_tokens:

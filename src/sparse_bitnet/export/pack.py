@@ -50,6 +50,7 @@ COPIED = (
     "chat_template*",
     "generation_config.json",
     "LICENSE*",
+    "1_Pooling/config.json",
 )
 """Files beside the weights that belong to the model."""
 
@@ -145,7 +146,9 @@ def _copy_companions(source: Path, folder: Path) -> None:
     for pattern in COPIED:
         for path in source.glob(pattern):
             if path.is_file():
-                shutil.copyfile(path, folder / path.name)
+                target = folder / path.relative_to(source)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, target)
 
 
 def _weights(metadata: PackedMetadata) -> int:

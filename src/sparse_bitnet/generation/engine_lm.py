@@ -18,7 +18,8 @@ from sparse_bitnet.generation.generate import GenerateOptions, generate
 from sparse_bitnet.generation.open_model import OpenModel
 from sparse_bitnet.generation.request import GenerationRequest
 from sparse_bitnet.generation.sampling import SamplingOptions
-from sparse_bitnet.generation.scheduler import Scheduler, scored_slice
+from sparse_bitnet.generation.scheduler import Scheduler
+from sparse_bitnet.generation.shares import scored_slice
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance

@@ -11,7 +11,8 @@ from sparse_bitnet.evaluation.perplexity import Perplexity
 from sparse_bitnet.evaluation.text_windows import TokenSequence, Window, check_windows, windows
 from sparse_bitnet.generation.prefix_cache import PrefixCache
 from sparse_bitnet.generation.request import GenerationRequest
-from sparse_bitnet.generation.scheduler import Scheduler, scored_slice
+from sparse_bitnet.generation.scheduler import Scheduler
+from sparse_bitnet.generation.shares import scored_slice
 
 
 def engine_perplexity(

@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """One generation: what was asked, how far it is, what has come out."""
 
-import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
 import numpy as np
 
-from sparse_bitnet.engine.protocol import EngineSequence
+from sparse_bitnet.engine.protocol import EngineSequence, WhichLogits
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.grammar import Form
-from sparse_bitnet.generation.sampling import Sampler, SamplingOptions, check_largest
+from sparse_bitnet.generation.pooling import PooledStates, Pooling
+from sparse_bitnet.generation.sampling import Sampler, SamplingOptions
 from sparse_bitnet.generation.stop import StopStrings
 from sparse_bitnet.generation.text import TextStream, TextTokenizer
+from sparse_bitnet.generation.token_score import TokenScore, score
 
 FinishReason = Literal["stop", "length", "cancelled", "shutdown", "error"]
 """An end token or a stop string, `max_tokens`, the one who asked, the server's end, a failure."""
@@ -43,16 +44,6 @@ class GeneratedText:
     def flush(self) -> str:
         """What was held back, when no token follows."""
         return self._stop.feed(self._stream.flush()) + self._stop.flush()
-
-
-@dataclass(frozen=True, slots=True)
-class TokenScore:
-    """A token, its natural log-probability before sampling's changes, and the likeliest tokens there."""
-
-    token: int
-    logprob: float | None
-    """None for the first token of a prompt, which nothing precedes."""
-    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +95,9 @@ class GenerationRequest:
     score_from: int | None = None
     """Place of the first token of the prompt that is scored, too; None: none is."""
 
+    pooling: Pooling | None = None
+    """Instead of scores, one vector of the prompt's hidden states; with `max_tokens` 0."""
+
     deliver: Callable[["Generation", Output], None] = lambda generation, output: None
     """Called by the scheduler, in its thread, with each token and at the end; must not block."""
 
@@ -123,6 +117,9 @@ class Generation:
     finish_reason: FinishReason | None = None
     failure: Exception | None = None
     """With the finish reason "error": what happened."""
+
+    embedding: np.ndarray | None = None
+    """float32 [hidden_size], of a request with `pooling`."""
 
     sequence: EngineSequence | None = None
     cancel_asked: bool = False
@@ -173,6 +170,11 @@ class Generation:
         return Sampler(self.request.sampling, self.request.prompt)
 
     @cached_property
+    def _states(self) -> PooledStates:
+        assert self.request.pooling is not None
+        return PooledStates(self.request.pooling)
+
+    @cached_property
     def _stream(self) -> GeneratedText:
         request = self.request
         assert request.tokenizer is not None
@@ -191,8 +193,10 @@ class Generation:
 
     @property
     def _unscored(self) -> int:
-        """Tokens at the start whose logits nobody asks for."""
+        """Tokens at the start whose logits, or states, nobody asks for."""
         wanted = self.request.score_from
+        if self.request.pooling not in (None, "lasttoken"):
+            return 0
         return len(self.context) - 1 if wanted is None else max(wanted - 1, 0)
 
     @property
@@ -215,6 +219,13 @@ class Generation:
         return not self.is_before_scores
 
     @property
+    def wanted(self) -> WhichLogits:
+        """Of the next tokens to forward."""
+        if self.request.pooling is not None:
+            return "hidden"
+        return "all" if self.scores_wanted else "last"
+
+    @property
     def missing(self) -> int:
         """Tokens to forward before logits of another kind are needed: those up to the first score, or
         all; 1 once the prompt has been computed."""
@@ -224,6 +235,8 @@ class Generation:
     def largest_cache(self, ahead: int | None) -> int:
         """Tokens in the cache when so many more have been drawn, or all (None)."""
         request = self.request
+        if request.pooling is not None:
+            return self.prompt_tokens
         if request.max_tokens == 0:
             return 0 if request.score_from is None else self.prompt_tokens - 1
         most = self.prompt_tokens + request.max_tokens - 1
@@ -237,6 +250,19 @@ class Generation:
             self.prompt_scores.append(TokenScore(prompt[0], None))
         for row, token in zip(logits, prompt[start + 1 :], strict=False):
             self.prompt_scores.append(score(row, token, top))
+
+    def take(self, results: np.ndarray, which: WhichLogits) -> Output | None:
+        """What comes of the results for the tokens just forwarded; None while some are missing."""
+        if which == "all":
+            self.take_prompt_logits(results)
+        elif which == "hidden":
+            self._states.add(results)
+        if self.missing:
+            return None
+        if which == "hidden":
+            self.embedding = self._states.vector()
+            return Output("", (), "stop")
+        return self.take_logits(results[-1] if which == "all" else results)
 
     def take_logits(self, logits: np.ndarray) -> Output:
         """Choose the next token from float32 logits [vocab_size], unless none is wanted."""
@@ -268,34 +294,7 @@ class Generation:
         """Give the sequence back; it can be computed again from the tokens."""
         if self.scores_wanted:
             self.prompt_scores.clear()
+        self.__dict__.pop("_states", None)
         if self.sequence is not None:
             self.sequence.close()
             self.sequence = None
-
-
-def score(logits: np.ndarray, token: int, top: int) -> TokenScore:
-    """The token's natural log-probability under float32 logits [vocab_size], and the `top` likeliest
-    (ties: the lower token first).
-
-    Raises `UserError` for logits that are not numbers.
-    """
-    best = int(logits.argmax())
-    peak = float(logits[best])
-    check_largest(peak)
-    powers = np.subtract(logits, peak, dtype=np.float64)
-    total = peak + math.log(np.exp(powers, out=powers).sum())
-    order: Iterable[int] = ()
-    if (top := min(top, len(logits))) == 1:
-        order = (best,)
-    elif top:
-        # The partition may leave some of equal values out, so everything as high as its last counts.
-        least = np.partition(logits, -top)[-top]
-        found = np.flatnonzero(logits >= least)
-        order = found[np.argsort(-logits[found], kind="stable")][:top]
-    likeliest = tuple((int(index), _finite(float(logits[index]) - total)) for index in order)
-    return TokenScore(token, _finite(float(logits[token]) - total), likeliest)
-
-
-def _finite(logprob: float) -> float:
-    """JSON has no infinity; OpenAI writes this for tokens that are out of the question."""
-    return max(float(logprob), -9999.0)

@@ -11,8 +11,7 @@ is computed again from its tokens when there is room.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 import numpy as np
@@ -23,51 +22,13 @@ from sparse_bitnet.engine.protocol import (
     InferenceEngine,
     WhichLogits,
 )
+from sparse_bitnet.generation.observer import Observer, Throughput
 from sparse_bitnet.generation.prefix_cache import PrefixCache, shared_length
 from sparse_bitnet.generation.request import FinishReason, Generation, GenerationRequest, Output
+from sparse_bitnet.generation.shares import shares
 
 _WORTH_WAITING = 32
 """A prompt waits for another that is being computed if they share so many tokens more."""
-
-
-class Observer:
-    """What happens, for metrics. Called from the scheduler's thread."""
-
-    def started(self, prompt_tokens: int, cached_tokens: int) -> None:
-        """A generation runs for the first time."""
-
-    def token(self, seconds: float, first: bool) -> None:
-        """A token came so long after the one before, or the first so long after arrival."""
-
-    def preempted(self) -> None:
-        """A generation was paused for want of cache."""
-
-    def ended(self, outcome: str, seconds: float) -> None:
-        """A generation ended, so long after arrival."""
-
-
-@dataclass(kw_only=True)
-class Throughput:
-    """Tokens computed, and the time it took. A step's is divided in proportion to its tokens."""
-
-    prefill_tokens: int = 0
-    """Of prompts."""
-
-    prefill_seconds: float = 0.0
-    decode_tokens: int = 0
-    """Drawn ones; the first of each text comes out of the prefill."""
-
-    decode_seconds: float = 0.0
-
-    @property
-    def prefill_rate(self) -> float | None:
-        """Tokens a second; None where nothing was computed."""
-        return self.prefill_tokens / self.prefill_seconds if self.prefill_tokens else None
-
-    @property
-    def decode_rate(self) -> float | None:
-        """Tokens a second, over all texts together."""
-        return self.decode_tokens / self.decode_seconds if self.decode_tokens else None
 
 
 class Scheduler:
@@ -152,12 +113,14 @@ class Scheduler:
         try:
             self._end_unwanted()
             self._admit()
-            scored = [generation for generation in self._running if generation.scores_wanted]
-            others = [g for g in self._running if g not in scored] if scored else self._running
-            batch = _shares(others, *self._slices)
-            ready = any(size == g.missing and not g.is_before_scores for g, size in batch)
-            self._forward(batch, "last" if ready else "none")
-            self._forward(_shares(scored, self._scored_slice, self._scored_slice), "all")
+            wanted = {generation: generation.wanted for generation in self._running}
+            batch = shares([g for g, which in wanted.items() if which != "all"], *self._slices)
+            texts = [entry for entry in batch if wanted[entry[0]] == "last"]
+            ready = any(size == g.missing and not g.is_before_scores for g, size in texts)
+            self._forward(texts, "last" if ready else "none")
+            self._forward([entry for entry in batch if wanted[entry[0]] == "hidden"], "hidden")
+            scored = [g for g, which in wanted.items() if which == "all"]
+            self._forward(shares(scored, self._scored_slice, self._scored_slice), "all")
         except Exception as error:
             for generation in list(self._running):
                 self._fail(generation, error)
@@ -289,14 +252,12 @@ class Scheduler:
     def _take(
         self, generations: list[Generation], results: list[np.ndarray], which: WhichLogits
     ) -> None:
-        """Choose the next token of each whose tokens are all computed."""
+        """Hand out what each makes of its results."""
         for generation, logits in zip(generations, results, strict=which != "none"):
             try:
-                if which == "all":
-                    generation.take_prompt_logits(logits)
-                if not generation.missing:
-                    last = logits[-1] if which == "all" else logits
-                    self._hand_out(generation, generation.take_logits(last))
+                output = generation.take(logits, which)
+                if output is not None:
+                    self._hand_out(generation, output)
             except Exception as error:
                 self._fail(generation, error)
 
@@ -333,7 +294,10 @@ class Scheduler:
         if why == "error":
             generation.forget()
         sequence, generation.sequence = generation.sequence, None
-        if sequence is not None:
+        if sequence is not None and generation.request.pooling is not None:
+            # Few texts to be embedded begin alike; chats need the room.
+            sequence.close()
+        elif sequence is not None:
             held = generation.context[: len(sequence)]
             self._prefixes.keep(sequence, np.asarray(held, dtype=np.int32))
         self._observer.ended(why, time.perf_counter() - generation.arrived)
@@ -342,29 +306,3 @@ class Scheduler:
         except Exception as error:
             generation.failure = error
             self._failed.append(generation)
-
-
-def scored_slice(vocab_size: int) -> int:
-    """Tokens of one forward where nobody waits: their logits take at most 128 MiB."""
-    return max(1, min(512, (1 << 25) // vocab_size))
-
-
-def _shares(
-    generations: Sequence[Generation], prefill_slice: int, prefill_alone: int
-) -> list[tuple[Generation, int]]:
-    """Tokens of each to compute in a step: the one of those that generate, equal parts of a slice for
-    those whose prompts are not through.
-
-    Args:
-        prefill_slice: prompt tokens in all if some generate, who wait for them;
-        prefill_alone: if none does.
-    """
-    prompts = [generation for generation in generations if generation.missing > 1]
-    budget = prefill_slice if len(prompts) < len(generations) else prefill_alone
-    sizes: dict[Generation, int] = {}
-    # Smallest first, so that what short prompts leave over goes to the long ones.
-    for index, generation in enumerate(sorted(prompts, key=lambda g: g.missing)):
-        part = max(budget // (len(prompts) - index), 1)
-        sizes[generation] = min(part, generation.missing)
-        budget -= sizes[generation]
-    return [(generation, sizes.get(generation, 1)) for generation in generations]

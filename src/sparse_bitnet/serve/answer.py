@@ -2,16 +2,19 @@
 """The generations of one request on their way to the client: as one object, or as events."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from itertools import chain, islice
+from typing import TypeVar
 
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from sparse_bitnet.engine.protocol import ContextFull
-from sparse_bitnet.generation.request import Generation, Output, TokenScore
+from sparse_bitnet.generation.request import Generation, GenerationRequest, Output
 from sparse_bitnet.generation.scheduler_thread import QueueFull, Stopping, ThreadedScheduler
+from sparse_bitnet.generation.token_score import TokenScore
 from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.generations import Prepared, ServedModel, prepare
 from sparse_bitnet.serve.replies import ChatReply, Choice, Reply
@@ -19,6 +22,7 @@ from sparse_bitnet.serve.responses import ResponsesBody
 from sparse_bitnet.serve.responses_reply import ResponsesReply
 from sparse_bitnet.serve.schema import Body, ChatBody
 
+Result = TypeVar("Result")
 _RETRY = {"Retry-After": "1"}
 _LARGE = 1 << 16
 """Bytes of a body; of larger ones one is read at a time, for their memory."""
@@ -47,13 +51,9 @@ class Answering:
 
         def start() -> tuple[Prepared, list[Generation]]:
             prepared = prepare(kind, raw, self._model, self._scheduler, deliver)
-            return prepared, _submit(prepared, self._scheduler)
+            return prepared, self.submit(prepared.requests)
 
-        if len(raw) > _LARGE:
-            async with self._large:
-                started = await asyncio.to_thread(start)
-        else:
-            started = await asyncio.to_thread(start)
+        started = await self.beside(raw, start)
         answer = _Answer(*started, self._model, self._scheduler, outputs)
         # The log's, once the answer has ended.
         request.scope["generations"] = started[1]
@@ -62,16 +62,54 @@ class Answering:
             response.headers["X-Ignored-Parameters"] = ", ".join(ignored)
         return response
 
+    async def beside(self, raw: bytes, read: Callable[[], Result]) -> Result:
+        """What `read` makes of a body, in another thread."""
+        if len(raw) <= _LARGE:
+            return await asyncio.to_thread(read)
+        async with self._large:
+            return await asyncio.to_thread(read)
 
-def _submit(prepared: Prepared, scheduler: ThreadedScheduler) -> list[Generation]:
+    def submit(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
+        """Queue all of them or none. Raises `ApiError`."""
+        try:
+            return self._scheduler.submit(requests)
+        except ContextFull as error:
+            raise ApiError(400, str(error), code="context_length_exceeded") from error
+        except QueueFull as error:
+            raise ApiError(429, str(error), code="queue_full", headers=_RETRY) from error
+        except Stopping as error:
+            raise ApiError(503, str(error), code="server_shutdown", headers=_RETRY) from error
+
+
+@asynccontextmanager
+async def cancelled_when_gone(
+    request: Request, scheduler: ThreadedScheduler, generations: Sequence[Generation]
+) -> AsyncIterator[None]:
+    """Inside, the generations end when the client goes away; they end at its end in any case."""
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        cancel()
+
+    def cancel() -> None:
+        for generation in generations:
+            scheduler.cancel(generation)
+
+    watching = asyncio.create_task(watch())
     try:
-        return scheduler.submit(prepared.requests)
-    except ContextFull as error:
-        raise ApiError(400, str(error), code="context_length_exceeded") from error
-    except QueueFull as error:
-        raise ApiError(429, str(error), code="queue_full", headers=_RETRY) from error
-    except Stopping as error:
-        raise ApiError(503, str(error), code="server_shutdown", headers=_RETRY) from error
+        yield
+    finally:
+        watching.cancel()
+        cancel()
+
+
+async def json_response(blocks: Iterator[bytes]) -> Response:
+    """Many megabytes, such as log-probabilities of many tokens, are written as they are sent."""
+    first = await asyncio.to_thread(lambda: list(islice(blocks, 2)))
+    if len(first) == 1:
+        return Response(first[0], media_type="application/json")
+    return StreamingResponse(chain(first, blocks), media_type="application/json")
 
 
 class _Answer:
@@ -103,25 +141,16 @@ class _Answer:
 
     async def whole(self, request: Request) -> Response:
         """One JSON object when all have ended; a client that goes away ends them."""
-        gone = asyncio.create_task(self._cancel_when_gone(request))
-        try:
-            failed: ApiError | None = None
+        failed: ApiError | None = None
+        async with cancelled_when_gone(request, self._scheduler, self._generations):
             async for choice, output in self._all_outputs():
                 choice.scores += output.scores
                 if output.finish in _FAILURES:
-                    failed = failed or _failure(choice, output)
+                    failed = failed or failure(choice.generation)
                     self.cancel()
-            if failed is not None:
-                raise failed
-        finally:
-            gone.cancel()
-            self.cancel()
-        blocks = self._reply.whole(self._choices)
-        # Log-probabilities of many tokens are many megabytes: they are written as they are sent.
-        first = await asyncio.to_thread(lambda: list(islice(blocks, 2)))
-        if len(first) == 1:
-            return Response(first[0], media_type="application/json")
-        return StreamingResponse(chain(first, blocks), media_type="application/json")
+        if failed is not None:
+            raise failed
+        return await json_response(self._reply.whole(self._choices))
 
     async def events(self) -> AsyncIterator[bytes]:
         """Server-sent events. What goes wrong after the start is an event too: then come the others."""
@@ -140,7 +169,7 @@ class _Answer:
             ):
                 yield chunk
             if output.finish in _FAILURES:
-                yield self._reply.failure(_failure(choice, output))
+                yield self._reply.failure(failure(choice.generation))
         if end := self._reply.end(self._choices):
             yield end
 
@@ -160,11 +189,6 @@ class _Answer:
                 choice.take_prompt_scores()
                 yield choice, output
 
-    async def _cancel_when_gone(self, request: Request) -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        self.cancel()
-
 
 def _reply(prepared: Prepared, model: ServedModel) -> Reply:
     body = prepared.body
@@ -180,13 +204,14 @@ def _slices(scores: list[TokenScore]) -> Iterator[list[TokenScore]]:
         yield scores[start : start + _SCORES_AT_ONCE]
 
 
-def _failure(choice: Choice, output: Output) -> ApiError:
-    if output.finish == "shutdown":
+def failure(generation: Generation) -> ApiError:
+    """What to answer for one that has not come to its end."""
+    if generation.finish_reason == "shutdown":
         return ApiError(503, "the server is shutting down", code="server_shutdown")
-    if output.finish == "cancelled":
+    if generation.finish_reason == "cancelled":
         return ApiError(499, "cancelled")
-    error = choice.generation.error
-    return ApiError(500, f"the generation failed: {error}", code="generation_failed")
+    message = f"the generation failed: {generation.error}"
+    return ApiError(500, message, code="generation_failed")
 
 
 class _EventStream(StreamingResponse):

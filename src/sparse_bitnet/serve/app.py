@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An OpenAI-compatible HTTP server over the scheduler: completions, chat, models, health, metrics."""
+"""An OpenAI-compatible HTTP server over the scheduler: completions, chat, embeddings, models, metrics."""
 
 import asyncio
 import hmac
@@ -17,6 +17,7 @@ from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
 from sparse_bitnet.serve.allowed_hosts import AllowedHosts
 from sparse_bitnet.serve.answer import Answering
 from sparse_bitnet.serve.api_error import ApiError, error_body
+from sparse_bitnet.serve.embeddings import embeddings
 from sparse_bitnet.serve.entrance import Entrance
 from sparse_bitnet.serve.generations import ServedModel
 from sparse_bitnet.serve.prometheus import CONTENT_TYPE, ServerMetrics
@@ -77,6 +78,7 @@ def create_app(
             "created": created,
             "owned_by": "sparse-bitnet",
             "max_model_len": scheduler.capacity,
+            "embedding_pooling": model.pooling,
         }
 
     @app.get("/health")
@@ -118,6 +120,11 @@ def create_app(
     async def responses(request: Request) -> Response:
         raw = await _read_body(request, model.max_body_bytes)
         return await answering.answer(ResponsesBody, raw, request)
+
+    @router.post("/v1/embeddings")
+    async def embed(request: Request) -> Response:
+        raw = await _read_body(request, model.max_body_bytes)
+        return await embeddings(raw, request, answering, model, scheduler)
 
     for path, compute in (("/tokenize", tokenize), ("/detokenize", detokenize)):
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.chat_template import ChatTemplate
 from sparse_bitnet.generation.grammar import Form, TokenGrammars
+from sparse_bitnet.generation.pooling import Pooling
 from sparse_bitnet.generation.request import Generation, GenerationRequest, Output
 from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
 from sparse_bitnet.generation.text import TextTokenizer
@@ -39,6 +40,9 @@ class ServedModel:
     """None: the model has none, and chat requests are refused."""
     end_tokens: frozenset[int]
     vocab_size: int
+    hidden_size: int
+    pooling: Pooling | None
+    """How its embeddings are made; None: it gives none."""
     grammars: TokenGrammars
     tool_syntax: ToolSyntax | None = None
     """How its template writes calls; None: tools are refused."""
@@ -88,7 +92,7 @@ def prepare(
     if isinstance(body, ChatBody):
         prompts = [_chat_tokens(body, model, scheduler.capacity)]
     else:
-        prompts = [_prompt_tokens(prompt, model, scheduler.capacity) for prompt in body.prompts]
+        prompts = [prompt_tokens(prompt, model, scheduler.capacity) for prompt in body.prompts]
         if body.echo:
             echo = [p if isinstance(p, str) else model.tokenizer.decode(p) for p in body.prompts]
     return Prepared(
@@ -135,7 +139,10 @@ def _outside(token: int, model: ServedModel, param: str) -> ApiError:
     return ApiError(400, message, param=param)
 
 
-def _prompt_tokens(prompt: str | list[int], model: ServedModel, most: int) -> list[int]:
+def prompt_tokens(
+    prompt: str | list[int], model: ServedModel, most: int, param: str = "prompt"
+) -> list[int]:
+    """Tokens of a text, or those given. Raises `ApiError` for none, unknown ones, or too many."""
     if isinstance(prompt, str):
         # An empty text starts as one does in training: after the token that ends another.
         tokens = encode(prompt, model, most, add_special_tokens=True)
@@ -145,9 +152,9 @@ def _prompt_tokens(prompt: str | list[int], model: ServedModel, most: int) -> li
         if len(tokens) > most:
             raise _too_long(most)
         if tokens and max(tokens) >= model.vocab_size:
-            raise _outside(max(tokens), model, "prompt")
+            raise _outside(max(tokens), model, param)
     if not tokens:
-        raise ApiError(400, "the prompt is empty: it has no tokens", param="prompt")
+        raise ApiError(400, "the prompt is empty: it has no tokens", param=param)
     return tokens
 
 

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from sparse_bitnet.generation.request import Generation, TokenScore
+from sparse_bitnet.generation.request import Generation
 from sparse_bitnet.generation.text import TextTokenizer
+from sparse_bitnet.generation.token_score import TokenScore
 from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.generations import ServedModel
 from sparse_bitnet.serve.schema import Body, ChatBody
@@ -32,8 +33,7 @@ def event(content: dict[str, Any]) -> bytes:
 
 
 def _pieces(content: Any) -> Iterator[str]:
-    """JSON in small pieces: other threads have their turn in between. Nothing in it is empty but strings
-    and what iterators give."""
+    """JSON in small pieces: other threads have their turn in between."""
     if isinstance(content, dict):
         for place, (key, value) in enumerate(content.items()):
             yield f"{',' if place else '{'}{dumped(key)}:"
@@ -54,10 +54,12 @@ def _pieces(content: Any) -> Iterator[str]:
         yield dumped(content)
 
 
-def _blocks(pieces: Iterable[str]) -> Iterator[bytes]:
+def json_blocks(content: dict[str, Any]) -> Iterator[bytes]:
+    """JSON in blocks, made as they are asked for. Nothing in it is empty but strings and what
+    iterators give."""
     held: list[str] = []
     size = 0
-    for piece in pieces:
+    for piece in _pieces(content):
         held.append(piece)
         size += len(piece)
         if size > _BLOCK:
@@ -135,7 +137,7 @@ class Reply:
             "choices": [self._whole_choice(choice) for choice in choices],
             "usage": self._usage(choices),
         }
-        yield from _blocks(_pieces(content))
+        yield from json_blocks(content)
 
     def chunk(
         self, choice: Choice, text: str, scores: list[TokenScore], finish: str | None

@@ -64,12 +64,49 @@ class StreamOptions(StrictModel):
     """Ignored: nothing is padded."""
 
 
-class _Body(Formed):
-    """What both kinds of request have."""
+class TolerantBody(StrictModel):
+    """Of a request to a model. Parameters that change nothing are passed over, others refused by name."""
 
     model_config = ConfigDict(extra="allow")
 
     model: str
+
+    @property
+    def others(self) -> dict[str, Any]:
+        """Parameters that are given and not supported."""
+        return {
+            name: value for name, value in (self.model_extra or {}).items() if value is not None
+        }
+
+    @property
+    def neutral(self) -> dict[str, tuple[Any, ...]]:
+        return _NEUTRAL
+
+    @property
+    def ignored(self) -> list[str]:
+        """Those that cannot change the output."""
+        return sorted(self.others.keys() & _IGNORED)
+
+    def check(self) -> None:
+        """Raises `ApiError` for parameters that do not fit together, or are not supported."""
+        for name, value in self.others.items():
+            if name in _IGNORED:
+                continue
+            if name not in self.neutral:
+                near = difflib.get_close_matches(name[:50], type(self).model_fields, 1)
+                hint = f" (did you mean {near[0]}?)" if near else ""
+                message = f"unknown parameter: {name[:200]}{hint}"
+                raise ApiError(400, message, param=name[:200], code="unknown_parameter")
+            # False is not 0.
+            same = [other for other in self.neutral[name] if value == other]
+            if not any(isinstance(value, bool) == isinstance(other, bool) for other in same):
+                message = f"{name} is not supported: leave it out"
+                raise ApiError(400, message, param=name, code="unsupported_parameter")
+
+
+class _Body(Formed, TolerantBody):
+    """What both kinds of request for text have."""
+
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -99,22 +136,6 @@ class _Body(Formed):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    @property
-    def others(self) -> dict[str, Any]:
-        """Parameters that are given and not supported."""
-        return {
-            name: value for name, value in (self.model_extra or {}).items() if value is not None
-        }
-
-    @property
-    def neutral(self) -> dict[str, tuple[Any, ...]]:
-        return _NEUTRAL
-
-    @property
-    def ignored(self) -> list[str]:
-        """Those that cannot change the output."""
-        return sorted(self.others.keys() & _IGNORED)
-
     def sampling(self, seed: int) -> SamplingOptions:
         """`seed` may be any integer."""
         given = {name: getattr(self, name) for name in (*RANGES, "top_k")}
@@ -127,20 +148,7 @@ class _Body(Formed):
         return SamplingOptions(seed=seed % _SEEDS, **named)
 
     def check(self) -> None:
-        """Raises `ApiError` for parameters that do not fit together, or are not supported."""
-        for name, value in self.others.items():
-            if name in _IGNORED:
-                continue
-            if name not in self.neutral:
-                near = difflib.get_close_matches(name[:50], type(self).model_fields, 1)
-                hint = f" (did you mean {near[0]}?)" if near else ""
-                message = f"unknown parameter: {name[:200]}{hint}"
-                raise ApiError(400, message, param=name[:200], code="unknown_parameter")
-            # False is not 0.
-            same = [other for other in self.neutral[name] if value == other]
-            if not any(isinstance(value, bool) == isinstance(other, bool) for other in same):
-                message = f"{name} is not supported: leave it out"
-                raise ApiError(400, message, param=name, code="unsupported_parameter")
+        super().check()
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options")
         try:

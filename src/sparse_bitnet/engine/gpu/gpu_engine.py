@@ -69,7 +69,8 @@ class GpuEngine(InferenceEngine):
         positions = getattr(config, "max_position_embeddings", None) or DEFAULT_POSITIONS
         if context_length is not None and context_length > positions:
             raise UserError(f"--context-length {context_length}: the model has {positions}")
-        super().__init__(len(model.get_input_embeddings().weight), context_length or positions)
+        vocab_size, hidden_size = model.get_input_embeddings().weight.shape
+        super().__init__(vocab_size, context_length or positions, hidden_size)
         self.page_tokens = self.context_length
         try:
             check_full_attention(model)
@@ -146,6 +147,8 @@ class GpuEngine(InferenceEngine):
     def _compute(
         self, batch: list[tuple[EngineSequence, np.ndarray]], logits: WhichLogits
     ) -> list[np.ndarray]:
+        if logits == "hidden":
+            raise UserError("no hidden states here: load the model with --engine transformers")
         new = [sequence for sequence, _ in batch if sequence.cache is None]
         for sequence, slot in zip(new, self._free_slots(len(new)), strict=True):
             sequence.cache = slot

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""POST /v1/embeddings: a vector of each text, of unit length, computed between the steps of others."""
+
+import asyncio
+import base64
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from fastapi import Request, Response
+from pydantic import Field
+
+from sparse_bitnet.generation.request import Generation, GenerationRequest, Output
+from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
+from sparse_bitnet.serve.answer import Answering, cancelled_when_gone, failure, json_response
+from sparse_bitnet.serve.api_error import ApiError
+from sparse_bitnet.serve.generations import ServedModel, prompt_tokens
+from sparse_bitnet.serve.replies import json_blocks
+from sparse_bitnet.serve.schema import TokenIds, TolerantBody, parse_body
+
+_MOST_INPUTS = 2048
+_MOST_NUMBERS = 1 << 22
+"""In one answer."""
+
+
+class EmbeddingsBody(TolerantBody):
+    """POST /v1/embeddings"""
+
+    input: (
+        str
+        | TokenIds
+        | Annotated[
+            list[str | TokenIds], Field(min_length=1, max_length=_MOST_INPUTS, fail_fast=True)
+        ]
+    )
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    """The first so many numbers, of unit length again."""
+
+    @property
+    def inputs(self) -> list[str | list[int]]:
+        """Each a text or token ids."""
+        if isinstance(self.input, str) or isinstance(self.input[0], int):
+            return [self.input]  # type: ignore[list-item]
+        return self.input  # type: ignore[return-value]
+
+
+async def embeddings(
+    raw: bytes,
+    request: Request,
+    answering: Answering,
+    model: ServedModel,
+    scheduler: ThreadedScheduler,
+) -> Response:
+    """Raises `ApiError` for a body that is no valid one, asks for too much, or cannot be answered."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Queue[Generation] = asyncio.Queue()
+
+    def deliver(generation: Generation, output: Output) -> None:
+        if output.finish is not None:
+            loop.call_soon_threadsafe(ended.put_nowait, generation)
+
+    def prepare() -> tuple[EmbeddingsBody, list[list[int]]]:
+        body = parse_body(EmbeddingsBody, raw)
+        return body, _prompts(body, model, scheduler.capacity)
+
+    body, prompts = await answering.beside(raw, prepare)
+    requests = [
+        GenerationRequest(prompt=prompt, max_tokens=0, pooling=model.pooling, deliver=deliver)
+        for prompt in prompts
+    ]
+    generations: list[Generation] = []
+    request.scope["generations"] = generations
+    # So many at once as can run: what others ask meanwhile comes between them.
+    wave = scheduler.max_running
+    async with cancelled_when_gone(request, scheduler, generations):
+        for start in range(0, len(requests), wave):
+            generations += answering.submit(requests[start : start + wave])
+            for _ in requests[start : start + wave]:
+                if (one := await ended.get()).finish_reason != "stop":
+                    raise failure(one)
+    content = {
+        "object": "list",
+        "data": _entries(body, generations),
+        "model": model.name,
+        "usage": dict.fromkeys(("prompt_tokens", "total_tokens"), sum(map(len, prompts))),
+    }
+    response = await json_response(json_blocks(content))
+    if body.ignored:
+        response.headers["X-Ignored-Parameters"] = ", ".join(body.ignored)
+    return response
+
+
+def _prompts(body: EmbeddingsBody, model: ServedModel, most: int) -> list[list[int]]:
+    model.check_name(body.model)
+    if model.pooling is None:
+        raise ApiError(400, f"the model {model.name!r} gives no embeddings", code="no_embeddings")
+    size, count = body.dimensions or model.hidden_size, len(body.inputs)
+    if size > model.hidden_size:
+        message = f"dimensions {size}: the model's vectors have {model.hidden_size}"
+        raise ApiError(400, message, param="dimensions")
+    if count * size > _MOST_NUMBERS:
+        raise ApiError(
+            400,
+            f"{count} vectors of {size} numbers: this server gives {_MOST_NUMBERS:,} numbers at once; "
+            "send fewer inputs",
+            param="input",
+        )
+    return [prompt_tokens(given, model, most, "input") for given in body.inputs]
+
+
+def _entries(body: EmbeddingsBody, generations: list[Generation]) -> Iterator[dict[str, Any]]:
+    for index, generation in enumerate(generations):
+        assert generation.embedding is not None
+        vector = generation.embedding[: body.dimensions].astype("<f4")
+        vector /= max(float(np.linalg.norm(vector)), 1e-12)
+        in_base64 = body.encoding_format == "base64"
+        yield {
+            "object": "embedding",
+            "index": index,
+            "embedding": base64.b64encode(vector.tobytes()).decode()
+            if in_base64
+            else vector.tolist(),
+        }
