@@ -29,16 +29,25 @@ from sparse_bitnet.experiments.judge import (
     pooled_residual,
 )
 from sparse_bitnet.experiments.paper_runs import ABLATIONS, EXPERIMENTS, plan
+from sparse_bitnet.experiments.rate_runs import IDEAS
+from sparse_bitnet.experiments.rate_tables import (
+    ideas_table,
+    near_zero_table,
+    own_rates_table,
+    recipe_table,
+    search_table,
+)
 from sparse_bitnet.experiments.result_row import ResultRow
 from sparse_bitnet.experiments.results import Results
 from sparse_bitnet.experiments.scales import find_scale
 from sparse_bitnet.experiments.setting import make_setting
 from sparse_bitnet.experiments.tables import (
     ablation_table,
-    best_rate_table,
+    effort_table,
+    other_text_table,
     perplexity_table,
     schedule_table,
-    search_table,
+    seed_table,
     sweep_table,
 )
 from sparse_bitnet.training.config import TrainConfig
@@ -85,11 +94,13 @@ def near_zero(config: TrainConfig, seed: int) -> list[float]:
     return [0.31 + 0.001 * seed, 0.31 + 0.001 * seed - fall]
 
 
-def result_set(folder_path, perplexity=paper_perplexity, seeds=3, left_out=()) -> Results:
-    """Results of the whole cpu scale with these perplexities, a little different by seed."""
+def result_set(
+    folder_path, perplexity=paper_perplexity, seeds=3, left_out=(), scale=SCALE, names=EXPERIMENTS
+) -> Results:
+    """Results of a whole scale, cpu, with these perplexities, a little different by seed."""
     results = Results(folder_path)
-    results.open(make_setting(SCALE, {"train": {}, "validation": {}}, "cpu", "float32"))
-    for run in plan(SCALE, list(EXPERIMENTS), seeds):
+    results.open(make_setting(scale, {"train": {}, "validation": {}}, "cpu", "float32"))
+    for run in plan(scale, list(names), seeds):
         config = run.config
         if config.format in left_out:
             continue
@@ -122,7 +133,8 @@ def result_set(folder_path, perplexity=paper_perplexity, seeds=3, left_out=()) -
                 seconds=1.0,
                 checkpoint="",
                 config=dataclasses.asdict(config),
-                provenance={},
+                provenance={"hardware": "a machine"},
+                other_text={"name": "web", "tokens": 9, "perplexity": 2 * value},
                 curves=curves,
                 weights=weights if run.is_dense else None,
                 near_zero_mass=0.3,
@@ -243,9 +255,99 @@ def test_the_search_marks_the_rate_in_use_and_each_formats_best(tmp_path):
     used = [row[0] for row in rows if "used" in row[0]]
     assert used == [f"{results.learning_rate:g} (used)"]
     assert len(rows) == len(SCALE.search)
-    best = best_rate_table(results).lines
-    lowest = f"{min(SCALE.search):g}"
-    assert [row[:2] for row in best] == [("full", lowest), ("ternary", lowest)]
+    best = own_rates_table(results)
+    lowest = f"{min(SCALE.search):g}, the outermost"
+    assert [row[:2] for row in best.lines] == [
+        (label, lowest) for label in ("full, dense", "full, 6:8", "ternary, dense", "ternary, 6:8")
+    ]
+    assert best.notes == ["Full minus ternary: +0.00 points (1 seed)."]
+
+
+@pytest.fixture(scope="module")
+def paper_set(tmp_path_factory):
+    """What scale cpu-paper knows and cpu does not: rates, recipe, near-zero mass."""
+    found = {"0.003": 31.0, "0.006": 30.0, "0.012": 32.0}
+
+    def value(config):
+        rate = found.get(f"{config.learning_rate:g}", 40.0)
+        worse = 1.1 if config.format.endswith("6:8") and config.format.startswith("full") else 1.0
+        return rate * worse * (2 if config.masters == "bf16" else 1)
+
+    names = ("table2", "search", "recipe", "near-zero", "ideas")
+    scale = dataclasses.replace(
+        find_scale("cpu-paper"), seeds=dict.fromkeys(("search", "recipe", "near-zero", "ideas"), 3)
+    )
+    return result_set(tmp_path_factory.mktemp("paper"), value, scale=scale, names=names)
+
+
+def test_each_model_has_its_own_rate_inside_the_grid(paper_set):
+    table = own_rates_table(paper_set)
+    lines = {line[0]: line[1:] for line in table.lines}
+    assert lines["full, 6:8"][0] == "0.006"
+    assert lines["full, 6:8"][2].startswith("+10.0")
+    assert lines["ternary, dense"][2] == "-"
+    assert table.notes[0].startswith("Full minus ternary: +9.53 points [")
+
+
+def test_the_published_recipe_stands_beside_ours(paper_set):
+    lines = {line[0]: line[1:] for line in recipe_table(paper_set).lines}
+    assert next(iter(lines)) == "ours"
+    assert len(lines) == 6
+    assert lines["ours"][0].startswith("30.01")
+    assert lines["bf16 masters"][0].startswith("60.02")
+    assert lines["512 sequences a step"][2].startswith("+10.0")
+
+
+def test_near_zero_mass_is_shown_over_rate_and_initial_weights(paper_set):
+    table = near_zero_table(paper_set)
+    assert [line[0] for line in table.lines] == [
+        f"{initial}, {rate}"
+        for initial in ("normal", "uniform")
+        for rate in ("0.0003", "0.003", "0.006", "0.012")
+    ]
+    assert table.lines[0][2].startswith("+1.00")
+    assert table.lines[0][4].startswith("-8.00")
+    assert "falls, as the paper says, at: normal, 0.0003; normal, 0.003" in table.notes[0]
+    assert "rises at: none" in table.notes[0]
+
+
+def test_ideas_stand_beside_the_papers_own(paper_set):
+    lines = {line[0]: line[1:] for line in ideas_table(paper_set).lines}
+    assert list(lines) == list(IDEAS)
+    assert lines["the paper's"][2] == "-"
+    assert lines["score wanda"][:1] == ("ternary-6:8,score=wanda",)
+    assert lines["score wanda"][2].startswith("+0.00")
+
+
+def test_seeds_that_decide_two_points_follow_from_the_residual(tmp_path, paper_set):
+    assert [line[-1] for line in seed_table(paper_set).lines] == ["0", "0", "0"]
+    swing = {0: 0.9, 1: 1.0, 2: 1.1}
+
+    def noisy(config):
+        sparse = config.format == "full-6:8"
+        return paper_perplexity(config) * (swing[config.seed] if sparse else 1)
+
+    results = result_set(tmp_path, noisy, names=["table2"])
+    _, seeds, deviation, contrast, needed, still = seed_table(results).lines[0]
+    assert float(contrast) == pytest.approx(2 * float(deviation.removesuffix(" %")), abs=0.02)
+    assert int(needed) == math.ceil((2.8 * float(contrast) / 2) ** 2) == int(seeds) + int(still)
+    assert seed_table(result_set(tmp_path / "one", seeds=1, names=["table2"])) is None
+
+
+def test_speed_is_a_share_of_the_machines_products(paper_set):
+    assert {line[-2] for line in effort_table(paper_set).lines} == {"-"}
+    machine = {"hardware": "a machine", "threads": 1, "precision": "float32"}
+    paper_set.write("machines.jsonl", json.dumps({**machine, "operations_per_second": 3e7}) + "\n")
+    shares = [line[-2] for line in effort_table(paper_set).lines]
+    assert all(share.endswith(" %") for share in shares)
+    assert sorted(shares, key=lambda share: float(share[:-2])) == shares  # larger models do more
+
+
+def test_the_other_text_has_a_table(paper_set):
+    table = other_text_table(paper_set)
+    assert table.head[-1] == "PPL of web"
+    assert table.lines[0][:2] == ("qwen2.5-0.3m, full, dense", "3")
+    assert table.lines[0][2].startswith("60.02")
 
 
 def claim_of(values: tuple[float, ...], expected: float | None = None, **estimate) -> Claim:

@@ -20,6 +20,7 @@ from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.cli import report as report_cli
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.evaluation.perplexity import evaluate
 from sparse_bitnet.experiments import runner
 from sparse_bitnet.experiments.measured_run import thinned
 from sparse_bitnet.experiments.paper_runs import EXPERIMENTS, plan
@@ -41,7 +42,9 @@ QUIET = Console(quiet=True)
 def smoke(tmp_path_factory) -> Path:
     """The folder of the whole smoke scale, trained once for this module."""
     out = tmp_path_factory.mktemp("results") / "smoke"
-    outcome = reproduce(find_scale("smoke"), ALL, out, workers=1, console=QUIET)
+    text = out.parent / "other.txt"
+    text.write_text("def other(self):\n    return self\n" * 20)
+    outcome = reproduce(find_scale("smoke"), ALL, out, workers=1, other_text=text, console=QUIET)
     assert (outcome.skipped, outcome.left, outcome.failed) == (0, 0, ())
     return out
 
@@ -85,6 +88,18 @@ def test_perplexity_is_that_of_the_whole_held_out_text(smoke):
     # The loop leaves out the tail that fills no whole sequence.
     assert row.validation_tokens == held_out >= tokens > held_out - config.sequence_length
     assert row.loss == pytest.approx(loss, rel=2e-3)
+
+
+def test_the_other_text_is_measured_as_evaluate_does(smoke):
+    row = Results(smoke).rows[-1]
+    found = evaluate(
+        smoke / row.checkpoint, str(smoke.parent / "other.txt"), context_length=32, device="cpu"
+    ).result
+    assert row.other_text == {
+        "name": "other.txt",
+        "tokens": found.tokens,
+        "perplexity": pytest.approx(found.perplexity, rel=2e-3),
+    }
 
 
 def test_weights_of_dense_runs_are_followed_from_the_initial_ones(smoke):
@@ -259,10 +274,12 @@ def test_the_report_is_made_of_the_result_files_alone(smoke, tmp_path, monkeypat
     for row in Results(smoke).rows:
         assert f"{row.perplexity:.2f}" in text
     figures = re.findall(r"\]\((figures/[^)]+\.svg)\)", text)
-    assert len(figures) == 6
+    assert len(figures) == 7
     assert all((document.parent / figure).is_file() for figure in figures)
     for verdict in ("not decided", "no runs"):
         assert (verdict in text) == (verdict == "not decided")
+    assert "- The published code's recipe, one thing at a time: not run.\n" in text
+    assert "Throughput" not in text
     assert not re.findall(r'(?:src|href)="(?!#|data:)', html)  # nothing is loaded from anywhere
     ids = re.findall(r'\bid="([^"]+)"', html)
     assert len(ids) == len(set(ids))
@@ -286,7 +303,7 @@ def test_the_command_writes_below_the_results_and_prints_the_claims(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["docs"]
     assert (smoke / "report.md").is_file()
     assert (smoke / "report.html").is_file()
-    assert len(list((smoke / "figures").glob("*.svg"))) == 6
+    assert len(list((smoke / "figures").glob("*.svg"))) == 7
     for expected in ("The paper's claims", "verdict", "not decided", "report.md"):
         assert expected in printed
     assert max(len(line) for line in printed.splitlines() if "report" not in line) <= 80

@@ -113,7 +113,10 @@ def test_a_run_with_a_teacher(distil: Any, capsys: pytest.CaptureFixture) -> Non
 
 
 def test_a_cache_of_all_logits_trains_as_the_teacher_itself(
-    distil: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    distil: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture,
 ) -> None:
     part = 8 * 32 * VOCAB * 4
     monkeypatch.setattr("sparse_bitnet.training.logit_cache._PART_BYTES", part)
@@ -128,6 +131,9 @@ def test_a_cache_of_all_logits_trains_as_the_teacher_itself(
     manifest = json.loads((cache / "manifest.json").read_text())
     assert len(manifest["checksums"]) == 1
     assert (cache / "part-00000.bin").stat().st_size == part
+    said = [line for line in capfd.readouterr().err.splitlines() if "teacher's logits" in line]
+    assert "tokens/s" in said[-1]
+    assert "256/256 tokens" in said[-1]
 
     damaged = bytearray((cache / "part-00000.bin").read_bytes())
     damaged[100] ^= 1

@@ -175,18 +175,18 @@ def threshold_overlay(
         return svg_text(figure, name, "Density of weight magnitudes and of group thresholds")
 
 
-def layer_profile(models: Sequence[tuple[str, str, Sequence[WeightStatistics]]]) -> str:
-    """Near-zero mass of every layer of some checkpoints, by depth.
+def layer_profile(models: Sequence[tuple[str, str, Sequence[float]]]) -> str:
+    """Near-zero mass of every layer of some checkpoints, by depth (figure 1).
 
     Args:
-        models: label, weight format and layers of each checkpoint.
+        models: label, weight format and masses of each checkpoint, from the first layer to the last.
     """
 
     def draw(axes: "Axes") -> None:
-        for number, (label, weight, layers) in enumerate(models):
+        for number, (label, weight, masses) in enumerate(models):
             axes.plot(
-                np.arange(len(layers)) / max(1, len(layers) - 1),
-                [layer.near_zero_mass for layer in layers],
+                np.arange(len(masses)) / max(1, len(masses) - 1),
+                masses,
                 color=COLOURS[weight],
                 marker="osD^vPX*"[number % 8],
                 markersize=3.5,

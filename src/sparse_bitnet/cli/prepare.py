@@ -130,6 +130,12 @@ def run(
             f"{name}: {_count(split.documents, 'document')}, {shown} of text, "
             f"{split.tokens:,} tokens in {_count(len(split.shards), 'shard')}"
         )
+    streamed = source.startswith("hub:")
+    if config.near_duplicates and (streamed or config.parts > 1):
+        what = "a data set of the hub is read once" if streamed else "no part sees the others"
+        print(
+            f"near-duplicates were not looked for ({what}); exact copies share a side of the split"
+        )
     if manifest.overlap is not None:
         print(f"held-out text: {Overlap(**manifest.overlap)}")
     what = "already there" if complete else f"written in {time.monotonic() - started:.1f} s"

@@ -24,6 +24,9 @@ def main(arguments: list[str]) -> None:
         page: Path | None = None
         """HTML file to write; default report.html in the first folder."""
 
+        engine: Path | None = None
+        """Rows of `bench --out` with several patterns, for table 3."""
+
     options = parse(
         Options,
         arguments,
@@ -40,7 +43,7 @@ def main(arguments: list[str]) -> None:
 
     document = options.document or options.folders[0] / "report.md"
     page = options.page or options.folders[0] / "report.html"
-    sets = write_report(options.folders, document=document, page=page)
+    sets = write_report(options.folders, document=document, page=page, engine=options.engine)
     console = Console()
     for results in sets:
         print_claims(results, console)

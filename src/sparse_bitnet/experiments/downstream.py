@@ -9,12 +9,16 @@ from pathlib import Path
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.harness import accuracies, evaluate_tasks
 from sparse_bitnet.experiments.cells import average_accuracy, model_label, paper_results
+from sparse_bitnet.experiments.judge import holm
 from sparse_bitnet.experiments.paper_runs import table2
 from sparse_bitnet.experiments.provenance import provenance
 from sparse_bitnet.experiments.result_row import ResultRow
 from sparse_bitnet.experiments.results import Results
 from sparse_bitnet.experiments.scales import Scale
 from sparse_bitnet.experiments.table import NOTHING, Table
+
+CHANCE = {"hellaswag": 0.25, "arc_easy": 0.25, "piqa": 0.5, "boolq": 0.622, "copa": 0.5}
+"""acc of guessing; of BoolQ, of always giving its more frequent answer."""
 
 
 def score(
@@ -101,7 +105,30 @@ def downstream_table(results: Results) -> Table | None:
                 *_paper_average(results, row),
             )
         )
-    return Table(("model", *tasks, "average acc", "Δ", "paper average", "paper Δ"), body)
+    head = ("model", *tasks, "average acc", "Δ", "paper average", "paper Δ")
+    return Table(head, body, notes=[_beside_chance(results)])
+
+
+def _beside_chance(results: Results) -> str:
+    """Whether any model is better than guessing, by one-sided binomial tests of every acc."""
+    from scipy.stats import binomtest
+
+    newest = results.scores()[-1]["asked"]
+    found = [
+        (line["run"], task, binomtest(round(scores["acc"] * n), n, CHANCE[task], "greater").pvalue)
+        for line in results.scores()
+        for task, scores in line["tasks"].items()
+        if line["asked"] == newest and task in CHANCE and (n := line["questions"].get(task))
+    ]
+    above = [found[place] for place in holm([p for _, _, p in found])]
+    tasks = dict.fromkeys(task for _, task, _ in found)
+    guess = ", ".join(f"{task} {100 * CHANCE[task]:g} %" for task in tasks)
+    who = ", ".join(f"{run} in {task}" for run, task, _ in above)
+    return (
+        "Accuracy in percent, acc_norm below acc where lm-eval reports both. "
+        f"Guessing: {guess}. Better than that ({len(found)} one-sided binomial tests of acc, Holm's "
+        f"correction at 5 %): {who or 'no model in any task; these models are at chance'}."
+    )
 
 
 def _paper_average(results: Results, row: ResultRow) -> tuple[str, str]:

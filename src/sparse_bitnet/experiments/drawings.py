@@ -21,6 +21,7 @@ from sparse_bitnet.analysis.figures import (
 )
 from sparse_bitnet.analysis.paper_figures import (
     ablation_curves,
+    layer_profile,
     near_zero_heat_maps,
     norm_ppl,
     threshold_overlay,
@@ -192,7 +193,7 @@ def ablation_figures(results: Results) -> list[Figure]:
 
 
 def dense_figures(results: Results) -> list[Figure]:
-    """Figures 5, 6 and 7, for the largest size that has both dense models; none without."""
+    """Figures 1, 5, 6 and 7, for the largest size that has both dense models; none without."""
     found = _dense_pair(results)
     if found is None:
         return []
@@ -206,7 +207,17 @@ def dense_figures(results: Results) -> list[Figure]:
         thresholds.append((LABELS[weight], weight, final))
     layers = history["layers"]
     name = _name(results, "thresholds")
+    profiles = [
+        (label, weight, masses[-1])
+        for (label, _, masses), weight in zip(maps, weights, strict=True)
+    ]
     return [
+        Figure(
+            _name(results, "layer-profile"),
+            layer_profile(profiles),
+            f"Near-zero mass of every linear layer of {model} after dense training, from the first block "
+            "to the last; `sparse-bitnet analyze CHECKPOINT...` draws it of any BitNet checkpoint.",
+        ),
         Figure(
             _name(results, "near-zero"),
             near_zero_heat_maps(maps, layers),

@@ -106,11 +106,23 @@ class Estimate:
         if math.isinf(self.deviation) or not effect:
             return max(1, LEAST_SEEDS - len(self.values))
         for _ in range(20):
-            needed = math.ceil((2.8 * self.deviation / effect) ** 2)
+            needed = self.seeds_needed(effect)
             if needed > len(self.values):
                 break
             effect /= 2
-        return max(needed, LEAST_SEEDS, len(self.values) + 1) - len(self.values)
+        return max(needed, len(self.values) + 1) - len(self.values)
+
+    def seeds_needed(self, effect: float) -> int:
+        """All seeds with which an effect of this size is seen four times in five."""
+        return max(LEAST_SEEDS, math.ceil((2.8 * self.deviation / effect) ** 2))
+
+    def text(self, form: str, unit: str) -> str:
+        """Mean, 95 % interval and number of seeds."""
+        text, count = f"{self.mean:{form}}{unit and f' {unit}'}", len(self.values)
+        if count == 1:
+            return f"{text} (1 seed)"
+        low, high = self.mean - self.half_width, self.mean + self.half_width
+        return f"{text} [{low:{form}}, {high:{form}}], {count} seeds"
 
     @property
     def _freedom(self) -> int:
@@ -149,12 +161,7 @@ class Claim:
     @property
     def result(self) -> str:
         """Mean, interval and seeds in words."""
-        estimate, unit = self.estimate, f" {self.unit}" if self.unit else ""
-        text = f"{estimate.mean:{self.form}}{unit}"
-        if len(estimate.values) == 1:
-            return f"{text} (1 seed)"
-        low, high = estimate.mean - estimate.half_width, estimate.mean + estimate.half_width
-        return f"{text} [{low:{self.form}}, {high:{self.form}}], {len(estimate.values)} seeds"
+        return self.estimate.text(self.form, self.unit)
 
 
 def judged(claims: Sequence[Claim]) -> list[Claim]:
@@ -162,7 +169,7 @@ def judged(claims: Sequence[Claim]) -> list[Claim]:
     tests = [(number, 0.0) for number in range(len(claims))]
     tests += [(n, c.expected) for n, c in enumerate(claims) if c.expected is not None]
     p_values = [claims[number].estimate.p_value(null) for number, null in tests]
-    rejected = {tests[place] for place in _holm(p_values)}
+    rejected = {tests[place] for place in holm(p_values)}
     return [
         dataclasses.replace(claim, verdict=_verdict(number, claim, rejected))
         for number, claim in enumerate(claims)
@@ -179,7 +186,7 @@ def _verdict(number: int, claim: Claim, rejected: set[tuple[int, float]]) -> str
     return f"{OPEN}, {more} more seed{'' if more == 1 else 's'}"
 
 
-def _holm(p_values: Sequence[float]) -> list[int]:
+def holm(p_values: Sequence[float]) -> list[int]:
     """Places of the hypotheses that Holm's step-down procedure rejects."""
     order = sorted(range(len(p_values)), key=lambda place: p_values[place])
     rejected: list[int] = []

@@ -107,7 +107,7 @@ def quickstart_blocks(config: QuickstartConfig, results: Results, sample: str) -
         Section("Curves and weights"),
         drawings.cost_figure(results),
         *drawings.course_figures(results),
-        *drawings.dense_figures(results)[1:],
+        *drawings.dense_figures(results)[2:],
         Section("Weights of each model"),
         _weight_table(first),
         Section(f"A sample of the {sparse_ternary} model"),

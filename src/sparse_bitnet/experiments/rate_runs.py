@@ -1,5 +1,6 @@
 """Runs beside the paper's own: learning rates, its published recipe, near-zero mass, ideas."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,25 +57,25 @@ def own_rates(scale: Scale, losses: Losses = NO_LOSSES) -> list[Run]:
 
 def recipe(scale: Scale, losses: Losses = NO_LOSSES) -> list[Run]:
     """The four models with what the published code does otherwise, one thing at a time."""
+    ours = dataclasses.asdict(scale.recipe)
     return [
         run_of(scale, scale.main, format, seed, f"recipe, {name}", **changes)
         for seed in range(scale.seeds.get("recipe", 0))
-        for name, changes in published_recipe(scale).items()
+        for name, changes in published_recipe(ours, scale.size(scale.main).steps).items()
         for format in four_formats(scale.pattern)
     ]
 
 
-def published_recipe(scale: Scale) -> dict[str, dict[str, Any]]:
-    """By name the fields in which the published code's training differs from ours."""
-    ours = scale.recipe
-    steps = scale.size(scale.main).steps * ours.batch_size // _PUBLISHED_BATCH
+def published_recipe(ours: Mapping[str, Any], steps: int) -> dict[str, dict[str, Any]]:
+    """By name the fields in which the published code's training differs from ours, of so many steps."""
+    batch = ours["batch_size"]
     return {
         f"{_PUBLISHED_BATCH} sequences a step": {
             "batch_size": _PUBLISHED_BATCH,
-            "micro_batch_size": ours.batch_size,
-            "steps": steps,
+            "micro_batch_size": batch,
+            "steps": steps * batch // _PUBLISHED_BATCH,
         },
-        "end rate 1e-5": {"final_learning_rate_fraction": 1e-5 / ours.learning_rate},
+        "end rate 1e-5": {"final_learning_rate_fraction": 1e-5 / ours["learning_rate"]},
         "weight decay falling to 0": {"final_weight_decay_fraction": 0.0},
         "bf16 masters": {"masters": "bf16"},
         "uniform initial weights": {"initial_weights": "uniform"},

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.experiments import drawings, tables
+from sparse_bitnet.experiments import drawings, rate_tables, tables
 from sparse_bitnet.experiments.claims import claims
 from sparse_bitnet.experiments.downstream import downstream_table
 from sparse_bitnet.experiments.judge import RULE, Claim, judged
@@ -22,6 +22,7 @@ from sparse_bitnet.experiments.page import (
 )
 from sparse_bitnet.experiments.results import Results
 from sparse_bitnet.experiments.table import Table, print_table
+from sparse_bitnet.experiments.throughput import throughput_blocks
 from sparse_bitnet.files import write_atomic
 from sparse_bitnet.presets import PRESETS
 
@@ -32,7 +33,11 @@ TITLE = "The paper's experiments, repeated"
 
 
 def write_report(
-    folders: Sequence[Path], *, document: Path | None = None, page: Path | None = None
+    folders: Sequence[Path],
+    *,
+    document: Path | None = None,
+    page: Path | None = None,
+    engine: Path | None = None,
 ) -> list[Results]:
     """Render sets of results and return them.
 
@@ -40,11 +45,12 @@ def write_report(
         folders: of `reproduce`, in the order of the chapters.
         document: Markdown file; its figures go to `figures/` beside it.
         page: self-contained HTML file.
+        engine: rows of `sparse-bitnet bench --out`, for table 3.
 
     Raises `UserError` for a folder without results.
     """
     sets = [Results(folder) for folder in folders]
-    blocks = report_blocks(sets)
+    blocks = report_blocks(sets, engine)
     if page is not None:
         page.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(page, html(TITLE, blocks))
@@ -70,14 +76,15 @@ def print_claims(results: Results, console: "Console") -> None:
     print_table(short, console, f"The paper's claims at scale {results.setting['scale']}")
 
 
-def report_blocks(sets: Sequence[Results]) -> list[Block]:
+def report_blocks(sets: Sequence[Results], engine: Path | None = None) -> list[Block]:
     """Everything the page shows. Raises `UserError` for a set without a single run."""
+    command = " ".join(str(results.path) for results in sets)
+    command += f" --engine {engine}" if engine else ""
     blocks: list[Block] = [
         Paragraph(
             "Every number and every verdict on this page is computed from the result files named in "
-            "its chapter; the page is the output of `sparse-bitnet report "
-            f"{' '.join(str(results.path) for results in sets)}`. full and ternary are the "
-            "paper's BF16 and BitNet; perplexity (PPL) is that of the whole held-out text."
+            f"its chapter; the page is the output of `sparse-bitnet report {command}`. full and ternary "
+            "are the paper's BF16 and BitNet; perplexity (PPL) is that of the whole held-out text."
         ),
         Paragraph(RULE),
     ]
@@ -91,7 +98,7 @@ def report_blocks(sets: Sequence[Results]) -> list[Block]:
                 f"{results.path}: no finished run of {scale} yet; `reproduce` trains them"
             )
         blocks += _chapter(results, list(itertools.islice(verdicts, len(claims(results)))))
-    return blocks
+    return blocks + (throughput_blocks(engine) if engine else [])
 
 
 def _chapter(results: Results, found: Sequence[Claim]) -> list[Block]:
@@ -149,39 +156,53 @@ def _parts(results: Results) -> list[Block]:
     schedules = any(results.by_seed("ternary-6:8", sparse_percent=percent) for percent in partly)
     designs = drawings.ablation_figures(results)
     looks = drawings.dense_figures(results)
+    sweep = drawings.sweep_figure(results)
     parts: list[tuple[str, Sequence[Block | None]]] = [
-        ("Perplexity of the four models (table 2)", [tables.perplexity_table(results)]),
+        (
+            "Perplexity of the four models (table 2)",
+            [
+                tables.perplexity_table(results),
+                tables.seed_table(results),
+                tables.other_text_table(results),
+            ],
+        ),
         (
             "The N:8 sweep (figure 2 and the table of raw perplexities)",
-            [drawings.sweep_figure(results), tables.sweep_table(results)],
+            [sweep, tables.sweep_table(results) if sweep else None],
         ),
         (
             "Training designs (figure 4), and master against ternary masks",
             [*designs, tables.ablation_table(results), tables.flip_table(results)]
             if designs
-            else [None],
+            else [],
         ),
         (
             "Dense-to-sparse schedules (table 4)",
             [tables.schedule_table(results) if schedules else None],
         ),
-        ("Other scores, quantisers, activations and schedules", [tables.ideas_table(results)]),
         (
             "What the weights look like (figures 1, 5, 6 and 7)",
-            [*looks, tables.polarisation_table(results), _ZERO_CODES] if looks else [None],
+            [*looks, tables.polarisation_table(results), _ZERO_CODES] if looks else [],
         ),
-        ("Zero-shot tasks (table 1)", [downstream_table(results), _ACCURACY]),
         (
-            "Search of the learning rate",
-            [tables.search_table(results), tables.best_rate_table(results), _RATES],
+            "Near-zero mass over learning rate and initial weights",
+            [rate_tables.near_zero_table(results)],
         ),
+        ("Zero-shot tasks (table 1)", [downstream_table(results)]),
+        ("Search of the learning rate: one for all models", [rate_tables.search_table(results)]),
+        ("Each model at its own learning rate", [rate_tables.own_rates_table(results)]),
+        ("The published code's recipe, one thing at a time", [rate_tables.recipe_table(results)]),
+        ("Other scores, quantisers, activations and schedules", [rate_tables.ideas_table(results)]),
     ]
     blocks: list[Block] = []
+    missing = []
     for title, found in parts:
-        # Without its first table or figure a part has nothing to show.
-        if found[0] is not None:
-            blocks.append(Section(f"{title}, {results.setting['scale']}", 3))
-            blocks += [block for block in found if block is not None]
+        if shown := [block for block in found if block is not None]:
+            blocks += [Section(f"{title}, {results.setting['scale']}", 3), *shown]
+        else:
+            missing.append(f"{title}: not run.")
+    if missing:
+        blocks += [Section(f"Not there yet, {results.setting['scale']}", 3), Items(missing)]
     return blocks
 
 
@@ -189,13 +210,6 @@ _ZERO_CODES = Paragraph(
     "A weight is near zero exactly where its ternary code is 0, so the mass is also the share of zero "
     "codes: 31.0 % of normally distributed weights, and by the paper 42.3 % of the released BitNet b1.58 "
     "2B model."
-)
-_ACCURACY = Paragraph(
-    "Accuracy in percent, acc_norm below acc where lm-eval reports both. Chance is 25 to 50."
-)
-_RATES = Paragraph(
-    "Seed 0 of the smallest size, as many steps as all its runs. Every other table uses one rate for all "
-    "models, as the paper does; the second table here gives each format its own."
 )
 
 

@@ -6,6 +6,7 @@ results.jsonl     one line per finished run
 curves/NAME.jsonl thinned curves of each run
 weights/NAME.json weight statistics of dense runs, at the start, on the way and at the end
 downstream.jsonl  one line per model scored on tasks
+machines.jsonl    how fast each machine that trained multiplies
 data/, runs/      prepared text and run folders with checkpoints; not for a repository
 """
 
@@ -22,6 +23,7 @@ from sparse_bitnet.experiments.setting import SETTING, read_setting, setting_cha
 from sparse_bitnet.files import write_atomic
 from sparse_bitnet.training.config import as_written_now
 
+MACHINES = "machines.jsonl"
 CURVE_POINTS = 100
 """Most points of a thinned curve: 100 runs then fit into a megabyte."""
 
@@ -95,7 +97,23 @@ class Results:
 
     def scores(self) -> list[dict[str, Any]]:
         """Lines of downstream.jsonl; see `downstream`."""
-        path = self.path / "downstream.jsonl"
+        return self._lines("downstream.jsonl")
+
+    @property
+    def machines(self) -> list[dict[str, Any]]:
+        """Lines of machines.jsonl; see `machine`."""
+        return self._lines(MACHINES)
+
+    def product_rate(self, row: ResultRow) -> float | None:
+        """Operations a second of large products where and as a run was trained; None if not measured."""
+        where = (row.provenance.get("hardware"), row.config.get("threads"), row.precision)
+        for each in self.machines:
+            if (each["hardware"], each["threads"], each["precision"]) == where:
+                return each["operations_per_second"]
+        return None
+
+    def _lines(self, relative: str) -> list[dict[str, Any]]:
+        path = self.path / relative
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def _read(self, relative: str) -> str:

@@ -15,6 +15,7 @@ from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.experiments.estimate import Speed, cost
+from sparse_bitnet.experiments.machine import record_machine
 from sparse_bitnet.experiments.measured_run import measure
 from sparse_bitnet.experiments.paper_runs import plan
 from sparse_bitnet.experiments.result_row import ResultRow
@@ -90,6 +91,7 @@ def reproduce(
     with run_lock(out):
         data = data or prepare_text(scale, results.data)
         results.open(_setting(scale, data))
+        record_machine(results, scale.recipe)
         whole = Outcome(0, -1, 0, ())
         while True:
             # What a search still lacks follows from the runs that have ended.

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """One number per seed: its mean and its range."""
 
+import math
 import statistics
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
+from sparse_bitnet.experiments.result_row import ResultRow
+from sparse_bitnet.experiments.table import NOTHING
 
 
 @dataclass(frozen=True)
@@ -31,3 +36,22 @@ class Spread:
         if len(self.values) == 1:
             return f"{self.mean:{form}}"
         return f"{self.mean:{form}}\n{self.least:{form}}..{self.greatest:{form}}"
+
+
+def spread_text(values: Iterable[float], form: str) -> str:
+    """Mean and range of what is known, as a table shows it."""
+    known = tuple(value for value in values if not math.isnan(value))
+    return Spread(known).text(form) if known else NOTHING
+
+
+def perplexities(rows: Mapping[int, ResultRow]) -> str:
+    """Of runs by seed."""
+    return spread_text((row.perplexity for row in rows.values()), ".2f")
+
+
+def percent_over(
+    rows: Mapping[int, ResultRow], base: Mapping[int, ResultRow], form: str = "+.2f"
+) -> str:
+    """By how many percent perplexities exceed those of `base`, seed by seed."""
+    pairs = [(row.perplexity, base[seed].perplexity) for seed, row in rows.items() if seed in base]
+    return spread_text((100 * (mine / other - 1) for mine, other in pairs), form)

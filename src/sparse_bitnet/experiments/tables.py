@@ -3,7 +3,7 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 from sparse_bitnet.experiments.cells import (
     Cell,
@@ -13,14 +13,19 @@ from sparse_bitnet.experiments.cells import (
     paper_results,
     paper_sweep,
 )
+from sparse_bitnet.experiments.claims import cost_estimate
 from sparse_bitnet.experiments.flips import flips_by_tenth
 from sparse_bitnet.experiments.judge import Claim
 from sparse_bitnet.experiments.paper_runs import ABLATIONS
-from sparse_bitnet.experiments.rate_runs import IDEAS
 from sparse_bitnet.experiments.result_row import ResultRow
 from sparse_bitnet.experiments.results import Results
-from sparse_bitnet.experiments.spread import Spread
+from sparse_bitnet.experiments.spread import Spread, percent_over, perplexities, spread_text
 from sparse_bitnet.experiments.table import NOTHING, Table
+from sparse_bitnet.presets import PRESETS
+from sparse_bitnet.training.plan import flops_per_token
+
+DECIDED_POINTS = 2.0
+"""What sparsity costs full precision more than ternary weights, for the seeds that would decide it."""
 
 _PAIRS_NOTE = (
     "Over several seeds: mean, then least..greatest. Δ and percentages pair models of one seed, which "
@@ -67,6 +72,40 @@ def perplexity_table(results: Results) -> Table | None:
     seeds = ", ".join(f"{model} {len(c[0].perplexity.values)}" for model, c in ours.items())
     first = next(iter(ours.values()))
     return _beside_paper(first, groups, columns, [f"Seeds: {seeds}. {_PAIRS_NOTE}"])
+
+
+def seed_table(results: Results) -> Table | None:
+    """How many seeds decide the paper's main claim; None before a second one."""
+    body = []
+    for model in results.models:
+        rows = {format: results.by_seed(format, model=model) for format in results.four_formats}
+        cost = cost_estimate(rows)
+        if len(cost.values) > 1 and cost.residual is not None:
+            deviation, needed = cost.residual.deviation, cost.seeds_needed(DECIDED_POINTS)
+            there = len(cost.values)
+            spreads = (f"{100 * deviation:.2f} %", f"{cost.deviation:.2f}")
+            body.append((model, f"{there}", *spreads, f"{needed}", f"{max(0, needed - there)}"))
+    wanted = f"seeds for {DECIDED_POINTS:g} points"
+    head = ("size", "seeds", "deviation of a model", "of the comparison, points", wanted, "still")
+    note = (
+        "Deviation: what a mean for each model and a shift for each seed leave. So many seeds show a "
+        f"difference of {DECIDED_POINTS:g} points four times in five."
+    )
+    return Table(head, body, notes=[note]) if body else None
+
+
+def other_text_table(results: Results) -> Table | None:
+    """The four models on the other held-out text; None where none was given."""
+    names = {row.other_text["name"] for row in results.rows if row.other_text}
+    body = []
+    for model in results.models:
+        for format in results.four_formats:
+            rows = results.by_seed(format, model=model).values()
+            found = [row.other_text["perplexity"] for row in rows if row.other_text]
+            if found:
+                label = model_label(*format.split("-"))
+                body.append((f"{model}, {label}", f"{len(found)}", spread_text(found, ".2f")))
+    return Table(("model", "seeds", f"PPL of {', '.join(sorted(names))}"), body) if body else None
 
 
 def _beside_paper(
@@ -145,7 +184,7 @@ def sweep_table(results: Results) -> Table:
     for pattern in results.setting["patterns"]:
         line = [pattern]
         for weight in ("full", "ternary"):
-            line.append(_perplexity(results.by_seed(f"{weight}-{pattern}")))
+            line.append(perplexities(results.by_seed(f"{weight}-{pattern}")))
             line.append(_increase(results, f"{weight}-{pattern}"))
         for theirs in paper.values():
             line.append(f"{100 * (theirs[pattern] / theirs['8:8'] - 1):+.1f}")
@@ -162,18 +201,13 @@ def ablation_table(results: Results) -> Table:
     body = []
     for name, format in ABLATIONS.items():
         rows = results.by_seed(format)
-        relative = [
-            100 * (row.perplexity / base[seed].perplexity - 1)
-            for seed, row in rows.items()
-            if seed in base
-        ]
         moves = [_quarters(results, row) for row in rows.values()]
         body.append(
             (
                 name,
-                _perplexity(rows),
-                NOTHING if format == ABLATIONS["baseline"] else _spread(relative, "+.2f"),
-                *(_spread([100 * move[part] for move in moves], ".3f") for part in (0, 1)),
+                perplexities(rows),
+                NOTHING if format == ABLATIONS["baseline"] else percent_over(rows, base),
+                *(spread_text([100 * move[part] for move in moves], ".3f") for part in (0, 1)),
                 paper.get(name, "higher, no number"),
             )
         )
@@ -193,25 +227,6 @@ def flip_table(results: Results) -> Table | None:
     ]
     head = ("flips over the baseline's, octaves", *(f"{10 * n} %" for n in range(1, 11)))
     return Table(head, body, notes=["By tenths of the steps; ± the 95 % interval of the seeds."])
-
-
-def ideas_table(results: Results) -> Table | None:
-    """What the paper does not use, against what it does; None without a run of these."""
-    base = results.by_seed(IDEAS["the paper's"])
-    body = []
-    for name, format in IDEAS.items():
-        if rows := results.by_seed(format):
-            relative = [
-                100 * (row.perplexity / base[seed].perplexity - 1)
-                for seed, row in rows.items()
-                if seed in base
-            ]
-            own = format == IDEAS["the paper's"]
-            zeros = _spread([100 * row.zero_fraction for row in rows.values()], ".1f")
-            change = NOTHING if own else _spread(relative, "+.2f")
-            body.append((name, format, _perplexity(rows), change, zeros))
-    head = ("idea", "format", "PPL", "% over the paper's", "zeros, %")
-    return Table(head, body) if len(body) > 1 else None
 
 
 def _quarters(results: Results, row: ResultRow) -> tuple[float, float]:
@@ -234,73 +249,20 @@ def schedule_table(results: Results) -> Table:
     for percent in results.setting["sparse_percents"]:
         format = "ternary-6:8" if percent else "ternary-8:8"
         rows = results.by_seed(format, sparse_percent=percent)
-        relative = [
-            100 * (row.perplexity / always[seed].perplexity - 1)
-            for seed, row in rows.items()
-            if seed in always
-        ]
         name = {0: "0 (dense training)", 100: "100 (sparse from scratch)"}.get(
             percent, str(percent)
         )
         body.append(
             (
                 name,
-                _perplexity(rows),
-                NOTHING if percent == 100 else _spread(relative, "+.2f"),
+                perplexities(rows),
+                NOTHING if percent == 100 else percent_over(rows, always),
                 f"{theirs[percent]:.2f}",
                 f"{100 * (theirs[percent] / theirs[100] - 1):+.1f}",
             )
         )
     head = ("sparse steps, %", "PPL", "% over 100", "paper PPL", "paper % over 100")
     return Table(head, body)
-
-
-def search_table(results: Results) -> Table | None:
-    """Perplexity of the four models at each learning rate tried, and the one chosen."""
-    columns = _search(results)
-    if len(columns) < 2:
-        return None
-    body = []
-    for rate, rows in columns.items():
-        chosen = " (used)" if rate == results.learning_rate else ""
-        dense = statistics.fmean(rows[format].loss for format in ("full-8:8", "ternary-8:8"))
-        cells_of_rate = (f"{rows[format].perplexity:.2f}" for format in results.four_formats)
-        body.append((f"{rate:g}{chosen}", *cells_of_rate, f"{dense:.4f}"))
-    labels = (model_label(*format.split("-")) for format in results.four_formats)
-    return Table(("learning rate", *labels, "mean loss of the dense two"), body)
-
-
-def best_rate_table(results: Results) -> Table | None:
-    """Table 2 at the main size with the best of the rates tried for each format by itself."""
-    columns = _search(results)
-    if len(columns) < 2:
-        return None
-    body = []
-    for weight in ("full", "ternary"):
-        rate = min(columns, key=lambda rate: columns[rate][f"{weight}-8:8"].loss)
-        dense, sparse = (columns[rate][f"{weight}-{pattern}"] for pattern in ("8:8", "6:8"))
-        increase = 100 * (sparse.perplexity / dense.perplexity - 1)
-        body.append(
-            (
-                weight,
-                f"{rate:g}",
-                f"{dense.perplexity:.2f}",
-                f"{sparse.perplexity:.2f}",
-                f"{increase:+.1f}",
-            )
-        )
-    return Table(("weights", "best rate", "dense PPL", "6:8 PPL", "Δ %"), body)
-
-
-def _search(results: Results) -> dict[float, dict[str, ResultRow]]:
-    """By learning rate, seed 0's four models; rates at which one is missing are left out."""
-    found: dict[float, dict[str, ResultRow]] = {}
-    for rate in sorted(results.setting["search"]):
-        rows = {f: results.by_seed(f, learning_rate=rate).get(0) for f in results.four_formats}
-        complete = {format: row for format, row in rows.items() if row is not None}
-        if len(complete) == len(results.four_formats):
-            found[rate] = complete
-    return found
 
 
 def polarisation_table(results: Results) -> Table:
@@ -315,8 +277,8 @@ def polarisation_table(results: Results) -> Table:
             body.append(
                 (
                     f"{model}, {weight}",
-                    _spread([100 * mass[0] for mass in masses], ".1f"),
-                    _spread([100 * mass[-1] for mass in masses], ".1f"),
+                    spread_text([100 * mass[0] for mass in masses], ".1f"),
+                    spread_text([100 * mass[-1] for mass in masses], ".1f"),
                 )
             )
     head = ("dense model", "near-zero mass at the start, %", "at the end, %")
@@ -338,27 +300,34 @@ def effort_table(results: Results) -> Table:
                 f"{one.tokens_per_weight:.1f}",
                 f"{one.epochs:.2f}",
                 f"{statistics.median(row.tokens_per_second for row in rows):,.0f}",
+                _share_used(results, rows),
                 f"{sum(row.seconds for row in rows) / 60:.0f}",
             )
         )
-    tokens = ("tokens a run", "tokens per weight", "epochs", "tokens/s")
+    tokens = ("tokens a run", "tokens per weight", "epochs", "tokens/s", "of the product rate")
     head = ("model", "runs", "steps", *tokens, "minutes")
-    return Table(head, body)
+    note = (
+        "Of the product rate: operations a second of the model (dense products, forward and backward) "
+        "over those of large matrix products of the same type on as many threads."
+    )
+    return Table(head, body, notes=[note])
 
 
-def _perplexity(rows: Mapping[int, ResultRow]) -> str:
-    return _spread([row.perplexity for row in rows.values()], ".2f")
+def _share_used(results: Results, rows: Sequence[ResultRow]) -> str:
+    shares = []
+    for row in rows:
+        if rate := results.product_rate(row):
+            vocab = results.setting["data"]["train"].get("vocab_size")
+            length = row.config["sequence_length"]
+            operations = flops_per_token(PRESETS[row.model], length, vocab)
+            shares.append(operations * row.tokens_per_second / rate)
+    return f"{100 * statistics.median(shares):.1f} %" if shares else NOTHING
 
 
 def _increase(results: Results, format: str) -> str:
     if format.endswith("-8:8"):
         return NOTHING
-    return _spread([100 * (value - 1) for value in results.relative(format).values()], "+.1f")
-
-
-def _spread(values: Iterable[float], form: str) -> str:
-    known = tuple(value for value in values if not math.isnan(value))
-    return _text(Spread(known) if known else None, form)
+    return spread_text([100 * (value - 1) for value in results.relative(format).values()], "+.1f")
 
 
 def _text(spread: Spread | None, form: str) -> str:

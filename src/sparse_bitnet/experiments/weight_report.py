@@ -104,10 +104,12 @@ def weight_page(checkpoints: Sequence[CheckpointWeights], pattern: NMPattern) ->
         Figure("histogram", histograms, "All block weights; shaded: near zero."),
         Section(f"Magnitudes and {pattern} thresholds (figure 7)"),
         *_thresholds(checkpoints, pattern),
-        Section("Layer by layer"),
+        Section("Layer by layer (figure 1)"),
         Figure(
             "layer-profile",
-            layer_profile([(c.label, c.weight, c.layers) for c in checkpoints]),
+            layer_profile(
+                [(c.label, c.weight, [x.near_zero_mass for x in c.layers]) for c in checkpoints]
+            ),
             "Near-zero mass of every layer: the share of its weights that round to the code 0.",
         ),
     ]

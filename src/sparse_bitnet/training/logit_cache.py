@@ -85,8 +85,10 @@ class LogitCache:
         """Of all parts together."""
         return self.windows * self.length * self.bytes_per_token
 
-    def fill(self, teacher: Teacher, batch: int, progress: OnProgress | None = None) -> None:
-        """Write the parts that are missing.
+    def fill(
+        self, teacher: Teacher, batch: int, progress: OnProgress = lambda done, total: None
+    ) -> None:
+        """Write the parts that are missing; `progress` counts tokens.
 
         Raises `UserError` where the teacher's logits are not finite, or the disk is full.
         """
@@ -98,6 +100,7 @@ class LogitCache:
             values: list[np.ndarray] = []
             for start in range(first, last, batch):
                 top = self._top(teacher, start, min(last, start + batch))
+                progress(min(last, start + batch) * self.length, self.windows * self.length)
                 ids.append(top[0])
                 values.append(top[1])
             content = b"".join(array.tobytes() for array in (*ids, *values))
@@ -105,8 +108,6 @@ class LogitCache:
             self.checksums.append(zlib.crc32(content))
             text = json.dumps({**self.identity, "checksums": self.checksums}, indent=1)
             write_atomic(self.folder / MANIFEST, text + "\n")
-            if progress is not None:
-                progress(part + 1, self.parts)
 
     def verify(self) -> None:
         """Raise `UserError` for a part that is missing or damaged, and for one that is still to come."""

@@ -24,6 +24,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import write_atomic
 from sparse_bitnet.nn.convert import set_integer_forward_, set_phase_, sparse_layers
 from sparse_bitnet.nn.layer import SparseBitConfig
+from sparse_bitnet.progress import Progress
 from sparse_bitnet.training import metrics
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import (
@@ -154,7 +155,9 @@ class Trainer:
                 f"the teacher's logits, {cache.parts - len(cache.checksums)} parts to write"
             )
             teacher = Teacher(config.teacher, self.dtype, self.device, cache.vocab_size)
-            cache.fill(teacher, config.micro_batch_size or config.batch_size)
+            with Progress(plain_lines=10) as progress:
+                line = progress.line("teacher's logits", "tokens")
+                cache.fill(teacher, config.micro_batch_size or config.batch_size, line)
         cache.verify()
 
     def _build_model(self, meta: bool = False) -> "PreTrainedModel":

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of what the paper leaves open: learning rates, its code's recipe, where near-zero mass falls."""
+
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from sparse_bitnet.experiments.cells import model_label
+from sparse_bitnet.experiments.claims import cost_estimate
+from sparse_bitnet.experiments.rate_runs import IDEAS, published_recipe
+from sparse_bitnet.experiments.result_row import ResultRow
+from sparse_bitnet.experiments.results import Results
+from sparse_bitnet.experiments.scales import DENSE_PATTERN
+from sparse_bitnet.experiments.spread import percent_over, perplexities, spread_text
+from sparse_bitnet.experiments.table import NOTHING, Table
+
+_DENSE = tuple(f"{weight}-{DENSE_PATTERN}" for weight in ("full", "ternary"))
+
+BySeed = Mapping[int, ResultRow]
+
+
+def search_table(results: Results) -> Table | None:
+    """Perplexity of the four models at each learning rate tried, and the one that all share."""
+    tried = {format: _tried(results, format) for format in results.four_formats}
+    rates = sorted(set().union(*tried.values()))
+    if len(rates) < 2:
+        return None
+    body = []
+    for rate in rates:
+        first = {format: found[rate][0] for format, found in tried.items() if rate in found}
+        losses = [first[format].loss for format in _DENSE if format in first]
+        body.append(
+            (
+                f"{rate:g}{' (used)' * (rate == results.learning_rate)}",
+                *(f"{first[f].perplexity:.2f}" if f in first else NOTHING for f in tried),
+                f"{statistics.fmean(losses):.4f}" if len(losses) == len(_DENSE) else NOTHING,
+            )
+        )
+    note = (
+        f"Seed 0 of {results.main}, as many steps as all its runs. Every other table but the next uses "
+        "one rate for all models, as the paper does."
+    )
+    head = ("learning rate", *map(_label, tried), "mean loss of the dense two")
+    return Table(head, body, notes=[note])
+
+
+def own_rates_table(results: Results) -> Table | None:
+    """Table 2 at the main size with the best of the rates tried for each model by itself."""
+    tried = {format: _tried(results, format) for format in results.four_formats}
+    if min(map(len, tried.values())) < 2:
+        return None
+    best = {
+        format: min(found, key=lambda rate: found[rate][0].loss) for format, found in tried.items()
+    }
+    own = {format: found[best[format]] for format, found in tried.items()}
+    body = []
+    for format, rows in own.items():
+        edge = "" if min(tried[format]) < best[format] < max(tried[format]) else ", the outermost"
+        dense = own[f"{format.partition('-')[0]}-{DENSE_PATTERN}"]
+        change = NOTHING if dense is rows else percent_over(rows, dense, "+.1f")
+        body.append((_label(format), f"{best[format]:g}{edge}", perplexities(rows), change))
+    cost = cost_estimate(own)
+    notes = [f"Full minus ternary: {cost.text('+.2f', 'points')}."] if cost.values else []
+    return Table(("model", "best rate", "PPL", "Δ %"), body, notes=notes)
+
+
+def recipe_table(results: Results) -> Table | None:
+    """The four models with what the published code does otherwise, one thing at a time."""
+    steps = results.setting["sizes"][results.main]
+    changes = {"ours": {}, **published_recipe(results.setting["recipe"], steps)}
+    body = []
+    for name, changed in changes.items():
+        rows = {f: results.by_seed(f, **changed) for f in results.four_formats}
+        if not any(rows.values()):
+            continue
+        line = [name]
+        for weight in ("full", "ternary"):
+            dense, sparse = (rows[f] for f in results.four_formats if f.startswith(weight))
+            line += [perplexities(dense), perplexities(sparse), percent_over(sparse, dense, "+.1f")]
+        body.append(line)
+    head = ("dense PPL", f"{results.setting['pattern']} PPL", "Δ %")
+    groups = [("full", 3), ("ternary", 3)]
+    return Table(("recipe", *head, *head), body, groups=groups) if len(body) > 1 else None
+
+
+def near_zero_table(results: Results) -> Table | None:
+    """Near-zero mass of the dense models over learning rate and initial distribution."""
+    body: list[list[str]] = []
+    falls: list[str] = []
+    rises: list[str] = []
+    for initial in ("normal", "uniform"):
+        found = {f: _tried(results, f, initial_weights=initial) for f in _DENSE}
+        for rate in sorted(set().union(*found.values())):
+            line = [f"{initial}, {rate:g}"]
+            for format, tried in found.items():
+                masses = [results.weights(row)["overall"] for row in tried.get(rate, {}).values()]
+                changes = [100 * (mass[-1] - mass[0]) for mass in masses]
+                line += [spread_text((100 * m[0] for m in masses), ".1f")]
+                line += [spread_text(changes, "+.2f")]
+                if format == _DENSE[1] and changes:
+                    (falls if max(changes) < 0 else rises if min(changes) > 0 else []).append(
+                        line[0]
+                    )
+            body.append(line)
+    if len(body) < 2:
+        return None
+    head = ("at the start, %", "change, points")
+    note = (
+        f"For every seed the ternary model's mass falls, as the paper says, at: {_list(falls)}. "
+        f"It rises at: {_list(rises)}."
+    )
+    return Table(
+        ("initial weights, learning rate", *head, *head),
+        body,
+        groups=[("full", 2), ("ternary", 2)],
+        notes=[note],
+    )
+
+
+def ideas_table(results: Results) -> Table | None:
+    """What the paper does not use, against what it does; None without a run of these."""
+    base = results.by_seed(IDEAS["the paper's"])
+    body = []
+    for name, format in IDEAS.items():
+        if rows := results.by_seed(format):
+            change = NOTHING if name == "the paper's" else percent_over(rows, base)
+            zeros = spread_text((100 * row.zero_fraction for row in rows.values()), ".1f")
+            body.append((name, format, perplexities(rows), change, zeros))
+    head = ("idea", "format", "PPL", "% over the paper's", "zeros, %")
+    return Table(head, body) if len(body) > 1 else None
+
+
+def _tried(results: Results, format: str, **changes: Any) -> dict[float, BySeed]:
+    """Runs of the main size by learning rate, of rates that seed 0 has."""
+    rates = {row.config["learning_rate"] for row in results.rows if row.variant == format}
+    found = {rate: results.by_seed(format, learning_rate=rate, **changes) for rate in rates}
+    return {rate: rows for rate, rows in found.items() if 0 in rows}
+
+
+def _label(format: str) -> str:
+    return model_label(*format.split("-"))
+
+
+def _list(names: list[str]) -> str:
+    return "; ".join(names) or "none"
