@@ -13,6 +13,9 @@ from one_process import run_commands
 from packed_models import make_packed
 from serving_thread import TEMPLATE
 from sparse_bitnet.cli.main import OF_TRAIN
+from sparse_bitnet.data.tokenizer import train_tokenizer
+from sparse_bitnet.export.export_checkpoint import export
+from sparse_bitnet.export.export_config import ExportConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -61,6 +64,9 @@ def test_a_packed_model_runs_without_torch_and_other_commands_say_what_they_need
     numbers.decoder = decoders.Fuse()
     numbers.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
+    train_tokenizer(["some text " * 100], 257).save_pretrained(folder.parent / "trained")
+    export(folder.parent / "trained", tmp_path / "gguf", ExportConfig(format="gguf-tq2_0"))
+    (file,) = (tmp_path / "gguf").glob("*.gguf")
     few = ["--threads", "1", "--weight-format", "i2"]
     bench = ["--model", "packed", "--rounds", "1", "--steps", "1", "--quick", *few]
     runs = [
@@ -71,6 +77,8 @@ def test_a_packed_model_runs_without_torch_and_other_commands_say_what_they_need
         ["chat", "packed", "--max-tokens", "3", *few],
         ["serve", "packed", "--port", "0", *few],
         ["plan"],
+        ["import", str(file), "imported", "--packed", "auto", "--embeddings", "int8"],
+        ["generate", "imported", "--prompt", "some text", "--max-tokens", "3", *few],
     ]
     refused = [
         ["prepare", "book.txt", "out", "--vocab-size", "300"],
@@ -79,6 +87,7 @@ def test_a_packed_model_runs_without_torch_and_other_commands_say_what_they_need
         ["pack", "run", "out"],
         ["generate", "packed", "--prompt", "x", "--engine", "transformers"],
         ["sizes"],
+        ["import", str(file), "masters"],
     ]
     (tmp_path / "book.txt").write_text("some text " * 100)
     told = run_commands(
@@ -97,4 +106,5 @@ def test_a_packed_model_runs_without_torch_and_other_commands_say_what_they_need
         assert done.code == 2, (arguments, done.errors)
         assert done.errors.count("\n") == 1, (arguments, done.errors)
         assert done.errors.endswith("pip install 'sparse-bitnet[train]'\n"), arguments
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["book.txt", "packed", "trained"]
+    left = ["book.txt", "gguf", "imported", "packed", "trained"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left

@@ -13,7 +13,9 @@ import torch
 
 from factories import tiny_config
 from packed_models import tiny_model_config, typical_error
+from sparse_bitnet.checkpoint.checkpoint import embedding_weights, linear_layers, stored_tensors
 from sparse_bitnet.checkpoint.gguf_file import GgufFile
+from sparse_bitnet.checkpoint.gguf_tokenizer import read_tokenizer
 from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.engine.engine import Engine
@@ -163,10 +165,21 @@ def test_the_weights_come_back(
     assert len(source.layers) == 14
     for layer, (_, columns) in source.layers.items():
         found = source.ternary(layer)
-        assert torch.equal(found.values(), weights[f"{layer}.weight"]), layer
+        assert np.array_equal(found.values(), weights[f"{layer}.weight"]), layer
         assert found.weight_scale.shape[1] == columns // group
     for name in source.others:
-        assert torch.equal(source.read(name), weights[name]), name
+        assert np.array_equal(source.read(name), weights[name]), name
+    skeleton: Any = source.model()
+    names = [
+        name
+        for name in stored_tensors(skeleton)
+        if name.removesuffix(".weight") not in source.layers
+    ]
+    assert source.stored == names
+    assert list(source.layers) == [
+        n for n in linear_layers(skeleton) if n not in source.dense_linears
+    ]
+    assert source.embeddings == [n for n in embedding_weights(skeleton) if n in source.others]
     for key in ("hidden_act", "rms_norm_eps", "num_key_value_heads"):
         assert source.config[key] == pytest.approx(getattr(model.config, key)), key
 
@@ -308,3 +321,42 @@ def test_a_scale_that_is_not_finite_is_named(small_file: Path, tmp_path: Path) -
     (tmp_path / "bad.gguf").write_bytes(data)
     with pytest.raises(UserError, match=r"layers\.0\.mlp\.up_proj: its weight scale is not finite"):
         import_checkpoint(tmp_path / "bad.gguf", tmp_path / "no", packed="i2")
+
+
+def _described(kind: str, tokens: list[str], **more: Any) -> dict[str, Any]:
+    types = [
+        3 if token.startswith("<|") else 4 if token.startswith("<t") else 1 for token in tokens
+    ]
+    return {"model": kind, "tokens": tokens, "token_type": types, **more}
+
+
+@pytest.mark.parametrize("pre", ["qwen2", "llama-bpe", "tekken", "gpt-2", "byte-level", "llama"])
+def test_tokenizers_are_read_as_transformers_reads_them(pre: str) -> None:
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers.integrations.gguf import convert_gguf_tokenizer
+
+    specials = ["<|endoftext|>", "<think>"]
+    if pre == "llama":
+        letters = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+        words = ["▁", *"abcdefghinot", "th", "the", "▁th", "▁the", "in", "ing", "▁a", "an", "▁an"]
+        tokens = [*letters, *words, *specials]
+        fields = _described("llama", tokens, scores=[-float(n % 17) for n in range(len(tokens))])
+    else:
+        merges = ["t h", "th e", "Ġ the", "i n", "in g", "1 2", "12 3", "Ġ a", "Ġ Ġ"]
+        tokens = [*sorted(ByteLevel.alphabet()), *(m.replace(" ", "") for m in merges), *specials]
+        fields = _described("gpt2", tokens, merges=merges, pre=pre)
+    names = {"model": "tokenizer_type", "pre": "pre_tokenizer_type"}
+    expected, _ = convert_gguf_tokenizer(
+        "llama", {names.get(key, key): value for key, value in fields.items()}
+    )
+    found = read_tokenizer(fields, "model.gguf")
+    for text in (
+        "The thing, the  inn\n\n12345 don't\t",
+        " naïve <think> Ünï<|endoftext|>ann 東京",
+        "",
+    ):
+        ids = found.encode(text, add_special_tokens=False).ids
+        assert ids == expected.encode(text, add_special_tokens=False).ids
+        for skip in (True, False):
+            decoded = expected.decode(ids, skip_special_tokens=skip)
+            assert found.decode(ids, skip_special_tokens=skip) == decoded

@@ -20,7 +20,8 @@ from sparse_bitnet.cli.main import main
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
-from sparse_bitnet.export.importer import import_checkpoint, masters_of
+from sparse_bitnet.export.importer import import_checkpoint
+from sparse_bitnet.export.masters import masters_of
 from sparse_bitnet.export.pack import pack_checkpoint
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.nn.selection import select

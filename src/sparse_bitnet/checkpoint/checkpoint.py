@@ -89,8 +89,9 @@ class Checkpoint(StoredModel):
     dtypes: dict[str, str]
     """Their types by the file's names, such as "BF16"."""
 
-    read: Callable[..., "Tensor"]
-    """(name, rows=None): one of `others`, as its own reader would use it, or a slice of its rows."""
+    read: Callable[..., Any]
+    """(name, rows=None): one of `others`, as its own reader would use it, or a slice of its rows: torch's
+    tensor, of a GGUF file an array."""
 
     master: Callable[[str], "Tensor"] | None
     """A sparse layer's trained weight; None where the checkpoint holds codes alone."""
@@ -112,6 +113,11 @@ class Checkpoint(StoredModel):
     """Of a packed one."""
 
     @cached_property
+    def stored(self) -> list[str]:
+        """Names of `others` in the order of the model."""
+        return [name for name in stored_tensors(self.model()) if name in self.others]
+
+    @cached_property
     def dense_linears(self) -> list[str]:
         """Linear layers that stay as they are: the output head, and whatever was not converted."""
         return [name for name in linear_layers(self.model()) if name not in self.layers]
@@ -121,7 +127,7 @@ class Checkpoint(StoredModel):
         """Tensors of the embedding and, where it is not tied to it, of the output head."""
         return [name for name in embedding_weights(self.model()) if name in self.others]
 
-    def pieces(self, name: str) -> Iterator["Tensor"]:
+    def pieces(self, name: str) -> Iterator[Any]:
         """A matrix of `others` as consecutive rows, at most 64 MB of float32 at a time."""
         rows, columns = self.others[name]
         step = max(1, _PIECE_VALUES // columns)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint, StoredModel, linear_layers
+from sparse_bitnet.checkpoint.model_folder import EXPORTED_FORMAT
 from sparse_bitnet.checkpoint.weight_files import WeightFiles
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import SparseBitConfig
@@ -27,9 +28,6 @@ from sparse_bitnet.packing.two_bits import (
     unpack_words,
 )
 from sparse_bitnet.pattern import NMPattern
-
-EXPORTED_FORMAT = "sparse_bitnet_format"
-"""Key of config.json under which an export remembers the training format; other readers ignore it."""
 
 
 def read(found: StoredModel) -> Checkpoint:

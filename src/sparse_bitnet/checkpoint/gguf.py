@@ -1,26 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """GGUF files with ternary weights, opened: config, names and tokenizer follow from the file's metadata.
 
-A new architecture is a row of `_ARCHITECTURES`; a new tensor a row of `_TOP` or `_BLOCK`.
+A new architecture is a row of `_ARCHITECTURES`; a new tensor a row of `_TOP` or `_BLOCK`. Neither torch
+nor transformers is needed: values are arrays.
 """
 
 import functools
 import json
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from sparse_bitnet.checkpoint.checkpoint import (
-    Checkpoint,
-    StoredModel,
-    linear_layers,
-    stored_tensors,
-)
+from sparse_bitnet.checkpoint.checkpoint import Checkpoint, StoredModel
 from sparse_bitnet.checkpoint.gguf_file import GgufFile
+from sparse_bitnet.checkpoint.gguf_tokenizer import read_tokenizer
 from sparse_bitnet.checkpoint.load import skeleton
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import SparseBitConfig
@@ -36,38 +34,43 @@ class _Architecture(NamedTuple):
     """transformers' name."""
     fields: dict[str, Any]
     """Of config.json, what the metadata does not say."""
+    norms: tuple[str, ...] = ()
+    """Those of a block that not every model has."""
     rotates_neighbours: bool = False
     """Rows of q and k are in an order in which neighbours rotate; in transformers halves of a head do."""
 
 
 _SILU: dict[str, Any] = {"hidden_act": "silu"}
 _RELU2 = {"hidden_act": "relu2"}
+_HEAD_NORMS, _SUB_NORMS = ("attn_q_norm", "attn_k_norm"), ("attn_sub_norm", "ffn_sub_norm")
 _ARCHITECTURES = {
     "qwen2": _Architecture("qwen2", _SILU),
-    "qwen3": _Architecture("qwen3", _SILU),
+    "qwen3": _Architecture("qwen3", _SILU, _HEAD_NORMS),
     "llama": _Architecture("llama", _SILU, rotates_neighbours=True),
-    "bitnet": _Architecture("bitnet", _SILU),
-    "bitnet-25": _Architecture("bitnet", _RELU2),
-    "bitnet-b1.58": _Architecture("bitnet", _RELU2),
+    "bitnet": _Architecture("bitnet", _SILU, _SUB_NORMS),
+    "bitnet-25": _Architecture("bitnet", _RELU2, _SUB_NORMS),
+    "bitnet-b1.58": _Architecture("bitnet", _RELU2, _SUB_NORMS),
 }
 """The file's name -> the model that it is."""
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_TABLES = ("model.embed_tokens", "lm_head")
 _BLOCK = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_sub_norm": "self_attn.attn_sub_norm",
-    "ffn_sub_norm": "mlp.ffn_sub_norm",
+    "attn_q": ("self_attn.q_proj", "queries", "hidden"),
+    "attn_k": ("self_attn.k_proj", "keys", "hidden"),
+    "attn_v": ("self_attn.v_proj", "keys", "hidden"),
+    "attn_output": ("self_attn.o_proj", "hidden", "queries"),
+    "attn_q_norm": ("self_attn.q_norm", "head"),
+    "attn_k_norm": ("self_attn.k_norm", "head"),
+    "attn_sub_norm": ("self_attn.attn_sub_norm", "queries"),
+    "ffn_gate": ("mlp.gate_proj", "intermediate", "hidden"),
+    "ffn_up": ("mlp.up_proj", "intermediate", "hidden"),
+    "ffn_down": ("mlp.down_proj", "hidden", "intermediate"),
+    "ffn_sub_norm": ("mlp.ffn_sub_norm", "intermediate"),
+    "attn_norm": ("input_layernorm", "hidden"),
+    "ffn_norm": ("post_attention_layernorm", "hidden"),
 }
+"""Tensors of a block, in the order of transformers' models: its name and shape there."""
 _SCALES = ("scale", "weight_scale")
 """Ends of tensors that multiply a whole matrix, beside it."""
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -106,6 +109,23 @@ def read(found: StoredModel) -> Checkpoint:
     return _Opened(found.folder).checkpoint(found)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _GgufCheckpoint(Checkpoint):
+    """Whose names follow from the tables above: no model is built for them."""
+
+    @cached_property
+    def stored(self) -> list[str]:
+        return list(self.others)
+
+    @cached_property
+    def dense_linears(self) -> list[str]:
+        return ["lm_head"]
+
+    @cached_property
+    def embeddings(self) -> list[str]:
+        return [f"{name}.weight" for name in _TABLES if f"{name}.weight" in self.others]
+
+
 class _Opened:
     def __init__(self, path: Path) -> None:
         self.file = GgufFile(path)
@@ -117,30 +137,30 @@ class _Opened:
         self.architecture = _ARCHITECTURES[self.name]
         self.names = self._names()
         self.config = self._config()
-        self.shapes = {name: self.file.tensors[stored].shape for name, stored in self.names.items()}
 
     def checkpoint(self, found: StoredModel) -> Checkpoint:
-        model = found.model()
-        layers = self._layers(model)
-        wanted = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model).items()}
-        for name, shape in wanted.items():
-            own = self.shapes.get(name)
-            if own is None:
+        wanted: dict[str, tuple[int, ...]] = {}
+        for name, shape in self._wanted():
+            if name not in self.names:
                 raise UserError(f"{self.file.path} lacks a tensor for {name}: it is incomplete")
+            own = self.file.tensors[self.names[name]].shape
             if own != shape:
                 raise UserError(
                     f"{self.file.path}: tensor {self.names[name]} is {list(own)}, its metadata asks "
                     f"{list(shape)}"
                 )
+            wanted[name] = shape
         if unknown := sorted(self.names.keys() - wanted.keys()):
             # Zeros stand for biases that the model does not have.
             raise UserError(
                 f"{self.file.path}: tensor {self.names[unknown[0]]} is no part of {self.name} here"
             )
-        internal = {f"{layer}.weight" for layer in layers}
-        others = {name: shape for name, shape in wanted.items() if name not in internal}
+        layers = self._layers(wanted)
+        others = {
+            name: s for name, s in wanted.items() if name.removesuffix(".weight") not in layers
+        }
         kinds = {self.file.type_name(self.names[f"{layer}.weight"]) for layer in layers}
-        return Checkpoint(
+        return _GgufCheckpoint(
             **vars(found),
             tool=f"GGUF {'/'.join(sorted(kinds))}",
             format=SparseBitConfig(pattern=NMPattern(8, 8)),
@@ -154,11 +174,40 @@ class _Opened:
             write_tokenizer=self.write_tokenizer,
         )
 
-    def read(self, name: str, part: slice = slice(None)) -> Tensor:
+    def _wanted(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of a model of this config, in transformers' order."""
+        config, heads = self.config, self.config["num_attention_heads"]
+        head = config.get("head_dim", config["hidden_size"] // heads)
+        sizes = {
+            "hidden": config["hidden_size"],
+            "intermediate": config["intermediate_size"],
+            "queries": heads * head,
+            "keys": config["num_key_value_heads"] * head,
+            "head": head,
+        }
+        has_bias = config["attention_bias"] or config["model_type"] == "qwen2"
+        biased = {"attn_q", "attn_k", "attn_v"} if has_bias else set()
+        if has_bias and config["model_type"] != "qwen2":
+            biased.add("attn_output")
+        table = (config["vocab_size"], config["hidden_size"])
+        yield f"{_TABLES[0]}.weight", table
+        for layer in range(config["num_hidden_layers"]):
+            for part, (name, *shape) in _BLOCK.items():
+                if part in _HEAD_NORMS + _SUB_NORMS and part not in self.architecture.norms:
+                    continue
+                full = f"model.layers.{layer}.{name}"
+                yield f"{full}.weight", tuple(sizes[size] for size in shape)
+                if part in biased:
+                    yield f"{full}.bias", (sizes[shape[0]],)
+        yield "model.norm.weight", (config["hidden_size"],)
+        if not config["tie_word_embeddings"]:
+            yield f"{_TABLES[1]}.weight", table
+
+    def read(self, name: str, part: slice = slice(None)) -> np.ndarray:
         """One of the other tensors, or some of its rows, float32."""
         if self._turned(name):
-            return torch.from_numpy(self._in_halves(name, self.file.floats(self.names[name])))[part]
-        return torch.from_numpy(self.file.floats(self.names[name], part))
+            return self._in_halves(name, self.file.floats(self.names[name]))[part]
+        return self.file.floats(self.names[name], part)
 
     def ternary(self, layer: str) -> TernaryWeight:
         stored = self.names[f"{layer}.weight"]
@@ -168,10 +217,11 @@ class _Opened:
             if self._turned(f"{layer}.weight"):
                 codes = self._in_halves(layer, codes)
                 scales = self._in_halves(layer, scales) if len(scales) > 1 else scales
-            found = with_fewest_scales(torch.from_numpy(codes), torch.from_numpy(scales), layer)
+            found = with_fewest_scales(codes, scales, layer)
             # The products are float32; what came as float16 is stored as it came.
-            as_half = found.weight_scale.half()
-            if found.weight_scale.dim() and torch.equal(as_half.float(), found.weight_scale):
+            with np.errstate(over="ignore"):
+                as_half = found.weight_scale.astype(np.float16)
+            if as_half.ndim and np.array_equal(as_half, found.weight_scale):
                 found = found._replace(weight_scale=as_half)
             return found
         floats = ternary_of_floats(self.read(f"{layer}.weight"), layer)
@@ -188,21 +238,7 @@ class _Opened:
             for key, value in self.file.metadata.items()
             if key.startswith("tokenizer.ggml.")
         }
-        described: dict[str, Any] = {
-            "tokenizer_type": fields.get("model"),
-            "pre_tokenizer_type": fields.get("pre"),
-            **{
-                key: fields[key]
-                for key in ("tokens", "scores", "token_type", "merges")
-                if key in fields
-            },
-        }
-        try:
-            from transformers.integrations.gguf import convert_gguf_tokenizer
-
-            tokenizer, _ = convert_gguf_tokenizer(self.name, described)
-        except Exception as error:  # of values that make none, anything
-            raise UserError(f"{self.file.path}: its tokenizer cannot be read ({error})") from error
+        tokenizer = read_tokenizer(fields, str(self.file.path))
         tokens = fields["tokens"]
         special = {
             f"{name}_token": tokens[index]
@@ -235,32 +271,34 @@ class _Opened:
         for stored in self.file.tensors:
             base, _, end = stored.rpartition(".")
             block = re.fullmatch(r"blk\.(\d+)\.(\w+)", base)
-            table, key = (_BLOCK, block[2]) if block else (_TOP, base)
-            if stored == _ROPE_FACTORS or (end in _SCALES and key in table):
+            key = block[2] if block else base
+            ours = _BLOCK.get(key, (None,))[0] if block else _TOP.get(key)
+            if stored == _ROPE_FACTORS or (end in _SCALES and ours):
                 continue
-            if key not in table or end not in ("weight", "bias"):
+            if ours is None or end not in ("weight", "bias"):
                 raise UserError(
                     f"{self.file.path}: tensor {stored} is not covered; `--engine transformers` may "
                     "run the model that this file was made from"
                 )
             prefix = f"model.layers.{int(block[1])}." if block else ""
-            names[f"{prefix}{table[key]}.{end}"] = stored
+            names[f"{prefix}{ours}.{end}"] = stored
         return names
 
-    def _layers(self, model: "PreTrainedModel") -> dict[str, tuple[int, int]]:
+    def _layers(self, wanted: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
         layers = {}
-        for name, module in linear_layers(model).items():
-            stored = self.names.get(f"{name}.weight")
-            if stored is None or name == "lm_head":
+        for name, shape in wanted.items():
+            layer = name.removesuffix(".weight")
+            if len(shape) != 2 or layer in _TABLES:
                 continue
+            stored = self.names[name]
             if self.file.block_type(stored) is None:
-                first = torch.from_numpy(self.file.floats(stored, slice(0, _LOOKED_AT)))
-                if ternary_of_floats(first, name) is None:
+                first = self.file.floats(stored, slice(0, _LOOKED_AT))
+                if ternary_of_floats(first, layer) is None:
                     raise UserError(
                         f"{self.file.path}: tensor {stored} is {self.file.type_name(stored)} and not "
                         "ternary; llama.cpp runs such files"
                     )
-            layers[name] = (module.out_features, module.in_features)
+            layers[layer] = (shape[0], shape[1])
         if not layers:
             raise UserError(f"{self.file.path} has no ternary layer")
         return layers
@@ -282,8 +320,8 @@ class _Opened:
         return np.ascontiguousarray(by_head.swapaxes(1, 2)).reshape(values.shape)
 
     def _config(self) -> dict[str, Any]:
-        heads = self._number("attention.head_count")
-        hidden = self._number("embedding_length")
+        heads = self._size("attention.head_count")
+        hidden = self._size("embedding_length")
         embedding = self.file.tensors.get("token_embd.weight")
         if embedding is None:
             raise UserError(f"{self.file.path} lacks token_embd.weight: it is incomplete")
@@ -291,11 +329,11 @@ class _Opened:
             "model_type": self.architecture.model_type,
             **self.architecture.fields,
             "hidden_size": hidden,
-            "intermediate_size": self._number("feed_forward_length"),
-            "num_hidden_layers": self._number("block_count"),
+            "intermediate_size": self._size("feed_forward_length"),
+            "num_hidden_layers": self._size("block_count"),
             "num_attention_heads": heads,
-            "num_key_value_heads": self._number("attention.head_count_kv", heads),
-            "max_position_embeddings": self._number("context_length"),
+            "num_key_value_heads": self._size("attention.head_count_kv", heads),
+            "max_position_embeddings": self._size("context_length"),
             "rms_norm_eps": self._number("attention.layer_norm_rms_epsilon"),
             "vocab_size": embedding.shape[0],
             "tie_word_embeddings": "output.weight" not in self.file.tensors,
@@ -305,7 +343,7 @@ class _Opened:
             "eos_token_id": self.file.metadata.get("tokenizer.ggml.eos_token_id"),
         }
         if self.architecture.model_type in ("qwen3", "llama"):
-            config["head_dim"] = self._number("attention.key_length", hidden // max(1, heads))
+            config["head_dim"] = self._size("attention.key_length", hidden // max(1, heads))
         return config
 
     def _rope(self) -> dict[str, Any]:
@@ -341,6 +379,12 @@ class _Opened:
         raise UserError(
             f"{self.file.path}: the factors in {_ROPE_FACTORS} are of no rope that is covered"
         )
+
+    def _size(self, key: str, default: int | None = None) -> int:
+        value = self._number(key, default)
+        if not isinstance(value, int):
+            raise UserError(f"{self.file.path}: {self.name}.{key} is {value!r}, not a whole number")
+        return value
 
     def _number(self, key: str, default: float | None = None) -> Any:
         value = self.file.metadata.get(f"{self.name}.{key}", default)

@@ -2,7 +2,7 @@
 """A GGUF file, read without trust: its metadata and where its tensors lie, values of any type.
 
 The gguf package's reader knows none of the ternary types of llama.cpp's relatives and refuses such files
-whole; its dequantisers serve here for all that is not ternary.
+whole; its dequantisers serve here for all that is neither ternary nor plain nor Q8_0.
 """
 
 import math
@@ -30,7 +30,8 @@ _FLOATS: dict[int, np.dtype] = {
     30: np.dtype("<u2"),
     28: np.dtype("<f8"),
 }
-_BF16 = 30
+_BF16, _Q8_0 = 30, np.dtype([("scale", "<f2"), ("codes", "i1", 32)])
+_NAMES = {0: "F32", 1: "F16", 8: "Q8_0", 28: "F64", 30: "BF16"}
 
 
 @dataclass(frozen=True)
@@ -97,9 +98,11 @@ class GgufFile:
         block = self.block_type(name)
         if block is not None:
             return block.name
+        type_id = self.tensors[name].type_id
+        if type_id in _NAMES:
+            return _NAMES[type_id]
         from gguf import GGMLQuantizationType
 
-        type_id = self.tensors[name].type_id
         known = {int(each): each.name for each in GGMLQuantizationType}
         return known.get(type_id, f"type {type_id}")
 
@@ -124,6 +127,10 @@ class GgufFile:
             if entry.type_id == _BF16:
                 values = (values.astype(np.uint32) << 16).view(np.float32)
             return values.astype(np.float32).reshape(shape)
+        if entry.type_id == 8 and row_values % 32 == 0:
+            size = row_values // 32 * _Q8_0.itemsize
+            blocks = self._bytes(name, first * size, (last - first) * size).view(_Q8_0)
+            return (blocks["codes"] * blocks["scale"][:, None].astype(np.float32)).reshape(shape)
         if (block := self.block_type(name)) is not None:
             codes, scales = self.codes(name, block)
             runs = codes.reshape(rows, -1, block.codes)[part]

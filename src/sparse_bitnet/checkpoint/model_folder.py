@@ -16,6 +16,8 @@ from sparse_bitnet.errors import UserError
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
+EXPORTED_FORMAT = "sparse_bitnet_format"
+"""Key of config.json under which an export remembers the training format; other readers ignore it."""
 
 _LARGEST = {name: 128 << 20 for name in ("tokenizer.json", "vocab.json", "merges.txt", INDEX_FILE)}
 _LARGEST_OTHER = 16 << 20

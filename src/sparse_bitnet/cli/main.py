@@ -43,7 +43,7 @@ OF_TRAIN = (
 """What `pip install 'sparse-bitnet[train]'` adds; running a packed model needs none of it."""
 
 ONLY_WITH_TRAIN = (
-    *("quickstart", "prepare", "train", "pack", "export", "import"),
+    *("quickstart", "prepare", "train", "pack", "export"),
     *("sizes", "reproduce", "report", "analyze"),
 )
 """Commands that always need it; others where their checkpoint or their options do."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The paper's five tasks on data sets that lie in a folder: lm-eval's own tasks on local data.
 
 A data set lies as it was downloaded, `hf download Rowan/hellaswag --repo-type dataset --local-dir

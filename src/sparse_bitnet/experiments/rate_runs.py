@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs beside the paper's own: learning rates, its published recipe, near-zero mass, ideas."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One finished run: what is kept of it, as a line of results.jsonl."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One training run of an experiment: its whole config, and its name. Free of torch.
 
 A run that several experiments ask for is one run: its name is a readable prefix and a hash of its

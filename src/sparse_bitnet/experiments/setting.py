@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all results of one folder have in common: scale, sizes, recipe, text and precision."""
 
 import dataclasses

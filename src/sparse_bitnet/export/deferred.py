@@ -5,12 +5,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from sparse_bitnet.packing.tensor_file import ITEM_BYTES
 from sparse_bitnet.packing.tensor_writer import TensorFileWriter, TensorSpec
 from sparse_bitnet.progress import OnProgress
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,7 @@ class DeferredTensors:
     """Tensors that come out of one computation, for example packed codes and their scale."""
 
     specs: tuple[TensorSpec, ...]
-    make: Callable[[], Sequence[Tensor]]
+    make: "Callable[[], Sequence[Tensor]]"
     """Returns tensors in the order and of the types and shapes of `specs`."""
 
 

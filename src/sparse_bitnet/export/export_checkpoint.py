@@ -18,7 +18,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.export import compressed_tensors, dense, gguf, hf_bitnet
 from sparse_bitnet.export.deferred import DeferredTensors
 from sparse_bitnet.export.export_config import ExportConfig
-from sparse_bitnet.export.hf_folder import write_folder
+from sparse_bitnet.export.hf_folder import check_new_folder, write_folder
 from sparse_bitnet.export.model_card import gguf_file_name, model_card
 from sparse_bitnet.export.readers import absent_reader
 from sparse_bitnet.export.verify import Verification, verify
@@ -113,16 +113,6 @@ def export(
         warning=_warning(source, config),
         verification=verification,
     )
-
-
-def check_new_folder(out: str | Path) -> Path:
-    """`out` as a path. Raises `UserError` when something is there: an export replaces nothing."""
-    out = Path(out)
-    if out.suffix == ".gguf":
-        raise UserError(f"{out}: give a folder, which gets the .gguf file and a model card")
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError(f"{out} exists already; choose another folder or remove it")
-    return out
 
 
 def write(

@@ -5,19 +5,23 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Union
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
-from sparse_bitnet.checkpoint.foreign import EXPORTED_FORMAT
-from sparse_bitnet.checkpoint.model_folder import read_json, read_json_if_there
+from sparse_bitnet.checkpoint.model_folder import (
+    EXPORTED_FORMAT,
+    read_json,
+    read_json_if_there,
+)
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.deferred import DeferredTensors, write_safetensors
 from sparse_bitnet.files import atomic_folder
 from sparse_bitnet.packing.tensor_writer import TensorSpec
 from sparse_bitnet.progress import OnProgress
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 _AS_THEY_ARE = (
     "tokenizer.json",
@@ -31,6 +35,16 @@ _AS_THEY_ARE = (
 
 LayerTensors = Callable[[str, tuple[int, int]], DeferredTensors]
 """(layer name, [out_features, in_features]) -> what stands for the layer's weight."""
+
+
+def check_new_folder(out: str | Path) -> Path:
+    """`out` as a path. Raises `UserError` when something is there: an export replaces nothing."""
+    out = Path(out)
+    if out.suffix == ".gguf":
+        raise UserError(f"{out}: give a folder, which gets the .gguf file and a model card")
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UserError(f"{out} exists already; choose another folder or remove it")
+    return out
 
 
 def require_ternary_int8(source: Checkpoint, target: str) -> None:
@@ -47,7 +61,7 @@ def require_ternary_int8(source: Checkpoint, target: str) -> None:
 
 
 def plan_tensors(
-    source: Checkpoint, dtype: torch.dtype, layer_tensors: LayerTensors
+    source: Checkpoint, dtype: "torch.dtype", layer_tensors: LayerTensors
 ) -> Iterator[DeferredTensors]:
     """Every tensor of the export: sparse layers by `layer_tensors`, the rest cast to `dtype`."""
     for layer, sizes in source.layers.items():
@@ -57,9 +71,9 @@ def plan_tensors(
 
 
 def _cast(
-    source: Checkpoint, name: str, shape: tuple[int, ...], dtype: torch.dtype
+    source: Checkpoint, name: str, shape: tuple[int, ...], dtype: "torch.dtype"
 ) -> DeferredTensors:
-    def make() -> Sequence[Tensor]:
+    def make() -> "Sequence[Tensor]":
         return (source.read(name).to(dtype),)
 
     return DeferredTensors((TensorSpec(name, dtype, shape),), make)
@@ -70,7 +84,7 @@ def write_folder(
     source: Checkpoint,
     tensors: Sequence[DeferredTensors],
     *,
-    dtype: torch.dtype,
+    dtype: "torch.dtype",
     quantization_config: dict[str, Any] | None,
     model_card: str,
     on_progress: OnProgress | None = None,
@@ -90,12 +104,18 @@ def write_folder(
         (folder / "README.md").write_text(model_card, encoding="utf-8")
 
 
-def with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+def with_dtype(config: dict[str, Any], dtype: Union["torch.dtype", str]) -> dict[str, Any]:
     """A config.json without quantization that says `dtype`, under the one of its two names that readers
     look at first."""
     dropped = ("torch_dtype", "quantization_config")
     others = {key: value for key, value in config.items() if key not in dropped}
     return others | {"dtype": str(dtype).removeprefix("torch.")}
+
+
+def plain_config(config: dict[str, Any]) -> dict[str, Any]:
+    """A config.json of float32 without quantization, that of an export as before it."""
+    config = {key: value for key, value in config.items() if key != EXPORTED_FORMAT}
+    return with_dtype(config, "float32")
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:

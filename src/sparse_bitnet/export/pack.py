@@ -9,6 +9,8 @@ model.safetensors   <layer>.weight_packed  uint8 [rows, row_bytes], of nm-zstd [
                     biases, norms and linears that were left dense, as they were
 config.json         the model's, with quant_method "sparse_bitnet_packed"
 tokenizer and generation files, copied
+
+Importing this module imports no torch: what comes as arrays is packed without it.
 """
 
 import json
@@ -17,9 +19,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.checkpoint.locate import TRAINED_CONTEXT
@@ -27,9 +29,9 @@ from sparse_bitnet.checkpoint.open_checkpoint import open_ternary
 from sparse_bitnet.checkpoint.packed import MODEL_FILE
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import atomic_folder
-from sparse_bitnet.ops.quantize_int8 import quantize_int8
 from sparse_bitnet.packing.codec import pack
 from sparse_bitnet.packing.formats import (
+    SCALE_FLOOR,
     auto_format,
     check_format,
     check_layout,
@@ -166,10 +168,10 @@ def _write_tensors(
             codes, weight_scale = checkpoint.ternary(name)
             packed = pack(codes, metadata.packed_format, metadata.pattern, name=name)
             writer.write(f"{name}.weight_packed", [packed], tuple(packed.shape))
-            scales = weight_scale if weight_scale.dim() else weight_scale.view(1)
+            scales = weight_scale if weight_scale.shape else weight_scale.reshape(1)
             shape = tuple(scales.shape)
-            writer.write(f"{name}.weight_scale", [scales.contiguous()], shape, scales.dtype)
-            weight_bytes += packed.numel() + scales.nbytes
+            writer.write(f"{name}.weight_scale", [scales], shape, scales.dtype)
+            weight_bytes += packed.nbytes + scales.nbytes
             done += rows * in_features
             if progress is not None:
                 progress(done, total)
@@ -185,40 +187,55 @@ def _write_embedding(
 ) -> int:
     rows, columns = checkpoint.others[name]
     if embeddings == "int8":
-        scales: list[Tensor] = []
+        scales: list[np.ndarray] = []
         writer.write(name, _int8_pieces(checkpoint.pieces(name), scales))
         writer.write(f"{name}_scale", scales)
         return rows * (columns + 4)
-    dtype = torch.bfloat16 if embeddings == "bf16" else torch.float32
-    writer.write(name, (piece.to(dtype) for piece in checkpoint.pieces(name)))
-    return rows * columns * dtype.itemsize
+    stored = _rounded if embeddings == "bf16" else _floats
+    writer.write(name, (stored(piece) for piece in checkpoint.pieces(name)))
+    return rows * columns * (2 if embeddings == "bf16" else 4)
 
 
-def _int8_pieces(pieces: Iterator[Tensor], scales: list[Tensor]) -> Iterator[Tensor]:
-    """int8 codes [rows, columns]; appends the float32 scales [rows, 1] to `scales`."""
+def _int8_pieces(pieces: Iterator[Any], scales: list[np.ndarray]) -> Iterator[np.ndarray]:
+    """int8 codes [rows, columns], a row's as `quantize_int8` makes a token's; appends the float32
+    scales [rows, 1] to `scales`."""
     for piece in pieces:
-        codes, scale = quantize_int8(piece)
-        scales.append(scale)
-        yield codes
+        values = _floats(piece)
+        largest = np.maximum(np.abs(values).max(-1, keepdims=True), np.float32(SCALE_FLOOR))
+        scales.append(largest / np.float32(127))
+        yield np.rint(values * (np.float32(127) / largest)).clip(-128, 127).astype(np.int8)
+
+
+def _floats(piece: Any) -> np.ndarray:
+    """A tensor's or an array's values, float32."""
+    return piece if isinstance(piece, np.ndarray) else piece.float().numpy()
+
+
+def _rounded(piece: Any) -> np.ndarray:
+    """The nearest bfloat16: its bits, as uint16."""
+    values = _floats(piece)
+    bits = values.view(np.uint32)
+    rounded = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
+    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
 
 
 def _specs(checkpoint: Checkpoint, metadata: PackedMetadata) -> Iterator[TensorSpec]:
     for name, (rows, in_features) in metadata.layers.items():
         if has_fixed_rows(metadata.packed_format):
             columns = row_bytes(metadata.packed_format, metadata.pattern, in_features)
-            yield TensorSpec(f"{name}.weight_packed", torch.uint8, (rows, columns))
+            yield TensorSpec(f"{name}.weight_packed", "uint8", (rows, columns))
         else:
-            yield TensorSpec(f"{name}.weight_packed", torch.uint8, (10**15,))
+            yield TensorSpec(f"{name}.weight_packed", "uint8", (10**15,))
         # Of several, shape and type are settled when they are written.
-        scales = (torch.float32, (1,)) if checkpoint.has_one_scale else (None, (10**15,))
+        scales = ("float32", (1,)) if checkpoint.has_one_scale else (None, (10**15,))
         yield TensorSpec(f"{name}.weight_scale", *scales)
     for name in checkpoint.embeddings:
         rows, columns = checkpoint.others[name]
         if metadata.embeddings == "int8":
-            yield TensorSpec(name, torch.int8, (rows, columns))
-            yield TensorSpec(f"{name}_scale", torch.float32, (rows, 1))
+            yield TensorSpec(name, "int8", (rows, columns))
+            yield TensorSpec(f"{name}_scale", "float32", (rows, 1))
         else:
-            dtype = torch.bfloat16 if metadata.embeddings == "bf16" else torch.float32
+            dtype = "bfloat16" if metadata.embeddings == "bf16" else "float32"
             yield TensorSpec(name, dtype, (rows, columns))
     for name in _as_stored(checkpoint):
         yield TensorSpec(name, DTYPES[checkpoint.dtypes[name]], checkpoint.others[name])

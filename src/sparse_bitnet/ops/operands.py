@@ -4,8 +4,7 @@
 import torch
 from torch import Tensor
 
-SCALE_FLOOR = 1e-5
-"""Smallest weight scale, and smallest absolute maximum of a token."""
+from sparse_bitnet.packing.formats import SCALE_FLOOR as SCALE_FLOOR
 
 
 def empty_tokens(x: Tensor, width: int) -> tuple[Tensor, Tensor]:

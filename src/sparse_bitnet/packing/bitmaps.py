@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ternary rows as bitmaps: which weights are not zero, which are negative, which pattern they keep to."""
 
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -8,6 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from sparse_bitnet.machine import available_cores
 from sparse_bitnet.pattern import NMPattern
 
 Bytes = np.ndarray
@@ -31,12 +33,12 @@ class DamagedBytes(Exception):
 
 
 def by_slices(rows: int, in_features: int, work: Callable[[slice], T]) -> list[T]:
-    """What `work` returns for consecutive rows, `SLICE_WEIGHTS` at a time, on torch's thread count."""
-    import torch
-
+    """What `work` returns for consecutive rows, `SLICE_WEIGHTS` at a time, on as many threads as torch
+    has, without it as there are processors."""
+    torch = sys.modules.get("torch")
     step = max(1, SLICE_WEIGHTS // in_features)
     slices = [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
-    threads = min(torch.get_num_threads(), len(slices))
+    threads = min(torch.get_num_threads() if torch else available_cores(), len(slices))
     if threads <= 1:
         return [work(part) for part in slices]
     # numpy releases the interpreter's lock in all that takes time here.

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codes to packed bytes and back, exactly: the plain reference of every packed format."""
+"""Codes to packed bytes and back, exactly: the plain reference of every packed format.
+
+Takes arrays and torch's tensors, and returns what it was given. Importing this module imports no torch.
+"""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar, Union
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.packing import b3, i2, nm_bitmap, nm_enum, nm_zstd
@@ -18,6 +20,11 @@ from sparse_bitnet.packing.bitmaps import (
 )
 from sparse_bitnet.packing.formats import check_layout, has_fixed_rows, row_bytes
 from sparse_bitnet.pattern import NMPattern
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Matrix = TypeVar("Matrix", bound=Union["Tensor", np.ndarray])
 
 _PACK: dict[str, Callable[[np.ndarray, NMPattern], Bytes]] = {
     "i2": lambda codes, pattern: i2.pack_rows(codes),
@@ -34,7 +41,7 @@ _UNPACK: dict[str, Callable[[Bytes, NMPattern, int], np.ndarray]] = {
 }
 
 
-def pack(codes: Tensor, format: str, pattern: NMPattern, *, name: str = "(unnamed)") -> Tensor:
+def pack(codes: Matrix, format: str, pattern: NMPattern, *, name: str = "(unnamed)") -> Matrix:
     """Pack ternary codes.
 
     Args:
@@ -47,33 +54,33 @@ def pack(codes: Tensor, format: str, pattern: NMPattern, *, name: str = "(unname
 
     Raises `UserError` for codes outside the pattern and for shapes that the format does not hold.
     """
-    if codes.dtype != torch.int8 or codes.dim() != 2 or not codes.numel():
+    array = _array(codes)
+    if array.dtype != np.int8 or array.ndim != 2 or not array.size:
         raise UserError(
             f"layer {name}: pack takes an int8 matrix, not {codes.dtype} {list(codes.shape)}"
         )
-    rows, in_features = codes.shape
+    rows, in_features = array.shape
     check_layout(format, pattern, in_features, name)
-    array = codes.cpu().contiguous().numpy()
     by_slices(rows, in_features, lambda part: _check_codes(array[part], pattern, name))
     if not has_fixed_rows(format):
-        return torch.from_numpy(nm_zstd.pack_matrix(array))
+        return _like(codes, nm_zstd.pack_matrix(array))
     packed = np.empty((rows, row_bytes(format, pattern, in_features)), np.uint8)
 
     def pack_part(part: slice) -> None:
         packed[part] = _PACK[format](array[part], pattern)
 
     by_slices(rows, in_features, pack_part)
-    return torch.from_numpy(packed)
+    return _like(codes, packed)
 
 
 def unpack(
-    packed: Tensor,
+    packed: Matrix,
     format: str,
     pattern: NMPattern,
     shape: tuple[int, int],
     *,
     name: str = "(unnamed)",
-) -> Tensor:
+) -> Matrix:
     """The codes of packed bytes: int8 `shape` = [rows, in_features], on the CPU.
 
     Args:
@@ -90,15 +97,15 @@ def unpack(
     if rows < 1:
         raise UserError(f"tensor {name}: a matrix of {rows} rows has no packed form")
     expected = [rows, row_bytes(format, pattern, in_features)] if has_fixed_rows(format) else None
-    if packed.dtype != torch.uint8 or (expected or [packed.numel()]) != list(packed.shape):
+    array = _array(packed)
+    if array.dtype != np.uint8 or (expected or [array.size]) != list(array.shape):
         raise UserError(
             f"tensor {name}: {format} of a {pattern} matrix {list(shape)} is uint8 {expected or '[n]'}, "
             f"not {packed.dtype} {list(packed.shape)}"
         )
-    array = packed.cpu().contiguous().numpy()
     try:
         if not has_fixed_rows(format):
-            return torch.from_numpy(nm_zstd.unpack_matrix(array, pattern, (rows, in_features)))
+            return _like(packed, nm_zstd.unpack_matrix(array, pattern, (rows, in_features)))
         codes = np.empty((rows, in_features), np.int8)
 
         def unpack_part(part: slice) -> None:
@@ -109,7 +116,19 @@ def unpack(
         by_slices(rows, in_features, unpack_part)
     except DamagedBytes as error:
         raise UserError(f"tensor {name} is damaged or not {format}: {error}") from error
-    return torch.from_numpy(codes)
+    return _like(packed, codes)
+
+
+def _array(given: Union["Tensor", np.ndarray]) -> np.ndarray:
+    return np.ascontiguousarray(given if isinstance(given, np.ndarray) else given.cpu().numpy())
+
+
+def _like(given: Any, made: np.ndarray) -> Any:
+    if isinstance(given, np.ndarray):
+        return made
+    import torch
+
+    return torch.from_numpy(made)
 
 
 def _check_codes(codes: np.ndarray, pattern: NMPattern, name: str) -> None:

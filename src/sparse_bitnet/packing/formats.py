@@ -23,6 +23,9 @@ NM_BITMAP_CHUNK_WEIGHTS = 64
 
 NM_ENUM_WORD_BITS = 64
 
+SCALE_FLOOR = 1e-5
+"""Smallest weight scale, and smallest absolute maximum of a token."""
+
 SCALE_GROUPS = (32, 64, 128, 256)
 """Counts of consecutive weights of a row that may share a scale."""
 

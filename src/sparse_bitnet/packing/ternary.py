@@ -2,35 +2,49 @@
 """Ternary weights with their scales: the fewest scales that say the same, and those of plain floats.
 
 Many models are published as floats in which each run of a row holds only 0 and +s and -s. What is read
-from them is exact or nothing. Importing this module imports no torch.
+from them is exact or nothing. Arrays and torch's tensors alike; importing this module imports no torch.
 """
 
-from typing import TYPE_CHECKING, NamedTuple, Optional
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.packing.formats import SCALE_GROUPS
 
-if TYPE_CHECKING:
-    from torch import Tensor
+Values = Any
+"""A tensor of torch or an array of numpy, both of which `_library` computes with."""
 
 
 class TernaryWeight(NamedTuple):
     """value = codes * weight_scale, each scale for a run of its row."""
 
-    codes: "Tensor"
+    codes: Values
     """int8 [out_features, in_features] in {-1, 0, 1}, masked."""
-    weight_scale: "Tensor"
+    weight_scale: Values
     """float32 scalar; or float32, float16 or bfloat16 [out_features, 1] or [out_features, groups]."""
 
-    def values(self) -> "Tensor":
+    def values(self) -> Values:
         """The weights, float32 [out_features, in_features]."""
-        if self.weight_scale.numel() == 1:
+        if math.prod(self.weight_scale.shape) == 1:
             return self.codes * self.weight_scale
-        runs = self.codes.unflatten(1, (self.weight_scale.shape[1], -1))
-        return (runs * self.weight_scale.float()[..., None]).flatten(1)
+        library = _library(self.codes)
+        scales = library.asarray(self.weight_scale, dtype=library.float32)
+        runs = self.codes.reshape(*scales.shape, -1)
+        return (runs * scales[..., None]).reshape(self.codes.shape)
 
 
-def with_fewest_scales(codes: "Tensor", scales: "Tensor", layer: str) -> TernaryWeight:
+def _library(values: Values) -> Any:
+    """numpy or torch, in the functions that have one name and meaning in both."""
+    if isinstance(values, np.ndarray):
+        return np
+    import torch
+
+    return torch
+
+
+def with_fewest_scales(codes: Values, scales: Values, layer: str) -> TernaryWeight:
     """Codes with scales [out_features or 1, runs of a row], as few of them as give the same weights:
     one, one a row, or one for a count of `SCALE_GROUPS`.
 
@@ -39,59 +53,58 @@ def with_fewest_scales(codes: "Tensor", scales: "Tensor", layer: str) -> Ternary
     Raises `UserError`, naming the layer, for codes above 1, scales that are not finite, and runs that are
     no such count.
     """
-    import torch
-
-    low, high = codes.aminmax()
+    library = _library(codes)
+    low, high = codes.min(), codes.max()
     if low < -1 or high > 1:
         raise UserError(f"layer {layer} is not ternary: it has codes from {low} to {high}")
-    if not scales.isfinite().all():
+    if not library.isfinite(scales).all():
         raise UserError(f"layer {layer}: its weight scale is not finite")
     rows, columns = codes.shape
-    scales = scales.expand(rows, -1)
+    scales = library.broadcast_to(scales, (rows, scales.shape[1]))
     run = columns // scales.shape[1]
-    matters = codes.view(rows, -1, run).any(-1)
+    matters = (codes.reshape(rows, -1, run) != 0).any(-1)
     if not matters.any():
-        return TernaryWeight(codes, torch.tensor(1.0))
-    if (scales.masked_fill(~matters, 1) == 0).any():
+        return TernaryWeight(codes, library.asarray(1.0, dtype=library.float32))
+    if ((scales == 0) & matters).any():
         raise UserError(f"layer {layer}: its weight scale is zero where codes are not")
-    if (scales.masked_fill(~matters, 1) < 0).any():
-        codes = (codes.view(rows, -1, run) * scales.sign()[..., None].to(torch.int8)).view(rows, -1)
-        scales = scales.abs()
+    if ((scales < 0) & matters).any():
+        signs = library.asarray(library.sign(scales), dtype=library.int8)[..., None]
+        codes = (codes.reshape(rows, -1, run) * signs).reshape(rows, -1)
+        scales = abs(scales)
     if (scale := _common(scales.reshape(1, -1), matters.reshape(1, -1))) is not None:
-        return TernaryWeight(codes, scale.float().view(()))
+        return TernaryWeight(codes, library.asarray(scale, dtype=library.float32).reshape(()))
     for wider in (columns, *sorted(SCALE_GROUPS, reverse=True)):
         if wider % run or columns % wider:
             continue
         parts = (rows * columns // wider, wider // run)
         scale = _common(scales.reshape(parts), matters.reshape(parts))
         if scale is not None:
-            return TernaryWeight(codes, scale.view(rows, -1))
+            return TernaryWeight(codes, scale.reshape(rows, -1))
     raise UserError(
         f"layer {layer}: a scale for every {run} weights of its rows of {columns} is not covered; "
         f"{', '.join(map(str, SCALE_GROUPS))} are"
     )
 
 
-def ternary_of_floats(weight: "Tensor", layer: str) -> TernaryWeight | None:
+def ternary_of_floats(weight: Values, layer: str) -> TernaryWeight | None:
     """Codes and scales of a float matrix, exact; None where some run of a row has more than three values,
     0 and +s and -s. Raises `UserError`, naming the layer, for values that are not finite."""
-    import torch
-
+    library = _library(weight)
     rows, columns = weight.shape
     run = next((g for g in SCALE_GROUPS if columns % g == 0), columns)
-    magnitudes = weight.abs()
-    if not magnitudes.max().isfinite():
+    magnitudes = abs(weight)
+    if not library.isfinite(magnitudes.max()):
         raise UserError(f"layer {layer}: its weights are not finite")
-    runs = magnitudes.view(rows, -1, run)
-    scales = runs.amax(-1)
+    runs = magnitudes.reshape(rows, -1, run)
+    scales = library.amax(runs, -1)
     if not ((runs == 0) | (runs == scales[..., None])).all():
         return None
-    codes = weight.sign().to(torch.int8)
+    codes = library.asarray(library.sign(weight), dtype=library.int8)
     return with_fewest_scales(codes, scales, layer)
 
 
-def _common(scales: "Tensor", matters: "Tensor") -> Optional["Tensor"]:
+def _common(scales: Values, matters: Values) -> Values:
     """[parts, runs] -> the scale that all runs of a part share, [parts]; None where some differ."""
-    highest = scales.masked_fill(~matters, 0).amax(1)
+    highest = _library(scales).amax(scales * matters, 1)
     same = (scales == highest[:, None]) | ~matters
     return highest if same.all() else None

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokenizer that a GGUF file describes: byte-level BPE ("gpt2"), or SentencePiece's BPE ("llama").
+
+The file names how text is split before merges; a name that is not known here splits as GPT-2 does.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sparse_bitnet.errors import UserError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_CONTROL, _USER_DEFINED = 3, 4
+"""Types of tokens that stay whole in a text."""
+
+_ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SYMBOLS, _BEFORE = r" ?[^\s\p{L}\p{N}]+", r"[^\r\n\p{L}\p{N}]?"
+_QWEN2 = rf"{_ENGLISH}|{_BEFORE}\p{{L}}+|\p{{N}}|{_SYMBOLS}[\r\n]*|{_REST}"
+_LLAMA3 = _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+_TEKKEN = (
+    rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}|{_SYMBOLS}[\r\n/]*|{_REST}"
+)
+_SPLITS = {
+    _QWEN2: ("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez"),
+    _LLAMA3: (
+        *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+        *("jina-v5-nano", "dbrx", "smaug-bpe"),
+    ),
+    _TEKKEN: ("tekken",),
+}
+"""Regular expression -> llama.cpp's names of it."""
+
+
+def read_tokenizer(fields: dict[str, Any], where: str) -> "Tokenizer":
+    """The tokenizer of the metadata `tokenizer.ggml.*`, by name without that prefix.
+
+    Raises `UserError`, beginning with `where`, for another kind and for what makes none.
+    """
+    builders = {"gpt2": _byte_level, "llama": _sentence_piece}
+    if fields.get("model") not in builders:
+        kinds = " and ".join(builders)
+        raise UserError(f"{where}: a tokenizer {fields.get('model')!r} is not covered; {kinds} are")
+    from tokenizers import AddedToken
+
+    try:
+        tokens, types = fields["tokens"], fields.get("token_type", ())
+        tokenizer, is_own = builders[fields["model"]](fields)
+        for kind in (_CONTROL, _USER_DEFINED):
+            added = [
+                AddedToken(token, normalized=kind == _USER_DEFINED, special=kind == _CONTROL)
+                for token, found in zip(tokens, types, strict=False)
+                if found == kind and is_own(token)
+            ]
+            tokenizer.add_tokens(added)
+        return tokenizer
+    except Exception as error:  # of values that make none, anything
+        raise UserError(f"{where}: its tokenizer cannot be read ({error})") from error
+
+
+_IsOwn = Callable[[str], bool]
+"""Whether a token is in the vocabulary as the file spells it."""
+
+
+def _byte_level(fields: dict[str, Any]) -> "tuple[Tokenizer, _IsOwn]":
+    from tokenizers import Regex, Tokenizer, decoders, models
+    from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+
+    alphabet = set(ByteLevel.alphabet())
+    plain = ByteLevel(add_prefix_space=False, use_regex=False)
+
+    def is_own(token: str) -> bool:
+        return set(token) <= alphabet
+
+    def spelled(token: str) -> str:
+        return (
+            token if is_own(token) else "".join(part for part, _ in plain.pre_tokenize_str(token))
+        )
+
+    vocabulary = {spelled(token): index for index, token in enumerate(fields["tokens"])}
+    merges = [tuple(merge.split(" ")) for merge in fields.get("merges", ())]
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False))
+    split = next((regex for regex, names in _SPLITS.items() if fields.get("pre") in names), None)
+    tokenizer.pre_tokenizer = (
+        ByteLevel(add_prefix_space=False)
+        if split is None
+        else Sequence([Split(Regex(split), behavior="isolated"), plain])
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, is_own
+
+
+def _sentence_piece(fields: dict[str, Any]) -> "tuple[Tokenizer, _IsOwn]":
+    from tokenizers import Tokenizer, decoders, models
+    from tokenizers.pre_tokenizers import Metaspace
+
+    vocabulary = {token: index for index, token in enumerate(fields["tokens"])}
+    if "merges" in fields:
+        merges = [tuple(merge.split(" ")) for merge in fields["merges"]]
+    else:
+        merges = list(_implied_merges(vocabulary, fields["scores"]))
+    begins_with_space = fields.get("add_space_prefix", True)
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=merges, fuse_unk=True, byte_fallback=True)
+    )
+    tokenizer.pre_tokenizer = Metaspace(
+        prepend_scheme="first" if begins_with_space else "never", split=False
+    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if begins_with_space:
+        steps.append(decoders.Strip(content=" ", left=1))
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer, vocabulary.__contains__
+
+
+def _implied_merges(
+    vocabulary: dict[str, int], scores: Sequence[float]
+) -> Iterator[tuple[str, str]]:
+    """Every token from two others, those of the best score first, as SentencePiece joins them."""
+    found = []
+    for (token, _), score in zip(vocabulary.items(), scores, strict=False):
+        cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
+        pairs = [pair for pair in cuts if vocabulary.keys() >= set(pair)]
+        pairs.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+        found += [(score, pair) for pair in pairs]
+    found.sort(key=lambda one: (one[0], len(one[1][0]), len(one[1][1])), reverse=True)
+    return (pair for _, pair in found)

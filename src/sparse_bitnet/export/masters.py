@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Masters for codes of other tools.
+
+Our checkpoints hold masters, from which codes and scale follow. Where only codes are known, masters
+are made from which exactly these follow: with z the share of non-zero codes, the weights
+codes * scale / z have the mean magnitude `scale` and round to `codes`. They are a start for further
+training, not the weights the model was trained with.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparse_bitnet.checkpoint.checkpoint import Checkpoint
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.export.deferred import DeferredTensors, write_safetensors
+from sparse_bitnet.export.hf_folder import plain_config, write_json
+from sparse_bitnet.files import atomic_folder
+from sparse_bitnet.layer_config import SparseBitConfig
+from sparse_bitnet.nn.convert import FORMAT_VERSION
+from sparse_bitnet.nn.selection import select
+from sparse_bitnet.packing.formats import SCALE_FLOOR
+from sparse_bitnet.packing.tensor_writer import TensorSpec
+from sparse_bitnet.packing.ternary import TernaryWeight
+from sparse_bitnet.progress import OnProgress
+
+
+def write_masters(
+    foreign: Checkpoint,
+    format: SparseBitConfig,
+    out: Path,
+    write_tokenizer: Callable[[Path], None],
+    on_progress: OnProgress | None,
+) -> None:
+    """The folder `out` with float32 masters for the codes of another tool's checkpoint.
+
+    Raises `UserError` for codes outside the format's pattern, and for scales that no masters have.
+    """
+    with atomic_folder(out) as temporary:
+        write_safetensors(
+            temporary / "model.safetensors", list(_plan(foreign, format)), on_progress
+        )
+        write_json(temporary / "config.json", _config(foreign, format))
+        write_tokenizer(temporary)
+
+
+def _config(foreign: Checkpoint, format: SparseBitConfig) -> dict[str, Any]:
+    return plain_config(foreign.config) | {
+        "quantization_config": {
+            "quant_method": "sparse_bitnet",
+            "version": FORMAT_VERSION,
+            "format": format.to_dict(),
+            "modules_to_not_convert": foreign.dense_linears,
+        },
+    }
+
+
+def _plan(foreign: Checkpoint, format: SparseBitConfig) -> Iterator[DeferredTensors]:
+    for layer, sizes in foreign.layers.items():
+        yield _deferred(f"{layer}.weight", sizes, partial(_master, foreign, layer, format))
+    for name, shape in foreign.others.items():
+        yield _deferred(name, shape, partial(foreign.read, name))
+
+
+def _deferred(name: str, shape: tuple[int, ...], read: Callable[[], Any]) -> DeferredTensors:
+    return DeferredTensors(
+        (TensorSpec(name, torch.float32, shape),), lambda: (torch.as_tensor(read()).float(),)
+    )
+
+
+def _master(foreign: Checkpoint, layer: str, format: SparseBitConfig) -> Tensor:
+    if foreign.master is not None:
+        return foreign.master(layer)
+    ternary = TernaryWeight(*map(torch.as_tensor, foreign.ternary(layer)))
+    if ternary.weight_scale.dim():
+        raise UserError(
+            f"layer {layer} has several scales, which masters cannot have: import it with --packed auto"
+        )
+    if ternary.weight_scale < SCALE_FLOOR:
+        raise UserError(
+            f"layer {layer}: a weight scale of {ternary.weight_scale:.4g} is below {SCALE_FLOOR:g}, "
+            "the smallest there is here"
+        )
+    master = masters_of(ternary)
+    codes, _, weight_scale = select(master, format)[:3]
+    assert codes is not None
+    if not torch.equal(codes, ternary.codes):
+        raise UserError(
+            f"layer {layer}: its codes do not keep to the pattern {format.pattern}; import with "
+            "--pattern 8:8"
+        )
+    assert weight_scale == ternary.weight_scale or not codes.any()
+    return master
+
+
+def masters_of(ternary: TernaryWeight) -> Tensor:
+    """float32 masters from which ternary quantisation gives exactly these codes and this scale.
+
+    All zero where all codes are; the scale then does not matter.
+    """
+    codes, weight_scale = ternary
+    nonzero = codes != 0
+    count = int(nonzero.sum())
+    if count == 0:
+        return torch.zeros(codes.shape)
+    magnitude = weight_scale.double().item() * codes.numel() / count
+    # The mean must round to the very scale: some weights get the float above, the rest the one below.
+    below = np.float32(magnitude)
+    if float(below) > magnitude:
+        below = np.nextafter(below, np.float32(0))
+    above = np.nextafter(below, np.float32(np.inf))
+    share = (magnitude - float(below)) / (float(above) - float(below))
+    order = nonzero.flatten().cumsum(0).view(codes.shape)
+    magnitudes = torch.where(order <= round(share * count), float(above), float(below))
+    return codes * magnitudes.float()
