@@ -11,7 +11,7 @@ SANITIZED := build/sanitize/site
 SANITIZED_TESTS := $(addprefix tests/kernels/test_,cpu.py matmul.py repack.py thread_pool.py) \
 	$(addprefix tests/engine/test_,decoder.py engine.py kv_cache.py model_file.py)
 
-.PHONY: quickstart experiments test test-fast sanitize lint format bench gpu wheel lock clean
+.PHONY: quickstart experiments docs test test-fast sanitize cross lint format bench gpu wheel lock clean
 
 quickstart: $(STAMP)
 	$(BIN)/sparse-bitnet quickstart
@@ -19,6 +19,11 @@ quickstart: $(STAMP)
 # The repository's page, from the committed results; docs/experiments.html is the same page, not tracked.
 experiments: $(STAMP)
 	$(BIN)/sparse-bitnet report docs/results/cpu docs/results/cpu-paper --document docs/experiments.md --page docs/experiments.html
+
+# The site, from docs/ and the docstrings, in build/site; a link that leads nowhere is an error.
+docs: $(STAMP)
+	$(BIN)/pip install --quiet --constraint constraints.txt mkdocs-material "mkdocstrings[python]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 test: $(STAMP)
 	$(BIN)/python -m pytest tests -n 2
@@ -36,6 +41,11 @@ sanitize: $(STAMP)
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc \
 	SPARSE_BITNET_EXTENSION="$$(echo $(SANITIZED)/sparse_bitnet/_cpu.*so)" PYTHONPATH=tests \
 		$(BIN)/python -m pytest -p sanitized_extension --capture=sys $(SANITIZED_TESTS)
+
+# The engine for other systems: every source compiled with zig, and the self-test linked.
+cross: $(STAMP)
+	$(BIN)/pip install --quiet --constraint constraints.txt ziglang
+	PYTHON=$(BIN)/python .ci/cross
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file imports only from rows above it in the tree in the README."""
+"""A file imports only from rows above it in the tree in CONTRIBUTING.md."""
 
 import ast
 import graphlib

@@ -1,40 +1,138 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every command and file that the README names exists."""
+"""Every command, file and name in the README and the docs is there, options included."""
 
+import ast
+import importlib
 import os
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tyro
+import yaml
 
+import sparse_bitnet
 from one_process import run_commands
-from sparse_bitnet.cli.main import COMMANDS
+from sparse_bitnet.cli.main import COMMANDS, main
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
-LINES = [line for block in BLOCKS for line in block.splitlines() if line]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "examples/launch/README.md",
+]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+PROGRAMS = ("sparse-bitnet", "make", "python", "pip", "torchrun")
+OF_OTHERS = ("vllm", "torchrun")
+STANDS_FOR = {"P": "6:8", "C": "int8"}
+"""Words for a value in the commands below tables."""
 
 
-@pytest.mark.parametrize("line", LINES)
-def test_commands_of_the_readme_exist(line):
-    words = shlex.split(line)
-    if words[0] == "make":
-        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    elif words[0] == "sparse-bitnet":
-        assert words[1] in COMMANDS
+def lines_of(page: Path) -> Iterator[str]:
+    """Commands in blocks of shell, and those in a text that name a program and what it is given."""
+    text = page.read_text(encoding="utf-8")
+    for language, block in BLOCK.findall(text):
+        if language in ("", "sh"):
+            joined = block.replace("\\\n", " ").splitlines()
+            is_shell = language == "sh" or any(
+                line.split()[:1] == ["sparse-bitnet"] for line in joined
+            )
+            yield from (line for line in joined if line.strip() and is_shell)
+    for inline in re.findall(r"`([^`]+)`", BLOCK.sub("", text)):
+        words = inline.split()
+        if words[0] in PROGRAMS and len(words) > 1 and words != ["python", "-c"]:
+            yield " ".join(words)
+
+
+LINES = sorted({(page.name, " ".join(line.split())) for page in PAGES for line in lines_of(page)})
+
+
+class Parsed(Exception):
+    """The options of a command were accepted; it does not run."""
+
+
+@pytest.fixture
+def only_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = tyro.cli
+
+    def parse(*arguments, **options):
+        real(*arguments, **options)
+        raise Parsed
+
+    monkeypatch.setattr(tyro, "cli", parse)
+
+
+@pytest.mark.parametrize(("page", "line"), LINES, ids=lambda value: value[:60])
+def test_commands_exist_with_their_options(page, line, only_parsed, capsys):
+    words = [word for word in shlex.split(line, comments=True) if word not in ("...", "…")]
+    while re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        assert words[0].startswith(("SPARSE_BITNET_", "DATA=", "OUT=", "PROCESSES="))
+        words = words[1:]
+    program, *rest = words
+    if program == "make":
+        assert re.search(rf"^{rest[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    elif program == "sparse-bitnet":
+        if rest[0] == "COMMAND":
+            return
+        assert rest[0] in COMMANDS
+        if len(rest) == 1:
+            return
+        # `--help` ends a command too.
+        with pytest.raises((Parsed, SystemExit)) as stop:
+            main([STANDS_FOR.get(word, word) for word in rest])
+        assert not getattr(stop.value, "code", 0), capsys.readouterr().err
+    elif program == "python" and rest[0].startswith("benchmarks/"):
+        script = (ROOT / rest[0]).read_text()
+        for option in (word for word in rest if word.startswith("--")):
+            assert f'"{option}"' in script
+    elif program.startswith("examples/"):
+        assert (ROOT / program).is_file()
     else:
-        assert words[:2] in (["pip", "install"], ["python", "-c"])
+        assert program in OF_OTHERS or words[:2] in (["pip", "install"], ["python", "-c"])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_in_the_pages_parses_and_imports_what_there_is(page):
+    for language, block in BLOCK.findall(page.read_text(encoding="utf-8")):
+        if language == "python":
+            for node in ast.walk(ast.parse(block)):
+                if isinstance(node, ast.ImportFrom) and node.module.startswith("sparse_bitnet"):
+                    module = importlib.import_module(node.module)
+                    assert all(hasattr(module, name.name) for name in node.names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
 
 
 def test_the_table_of_commands_is_the_command_table():
-    table = re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE)
-    assert table == list(COMMANDS)
+    page = (ROOT / "docs/commands.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(COMMANDS)
+
+
+def test_the_python_page_has_every_public_name():
+    named = re.findall(
+        r"^::: sparse_bitnet\.([\w.]+)\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.M
+    )
+    public = {name: module for name, module in sparse_bitnet._PUBLIC.items()}
+    assert {name: module for module, name in named} == public | {"Engine": "engine.engine"}
+
+
+def test_every_page_has_its_place_in_the_site():
+    site = (ROOT / "mkdocs.yml").read_text()
+    pages = set(re.findall(r"[\w-]+\.md", str(yaml.safe_load(site)["nav"])))
+    of_root = {"index.md", "changelog.md", "contributing.md", "security.md"}
+    assert pages == {path.name for path in (ROOT / "docs").glob("*.md")} | of_root
 
 
 def test_every_file_of_the_tree_exists():
-    tree = README.split("## The tree")[1].split("```")[1]
+    tree = (ROOT / "CONTRIBUTING.md").read_text().split("```")[1]
     folder = ROOT
     for line in filter(None, tree.splitlines()):
         name = line.split()[0]
@@ -45,15 +143,9 @@ def test_every_file_of_the_tree_exists():
             assert (folder / name).exists(), name
 
 
-def test_links_of_the_readme_lead_somewhere():
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        if "://" not in target:
-            assert (ROOT / target).exists(), target
-
-
 @pytest.mark.slow
 def test_own_text_becomes_a_model_that_runs_away_from_the_checkout(tmp_path):
-    """The README's commands in their order, in a folder and a shell that know nothing of the project."""
+    """The page's commands in their order, in a folder and a shell that know nothing of the project."""
     (tmp_path / "book.txt").write_text((ROOT / "docs/scale.md").read_text() * 3, encoding="utf-8")
     environment = {
         "HOME": str(tmp_path),
@@ -63,18 +155,12 @@ def test_own_text_becomes_a_model_that_runs_away_from_the_checkout(tmp_path):
         # Other tests have the other core.
         "OMP_NUM_THREADS": "1",
     }
-    wanted = {}
-    for line in LINES:
-        program, *arguments = shlex.split(line.replace("--steps 500", "--steps 3"))
-        skipped = ("serve", "bench", "reproduce", "report")
-        if program not in ("make", "pip") and arguments[0] not in skipped:
-            wanted[line] = [program, *arguments]
-    told = run_commands(list(wanted.values()), cwd=tmp_path, env=environment)
-    printed = {}
-    for line, done in zip(wanted, told, strict=True):
+    block = BLOCK.findall((ROOT / "docs/train.md").read_text())[0][1]
+    lines = block.replace("--steps 500", "--steps 3").splitlines()
+    told = run_commands([shlex.split(line) for line in lines], cwd=tmp_path, env=environment)
+    for line, done in zip(lines, told, strict=True):
         assert done.code == 0, (line, done.errors)
         assert "Warning" not in done.errors, (line, done.errors)
-        printed[line] = done.output
-    assert len(printed) == 8
-    texts = [text for line, text in printed.items() if " generate " in line]
+    assert len(told) == 8
+    texts = [done.output for line, done in zip(lines, told, strict=True) if " generate " in line]
     assert all(text.startswith("Once upon a time") for text in texts)

@@ -54,7 +54,8 @@ def mask_flip_rate(previous: Tensor, current: Tensor) -> Tensor:
     """Share of positions where two masks differ, in [0, 1] (paper, eq. 6).
 
     Args:
-        previous, current: bool tensors of one shape.
+        previous: bool tensor.
+        current: another of that shape.
 
     Returns a float64 scalar tensor.
     """
