@@ -146,6 +146,7 @@ void bind_matmul(nb::module_& module, nb::class_<Kernels>& kernels) {
   const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
   module.attr("ACTIVATION_SLACK") = activation_slack;
   module.attr("MATRIX_ALIGNMENT") = matrix_alignment;
+  module.attr("STRIP_ROWS") = strip_rows;
   nb::enum_<WeightFormat>(module, "WeightFormat", "See csrc/matmul.h.")
       .value("i2", WeightFormat::i2)
       .value("b3", WeightFormat::b3)
@@ -180,8 +181,8 @@ void bind_matmul(nb::module_& module, nb::class_<Kernels>& kernels) {
   nb::class_<Matrix>(module, "Matrix",
                      "Weights ready to be multiplied: addresses of rows, 64-byte aligned, row_stride bytes "
                      "apart, and of the scales: float32 of int8, int4 and rows of ternary weights, or, where `group` "
-                     "weights have one, of eight rows together, [ceil(rows / 8), columns / group, 8]. n, m: the "
-                     "pattern, of nm_bitmap.")
+                     "weights have one, of STRIP_ROWS rows together, [ceil(rows / 16), columns / group, 16]; rows of "
+                     "i2 then are filled up to such strips (csrc/matmul.h). n, m: the pattern, of nm_bitmap.")
       .def("__init__", &make_matrix, "format"_a, "n"_a, "m"_a, "rows"_a, "columns"_a, "row_stride"_a,
            "address"_a, "scale"_a = 1.0f, "scales"_a = 0, "group"_a = 0, "scale_type"_a = ScaleType::float32);
   nb::class_<Table>(module, "Table",

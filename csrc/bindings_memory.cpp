@@ -66,8 +66,7 @@ MatrixReport repack_matrix(ThreadPool& pool, const StoredMatrix& stored, const M
   require(out.rows == stored.rows && out.columns == stored.columns &&
               out.pattern.n == stored.pattern.n && out.pattern.m == stored.pattern.m,
           "the matrix has another shape or pattern than the stored one");
-  const Repacked result =
-      repack(pool, stored, out.format, const_cast<std::uint8_t*>(out.data), out.row_stride);
+  const Repacked result = repack(pool, stored, out);
   std::optional<std::string> damage;
   if (result.damage != nullptr) damage = result.damage;
   return {result.crc32, result.is_readable, damage};

@@ -13,13 +13,18 @@
 namespace sparse_bitnet {
 
 // i2, b3 and nm_bitmap are the layouts of packed_format.h, except that rows lie `row_stride` bytes
-// apart. int8 and int4 are for the embedding and the output head.
+// apart, and that i2 with group scales lies in strips, so that no sum is taken across the lanes of a vector:
+// strips of 16 rows follow each other, 16 row_stride bytes apart, the last one filled up with rows of any
+// codes. 64 bytes of a strip hold 16 columns c, c + 1, ...: 32-bit word i is of row i, and its byte j holds
+// in bits 2p and 2p + 1 weight c + 4p + j, plus one.
+// int8 and int4 are for the embedding and the output head.
 //   int8: one byte a weight, two's complement, float scale [rows].
 //   int4: groups of 64 weights of a row in 32 bytes; byte j holds weight j of the group in its low and
 //         weight j + 32 in its high four bits, each plus 8; float scale [rows, columns / 64].
 enum class WeightFormat : int { i2 = 0, b3 = 1, nm_bitmap = 2, int8 = 3, int4 = 4 };
 
 constexpr int int4_group = 64;
+constexpr int strip_rows = 16, strip_columns = 16;  // of 64 bytes
 
 enum class ScaleType : int { float32 = 0, float16 = 1, bfloat16 = 2 };
 
@@ -37,13 +42,14 @@ struct Matrix {
   float scale;          // i2, b3, nm_bitmap: the weight scale, a multiplier
   const float* scales;  // int8 [rows], int4 [rows, columns / 64]; i2, b3, nm_bitmap [rows], or null: `scale`
   // i2, b3, nm_bitmap with a scale for every `group` columns (packed_format.h) in place of both: those of
-  // eight rows together, [ceil(rows / 8), columns / group, 8].
+  // sixteen rows together, [ceil(rows / 16), columns / group, 16].
   std::int64_t group = 0;
   ScaleType scale_type = ScaleType::float32;
   const void* group_scales = nullptr;
 
   // Columns whose sums are scaled by themselves, 0 where all are scaled at once.
   std::int64_t summed_group() const { return format == WeightFormat::int4 ? int4_group : group; }
+  bool in_strips() const { return format == WeightFormat::i2 && group != 0; }
 
   static std::int64_t bytes_per_row(WeightFormat format, packed::Pattern pattern,
                                     std::int64_t columns);

@@ -47,4 +47,4 @@ constexpr int tile_vectors = 2, tile_tokens = 4;
 constexpr int tile_vectors = 2, tile_tokens = 6;
 #endif
 constexpr std::int64_t tile_from[] = {4, 4, 4, 6, 4};
-constexpr int group_tile_from = 4;
+constexpr int group_tile_from = 4, strip_tile_from = 12, strips_together = 1;

@@ -13,8 +13,17 @@ namespace generic_matmul {
 #include "matmul_edges-inl.h"
 
 // Weights [begin, begin + count) of a row, a column_block at most, as signed bytes.
-static void unpack(const Matrix& matrix, const std::uint8_t* row, std::int64_t begin,
+static void unpack(const Matrix& matrix, std::int64_t index, std::int64_t begin,
                    std::int64_t count, std::int8_t* out) {
+  const std::uint8_t* row = matrix.data + index * matrix.row_stride;
+  if (matrix.in_strips()) {
+    const std::uint8_t* words = row - index % strip_rows * (matrix.row_stride - 4);
+    for (std::int64_t c = begin; c < begin + count; ++c) {
+      const std::uint8_t byte = words[c / strip_columns * 64 + c % 4];
+      out[c - begin] = std::int8_t((byte >> (c % strip_columns / 4 * 2) & 3) - 1);
+    }
+    return;
+  }
   switch (matrix.format) {
     case WeightFormat::i2:
       for (std::int64_t b = begin; b < begin + count; b += packed::i2_block_weights) {
@@ -75,7 +84,7 @@ static std::int32_t dot(const std::int8_t* a, const std::int8_t* b, std::int64_t
 
 static float scale_at(const Matrix& matrix, std::int64_t row, std::int64_t group) {
   const std::int64_t in_row = matrix.columns / matrix.group;
-  const std::int64_t index = (row / group_rows * in_row + group) * group_rows + row % group_rows;
+  const std::int64_t index = (row / strip_rows * in_row + group) * strip_rows + row % strip_rows;
   if (matrix.scale_type == ScaleType::float32) return static_cast<const float*>(matrix.group_scales)[index];
   const std::uint32_t half = static_cast<const std::uint16_t*>(matrix.group_scales)[index];
   const bool is_float16 = matrix.scale_type == ScaleType::float16;
@@ -119,7 +128,7 @@ static void multiply(const Activations& x, const std::int32_t*, const Product& p
   for (std::int64_t r = begin; r < end; ++r) {
     for (std::int64_t c = 0; c < matrix.columns; c += block) {
       const std::int64_t count = matrix.columns - c < block ? matrix.columns - c : block;
-      unpack(matrix, matrix.data + r * matrix.row_stride, c, count, weights);
+      unpack(matrix, r, c, count, weights);
       const float* scales = nullptr;
       float row_scales[max_groups_a_block];
       if (int4) {

@@ -38,9 +38,7 @@ struct GroupSums {
 // Codes plus one of columns [column, column + count) of a row, in their order.
 INLINE void unpack_codes(const Matrix& matrix, const std::uint8_t* row, std::int64_t column, std::int64_t count,
                          std::uint8_t* out) {
-  if (matrix.format == WeightFormat::i2) {
-    unpack_planes_row<I2Planes>(row, matrix.columns, column, count, out);
-  } else if (matrix.format == WeightFormat::b3) {
+  if (matrix.format == WeightFormat::b3) {
     unpack_planes_row<B3Planes>(row, matrix.columns, column, count, out);
   } else {
     const std::int64_t sign_bytes = packed::nm_bitmap_sign_bytes(matrix.pattern);
@@ -52,18 +50,30 @@ INLINE void unpack_codes(const Matrix& matrix, const std::uint8_t* row, std::int
   }
 }
 
-// The scales of a group of eight rows; where the matrix ends those of its last rows.
-INLINE RowFloats eight_scales(const Matrix& matrix, std::int64_t row, std::int64_t group) {
-  const std::int64_t last = (matrix.rows - 1) / group_rows, eight = row / group_rows;
-  const std::int64_t at = ((eight < last ? eight : last) * (matrix.columns / matrix.group) + group) * group_rows;
-  if (matrix.scale_type == ScaleType::float32) return load<RowFloats>(static_cast<const float*>(matrix.group_scales) + at);
-  using Bits = Vector<std::uint32_t, 4 * group_rows>;
-  const auto halves = load<Vector<std::uint16_t, 2 * group_rows>>(static_cast<const std::uint16_t*>(matrix.group_scales) + at);
-  const Bits bits = __builtin_convertvector(halves, Bits);
-  if (matrix.scale_type == ScaleType::bfloat16) return bit_cast<RowFloats>(bits << 16);
+// Where the scale of a row's first group lies; those of its next groups are strip_rows apart.
+INLINE std::int64_t scale_index(const Matrix& matrix, std::int64_t row) {
+  return row / strip_rows * (matrix.columns / matrix.group) * strip_rows + row % strip_rows;
+}
+
+// As many scales as V has lanes, of the rows that follow.
+template <class V>
+INLINE V scales_at(const Matrix& matrix, std::int64_t index) {
+  if (matrix.scale_type == ScaleType::float32) return load<V>(static_cast<const float*>(matrix.group_scales) + index);
+  using Bits = Vector<std::uint32_t, sizeof(V)>;
+  const auto* from = static_cast<const std::uint16_t*>(matrix.group_scales) + index;
+  const Bits bits = __builtin_convertvector((load<Vector<std::uint16_t, sizeof(V) / 2>>(from)), Bits);
+  if (matrix.scale_type == ScaleType::bfloat16) return bit_cast<V>(bits << 16);
   // Where float16's exponent and mantissa lie in float32 the exponent is 112 too small.
-  const RowFloats magnitude = bit_cast<RowFloats>((bits & 0x7fff) << 13) * 0x1p112f;
-  return bit_cast<RowFloats>(bit_cast<Bits>(magnitude) | (bits & 0x8000) << 16);
+  const V magnitude = bit_cast<V>((bits & 0x7fff) << 13) * 0x1p112f;
+  return bit_cast<V>(bit_cast<Bits>(magnitude) | (bits & 0x8000) << 16);
+}
+
+// Those of a group of rows from a multiple of the lanes on; where the matrix ends, of its last rows.
+template <class V>
+INLINE V row_scales(const Matrix& matrix, std::int64_t row, std::int64_t group) {
+  constexpr int count = sizeof(V) / 4;
+  const std::int64_t last = (matrix.rows - 1) / count * count;
+  return scales_at<V>(matrix, scale_index(matrix, row < last ? row : last) + group * strip_rows);
 }
 
 // The sums of eight rows over a group, or over the groups of a vector, the first of which is `index`, onto their
@@ -83,7 +93,7 @@ INLINE void add_groups(const Matrix& matrix, std::int64_t row, const GroupSums& 
   UNROLL for (int i = 0; i < (GROUP > 32 ? 1 : halves); ++i) {
     if (index + i == of.in_row) break;
     RowFloats value = __builtin_convertvector(dots[i] - of.excess(token, 0, index + i), RowFloats);
-    value *= eight_scales(matrix, row, index + i);
+    value *= row_scales<RowFloats>(matrix, row, index + i);
     if (of.x_scales) value *= of.x_scales[token * of.in_row + index + i];
     total += value;
   }
@@ -129,9 +139,7 @@ TARGET static RowFloats block_sums(const Matrix& matrix, std::int64_t row, const
           if (p == 0 || block_vectors > 1) block[i] = load_bytes(rows[i] + b * block_bytes + v * VECTOR_BYTES);
           small[i] = dot_codes(small[i], Planes::next(block[i], p), xs);
         }
-        // Blocks of i2 are whole groups: known when this is compiled.
-        const std::int64_t before = block_weights % GROUP == 0 ? 0 : b * block_weights;
-        if (!ends_group(GROUP, before + column + VECTOR_BYTES)) continue;
+        if (!ends_group(GROUP, b * block_weights + column + VECTOR_BYTES)) continue;
         add_groups<GROUP>(matrix, row, of, token, (b * block_weights + column) / GROUP, small, total);
       }
     }
@@ -150,14 +158,7 @@ TARGET static void dot_group_rows(const Matrix& matrix, std::int64_t begin, std:
     rows[i] = matrix.data + (begin + i < end ? begin + i : end - 1) * matrix.row_stride;
   }
   std::int64_t done = 0;
-  if (matrix.format == WeightFormat::i2) {
-    const std::int64_t blocks = matrix.columns / packed::i2_block_weights;
-    done = blocks * packed::i2_block_weights;
-    for (std::int64_t t = 0; t < x.tokens; ++t) {
-      const std::int8_t* codes = x.codes + t * x.stride;
-      store(sums + t * max_rows_a_call, block_sums<I2Planes, GROUP>(matrix, begin, rows, codes, of, t, blocks));
-    }
-  } else if constexpr (block_vectors == 1) {
+  if constexpr (block_vectors == 1) {
     // Fractions stay in registers; whole groups of blocks.
     if (matrix.format == WeightFormat::b3) {
       constexpr std::int64_t together = GROUP > 64 ? GROUP / 64 : 1;
@@ -188,13 +189,81 @@ TARGET static void dot_group_rows(const Matrix& matrix, std::int64_t begin, std:
   }
 }
 
+// sums [T, max_rows_a_call] of S strips of i2 (matmul.h) and of tokens from `token` on. What the strips after
+// these hold is asked for as far ahead as these reach.
+template <int S, int T>
+TARGET static void strip_sums(const Matrix& matrix, std::int64_t row, const Activations& x, const GroupSums& of,
+                              std::int64_t token, float* sums) {
+  constexpr int of_strip = 64 / VECTOR_BYTES, vectors = S * of_strip;
+  // Sums that would wait for each other, of the planes.
+  constexpr int chains = small_dots == 64 || T * vectors > 5 ? 1 : T * vectors > 2 ? 2 : 4;
+  const std::int64_t strip_bytes = strip_rows * matrix.row_stride, scale = scale_index(matrix, row);
+  const std::int64_t to_next_scale = of.in_row * strip_rows;
+  const std::uint8_t* words = matrix.data + row * matrix.row_stride;
+  const std::uint8_t* ahead = words + S * strip_bytes;
+  TokenWords<T> tokens(x.codes + token * x.stride, x.stride);
+  for (std::int64_t g = 0; g < of.in_row; ++g) {
+    Small small[T][vectors][chains] = {};
+    for (const std::uint8_t* end = words + 4 * of.group; words != end;) {
+      UNROLL for (int i = 0; i < 2; ++i) {
+        Bytes block[vectors];
+        UNROLL for (int v = 0; v < vectors; ++v) {
+          block[v] = load_bytes(words + v / of_strip * strip_bytes + v % of_strip * VECTOR_BYTES);
+        }
+        UNROLL for (int k = 0; k < S; ++k, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+        UNROLL for (int p = 0; p < I2Planes::count; ++p) {
+          Bytes codes[vectors];
+          UNROLL for (int v = 0; v < vectors; ++v) codes[v] = plane(block[v], p);
+          UNROLL for (int t = 0; t < T; ++t) {
+            const Bytes four = tokens.at(t, 4 * p);
+            UNROLL for (int v = 0; v < vectors; ++v) {
+              small[t][v][p % chains] = dot_codes(small[t][v][p % chains], codes[v], four);
+            }
+          }
+        }
+        words += 64;
+        tokens.advance(strip_columns);
+      }
+    }
+    UNROLL for (int v = 0; v < vectors; ++v) {
+      const std::int64_t index = scale + v / of_strip * to_next_scale + v % of_strip * row_lanes;
+      const Floats scales = scales_at<Floats>(matrix, index + g * strip_rows);
+      UNROLL for (int t = 0; t < T; ++t) {
+        Sums dots = {};
+        UNROLL for (int k = 0; k < chains; ++k) dots = widen(dots, small[t][v][k]);
+        Floats value = __builtin_convertvector(dots - of.excess(token + t, 0, g), Floats) * scales;
+        if (of.x_scales) value *= of.x_scales[(token + t) * of.in_row + g];
+        float* to = sums + t * max_rows_a_call + v * row_lanes;
+        store(to, (g == 0 ? Floats{} : load<Floats>(to)) + value);
+      }
+    }
+  }
+}
+
+// The same for strips of rows [begin, end).
+template <int T>
+INLINE void strips_sums(const Matrix& matrix, std::int64_t begin, std::int64_t end, const Activations& x,
+                        const GroupSums& of, std::int64_t token, float* sums) {
+  constexpr int together = strips_together;
+  for (std::int64_t r = begin; r < end;) {
+    const bool whole = r + (together - 1) * strip_rows < end;
+    float* to = sums + (r - begin);
+    if (whole) {
+      strip_sums<together, T>(matrix, r, x, of, token, to);
+    } else {
+      strip_sums<1, T>(matrix, r, x, of, token, to);
+    }
+    r += whole ? together * strip_rows : strip_rows;
+  }
+}
+
 // The scales of a tile's rows, as floats [groups, tile_rows].
 INLINE void scales_of_tile(const Matrix& matrix, std::int64_t begin, std::int64_t end, std::int64_t first,
                            std::int64_t groups, float* out) {
   if (matrix.group) {
     for (std::int64_t g = 0; g < groups; ++g) {
-      for (int i = 0; i < tile_rows; i += group_rows) {
-        store(out + g * tile_rows + i, eight_scales(matrix, begin + i, first + g));
+      for (int i = 0; i < tile_rows; i += row_lanes) {
+        store(out + g * tile_rows + i, row_scales<Floats>(matrix, begin + i, first + g));
       }
     }
     return;

@@ -22,7 +22,7 @@ constexpr std::int64_t column_block(WeightFormat format, std::int64_t group) {
   return packed::b3_block_weights * (group > 64 ? group / 64 : 1);  // whole groups too
 }
 constexpr std::int64_t largest_column_block = column_block(WeightFormat::b3, 256);
-constexpr std::int64_t group_rows = 8;  // whose group scales lie together
+constexpr std::int64_t group_rows = 8;  // whose group sums are taken together
 constexpr std::int64_t max_groups_a_block = max_column_block / 32;
 
 // The same where weights are unpacked to 16 bits: all rows of a piece at once, for these tokens.

@@ -119,8 +119,8 @@ TARGET static void unit_piece(const Activations& x, const std::int32_t* group_su
       const GroupSums of(matrix, x, group_sums);
       for (std::int64_t g = 0; g < count; g += of.group) {
         const std::int64_t index = (c + g) / of.group;
-        for (std::int64_t r = 0; r < rows; r += group_rows) {
-          store(scratch.scales + r, eight_scales(matrix, begin + r, index));
+        for (std::int64_t r = 0; r < rows; r += row_lanes) {
+          store(scratch.scales + r, row_scales<Floats>(matrix, begin + r, index));
         }
         unit_block(unit, x.tiles + (c + g) * unit_tile, x.tokens, x.stride, scratch.tile + g * tile_rows, rows, block,
                    of.group / 64, true, scratch.dots, max_rows_a_call, [](auto...) {},
@@ -200,7 +200,9 @@ TARGET static void multiply_on(const Activations& x, const std::int32_t* group_s
       return;
     }
   }
-  const bool tiles = x.tokens >= (matrix.group ? group_tile_from : tile_from[int(format)]);
+  const bool tiles = x.tokens >= (matrix.in_strips() ? strip_tile_from
+                                  : matrix.group     ? group_tile_from
+                                                     : tile_from[int(format)]);
   const bool is_int8 = format == WeightFormat::int8, is_int4 = format == WeightFormat::int4;
   const bool fine = x.fine && is_int8;
   std::int32_t* dots = scratch.dots;
@@ -221,6 +223,11 @@ TARGET static void multiply_on(const Activations& x, const std::int32_t* group_s
   } else if (tiles) {
     tile_piece(matrix, begin, end, x, fine, scratch);
     offset = is_int8 ? 128 : 1;
+  } else if (matrix.in_strips()) {
+    const GroupSums of(matrix, x, group_sums);
+#define STRIP_SUMS(T) strips_sums<T>(matrix, begin, end, x, of, t, sums + t * max_rows_a_call);
+    FOR_TOKEN_GROUPS(x.tokens, STRIP_SUMS)
+#undef STRIP_SUMS
   } else if (matrix.group) {
     const GroupSums of(matrix, x, group_sums);
     const auto dot = of.group == 32    ? dot_group_rows<32>

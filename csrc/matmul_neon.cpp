@@ -24,7 +24,7 @@ constexpr int tile_vectors = 4, tile_tokens = 4;
 // Rows are decoded once for tokens_together tokens, so tiles pay off where decoding is dear. Tiles of
 // int8 would be unsigned.
 constexpr std::int64_t tile_from[] = {32, 16, 8, std::int64_t(1) << 62, 16};
-constexpr int group_tile_from = 8;
+constexpr int group_tile_from = 8, strip_tile_from = 24, strips_together = 1;
 
 INLINE uint8x16_t bits(const Bytes& v) { return bit_cast<uint8x16_t>(v); }
 

@@ -103,6 +103,17 @@ INLINE void unpack_planes(const RowPointers& rows, std::int64_t columns, std::in
   }
 }
 
+// i2 in strips, which are tiles but for their bits.
+INLINE void unpack_strip(const Matrix& matrix, std::int64_t row, std::int64_t begin, std::int64_t count,
+                         std::uint8_t* tile) {
+  const std::uint8_t* words = matrix.data + row / strip_rows * strip_rows * matrix.row_stride +
+                              row % strip_rows * 4 + begin / strip_columns * 64;
+  for (std::int64_t c = 0; c < count; c += strip_columns, words += 64) {
+    const Bytes block = load_bytes(words);
+    UNROLL for (int p = 0; p < I2Planes::count; ++p) store_word(tile, c + 4 * p, plane(block, p));
+  }
+}
+
 INLINE void unpack_bitmap(const Matrix& matrix, const RowPointers& rows, std::int64_t begin,
                           std::int64_t count, std::uint8_t* tile) {
   constexpr std::int64_t chunk_weights = packed::nm_bitmap_chunk_weights;
@@ -157,6 +168,7 @@ TARGET __attribute__((noinline)) static void unpack_rows(const Matrix& matrix, s
                                                          std::int64_t end, std::int64_t column,
                                                          std::int64_t count, std::int64_t to_next,
                                                          std::uint8_t* tile) {
+  if (matrix.in_strips()) return unpack_strip(matrix, begin, column, count, tile);
   const RowPointers rows = row_pointers(matrix, begin, end, to_next);
   switch (matrix.format) {
     case WeightFormat::i2:
@@ -177,22 +189,36 @@ TARGET __attribute__((noinline)) static void unpack_rows(const Matrix& matrix, s
   }
 }
 
+// Four activations of each of T tokens, `stride` bytes apart. Few base addresses, each good for four tokens: more
+// would not fit the registers.
+template <int T>
+struct TokenWords {
+  const std::int8_t* base[(T + 3) / 4];
+  std::int64_t stride, stride3;
+
+  TARGET __attribute__((always_inline)) TokenWords(const std::int8_t* x, std::int64_t apart) : stride(apart), stride3(3 * apart) {
+    UNROLL for (int b = 0; b < (T + 3) / 4; ++b) base[b] = x + 4 * b * stride;
+  }
+  TARGET __attribute__((always_inline)) void advance(std::int64_t columns) {
+    UNROLL for (int b = 0; b < (T + 3) / 4; ++b) base[b] += columns;
+  }
+  TARGET __attribute__((always_inline)) Bytes at(int t, std::int64_t column) const {
+    return repeat4(base[t / 4] + (t % 4 == 3 ? stride3 : t % 4 * stride) + column);
+  }
+};
+
 // `words` groups of four columns of T tokens, `stride` bytes apart, onto small[t][v].
 template <int T>
 INLINE void tile_words(const std::uint8_t* tile, const std::int8_t* x, std::int64_t stride,
                        std::int64_t words, Small (&small)[T][tile_vectors]) {
-  // Few base addresses, each good for four tokens: more would not fit the registers.
-  const std::int8_t* base[(T + 3) / 4];
-  UNROLL for (int b = 0; b < (T + 3) / 4; ++b) base[b] = x + 4 * b * stride;
-  const std::int64_t stride3 = 3 * stride;
+  const TokenWords<T> tokens(x, stride);
   for (std::int64_t w = 0; w < words; ++w) {
     Bytes weights[tile_vectors];
     UNROLL for (int v = 0; v < tile_vectors; ++v) {
       weights[v] = load_bytes(tile + w * (4 * tile_rows) + v * VECTOR_BYTES);
     }
     UNROLL for (int t = 0; t < T; ++t) {
-      const std::int64_t offset = t % 4 == 3 ? stride3 : t % 4 * stride;
-      const Bytes four = repeat4(base[t / 4] + offset + 4 * w);
+      const Bytes four = tokens.at(t, 4 * w);
       UNROLL for (int v = 0; v < tile_vectors; ++v) {
         small[t][v] = dot_codes(small[t][v], weights[v], four);
       }

@@ -23,16 +23,24 @@ struct Scratch {
   std::vector<std::uint8_t> piece, digits;
 };
 
+// One row of a strip of i2 (matmul.h), whose first word is at `to`. columns is a multiple of strip_columns.
+void encode_strip_row(const std::uint8_t* digits, std::int64_t columns, std::uint8_t* to) {
+  for (std::int64_t c = 0; c < columns; c += strip_columns, to += 64) {
+    std::uint32_t four[4];
+    std::memcpy(four, digits + c, sizeof four);
+    const std::uint32_t word = four[0] | four[1] << 2 | four[2] << 4 | four[3] << 6;
+    std::memcpy(to, &word, sizeof word);
+  }
+}
+
 class Repacking {
  public:
-  Repacking(const StoredMatrix& stored, WeightFormat format, std::uint8_t* out,
-            std::int64_t row_stride)
+  Repacking(const StoredMatrix& stored, const Matrix& out)
       : stored_(stored),
-        format_(format),
         out_(out),
-        row_stride_(row_stride),
+        is_same_(int(stored.format) == int(out.format) && !out.in_strips()),
         stored_bytes_(stored_row_bytes(stored.format, stored.pattern, stored.columns)),
-        row_bytes_(Matrix::bytes_per_row(format, stored.pattern, stored.columns)),
+        row_bytes_(Matrix::bytes_per_row(out.format, stored.pattern, stored.columns)),
         limit_(stored.pattern) {
     if (stored.format == StoredFormat::nm_enum) {
       enum_decoder_ = std::make_unique<EnumDecoder>(stored.pattern, stored.columns);
@@ -74,25 +82,28 @@ class Repacking {
     }
     Repacked result = {crc32(first, bytes), true, nullptr};
     for (std::int64_t i = begin; i < end; ++i) {
-      const char* damage = row(first + (i - begin) * stored_bytes_, out_ + i * row_stride_,
-                               scratch.digits.data());
+      const char* damage = row(first + (i - begin) * stored_bytes_, i, scratch.digits.data());
       if (result.damage == nullptr) result.damage = damage;
     }
     return result;
   }
 
-  const char* row(const std::uint8_t* from, std::uint8_t* to, std::uint8_t* digits) const {
-    const bool is_same = int(stored_.format) == int(format_);
-    if (is_same) std::memcpy(to, from, std::size_t(row_bytes_));
-    if (is_same && format_ == WeightFormat::nm_bitmap) {
+  const char* row(const std::uint8_t* from, std::int64_t index, std::uint8_t* digits) const {
+    auto* to = const_cast<std::uint8_t*>(out_.data) + index * out_.row_stride;
+    if (is_same_) std::memcpy(to, from, std::size_t(row_bytes_));
+    if (is_same_ && out_.format == WeightFormat::nm_bitmap) {
       return check_nm_bitmap(limit_, from, stored_.columns);
     }
-    if (is_same && limit_.pattern().m == 1) {
+    if (is_same_ && limit_.pattern().m == 1) {
       return decode(from, nullptr);
     }
     const char* damage = decode(from, digits);
     if (damage != nullptr) return damage;
-    if (!is_same) encode(digits, to);
+    if (out_.in_strips()) {
+      encode_strip_row(digits, stored_.columns, to - index % strip_rows * (out_.row_stride - 4));
+    } else if (!is_same_) {
+      encode(digits, to);
+    }
     return nullptr;
   }
 
@@ -120,17 +131,17 @@ class Repacking {
   }
 
   void encode(const std::uint8_t* digits, std::uint8_t* to) const {
-    if (format_ == WeightFormat::i2) encode_i2(digits, stored_.columns, to);
-    if (format_ == WeightFormat::b3) encode_b3(digits, stored_.columns, to);
-    if (format_ == WeightFormat::nm_bitmap) {
+    if (out_.format == WeightFormat::i2) encode_i2(digits, stored_.columns, to);
+    if (out_.format == WeightFormat::b3) encode_b3(digits, stored_.columns, to);
+    if (out_.format == WeightFormat::nm_bitmap) {
       encode_nm_bitmap(stored_.pattern, digits, stored_.columns, to);
     }
   }
 
   const StoredMatrix stored_;
-  const WeightFormat format_;
-  std::uint8_t* const out_;
-  const std::int64_t row_stride_, stored_bytes_, row_bytes_;
+  const Matrix out_;
+  const bool is_same_;  // rows lie as they are stored
+  const std::int64_t stored_bytes_, row_bytes_;
   const GroupLimit limit_;
   std::unique_ptr<EnumDecoder> enum_decoder_;
 };
@@ -153,9 +164,8 @@ std::int64_t stored_row_bytes(StoredFormat format, packed::Pattern pattern, std:
   return 0;
 }
 
-Repacked repack(ThreadPool& pool, const StoredMatrix& stored, WeightFormat format,
-                std::uint8_t* out, std::int64_t row_stride) {
-  return Repacking(stored, format, out, row_stride).run(pool);
+Repacked repack(ThreadPool& pool, const StoredMatrix& stored, const Matrix& out) {
+  return Repacking(stored, out).run(pool);
 }
 
 }  // namespace sparse_bitnet

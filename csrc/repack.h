@@ -31,10 +31,8 @@ struct Repacked {
   const char* damage;   // why the bytes are no encoding of a matrix, or null
 };
 
-// Writes rows `row_stride` bytes apart, in the format i2, b3 or nm_bitmap; what lies between rows is
-// left alone. The result does not depend on the number of threads. A damaged matrix is written
-// somehow, within its bounds.
-Repacked repack(ThreadPool& pool, const StoredMatrix& stored, WeightFormat format,
-                std::uint8_t* out, std::int64_t row_stride);
+// Writes the rows of `out`, a matrix of i2, b3 or nm_bitmap; what lies between rows is left alone. The
+// result does not depend on the number of threads. A damaged matrix is written somehow, within its bounds.
+Repacked repack(ThreadPool& pool, const StoredMatrix& stored, const Matrix& out);
 
 }  // namespace sparse_bitnet

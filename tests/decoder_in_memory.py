@@ -149,7 +149,7 @@ class DecoderInMemory:
         """64-byte aligned copy of uint8 [rows, bytes], padding poisoned: (row_stride, address)."""
         count, width = rows.shape
         stride = -(-width // 64) * 64
-        memory = np.full(count * stride + 128, 0xA5, np.uint8)
+        memory = np.full(-(-count // 16) * 16 * stride + 128, 0xA5, np.uint8)
         start = -memory.ctypes.data % 64
         memory[start : start + count * stride].reshape(count, stride)[:, :width] = rows
         return stride, self.address(memory) + start
@@ -168,9 +168,15 @@ class DecoderInMemory:
         given = {"format": WEIGHT_FORMATS[format], "n": n, "m": m, "rows": rows, "columns": columns}
         given |= {"row_stride": stride, "address": address, "scale": float(scale)}
         if self.group:  # the same scale for every group
-            scales = np.full((-(-rows // 8), columns // self.group, 8), float(scale), np.float32)
+            scales = np.full((-(-rows // 16), columns // self.group, 16), float(scale), np.float32)
             given |= {"scales": self.address(scales), "group": self.group}
-        return _cpu.Matrix(**given | changes)
+        matrix = _cpu.Matrix(**given | changes)
+        if self.group and format == "i2":
+            codes = codes.contiguous()
+            shape = (n, m, rows, columns, rows * columns)
+            stored = _cpu.StoredMatrix(_cpu.StoredFormat.codes, *shape, address=codes.data_ptr())
+            _cpu.repack(_cpu.ThreadPool(1), stored, matrix)
+        return matrix
 
     def table(self, weight: Tensor, type: str, **changes: Any) -> _cpu.Table:
         """Also leaves the values that the table stands for in `dequantised[type]`."""

@@ -88,7 +88,7 @@ struct Weights {
           std::int64_t columns, int value) {
     const std::int64_t width = Matrix::bytes_per_row(format, pattern, columns);
     const std::int64_t stride = packed::divide_up(width, matrix_alignment) * matrix_alignment;
-    memory.assign(rows * stride + matrix_alignment, poison);
+    memory.assign(packed::divide_up(rows, strip_rows) * strip_rows * stride + matrix_alignment, poison);
     scales.resize(rows * packed::divide_up(columns, int4_group));
     for (float& scale : scales) scale = 0.01f + random.uniform() / 64;
     std::vector<std::uint8_t> digits(packed::divide_up(columns, pattern.m) * pattern.m +
@@ -120,7 +120,7 @@ struct Weights {
   void set_groups(Random& random, std::int64_t group, ScaleType type) {
     matrix.group = group;
     matrix.scale_type = type;
-    group_scales.resize(packed::divide_up(matrix.rows, 8) * 8 * matrix.columns / group * 2);
+    group_scales.resize(packed::divide_up(matrix.rows, strip_rows) * strip_rows * matrix.columns / group * 2);
     for (std::uint16_t& half : group_scales) half = std::uint16_t(random.below(0x3fff) | random.below(2) << 15);
     matrix.group_scales = group_scales.data();
   }

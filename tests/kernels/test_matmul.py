@@ -85,16 +85,23 @@ class Weights:
             scales = self.arranged.data_ptr()
         else:
             padded = torch.nn.functional.pad(
-                self.group_scales, (0, 0, 0, -rows % 8), value=torch.nan
+                self.group_scales, (0, 0, 0, -rows % 16), value=torch.nan
             )
-            self.arranged = padded.view(-1, 8, groups).transpose(1, 2).contiguous()
+            self.arranged = padded.view(-1, 16, groups).transpose(1, 2).contiguous()
             group, scale_type = columns // groups, str(padded.dtype).removeprefix("torch.")
             scales = self.arranged.data_ptr()
+            if self.format == "i2":
+                self.strips = aligned(-(-rows // 16) * 16 * self.stride + 64, np.uint8)
+                data = self.strips.ctypes.data
         matrix = _cpu.Matrix(
             FORMATS[self.format],
             *(n, m, rows, columns, self.stride, data, self.scale, scales, group),
             _cpu.ScaleType[scale_type],
         )
+        if group and self.format == "i2":
+            stored = (_cpu.StoredFormat.codes, n, m, rows, columns, rows * columns)
+            codes = _cpu.StoredMatrix(*stored, address=self.codes.ctypes.data)
+            assert _cpu.repack(_cpu.ThreadPool(1), codes, matrix)[2] is None
         return _cpu.Product(matrix, address, y.ctypes.data, y.strides[0] // 4)
 
 

@@ -103,6 +103,30 @@ def test_every_format_to_every_format(pool, text: str) -> None:
                 assert np.array_equal(got, pack(codes, target, pattern).numpy()), (stored, target)
 
 
+@pytest.mark.parametrize("rows", [1, 16, 35])
+def test_i2_with_group_scales_lies_in_strips(pool, rows: int) -> None:
+    columns, strips = 416, -(-rows // 16)
+    codes = make_codes(NMPattern(6, 8), rows, columns // 8)
+    digits = np.full((strips * 16, columns), 0, np.uint8)
+    digits[:rows] = codes.numpy() + 1
+    shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
+    words = (digits.reshape(strips, 16, columns // 16, 4, 4) << shifts).sum(3, dtype=np.uint8)
+    wanted = words.swapaxes(1, 2).reshape(strips, -1)
+    stride = 192
+    out = np.zeros(strips * 16 * stride + 256, np.uint8)
+    base = -out.ctypes.data % 64
+    shape, scales = (6, 8, rows, columns), np.ones((strips, 13, 16), np.float32)
+    data = pack(codes, "nm-bitmap", NMPattern(6, 8)).numpy()
+    stored = _cpu.StoredMatrix(STORED["nm-bitmap"], *shape, data.size, address=data.ctypes.data)
+    to = _cpu.Matrix(
+        RUN_TIME["i2"], *shape, stride, out.ctypes.data + base, 1.0, scales.ctypes.data, 32
+    )
+    assert _cpu.repack(pool, stored, to) == (zlib.crc32(data.tobytes()), True, None)
+    written = out[base : base + strips * 16 * stride].reshape(strips, -1)
+    assert np.array_equal(written[:, : 4 * columns], wanted)
+    assert not written[:, 4 * columns :].any()
+
+
 @pytest.mark.parametrize("text", ["1:1", "6:8", "2:4", "3:5", "7:16", "5:32"])
 @pytest.mark.parametrize("stored", ["i2", "b3", "nm-bitmap", "nm-enum"])
 def test_damaged_bytes_are_refused_exactly_when_the_codec_refuses(text: str, stored: str) -> None:

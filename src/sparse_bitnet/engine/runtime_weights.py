@@ -162,7 +162,8 @@ class _Loader:
             name: _aligned(_cpu.bytes_per_row(format, n, m, columns))
             for name, (_, columns) in shapes.items()
         }
-        block_bytes = sum(shapes[name][0] * strides[name] for name in shapes)
+        sizes = {name: _in_strips(rows) * strides[name] for name, (rows, _) in shapes.items()}
+        block_bytes = sum(sizes.values())
         buffer = self._buffer(block_bytes * len(blocks))
         address = buffer.address
         matrices = {}
@@ -180,7 +181,7 @@ class _Loader:
                     **self._scales(name, (rows, columns), self._scale_group(block, linear)),
                 )
                 self._fill(name, matrices[name], (rows, columns))
-                address += rows * strides[linear]
+                address += sizes[linear]
         return matrices, block_bytes * len(blocks)
 
     def _scale_group(self, block: str, linear: str) -> int:
@@ -211,10 +212,10 @@ class _Loader:
                 )
             elif values.shape != (1,):
                 values = values.repeat(groups // values.shape[1], 1)
-            # Those of eight rows together; rows that fill up the last eight have none.
-            filled = np.zeros((-(-rows // 8) * 8, groups), values.dtype)
+            # Those of a strip together; rows that fill up the last one have none.
+            filled = np.zeros((_in_strips(rows), groups), values.dtype)
             filled[:rows] = values
-            scales = filled.reshape(-1, 8, groups).swapaxes(1, 2)
+            scales = filled.reshape(-1, _cpu.STRIP_ROWS, groups).swapaxes(1, 2)
             more = {"group": group, "scale_type": _cpu.ScaleType[kind]}
         scales = np.ascontiguousarray(scales)
         self._kept.append(scales)
@@ -327,6 +328,10 @@ class _Loader:
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _in_strips(rows: int) -> int:
+    return -(-rows // _cpu.STRIP_ROWS) * _cpu.STRIP_ROWS
 
 
 def _address(array: np.ndarray | None) -> int:
