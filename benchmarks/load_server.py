@@ -3,13 +3,17 @@
 
     python benchmarks/load_server.py PACKED                     # 32 streams for a minute
     python benchmarks/load_server.py PACKED --seconds 10 -- --threads 1
+    python benchmarks/load_server.py PACKED --kinds text --llama-server PATH --gguf FILE
 
 Prompts of mixed lengths, some sharing their beginnings, are first continued one by one by the engine
 alone, without a server: as plain texts, as JSON of a schema and, where the model has a chat template, as
 chats and as calls of a function. Then clients ask a server that the program starts for the same texts, in
 random order, some leaving halfway; each text, its count of tokens and its finish reason have to be those
 of the serial run. Options after -- are the server's. Exit code 1 if any token was lost or mixed up. The
-server's resident memory is that after a quarter of the time, and at the end.
+server's resident memory is that after a quarter of the time, and at the end. The time between tokens is
+that between two events of a stream, divided by the tokens of the second: a token can be half a character.
+llama.cpp's server, with a GGUF file of the same model, gets the same requests afterwards; its texts are
+its own and not compared.
 """
 
 import argparse
@@ -19,11 +23,12 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,12 +47,15 @@ from sparse_bitnet.generation.generate import GenerateOptions, generate
 from sparse_bitnet.generation.grammar import Grammar
 from sparse_bitnet.generation.open_model import open_model
 from sparse_bitnet.generation.sampling import SamplingOptions
+from sparse_bitnet.machine import available_cores
 from sparse_bitnet.serve.tool_calls import Function, ToolCallReader, rules_of, syntax_of
 
 RESULTS = Path(__file__).parent / "results"
 LEAVING = 0.05
 """Share of the clients that leave halfway."""
 PERCENTILES = (50, 90, 99)
+KINDS = ("text", "schema", "chat", "tool")
+OURS = "sparse-bitnet"
 
 
 SCHEMA: dict[str, Any] = {
@@ -112,13 +120,8 @@ def make_jobs(checkpoint: str, engine: EngineOptions, options: argparse.Namespac
     except UserError:
         template = None
     syntax = syntax_of(template.source) if template else None
-    kinds = [
-        "text",
-        "text",
-        "schema",
-        *(["chat"] if template else []),
-        *(["tool"] if syntax else []),
-    ]
+    possible = {"text": True, "schema": True, "chat": template, "tool": syntax}
+    kinds = [kind for kind in options.kinds if possible[kind]]
     grammars = opened.grammars(opened.end_tokens)
     jobs: list[Job] = []
     for number, size in enumerate(
@@ -148,7 +151,8 @@ def make_jobs(checkpoint: str, engine: EngineOptions, options: argparse.Namespac
                 prompt = (rng.choice(plain) + prompt)[:longest]
             body |= {"prompt": prompt}
             if kind == "schema":
-                body |= {"guided_json": SCHEMA}
+                # The one name that both servers know.
+                body |= {"json_schema": SCHEMA}
                 grammar = Grammar.json_schema(SCHEMA)
         result = generate(
             opened.engine,
@@ -193,6 +197,33 @@ async def started_server(checkpoint: str, arguments: list[str]) -> AsyncIterator
         process.kill()
 
 
+@asynccontextmanager
+async def llama_server(options: argparse.Namespace, threads: int) -> AsyncIterator[tuple[str, int]]:
+    """llama.cpp's, with a slot and a context for each stream."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [options.llama_server, "--model", options.gguf, "--port", str(port)]
+    command += ["--parallel", str(options.streams), "--threads", str(threads)]
+    command += ["--ctx-size", str(options.streams * options.context)]
+    quiet = subprocess.DEVNULL
+    process = subprocess.Popen(command, stdout=quiet, stderr=quiet)
+    address = f"http://127.0.0.1:{port}"
+    try:
+        async with httpx.AsyncClient(base_url=address) as http:
+            while process.poll() is None:
+                with suppress(httpx.TransportError):
+                    if (await http.get("health")).status_code == 200:
+                        break
+                await asyncio.sleep(0.2)
+            else:
+                raise SystemExit(f"{options.llama_server} did not start")
+        yield f"{address}/v1", process.pid
+    finally:
+        process.kill()
+        process.wait()
+
+
 def text_of(choice: dict[str, Any]) -> str:
     """Of a chunk of either kind; of calls, names and arguments."""
     if "text" in choice:
@@ -203,12 +234,13 @@ def text_of(choice: dict[str, Any]) -> str:
     return (delta.get("content") or "") + called
 
 
-async def stream(http: httpx.AsyncClient, job: Job, leave: bool, tally: Tally) -> None:
+async def stream(http: httpx.AsyncClient, job: Job, leave: bool, tally: Tally, ours: bool) -> None:
     """Ask for one text and compare it."""
-    body = job.body | {"stream": True, "stream_options": {"include_usage": True}}
+    more = {"continuous_usage_stats": True} if ours else {}
+    body = job.body | {"stream": True, "stream_options": {"include_usage": True} | more}
     began = time.perf_counter()
     first = last = None
-    text, finish, usage = "", None, None
+    text, finish, usage, tokens = "", None, None, 0
     async with http.stream("POST", job.path, json=body) as answer:
         if answer.status_code != 200:
             tally.errors.append(f"status {answer.status_code}: {await answer.aread()!r}")
@@ -220,29 +252,30 @@ async def stream(http: httpx.AsyncClient, job: Job, leave: bool, tally: Tally) -
             if "error" in event:
                 tally.errors.append(event["error"]["message"])
                 return
-            usage = event["usage"]
+            usage = event.get("usage")
             for choice in event["choices"]:
                 if piece := text_of(choice):
-                    now = time.perf_counter()
+                    now, before = time.perf_counter(), tokens
+                    tokens = usage["completion_tokens"] if usage else tokens + 1
                     first = first or now
                     if last is not None:
-                        tally.gaps.append(now - last)
+                        tally.gaps.append((now - last) / max(tokens - before, 1))
                     text, last = text + piece, now
                 finish = choice["finish_reason"] or finish
             if leave and len(text) > len(job.text) // 2:
-                if not job.text.startswith(text):
+                if ours and not job.text.startswith(text):
                     tally.errors.append(f"wrong text before leaving: {text[:80]!r}")
                 tally.left += 1
                 return
     if usage is None:
         tally.errors.append("the stream ended early")
-    elif (text, usage["completion_tokens"], finish) != (job.text, job.tokens, job.finish):
+    elif ours and (text, usage["completion_tokens"], finish) != (job.text, job.tokens, job.finish):
         tally.errors.append(f"expected {job.text[:80]!r}, got {text[:80]!r}")
     else:
         tally.ended += 1
         tally.tokens += usage["completion_tokens"]
         tally.prompt_tokens += usage["prompt_tokens"]
-        tally.cached_tokens += usage["prompt_tokens_details"]["cached_tokens"]
+        tally.cached_tokens += usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
         if first is not None:
             tally.first.append(first - began)
         if first is not None and last is not None and job.tokens > 1:
@@ -250,11 +283,14 @@ async def stream(http: httpx.AsyncClient, job: Job, leave: bool, tally: Tally) -
 
 
 async def load(
-    checkpoint: str, arguments: list[str], jobs: list[Job], options: argparse.Namespace
+    server: AbstractAsyncContextManager[tuple[str, int]],
+    jobs: list[Job],
+    options: argparse.Namespace,
+    ours: bool,
 ) -> tuple[Tally, float]:
     """Results and the seconds they took, from the first request to the end of the last."""
     tally = Tally()
-    async with started_server(checkpoint, arguments) as (address, process):
+    async with server as (address, process):
         limits = httpx.Limits(max_connections=options.streams)
         async with httpx.AsyncClient(
             base_url=address, timeout=httpx.Timeout(600), limits=limits
@@ -264,7 +300,7 @@ async def load(
             async def client(number: int) -> None:
                 rng = random.Random(number)
                 while time.perf_counter() - began < options.seconds:
-                    await stream(http, rng.choice(jobs), rng.random() < LEAVING, tally)
+                    await stream(http, rng.choice(jobs), rng.random() < LEAVING, tally, ours)
 
             async def watch() -> None:
                 while True:
@@ -279,12 +315,19 @@ async def load(
 
 
 def row_of(
-    tally: Tally, seconds: float, jobs: list[Job], options: argparse.Namespace, arguments: list[str]
+    server: str,
+    tally: Tally,
+    seconds: float,
+    jobs: list[Job],
+    options: argparse.Namespace,
+    arguments: list[str],
 ) -> dict:
     def percentiles(values: list[float]) -> dict[str, float]:
         return {f"p{p}": float(np.percentile(values or [np.nan], p)) for p in PERCENTILES}
 
     return {
+        "server": server,
+        "kinds": options.kinds,
         "model": Path(options.checkpoint).resolve().name,
         "server_options": arguments,
         "streams": options.streams,
@@ -301,16 +344,17 @@ def row_of(
         "cached_tokens": tally.cached_tokens,
         "seconds_to_first_token": percentiles(tally.first),
         "seconds_per_token": percentiles(tally.between),
-        "seconds_between_events": percentiles(tally.gaps),
+        "seconds_between_tokens": percentiles(tally.gaps),
         "resident_bytes_after_a_quarter": tally.resident[len(tally.resident) // 4],
         "resident_bytes_at_the_end": tally.resident[-1],
     }
 
 
 def show(row: dict, console: Console) -> None:
+    compared = "texts equal to the serial run" if row["server"] == OURS else "texts"
     console.print(
-        f"{row['model']}: {row['streams']} streams for {row['seconds']:.1f} s: {row['ended']} texts "
-        f"equal to the serial run, {row['left_halfway']} left halfway, "
+        f"{row['server']}, {row['model']}: {row['streams']} streams for {row['seconds']:.1f} s: "
+        f"{row['ended']} {compared}, {row['left_halfway']} left halfway, "
         f"[bold]{row['lost_or_mixed_up']} lost or mixed up[/]"
     )
     console.print(
@@ -321,7 +365,7 @@ def show(row: dict, console: Console) -> None:
     )
     early, late = row["resident_bytes_after_a_quarter"], row["resident_bytes_at_the_end"]
     console.print(f"resident memory {early / 1e6:.1f} MB, at the end {late / 1e6:.1f} MB")
-    for name in ("seconds_to_first_token", "seconds_per_token", "seconds_between_events"):
+    for name in ("seconds_to_first_token", "seconds_per_token", "seconds_between_tokens"):
         found = ", ".join(f"{key} {1e3 * value:.1f} ms" for key, value in row[name].items())
         console.print(f"{name.replace('_', ' ').replace('seconds', 'time')}: {found}")
 
@@ -334,6 +378,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=48, help="different ones")
     parser.add_argument("--max-tokens", type=int, default=64, help="most tokens of a text")
     parser.add_argument("--context", type=int, default=1024, help="most tokens, prompt included")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["text", *KINDS])
+    parser.add_argument("--llama-server", help="llama.cpp's, for the same requests")
+    parser.add_argument("--gguf", help="the same model as its file")
     parser.add_argument("--out", type=Path, help="JSON lines; benchmarks/results/ by default")
     own, arguments = sys.argv[1:], []
     if "--" in own:
@@ -343,15 +390,20 @@ def main() -> None:
     engine, _ = tyro.cli(EngineOptions, args=arguments, return_unknown_args=True)
     console, where = Console(), where_measured()
     jobs = make_jobs(options.checkpoint, engine, options)
-    tally, seconds = asyncio.run(load(options.checkpoint, arguments, jobs, options))
-    row = row_of(tally, seconds, jobs, options, arguments)
-    show(row, console)
-    for error in tally.errors[:5]:
-        console.print(error, markup=False)
-    out = options.out or result_file(RESULTS, "server", where)
-    append_records(out, [row], where)
+    servers = {OURS: started_server(options.checkpoint, arguments)}
+    if options.llama_server:
+        servers["llama.cpp"] = llama_server(options, engine.threads or available_cores())
+    out, failed = options.out or result_file(RESULTS, "server", where), False
+    for name, server in servers.items():
+        tally, seconds = asyncio.run(load(server, jobs, options, name == OURS))
+        row = row_of(name, tally, seconds, jobs, options, arguments)
+        show(row, console)
+        for error in tally.errors[:5]:
+            console.print(error, markup=False)
+        append_records(out, [row], where)
+        failed = failed or bool(tally.errors)
     console.print(f"written to {out}")
-    sys.exit(1 if tally.errors else 0)
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

@@ -242,10 +242,12 @@ def costs() -> str:
 
 def server() -> str:
     rows = read("server")
-    head = ["model", "streams", "seconds", "texts equal to the serial run", "lost or mixed up"]
+    head = ["server", "model", "streams", "seconds", "texts ended", "lost or mixed up"]
     head += ["tokens/s", "first token p50, s", "token p50, ms", "token p99, ms"]
+    between = "seconds_between_tokens"
     lines = [
         [
+            row.get("server", "sparse-bitnet"),
             row["model"],
             str(row["streams"]),
             f"{row['seconds']:.0f}",
@@ -253,8 +255,8 @@ def server() -> str:
             str(row["lost_or_mixed_up"]),
             f"{row['generated_tokens_per_second']:.0f}",
             f"{row['seconds_to_first_token']['p50']:.2f}",
-            f"{1e3 * row['seconds_per_token']['p50']:.1f}",
-            f"{1e3 * row['seconds_per_token']['p99']:.1f}",
+            f"{1e3 * row.get(between, row['seconds_per_token'])['p50']:.1f}",
+            f"{1e3 * row.get(between, row['seconds_per_token'])['p99']:.1f}",
         ]
         for row in rows
     ]

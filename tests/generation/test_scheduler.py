@@ -461,6 +461,8 @@ def test_prefix_cache_keeps_the_longest_and_most_recent():
     short = keep(1, 2)
     long = keep(1, 2, 3)
     assert not short.is_open, "the longer one serves all that it could"
+    again = keep(1, 2)
+    assert not again.is_open, "the one that is there serves all that this one could"
     other = keep(5, 6)
     assert find(1, 2, 9) == (long, 2)
     assert find(8) == (None, 0)

@@ -113,6 +113,11 @@ def test_streamed_completion_is_the_whole_one(client):
     assert last.choices == []
     assert last.usage.completion_tokens == 40
     assert len({chunk.id for chunk in chunks}) == 1
+    options["continuous_usage_stats"] = True
+    chunks = list(complete(client, "stream", 40, stream=True, stream_options=options))
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts)
+    assert (len(set(counts)) > 1, counts[-1]) == (True, 40)
 
 
 def test_characters_are_never_split(served):

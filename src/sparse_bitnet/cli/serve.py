@@ -47,7 +47,7 @@ class ServeConfig:
     """Most generations that share a step of the engine. Unless --cache-tokens says otherwise, the cache
     has room for 1024 tokens of each, and one generation may use all of it."""
 
-    prefill_slice: int = 64
+    prefill_slice: int = 32
     """Prompt tokens that a step computes while running generations wait for their next token. More: new
     requests start sooner; fewer: streams pause less."""
 

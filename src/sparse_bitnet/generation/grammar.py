@@ -3,6 +3,7 @@
 
 import json
 import re
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -25,6 +26,11 @@ _LIMITS: dict[str, Any] = {
 """A fifth of llguidance's own: with those one hostile pattern takes five seconds."""
 _LONGEST = 64
 """Bytes of a token."""
+_KEPT = 8
+"""Grammars at their beginning, the last ones: each takes 5 ms, and an agent's requests share one."""
+_FLAGS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_OFFSETS = np.where(_FLAGS == 1, np.float32(0), np.float32(-np.inf))
+"""float32 [256, 8]: what a byte of a mask adds to the logits of its eight tokens."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,8 @@ class TokenGrammars:
         from llguidance import LLTokenizer
 
         self.vocab_size = vocab_size
+        self._lock = threading.Lock()
+        self._kept: dict[Grammar, Form] = {}
         self._tokenizer = LLTokenizer(
             _Vocabulary(tokenizer, vocab_size, end_tokens),  # type: ignore[arg-type]
             eos_token=[vocab_size, *(token for token in sorted(end_tokens) if token < vocab_size)],
@@ -125,14 +133,22 @@ class TokenGrammars:
         """
         from llguidance import LLMatcher, LLParserLimits
 
+        with self._lock:
+            if (known := self._kept.pop(grammar, None)) is not None:
+                self._kept[grammar] = known
+                return known.copy()
         limits = LLParserLimits(**_LIMITS)
         matcher = LLMatcher(self._tokenizer, grammar.source, log_level=0, limits=limits)
         if matcher.is_error():
             raise UserError(f"the form cannot be had: {_one_line(matcher.get_error())}")
         form = Form(matcher, self.vocab_size)
         # The first place may take long: here, where nobody waits for it.
-        form.masked(np.zeros(self.vocab_size, np.float32))
-        return form
+        form._compute()
+        with self._lock:
+            self._kept[grammar] = form
+            if len(self._kept) > _KEPT:
+                del self._kept[next(iter(self._kept))]
+        return form.copy()
 
 
 class _Vocabulary:
@@ -194,15 +210,21 @@ class Form:
 
         Raises `UserError` where none can: the vocabulary lacks the bytes, or llguidance gives up.
         """
+        self._compute()
+        # By a table, several times as fast as a choice for each token.
+        masked = _OFFSETS[self._bits.view(np.uint8)].reshape(-1)[: self._vocab_size]
+        masked += logits
+        return masked
+
+    def _compute(self) -> None:
         self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
-        flags = np.unpackbits(self._bits.view(np.uint8), bitorder="little")
-        allowed = flags[: self._vocab_size].view(bool)
-        if self._matcher.is_error() or not allowed.any():
+        # The last bits are no tokens of the model.
+        self._bits[-1] &= np.uint32((1 << self._vocab_size % 32) - 1)
+        if self._matcher.is_error() or not self._bits.any():
             failure = _one_line(self._matcher.get_error())
             is_stuck = not failure or failure.startswith("NoExtension")
             reason = "the vocabulary lacks what comes next" if is_stuck else failure
             raise UserError(f"the text cannot be given its form: {reason}")
-        return np.where(allowed, logits, np.float32(-np.inf))
 
     def take(self, token: int) -> bool:
         """Go on with a token; whether the text is complete and nothing can follow."""

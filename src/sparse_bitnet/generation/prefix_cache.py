@@ -33,8 +33,15 @@ class PrefixCache:
             sequence.close()
             return
         for entry in list(self._kept):
-            if shared_length(entry[1], tokens) == len(entry[1]):
+            shared = shared_length(entry[1], tokens)
+            if shared == len(entry[1]):
                 self._drop(entry)
+            elif shared == len(tokens):
+                # It goes on from there: as recently used, and one is enough.
+                sequence.close()
+                self._remove(entry)
+                self._kept.append(entry)
+                return
         self._kept.append((sequence, tokens))
         if len(self._kept) > self._most:
             self.evict()

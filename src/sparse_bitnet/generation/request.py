@@ -3,7 +3,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -56,9 +56,12 @@ class Output:
     token: int | None = None
     """The one drawn, if one was."""
 
+    generated: int = 0
+    """Tokens drawn by then."""
+
     def then(self, other: "Output") -> "Output":
         """Both as one."""
-        return Output(self.text + other.text, self.scores + other.scores, other.finish, other.token)
+        return replace(other, text=self.text + other.text, scores=self.scores + other.scores)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,7 +291,7 @@ class Generation:
         self, text: str, scores: tuple[TokenScore, ...], finish: FinishReason | None, token: int
     ) -> Output:
         self._pieces.append(text)
-        return Output(text, scores, finish, token)
+        return Output(text, scores, finish, token, self.generated)
 
     def forget(self) -> None:
         """Give the sequence back; it can be computed again from the tokens."""

@@ -39,7 +39,7 @@ class Scheduler:
         engine: InferenceEngine,
         *,
         max_running: int = 32,
-        prefill_slice: int = 64,
+        prefill_slice: int = 32,
         prefill_alone: int = 512,
         scored_slice: int = 32,
         room_ahead: int | None = 64,

@@ -187,6 +187,7 @@ class _Answer:
                 left -= output.finish is not None
                 choice = self._choices[index]
                 choice.take_prompt_scores()
+                choice.generated = max(choice.generated, output.generated)
                 yield choice, output
 
 

@@ -2,6 +2,7 @@
 """Listening: uvicorn with bounds for what a client can hold, and an end in order on SIGINT or SIGTERM."""
 
 import asyncio
+import gc
 import logging
 import resource
 import signal
@@ -199,6 +200,9 @@ def serve(
     for name in ("asyncio", "uvicorn.error", "sparse_bitnet.generation.scheduler"):
         logging.getLogger(name).addFilter(calm)
     scheduler.start()
+    # What is there stays: collections that went through it again and again would hold up the streams.
+    gc.collect()
+    gc.freeze()
     interval = sys.getswitchinterval()
     # Every write to a socket gives the interpreter's lock away, and the scheduler's thread would keep it
     # for the default of 5 ms.
@@ -213,3 +217,4 @@ def serve(
         scheduler.join()
         bound.close()
         sys.setswitchinterval(interval)
+        gc.unfreeze()

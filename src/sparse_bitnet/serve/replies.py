@@ -82,6 +82,8 @@ class Choice:
         self.generation, self.index, self.echo = generation, index, echo
         self.reader = reader
         self.scores: list[TokenScore] = []
+        self.generated = 0
+        """Tokens up to the last event."""
         self._prompt_taken = False
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._place = 0
@@ -143,7 +145,7 @@ class Reply:
         self, choice: Choice, text: str, scores: list[TokenScore], finish: str | None
     ) -> bytes:
         """An event with a piece of one choice; empty while it has to be held back."""
-        return self._chunk_event(self._choice(choice, text, scores, finish))
+        return self._chunk_event(self._choice(choice, text, scores, finish), choice)
 
     def reader(self) -> ToolCallReader | None:
         """For one text; None where it holds no calls."""
@@ -157,7 +159,7 @@ class Reply:
         if not choice.echo:
             return b""
         content = {"text": choice.echo, "logprobs": None, "finish_reason": None}
-        return self._chunk_event({"index": choice.index} | content)
+        return self._chunk_event({"index": choice.index} | content, choice)
 
     def failure(self, error: ApiError) -> bytes:
         """The event of a choice that has failed."""
@@ -169,13 +171,14 @@ class Reply:
             return _DONE
         return event(self._chunk_head([]) | {"usage": self._usage(choices)}) + _DONE
 
-    def _usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Of ended generations. The choices of one prompt count it once; generated tokens include the one
-        that ends a text."""
+    def _usage(self, choices: Sequence[Choice], generated: int | None = None) -> dict[str, Any]:
+        """Of ended generations, or of one that has got so far. The choices of one prompt count it once;
+        generated tokens include the one that ends a text."""
         generations = [choice.generation for choice in choices]
         first_choices = generations[:: self._body.choices]
         prompt = sum(len(generation.request.prompt) for generation in first_choices)
-        generated = sum(generation.generated for generation in generations)
+        if generated is None:
+            generated = sum(generation.generated for generation in generations)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": generated,
@@ -183,8 +186,9 @@ class Reply:
             "prompt_tokens_details": {"cached_tokens": sum(g.cached_tokens for g in first_choices)},
         }
 
-    def _chunk_event(self, content: dict[str, Any]) -> bytes:
-        more = {"usage": None} if self._body.include_usage else {}
+    def _chunk_event(self, content: dict[str, Any], choice: Choice) -> bytes:
+        usage = self._usage([choice], choice.generated) if self._body.continuous_usage else None
+        more = {"usage": usage} if self._body.include_usage else {}
         return event(self._chunk_head([content]) | more)
 
     def _chunk_head(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -254,13 +258,13 @@ class ChatReply(Reply):
     def opening(self, choice: Choice) -> bytes:
         delta = {"role": "assistant", "content": ""}
         content = {"delta": delta, "logprobs": None, "finish_reason": None}
-        return self._chunk_event({"index": choice.index} | content)
+        return self._chunk_event({"index": choice.index} | content, choice)
 
     def chunk(
         self, choice: Choice, text: str, scores: list[TokenScore], finish: str | None
     ) -> bytes:
         found = self._choice(choice, text, scores, finish)
-        return self._chunk_event(found) if found["delta"] or scores or finish else b""
+        return self._chunk_event(found, choice) if found["delta"] or scores or finish else b""
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
         found = super()._whole_choice(choice)

@@ -60,6 +60,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 class StreamOptions(StrictModel):
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """With it, in every event, as vLLM does."""
     include_obfuscation: bool | None = None
     """Ignored: nothing is padded."""
 
@@ -135,6 +137,11 @@ class _Body(Formed, TolerantBody):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        options = self.stream_options
+        return options is not None and options.include_usage and options.continuous_usage_stats
 
     def sampling(self, seed: int) -> SamplingOptions:
         """`seed` may be any integer."""
