@@ -1,10 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "platform.h"
 
+#if defined(_WIN32)
+#define NOMINMAX
+#include <windows.h>
+#include <io.h>
+#else
 #include <dlfcn.h>
 #include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
+#endif
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #endif
@@ -25,6 +31,46 @@
 #include <new>
 
 namespace sparse_bitnet {
+namespace {
+
+#if defined(_WIN32)
+
+void* take_pages(std::size_t size) {
+  return VirtualAlloc(nullptr, size, MEM_RESERVE | MEM_COMMIT, PAGE_READWRITE);
+}
+
+void give_pages(void* pages, std::size_t) { VirtualFree(pages, 0, MEM_RELEASE); }
+
+// At most `size` bytes of a file; 0 or less where there are none.
+std::int64_t read_at(int descriptor, std::int64_t offset, std::int64_t size, std::uint8_t* buffer) {
+  OVERLAPPED place = {};
+  place.Offset = DWORD(offset);
+  place.OffsetHigh = DWORD(offset >> 32);
+  const DWORD most = DWORD(size < (1 << 30) ? size : (1 << 30));
+  DWORD count = 0;
+  const auto file = reinterpret_cast<HANDLE>(_get_osfhandle(descriptor));
+  return ReadFile(file, buffer, most, &count, &place) ? std::int64_t(count) : -1;
+}
+
+#else
+
+void* take_pages(std::size_t size) {
+  void* pages = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  return pages == MAP_FAILED ? nullptr : pages;
+}
+
+void give_pages(void* pages, std::size_t size) { munmap(pages, size); }
+
+std::int64_t read_at(int descriptor, std::int64_t offset, std::int64_t size, std::uint8_t* buffer) {
+  for (;;) {
+    const auto count = pread(descriptor, buffer, std::size_t(size), off_t(offset));
+    if (count >= 0 || errno != EINTR) return count;
+  }
+}
+
+#endif
+
+}  // namespace
 
 HugeBuffer::HugeBuffer(std::int64_t size) : size_(size) {
   // One huge page more, so that an aligned start is in it; a whole number of them, so that the last
@@ -34,9 +80,8 @@ HugeBuffer::HugeBuffer(std::int64_t size) : size_(size) {
   }
   const std::int64_t whole = (size + huge_page_bytes - 1) / huge_page_bytes * huge_page_bytes;
   mapped_size_ = whole + huge_page_bytes;
-  mapped_ = mmap(nullptr, std::size_t(mapped_size_), PROT_READ | PROT_WRITE,
-                 MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (mapped_ == MAP_FAILED) throw std::bad_alloc();
+  mapped_ = take_pages(std::size_t(mapped_size_));
+  if (mapped_ == nullptr) throw std::bad_alloc();
   const std::uintptr_t start = reinterpret_cast<std::uintptr_t>(mapped_);
   data_ = reinterpret_cast<std::uint8_t*>((start + huge_page_bytes - 1) / huge_page_bytes *
                                           huge_page_bytes);
@@ -46,7 +91,7 @@ HugeBuffer::HugeBuffer(std::int64_t size) : size_(size) {
 #endif
 }
 
-HugeBuffer::~HugeBuffer() { munmap(mapped_, std::size_t(mapped_size_)); }
+HugeBuffer::~HugeBuffer() { give_pages(mapped_, std::size_t(mapped_size_)); }
 
 std::int64_t HugeBuffer::huge_bytes() const {
   std::FILE* maps = std::fopen("/proc/self/smaps", "r");
@@ -75,9 +120,7 @@ bool ByteSource::read(std::int64_t first, std::int64_t size, std::uint8_t* buffe
     return true;
   }
   for (std::int64_t done = 0; done < size;) {
-    const auto count = pread(descriptor, buffer + done, std::size_t(size - done),
-                             off_t(offset + first + done));
-    if (count < 0 && errno == EINTR) continue;
+    const std::int64_t count = read_at(descriptor, offset + first + done, size - done, buffer + done);
     if (count <= 0) return false;
     done += count;
   }
@@ -85,14 +128,22 @@ bool ByteSource::read(std::int64_t first, std::int64_t size, std::uint8_t* buffe
 }
 
 int fork_count() {
+#if defined(_WIN32)
+  return 0;
+#else
   static std::atomic<int> forks{0};
   static const int registered = pthread_atfork(nullptr, nullptr, [] { ++forks; });
   static_cast<void>(registered);
   return forks.load(std::memory_order_relaxed);
+#endif
 }
 
 OpenmpParallel find_openmp() {
+#if defined(_WIN32)
+  return nullptr;
+#else
   return reinterpret_cast<OpenmpParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+#endif
 }
 
 const char* amx_refusal() {
@@ -141,6 +192,8 @@ bool cpu_has_amx_int8() { return cpu_has_avx512vnni() && *amx_refusal() == 0; }
 bool cpu_has_dotprod() {
 #if defined(__linux__)
   return getauxval(AT_HWCAP) & (1 << 20);  // HWCAP_ASIMDDP
+#elif defined(_WIN32)
+  return IsProcessorFeaturePresent(43);  // PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE
 #else
   return true;  // every Apple processor
 #endif

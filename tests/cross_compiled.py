@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""csrc/ compiled for aarch64, once a session, and programs on top of it under an emulator."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+SOURCES = Path(__file__).resolve().parents[1] / "csrc"
+FLAGS = ["-std=c++17", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-psabi", f"-I{SOURCES}"]
+
+
+def run(command: list[str]) -> str:
+    """What a command prints; fails with what it complains of."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def compiler() -> list[str]:
+    """For aarch64; skips the test where there is none."""
+    if gcc := shutil.which("aarch64-linux-gnu-g++"):
+        return [gcc]
+    if importlib.util.find_spec("ziglang"):
+        return [sys.executable, "-m", "ziglang", "c++", "-target", "aarch64-linux-musl"]
+    pytest.skip("no compiler for aarch64: neither aarch64-linux-gnu-g++ nor ziglang")
+
+
+def program(source: Path, shared: Path) -> str:
+    """A program of one source and csrc/, whose objects are made once in a folder that processes share."""
+    folder, command = shared / "aarch64", compiler()
+    sources = [
+        path for path in sorted(SOURCES.glob("*.cpp")) if not path.name.startswith("bindings")
+    ]
+    objects = [str(folder / f"{path.stem}.o") for path in sources]
+
+    def compile_one(path: Path, out: str) -> None:
+        run([*command, *FLAGS, "-c", str(path), "-o", out])
+
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            folder.mkdir()
+            with ThreadPoolExecutor(2) as pool:
+                list(pool.map(compile_one, sources, objects))
+        out = str(folder / source.stem)
+        run([*command, *FLAGS, "-static", "-pthread", "-o", out, str(source), *objects])
+    return out
+
+
+def emulated(source: Path, temporary: pytest.TempPathFactory, *arguments: str) -> str:
+    """What the program of a source prints; skips the test where there is no emulator."""
+    emulator = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
+    if emulator is None:
+        pytest.skip("no emulator of aarch64: qemu-aarch64 is not installed")
+    own = temporary.getbasetemp()
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    return run([emulator, program(source, shared), *arguments])

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine without Python, cross-compiled and emulated, writes the ids that the engine writes here."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cross_compiled import emulated
+from packed_models import make_packed
+from sparse_bitnet.engine.architecture import BLOCK_LINEARS
+from sparse_bitnet.engine.engine import Engine
+from sparse_bitnet.engine.engine_model import open_engine_model
+
+pytestmark = pytest.mark.slow
+
+PROMPT, STEPS = [5, 17, 3, 60, 44], 24
+TABLES = {"F32": 0, "BF16": 1}
+STORED = ("i2", "b3", "nm-bitmap", "nm-enum")
+VECTORS = (
+    *(f"self_attn.{name}_proj.bias" for name in "qkvo"),
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+    "self_attn.attn_sub_norm.weight",
+    "mlp.ffn_sub_norm.weight",
+    "self_attn.q_norm.weight",
+    "self_attn.k_norm.weight",
+)
+
+
+def plan_of(folder: Path) -> str:
+    """What selftest.cpp reads, in its order: sizes, and where in the file each tensor lies."""
+    model = open_engine_model(folder)
+    shape, file, pattern = model.architecture, model.file, model.metadata.pattern
+
+    def place(name: str) -> list[object]:
+        entry = file.entries.get(name)
+        assert entry is None or name.endswith(("weight", "packed")) or entry.dtype == "F32"
+        return [-1 if entry is None else entry.begin]
+
+    def crc32(name: str) -> int:
+        return int(file.metadata["crc32"][name], 16)
+
+    words: list[object] = [shape.hidden, shape.intermediate, shape.heads, shape.kv_heads]
+    words += [shape.head_dim, shape.vocab, shape.norm_epsilon, shape.activation, shape.rope.scaling]
+    words += np.asarray(shape.rope.inverse_frequencies, np.float32).tolist()
+    words += [pattern.n, pattern.m, STORED.index(model.metadata.packed_format)]
+    for number, name in enumerate(model.table_names):
+        words += [] if number == 0 else [0]
+        words += [TABLES[file.entries[name].dtype], *place(name), crc32(name)]
+    words += [1] if shape.ties_head else []
+    words += [*place("model.norm.weight"), shape.layers]
+    for layer in range(shape.layers):
+        block = f"model.layers.{layer}."
+        for linear in BLOCK_LINEARS:
+            packed = f"{block}{linear}.weight_packed"
+            words += [*place(packed), *model.metadata.layers[f"{block}{linear}"], crc32(packed)]
+            words += place(f"{block}{linear}.weight_scale")
+        for vector in VECTORS:
+            words += place(block + vector)
+    return " ".join(map(str, [*words, len(PROMPT), *PROMPT, STEPS]))
+
+
+@pytest.mark.parametrize(("family", "packed_format"), [("qwen2", "nm-bitmap"), ("bitnet", "b3")])
+def test_ids_are_those_of_the_engine(tmp_path, tmp_path_factory, family, packed_format):
+    folder = make_packed(tmp_path, family, packed_format=packed_format, vocab_size=96)
+    engine = Engine.load(folder, threads=1)
+    sequence, tokens, expected = engine.new_sequence(), PROMPT, []
+    for _ in range(STEPS):
+        (logits,) = engine.forward([(sequence, tokens)])
+        tokens = [int(logits.argmax())]
+        expected += tokens
+    engine.close()
+    (tmp_path / "plan").write_text(plan_of(folder))
+    source = Path(__file__).parent / "selftest.cpp"
+    arguments = [str(tmp_path / "plan"), str(folder / "model.safetensors")]
+    assert emulated(source, tmp_path_factory, *arguments).split() == list(map(str, expected))
