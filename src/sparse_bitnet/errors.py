@@ -2,7 +2,8 @@
 """The one exception that means "what you gave us is wrong", as opposed to "we are wrong"."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class UserError(ValueError):
@@ -15,6 +16,15 @@ class UserError(ValueError):
 
 class EngineLacks(UserError):
     """A sound model that the CPU engine cannot run; transformers can."""
+
+
+@contextmanager
+def os_errors_as(failure: str) -> Iterator[None]:
+    """An `OSError` inside becomes a `UserError`: `failure` ("cannot read X"), then its reason."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{failure}: {error.strerror or error}") from error
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparse_bitnet.bench.record import append_records
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import os_errors_as
 from sparse_bitnet.experiments.provenance import provenance
 from sparse_bitnet.files import write_atomic
 
@@ -70,10 +70,8 @@ def run_all(folder: Path, *, rehearse: bool = False, steps: Sequence[Step] | Non
 
     Raises `UserError` where the folder cannot be written. Ctrl-C ends it between steps' files.
     """
-    try:
+    with os_errors_as(f"cannot write {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write {folder}: {error.strerror}") from error
     steps = all_steps(rehearse) if steps is None else steps
     for step in steps:
         if failure_of(folder, step) == "":

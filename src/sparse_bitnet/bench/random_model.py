@@ -197,22 +197,12 @@ def write_random_model(
 
 def config_of(shape: Shape, *, tokenizer: bool = True) -> dict[str, Any]:
     """The config.json of a preset, as transformers writes it for `models.preset_config`."""
-    layers = shape.num_hidden_layers
-    return {
+    hidden, ffn = shape.hidden_size, shape.intermediate_size
+    heads, kv = shape.num_attention_heads, shape.num_key_value_heads
+    layers, vocab = shape.num_hidden_layers, shape.vocab_size
+    return _sizes("qwen2", hidden, ffn, layers, heads, kv, vocab, tied=True) | {
         "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "dtype": "float32",
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": layers,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_key_value_heads": shape.num_key_value_heads,
-        "vocab_size": shape.vocab_size,
         "max_position_embeddings": shape.max_position_embeddings,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-        "tie_word_embeddings": True,
         "use_sliding_window": False,
         "sliding_window": None,
         "max_window_layers": 28,
@@ -220,9 +210,7 @@ def config_of(shape: Shape, *, tokenizer: bool = True) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "initializer_range": WEIGHT_STD,
         "use_cache": True,
-        "bos_token_id": None,
         "eos_token_id": END_OF_TEXT_ID if tokenizer else None,
-        "pad_token_id": None,
     }
 
 

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import os_errors_as
 from sparse_bitnet.experiments.provenance import commit, cpu_hardware, versions
 
 if TYPE_CHECKING:
@@ -82,12 +82,10 @@ def append_records(
 ) -> None:
     """Append a JSON line a row. Raises `UserError` when the file cannot be written."""
     text = "".join(json.dumps({**row, **where}) + "\n" for row in rows)
-    try:
+    with os_errors_as(f"cannot write {path}"):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a", encoding="utf-8") as file:
             file.write(text)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def records(rows: Iterable[BenchRow]) -> list[dict[str, Any]]:

@@ -120,7 +120,7 @@ class Checkpoint(StoredModel):
     @cached_property
     def dense_linears(self) -> list[str]:
         """Linear layers that stay as they are: the output head, and whatever was not converted."""
-        return [name for name in linear_layers(self.model()) if name not in self.layers]
+        return [name for name in linear_shapes(self.model()) if name not in self.layers]
 
     @cached_property
     def embeddings(self) -> list[str]:
@@ -148,11 +148,15 @@ def embedding_weights(model: Any) -> list[str]:
     return [f"{name}.weight" for name, module in modules if any(module is end for end in ends)]
 
 
-def linear_layers(model: "nn.Module") -> dict[str, "nn.Linear"]:
-    """Every linear layer by full name, heads included."""
+def linear_shapes(model: "nn.Module") -> dict[str, tuple[int, int]]:
+    """(out_features, in_features) of every linear layer by full name, heads included."""
     from torch import nn
 
-    return {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    return {
+        name: (module.out_features, module.in_features)
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear
+    }
 
 
 def stored_tensors(model: Any) -> "dict[str, Tensor]":

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_bitnet.checkpoint.checkpoint import Checkpoint, StoredModel, linear_layers
+from sparse_bitnet.checkpoint.checkpoint import Checkpoint, StoredModel, linear_shapes
 from sparse_bitnet.checkpoint.model_folder import EXPORTED_FORMAT
 from sparse_bitnet.checkpoint.weight_files import WeightFiles
 from sparse_bitnet.errors import UserError
@@ -50,22 +50,14 @@ def _open_bitnet(found: StoredModel, files: WeightFiles) -> Checkpoint:
         raise UserError(
             f"{folder}: use_rms_norm puts a norm inside each layer, which is not covered"
         )
-    linears = linear_layers(found.model())
+    linears = linear_shapes(found.model())
     online = entry.get("quantization_mode", "offline") == "online"
     auto = entry.get("linear_class", "bitlinear") == "autobitlinear" or online
     if online:
         kept = entry.get("modules_to_not_convert") or ["lm_head"]
-        layers = {
-            name: (linear.out_features, linear.in_features)
-            for name, linear in linears.items()
-            if not _matches(name, kept)
-        }
+        layers = {name: shape for name, shape in linears.items() if not _matches(name, kept)}
     else:
-        layers = {
-            name: (linear.out_features, linear.in_features)
-            for name, linear in linears.items()
-            if f"{name}.weight_scale" in files
-        }
+        layers = _scaled(linears, files)
 
     def read_ternary(layer: str) -> TernaryWeight:
         codes = _bitnet_codes(files.read(f"{layer}.weight"), layers[layer], layer)
@@ -95,14 +87,9 @@ def _open_bitnet(found: StoredModel, files: WeightFiles) -> Checkpoint:
 def _open_compressed(found: StoredModel) -> Checkpoint:
     folder, entry = found.folder, found.entry
     packed = _is_packed(folder, entry)
-    linears = linear_layers(found.model())
     files = WeightFiles.in_folder(folder)
     weight = "weight_packed" if packed else "weight"
-    layers = {
-        name: (linear.out_features, linear.in_features)
-        for name, linear in linears.items()
-        if f"{name}.weight_scale" in files
-    }
+    layers = _scaled(linear_shapes(found.model()), files)
 
     def read_ternary(layer: str) -> TernaryWeight:
         stored = files.read(f"{layer}.{weight}")
@@ -127,6 +114,11 @@ def _open_compressed(found: StoredModel) -> Checkpoint:
         master=None,
         ternary=read_ternary,
     )
+
+
+def _scaled(linears: dict[str, tuple[int, int]], files: WeightFiles) -> dict[str, tuple[int, int]]:
+    """Those with a scale in the files."""
+    return {name: shape for name, shape in linears.items() if f"{name}.weight_scale" in files}
 
 
 def _is_packed(folder: Path, entry: dict[str, Any]) -> bool:
@@ -180,6 +172,7 @@ def _checked(codes: Tensor, scale: Tensor, layer: str) -> TernaryWeight:
 
 
 def stored_floats(files: WeightFiles, layer: str, shape: tuple[int, int]) -> Tensor:
+    """A layer's weight. Raises `UserError`, naming it, unless it holds floats of that shape."""
     stored = files.read(f"{layer}.weight")
     if tuple(stored.shape) != shape or not stored.is_floating_point():
         raise UserError(
@@ -192,6 +185,7 @@ def stored_floats(files: WeightFiles, layer: str, shape: tuple[int, int]) -> Ten
 def complete(
     layers: dict[str, tuple[int, int]], files: WeightFiles, weight: str
 ) -> dict[str, tuple[int, int]]:
+    """The layers. Raises `UserError` where there are none, or one has no tensor of the name `weight`."""
     if not layers:
         raise UserError(f"{files.folder} has no ternary layer")
     for name in layers:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.packing.gguf_blocks import READ_TYPES, BlockType
 
 _MAGIC = b"GGUF"
@@ -156,10 +156,8 @@ class GgufFile:
         entry = self.tensors[name]
         if first + count > entry.most:
             raise UserError(f"{self.path}: tensor {name} is cut off; copy the file again")
-        try:
+        with os_errors_as(f"cannot read {self.path}"):
             return np.fromfile(self.path, np.uint8, count, offset=entry.begin + first)
-        except OSError as error:
-            raise UserError(f"cannot read {self.path}: {error.strerror or error}") from error
 
 
 class _Reader:

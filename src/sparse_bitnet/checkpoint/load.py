@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparse_bitnet.checkpoint.model_folder import (
     CONFIG_FILE,
+    TOKENIZER_FILES,
     check_folder,
     check_sizes,
     local_folder,
@@ -18,14 +19,6 @@ from sparse_bitnet.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
-
-_TOKENIZER_FILES = (
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-)
 
 
 def load_with(loader: Callable[..., Any], source: Any, **kwargs: Any) -> Any:
@@ -118,7 +111,7 @@ def load_tokenizer(
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    folder = local_folder(Path(path_or_hub_id), _TOKENIZER_FILES)
+    folder = local_folder(Path(path_or_hub_id), TOKENIZER_FILES)
     exact = (folder / "tokenizer.json").exists()
     loader: Any = PreTrainedTokenizerFast if exact else AutoTokenizer
     try:

@@ -8,6 +8,7 @@ has a limit of size, and code that a folder brings along is never run.
 import json
 import os
 import re
+import shutil
 import stat
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,10 @@ CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 EXPORTED_FORMAT = "sparse_bitnet_format"
 """Key of config.json under which an export remembers the training format; other readers ignore it."""
+TOKENIZER_FILES = (
+    *("tokenizer*", "vocab*", "merges.txt"),
+    *("special_tokens_map.json", "added_tokens.json"),
+)
 
 _LARGEST = {name: 128 << 20 for name in ("tokenizer.json", "vocab.json", "merges.txt", INDEX_FILE)}
 _LARGEST_OTHER = 16 << 20
@@ -89,6 +94,15 @@ def read_small(path: Path) -> bytes:
         raise UserError(f"{path.parent} holds no {path.name}") from error
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def copy_files(source: Path, folder: Path, patterns: tuple[str, ...]) -> None:
+    """Copy the files of a model folder that match one of the patterns, without their permissions."""
+    for path in (path for pattern in patterns for path in source.glob(pattern)):
+        if path.is_file():
+            target = folder / path.relative_to(source)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, target)
 
 
 def check_folder(folder: Path) -> None:

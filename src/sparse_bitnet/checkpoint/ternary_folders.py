@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_bitnet.checkpoint.checkpoint import Checkpoint, StoredModel, linear_layers
+from sparse_bitnet.checkpoint.checkpoint import Checkpoint, StoredModel, linear_shapes
 from sparse_bitnet.checkpoint.foreign import complete, opened, stored_floats
 from sparse_bitnet.checkpoint.weight_files import WeightFiles
 from sparse_bitnet.errors import UserError
@@ -50,8 +50,8 @@ def read(found: StoredModel) -> Checkpoint:
     if any(name.endswith(".scales") for name in files.shapes):
         return _open_mlx(found, files)
     layers = {
-        name: (linear.out_features, linear.in_features)
-        for name, linear in linear_layers(found.model()).items()
+        name: shape
+        for name, shape in linear_shapes(found.model()).items()
         if name != "lm_head" and _looks_ternary(files, f"{name}.weight")
     }
 
@@ -87,8 +87,8 @@ def _open_mlx(found: StoredModel, files: WeightFiles) -> Checkpoint:
     """Words of 16 codes q; value = q * scale + bias of a group: ternary where bias = -scale, as q - 1."""
     quantised = {name.removesuffix(".scales") for name in files.shapes if name.endswith(".scales")}
     layers = {
-        name: (linear.out_features, linear.in_features)
-        for name, linear in linear_layers(found.model()).items()
+        name: shape
+        for name, shape in linear_shapes(found.model()).items()
         if name in quantised and name != "lm_head"
     }
 

@@ -48,8 +48,7 @@ def read(found: StoredModel) -> Checkpoint:
     files = _files(model, folder)
     wanted = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model).items()}
     for name, expected in wanted.items():
-        stored = files.shapes.get(name)
-        if stored is None:
+        if (stored := files.shapes.get(name)) is None:
             raise UserError(f"{folder} lacks {name}: the files are incomplete")
         if stored != expected:
             raise UserError(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparse_bitnet.checkpoint.model_folder import INDEX_FILE, check_file, file_inside, read_json
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, os_errors_as
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,11 +81,10 @@ def _opened(path: Path) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        check_file(path)
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+        with os_errors_as(f"cannot read {path}"):
+            check_file(path)
+            with safe_open(path, framework="pt") as file:
+                yield file
     except SafetensorError as error:
         raise UserError(f"{path} is damaged: {error}") from error
 

@@ -22,20 +22,12 @@ def main(arguments: list[str]) -> None:
         prog="sparse-bitnet plan",
         description="Estimate a training run on GPUs from its shapes; nothing is run.",
     )
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
+
+    from sparse_bitnet.experiments.table import Table, print_table
 
     job = fitted(job)
     found, gpu, console = plan(job), GPUS[job.gpu], Console()
-
-    def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-        shown = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
-        for number, column in enumerate(columns):
-            shown.add_column(column, justify="right" if number else "left")
-        for row in rows:
-            shown.add_row(*row)
-        console.print(shown)
 
     replicas = job.gpus // job.shards
     console.print(
@@ -48,18 +40,19 @@ def main(arguments: list[str]) -> None:
     total = found.memory_bytes
     memory = [[name, f"{size / 1e9:,.2f}"] for name, size in found.memory.items()]
     memory.append([f"total, of {gpu.memory / 1e9:.0f}", f"{total / 1e9:,.2f}"])
-    table("Memory of a GPU", ["component", "GB"], memory)
+    print_table(Table(["component", "GB"], memory), console, "Memory of a GPU")
     traffic = [
         [name, f"{size / 1e6:,.2f}", f"{found.traffic_bf16[name] / 1e6:,.2f}"]
         for name, size in found.traffic.items()
     ]
     sums = (sum(found.traffic.values()), sum(found.traffic_bf16.values()))
     traffic.append(["total", *(f"{size / 1e6:,.2f}" for size in sums)])
-    table("Received by a GPU in a step", ["what", "MB", "MB, bf16 weights"], traffic)
+    head = ["what", "MB", "MB, bf16 weights"]
+    print_table(Table(head, traffic), console, "Received by a GPU in a step")
     seconds = [[name, f"{1000 * part:,.2f}"] for name, part in found.seconds.items()]
     seconds.append(["step", f"{1000 * found.step_seconds:,.2f}"])
     seconds.append(["step, bf16 weights gathered", f"{1000 * found.step_seconds_bf16:,.2f}"])
-    table("Time of a step", ["part", "ms"], seconds)
+    print_table(Table(["part", "ms"], seconds), console, "Time of a step")
     fits = (
         "fits"
         if total <= gpu.memory

@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from sparse_bitnet.engine.rope import Rope, as_positive_float, read_rope
+from sparse_bitnet.engine.rope import Fields, Rope, read_rope
 from sparse_bitnet.errors import EngineLacks, UserError
 
 MODEL_TYPES = ("qwen2", "llama", "qwen3", "bitnet")
@@ -102,7 +102,7 @@ def read_architecture(config: dict[str, Any], where: str) -> Architecture:
             f"{where}: the CPU engine runs {', '.join(MODEL_TYPES)}, not {model_type!r}; use --engine "
             "transformers"
         )
-    fields = _Fields(config, where)
+    fields = Fields(config, f"{where}: ")
     _refuse_variants(config, where)
     heads = fields.size("num_attention_heads", most=MOST_FEATURES)
     hidden = fields.size("hidden_size", most=MOST_FEATURES)
@@ -124,7 +124,7 @@ def read_architecture(config: dict[str, Any], where: str) -> Architecture:
         kv_heads=kv_heads,
         head_dim=head_dim,
         vocab=fields.size("vocab_size"),
-        norm_epsilon=fields.positive("rms_norm_eps"),
+        norm_epsilon=fields["rms_norm_eps"],
         activation=ACTIVATIONS[config["hidden_act"]],
         positions=fields.size("max_position_embeddings", most=MOST_POSITIONS),
         ties_head=bool(config.get("tie_word_embeddings", False)),
@@ -134,29 +134,6 @@ def read_architecture(config: dict[str, Any], where: str) -> Architecture:
         head_norms=model_type == "qwen3",
         rope=read_rope(config, head_dim, where),
     )
-
-
-class _Fields:
-    def __init__(self, config: dict[str, Any], where: str) -> None:
-        self._config, self._where = config, where
-
-    def size(self, name: str, default: int | None = None, most: int = (1 << 31) - 1) -> int:
-        value = self._config.get(name)
-        value = default if value is None else value
-        if type(value) is not int or value < 1:
-            raise UserError(f"{self._where}: {name} is {value!r}, not a positive size")
-        if value > most:
-            raise UserError(
-                f"{self._where}: {name} is above {most:,}, the most that can be computed"
-            )
-        return value
-
-    def positive(self, name: str) -> float:
-        value = as_positive_float(self._config.get(name))
-        if value is None:
-            shown = repr(self._config.get(name))[:40]
-            raise UserError(f"{self._where}: {name} is {shown}, not a positive number")
-        return value
 
 
 def _refuse_variants(config: dict[str, Any], where: str) -> None:

@@ -36,7 +36,9 @@ def read_rope(config: dict[str, Any], head_dim: int, where: str) -> Rope:
         raise EngineLacks(
             f"{where}: the CPU engine does not know rope type {kind!r}; use --engine transformers"
         )
-    numbers = _Numbers({"rope_theta": config.get("rope_theta"), **fields}, where)
+    numbers = Fields(
+        {"rope_theta": config.get("rope_theta"), **fields}, f"{where}: rope parameter "
+    )
     if numbers.optional("partial_rotary_factor", 1.0) != 1:
         raise EngineLacks(
             f"{where}: the CPU engine rotates whole heads only; use --engine transformers"
@@ -58,7 +60,7 @@ def read_rope(config: dict[str, Any], head_dim: int, where: str) -> Rope:
     return rope
 
 
-def _frequencies(kind: str, head_dim: int, numbers: "_Numbers", config: dict[str, Any]) -> Rope:
+def _frequencies(kind: str, head_dim: int, numbers: "Fields", config: dict[str, Any]) -> Rope:
     # torch's float32 power is correctly rounded nearly always, like this one.
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     powers = np.power(numbers["rope_theta"], exponents.astype(np.float64)).astype(np.float32)
@@ -72,42 +74,43 @@ def _frequencies(kind: str, head_dim: int, numbers: "_Numbers", config: dict[str
     return Rope(inverse_frequencies=plain, scaling=1.0)
 
 
-def as_positive_float(value: Any) -> float | None:
-    """A number of a JSON file, if it is positive and finite in float32; None where it is not."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if 0 < value < _LARGEST else None
+class Fields:
+    """Numbers of a config.json, checked. Raises `UserError`, beginning with `where`, for what is none."""
+
+    def __init__(self, values: dict[str, Any], where: str) -> None:
+        self._values, self._where = values, where
+
+    def __getitem__(self, name: str) -> float:
+        """A number that is positive, and finite in float32."""
+        value = self._values.get(name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value < _LARGEST:
+            raise UserError(f"{self._where}{name} is {repr(value)[:40]}, not a positive number")
+        return float(value)
+
+    def optional(self, name: str, default: float) -> float:
+        """The same of one that may be missing."""
+        return default if self._values.get(name) is None else self[name]
+
+    def is_set(self, name: str, default: bool = False) -> bool:
+        """Whether a field is there and neither false nor zero."""
+        return bool(self._values.get(name, default))
+
+    def size(self, name: str, default: int | None = None, most: int = (1 << 31) - 1) -> int:
+        """A whole number from 1 to `most`."""
+        value = self._values.get(name)
+        value = default if value is None else value
+        if type(value) is not int or value < 1:
+            raise UserError(f"{self._where}{name} is {value!r}, not a positive size")
+        if value > most:
+            raise UserError(f"{self._where}{name} is above {most:,}, the most that can be computed")
+        return value
 
 
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-class _Numbers:
-    """The fields of the rope parameters, as positive floats."""
-
-    def __init__(self, fields: dict[str, Any], where: str) -> None:
-        self._fields, self._where = fields, where
-
-    def __getitem__(self, name: str) -> float:
-        value = as_positive_float(self._fields.get(name))
-        if value is None:
-            shown = repr(self._fields.get(name))[:40]
-            raise UserError(
-                f"{self._where}: rope parameter {name} is {shown}, not a positive number"
-            )
-        return value
-
-    def optional(self, name: str, default: float) -> float:
-        return default if self._fields.get(name) is None else self[name]
-
-    def has(self, name: str) -> bool:
-        return bool(self._fields.get(name))
-
-    def is_set(self, name: str, default: bool) -> bool:
-        return bool(self._fields.get(name, default))
-
-
-def _llama3(plain: np.ndarray, numbers: _Numbers) -> np.ndarray:
+def _llama3(plain: np.ndarray, numbers: Fields) -> np.ndarray:
     """Long wavelengths are stretched by `factor`, those in between partly (Llama 3.1)."""
     factor, low, high = numbers["factor"], numbers["low_freq_factor"], numbers["high_freq_factor"]
     context = numbers["original_max_position_embeddings"]
@@ -119,11 +122,11 @@ def _llama3(plain: np.ndarray, numbers: _Numbers) -> np.ndarray:
     return np.where(~is_short & ~is_long, between, stretched).astype(np.float32)
 
 
-def _yarn(powers: np.ndarray, head_dim: int, numbers: _Numbers, config: dict[str, Any]) -> Rope:
+def _yarn(powers: np.ndarray, head_dim: int, numbers: Fields, config: dict[str, Any]) -> Rope:
     """YaRN (arXiv 2309.00071): slow dimensions are interpolated, quick ones left, a ramp between."""
     context = numbers["original_max_position_embeddings"]
     longest = config.get("max_position_embeddings")
-    if numbers.has("factor") or not isinstance(longest, int):
+    if numbers.is_set("factor") or not isinstance(longest, int):
         factor = numbers["factor"]
     else:
         factor = longest / context
@@ -131,9 +134,9 @@ def _yarn(powers: np.ndarray, head_dim: int, numbers: _Numbers, config: dict[str
     def magnitude(multiplier: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * multiplier * math.log(factor) + 1.0
 
-    if numbers.has("attention_factor"):
+    if numbers.is_set("attention_factor"):
         scaling = numbers["attention_factor"]
-    elif numbers.has("mscale") and numbers.has("mscale_all_dim"):
+    elif numbers.is_set("mscale") and numbers.is_set("mscale_all_dim"):
         scaling = magnitude(numbers["mscale"]) / magnitude(numbers["mscale_all_dim"])
     else:
         scaling = magnitude(1.0)

@@ -14,7 +14,7 @@ import numpy as np
 from sparse_bitnet import _cpu
 from sparse_bitnet.engine.architecture import BLOCK_LINEARS
 from sparse_bitnet.engine.engine_model import EngineModel
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.packing.formats import coded_pattern, has_fixed_rows, holds_pattern
 from sparse_bitnet.packing.tensor_file import DTYPES
 from sparse_bitnet.progress import OnProgress
@@ -103,10 +103,8 @@ def load_weights(
 
     Raises `UserError`, naming the tensor, where one is damaged; `MemoryError`.
     """
-    try:
+    with os_errors_as(f"cannot read {model.file.path}"):
         descriptor = os.open(model.file.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-    except OSError as error:
-        raise UserError(f"cannot read {model.file.path}: {error.strerror or error}") from error
     try:
         return _Loader(model, descriptor, pool, weight_format, head_format, isa, progress).load()
     finally:

@@ -2,7 +2,6 @@
 """A complete Hugging Face model folder: config, weights, tokenizer, generation config, model card."""
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
@@ -10,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Union
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.checkpoint.model_folder import (
     EXPORTED_FORMAT,
+    TOKENIZER_FILES,
+    copy_files,
     read_json,
     read_json_if_there,
 )
@@ -22,16 +23,6 @@ from sparse_bitnet.progress import OnProgress
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-_AS_THEY_ARE = (
-    "tokenizer.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-)
 
 LayerTensors = Callable[[str, tuple[int, int]], DeferredTensors]
 """(layer name, [out_features, in_features]) -> what stands for the layer's weight."""
@@ -120,9 +111,7 @@ def plain_config(config: dict[str, Any]) -> dict[str, Any]:
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
     """Copy the tokenizer files, under the class name that every release of transformers knows."""
-    for name in _AS_THEY_ARE:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+    copy_files(source, folder, (*TOKENIZER_FILES, "chat_template.jinja"))
     if (source / "tokenizer_config.json").is_file():
         config = read_json(source / "tokenizer_config.json")
         if config.get("tokenizer_class") == "TokenizersBackend":

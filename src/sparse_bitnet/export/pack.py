@@ -14,7 +14,6 @@ Importing this module imports no torch: what comes as arrays is packed without i
 """
 
 import json
-import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ import numpy as np
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.checkpoint.locate import TRAINED_CONTEXT
+from sparse_bitnet.checkpoint.model_folder import TOKENIZER_FILES, copy_files
 from sparse_bitnet.checkpoint.open_checkpoint import open_ternary
 from sparse_bitnet.checkpoint.packed import MODEL_FILE
 from sparse_bitnet.errors import UserError
@@ -44,15 +44,8 @@ from sparse_bitnet.packing.tensor_writer import TensorFileWriter, TensorSpec
 from sparse_bitnet.progress import OnProgress
 
 COPIED = (
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "generation_config.json",
-    "LICENSE*",
-    "1_Pooling/config.json",
+    *(*TOKENIZER_FILES, "chat_template*", "generation_config.json"),
+    *("LICENSE*", "1_Pooling/config.json"),
 )
 """Files beside the weights that belong to the model."""
 
@@ -121,7 +114,7 @@ def pack_checkpoint(
         if checkpoint.write_tokenizer is not None:
             checkpoint.write_tokenizer(folder)
         else:
-            _copy_companions(checkpoint.folder, folder)
+            copy_files(checkpoint.folder, folder, COPIED)
         weight_bytes, embedding_bytes = _write_tensors(
             checkpoint, metadata, folder / MODEL_FILE, progress
         )
@@ -142,15 +135,6 @@ def pack_checkpoint(
         file_bytes=(out / MODEL_FILE).stat().st_size,
         seconds=time.monotonic() - started,
     )
-
-
-def _copy_companions(source: Path, folder: Path) -> None:
-    for pattern in COPIED:
-        for path in source.glob(pattern):
-            if path.is_file():
-                target = folder / path.relative_to(source)
-                target.parent.mkdir(exist_ok=True)
-                shutil.copyfile(path, target)
 
 
 def _weights(metadata: PackedMetadata) -> int:

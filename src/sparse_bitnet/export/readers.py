@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparse_bitnet.checkpoint.load import load_with
+from sparse_bitnet.checkpoint.load import from_pretrained, load_with
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.model_card import gguf_file_name
+from sparse_bitnet.nn.convert import selected
 
 _NEEDED = {
     "bitnet": ("accelerate", "accelerate", "pip install accelerate"),
@@ -69,7 +70,10 @@ def open_reader(format: str, folder: Path, context_length: int) -> Iterator[Read
         finally:
             reader.close()
     else:
-        yield TransformersReader(folder, _reader_name(format))
+        from transformers import AutoTokenizer
+
+        tokenizer = load_with(AutoTokenizer.from_pretrained, folder)
+        yield TransformersReader(folder, tokenizer, _reader_name(format))
 
 
 def _reader_name(format: str) -> str:
@@ -80,27 +84,25 @@ def _reader_name(format: str) -> str:
 
 
 class TransformersReader:
-    """A folder under transformers' own loader, in float32 so that nothing is rounded on top."""
+    """A folder under transformers' own loader, in float32 so that nothing is rounded on top: an export,
+    or the trained model, whose masks and codes are selected once."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        from transformers import AutoTokenizer
-
-        from sparse_bitnet.checkpoint.load import from_pretrained
-
-        self.name = name
-        self._tokenizer = load_with(AutoTokenizer.from_pretrained, folder)
+    def __init__(self, folder: Path, tokenizer: Any, name: str = "sparse-bitnet") -> None:
+        self.name, self._tokenizer = name, tokenizer
         with quiet_loading():
             self._model = from_pretrained(folder, dtype=torch.float32).eval()
             # compressed-tensors decompresses, with a progress bar, in the first forward.
             self.log_probabilities(np.zeros(1))
 
     def tokenise(self, text: str) -> list[int]:
+        """See `Reader`."""
         return self._tokenizer(text, add_special_tokens=False).input_ids
 
     @torch.no_grad()
     def log_probabilities(self, tokens: np.ndarray) -> Tensor:
+        """See `Reader`."""
         # transformers compiles parts of its bitnet layer, which needs a C++ compiler on a CPU.
-        with torch.compiler.set_stance("force_eager"):
+        with torch.compiler.set_stance("force_eager"), selected(self._model):
             ids = torch.from_numpy(tokens.astype(np.int64))[None]
             logits = self._model(ids, use_cache=False).logits[0]
         return torch.log_softmax(logits.float(), -1)
@@ -126,9 +128,11 @@ class LlamaCppReader:
             raise UserError(f"llama.cpp refuses {path}: {error}") from error
 
     def tokenise(self, text: str) -> list[int]:
+        """See `Reader`."""
         return self._model.tokenize(text.encode(), add_bos=False, special=False)
 
     def log_probabilities(self, tokens: np.ndarray) -> Tensor:
+        """See `Reader`."""
         self._model.reset()
         self._model.eval([int(token) for token in tokens])
         return torch.log_softmax(torch.from_numpy(self._model.scores[: len(tokens)]).clone(), -1)

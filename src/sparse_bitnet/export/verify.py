@@ -19,14 +19,12 @@ import torch
 from torch import Tensor
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
-from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.held_out import read_held_out
 from sparse_bitnet.evaluation.text_windows import inputs_and_labels, windows
 from sparse_bitnet.export.export_config import ExportConfig
 from sparse_bitnet.export.model_card import Row, read_record
-from sparse_bitnet.export.readers import open_reader, quiet_loading
-from sparse_bitnet.nn.convert import selected
+from sparse_bitnet.export.readers import TransformersReader, open_reader
 from sparse_bitnet.progress import OnProgress
 
 LARGEST_CONTEXT = 512
@@ -138,7 +136,7 @@ def verify(
     positions = source.config.get("max_position_embeddings") or LARGEST_CONTEXT
     trained = source.trained_context_length or LARGEST_CONTEXT
     context_length = min(positions, trained, LARGEST_CONTEXT)
-    trained_model = _OwnReader(source.folder)
+    trained_model = TransformersReader(source.folder, source.tokenizer())
     progress = _Progress(2 * (len(tokens) - 1), on_progress)
     ours = _score(trained_model.log_probabilities, tokens, context_length, progress)
     ids = trained_model.tokenise(PARAGRAPH)
@@ -178,27 +176,6 @@ def _text(source: Checkpoint, config: ExportConfig) -> tuple[np.ndarray, str]:
     if len(tokens) < 2:
         raise UserError(f"{data} has {len(tokens)} tokens; verification needs at least 2")
     return tokens, Path(text.name).name
-
-
-class _OwnReader:
-    """The trained model under our own layer, in float32."""
-
-    name = "sparse-bitnet"
-
-    def __init__(self, folder: Path) -> None:
-        with quiet_loading():
-            self._model = from_pretrained(folder, dtype=torch.float32).eval()
-        self._tokenizer = load_tokenizer(folder)
-
-    def tokenise(self, text: str) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=False).input_ids
-
-    @torch.no_grad()
-    def log_probabilities(self, tokens: np.ndarray) -> Tensor:
-        with selected(self._model):
-            ids = torch.from_numpy(tokens.astype(np.int64))[None]
-            logits = self._model(ids, use_cache=False).logits[0]
-        return torch.log_softmax(logits.float(), -1)
 
 
 @dataclass(frozen=True)

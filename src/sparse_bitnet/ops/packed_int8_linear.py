@@ -39,18 +39,7 @@ def packed_int8_linear(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Product with packed rows, for few tokens.
-
-    Args:
-        x_codes: int8 [..., in_features].
-        activation_scale: float32 [..., 1].
-        packed: of `pack_blocks`.
-        weight_scale: float32, one value or [out_features].
-        bias: [out_features] or None.
-        dtype: of the output.
-
-    Returns [..., out_features].
-    """
+    """`int8_linear` of few tokens, with `packed` of `pack_blocks` in the place of the codes."""
     return torch.ops.sparse_bitnet.packed_int8_linear(
         x_codes, activation_scale, packed, weight_scale, bias, dtype
     )

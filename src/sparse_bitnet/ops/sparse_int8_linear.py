@@ -43,18 +43,13 @@ def sparse_int8_linear(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Product with a weight of `compress_windows`.
+    """`int8_linear` with a weight of `compress_windows`.
 
     Args:
         x_codes: int8 [..., K'] of `quantize_windows`.
-        activation_scale: float32 [..., 1].
-        compressed: see `compress_windows`.
-        out_features: rows of the weight without those that fill up.
-        weight_scale: float32, one value or [out_features].
-        bias: [out_features] or None.
-        dtype: of the output.
-
-    Returns [..., out_features].
+        compressed: the weight.
+        out_features: its rows without those that fill up.
+        activation_scale, weight_scale, bias, dtype: as `int8_linear` takes them.
     """
     return torch.ops.sparse_bitnet.sparse_int8_linear(
         x_codes, activation_scale, compressed, out_features, weight_scale, bias, dtype

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from zlib_ng import zlib_ng
 
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.machine import available_cores
 
 if TYPE_CHECKING:
@@ -84,15 +84,13 @@ class TensorFile:
     def __init__(self, path: Path | str) -> None:
         """Raises `UserError` for a file that is damaged, truncated, or not of this kind."""
         self.path = Path(path)
-        try:
+        with os_errors_as(f"cannot read {path}"):
             size = self.path.stat().st_size
             if size <= LENGTH_BYTES:
                 raise UserError(f"{path}: {size} bytes are too few for a safetensors file")
             with open(self.path, "rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             self._data = np.frombuffer(self._map, np.uint8)
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror or error}") from error
         try:
             begin, header = self._read_header()
             self.metadata = _read_metadata(header)

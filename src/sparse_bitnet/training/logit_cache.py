@@ -13,19 +13,19 @@ stopped, and a longer run of the same order adds to them.
 
 import hashlib
 import json
-import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from zlib_ng import zlib_ng
 
 from sparse_bitnet.checkpoint.model_folder import local_folder, read_json
 from sparse_bitnet.data.loader import TokenLoader, permuted
 from sparse_bitnet.data.shards import token_dtype
-from sparse_bitnet.errors import UserError
-from sparse_bitnet.files import write_atomic
+from sparse_bitnet.errors import UserError, os_errors_as
+from sparse_bitnet.files import file_crc32, write_atomic
 from sparse_bitnet.progress import OnProgress
 from sparse_bitnet.training.distill import Teacher
 
@@ -105,7 +105,7 @@ class LogitCache:
                 values.append(top[1])
             content = b"".join(array.tobytes() for array in (*ids, *values))
             write_atomic(self._path(part), content)
-            self.checksums.append(zlib.crc32(content))
+            self.checksums.append(zlib_ng.crc32(content))
             text = json.dumps({**self.identity, "checksums": self.checksums}, indent=1)
             write_atomic(self.folder / MANIFEST, text + "\n")
 
@@ -117,10 +117,8 @@ class LogitCache:
             )
         for part, checksum in enumerate(self.checksums):
             path = self._path(part)
-            try:
-                found = zlib.crc32(path.read_bytes())
-            except OSError as error:
-                raise UserError(f"cannot read {path}: {error.strerror}") from error
+            with os_errors_as(f"cannot read {path}"):
+                found = file_crc32(path)
             if found != checksum:
                 raise UserError(
                     f"{path} is damaged (its checksum differs): remove the cache's folder"

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.files import write_atomic
 from sparse_bitnet.nn.layer import SparseBitLinear
 from sparse_bitnet.training.config import TrainConfig
@@ -94,18 +94,14 @@ class JsonLines:
         text = "".join(kept)
         if path.exists() and path.read_text() != text:
             write_atomic(path, text)
-        try:
+        with os_errors_as(f"cannot write {path}"):
             self._file = open(path, "a", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"cannot write {path}: {error.strerror or error}") from error
 
     def write(self, row: dict[str, Any]) -> None:
         """Append a row. Raises `UserError` when the disk is full."""
-        try:
+        with os_errors_as(f"cannot write {self._file.name}"):
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
-        except OSError as error:
-            raise UserError(f"cannot write {self._file.name}: {error.strerror or error}") from error
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # of a row that `write` has complained about

@@ -41,7 +41,7 @@ from sparse_bitnet.checkpoint.saved_steps import (
     quarantine,
     write_state,
 )
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.files import TEMPORARY_PREFIX, sync_tree
 from sparse_bitnet.nn.layer import SparseBitLinear
 from sparse_bitnet.ops.operands import word_dtype
@@ -170,15 +170,13 @@ class CheckpointWriter:
         self._thread.shutdown(wait=self.world.size == 1)
 
     def _begin(self, path: Path, temporary: Path) -> None:
-        try:
+        with os_errors_as(f"cannot write {path}"):
             shutil.rmtree(temporary, ignore_errors=True)
             (temporary / FOLDER).mkdir(parents=True)
             (temporary / MODEL_FOLDER).mkdir()
             for name, text in self.files.items():
                 (temporary / MODEL_FOLDER / name).write_text(text)
             (temporary / "train_config.json").write_text(self.config.to_json())
-        except OSError as error:
-            raise UserError(f"cannot write {path}: {error.strerror or error}") from error
 
     def _complete(self, step: int, path: Path, temporary: Path, written: "Future[Any]") -> None:
         main, shards = self.world.is_main, temporary / FOLDER
