@@ -163,7 +163,7 @@ class TestAtomicFolder:
     ) -> None:
         (tmp_path / "file").write_text("mine")
         monkeypatch.chdir(tmp_path)
-        with pytest.raises(UserError, match="not a name for a folder of its own"):
+        with pytest.raises(UserError, match="not a name for a new folder"):
             with atomic_folder(name):
                 pass
         assert (tmp_path / "file").read_text() == "mine"

@@ -2,15 +2,19 @@
 """What importing the package does, and what it does not."""
 
 import importlib
+import inspect
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import sparse_bitnet
+from test_layering import MODULES, module_name
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -21,6 +25,31 @@ def run(script: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def members(value: Any) -> Iterator[Any]:
+    """A function or class, and what is public in the class itself."""
+    yield value
+    for name, member in vars(value).items() if inspect.isclass(value) else ():
+        if not name.startswith("_") and inspect.isfunction(getattr(member, "__func__", member)):
+            yield getattr(value, name)
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in MODULES if path.stem != "__main__"], ids=module_name
+)
+def test_what_is_public_says_what_it_is(path: Path) -> None:
+    try:
+        module = importlib.import_module(module_name(path))
+    except ImportError as error:
+        pytest.skip(str(error))
+    mine = [
+        value
+        for name, value in vars(module).items()
+        if not name.startswith("_") and getattr(value, "__module__", "") == module.__name__
+    ]
+    named = [each for value in mine for each in members(value) if each.__name__[0] not in "_<"]
+    assert not [each for each in named if not inspect.getdoc(each)]
 
 
 def test_importing_loads_neither_torch_nor_transformers_and_prints_nothing() -> None:

@@ -59,7 +59,7 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
     """
     path = Path(path)
     if path.name in ("", "..") or (path.exists() and not path.is_dir()):
-        raise UserError(f"cannot write {path}: not a name for a folder of its own")
+        raise UserError(f"cannot write {path}: not a name for a new folder")
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

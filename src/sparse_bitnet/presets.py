@@ -9,6 +9,8 @@ in 2, 4, 8, 16, 32 fits.
 from dataclasses import dataclass
 from typing import Any
 
+from sparse_bitnet.errors import UserError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
@@ -77,3 +79,10 @@ PRESETS: dict[str, Shape] = {
     "qwen2.5-1.5b": _shape(1536, 8960, 28, 12, 2, published=True),
     "qwen2.5-3b": _shape(2048, 11008, 36, 16, 2, published=True),
 }
+
+
+def find_preset(name: str) -> Shape:
+    """A preset's sizes. Raises `UserError` for an unknown name."""
+    if name not in PRESETS:
+        raise UserError(f"model {name!r} is not a preset: choose one of {', '.join(PRESETS)}")
+    return PRESETS[name]

@@ -144,7 +144,7 @@ def test_links_that_lead_out_are_refused(
 def test_pipes_and_endless_files_are_refused(folder: Path) -> None:
     os.mkfifo(folder / "config.json")
     for check in (check_folder, lambda folder: read_json(folder / "config.json")):
-        with pytest.raises(UserError, match="is no regular file"):
+        with pytest.raises(UserError, match="is not a regular file"):
             check(folder)
     (folder / "config.json").unlink()
     with open(folder / "generation_config.json", "wb") as file:
@@ -170,7 +170,7 @@ def test_links_within_the_folder_and_the_hubs_cache_are_read(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../other/config.json", "a/../../b", "", 3, None])
 def test_an_index_names_files_of_its_folder(folder: Path, name: object) -> None:
-    with pytest.raises(UserError, match="is no file of its folder"):
+    with pytest.raises(UserError, match="is not a file in its folder"):
         file_inside(folder, name)
 
 

@@ -39,7 +39,7 @@ def check_resumes(source: TextSource) -> None:
 
 @pytest.fixture
 def mixed(tmp_path: Path) -> Path:
-    """A folder with one file of each kind, and one that is no text."""
+    """A folder with one file of each kind, and one that is not text."""
     folder = tmp_path / "mixed"
     (folder / "sub").mkdir(parents=True)
     write_jsonl(folder / "a.jsonl", some_texts(20, seed=1))

@@ -91,7 +91,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> 
         ({"num_hidden_layers": 3}, r"tensor model\.layers\.2\.\S+ is missing"),
         ({"num_hidden_layers": 2**31 - 1}, r"num_hidden_layers is \S+, more than a model of"),
         ({"num_hidden_layers": 600}, r"tensor model\.layers\.2\.\S+ is missing"),
-        ({"num_hidden_layers": 1}, r"tensor model\.layers\.1\.\S+ is no part of the qwen2 model"),
+        ({"num_hidden_layers": 1}, r"tensor model\.layers\.1\.\S+ is not part of the qwen2 model"),
         ({"vocab_size": 97}, r"embed_tokens\.weight is bfloat16 \[96, 64\], the model needs"),
         ({"num_key_value_heads": 3}, "make no model"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'"),

@@ -188,7 +188,7 @@ def test_cuda_is_asked_for_and_refused_in_one_line(folder, monkeypatch):
         main([str(folder / "packed"), "--prompt", "x", "--device", "cuda"])
     with pytest.raises(UserError, match="--head int8 is an option of the CPU engine"):
         open_engine(folder / "packed", EngineOptions(device="cuda", head="int8"))
-    with pytest.raises(UserError, match="leave --engine cpu"):
+    with pytest.raises(UserError, match="leave out --engine cpu"):
         EngineOptions(device="cuda", engine="cpu")
 
 

@@ -115,9 +115,9 @@ def test_the_fastest_algorithm_is_searched_once_a_shape_and_type(monkeypatch):
     compressed, scale = torch.ones(32, 64, dtype=torch.int8), torch.ones(1)
 
     def product(tokens, dtype=torch.float32):
-        x, token_scale = torch.ones(tokens, 64, dtype=torch.int8), torch.ones(tokens, 1)
+        x, activation_scale = torch.ones(tokens, 64, dtype=torch.int8), torch.ones(tokens, 1)
         return sparse_int8_linear_module.sparse_tensor_cores(
-            x, token_scale, compressed, 32, scale, None, dtype
+            x, activation_scale, compressed, 32, scale, None, dtype
         )
 
     for tokens in (3, 16, 17):

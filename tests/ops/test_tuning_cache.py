@@ -132,7 +132,7 @@ DAMAGED_ROWS = [
 def test_a_damaged_table_is_reported(tmp_path, text):
     path = tmp_path / "tuning.json"
     path.write_bytes(text.encode(errors="surrogatepass"))
-    with pytest.raises(UserError, match=r"tuning\.json is no tuning cache"):
+    with pytest.raises(UserError, match=r"tuning\.json is not a tuning cache"):
         TuningCache.load(path, "a GPU")
 
 

@@ -235,7 +235,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "surplus tensor": (
         lambda f: rewrite(f, {"extra": torch.zeros(1)}, {}),
-        "tensor extra is no part of Qwen2ForCausalLM",
+        "tensor extra is not part of Qwen2ForCausalLM",
     ),
     "other size": (
         lambda f: rewrite(f, {f"{LAYER}.weight_packed": OVERFULL[:, :13]}, {}),

@@ -163,7 +163,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "surplus": (
         lambda f: edit_tensors(f, lambda t: t.update(extra=torch.zeros(1))),
-        "tensor extra is no part of Qwen2ForCausalLM",
+        "tensor extra is not part of Qwen2ForCausalLM",
     ),
     "other shape": (
         lambda f: edit_tensors(f, lambda t: t.update({"model.norm.weight": torch.zeros(3)})),

@@ -232,7 +232,7 @@ def test_a_header_with_the_right_checksum_is_not_trusted_either(
         (lambda h: h["norm"].update(shape=[2**48, 2**48]), "do not make up its shape"),
         (lambda h: h["norm"].update(shape=[True, 6]), "tensor norm has an unreadable type"),
         (lambda h: h["norm"].update(dtype="F4"), "tensor norm has an unreadable type"),
-        (lambda h: h["norm"].update(extra=1), "the entry of tensor norm is no tensor"),
+        (lambda h: h["norm"].update(extra=1), "the entry of tensor norm does not describe one"),
         (lambda h: h["norm"].update(data_offsets=[8, 32, 40]), "unreadable type, shape or place"),
         (lambda h: h["__metadata__"].update(sparse_bitnet="{}"), "no sparse_bitnet entry"),
         (lambda h: h["__metadata__"].update(sparse_bitnet="[" * 10**5), "the header is damaged"),

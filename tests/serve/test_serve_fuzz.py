@@ -145,7 +145,7 @@ def encoded(body):
 
 def strict(text):
     """JSON as clients in other languages read it, without NaN and infinities."""
-    return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
 def check(answer):

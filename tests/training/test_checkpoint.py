@@ -42,7 +42,7 @@ def test_all_are_kept_on_request(small_run):
 
 
 @pytest.mark.parametrize("damage", ["truncated", "bit flipped", "missing", "state"])
-def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_continued(
+def test_a_damaged_checkpoint_is_quarantined_and_the_one_before_continued(
     small_run, tmp_path, capsys, damage
 ):
     whole = small_run(out=str(tmp_path / "whole"))

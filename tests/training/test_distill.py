@@ -227,7 +227,7 @@ def test_sub_norms_of_other_families() -> None:
     model = with_sub_norms(tiny_model("qwen2"))
     assert model.get_parameter("model.layers.0.self_attn.q_proj.bias") is not None
     assert not model.get_parameter("model.layers.0.self_attn.o_proj.bias").any()
-    with pytest.raises(UserError, match="is no plain llama or qwen2 model"):
+    with pytest.raises(UserError, match="is not a plain llama or qwen2 model"):
         with_sub_norms(tiny_model("qwen3"))
     with pytest.raises(UserError, match="name it with --init"):
         TrainConfig(sub_norms=True)

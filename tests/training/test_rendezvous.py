@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes find together in a store that still holds what dead ones wrote."""
+"""Processes find each other in a store that still holds what dead ones wrote."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor

@@ -144,11 +144,13 @@ def test_quantisers_of_many_scales_forward_and_backward(quantizer: str, size: in
     x.requires_grad_()
     y = layer(x)
     y.sum().backward()
-    x_codes, x_scale = quantize_int8(x)
+    x_codes, activation_scale = quantize_int8(x)
     effective = torch.tensor(codes * spread).float()
-    torch.testing.assert_close(y, (x_codes * x_scale) @ effective.t() + layer.bias)
+    torch.testing.assert_close(y, (x_codes * activation_scale) @ effective.t() + layer.bias)
     torch.testing.assert_close(x.grad, effective.sum(0).expand(4, -1))
-    torch.testing.assert_close(layer.weight.grad, (x_codes * x_scale).sum(0).expand(20, -1))
+    torch.testing.assert_close(
+        layer.weight.grad, (x_codes * activation_scale).sum(0).expand(20, -1)
+    )
 
 
 def test_int4_in_steps_of_the_mean_after_hadamard() -> None:
@@ -180,7 +182,7 @@ def test_schedules() -> None:
     assert [n for n, _ in phases("ternary-6:8,schedule=gradual")] == [8, 8, 7, 7, 6, 6, 6, 6]
     blends = phases("ternary-8:8,schedule=lambda:until=0.5")
     assert blends == [(8, b) for b in (0.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0)]
-    with pytest.raises(UserError, match=r"until=1.5: lies in 0..1"):
+    with pytest.raises(UserError, match=r"until=1.5: must lie in 0..1"):
         phases("ternary-6:8,schedule=gradual:until=1.5")
 
 
@@ -191,6 +193,6 @@ def test_a_blend_lies_between_full_precision_and_quantised() -> None:
     layer.blend = 0.25
     found = layer.select()
     torch.testing.assert_close(found.value, masked * 0.75 + quantised * 0.25)
-    x_codes, x_scale = quantize_int8(x)
-    blended = x * 0.75 + x_codes * x_scale * 0.25
+    x_codes, activation_scale = quantize_int8(x)
+    blended = x * 0.75 + x_codes * activation_scale * 0.25
     torch.testing.assert_close(layer(x), blended @ found.value.t() + layer.bias)

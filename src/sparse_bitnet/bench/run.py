@@ -64,8 +64,8 @@ def run(
         child: Python's arguments for the measured process.
         read_bytes: memory that the roofline's measurement reads.
 
-    Raises `UserError` for a model that is no preset and no packed folder, and for whatever the engine
-    refuses.
+    Raises `UserError` for a model that is neither a preset nor a packed folder, and for whatever the
+    engine refuses.
     """
     report = progress or (lambda what, share: None)
     report("preparing the model", 0.0)

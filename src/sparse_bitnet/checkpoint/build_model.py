@@ -9,7 +9,7 @@ from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import convert_
 from sparse_bitnet.nn.layer import SparseBitConfig
-from sparse_bitnet.presets import PRESETS, Shape
+from sparse_bitnet.presets import PRESETS, Shape, find_preset
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Qwen2Config
@@ -24,9 +24,7 @@ def preset_config(name: str, *, vocab_size: int | None = None) -> "Qwen2Config":
     """
     from transformers import Qwen2Config
 
-    if name not in PRESETS:
-        raise UserError(f"model {name!r} is not a preset: choose one of {', '.join(PRESETS)}")
-    sizes = dataclasses.asdict(PRESETS[name])
+    sizes = dataclasses.asdict(find_preset(name))
     del sizes["published"]
     if vocab_size is not None:
         sizes["vocab_size"] = vocab_size
@@ -123,7 +121,7 @@ def with_sub_norms(model: "PreTrainedModel") -> "PreTrainedModel":
     if old.model_type not in ("llama", "qwen2") or any(
         fitting.get(name) != tuple(tensor.shape) for name, tensor in state.items()
     ):
-        raise UserError(f"sub_norms: {type(model).__name__} is no plain llama or qwen2 model")
+        raise UserError(f"sub_norms: {type(model).__name__} is not a plain llama or qwen2 model")
     if new.device.type != "meta":
         new.load_state_dict(state, strict=False)
     return new

@@ -84,7 +84,7 @@ class Checkpoint(StoredModel):
     """Sparse layers: full name -> (out_features, in_features), in the order of the model."""
 
     others: dict[str, tuple[int, ...]]
-    """Shape of every tensor that is no sparse layer's: embeddings, norms, biases, dense linears."""
+    """Shape of every tensor that is not a sparse layer's: embeddings, norms, biases, dense linears."""
 
     dtypes: dict[str, str]
     """Their types by the file's names, such as "BF16"."""

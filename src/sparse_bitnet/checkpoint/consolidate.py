@@ -97,7 +97,7 @@ def read_tensors(
             reader = dcp.HuggingFaceStorageReader(str(checkpoint.path))
             state = {key.removeprefix(MODEL_PREFIX): tensor for key, tensor in state.items()}
         with warnings.catch_warnings():
-            # That a single process reads is no mistake.
+            # A single process may read alone.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             dcp.load(state, storage_reader=reader, process_group=group, no_dist=no_dist)
     except (OSError, CheckpointException, RuntimeError, ValueError, SafetensorError) as error:

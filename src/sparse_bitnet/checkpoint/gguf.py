@@ -153,7 +153,7 @@ class _Opened:
         if unknown := sorted(self.names.keys() - wanted.keys()):
             # Zeros stand for biases that the model does not have.
             raise UserError(
-                f"{self.file.path}: tensor {self.names[unknown[0]]} is no part of {self.name} here"
+                f"{self.file.path}: tensor {self.names[unknown[0]]} is not part of {self.name} here"
             )
         layers = self._layers(wanted)
         others = {
@@ -377,7 +377,7 @@ class _Opened:
                 original = {"original_max_position_embeddings": context}
                 return {"rope_type": "llama3", **rope, **original}
         raise UserError(
-            f"{self.file.path}: the factors in {_ROPE_FACTORS} are of no rope that is covered"
+            f"{self.file.path}: the factors in {_ROPE_FACTORS} fit no rope scaling that is covered"
         )
 
     def _size(self, key: str, default: int | None = None) -> int:

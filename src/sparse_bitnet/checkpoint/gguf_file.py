@@ -70,7 +70,7 @@ class GgufFile:
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror or error}") from error
         except (ValueError, struct.error) as error:
-            raise UserError(f"{path} is no GGUF file or damaged: {error}") from error
+            raise UserError(f"{path} is not a GGUF file, or is damaged: {error}") from error
 
     def block_type(self, name: str) -> BlockType | None:
         """The ternary type of a matrix; None for any other type. Raises `UserError` for one that does not

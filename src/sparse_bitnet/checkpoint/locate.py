@@ -22,7 +22,7 @@ def resolve_checkpoint(path_or_id: str | Path) -> str:
 
     A run folder stands for its finished model `final`, before that for its latest checkpoint, which
     is put together first if several processes wrote it; a folder with a config.json of transformers
-    for itself, and so does a .gguf file; OWNER/NAME that is no local path for a model of the hub.
+    for itself, and so does a .gguf file; OWNER/NAME that is not a local path for a model of the hub.
 
     Raises `UserError` for a folder that holds no model and for a path that does not exist.
     """

@@ -147,7 +147,7 @@ def check_file(path: Path) -> None:
         raise UserError(f"{path} is a link to {real}, out of its folder: copy the file there")
     status = real.stat()
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
-        raise UserError(f"{path} is no regular file")
+        raise UserError(f"{path} is not a regular file")
     largest = _LARGEST.get(path.name, _LARGEST_OTHER)
     if path.suffix in _SMALL_SUFFIXES and status.st_size > largest:
         raise UserError(
@@ -164,7 +164,7 @@ def file_inside(folder: Path, name: object) -> Path:
         or Path(name).is_absolute()
         or ".." in Path(name).parts
     ):
-        raise UserError(f"{folder / INDEX_FILE} names {name!r}, which is no file of its folder")
+        raise UserError(f"{folder / INDEX_FILE} names {name!r}, which is not a file in its folder")
     path = folder / name
     try:
         if not path.resolve().is_relative_to(folder.resolve()):
@@ -178,7 +178,7 @@ def file_inside(folder: Path, name: object) -> Path:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name can mean a model of the hub: OWNER/NAME, where OWNER is no local folder; a file
+    """Whether a name can mean a model of the hub: OWNER/NAME, where OWNER is not a local folder; a file
     OWNER/NAME/FILE.gguf of one; either with @REVISION behind it."""
     return bool(_HUB_ID.fullmatch(name)) and not Path(name.partition("/")[0]).exists()
 

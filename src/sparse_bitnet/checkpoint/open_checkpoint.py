@@ -32,7 +32,7 @@ def find_checkpoint(path: str | Path) -> StoredModel:
     Args:
         path: of a run, its finished model or its latest checkpoint is found.
 
-    Raises `UserError` for what is no model folder, and for one whose files are not to be read.
+    Raises `UserError` for what is not a model folder, and for one whose files are not to be read.
     """
     name = resolve_checkpoint(path)
     if name.endswith(".gguf"):
@@ -101,6 +101,6 @@ def _remedy(found: StoredModel, kinds: tuple[str, ...]) -> str:
             f"is not packed; pack it first: sparse-bitnet pack {found.folder} OUT, or use --engine "
             "transformers"
         )
-    if found.kind == "packed":
-        return "is no trained checkpoint of sparse-bitnet: it is packed already"
-    return "is no trained checkpoint of sparse-bitnet: `sparse-bitnet import` reads those of other tools"
+    packed, foreign = "it is packed already", "`sparse-bitnet import` reads those of other tools"
+    why = packed if found.kind == "packed" else foreign
+    return f"is not a trained checkpoint of sparse-bitnet: {why}"

@@ -131,7 +131,7 @@ def _check_tensors(model: "PreTrainedModel", file: TensorFile) -> None:
         raise UserError(f"{file.path}: tensor {missing[0]} is missing")
     if unknown := sorted(file.entries.keys() - wanted.keys()):
         raise UserError(
-            f"{file.path}: tensor {unknown[0]} is no part of {type(model).__name__} as config.json "
+            f"{file.path}: tensor {unknown[0]} is not part of {type(model).__name__} as config.json "
             "describes it"
         )
     for name, tensor in wanted.items():

@@ -67,8 +67,8 @@ def read(found: StoredModel) -> Checkpoint:
         if weight_scale.numel() > 1:
             raise UserError(
                 f"{folder}: quantizer={format.quantizer} gives {layer} {weight_scale.numel():,} scales, "
-                "and codes of one are wanted here: `sparse-bitnet export --format dense` writes the "
-                "effective weights"
+                "and codes with one scale are needed here: `sparse-bitnet export --format dense` writes "
+                "the effective weights"
             )
         return TernaryWeight(codes, weight_scale)
 
@@ -111,6 +111,6 @@ def _files(model: "PreTrainedModel", folder: Path) -> WeightFiles:
             raise UserError(f"{folder}: {name} is of type {dtype}, which no master weight has")
     if unknown := sorted(files.shapes.keys() - model.state_dict().keys()):
         if len(files.shapes) > len(model.state_dict()) - len(model.all_tied_weights_keys):
-            raise UserError(f"{folder}: tensor {unknown[0]} is no part of {type(model).__name__}")
+            raise UserError(f"{folder}: tensor {unknown[0]} is not part of {type(model).__name__}")
         return _Loaded(folder)
     return files

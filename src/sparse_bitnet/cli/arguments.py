@@ -33,7 +33,7 @@ _COMPLAINTS = (
     (r"Missing value for argument '(.+?)'\..*", lambda found: f"{_shown(found[1])} is missing"),
     (r"Error parsing (-\S+): invalid literal for int\(\).*: (.+)", r"\1 \2: not a whole number"),
     (r"Error parsing (-\S+): could not convert string to float: (.+)", r"\1 \2: not a number"),
-    (r"invalid choice (.+) for argument '(.+)'\. Expected one of \((.+)\)", r"\2 \1: choose among \3"),
+    (r"invalid choice (.+) for argument '(.+)'\. Expected one of \((.+)\)", r"\2 \1: choose one of \3"),
     (r"Error parsing (-\S+): Could not .*?arguments:? \[(.+?)\].*", r"\1 cannot be \2"),
     (r"Error parsing \w+: (.+)", r"\1"),
 )  # fmt: skip
@@ -147,7 +147,7 @@ def _unknown_option(arguments: list[str], run: Callable[..., Any]) -> str | None
         if name == "--":
             break
         if name.startswith("--") and name not in options:
-            return f"{name} is no option{did_you_mean(name, options)}"
+            return f"{name} is not an option{did_you_mean(name, options)}"
     return None
 
 

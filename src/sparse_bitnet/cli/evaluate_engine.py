@@ -28,7 +28,7 @@ def uses_cpu_engine(checkpoint: str, config: EvaluateConfig) -> bool:
     if config.engine == "cpu":
         if of_transformers:
             raise UserError(
-                "--engine cpu computes in float32 on the CPU: leave --device and --precision"
+                "--engine cpu computes in float32 on the CPU: leave out --device and --precision"
             )
         return True
     if config.engine == "transformers":

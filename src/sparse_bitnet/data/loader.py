@@ -53,7 +53,7 @@ class TokenLoader:
             rank, world_size: which part of each batch this loader returns.
 
         Raises:
-            UserError: the data is shorter than one window, or `batch_size` is no multiple of
+            UserError: the data is shorter than one window, or `batch_size` is not a multiple of
                 `world_size`.
         """
         if sequence_length < 1 or batch_size < 1:

@@ -159,7 +159,7 @@ def decode(content: bytes, where: str) -> str:
 
 
 def check_text(value: object, column: str, where: str) -> str:
-    """The column's text, "" for null; `UserError` where it is no text that UTF-8 can hold."""
+    """The column's text, "" for null; `UserError` where it is not text that UTF-8 can hold."""
     if value is None:
         return ""
     if not isinstance(value, str):

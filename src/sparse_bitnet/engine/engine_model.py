@@ -102,7 +102,7 @@ def _check_tensors(model: EngineModel) -> None:
             )
     if unknown := sorted(entries.keys() - wanted.keys()):
         raise EngineLacks(
-            f"{path}: tensor {unknown[0]} is no part of the {model.architecture.model_type} model that "
+            f"{path}: tensor {unknown[0]} is not part of the {model.architecture.model_type} model that "
             "config.json describes"
         )
 

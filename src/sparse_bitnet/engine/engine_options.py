@@ -48,7 +48,9 @@ class EngineOptions:
             if value is not None and value < 1:
                 raise UserError(f"--{name.replace('_', '-')} {value}: must be at least 1")
         if self.device == "cuda" and self.engine == "cpu":
-            raise UserError("--device cuda: the CPU engine computes on the CPU; leave --engine cpu")
+            raise UserError(
+                "--device cuda: the CPU engine computes on the CPU; leave out --engine cpu"
+            )
 
     def of_cpu_engine(self) -> dict[str, Any]:
         """As arguments of `Engine.load`."""

@@ -30,7 +30,7 @@ def read_rope(config: dict[str, Any], head_dim: int, where: str) -> Rope:
     """
     fields = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(fields, dict):
-        raise UserError(f"{where}: its rope parameters are no table")
+        raise UserError(f"{where}: its rope parameters are not a table")
     kind = fields.get("rope_type", fields.get("type", "default"))
     if kind not in KNOWN:
         raise EngineLacks(

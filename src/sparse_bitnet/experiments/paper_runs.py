@@ -128,7 +128,7 @@ def plan(
     Raises `UserError` for an unknown experiment.
     """
     if unknown := [name for name in experiments if name not in _ALL]:
-        raise UserError(f"experiment {unknown[0]!r} is unknown: choose among {', '.join(_ALL)}")
+        raise UserError(f"experiment {unknown[0]!r} is unknown: choose one of {', '.join(_ALL)}")
     if seeds is not None:
         scale = with_seeds(scale, seeds)
     runs: dict[str, Run] = {}

@@ -63,7 +63,7 @@ def commit(package: Path = Path(sparse_bitnet.__file__).parent) -> str | None:
     """Commit of the checkout that the package lies in, "+changes" if it differs; None outside one.
 
     Files that are not under version control count where the package or its kernels are, so that
-    results written into the checkout are no change. A virtual environment may lie in another
+    results written into the checkout are not a change. A virtual environment may lie in another
     project's repository, so the repository must be ours.
     """
     top = _git(package, "rev-parse", "--show-toplevel")

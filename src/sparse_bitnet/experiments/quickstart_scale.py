@@ -7,7 +7,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.experiments.scales import Scale, Size, TextSource
 from sparse_bitnet.layer_config import DenseLayersOption, SparseBitConfig
 from sparse_bitnet.pattern import NMPattern
-from sparse_bitnet.presets import PRESETS
+from sparse_bitnet.presets import find_preset
 from sparse_bitnet.training.config import TrainConfig
 
 
@@ -67,10 +67,6 @@ class QuickstartConfig(DenseLayersOption):
         pattern = NMPattern.parse(self.pattern)
         if pattern.is_dense:
             raise UserError(f"pattern={self.pattern} is dense; choose one that prunes, like 6:8")
-        if self.model not in PRESETS:
-            raise UserError(
-                f"model {self.model!r} is not a preset: choose one of {', '.join(PRESETS)}"
-            )
         recipe = TrainConfig(
             model=self.model,
             steps=self.steps,
@@ -83,7 +79,7 @@ class QuickstartConfig(DenseLayersOption):
             threads=1,
         )
         format = SparseBitConfig(pattern=pattern, dense_layers=self.dense_globs)
-        format.converted(PRESETS[self.model].linears, self.model)
+        format.converted(find_preset(self.model).linears, self.model)
         return Scale(
             name="quickstart",
             summary="the paper's four models in a few minutes",

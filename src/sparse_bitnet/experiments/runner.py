@@ -74,7 +74,7 @@ def reproduce(
         workers: runs trained at once; by default the scale's number, or one for each core.
         budget_minutes: no run is started that would end later than this, by the speed so far.
         console: for progress.
-        plain_lines: lines that each run prints on its way where the console is no terminal.
+        plain_lines: lines that each run prints on its way where the console is not a terminal.
 
     Raises `UserError` for a folder of another setting or one in use, and `Interrupted` after SIGINT,
     when the runs under way have checkpoints: the same call continues them.

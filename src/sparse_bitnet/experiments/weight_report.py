@@ -57,7 +57,7 @@ def read_checkpoint(
         on_layer: called with the name of each checkpoint before it is read.
         dense_layers: globs of layers not to count, as not pruned.
 
-    Raises `UserError` for what is no such thing.
+    Raises `UserError` for anything else.
     """
     say = on_layer or (lambda name: None)
     say(str(path_or_id))

@@ -80,7 +80,7 @@ def parallel(
                     interrupted.set()
                 except BrokenProcessPool as error:
                     raise UserError(
-                        "a worker process died, for want of memory perhaps; the same command goes on, "
+                        "a worker process died, perhaps for want of memory; the same command goes on, "
                         "and --workers 1 needs the least"
                     ) from error
     if interrupted.is_set():

@@ -116,7 +116,7 @@ def pre_tokenizer_name(content: dict[str, Any], path: Path) -> str:
         if relevant == expected:
             return name
     raise UserError(
-        f"{path}: its pre-tokenizer is none of those the GGUF export knows by llama.cpp's name "
+        f"{path}: its pre-tokenizer is not one of those that the GGUF export knows by llama.cpp's name "
         f"({', '.join(PRE_TOKENIZERS)}): {json.dumps(relevant)[:120]}"
     )
 

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparse_bitnet.checkpoint.build_model import PRESETS, Shape
 from sparse_bitnet.checkpoint.open_checkpoint import open_ternary
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.layer import SparseBitConfig
@@ -35,6 +34,7 @@ from sparse_bitnet.packing.formats import (
 )
 from sparse_bitnet.packing.metadata import EMBEDDINGS
 from sparse_bitnet.pattern import NMPattern
+from sparse_bitnet.presets import Shape, find_preset
 from sparse_bitnet.progress import OnProgress
 
 PUBLISHED_MODELS = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b")
@@ -96,11 +96,9 @@ def model_size(
 
     Raises `UserError` for unknown names and for a format that does not hold the pattern.
     """
-    if model not in PRESETS:
-        raise UserError(f"model {model!r} is not a preset: choose one of {', '.join(PRESETS)}")
     if embeddings not in EMBEDDINGS:
         raise UserError(f"embeddings {embeddings!r}: choose one of {', '.join(EMBEDDINGS)}")
-    shape = PRESETS[model]
+    shape = find_preset(model)
     format = SparseBitConfig(pattern=pattern, dense_layers=dense_layers)
     linears = format.converted(shape.linears, model)
     weights = sum(math.prod(linear) for linear in linears.values())

@@ -61,7 +61,7 @@ class ChatTemplate:
         if not isinstance(source, str):
             raise UserError(
                 f"{folder} has no chat template (chat_template.jinja, or chat_template in "
-                "tokenizer_config.json): it is no chat model, use `sparse-bitnet generate`"
+                "tokenizer_config.json): it is not a chat model, use `sparse-bitnet generate`"
             )
         return cls(source, _special_tokens(config, folder))
 
@@ -92,7 +92,7 @@ class ChatTemplate:
         try:
             request = json.dumps(given, default=_plain)
         except (RecursionError, TypeError, ValueError) as error:
-            raise UserError(f"the chat is no JSON: {error}") from error
+            raise UserError(f"the chat is not JSON: {error}") from error
         with self._lock:
             if self._process.poll() is not None:
                 self._finish()

@@ -56,7 +56,7 @@ class Grammar:
         try:
             return cls.json_schema(json.loads(schema))
         except (ValueError, RecursionError) as error:
-            raise UserError(f"the JSON schema is none: {error}") from error
+            raise UserError(f"this is not a JSON schema: {error}") from error
 
     @classmethod
     def json_object(cls) -> Self:
@@ -140,7 +140,7 @@ class TokenGrammars:
         limits = LLParserLimits(**_LIMITS)
         matcher = LLMatcher(self._tokenizer, grammar.source, log_level=0, limits=limits)
         if matcher.is_error():
-            raise UserError(f"the form cannot be had: {_one_line(matcher.get_error())}")
+            raise UserError(f"the text cannot have this form: {_one_line(matcher.get_error())}")
         form = Form(matcher, self.vocab_size)
         # The first place may take long: here, where nobody waits for it.
         form._compute()

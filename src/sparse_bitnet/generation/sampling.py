@@ -139,7 +139,7 @@ def candidates(
 
 
 def check_largest(logit: float) -> None:
-    """Raise `UserError` where the largest of all logits, NaN among them, is no number."""
+    """Raise `UserError` where the largest of all logits, NaN among them, is not a number."""
     if not math.isfinite(logit):
         raise UserError(f"the model's largest logit is {logit}: its weights are damaged")
 

@@ -59,7 +59,7 @@ def overlap(text: str, stop: str) -> int:
 def end_tokens(folder: str | Path) -> frozenset[int]:
     """Tokens that end a text: `eos_token_id` of generation_config.json, else of config.json.
 
-    Empty where neither names one. Raises `UserError` for one that is no token number.
+    Empty where neither names one. Raises `UserError` for one that is not a token number.
     """
     for name in ("generation_config.json", "config.json"):
         path = Path(folder) / name
@@ -68,6 +68,8 @@ def end_tokens(folder: str | Path) -> frozenset[int]:
             continue
         tokens = found if isinstance(found, list) else [found]
         if not all(type(token) is int and token >= 0 for token in tokens):
-            raise UserError(f"{path}: eos_token_id {found!r} is no token and no list of tokens")
+            raise UserError(
+                f"{path}: eos_token_id {found!r} is neither a token nor a list of tokens"
+            )
         return frozenset(tokens)
     return frozenset()

@@ -38,7 +38,7 @@ class TextTokenizer:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         self.special_tokens = frozenset(token for token, entry in added.items() if entry.special)
-        """Tokens that are no text, such as the one that ends it."""
+        """Tokens that are not text, such as the one that ends it."""
         self._to_bytes, self._strip = _byte_decoder(tokenizer)
         self._known: dict[int, bytes] = {}
 

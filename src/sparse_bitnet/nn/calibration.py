@@ -58,5 +58,5 @@ def input_norms(
     norms = {name: (total / tokens[name]).sqrt().float() for name, total in squares.items()}
     for name, norm in norms.items():
         if not torch.isfinite(norm).all():
-            raise UserError(f"convert_: layer {name} sees calibration inputs that are not finite")
+            raise UserError(f"convert_: layer {name} gets calibration inputs that are not finite")
     return norms

@@ -58,7 +58,9 @@ def convert_(
     would stay, or `model` is itself a linear layer; the model is then unchanged.
     """
     if is_linear(model):
-        raise UserError("convert_: a bare linear layer has no place to be replaced in; wrap it")
+        raise UserError(
+            "convert_: a bare linear layer cannot be replaced in place; wrap it in a module"
+        )
     chosen = _in_blocks(model) if filter_fn is None else filter_fn
     found = {
         name: module

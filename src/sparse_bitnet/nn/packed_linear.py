@@ -85,8 +85,10 @@ class PackedSparseBitLinear(nn.Module):
             return F.linear(x, weight.to(x.dtype), self.bias)
         scale, quantized = self.weight_scale, self.inputs.codes(x)
         if scale.dim() == 2 and scale.shape[1] > 1:
-            x_codes, x_scale = quantized or quantize_int8(x)
-            return int8_linear_reference(x_codes, x_scale, self.codes, scale, self.bias, x.dtype)
+            x_codes, activation_scale = quantized or quantize_int8(x)
+            return int8_linear_reference(
+                x_codes, activation_scale, self.codes, scale, self.bias, x.dtype
+            )
         return ternary_int8_linear(
             x, self.codes, self.bias, self.codes, scale.view(-1), quantized=quantized
         )

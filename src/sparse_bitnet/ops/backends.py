@@ -105,7 +105,7 @@ def cusparselt_unavailable() -> str:
 
 
 def check_choice() -> None:
-    """Raise `UserError` when SPARSE_BITNET_KERNEL is no choice, or one that cannot be honoured here.
+    """Raise `UserError` when SPARSE_BITNET_KERNEL is not a choice, or one that cannot be honoured here.
 
     Asks CUDA only where a CUDA kernel is asked for.
     """

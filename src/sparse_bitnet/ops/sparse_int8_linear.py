@@ -79,13 +79,14 @@ def sparse_tensor_cores(
     if not tokens:
         return x_codes.new_empty(shape, dtype=dtype)
     x = F.pad(x, (0, 0, 0, -tokens % TOKEN_MULTIPLE)).t()
-    row_scale, token_scale = weight_scale.expand(out_features), activation_scale.reshape(-1, 1)
+    row_scale = weight_scale.expand(out_features)
+    activation_scale = activation_scale.reshape(-1, 1)
     if dtype == torch.bfloat16:
         alpha = F.pad(row_scale, (0, compressed.shape[0] - out_features))
-        y = _product(compressed, x, alpha, dtype)[:tokens, :out_features].mul_(token_scale)
+        y = _product(compressed, x, alpha, dtype)[:tokens, :out_features].mul_(activation_scale)
         return (y if bias is None else y.add_(bias)).reshape(shape)
     sums = _product(compressed, x, None, torch.int32)[:tokens, :out_features]
-    y = sums * (token_scale * row_scale)
+    y = sums * (activation_scale * row_scale)
     return (y if bias is None else y + bias).to(dtype).view(shape)
 
 

@@ -102,7 +102,7 @@ class TuningCache:
     def load(cls, path: Path, machine: str) -> Self:
         """The cache at `path`; an empty one where there is none, or one of another machine.
 
-        Raises `UserError` for a file that is no such table.
+        Raises `UserError` for a file that is not such a table.
         """
         table = cls(machine=machine)
         if not path.is_file():
@@ -119,7 +119,9 @@ class TuningCache:
                     raise ValueError("times are positive and include dense")
                 table.add(shape, int(row["tokens"]), times)
         except _DAMAGE as error:
-            raise UserError(f"{path} is no tuning cache of kernels ({error}): delete it") from error
+            raise UserError(
+                f"{path} is not a tuning cache of kernels ({error}): delete it"
+            ) from error
         return table
 
 

@@ -58,7 +58,7 @@ SPEED_TOLERANCE = 0.1
 
 
 def check_format(name: str) -> None:
-    """Raise `UserError` for a name that is no packed format."""
+    """Raise `UserError` for a name that is not a packed format."""
     if name not in FORMATS:
         raise UserError(f"packed format {name!r} is unknown: choose one of {', '.join(FORMATS)}")
 

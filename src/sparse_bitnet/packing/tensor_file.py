@@ -216,7 +216,7 @@ def _read_entries(header: dict[str, Any], data_begin: int) -> dict[str, Entry]:
         if name == "__metadata__":
             continue
         if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
-            raise ValueError(f"the entry of tensor {name} is no tensor")
+            raise ValueError(f"the entry of tensor {name} does not describe one")
         dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
         known = isinstance(dtype, str) and dtype in DTYPES
         if not known or not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:

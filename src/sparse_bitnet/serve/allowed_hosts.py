@@ -79,7 +79,7 @@ def _canonical(name: str) -> str:
 def _refusal(header: str, value: str) -> ApiError:
     return ApiError(
         403,
-        f"{header} {value[:200]!r} is none of this server's: start it with --allowed-host NAME",
+        f"{header} {value[:200]!r} is not one of this server's names: start it with --allowed-host NAME",
         code="host_not_allowed",
         headers=_CLOSE,
     )

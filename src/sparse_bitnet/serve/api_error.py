@@ -45,7 +45,7 @@ def invalid_body(error: ValidationError) -> ApiError:
     names = [*parts, *([] if is_member or last == "" else [str(last)])]
     where, param = ".".join(names)[:200], names[0][:200] if names else None
     if kind == "json_invalid":
-        return ApiError(400, f"the body is no JSON: {first['msg']}")
+        return ApiError(400, f"the body is not JSON: {first['msg']}")
     if kind == "extra_forbidden":
         message = f"unknown parameter: {where}"
         return ApiError(400, message, param=where, code="unknown_parameter")

@@ -81,7 +81,7 @@ def prepare(
     scheduler: ThreadedScheduler,
     deliver: Deliver,
 ) -> Prepared:
-    """Raises `ApiError` for a body that is no valid one, or asks for more than there is."""
+    """Raises `ApiError` for an invalid body, or asks for more than there is."""
     asked = parse_body(kind, raw)
     body = asked.chat() if isinstance(asked, ResponsesBody) else asked
     model.check_name(body.model)
@@ -170,7 +170,7 @@ def chat_text(body: ChatBody, model: ServedModel) -> str:
     if body.functions and model.tool_syntax is None:
         raise ApiError(
             400,
-            f"the chat template of {model.name!r} knows no tools, or calls them in a way of its own",
+            f"the chat template of {model.name!r} knows no tools, or has its own way of calling them",
             param="tools",
             code="no_tools",
         )

@@ -161,12 +161,14 @@ class HttpServer(uvicorn.Server):
         self._scheduler, self._grace = scheduler, grace
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, with a longer queue of connections."""
         await super().startup(sockets)
         for bound in sockets or ():
             bound.listen(_BACKLOG)
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
+        """As uvicorn's, without raising the signals again at the end."""
         previous = {number: signal.signal(number, self.handle_exit) for number in _SIGNALS}
         try:
             yield
@@ -175,6 +177,7 @@ class HttpServer(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal lets generations end, the second stops them."""
         self._scheduler.stop(0 if self.should_exit else self._grace)
         self.should_exit = True
 

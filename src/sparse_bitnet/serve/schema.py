@@ -59,6 +59,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class StreamOptions(StrictModel):
+    """What a stream says besides its text."""
+
     include_usage: bool = False
     continuous_usage_stats: bool = False
     """With it, in every event, as vLLM does."""
@@ -208,7 +210,7 @@ class ChatBody(WithTools, _Body):
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the template."""
     reasoning_effort: str | None = None
-    """Also one; few templates know it."""
+    """Also one; few templates use it."""
 
     @property
     def neutral(self) -> dict[str, tuple[Any, ...]]:
@@ -223,11 +225,13 @@ class ChatBody(WithTools, _Body):
 
     @property
     def wanted_tokens(self) -> int | None:
+        """Most tokens to generate; None: what there is room for."""
         asked = self.max_completion_tokens
         return self.max_tokens if asked is None else asked
 
     @property
     def top_scores(self) -> int | None:
+        """As of `CompletionBody`."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def check(self) -> None:

@@ -73,7 +73,9 @@ class WithTools(StrictModel):
         choice = self.tool_choice
         if isinstance(choice, NamedTool) and choice.function.name not in names:
             name = choice.function.name[:64]
-            raise ApiError(400, f"tool_choice: {name!r} is none of the tools", param="tool_choice")
+            raise ApiError(
+                400, f"tool_choice: {name!r} is not one of the tools", param="tool_choice"
+            )
         if choice == "required" and not names:
             raise ApiError(400, "tool_choice required needs tools", param="tool_choice")
 

@@ -197,9 +197,9 @@ class TrainConfig:
         for name in positive:
             _require(getattr(self, name) > 0, name, getattr(self, name), "must be above 0")
         for name in ("sparse_fraction", "warmup_fraction", "decay_fraction"):
-            _require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "lies in 0..1")
+            _require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "must lie in 0..1")
         for name in ("beta1", "beta2"):
-            _require(0 <= getattr(self, name) < 1, name, getattr(self, name), "lies in 0..1")
+            _require(0 <= getattr(self, name) < 1, name, getattr(self, name), "must lie in 0..1")
         for name in (
             "validation_every",
             "validation_tokens",

@@ -7,7 +7,7 @@
     + relations_weight * KL of the relations among queries, keys and values of one layer (MiniLMv2,
       Wang et al., 2021, as BitNet Distillation, Wu et al., 2025, uses them)
 
-The student starts from the teacher's weights. The teacher is no part of the model: nothing of it is
+The student starts from the teacher's weights. The teacher is not part of the model: nothing of it is
 trained, split, or stored.
 """
 
@@ -89,7 +89,7 @@ class DistillationLoss(SummedLoss):
         self.config = config
         self._student_states: States | None = None
         self._teacher_states: States | None = None
-        self._teacher = [teacher]  # in a list, it is no submodule: neither split nor trained
+        self._teacher = [teacher]  # in a list, it is not a submodule: neither split nor trained
         head = model.get_output_embeddings()
         if getattr(head, "bias", None) is not None:
             raise UserError(

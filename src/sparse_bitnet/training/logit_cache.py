@@ -70,9 +70,7 @@ class LogitCache:
             self._check(stored)
             self.checksums = stored["checksums"]
         elif folder.is_dir() and any(folder.iterdir()):
-            raise UserError(
-                f"{folder} holds no logit cache, and other files: choose another folder"
-            )
+            raise UserError(f"{folder} holds other files and no logit cache: choose another folder")
         self._maps: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     @property

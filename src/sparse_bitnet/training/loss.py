@@ -148,6 +148,7 @@ class SummedLoss(torch.nn.Module):
         self.model, self.chunk_tokens = model, chunk_tokens
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        """float64 scalar; see `causal_lm_loss`."""
         return causal_lm_loss(self.model, input_ids, labels, chunk_tokens=self.chunk_tokens)
 
 

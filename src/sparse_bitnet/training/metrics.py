@@ -86,7 +86,7 @@ class RowSink(Protocol):
         """Write what is still held."""
 
 
-class JsonLines:
+class JsonLines(RowSink):
     """Appends one JSON object a line; the file holds whole lines up to `after_step` on opening."""
 
     def __init__(self, path: Path, after_step: int) -> None:
@@ -98,7 +98,7 @@ class JsonLines:
             self._file = open(path, "a", encoding="utf-8")
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append a row. Raises `UserError` when the disk is full."""
+        """Raises `UserError` when the disk is full."""
         with os_errors_as(f"cannot write {self._file.name}"):
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
@@ -129,7 +129,7 @@ def check_sinks(config: TrainConfig) -> None:
             raise UserError(f"--{package}: the package is missing; pip install '{extra}'")
 
 
-class TensorBoard:
+class TensorBoard(RowSink):
     """Scalars of every row as TensorBoard events."""
 
     def __init__(self, folder: Path, after_step: int) -> None:
@@ -145,7 +145,7 @@ class TensorBoard:
         self._writer.close()
 
 
-class WeightsAndBiases:
+class WeightsAndBiases(RowSink):
     """Scalars of every row to W&B, one run there for each run folder, wherever that is moved."""
 
     def __init__(self, config: TrainConfig) -> None:

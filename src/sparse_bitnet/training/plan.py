@@ -13,7 +13,7 @@ from typing import Literal
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import DenseLayersOption, SparseBitConfig
-from sparse_bitnet.presets import PRESETS, Shape
+from sparse_bitnet.presets import PRESETS, Shape, find_preset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,13 +101,9 @@ class Job(DenseLayersOption):
     """Bytes/s that the shared storage takes from one machine."""
 
     def __post_init__(self) -> None:
-        if self.model not in PRESETS:
-            raise UserError(
-                f"model {self.model!r} is not a preset: choose one of {', '.join(PRESETS)}"
-            )
         if self.gpu not in GPUS:
             raise UserError(f"gpu {self.gpu!r} is unknown: choose one of {', '.join(GPUS)}")
-        self.config.converted(PRESETS[self.model].linears, self.model)
+        self.config.converted(find_preset(self.model).linears, self.model)
         for name in ("gpus", "batch_size", "sequence_length", "tokens", "storage"):
             if getattr(self, name) <= 0:
                 raise UserError(f"{name}={getattr(self, name)}: must be above 0")

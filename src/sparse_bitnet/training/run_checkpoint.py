@@ -134,7 +134,7 @@ class CheckpointWriter:
         self.data_identity, self.files, self.state = data_identity, files, state
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None
-        # That a single process saves is no mistake.
+        # A single process may save alone.
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
     def save(self, step: int) -> None:

@@ -31,7 +31,7 @@ def run_lock(run: Path) -> AbstractContextManager[None]:
 def check_run(run: Path, config: TrainConfig) -> dict[str, Any] | None:
     """The result of this config's run where `run` holds it and it is finished; nothing is written.
 
-    Raises `UserError` when the folder holds a run of another config, or files that are no run.
+    Raises `UserError` when the folder holds a run of another config, or files that are not a run.
     """
     if (run / "config.json").is_file():
         stored = read_config(run)

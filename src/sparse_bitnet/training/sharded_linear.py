@@ -115,7 +115,7 @@ class ShardedSparseBitLinear(SparseBitLinear):
         assert self.state.current is not None, "used outside selected_shards"
         return self.state.current
 
-    # A gathered weight is no tensor that a compiler could trace: its products stay as they are.
+    # A gathered weight is not a tensor that a compiler could trace: its products stay as they are.
     @torch.compiler.disable
     def forward(self, input: Tensor) -> Tensor:
         gathered, scale = self.gathered, self.selection.weight_scale
@@ -207,6 +207,7 @@ class RowShard(Tensor):
         module: nn.Module,
         mp_policy: Any,
     ) -> tuple[tuple[Tensor, ...], None]:
+        """What `fully_shard` is to gather, and nothing beside it."""
         return self._to_send(mesh), None
 
     def fsdp_post_all_gather(
@@ -217,6 +218,7 @@ class RowShard(Tensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """Hands what was gathered to the layer; returns the parameter that stands for it."""
         layer = self.layer
         (gathered,) = all_gather_outputs
         layer.gathered = gathered[: layer.out_features]
@@ -244,6 +246,7 @@ class UnevenRowShard(RowShard):
     def fsdp_pre_all_gather(  # type: ignore[override]
         self, mesh: Any
     ) -> tuple[tuple[Tensor, ...], None]:
+        """As of `RowShard`."""
         return self._to_send(mesh), None
 
 

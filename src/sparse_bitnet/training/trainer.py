@@ -91,7 +91,7 @@ class Trainer:
         self.loss = SummedLoss(self.model, config.loss_chunk_tokens)
         self.cache: LogitCache | None = None
         if config.teacher is not None:
-            world.each(self._meet_teacher)
+            world.each(self._add_teacher)
         reduction = torch.bfloat16 if config.gradient_reduction == "bf16" else None
         place_(self.loss, world, self.device, self.dtype, reduction, self.__dict__.pop("whole"))
         self.layers = sparse_layers(self.model)
@@ -125,7 +125,7 @@ class Trainer:
         if self.compiles:
             compile_blocks_(self.model, config, self.device)
 
-    def _meet_teacher(self) -> None:
+    def _add_teacher(self) -> None:
         config = self.config
         assert config.teacher is not None
         rows = self.model.get_output_embeddings().weight.shape[0]

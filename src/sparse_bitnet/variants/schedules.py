@@ -33,4 +33,4 @@ def lambda_warmup(progress: float, n: int, m: int, *, until: float = 0.25) -> tu
 
 def _share(name: str, value: float) -> None:
     if not 0 <= value <= 1:
-        raise UserError(f"schedule {name}={value}: lies in 0..1")
+        raise UserError(f"schedule {name}={value}: must lie in 0..1")

@@ -248,7 +248,7 @@ def check_full_attention(model: Any) -> None:
     kinds = sorted(set(getattr(model.config, "layer_types", None) or ["full_attention"]))
     if kinds != ["full_attention"]:
         raise UserError(
-            f"the GPU decoder knows full attention only, the model has {', '.join(kinds)}"
+            f"the GPU decoder supports full attention only, the model has {', '.join(kinds)}"
         )
 
 

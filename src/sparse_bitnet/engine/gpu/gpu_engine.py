@@ -207,4 +207,6 @@ class GpuEngine(InferenceEngine):
 def check_device(device: str) -> None:
     """Raise `UserError` where CUDA is asked for and absent."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: PyTorch sees no CUDA device; leave it, or see env")
+        raise UserError(
+            "--device cuda: PyTorch sees no CUDA device; leave it out, or see `sparse-bitnet env`"
+        )

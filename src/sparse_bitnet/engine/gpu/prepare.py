@@ -121,7 +121,7 @@ def _ternary(module: Any, policy: RoutePolicy, name: str) -> TernaryLinear:
     assert scale is not None
     if scale.dim() == 2 and scale.shape[1] > 1:
         raise UserError(
-            f"layer {name} has scales for groups of weights, which the GPU engine has not"
+            f"layer {name} has scales for groups of weights, which the GPU engine does not have"
         )
     return TernaryLinear(codes, scale, module.bias, module.config.pattern, policy, name=name)
 
@@ -175,10 +175,8 @@ class Int8Head(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., hidden] -> [..., vocabulary]."""
-        x_codes, x_scale = quantize_int8(input)
-        return int8_linear(
-            x_codes, x_scale, self.codes, self.scale, self.bias, input.dtype, ternary=False
-        )
+        x = quantize_int8(input)
+        return int8_linear(*x, self.codes, self.scale, self.bias, input.dtype, ternary=False)
 
 
 def int8_head_(model: Any) -> None:

@@ -9,9 +9,9 @@ import triton.language as tl
 def store_scaled(sums, y, activation_scale, weight_scale, bias, row, token, rows, tokens):
     """int32 sums [ROWS, TOKENS] -> y[token, row], every operation rounded as in the reference."""
     in_rows, in_tokens = row < rows, token < tokens
-    token_scale = tl.load(activation_scale + token, mask=in_tokens, other=0.0)
-    row_scale = tl.load(weight_scale + row, mask=in_rows, other=0.0)
-    value = sums.to(tl.float32) * (token_scale[None, :] * row_scale[:, None])
+    of_token = tl.load(activation_scale + token, mask=in_tokens, other=0.0)
+    of_row = tl.load(weight_scale + row, mask=in_rows, other=0.0)
+    value = sums.to(tl.float32) * (of_token[None, :] * of_row[:, None])
     if bias is not None:
         value += tl.load(bias + row, mask=in_rows, other=0.0).to(tl.float32)[:, None]
     at = token.to(tl.int64)[None, :] * rows + row[:, None]

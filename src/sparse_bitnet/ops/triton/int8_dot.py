@@ -118,6 +118,7 @@ def dense_dot(
     TOKENS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
+    """y = x_codes @ codes.T, scaled, with a bias; a block of rows and tokens a program."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     column = tl.arange(0, DEPTH)
@@ -183,6 +184,7 @@ def i2_dot(
     ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
+    """The same of packed rows, whose blocks are split over programs."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     byte = tl.arange(0, BLOCK)
