@@ -45,8 +45,9 @@ def test_what_is_public_says_what_it_is(path: Path) -> None:
         pytest.skip(str(error))
     mine = [
         value
-        for name, value in vars(module).items()
-        if not name.startswith("_") and getattr(value, "__module__", "") == module.__name__
+        for value in vars(module).values()
+        if getattr(value, "__module__", "") == module.__name__
+        and (inspect.isclass(value) or inspect.isfunction(value))
     ]
     named = [each for value in mine for each in members(value) if each.__name__[0] not in "_<"]
     assert not [each for each in named if not inspect.getdoc(each)]

@@ -11,7 +11,7 @@ import torch
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
-from sparse_bitnet.export.gguf_tokenizer import PRE_TOKENIZERS
+from sparse_bitnet.export.gguf_vocabulary import PRE_TOKENIZERS
 from sparse_bitnet.export.readers import open_reader
 from sparse_bitnet.export.verify import PARAGRAPH
 

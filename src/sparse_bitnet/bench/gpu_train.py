@@ -20,9 +20,9 @@ from sparse_bitnet.ops.operands import SCALE_FLOOR
 from sparse_bitnet.presets import PRESETS
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import autocast, make_deterministic, peak_memory_bytes
+from sparse_bitnet.training.footprint import activation_bytes, state_bytes
 from sparse_bitnet.training.loss import causal_lm_loss
 from sparse_bitnet.training.optimizer import build_optimizer
-from sparse_bitnet.training.plan import activation_bytes, state_bytes
 
 VARIANTS = ("bf16", "int8", "fake", "usual")
 DEFAULT_TOKENS = 2048

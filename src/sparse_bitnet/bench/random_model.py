@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed folders of a preset's real shape with random weights: for measuring speed, not for reading.
 
-Codes have the zeros and the groups of a model whose masters are Gaussian, as before training and, nearly,
-after. Nothing is trained and torch is not imported: groups of codes are drawn from a table of 65,536
-that were selected as training selects them. The same seed gives the same bytes.
+Nothing is trained and torch is not imported. The same seed gives the same bytes.
 """
 
 import json
@@ -15,6 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from sparse_bitnet.bench.random_codes import (
+    PIECE_WEIGHTS,
+    TABLE_GROUPS,
+    WEIGHT_STD,
+    RandomCodes,
+)
 from sparse_bitnet.engine.architecture import Architecture, read_architecture
 from sparse_bitnet.engine.engine_model import EMBEDDING, HEAD
 from sparse_bitnet.errors import UserError
@@ -28,13 +32,10 @@ from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.presets import PRESETS, Shape
 from sparse_bitnet.progress import OnProgress
 
-WEIGHT_STD = 0.02
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 257
 """After the 256 bytes and one merge."""
 
-_TABLE_GROUPS = 1 << 16
-_PIECE_WEIGHTS = 1 << 22
 _VERSION = 1
 
 _PACK: dict[str, Callable[[np.ndarray, NMPattern], np.ndarray]] = {
@@ -223,7 +224,7 @@ def _write_tensors(
     progress: OnProgress | None,
 ) -> None:
     done, total = 0, sum(rows * columns for rows, columns in metadata.layers.values())
-    source = _RandomCodes(metadata.pattern, seed)
+    source = RandomCodes(metadata.pattern, seed)
     pack = _PACK[metadata.packed_format]
     vectors = dict(_vectors(shape))
     specs = list(_specs(shape, metadata, vectors, scale_group))
@@ -288,44 +289,11 @@ def _vectors(shape: Architecture) -> Iterator[tuple[str, tuple[float, int]]]:
             yield name, (1.0, length)
 
 
-class _RandomCodes:
-    """Ternary matrices within a pattern, from Gaussian masters of `WEIGHT_STD`."""
-
-    def __init__(self, pattern: NMPattern, seed: int) -> None:
-        self._rng = np.random.Generator(np.random.SFC64([seed, 0]))
-        # Eight codes are one word of the table wherever groups fill it; every preset's rows do.
-        self._unit = pattern.m if pattern.m % 8 == 0 else 8 if 8 % pattern.m == 0 else pattern.m
-        if pattern.is_dense:
-            self._unit = 8
-        masters = self._rng.standard_normal((_TABLE_GROUPS, self._unit), np.float32)
-        mean = np.abs(masters).mean()
-        codes = np.clip(np.rint(masters / mean), -1, 1).astype(np.int8)
-        if not pattern.is_dense:
-            groups = np.abs(masters).reshape(-1, pattern.m)
-            dropped = np.argsort(groups, axis=1, kind="stable")[:, : pattern.m - pattern.n]
-            np.put_along_axis(codes.reshape(-1, pattern.m), dropped, 0, axis=1)
-        self._table = codes
-        self.weight_scale = float(mean) * WEIGHT_STD
-
-    def pieces(self, rows: int, in_features: int) -> Iterator[np.ndarray]:
-        """int8 [some rows, in_features] until all are there."""
-        step = max(1, _PIECE_WEIGHTS // in_features)
-        for first in range(0, rows, step):
-            count = min(step, rows - first)
-            units = -(-in_features // self._unit)
-            drawn = self._rng.integers(0, _TABLE_GROUPS, (count, units), np.uint16)
-            if self._unit == 8:
-                codes = self._table.view(np.uint64)[:, 0][drawn].view(np.int8)
-            else:
-                codes = self._table[drawn].reshape(count, -1)
-            yield np.ascontiguousarray(codes[:, :in_features])
-
-
 def _write_embedding(
     writer: TensorFileWriter, name: str, shape: Architecture, embeddings: str, seed: int
 ) -> None:
     rng = np.random.Generator(np.random.SFC64([seed, 1]))
-    values = rng.standard_normal((_TABLE_GROUPS, 8), np.float32)
+    values = rng.standard_normal((TABLE_GROUPS, 8), np.float32)
     if embeddings == "int8":
         # A row's largest magnitude, about 3.5 standard deviations, is 127 by definition.
         table = np.clip(np.rint(values * (127 / 3.5)), -127, 127).astype(np.int8)
@@ -333,12 +301,12 @@ def _write_embedding(
         # The upper half of a float32 is its bfloat16, truncated.
         table = ((WEIGHT_STD * values).view(np.uint32) >> 16).astype(np.uint16)
     rows = np.arange(shape.vocab)
-    step = max(1, _PIECE_WEIGHTS // shape.hidden)
+    step = max(1, PIECE_WEIGHTS // shape.hidden)
 
     def pieces() -> Iterator[np.ndarray]:
         for first in range(0, shape.vocab, step):
             count = len(rows[first : first + step])
-            drawn = rng.integers(0, _TABLE_GROUPS, (count, shape.hidden // 8), np.uint16)
+            drawn = rng.integers(0, TABLE_GROUPS, (count, shape.hidden // 8), np.uint16)
             piece = table[drawn].reshape(count, shape.hidden)
             if embeddings == "int8":
                 piece[:, 0] = 127

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.export.gguf_tokenizer import GgufVocabulary, add_vocabulary, read_vocabulary
+from sparse_bitnet.export.gguf_vocabulary import GgufVocabulary, add_vocabulary, read_vocabulary
 from sparse_bitnet.packing.gguf_blocks import BlockType, block_for
 from sparse_bitnet.progress import OnProgress
 

@@ -34,7 +34,7 @@ from sparse_bitnet.packing.formats import (
 )
 from sparse_bitnet.packing.metadata import EMBEDDINGS
 from sparse_bitnet.pattern import NMPattern
-from sparse_bitnet.presets import Shape, find_preset
+from sparse_bitnet.presets import find_preset
 from sparse_bitnet.progress import OnProgress
 
 PUBLISHED_MODELS = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b")
@@ -116,7 +116,7 @@ def model_size(
         bits_per_weight=8 * weight_bytes / weights,
         weight_bytes=weight_bytes,
         embedding_bytes=shape.vocab_size * shape.hidden_size * value_bytes + scale_bytes,
-        other_bytes=4 * (_other_values(shape) + shape.block_weights - weights),
+        other_bytes=4 * (shape.vector_values + shape.block_weights - weights),
     )
 
 
@@ -201,11 +201,6 @@ def statistics_of(matrices: Iterable[Tensor], pattern: NMPattern) -> CodeStatist
         formats={name: bits / total for name, bits in format_bits.items()},
         zstd_of_two_bits=zstd / total,
     )
-
-
-def _other_values(shape: Shape) -> int:
-    biases = shape.hidden_size + 2 * shape.key_size
-    return shape.num_hidden_layers * (biases + 2 * shape.hidden_size) + shape.hidden_size
 
 
 def _entropy(counts: np.ndarray) -> float:

@@ -10,7 +10,8 @@ import torch
 from sparse_bitnet.nn.convert import sparse_layers
 from sparse_bitnet.training.distributed import World
 from sparse_bitnet.training.loss import SummedLoss
-from sparse_bitnet.training.sharded_linear import local_rows, prepare_linears_
+from sparse_bitnet.training.row_shard import local_rows
+from sparse_bitnet.training.sharded_linear import prepare_linears_
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

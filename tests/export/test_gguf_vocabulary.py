@@ -10,7 +10,7 @@ import pytest
 
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.export.gguf_tokenizer import PRE_TOKENIZERS, TokenType, read_vocabulary
+from sparse_bitnet.export.gguf_vocabulary import PRE_TOKENIZERS, TokenType, read_vocabulary
 
 
 @pytest.fixture
