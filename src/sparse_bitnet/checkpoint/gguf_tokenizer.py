@@ -4,7 +4,9 @@
 The file names how text is split before merges; a name that is not known here splits as GPT-2 does.
 """
 
+import json
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparse_bitnet.errors import UserError
@@ -33,6 +35,48 @@ _SPLITS = {
     _TEKKEN: ("tekken",),
 }
 """Regular expression -> llama.cpp's names of it."""
+
+
+def write_tokenizer(metadata: dict[str, Any], path: Path, folder: Path) -> None:
+    """Write tokenizer.json, tokenizer_config.json and generation_config.json into a folder.
+
+    Args:
+        metadata: of a GGUF file.
+        path: that file, for messages.
+
+    Raises `UserError` as `read_tokenizer` does.
+    """
+    fields = {
+        key.removeprefix("tokenizer.ggml."): value
+        for key, value in metadata.items()
+        if key.startswith("tokenizer.ggml.")
+    }
+    tokenizer = read_tokenizer(fields, str(path))
+    tokens = fields["tokens"]
+    special = {
+        f"{name}_token": tokens[index]
+        for name, key in (
+            ("bos", "bos"),
+            ("eos", "eos"),
+            ("unk", "unknown"),
+            ("pad", "padding"),
+        )
+        if type(index := fields.get(f"{key}_token_id")) is int and 0 <= index < len(tokens)
+    }
+    if fields.get("add_bos_token", fields.get("model") == "llama") and "bos_token" in special:
+        _begin_with(tokenizer, special["bos_token"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
+    if isinstance(template := metadata.get("tokenizer.chat_template"), str):
+        config["chat_template"] = template
+    ids = (fields.get(f"{name}_token_id") for name in ("eos", "eot", "eom"))
+    ends = {index for index in ids if isinstance(index, int)}
+    for name, content in (
+        ("tokenizer_config.json", config),
+        ("generation_config.json", {"eos_token_id": sorted(ends)} if ends else None),
+    ):
+        if content is not None:
+            (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def read_tokenizer(fields: dict[str, Any], where: str) -> "Tokenizer":
@@ -128,3 +172,14 @@ def _implied_merges(
         found += [(score, pair) for pair in pairs]
     found.sort(key=lambda one: (one[0], len(one[1][0]), len(one[1][1])), reverse=True)
     return (pair for _, pair in found)
+
+
+def _begin_with(tokenizer: Any, token: str) -> None:
+    """Every text begins with the token, as the file's reader has it."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{token} $A",
+        pair=f"{token} $A $B",
+        special_tokens=[(token, tokenizer.token_to_id(token))],
+    )
