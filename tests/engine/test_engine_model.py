@@ -197,7 +197,7 @@ def test_tensors_are_compared(packed: Path, original: Path) -> None:
     for change, message in (
         (lambda tensors: tensors.pop(packed_name), f"tensor {packed_name} is missing"),
         (lambda tensors: tensors.pop("model.norm.weight"), "norm.weight is missing"),
-        (lambda tensors: tensors.update(more=torch.zeros(1)), "tensor more is no part"),
+        (lambda tensors: tensors.update(more=torch.zeros(1)), "tensor more is not part"),
         (lambda tensors: tensors[scale].fill_(0), f"tensor {scale} is 0.0: a scale is positive"),
         (lambda tensors: tensors[scale].fill_(float("nan")), "not finite"),
         (lambda tensors: tensors["model.norm.weight"].fill_(float("inf")), "not finite"),

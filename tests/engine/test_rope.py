@@ -74,7 +74,7 @@ def old_form(config: dict[str, Any]) -> dict[str, Any]:
             {"rope_parameters": {**YARN, "rope_theta": 1e4, "attention_factor": 1e308}},
             "attention_factor is 1e[+]308, not a positive number",
         ),
-        ({"rope_theta": 1e4, "rope_scaling": [1]}, "no table"),
+        ({"rope_theta": 1e4, "rope_scaling": [1]}, "not a table"),
         ({"rope_theta": 1e4, "rope_scaling": {"partial_rotary_factor": 0.5}}, "whole heads"),
     ],
 )

@@ -287,7 +287,7 @@ def test_embeddings_of_any_type_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda data: b"GGML" + data[4:], "no GGUF file or damaged: it does not begin with GGUF"),
+        (lambda data: b"GGML" + data[4:], "not a GGUF file, or is damaged: it does not begin with GGUF"),
         (lambda data: data[:4] + b"\x09" + data[5:], "version 9"),
         (lambda data: data[:200], "damaged"),
         (lambda data: data[: len(data) // 2], "lies outside the file|is cut off|has .* bytes"),

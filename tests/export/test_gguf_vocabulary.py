@@ -57,7 +57,7 @@ def test_gpt_2_pre_tokenizer(changed) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pre_tokenizer": {"type": "Whitespace"}}, "none of those the GGUF export knows"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "not one of those that the GGUF export knows"),
         ({"normalizer": {"type": "Lowercase"}}, "normaliser Lowercase is not available"),
         ({"model": {"type": "Unigram"}}, "not a plain byte-level BPE"),
         ({"model": {"byte_fallback": True}}, "not a plain byte-level BPE"),

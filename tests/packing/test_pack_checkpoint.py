@@ -147,7 +147,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "broken config": (lambda f: (f / "config.json").write_text("{"), "config.json is damaged"),
     "not ours": (
         lambda f: edit_config(f, lambda c: c.pop("quantization_config")),
-        "no trained checkpoint",
+        "not a trained checkpoint",
     ),
     "newer": (
         lambda f: edit_config(f, lambda c: c["quantization_config"].update(version=9)),

@@ -104,7 +104,7 @@ def test_forms():
         ({"extra_body": {"messages": []}}, "unknown parameter: messages"),
         ({"extra_body": {"tempature": 1}}, "unknown parameter: tempature"),
         ({"temperature": 101}, "temperature"),
-        ({"tool_choice": {"type": "function", "name": "x"}}, "none of the tools"),
+        ({"tool_choice": {"type": "function", "name": "x"}}, "not one of the tools"),
     ],
 )
 def test_what_is_not_supported_is_refused(more, complaint):

@@ -200,7 +200,7 @@ def test_strict_arguments_fit_where_the_model_would_not():
     ("more", "complaint"),
     [
         ({"tool_choice": "required", "tools": None}, "needs tools"),
-        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "none of the tools"),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "not one of the tools"),
         ({"tools": [TIME, TIME]}, "same name"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "name"),

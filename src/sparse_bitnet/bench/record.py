@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measurements as JSON lines, each with where and with what it was taken, and as tables."""
 
-import dataclasses
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -86,11 +85,6 @@ def append_records(
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a", encoding="utf-8") as file:
             file.write(text)
-
-
-def records(rows: Iterable[BenchRow]) -> list[dict[str, Any]]:
-    """Rows as JSON-able mappings."""
-    return [dataclasses.asdict(row) for row in rows]
 
 
 def table(rows: list[BenchRow]) -> "Table":

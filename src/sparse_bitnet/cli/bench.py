@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sparse-bitnet bench`: speed of the CPU engine, beside what the machine could do at most."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -35,7 +36,7 @@ def run(options: Annotated[BenchOptions, FLAT], out: Path | None = None) -> None
     from rich.console import Console
 
     from sparse_bitnet.bench.contention import warning
-    from sparse_bitnet.bench.record import append_records, records, table, where_measured
+    from sparse_bitnet.bench.record import append_records, table, where_measured
     from sparse_bitnet.bench.run import run as measure
     from sparse_bitnet.progress import Progress
 
@@ -49,5 +50,5 @@ def run(options: Annotated[BenchOptions, FLAT], out: Path | None = None) -> None
     if doubt := warning(rows[0].others_share):
         console.print(doubt)
     if out is not None:
-        append_records(out, records(rows), where)
+        append_records(out, map(asdict, rows), where)
         console.print(f"written to {out}")

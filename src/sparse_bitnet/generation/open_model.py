@@ -103,10 +103,6 @@ def _open_engine(checkpoint: str | Path, options: EngineOptions) -> OpenEngine:
 def _through_pytorch(
     checkpoint: str | Path, options: EngineOptions, note: str | None
 ) -> OpenEngine:
-    from sparse_bitnet.checkpoint.locate import resolve_checkpoint
-
-    # First: importing transformers takes seconds, a mistyped name should not.
-    folder = resolve_checkpoint(checkpoint)
     import torch
 
     from sparse_bitnet.engine.transformers_engine import TransformersEngine
@@ -115,7 +111,7 @@ def _through_pytorch(
         "context_length": options.context_length,
         "cache_tokens": options.cache_tokens,
     }
-    device = options.device
+    folder, device = str(checkpoint), options.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":

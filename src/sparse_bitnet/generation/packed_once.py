@@ -19,7 +19,8 @@ from sparse_bitnet.machine import cache_folder
 
 
 def packed_once(checkpoint: str | Path, options: EngineOptions) -> str | Path:
-    """What an engine runs for what a user names: itself, or the packed form of a foreign ternary model.
+    """What an engine runs for what a user names: the folder that it is, or the packed form of a foreign
+    ternary model.
 
     A GGUF file is always packed; a folder where the CPU engine may run it and knows its architecture.
     What is packed already and unchanged since is not packed again.
@@ -34,7 +35,7 @@ def packed_once(checkpoint: str | Path, options: EngineOptions) -> str | Path:
     if found.kind == "packed":
         return found.folder
     if found.kind != "foreign" or not (found.folder.is_file() or _suits_cpu(found, options)):
-        return checkpoint
+        return name
     target = _target(found.folder)
     target.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{target}.lock"):
