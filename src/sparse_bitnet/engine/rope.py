@@ -83,10 +83,9 @@ class Fields:
     def __getitem__(self, name: str) -> float:
         """A number that is positive, and finite in float32."""
         value = self._values.get(name)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 < value < _LARGEST:
-            raise UserError(f"{self._where}{name} is {repr(value)[:40]}, not a positive number")
-        return float(value)
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _LARGEST:
+            return float(value)
+        raise UserError(f"{self._where}{name} is {repr(value)[:40]}, not a positive number")
 
     def optional(self, name: str, default: float) -> float:
         """The same of one that may be missing."""
