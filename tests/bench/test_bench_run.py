@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A whole run over processes that only pretend, and the measuring of an engine that counts."""
 
+import dataclasses
 import json
 import random
 import subprocess
@@ -14,7 +15,7 @@ from rich.console import Console
 from sparse_bitnet.bench.model import PAGE_TOKENS, EngineMeter, cache_tokens
 from sparse_bitnet.bench.options import BenchOptions
 from sparse_bitnet.bench.random_model import write_random_model
-from sparse_bitnet.bench.record import append_records, records, table, where_measured
+from sparse_bitnet.bench.record import append_records, table, where_measured
 from sparse_bitnet.bench.run import run
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.pattern import NMPattern
@@ -192,7 +193,7 @@ def test_the_table_and_the_records(tmp_path: Path, tiny_folder: Path) -> None:
         assert word in text
     out = tmp_path / "new" / "rows.jsonl"
     for _ in range(2):
-        append_records(out, records(rows), where_measured())
+        append_records(out, map(dataclasses.asdict, rows), where_measured())
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(lines) == 2 * len(rows)
     assert {"commit", "hardware", "versions", "date", "tokens_per_second"} <= lines[0].keys()

@@ -13,7 +13,7 @@ import torch
 
 from factories import tiny_config
 from packed_models import tiny_model_config, typical_error
-from sparse_bitnet.checkpoint.checkpoint import embedding_weights, linear_layers, stored_tensors
+from sparse_bitnet.checkpoint.checkpoint import embedding_weights, linear_shapes, stored_tensors
 from sparse_bitnet.checkpoint.gguf_file import GgufFile
 from sparse_bitnet.checkpoint.gguf_tokenizer import read_tokenizer
 from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
@@ -177,7 +177,7 @@ def test_the_weights_come_back(
     ]
     assert source.stored == names
     assert list(source.layers) == [
-        n for n in linear_layers(skeleton) if n not in source.dense_linears
+        n for n in linear_shapes(skeleton) if n not in source.dense_linears
     ]
     assert source.embeddings == [n for n in embedding_weights(skeleton) if n in source.others]
     for key in ("hidden_act", "rms_norm_eps", "num_key_value_heads"):

@@ -38,7 +38,7 @@ class EngineMeter:
         self.prefill(2)
 
     def prefill(self, tokens: int) -> float:
-        """Seconds for a prompt of so many tokens, with the logits of the last one."""
+        """Seconds for a prompt of this many tokens, with the logits of the last one."""
         prompt = self._tokens(tokens)
         sequence = self._engine.new_sequence()
         began = time.perf_counter()

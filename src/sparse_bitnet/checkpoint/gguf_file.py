@@ -215,7 +215,7 @@ class _Reader:
         return self._bytes(self._count(1)).decode("utf-8", "replace")
 
     def _count(self, item_bytes: int) -> int:
-        """A count of things of which each takes at least so many bytes."""
+        """A count of things of which each takes at least this many bytes."""
         count = self._number("Q")
         if count > _MOST_COUNT or count * item_bytes > len(self._data) - self._at:
             raise ValueError(f"a count of {count:,}")

@@ -29,7 +29,7 @@ class ChatConfig:
     """Instructions that come before the conversation."""
 
     max_tokens: int = 512
-    """Most tokens of an answer."""
+    """Maximum length of an answer, in tokens."""
 
     stats: bool = False
     """Print tokens a second after each answer, on standard error."""

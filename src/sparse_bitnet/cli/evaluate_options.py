@@ -27,7 +27,7 @@ class EvaluateConfig:
     """Examples before each question of a task."""
 
     limit: int | None = None
-    """Only the first so many questions of each task."""
+    """Score only this many questions of each task, the first ones."""
 
     context_length: int | None = None
     """Tokens the model sees at once. Default: as in training, or 2048."""
@@ -40,7 +40,7 @@ class EvaluateConfig:
     """Windows per forward."""
 
     max_tokens: int = 0
-    """Score the first so many tokens only; 0: all."""
+    """Score only this many tokens, the first ones; 0: all."""
 
     precision: Literal["auto", "bf16", "float32"] = "auto"
     """Compute type. auto: bf16 where the device has fast bf16 products."""

@@ -26,7 +26,7 @@ class GenerateConfig:
     """File with the text to continue; - is standard input."""
 
     max_tokens: int = 64
-    """Most tokens to add."""
+    """Maximum number of tokens to add."""
 
     stats: bool = False
     """Print tokens a second at the end, on standard error."""

@@ -43,14 +43,14 @@ class PrepareConfig:
 
     near_duplicates: bool = True
     """Keep documents that are nearly the same on one side of the split; with --validation, leave those of
-    SOURCE out that are nearly held-out ones. Not of hub data sets, and not among --parts."""
+    SOURCE out that are nearly held-out ones. Does not apply to hub data sets, nor among --parts."""
 
     shard_tokens: int = 1 << 27
     """Tokens in one file."""
 
     parts: int = 1
-    """Prepare with so many processes, on any machines that share OUT: each runs the same command with
-    another --part and takes its share of the files. The last to end makes one folder of all parts."""
+    """Number of processes that prepare together, on any machines that share OUT: each runs the same
+    command with another --part and takes its share of the files. The last one makes one folder of all."""
 
     part: int = 0
     """Which of --parts this process prepares, from 0."""

@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> None:
         """CPU threads of each run; default: the scale's own."""
 
         budget_minutes: float | None = None
-        """Start no run that would not end within so many minutes."""
+        """Start only runs that would end within this many minutes."""
 
         tasks: str = "paper"
         """Of table1: lm-eval task names joined by commas; paper stands for its five."""
@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> None:
         """Of table1: folder of data sets or task files, for use without network; see `evaluate`."""
 
         limit: int | None = None
-        """Of table1: only the first so many questions of each task."""
+        """Of table1: score only this many questions of each task, the first ones."""
 
         dry_run: bool = False
         """Print what would be trained, and train nothing."""

@@ -20,19 +20,19 @@ class TextOptions:
     """0 always takes the most likely token."""
 
     top_k: int = 0
-    """Draw from so many of the most likely tokens; 0: from all."""
+    """Number of most likely tokens to draw from; 0: all."""
 
     top_p: float = 0.95
-    """Draw from the fewest of the most likely tokens that have this share of the probability."""
+    """Draw from the smallest set of most likely tokens that has this share of the probability."""
 
     min_p: float = 0.0
-    """Draw from tokens at least so likely as this share of the most likely one's probability."""
+    """Draw from tokens at least as likely as this share of the most likely one's probability."""
 
     repetition_penalty: float = 1.0
     """Above 1 makes the tokens of prompt and text so far less likely."""
 
     frequency_penalty: float = 0.0
-    """Above 0 makes the tokens of the text so far less likely, each time they come more so."""
+    """Above 0 makes the tokens of the text so far less likely, the more so the oftener they came."""
 
     presence_penalty: float = 0.0
     """Above 0 makes the tokens of the text so far less likely."""

@@ -44,18 +44,18 @@ class ServeConfig:
     """Name of the model in requests. Default: the checkpoint folder's."""
 
     max_running: int = 32
-    """Most generations that share a step of the engine. Unless --cache-tokens says otherwise, the cache
-    has room for 1024 tokens of each, and one generation may use all of it."""
+    """Maximum number of generations that share a step of the engine. Unless --cache-tokens says
+    otherwise, the cache has room for 1024 tokens of each, and one generation may use all of it."""
 
     prefill_slice: int = 32
     """Prompt tokens that a step computes while running generations wait for their next token. More: new
     requests start sooner; fewer: streams pause less."""
 
     max_queue: int = 128
-    """Most generations that wait; further ones are answered 429."""
+    """Maximum number of generations that wait; further ones are answered 429."""
 
     max_tokens: int | None = None
-    """Most tokens that one request may generate. Default: what the context holds."""
+    """Maximum number of tokens that one request may generate. Default: what the context holds."""
 
     max_body_bytes: int = 1 << 20
     """Larger request bodies are answered 413."""

@@ -33,7 +33,7 @@ class Options(DenseLayersOption, TrainConfig):
     """Under torchrun: processes over which the model is split; the rest replicate it. Default: all."""
 
     timeout_seconds: float = 600.0
-    """Under torchrun: give up, naming the process waited for, after so long without a step."""
+    """Under torchrun: give up, naming the process waited for, after this long without a step."""
 
     def config(self) -> TrainConfig:
         """What is stored with the run."""

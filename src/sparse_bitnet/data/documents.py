@@ -97,7 +97,7 @@ def check_fraction(validation_fraction: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LimitedSource:
-    """The first part of a source: at most so many documents, and so many bytes of text.
+    """The first part of a source: at most this many documents, and this many bytes of text.
 
     The document that reaches `bytes` is the last one; it is not cut.
     """

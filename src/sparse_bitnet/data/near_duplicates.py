@@ -165,7 +165,7 @@ class Overlap:
 
     window_tokens: int
     windows: int
-    """Of so many tokens, at every position of each held-out document."""
+    """Of this many tokens, at every position of each held-out document."""
 
     windows_in_training: int
     documents: int

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 DEFAULT_SHARD_TOKENS = 1 << 27
 
 TOKENIZER_SAMPLE_BYTES = 32_000_000
-"""A new tokenizer is trained on the first training documents, up to so many bytes."""
+"""A new tokenizer is trained on the first training documents, up to this many bytes."""
 
 _BATCH_BYTES = 2_000_000
 _CHECKPOINT_SECONDS = 10.0

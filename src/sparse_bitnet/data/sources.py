@@ -63,7 +63,7 @@ def parse_source(
         validation: another source, whose documents are the validation text.
         validation_fraction: of the documents, by hash; default 0.03 for Python files, 0.01 for
             local files, 0.0005 for hub data sets.
-        limit_documents, limit_bytes: stop after the first so many; `validation` is not limited.
+        limit_documents, limit_bytes: stop after this many; `validation` is not limited.
         near_duplicates: keep documents that are nearly the same on one side of the split, of all but
             hub data sets (`near_duplicates.GroupedSource`).
 

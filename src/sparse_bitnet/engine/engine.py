@@ -83,7 +83,7 @@ class Engine(InferenceEngine):
                 that is tied to it, also of the embedding.
             kv_cache: form of keys and values: "float32", "float16" or "int8".
             context_length: most tokens of one sequence; by default what the model was made for.
-            cache_tokens: room for so many tokens of all sequences together; by default for one of
+            cache_tokens: room for this many tokens of all sequences together; by default for one of
                 `context_length`. Memory is taken as they come.
             isa: "generic", "avx2", "avx512vnni" or "neon"; by default SPARSE_BITNET_ISA or the best.
             progress: told bytes done and bytes in all, after every tensor.

@@ -36,10 +36,10 @@ class EngineOptions:
     """Form of cached keys and values (cpu)."""
 
     context_length: int | None = None
-    """Most tokens of prompt and text together. Default: the model's."""
+    """Maximum length of prompt and text together, in tokens. Default: the model's."""
 
     cache_tokens: int | None = None
-    """Room in the cache for so many tokens of all texts together. Default: the engine's choice."""
+    """Size of the cache in tokens, of all texts together. Default: the engine's choice."""
 
     def __post_init__(self) -> None:
         """Raise `UserError` that names the option."""

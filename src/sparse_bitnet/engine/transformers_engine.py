@@ -39,7 +39,7 @@ class TransformersEngine(InferenceEngine):
         Args:
             model: a causal LM, on any device and in any dtype.
             context_length: most tokens of one sequence; default the model's positions.
-            cache_tokens: room for so many tokens over all sequences; default without limit.
+            cache_tokens: room for this many tokens over all sequences; default without limit.
         """
         positions = getattr(model.config, "max_position_embeddings", DEFAULT_CONTEXT_LENGTH)
         embedding: Any = model.get_input_embeddings()

@@ -42,7 +42,7 @@ def evaluate_tasks(
         include_path: folder of data sets of the paper's five tasks (see `task_data`), or of task files
             (.yaml) of one's own, which win over lm-eval's of that name; both work offline.
         fewshot: examples before each question.
-        limit: only the first so many questions of each task.
+        limit: score only this many questions of each task, the first ones.
         batch_size: sequences per forward.
         precision: "float32", "bf16" (autocast) or "auto", bf16 where the device is fast at it.
         device: "cpu", "cuda" or "auto".

@@ -33,7 +33,7 @@ class HeldOutText:
     vocab_size: int
 
     def first(self, most: int) -> tuple[TokenSequence | np.ndarray, int | None]:
-        """The tokens, and the bytes of their text: all for 0, or so many scored ones and the one before
+        """The tokens, and the bytes of their text: all for 0, or this many scored ones and the one before
         them, whose bytes are not known."""
         if 0 < most < len(self.tokens):
             return self.tokens[: most + 1], None

@@ -200,7 +200,7 @@ def evaluate(
         checkpoint: run folder, checkpoint folder, transformers folder or hub id.
         data: prepared folder (its validation split), or a text file or glob.
         context_length: default the sequence length of training, or 2048, or the model's positions.
-        max_tokens: score the first so many tokens only; 0: all.
+        max_tokens: score only this many tokens, the first ones; 0: all.
         precision, device: as in `TrainConfig`.
         column: of .jsonl and .parquet files.
         on_batch: called with the tokens scored so far and the number of all.

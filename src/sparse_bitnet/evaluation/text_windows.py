@@ -31,7 +31,7 @@ class Window(NamedTuple):
 
 
 def check_windows(tokens: int, context_length: int, stride: int, positions: int | None) -> None:
-    """Raise `UserError` for a text or windows that cannot be scored by a model of so many positions."""
+    """Raise `UserError` for a text or windows that cannot be scored by a model of this many positions."""
     if tokens < 2:
         raise UserError(f"the text has {tokens} tokens; perplexity needs at least 2")
     if context_length < 1 or not 1 <= stride <= context_length:
@@ -43,7 +43,7 @@ def check_windows(tokens: int, context_length: int, stride: int, positions: int 
 
 
 def windows(tokens: int, context_length: int, stride: int) -> Iterator[Window]:
-    """Cut a text of so many tokens; each prediction 0..tokens-2 is scored in exactly one window."""
+    """Cut a text of this many tokens; each prediction 0..tokens-2 is scored in exactly one window."""
     scored_from, start = 0, 0
     while scored_from < tokens - 1:
         end = min(start + context_length, tokens - 1)

@@ -38,7 +38,7 @@ def score(
         out: folder of the results; the models are in its run folders.
         tasks: lm-eval's names; "paper" stands for the paper's five.
         include_path: folder of data sets or task files, as `evaluate_tasks` takes it.
-        limit: only the first so many questions of each task.
+        limit: score only this many questions of each task, the first ones.
         seeds: models of seeds below this one are scored.
         on_model: called with the name of each model before it is scored.
 

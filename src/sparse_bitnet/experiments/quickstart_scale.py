@@ -23,7 +23,7 @@ class QuickstartConfig(DenseLayersOption):
     that has seen few does not miss what the mask removes."""
 
     seeds: int = 1
-    """Train so many seeds and report their spread; each takes as long again."""
+    """Train this many seeds and report their spread; each takes as long again."""
 
     pattern: str = "6:8"
     """The N:M pattern of the sparse models."""

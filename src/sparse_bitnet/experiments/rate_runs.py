@@ -68,7 +68,7 @@ def recipe(scale: Scale, losses: Losses = NO_LOSSES) -> list[Run]:
 
 
 def published_recipe(ours: Mapping[str, Any], steps: int) -> dict[str, dict[str, Any]]:
-    """By name the fields in which the published code's training differs from ours, of so many steps."""
+    """By name the fields in which the published code's training differs from ours, of this many steps."""
     batch = ours["batch_size"]
     return {
         f"{_PUBLISHED_BATCH} sequences a step": {

@@ -101,7 +101,7 @@ class ExportConfig:
     run was trained with where it still exists, else a built-in text."""
 
     verify_tokens: int = 2048
-    """Most tokens to verify on."""
+    """Maximum number of tokens to verify on."""
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:

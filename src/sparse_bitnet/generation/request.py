@@ -93,7 +93,7 @@ class GenerationRequest:
     """Which the text has to have, at its beginning; it ends where that is complete."""
 
     top_scores: int | None = None
-    """Log-probabilities of the tokens and so many of the likeliest ones; None: none."""
+    """Log-probabilities of the tokens and this many of the likeliest ones; None: none."""
 
     score_from: int | None = None
     """Place of the first token of the prompt that is scored, too; None: none is."""
@@ -236,7 +236,7 @@ class Generation:
         return end - self.in_cache
 
     def largest_cache(self, ahead: int | None) -> int:
-        """Tokens in the cache when so many more have been drawn, or all (None)."""
+        """Tokens in the cache when this many more have been drawn, or all (None)."""
         request = self.request
         if request.pooling is not None:
             return self.prompt_tokens

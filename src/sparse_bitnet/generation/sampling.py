@@ -46,13 +46,13 @@ class SamplingOptions:
     """Divides the logits; 0 always takes the most likely token, as does all below 0.0001."""
 
     top_k: int = 0
-    """Draw from so many of the most likely tokens; 0: from all."""
+    """Number of most likely tokens to draw from; 0: all."""
 
     top_p: float = 1.0
-    """Draw from the fewest of the most likely tokens that have this share of the probability."""
+    """Draw from the smallest set of most likely tokens that has this share of the probability."""
 
     min_p: float = 0.0
-    """Draw from the tokens at least so likely as this share of the most likely one's probability."""
+    """Draw from the tokens at least as likely as this share of the most likely one's probability."""
 
     repetition_penalty: float = 1.0
     """Above 1 makes the tokens of prompt and text so far less likely; 1: off."""

@@ -28,7 +28,7 @@ from sparse_bitnet.generation.request import FinishReason, Generation, Generatio
 from sparse_bitnet.generation.shares import shares
 
 _WORTH_WAITING = 32
-"""A prompt waits for another that is being computed if they share so many tokens more."""
+"""A prompt waits for another that is being computed if they share this many tokens more."""
 
 
 class Scheduler:
@@ -52,7 +52,7 @@ class Scheduler:
             prefill_slice: prompt tokens a step while others wait for their next token.
             prefill_alone: while nobody does, if that is more.
             scored_slice: tokens a step where each needs logits: [tokens, vocab_size] floats are large.
-            room_ahead: a generation is let in where there is room for so many further tokens of each;
+            room_ahead: a generation is let in where there is room for this many further tokens of each;
                 None: for all that they may become, so that none is ever paused.
             prefixes: sequences to start from, and to add to; default some of its own.
         """

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparse_bitnet.ops.backends import define
 
-# 2**24 / 128: sums of so many int8 products are integers that float32 holds, in any order.
+# 2**24 / 128: sums of this many int8 products are integers that float32 holds, in any order.
 _EXACT_IN_FLOAT32 = 1 << 17
 
 

@@ -57,7 +57,7 @@ class TuningCache:
     seconds: dict[LayerShape, dict[int, Times]] = field(default_factory=dict)
 
     def choose(self, shape: LayerShape, tokens: int) -> Route:
-        """The path for so many tokens: faster than dense at the nearest measured counts, or dense."""
+        """The path for this many tokens: faster than dense at the nearest measured counts, or dense."""
         measured = self.seconds.get(shape)
         if not measured:
             return "dense"

@@ -139,7 +139,7 @@ def divide_up(a: int, b: int) -> int:
 
 
 def i2_plane_bytes(block_weights: int) -> int:
-    """Bytes of an i2 block of so many weights, at most 256."""
+    """Bytes of an i2 block of this many weights, at most 256."""
     return divide_up(divide_up(block_weights, 4), I2_TAIL_ALIGNMENT) * I2_TAIL_ALIGNMENT
 
 
@@ -150,7 +150,7 @@ def i2_row_bytes(in_features: int) -> int:
 
 
 def b3_plane_bytes(block_weights: int) -> int:
-    """Bytes of a b3 block of so many weights, at most 320."""
+    """Bytes of a b3 block of this many weights, at most 320."""
     return divide_up(block_weights, 5)
 
 
@@ -173,12 +173,12 @@ def nm_bitmap_row_bytes(pattern: NMPattern, in_features: int) -> int:
 
 
 def nm_enum_states(weights: int, nonzeros: int) -> int:
-    """A(weights, nonzeros): ternary vectors of so many weights, at most so many not zero."""
+    """A(weights, nonzeros): ternary vectors of this many weights, at most this many not zero."""
     return sum(math.comb(weights, k) << k for k in range(min(weights, nonzeros) + 1))
 
 
 def nm_enum_bits(pattern: NMPattern, groups: int) -> int:
-    """Bits of a word of so many groups, more than 64 where no word holds them."""
+    """Bits of a word of this many groups, more than 64 where no word holds them."""
     coded = coded_pattern(pattern)
     return (nm_enum_states(coded.m, coded.n) ** groups - 1).bit_length()
 

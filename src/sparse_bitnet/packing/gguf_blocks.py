@@ -225,6 +225,6 @@ READ_TYPES = (
 
 
 def block_for(columns: int, wanted: BlockType) -> BlockType:
-    """The type in which rows of so many codes are stored where `wanted` is the choice."""
+    """The type in which rows of this many codes are stored where `wanted` is the choice."""
     types = (wanted, Q2_0, Q8_0, F16)
     return next(block for block in types if columns % block.codes == 0)

@@ -35,7 +35,7 @@ class EmbeddingsBody(TolerantBody):
     )
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
-    """The first so many numbers, of unit length again."""
+    """This many numbers from the front, of unit length again."""
 
     @property
     def inputs(self) -> list[str | list[int]]:

@@ -30,7 +30,7 @@ _STALL_SECONDS = 60.0
 """A client that reads nothing for so long while there is more for it is given up."""
 _BACKLOG = 2048
 _ACCEPTED_AT_ONCE = 16
-"""asyncio accepts so many connections before the first of them can be counted."""
+"""asyncio accepts this many connections before the first of them can be counted."""
 _MOST_CONNECTIONS = 1000
 _OTHER_FILES = 96
 """Descriptors kept free for the model, for new connections until they are counted, and the like."""

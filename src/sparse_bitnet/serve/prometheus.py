@@ -45,7 +45,7 @@ class ServerMetrics(Observer):
         self._whole = named(Histogram, "request_seconds", "Arrival to end", buckets=_SECONDS)
 
     def token(self, seconds: float, first: bool) -> None:
-        """A token came so many seconds after the one before it, or after the request."""
+        """A token came this many seconds after the one before it, or after the request."""
         self._generated.inc()
         (self._first if first else self._token).observe(seconds)
 
@@ -55,7 +55,7 @@ class ServerMetrics(Observer):
         self._cached.inc(cached_tokens)
 
     def ended(self, outcome: str, seconds: float) -> None:
-        """A request has ended so many seconds after it came."""
+        """A request has ended this many seconds after it came."""
         self._requests.labels(outcome).inc()
         self._whole.observe(seconds)
 

@@ -175,7 +175,7 @@ class TrainConfig:
     """Steps between validations; 0: only at the end."""
 
     validation_tokens: int = 131072
-    """Most validation tokens to score; 0: all."""
+    """Maximum number of validation tokens to score; 0: all."""
 
     layer_metrics_every: int = 50
     """Steps between rows with the flip rate of every layer; 0: never."""

@@ -76,7 +76,7 @@ def make_deterministic(device: torch.device) -> None:
 
 
 def compiles(config: TrainConfig, device: torch.device, weights: int) -> bool:
-    """Whether a run of a model of so many weights compiles its blocks.
+    """Whether a run of a model of this many weights compiles its blocks.
 
     "auto" does where it pays: on a CPU a step takes half as long, and compiling about a minute.
     """

@@ -39,7 +39,7 @@ class Launch:
     """Processes over which a model is split; the rest replicate it. Default: all of them."""
 
     timeout_seconds: float = 600.0
-    """Without a finished step for so long, a process gives up and names whom it waited for."""
+    """Without a finished step for this long, a process gives up and names whom it waited for."""
 
     def __post_init__(self) -> None:
         if self.shard is not None and self.shard < 1:

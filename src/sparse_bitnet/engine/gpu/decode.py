@@ -55,7 +55,7 @@ def grouped_attention(
     elif tokens == 1 and query.is_cuda:
         y = split_attention(_compiled_flex(), query, key, value, slots.positions, scaling)
     else:
-        # The heads of a group are so many more queries of the same keys.
+        # The heads of a group are just more queries of the same keys.
         group = heads // key.shape[1]
         grouped = query.reshape(batch, -1, group * tokens, head_dim)
         mask = key_mask.repeat(1, 1, group, 1)

@@ -55,7 +55,7 @@ class GpuEngine(InferenceEngine):
         Args:
             model: a transformers causal LM with ternary layers, trained or packed, on its device.
             context_length: most tokens of one sequence; default the model's positions.
-            cache_tokens: room for so many tokens, in whole slots of `context_length`, at least one;
+            cache_tokens: room for this many tokens, in whole slots of `context_length`, at least one;
                 default eight slots, fewer where memory is short.
             policy: which product for how many tokens; default by measuring the model's shapes.
             dtype: of activations, cache and what is not ternary, once codes are taken from the masters;

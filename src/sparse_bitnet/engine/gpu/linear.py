@@ -46,7 +46,7 @@ class RoutePolicy:
         return wanted & set(possible_routes(shape.pattern))
 
     def choose(self, shape: LayerShape, tokens: int) -> Route:
-        """The product for so many tokens."""
+        """The product for this many tokens."""
         route = self.table.choose(shape, tokens) if self.always is None else self.always
         return route if route in possible_routes(shape.pattern, tokens) else "dense"
 
@@ -152,7 +152,7 @@ class TernaryLinear(nn.Module):
         return cls(codes, torch.cat(scale), bias, parts[0].pattern, policy)
 
     def route(self, tokens: int) -> tuple[Route, NMPattern | None]:
-        """The product for so many tokens, and the windows in which it takes activations, if it does."""
+        """The product for this many tokens, and the windows in which it takes activations, if it does."""
         route = self.policy.choose(self.shape, tokens)
         if route == "sparse" and self.compressed is not None:
             return route, self.pattern
@@ -161,7 +161,7 @@ class TernaryLinear(nn.Module):
         return "dense", None
 
     def quantize(self, input: Tensor) -> "QuantizedTokens":
-        """Float [..., in_features] as the product for so many tokens takes it."""
+        """Float [..., in_features] as the product for this many tokens takes it."""
         route, windows = self.route(input.numel() // self.in_features)
         codes, scale = quantize_int8(input) if windows is None else quantize_windows(input, windows)
         return QuantizedTokens(codes, scale, route, input.shape, input.dtype)

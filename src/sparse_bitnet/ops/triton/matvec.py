@@ -98,7 +98,7 @@ def i2_matvec(
         word = start + lane
         inside = word < row_words
         codes = tl.load(w_row + word, mask=inside, other=0)
-        # A word holds four bytes of a block, whose four fields are so many words of x apart.
+        # A word holds four bytes of a block, whose four fields are as many words of x apart.
         first = word // BLOCK_WORDS * (4 * BLOCK_WORDS) + word % BLOCK_WORDS
         for field in tl.static_range(4):
             x = tl.load(x_row + first + field * BLOCK_WORDS, mask=inside, other=0)
