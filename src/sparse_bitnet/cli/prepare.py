@@ -4,7 +4,7 @@
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -98,17 +98,12 @@ def run(
         limit_bytes=config.limit_bytes,
         near_duplicates=config.near_duplicates,
     )
+    shared: Any = {"eos_token": config.eos_token, "shard_tokens": config.shard_tokens}
     if config.parts > 1:
         if config.tokenizer is None:
             raise UserError("--parts needs --tokenizer: all parts must use the same one")
         whole = prepare_part(
-            parsed,
-            out,
-            part=config.part,
-            parts=config.parts,
-            tokenizer=config.tokenizer,
-            eos_token=config.eos_token,
-            shard_tokens=config.shard_tokens,
+            parsed, out, part=config.part, parts=config.parts, tokenizer=config.tokenizer, **shared
         )
         if whole is None:
             print(f"{out}: part {config.part} of {config.parts} is done, others are not yet")
@@ -116,12 +111,7 @@ def run(
         manifest = whole
     else:
         manifest = prepare(
-            parsed,
-            out,
-            tokenizer=config.tokenizer,
-            vocab_size=config.vocab_size,
-            eos_token=config.eos_token,
-            shard_tokens=config.shard_tokens,
+            parsed, out, tokenizer=config.tokenizer, vocab_size=config.vocab_size, **shared
         )
     for name, split in manifest.splits.items():
         size = split.text_bytes

@@ -137,12 +137,19 @@ def verify(
     trained = source.trained_context_length or LARGEST_CONTEXT
     context_length = min(positions, trained, LARGEST_CONTEXT)
     trained_model = TransformersReader(source.folder, source.tokenizer())
-    progress = _Progress(2 * (len(tokens) - 1), on_progress)
-    ours = _score(trained_model.log_probabilities, tokens, context_length, progress)
+    done, total = 0, 2 * (len(tokens) - 1)
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        if on_progress is not None:
+            on_progress(done, total)
+
+    ours = _score(trained_model.log_probabilities, tokens, context_length, advance)
     ids = trained_model.tokenise(PARAGRAPH)
     del trained_model
     with open_reader(config.format, out, context_length) as reader:
-        theirs = _score(reader.log_probabilities, tokens, context_length, progress)
+        theirs = _score(reader.log_probabilities, tokens, context_length, advance)
         same_ids = reader.tokenise(PARAGRAPH) == ids
         name = reader.name
     blocks = source.config.get("num_hidden_layers") or len(source.layers)
@@ -191,23 +198,11 @@ class _Scores:
     nothing is probable."""
 
 
-@dataclass
-class _Progress:
-    total: int
-    on_progress: OnProgress | None
-    done: int = 0
-
-    def advance(self, tokens: int) -> None:
-        self.done += tokens
-        if self.on_progress is not None:
-            self.on_progress(self.done, self.total)
-
-
 def _score(
     log_probabilities: Callable[[np.ndarray], Tensor],
     tokens: np.ndarray,
     context_length: int,
-    progress: _Progress,
+    on_tokens: Callable[[int], None],
 ) -> _Scores:
     of_next, best, sensitivity = [], [], []
     for window in windows(len(tokens), context_length, context_length):
@@ -217,5 +212,5 @@ def _score(
         own, squares = of_next[-1].exp(), values.double().mul(2).exp().sum(1)
         sensitivity.append((1 - 2 * own + squares).clamp(min=0).sqrt())
         best.append(values.argmax(1))
-        progress.advance(len(labels))
+        on_tokens(len(labels))
     return _Scores(torch.cat(of_next), torch.cat(best), torch.cat(sensitivity))

@@ -109,7 +109,7 @@ def gather_signs(nonzero: Bytes, negative: Bytes) -> tuple[np.ndarray, np.ndarra
     count = np.zeros(nonzero.shape[:2], np.uint8)
     for i in range(CHUNK_BYTES):
         byte = nonzero[:, :, i]
-        signs |= _gathered()[byte, negative[:, :, i]].astype(np.uint64) << count
+        signs |= _moved(apart=False)[byte, negative[:, :, i]].astype(np.uint64) << count
         count += POPCOUNT[byte]
     return signs, count
 
@@ -120,7 +120,7 @@ def spread_signs(nonzero: Bytes, signs: np.ndarray) -> tuple[Bytes, np.ndarray]:
     negative = np.empty_like(nonzero)
     for i in range(CHUNK_BYTES):
         byte = nonzero[:, :, i]
-        negative[:, :, i] = _spread()[byte, left.astype(np.uint8)]
+        negative[:, :, i] = _moved(apart=True)[byte, left.astype(np.uint8)]
         left >>= POPCOUNT[byte]
     return negative, left
 
@@ -133,26 +133,15 @@ def _overfull_bytes(pattern: NMPattern) -> np.ndarray:
 
 
 @cache
-def _gathered() -> Bytes:
-    """[256, 256]: the bits of the second byte where the first has ones, moved together (pext)."""
+def _moved(*, apart: bool) -> Bytes:
+    """[256, 256]: the bits of the second byte where the first has ones, moved together (pext); `apart`,
+    its low bits, one to each set bit of the first (pdep)."""
     table = np.zeros((256, 256), np.uint8)
     mask, value = np.indices((256, 256), np.uint8, sparse=True)
     used = np.zeros((256, 1), np.uint8)
     for bit in range(8):
         is_set = mask >> bit & 1
-        table |= (value >> bit & is_set) << used
-        used += is_set
-    return table
-
-
-@cache
-def _spread() -> Bytes:
-    """[256, 256]: the low bits of the second byte, one to each set bit of the first (pdep)."""
-    table = np.zeros((256, 256), np.uint8)
-    mask, value = np.indices((256, 256), np.uint8, sparse=True)
-    used = np.zeros((256, 1), np.uint8)
-    for bit in range(8):
-        is_set = mask >> bit & 1
-        table |= (value >> used & is_set) << bit
+        source, target = (used, bit) if apart else (bit, used)
+        table |= (value >> source & is_set) << target
         used += is_set
     return table

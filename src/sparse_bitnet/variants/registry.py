@@ -248,10 +248,7 @@ def find(kind: str, text: Any) -> Variant:
     if not isinstance(text, str):
         raise UserError(f"{kind}={text!r}: name one of {', '.join(names(kind))}")
     name, *settings = text.split(":")
-    if name not in _ENTRIES[kind]:
-        _import_named()
-    entry = _ENTRIES[kind].get(name)
-    if entry is None:
+    if (entry := _entry(kind, name)) is None:
         raise UserError(
             f"{kind}={name!r} is not registered{did_you_mean(name, names(kind))}: choose one of "
             f"{', '.join(names(kind))}, or import the module that registers it"
@@ -290,10 +287,7 @@ def registering_module(kind: str, text: str) -> str | None:
 def check_module(kind: str, text: str, module: str) -> None:
     """Raise `UserError` unless an entry is the one that `module` registered."""
     name = text.partition(":")[0]
-    if name not in _ENTRIES[kind]:
-        _import_named()
-    entry = _ENTRIES[kind].get(name)
-    if entry is None:
+    if (entry := _entry(kind, name)) is None:
         raise UserError(
             f"{kind} {name!r} is not registered here: import {module}, which registered it "
             f"(--import or {IMPORTED} on the command line)"
@@ -302,10 +296,12 @@ def check_module(kind: str, text: str, module: str) -> None:
         raise UserError(f"{kind} {name!r} is that of {module}, here it is that of {entry.module}")
 
 
-def _import_named() -> None:
-    """Import what the user named in the environment, so that it registers itself."""
-    for module in filter(None, os.environ.get(IMPORTED, "").split(",")):
-        try:
-            importlib.import_module(module.strip())
-        except ImportError as error:
-            raise UserError(f"{IMPORTED}: cannot import {module} ({error})") from error
+def _entry(kind: str, name: str) -> Entry | None:
+    """What is registered, if need be by the modules that the user named in the environment."""
+    if name not in _ENTRIES[kind]:
+        for module in filter(None, os.environ.get(IMPORTED, "").split(",")):
+            try:
+                importlib.import_module(module.strip())
+            except ImportError as error:
+                raise UserError(f"{IMPORTED}: cannot import {module} ({error})") from error
+    return _ENTRIES[kind].get(name)
