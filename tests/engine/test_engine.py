@@ -17,8 +17,10 @@ from packed_models import (
     reference_logits,
     relative_error,
 )
+from sparse_bitnet.bench.random_model import write_random_model
 from sparse_bitnet.engine.protocol import CacheFull, ContextFull
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.pattern import NMPattern
 
 pytest.importorskip("sparse_bitnet._cpu")
 from sparse_bitnet.engine.engine import Engine
@@ -154,6 +156,23 @@ def test_heads_are_close(tmp_path: Path, embeddings: str, ties: bool) -> None:
         engine = Engine.load(folder, head=head, kv_cache="float32", threads=2)
         assert engine.head_format == head_format
         assert relative_error(all_logits(engine, TOKENS), expected) < bound, head
+
+
+def test_activations_share_a_scale_by_token_or_by_group(tmp_path: Path, qwen: Path) -> None:
+    write_random_model(tmp_path / "model", "qwen2.5-0.3m", NMPattern(8, 8), scale_group=32)
+    logits = {}
+    for activations in ("auto", "token", "group"):
+        engine = Engine.load(tmp_path / "model", activations=activations, **EXACT)
+        assert engine.weight_format == "i2"
+        logits[activations] = all_logits(engine, TOKENS)
+        engine.close()
+    assert np.array_equal(logits["auto"], logits["group"])
+    difference = relative_error(logits["token"], logits["group"])
+    assert 0 < difference < 0.1
+    with pytest.raises(
+        UserError, match=r"--activations group asks for .* these have none; use token"
+    ):
+        Engine.load(qwen, activations="group")
 
 
 def test_caches_are_close(qwen: Path) -> None:

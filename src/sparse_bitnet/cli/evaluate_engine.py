@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from sparse_bitnet.engine.engine_options import EngineOptions
     from sparse_bitnet.evaluation.perplexity import Evaluation
 
-_ENGINE_FIELDS = ("head", "kv_cache", "threads")
+_ENGINE_FIELDS = ("head", "kv_cache", "activations", "threads")
 
 _TASK_TOKENS = 4096
 """Room for each question of a batch with its answers; longer ones are computed in smaller batches."""
@@ -40,7 +40,8 @@ def uses_cpu_engine(checkpoint: str, config: EvaluateConfig) -> bool:
     given = {name: getattr(config, name) for name in _ENGINE_FIELDS}
     if why is not None and given != {name: getattr(type(config), name) for name in given}:
         raise UserError(
-            f"--head, --kv-cache and --threads are options of the CPU engine, not used here: {why}"
+            "--head, --kv-cache, --activations and --threads are options of the CPU engine, not used "
+            f"here: {why}"
         )
     return why is None
 
@@ -55,6 +56,7 @@ def _engine_options(
         threads=config.threads,
         head=config.head,
         kv_cache=config.kv_cache,
+        activations=config.activations,
         context_length=context_length,
         cache_tokens=cache_tokens,
     )

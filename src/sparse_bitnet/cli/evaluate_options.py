@@ -60,6 +60,9 @@ class EvaluateConfig:
     kv_cache: Literal["float32", "float16", "int8"] = "float32"
     """Form of cached keys and values in the CPU engine."""
 
+    activations: Literal["auto", "token", "group"] = "auto"
+    """What shares a scale of int8 activations in the CPU engine: see `generate`."""
+
     column: str = "text"
     """Column of the text in .jsonl and .parquet files."""
 

@@ -67,6 +67,7 @@ class Engine(InferenceEngine):
         weight_format: str = "auto",
         head: str = "auto",
         kv_cache: str = "float16",
+        activations: str = "auto",
         context_length: int | None = None,
         cache_tokens: int | None = None,
         isa: str = "",
@@ -78,10 +79,13 @@ class Engine(InferenceEngine):
             folder: the packed model.
             threads: to compute with; by default one for each processor this process may use.
             weight_format: form of the weights in memory: "i2", "b3" or "nm-bitmap", "stored" as in the
-                file, "auto" the fastest here, by a short measurement (format_tuning.py).
+                file, "auto" the fastest here, by a short measurement (format_tuning.py); i2 where the
+                weights have a scale for every group.
             head: form of the output head in memory: "stored", "int8", "int4", "auto" int8. Of a head
                 that is tied to it, also of the embedding.
             kv_cache: form of keys and values: "float32", "float16" or "int8".
+            activations: what shares a scale of the int8 activations: "token", "group" as many as the
+                weights that share one, "auto" group where the weights have one size of groups.
             context_length: most tokens of one sequence; by default what the model was made for.
             cache_tokens: room for this many tokens of all sequences together; by default for one of
                 `context_length`. Memory is taken as they come.
@@ -95,6 +99,7 @@ class Engine(InferenceEngine):
         threads = _within("threads", available_cores() if threads is None else threads, 1024)
         _check_choice("weight format", weight_format, WEIGHT_FORMATS)
         _check_choice("kv-cache", kv_cache, tuple(CACHE_TYPES))
+        _check_choice("activations", activations, ("auto", "token", "group"))
         model = open_engine_model(folder)
         context_length = _context_length(model, context_length)
         if cache_tokens is None:
@@ -106,8 +111,10 @@ class Engine(InferenceEngine):
         except ValueError as error:
             raise UserError(str(error)) from error
         pool = _cpu.ThreadPool(threads)
+        groups = model.scale_groups()
         if weight_format == "auto":
-            weight_format = choose_format(model.metadata.pattern, pool, isa)
+            has_groups = groups != {0}
+            weight_format = "i2" if has_groups else choose_format(model.metadata.pattern, pool, isa)
         elif weight_format == "stored":
             weight_format = model.metadata.packed_format
         check_format(model, weight_format)
@@ -121,7 +128,7 @@ class Engine(InferenceEngine):
                 progress=progress,
             )
             decoder = _cpu.Decoder(
-                _build(model.architecture, weights),
+                _build(model.architecture, weights, _activation_group(folder, groups, activations)),
                 threads,
                 CACHE_TYPES[kv_cache],
                 context_length,
@@ -181,7 +188,9 @@ class Engine(InferenceEngine):
         self._decoder = self._weights = None
 
 
-def _build(architecture: Architecture, weights: Weights) -> _cpu.ModelBuilder:
+def _build(
+    architecture: Architecture, weights: Weights, activation_group: int
+) -> _cpu.ModelBuilder:
     """The model for the decoder: addresses into what `weights` keeps."""
     # The decoder copies the frequencies or keeps their address: they live as long as the weights.
     frequencies = np.ascontiguousarray(architecture.rope.inverse_frequencies, np.float32)
@@ -197,6 +206,7 @@ def _build(architecture: Architecture, weights: Weights) -> _cpu.ModelBuilder:
         _cpu.Activation(architecture.activation),
         frequencies.ctypes.data,
         architecture.rope.scaling,
+        activation_group,
     )
     model.set_embedding(weights.embedding)
     model.set_head(weights.head)
@@ -228,6 +238,17 @@ def _within(what: str, value: int, most: int) -> int:
     if not 1 <= value <= most:
         raise UserError(f"{what} {value}: must be within 1..{most}")
     return value
+
+
+def _activation_group(folder: str | Path, groups: set[int], activations: str) -> int:
+    """Inputs that share a scale, 0 for all of a token."""
+    group = next(iter(groups)) if len(groups) == 1 else 0
+    if activations == "group" and not group:
+        raise UserError(
+            f"{folder}: --activations group asks for weights with one size of groups, these have "
+            f"{'several' if len(groups) > 1 else 'none'}; use token"
+        )
+    return 0 if activations == "token" else group
 
 
 def _context_length(model: EngineModel, context_length: int | None) -> int:

@@ -33,6 +33,15 @@ class EngineModel:
         """Embedding and, unless it is the same, output head."""
         return [EMBEDDING] if self.architecture.ties_head else [EMBEDDING, HEAD]
 
+    def scale_groups(self) -> set[int]:
+        """The counts of weights that share a scale, of all layers; 0 stands for a row or a matrix."""
+        groups = set()
+        for layer in range(self.architecture.layers):
+            for linear, (_, columns) in self.architecture.linear_shapes().items():
+                scales = self.file.entries[f"model.layers.{layer}.{linear}.weight_scale"].shape
+                groups.add(columns // scales[1] if len(scales) == 2 and scales[1] > 1 else 0)
+        return groups
+
     def floats(self, name: str) -> np.ndarray:
         """A tensor as float32, its checksum compared. Raises `UserError`, naming it, if damaged."""
         self.file.verify_tensor(name)

@@ -35,6 +35,10 @@ class EngineOptions:
     kv_cache: Literal["float32", "float16", "int8"] = "float16"
     """Form of cached keys and values (cpu)."""
 
+    activations: Literal["auto", "token", "group"] = "auto"
+    """What shares a scale of int8 activations (cpu): a token, as layers that quantise them in training
+    have it, or as many inputs as weights share a scale. auto: group where the weights have groups."""
+
     context_length: int | None = None
     """Maximum length of prompt and text together, in tokens. Default: the model's."""
 
@@ -63,7 +67,7 @@ class EngineOptions:
     def check_for_transformers(self, why: str) -> None:
         """Raise `UserError` for a set option that only the CPU engine has; `why` says what keeps it
         from running."""
-        for name in ("weight_format", "head", "kv_cache"):
+        for name in ("weight_format", "head", "kv_cache", "activations"):
             default = next(field.default for field in fields(self) if field.name == name)
             if getattr(self, name) != default:
                 raise UserError(
