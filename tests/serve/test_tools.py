@@ -196,6 +196,24 @@ def test_strict_arguments_fit_where_the_model_would_not():
         assert ask(client, tools=[strict], tool_choice="none").choices[0].message.content == text
 
 
+@pytest.mark.parametrize("template", [QWEN, LLAMA_3])
+def test_a_form_is_that_of_answers_beside_calls(template):
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+    named = {"name": "n", "schema": schema | {"additionalProperties": False}, "strict": True}
+    form = {"response_format": {"type": "json_schema", "json_schema": named}}
+    call = tagged(CALL) if template == QWEN else LLAMA_CALL
+    for text in (call, '{"n": 7}'):
+        with serving(saying(text), template) as running, running.client() as client:
+            [free] = ask(client, **form).choices
+            more = {"tool_choice": "required", "parallel_tool_calls": False} | form
+            forced = ask(client, **more).choices[0].message.tool_calls
+        assert forced[0].function.name in ("weather", "time")
+        if text == call and template == QWEN:
+            assert free.message.tool_calls[0].function.name == "weather"
+        else:
+            assert json.loads(free.message.content)["n"] in (1, 2)
+
+
 @pytest.mark.parametrize(
     ("more", "complaint"),
     [
@@ -205,7 +223,7 @@ def test_strict_arguments_fit_where_the_model_would_not():
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "name"),
         (
-            {"tool_choice": "required", "response_format": {"type": "json_object"}},
+            {"tool_choice": "required", "extra_body": {"guided_regex": "a+"}},
             "or a form of the text",
         ),
         (

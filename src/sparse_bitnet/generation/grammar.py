@@ -5,7 +5,7 @@ import json
 import re
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -38,6 +38,8 @@ class Grammar:
     """A form, in llguidance's words."""
 
     source: str
+    rule: str = ""
+    """Of JSON: a Lark rule of other rules."""
 
     @classmethod
     def json_schema(cls, schema: Any, *, is_strict: bool = True) -> Self:
@@ -46,9 +48,8 @@ class Grammar:
         `is_strict`: keywords that cannot be honoured are refused, later by `TokenGrammars.start`; else
         they are passed over.
         """
-        return cls(
-            json.dumps({"grammars": [{"lark_grammar": f"start: {json_rule(schema, is_strict)}"}]})
-        )
+        rule = json_rule(schema, is_strict)
+        return replace(cls.lark(f"start: {rule}"), rule=rule)
 
     @classmethod
     def json_text(cls, schema: str) -> Self:

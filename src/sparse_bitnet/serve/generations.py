@@ -197,10 +197,13 @@ def _form(body: Body, model: ServedModel) -> Form | None:
         grammar = body.form()
         if isinstance(body, ChatBody) and body.functions:
             assert model.tool_syntax is not None
-            rules = body.rules(model.tool_syntax)
-            if grammar is not None and rules is not None:
+            is_answer = grammar is not None and body.response_format is not None
+            if body.calls_are_forced and grammar is not None and not is_answer:
                 raise ApiError(400, "give tools that have to be called, or a form of the text")
-            grammar = grammar or rules
+            # As OpenAI does: calls, or an answer of that form; where both begin with {, that alone.
+            answer = grammar.rule if grammar is not None and is_answer else ""
+            if grammar is None or body.calls_are_forced or (answer and model.tool_syntax.opening):
+                grammar = body.rules(model.tool_syntax, answer)
         return None if grammar is None else model.grammars.start(grammar)
     except UserError as error:
         raise ApiError(400, str(error), code="invalid_grammar") from error

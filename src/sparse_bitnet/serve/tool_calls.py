@@ -58,7 +58,11 @@ Choice = Literal["auto", "required"]
 
 
 def rules_of(
-    syntax: ToolSyntax, functions: Sequence[Function], choice: Choice, most: int | None
+    syntax: ToolSyntax,
+    functions: Sequence[Function],
+    choice: Choice,
+    most: int | None,
+    answer: str = "",
 ) -> Grammar | None:
     """Texts with calls of these functions, each with arguments of its schema; None where any text may be
     written ("auto", and no schema is strict).
@@ -66,8 +70,9 @@ def rules_of(
     Args:
         choice: "required": at least one call and nothing else.
         most: calls; None: any number.
+        answer: the Lark rule of a text without calls; "": any text.
     """
-    if choice == "auto" and most is None and not any(f.strict for f in functions):
+    if choice == "auto" and most is None and not (answer or any(f.strict for f in functions)):
         return None
     bodies = []
     for function in functions:
@@ -81,7 +86,7 @@ def rules_of(
         "body: " + "\n    | ".join(bodies),
     ]
     more = f"({lark_text(syntax.between)} call)*" if most is None else ""
-    if syntax.opening and choice == "auto":
+    if syntax.opening and choice == "auto" and not answer:
         rules += [
             "start: (opened inside)* REST" if most is None else "start: opened inside | REST",
             f"opened[lazy]: /(.|\\n)*{re.escape(syntax.opening)}/",
@@ -89,9 +94,9 @@ def rules_of(
         ]
     else:
         rules.append(f"call: {lark_text(syntax.opening) if syntax.opening else ''} inside")
-        rules.append(f"start: call {more}" + (" | TEXT" if choice == "auto" else ""))
+        rules.append(f"start: call {more}" + (" | text" if choice == "auto" else ""))
         if choice == "auto":
-            rules.append("TEXT: /([^{](.|\\n)*)?/")
+            rules += [f"text: {answer or 'TEXT'}", "TEXT: /([^{](.|\\n)*)?/"]
     return Grammar.lark("\n".join(rules))
 
 

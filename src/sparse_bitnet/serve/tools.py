@@ -8,7 +8,7 @@ from pydantic import Field
 from sparse_bitnet.generation.grammar import Grammar
 from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.messages import StrictModel
-from sparse_bitnet.serve.tool_calls import Function, ToolSyntax, rules_of
+from sparse_bitnet.serve.tool_calls import Choice, Function, ToolSyntax, rules_of
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
@@ -79,17 +79,20 @@ class WithTools(StrictModel):
         if choice == "required" and not names:
             raise ApiError(400, "tool_choice required needs tools", param="tool_choice")
 
-    def rules(self, syntax: ToolSyntax) -> Grammar | None:
+    @property
+    def calls_are_forced(self) -> bool:
+        """The answer is calls and nothing else."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    def rules(self, syntax: ToolSyntax, answer: str) -> Grammar | None:
         """Those of the text: calls that were asked for come, and strict ones fit; None where any text
-        may."""
+        may. `answer`: the rule of a text without calls."""
         named = self.tool_choice if isinstance(self.tool_choice, NamedTool) else None
         functions = [
             Function(function.name, function.parameters, bool(function.strict))
             for function in self.functions
             if named is None or function.name == named.function.name
         ]
-        is_free = named is None and self.tool_choice != "required"
+        choice: Choice = "required" if self.calls_are_forced else "auto"
         is_single = named is not None or self.parallel_tool_calls is False
-        return rules_of(
-            syntax, functions, "auto" if is_free else "required", 1 if is_single else None
-        )
+        return rules_of(syntax, functions, choice, 1 if is_single else None, answer)
