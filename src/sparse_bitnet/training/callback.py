@@ -11,7 +11,7 @@ mask and codes again, and nothing is logged.
 from contextlib import ExitStack
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import end_step_, selected, sparse_layers
@@ -38,17 +38,13 @@ class SparseBitCallback(TrainerCallback):
         self._in_evaluation = False
         self._metrics: dict[str, float] = {}
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
         self._release()
         if not sparse_layers(kwargs["model"]):
             name = type(kwargs["model"]).__name__
             raise UserError(f"SparseBitCallback: {name} has no SparseBitLinear; use convert_ first")
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, *_: Any, **kwargs: Any) -> None:
         model = kwargs["model"]
         # Trainer does so only inside the step; an evaluation mode would leave the flips uncounted.
         model.train()
@@ -58,42 +54,25 @@ class SparseBitCallback(TrainerCallback):
         found = selection_metrics(layers, counts, by_layer=False)
         self._metrics = {name: value for name, value in found.items() if value is not None}
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, *_: Any, **kwargs: Any) -> None:
         end_step_(sparse_layers(kwargs["model"]).values())
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, *_: Any, **kwargs: Any) -> None:
         self._release()
 
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_prediction_step(self, *_: Any, **kwargs: Any) -> None:
         # There is no event before an evaluation: its first batch selects by itself.
         if not self._in_evaluation:
             self._selection.enter_context(selected(kwargs["model"]))
             self._in_evaluation = True
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, *_: Any, **kwargs: Any) -> None:
         self._release()
 
-    def on_predict(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: dict[str, float],
-        **kwargs: Any,
-    ) -> None:
+    def on_predict(self, *_: Any, **kwargs: Any) -> None:
         self._release()
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         logs = kwargs["logs"]
         if "loss" in logs:
             logs.update(self._metrics)
