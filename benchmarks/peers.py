@@ -40,7 +40,7 @@ from sparse_bitnet.bench.record import append_records, result_file, where_measur
 from sparse_bitnet.bench.roofline import READ_BYTES, RooflineMeter
 from sparse_bitnet.bench.run import CHILD
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.machine import available_cores
+from sparse_bitnet.host import available_cores
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.progress import Progress
 

@@ -14,7 +14,7 @@ ROWS: dict[str, int] = {
     "_cpu": 0,
     "errors": 0,
     "files": 0,
-    "machine": 0,
+    "host": 0,
     "progress": 0,
     "pattern": 1,
     "presets": 1,

@@ -19,7 +19,7 @@ from sparse_bitnet.cli.main import main
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
-from sparse_bitnet.export.gguf import check, other_types, plan
+from sparse_bitnet.export.gguf_export import check, other_types, plan
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.nn.convert import convert_
 from sparse_bitnet.packing.gguf_blocks import Q2_0, TQ1_0, TQ2_0, block_for

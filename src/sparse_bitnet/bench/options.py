@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.machine import available_cores
+from sparse_bitnet.host import available_cores
 
 WeightFormat = Literal["auto", "stored", "i2", "b3", "nm-bitmap"]
 

@@ -20,7 +20,7 @@ from sparse_bitnet.engine.runtime_weights import (
     load_weights,
 )
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.machine import available_cores
+from sparse_bitnet.host import available_cores
 from sparse_bitnet.progress import OnProgress
 
 WEIGHT_FORMATS = ("auto", "stored", *FORMATS)

@@ -16,7 +16,7 @@ from sparse_bitnet import __version__, _cpu
 from sparse_bitnet.engine.runtime_weights import FORMATS
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import write_atomic
-from sparse_bitnet.machine import cache_folder, cpu_info
+from sparse_bitnet.host import cache_folder, cpu_info
 from sparse_bitnet.packing.formats import coded_pattern, holds_pattern, row_bytes
 from sparse_bitnet.pattern import NMPattern
 

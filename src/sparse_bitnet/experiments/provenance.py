@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import sparse_bitnet
-from sparse_bitnet.machine import available_cores, cpu_info
+from sparse_bitnet.host import available_cores, cpu_info
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 

@@ -24,7 +24,7 @@ from sparse_bitnet.experiments.run import Run
 from sparse_bitnet.experiments.scales import Scale
 from sparse_bitnet.experiments.setting import make_setting
 from sparse_bitnet.experiments.workers import OnStep, parallel, serial
-from sparse_bitnet.machine import available_cores
+from sparse_bitnet.host import available_cores
 from sparse_bitnet.progress import Line, Progress
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
 from sparse_bitnet.training.run_folder import run_lock

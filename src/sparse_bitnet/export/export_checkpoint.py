@@ -15,7 +15,7 @@ import torch
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.export import compressed_tensors, dense, gguf, hf_bitnet
+from sparse_bitnet.export import compressed_tensors, dense, gguf_export, hf_bitnet
 from sparse_bitnet.export.deferred import DeferredTensors
 from sparse_bitnet.export.export_config import ExportConfig
 from sparse_bitnet.export.hf_folder import check_new_folder, write_folder
@@ -135,11 +135,11 @@ def write(
         )
         return
     block = _block(config)
-    vocabulary = gguf.check(source, block, config.embeddings)
-    tensors = gguf.plan(source, block, config.embeddings)
+    vocabulary = gguf_export.check(source, block, config.embeddings)
+    tensors = gguf_export.plan(source, block, config.embeddings)
     with atomic_folder(out) as folder:
         path = folder / gguf_file_name(config.format)
-        gguf.write(path, source, tensors, vocabulary, block, on_progress)
+        gguf_export.write(path, source, tensors, vocabulary, block, on_progress)
         (folder / "README.md").write_text(card, encoding="utf-8")
 
 
@@ -153,7 +153,7 @@ def _warning(source: Checkpoint, config: ExportConfig) -> str | None:
     if config.format in FOLDER_FORMATS:
         is_plain = config.format == "dense" and source.format.weight == "ternary"
         return dense.WARNING if is_plain else None
-    return gguf.other_types(source, _block(config))
+    return gguf_export.other_types(source, _block(config))
 
 
 def _block(config: ExportConfig) -> BlockType:

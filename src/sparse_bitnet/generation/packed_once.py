@@ -15,7 +15,7 @@ from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
 from sparse_bitnet.engine.architecture import read_architecture
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import EngineLacks
-from sparse_bitnet.machine import cache_folder
+from sparse_bitnet.host import cache_folder
 
 
 def packed_once(checkpoint: str | Path, options: EngineOptions) -> str | Path:

@@ -17,7 +17,7 @@ from typing import Literal, Self, cast
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import write_atomic
-from sparse_bitnet.machine import cache_folder
+from sparse_bitnet.host import cache_folder
 from sparse_bitnet.pattern import NMPattern
 
 Route = Literal["dense", "sparse", "packed"]

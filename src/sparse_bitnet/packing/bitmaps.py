@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from sparse_bitnet.machine import available_cores
+from sparse_bitnet.host import available_cores
 from sparse_bitnet.pattern import NMPattern
 
 Bytes = np.ndarray

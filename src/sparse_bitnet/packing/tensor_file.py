@@ -24,7 +24,7 @@ import numpy as np
 from zlib_ng import zlib_ng
 
 from sparse_bitnet.errors import UserError, os_errors_as
-from sparse_bitnet.machine import available_cores
+from sparse_bitnet.host import available_cores
 
 if TYPE_CHECKING:
     from torch import Tensor

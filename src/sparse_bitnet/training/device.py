@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.machine import cpu_info
+from sparse_bitnet.host import cpu_info
 from sparse_bitnet.training.config import TrainConfig
 
 if TYPE_CHECKING:
