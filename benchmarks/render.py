@@ -339,8 +339,24 @@ def distill() -> str:
     ]
     head = ["", "format", "perplexity", "least to most", "seeds"]
     note = f"{trained['tokens']:,} tokens a training; "
-    command = "python benchmarks/distill.py OUT/model OUT/data RUNS --steps 80"
+    steps = trained["tokens"] // 1024
+    command = f"python benchmarks/distill.py OUT/model OUT/data RUNS --steps {steps}"
     return markdown(head, lines, rows[0], command, note)
+
+
+def training() -> str:
+    rows = {row["model"]: row for row in read("training-speed")}
+    lines = [
+        [
+            model,
+            *(f"{row['tokens_per_second'][name]:,.0f}" for name in ("other", "here")),
+            f"{row['times_as_fast']:.2f}",
+        ]
+        for model, row in rows.items()
+    ]
+    last = list(rows.values())[-1]
+    head = ["model", f"tokens/s, {last['other_commit']}", "now, compiled", "times as fast"]
+    return markdown(head, lines, last, "python benchmarks/training_speed.py DATA OTHER")
 
 
 def forwards() -> str:
@@ -403,6 +419,7 @@ TABLES: dict[str, Callable[[], str]] = {
         faults,
         planned,
         distill,
+        training,
         orders,
         opened,
         forwards,

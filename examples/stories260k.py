@@ -7,7 +7,7 @@ The files are those of karpathy/tinyllamas (stories260K), in the format of llama
 model and its tokenizer, OUT/stories.jsonl as many sampled stories as asked for (2,000): text of the kind
 that it knows, to distil it with:
 
-    sparse-bitnet prepare OUT/stories.jsonl --tokenizer OUT/model --out OUT/data
+    sparse-bitnet prepare OUT/stories.jsonl OUT/data --tokenizer OUT/model
     sparse-bitnet distill OUT/model OUT/run --data OUT/data --format ternary-6:8 --steps 400
 """
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from factories import tiny_model
 from sparse_bitnet.analysis.weights import (
     bin_centres,
     checkpoint_statistics,
@@ -20,6 +21,9 @@ from sparse_bitnet.analysis.weights import (
 from sparse_bitnet.checkpoint.build_model import build_model
 from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.export.export_checkpoint import export
+from sparse_bitnet.export.export_config import ExportConfig
+from sparse_bitnet.nn.convert import convert_
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.pattern import NMPattern
 
@@ -215,3 +219,16 @@ def test_packed_checkpoint_is_refused(tmp_path):
 def test_model_without_sparse_layers_is_refused():
     with pytest.raises(UserError, match="convert_"):
         model_statistics(torch.nn.Linear(2, 2))
+
+
+def test_codes_of_a_packed_bitnet_model_are_counted(tmp_path):
+    """As transformers' own quantiser packs them: the near-zero mass is the share of zero codes."""
+    model = convert_(tiny_model(), SparseBitConfig.parse("ternary-8:8"))
+    save_pretrained(model, tmp_path / "model")
+    options = ExportConfig(format="bitnet", embeddings="f32")
+    export(tmp_path / "model", tmp_path / "packed", options)
+    found = {each.name: each for each in checkpoint_statistics(tmp_path / "packed")}
+    trained = checkpoint_statistics(tmp_path / "model")
+    assert len(found) == len(trained) == 14
+    for each in trained:
+        assert found[each.name].near_zero == found[each.name].zeros == each.code_zeros

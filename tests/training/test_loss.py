@@ -8,12 +8,15 @@ import torch.nn.functional as F
 from sparse_bitnet.checkpoint.build_model import build_model
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.layer import SparseBitConfig
+from sparse_bitnet.training import loss as loss_module
 from sparse_bitnet.training.loss import causal_lm_loss, chunked_cross_entropy, mean_token_loss
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
 @pytest.mark.parametrize("ignored", [False, True])
-def test_equals_torch(chunk, ignored):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_equals_torch(chunk, ignored, compiled, monkeypatch):
+    monkeypatch.setattr(loss_module, "_compiled_chunk", lambda: loss_module._loss_and_gradient)
     torch.manual_seed(0)
     hidden = torch.randn(37, 16, requires_grad=True)
     weight = torch.randn(53, 16, requires_grad=True)
@@ -22,7 +25,7 @@ def test_equals_torch(chunk, ignored):
         labels[::3] = -100
     expected = F.cross_entropy(hidden @ weight.t(), labels, reduction="sum", ignore_index=-100)
     expected_grads = torch.autograd.grad(expected * 0.5, (hidden, weight))
-    loss = chunked_cross_entropy(hidden, weight, labels, chunk_tokens=chunk)
+    loss = chunked_cross_entropy(hidden, weight, labels, chunk_tokens=chunk, compiled=compiled)
     grads = torch.autograd.grad(loss * 0.5, (hidden, weight))
     assert loss.dtype == torch.float64
     torch.testing.assert_close(loss.float(), expected, rtol=1e-6, atol=0)

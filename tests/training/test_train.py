@@ -191,7 +191,7 @@ def test_compiled_blocks_use_plain_attention_and_validate_uncompiled(small_run, 
     trainer = Trainer(small_run(compile="on", steps=1), Path(small_run().out))
     trainer.run.mkdir()
     assert compiled == list(trainer.model.get_decoder().layers)
-    assert trainer.model.config._attn_implementation == "eager"
+    assert trainer.model.config._attn_implementation == "causal_blocks"
     trainer.run_to_end()
     assert stances == ["force_eager"]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sparse_bitnet.checkpoint.hub import read_format
 from sparse_bitnet.checkpoint.model_folder import CONFIG_FILE
-from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
+from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, open_checkpoint
 from sparse_bitnet.checkpoint.weight_files import WeightFiles
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import sparse_layers
@@ -244,7 +244,8 @@ def checkpoint_statistics(
     """Every linear of the blocks of a safetensors checkpoint, read one layer at a time.
 
     It may be one of ours or any other in Hugging Face form with floating-point weights; of the latter,
-    every matrix inside a numbered block is counted, as full-precision weights.
+    every matrix inside a numbered block is counted, as full-precision weights. Of a ternary model of
+    another tool that holds codes alone, these are counted.
 
     Raises `UserError` as `find_checkpoint`, and for a model without safetensors or countable weights.
     """
@@ -262,6 +263,13 @@ def checkpoint_statistics(
         for name, weight in _block_matrices(folder)
         if name not in dense and not left_out.keeps_dense(name)
     ]
+    if not statistics and found.kind == "foreign":
+        opened = open_checkpoint(path)
+        statistics = [
+            weight_statistics(name, opened.ternary(name).codes.float(), config, pattern=pattern)
+            for name in opened.layers
+            if not left_out.keeps_dense(name)
+        ]
     if not statistics:
         raise UserError(
             f"{folder}: no floating-point block weights (packed checkpoints hold only codes)"

@@ -93,7 +93,9 @@ def compile_blocks_(model: "PreTrainedModel", config: TrainConfig, device: torch
     torch._dynamo.reset()
     if device.type == "cpu" and config.sequence_length <= LONGEST_PLAIN_ATTENTION:
         # Compiled, the plain products are faster than the CPU's flash attention.
-        model.set_attn_implementation("eager")
+        from sparse_bitnet.training.causal_blocks import NAME
+
+        model.set_attn_implementation(NAME)
     for block in model.get_decoder().layers:
         block.compile()
 

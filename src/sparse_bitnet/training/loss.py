@@ -9,6 +9,7 @@ head is formed at once, and the logits are dropped before the next chunk.
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,7 +41,7 @@ class SoftTargets:
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, chunk_tokens, soft):
+    def forward(ctx, hidden, weight, labels, chunk_tokens, soft, compiled):
         device = hidden.device.type
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
@@ -53,6 +54,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             for start in range(0, hidden.shape[0], chunk_tokens):
                 rows = slice(start, start + chunk_tokens)
                 x, y = hidden[rows].to(dtype), labels[rows]
+                if compiled and needs_grad and soft is None:
+                    part, slope = _compiled_chunk()(x @ head.t(), y)
+                    total += part
+                    grad_hidden[rows] = slope @ head
+                    grad_weight += slope.t() @ x
+                    continue
                 target = y.clamp_min(0).unsqueeze(-1)
                 scored = (y >= 0).unsqueeze(-1)
                 logits = (x @ head.t()).float()
@@ -80,7 +87,26 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx, gradient):
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = gradient.float()
-        return grad_hidden * scale, (grad_weight * scale).to(ctx.weight_dtype), None, None, None
+        return grad_hidden * scale, (grad_weight * scale).to(ctx.weight_dtype), *(None,) * 4
+
+
+def _loss_and_gradient(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The summed loss of a chunk, float64, and its gradient by the logits in their type."""
+    target = labels.unsqueeze(-1)
+    scored, values = target >= 0, logits.float()
+    top = values.amax(-1, keepdim=True)
+    powers = (values - top).exp()
+    sums = powers.sum(-1, keepdim=True)
+    picked = values.gather(-1, target.clamp_min(0)) - top - sums.log()
+    hit = torch.arange(values.shape[-1], device=values.device) == target
+    gradient = (powers / sums - hit.float()) * scored
+    return -(picked * scored).sum(dtype=torch.float64), gradient.to(logits.dtype)
+
+
+@cache
+def _compiled_chunk() -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """One pass for the sums and one for the gradient, where eager code makes ten of them."""
+    return torch.compile(_loss_and_gradient)
 
 
 def _soft_part(
@@ -101,6 +127,7 @@ def chunked_cross_entropy(
     *,
     chunk_tokens: int | None = None,
     soft: SoftTargets | None = None,
+    compiled: bool = False,
 ) -> Tensor:
     """Sum of the token losses, in nats.
 
@@ -110,12 +137,13 @@ def chunked_cross_entropy(
         labels: int64 [tokens], -100 where a token is not scored.
         chunk_tokens: tokens whose logits exist at a time; by default `default_chunk_tokens`.
         soft: a teacher's distribution, which then makes a part of every token's loss.
+        compiled: whether what is done to the logits is compiled, where there is no `soft`.
 
     Returns a float64 scalar, differentiable in `hidden` and `weight`. Peak memory above the gradients
     is at most 16 bytes per logit of one chunk and one more float32 copy of the head's gradient.
     """
     chunk_tokens = chunk_tokens or default_chunk_tokens(weight.shape[0])
-    return _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk_tokens, soft)
+    return _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk_tokens, soft, compiled)
 
 
 def default_chunk_tokens(vocab_size: int) -> int:
@@ -124,7 +152,12 @@ def default_chunk_tokens(vocab_size: int) -> int:
 
 
 def causal_lm_loss(
-    model: "PreTrainedModel", input_ids: Tensor, labels: Tensor, *, chunk_tokens: int | None = None
+    model: "PreTrainedModel",
+    input_ids: Tensor,
+    labels: Tensor,
+    *,
+    chunk_tokens: int | None = None,
+    compiled: bool = False,
 ) -> Tensor:
     """Summed next-token loss of a transformers causal LM.
 
@@ -135,7 +168,9 @@ def causal_lm_loss(
     head = model.get_output_embeddings()
     flat = hidden.flatten(0, 1)
     if getattr(head, "bias", None) is None:
-        return chunked_cross_entropy(flat, head.weight, labels.flatten(), chunk_tokens=chunk_tokens)
+        return chunked_cross_entropy(
+            flat, head.weight, labels.flatten(), chunk_tokens=chunk_tokens, compiled=compiled
+        )
     logits = head(flat).float()
     return F.cross_entropy(logits, labels.flatten(), reduction="sum").double()
 
@@ -143,13 +178,21 @@ def causal_lm_loss(
 class SummedLoss(torch.nn.Module):
     """A causal LM whose forward is its `causal_lm_loss`: what a step calls, and what is split."""
 
-    def __init__(self, model: "PreTrainedModel", chunk_tokens: int | None) -> None:
+    def __init__(
+        self, model: "PreTrainedModel", chunk_tokens: int | None, compiled: bool = False
+    ) -> None:
         super().__init__()
-        self.model, self.chunk_tokens = model, chunk_tokens
+        self.model, self.chunk_tokens, self.compiled = model, chunk_tokens, compiled
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         """float64 scalar; see `causal_lm_loss`."""
-        return causal_lm_loss(self.model, input_ids, labels, chunk_tokens=self.chunk_tokens)
+        return causal_lm_loss(
+            self.model,
+            input_ids,
+            labels,
+            chunk_tokens=self.chunk_tokens,
+            compiled=self.compiled,
+        )
 
 
 def mean_token_loss(

@@ -88,7 +88,7 @@ class Trainer:
         self.device, self.dtype = prepare_device(config)
         world.each(self._read_and_build)
         self.model_files = model_files(self.model)
-        self.loss = SummedLoss(self.model, config.loss_chunk_tokens)
+        self.loss = SummedLoss(self.model, config.loss_chunk_tokens, self.compiles)
         self.cache: LogitCache | None = None
         if config.teacher is not None:
             world.each(self._add_teacher)

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training speed of this checkout and of another one, step by step in turn, on one thread.
+
+    python benchmarks/training_speed.py DATA OTHER [SIZE...]     # OTHER: a built checkout of other code
+
+Each trains scale cpu-paper's ternary 6:8 model in a process of its own, compiled here, by default there;
+seconds are the processor's, so that other work on the machine counts for little. DATA is prepared text
+with a vocabulary of 1,024. A row a size is added to benchmarks/results/.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from sparse_bitnet.bench.record import append_records, result_file, where_measured
+from sparse_bitnet.experiments.scales import cpu_paper
+
+ROOT = Path(__file__).resolve().parent.parent
+CHILD = """
+import json, sys, time
+from sparse_bitnet.training.config import TrainConfig
+from sparse_bitnet.training.train import train
+config = TrainConfig(**json.loads(sys.argv[1]))
+began = 0.0
+def on_step(row):
+    global began
+    print(json.dumps([time.process_time() - began, row["loss"]]), file=sys.stderr, flush=True)
+    if not sys.stdin.readline():
+        raise SystemExit
+    began = time.process_time()
+train(config, on_step=on_step)
+"""
+
+
+class Child:
+    """One checkout, training a step whenever it is asked to."""
+
+    def __init__(self, source: Path, config: dict[str, Any]) -> None:
+        paths = {"PYTHONPATH": str(source / "src"), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", CHILD, json.dumps(config)]
+        pipe = {name: subprocess.PIPE for name in ("stdin", "stderr")}
+        self.process = subprocess.Popen(
+            command, env=os.environ | paths, text=True, stdout=subprocess.DEVNULL, **pipe
+        )
+
+    def step(self) -> tuple[float, float]:
+        """Processor seconds and loss of the step that was asked for; asks for the next."""
+        said = []
+        for line in self.process.stderr:
+            if line.startswith("["):
+                self.process.stdin.write("\n")
+                self.process.stdin.flush()
+                seconds, loss = json.loads(line)
+                return seconds, loss
+            said.append(line)
+        raise SystemExit("".join(said))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("other", type=Path)
+    parser.add_argument("sizes", nargs="*")
+    parser.add_argument("--steps", type=int, default=40)
+    options = parser.parse_args()
+    scale = cpu_paper()
+    common = dict(
+        format="ternary-6:8",
+        batch_size=8,
+        sequence_length=256,
+        learning_rate=6e-3,
+        threads=1,
+        layer_metrics_every=0,
+        checkpoint_every=0,
+        validation_every=0,
+    )
+    for size in scale.sizes:
+        if options.sizes and size.model not in options.sizes:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            config = {**common, "model": size.model, "steps": size.steps, "data": str(options.data)}
+            children = {
+                "here": Child(ROOT, {**config, "compile": "on", "out": f"{folder}/here"}),
+                "other": Child(options.other, {**config, "out": f"{folder}/other"}),
+            }
+            found = {name: [] for name in children}
+            for _ in range(options.steps):
+                for name, child in children.items():
+                    found[name].append(child.step())
+            for child in children.values():
+                child.process.kill()
+        taken = {n: statistics.median(s for s, _ in each[5:]) for n, each in found.items()}
+        head = subprocess.check_output(["git", "-C", options.other, "rev-parse", "HEAD"], text=True)
+        row = {
+            "model": size.model,
+            "other_commit": head[:12],
+            "tokens_per_second": {name: 2048 / seconds for name, seconds in taken.items()},
+            "times_as_fast": taken["other"] / taken["here"],
+            "last_losses": {name: each[-1][1] for name, each in found.items()},
+        }
+        where = where_measured()
+        append_records(
+            result_file(ROOT / "benchmarks/results", "training-speed", where), [row], where
+        )
+        print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()
