@@ -118,5 +118,12 @@ def test_models_lists_the_published_shapes():
         assert word in done.stdout
 
 
+def test_models_lists_public_ones(capsys):
+    from sparse_bitnet.cli.models import main
+
+    main(["--known"])
+    assert "microsoft/bitnet-b1.58-2B-4T" in capsys.readouterr().out
+
+
 def _paths() -> str:
     return ":".join(path for path in sys.path if path and Path(path).is_dir())

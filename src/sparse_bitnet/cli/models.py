@@ -1,15 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sparse-bitnet models`: the presets and their sizes."""
+"""`sparse-bitnet models`: the presets and their sizes, and public models that are read."""
 
-from sparse_bitnet.cli.arguments import no_options
+from sparse_bitnet.cli.arguments import parse
+
+_KNOWN = (
+    ("microsoft/bitnet-b1.58-2B-4T", "2.4 B", "MIT", "uint8 packed", "exact"),
+    ("microsoft/bitnet-b1.58-2B-4T-bf16", "2.4 B", "MIT", "bfloat16 masters", "quantised once"),
+    ("microsoft/bitnet-b1.58-2B-4T-gguf", "2.4 B", "MIT", "GGUF I2_S", "exact"),
+    ("tiiuae/Falcon-E-1B, -3B", "1 to 3 B", "Falcon", "uint8 packed", "exact"),
+    ("tiiuae/Falcon3-*-1.58bit", "1 to 10 B", "Falcon", "uint8 packed", "exact"),
+    ("HF1BitLLM/Llama3-8B-1.58-*", "8 B", "see the hub", "uint8 packed", "exact"),
+    ("Ternary-Bonsai", "1.7 to 8 B", "Apache 2.0", "GGUF Q2_0, MLX 2-bit, floats", "exact"),
+    (
+        "1bitLLM/bitnet_b1_58-*",
+        "0.7 to 3 B",
+        "see the hub",
+        "floats, norms before o, down",
+        "exact",
+    ),
+    ("SpectraSuite/TriLM_*", "0.1 to 3.9 B", "see the hub", "floats, scales of parts", "exact"),
+)
+"""Name, parameters, licence, layout, and how codes and scales are read."""
 
 
 def main(arguments: list[str]) -> None:
     """Print every preset with its shape and parameter counts."""
-    no_options(arguments, prog="sparse-bitnet models", description=main.__doc__)
+    parse(run, arguments, prog="sparse-bitnet models")
 
+
+def run(*, known: bool = False) -> None:
+    """Presets with their shapes and parameter counts.
+
+    Args:
+        known: public ternary models whose layouts are read, instead.
+    """
     from rich.console import Console
     from rich.table import Table
+
+    if known:
+        caption = "Checked with files that the tests make in each layout, not with the releases."
+        models = Table(title="Public models", caption=caption, box=None, padding=(0, 1, 0, 0))
+        for column in ("model", "weights", "licence", "layout", "read"):
+            models.add_column(column, no_wrap=column == "model")
+        for row in _KNOWN:
+            models.add_row(*row)
+        Console().print(models)
+        return
 
     from sparse_bitnet.presets import PRESETS
 
