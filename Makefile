@@ -11,7 +11,7 @@ SANITIZED := build/sanitize/site
 SANITIZED_TESTS := $(addprefix tests/kernels/test_,cpu.py matmul.py repack.py thread_pool.py) \
 	$(addprefix tests/engine/test_,decoder.py engine.py kv_cache.py model_file.py)
 
-.PHONY: quickstart experiments docs test test-fast sanitize cross lint format bench gpu wheel lock clean
+.PHONY: quickstart experiments docs test test-fast test-wheel sanitize cross lint format bench gpu wheel lock clean
 
 quickstart: $(STAMP)
 	$(BIN)/sparse-bitnet quickstart
@@ -30,6 +30,10 @@ test: $(STAMP)
 
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest tests -n 2 -m "not slow"
+
+# The wheel alone in an empty environment; needs a package index.
+test-wheel: wheel
+	SPARSE_BITNET_TEST_WHEEL="$$(ls $(CURDIR)/dist/*.whl)" $(BIN)/python -m pytest tests/cli/test_light_core.py
 
 # Python is not instrumented: the sanitizer's library comes first, and malloc serves every object. Output
 # captured by descriptor would be lost with the process.

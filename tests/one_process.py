@@ -49,6 +49,7 @@ def run_commands(
     env: dict[str, str],
     prelude: str = "",
     stdin: str = "",
+    python: str | Path = sys.executable,
 ) -> list[Done]:
     """Run `sparse-bitnet ...` and `python -c CODE` one after the other.
 
@@ -57,10 +58,11 @@ def run_commands(
         cwd, env: of the process.
         prelude: Python that it runs first; may replace `Output`, which takes what a command prints.
         stdin: what every command reads.
+        python: the interpreter.
     """
     script = _SCRIPT.format(prelude=prelude, stdin=stdin)
     done = subprocess.run(
-        [sys.executable, "-c", script, json.dumps(commands)],
+        [str(python), "-c", script, json.dumps(commands)],
         capture_output=True,
         text=True,
         cwd=cwd,

@@ -2,6 +2,9 @@
 """What the workflows and the papers beside the code name exists, and says the same everywhere."""
 
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -27,6 +30,31 @@ def test_a_workflow_runs_what_is_there(path):
                 assert re.search(rf"^{step['run'].split()[1]}:", makefile, re.MULTILINE)
             elif step["run"].startswith("."):
                 assert (ROOT / step["run"]).is_file()
+
+
+def test_workflows_are_valid():
+    """By actionlint, where it is installed."""
+    if (actionlint := shutil.which("actionlint")) is None:
+        pytest.skip("actionlint is not installed")
+    done = subprocess.run([actionlint, *map(str, WORKFLOWS)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("platform", ["linux", "macos"])
+def test_wheels_are_those_that_are_meant(platform):
+    """One for 3.11 and one of the stable ABI, by cibuildwheel, where it is installed."""
+    pytest.importorskip("cibuildwheel")
+    command = [
+        sys.executable,
+        "-m",
+        "cibuildwheel",
+        "--print-build-identifiers",
+        "--platform",
+        platform,
+    ]
+    done = subprocess.run([*command, str(ROOT)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {name.split("-")[0] for name in done.stdout.split()} == {"cp311", "cp312"}
 
 
 def test_pythons_that_are_tested_are_those_that_are_named():

@@ -6,7 +6,6 @@ needs it, our checkpoints become loadable by its `from_pretrained`.
 """
 
 import importlib
-import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Sequence
@@ -60,7 +59,7 @@ def _register() -> None:
         importlib.import_module(module).register()
 
 
-class _AfterRegistry(importlib.abc.MetaPathFinder):
+class _AfterRegistry:
     """Enters our quantizers right after transformers' registry of them has been imported."""
 
     def find_spec(

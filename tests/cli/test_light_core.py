@@ -3,7 +3,10 @@
 
 import os
 import re
+import subprocess
+import sys
 import tomllib
+import venv
 from pathlib import Path
 
 import pytest
@@ -18,10 +21,32 @@ from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
 
 ROOT = Path(__file__).resolve().parents[2]
+WHEEL = os.environ.get("SPARSE_BITNET_TEST_WHEEL", "")
 
-# Hides what is not in the core, and asks a server that names its address for a text.
-PRELUDE = f"""
-import importlib.util, os, signal, threading, urllib.request
+# Asks a server that names its address for a text.
+ASK = """
+import os, signal, threading, urllib.request
+
+class Output(io.StringIO):
+    def write(self, text):
+        if "/v1 (Ctrl-C" in text:
+            threading.Thread(target=ask, args=(self, text.split()[1])).start()
+        return super().write(text)
+
+def ask(output, address):
+    body = {"model": "packed", "prompt": "1 2 ", "max_tokens": 4}
+    kind = {"Content-Type": "application/json"}
+    request = urllib.request.Request(address + "/completions", json.dumps(body).encode(), kind)
+    try:
+        answer = json.load(urllib.request.urlopen(request, timeout=60))
+        output.write("answered " + answer["choices"][0]["text"])
+    finally:
+        os.kill(os.getpid(), signal.SIGINT)
+"""
+
+# Hides what is not in the core.
+HIDE = f"""
+import importlib.util
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
@@ -31,22 +56,6 @@ class Absent:
 sys.meta_path.insert(0, Absent())
 found = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *more: None if name in {OF_TRAIN} else found(name, *more)
-
-class Output(io.StringIO):
-    def write(self, text):
-        if "/v1 (Ctrl-C" in text:
-            threading.Thread(target=ask, args=(self, text.split()[1])).start()
-        return super().write(text)
-
-def ask(output, address):
-    body = {{"model": "packed", "prompt": "1 2 ", "max_tokens": 4}}
-    kind = {{"Content-Type": "application/json"}}
-    request = urllib.request.Request(address + "/completions", json.dumps(body).encode(), kind)
-    try:
-        answer = json.load(urllib.request.urlopen(request, timeout=60))
-        output.write("answered " + answer["choices"][0]["text"])
-    finally:
-        os.kill(os.getpid(), signal.SIGINT)
 """
 
 
@@ -59,6 +68,31 @@ def test_what_train_adds_is_what_the_message_names():
 
 @pytest.mark.slow
 def test_a_packed_model_runs_without_torch_and_other_commands_say_what_they_need(tmp_path):
+    check_core(tmp_path, sys.executable, HIDE + ASK)
+
+
+@pytest.mark.skipif(
+    "SPARSE_BITNET_TEST_WHEEL" not in os.environ, reason="needs a wheel and an index"
+)
+def test_the_wheel_alone_does_the_same(tmp_path_factory):
+    """In an empty environment, within its size."""
+    folder = tmp_path_factory.mktemp("installed")
+    venv.create(folder, with_pip=True)
+    python = folder / "bin/python"
+    install = [python, "-m", "pip", "install", "--quiet", "--no-compile"]
+    subprocess.run([*install, "--constraint", ROOT / "constraints.txt", WHEEL], check=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    own = [path for path in packages.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    tools = ("pip", "setuptools", "pkg_resources", "_distutils_hack")
+    size = sum(
+        path.stat().st_size for path in own if path.relative_to(packages).parts[0] not in tools
+    )
+    assert not (packages / "torch").exists()
+    assert size < 125e6, size
+    check_core(tmp_path_factory.mktemp("used"), python, ASK)
+
+
+def check_core(tmp_path, python, prelude):
     folder = make_packed(tmp_path, vocab_size=257, max_position_embeddings=1024)
     numbers = Tokenizer(models.WordLevel({f"{i} ": i for i in range(257)}, unk_token="0 "))
     numbers.decoder = decoders.Fuse()
@@ -94,7 +128,8 @@ def test_a_packed_model_runs_without_torch_and_other_commands_say_what_they_need
         [["sparse-bitnet", *arguments] for arguments in [*runs, *refused]],
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        prelude=PRELUDE,
+        prelude=prelude,
+        python=python,
         stdin="1 2 3\n",
     )
     for arguments, done in zip(runs, told, strict=False):

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
-from unittest import mock
 
 import tyro
 
@@ -93,8 +92,8 @@ def _tidy_help() -> Iterator[None]:
     joined: Any = _strings.remove_single_line_breaks
     help_of: Any = _arguments.generate_argument_helptext
 
-    def in_paragraphs(text: str) -> str:
-        return joined("\n".join(line.strip() for line in text.splitlines()))
+    def in_paragraphs(helptext: str) -> str:
+        return joined("\n".join(line.strip() for line in helptext.splitlines()))
 
     def without_empty_default(*of_argument: Any, **options: Any) -> Any:
         text = help_of(*of_argument, **options)
@@ -102,11 +101,13 @@ def _tidy_help() -> Iterator[None]:
         bare = re.sub(r" ?\(default: (None|''|)\)$", "", shown)
         return text if bare == shown else _fmtlib.text["dim"](bare)
 
-    with (
-        mock.patch.object(_strings, "remove_single_line_breaks", in_paragraphs),
-        mock.patch.object(_arguments, "generate_argument_helptext", without_empty_default),
-    ):
+    _strings.remove_single_line_breaks = in_paragraphs
+    _arguments.generate_argument_helptext = without_empty_default
+    try:
         yield
+    finally:
+        _strings.remove_single_line_breaks = joined
+        _arguments.generate_argument_helptext = help_of
 
 
 def no_options(arguments: list[str], *, prog: str, description: str | None) -> None:

@@ -89,7 +89,12 @@ def _complaint(error: Exception) -> str:
 def main() -> None:
     """Answer until the input ends."""
     for kind, most in ((resource.RLIMIT_AS, MOST_BYTES), (resource.RLIMIT_CORE, 0)):
-        resource.setrlimit(kind, (most, most))
+        try:
+            resource.setrlimit(kind, (most, most))
+        except (OSError, ValueError):
+            # macOS limits no address space; there processor time alone is.
+            if sys.platform == "linux":
+                raise
     environment, template = _environment(), None
     for line in sys.stdin:
         # Processor time, not the clock's: a busy machine is no reason. The system ends the process.
