@@ -81,7 +81,7 @@ NB_MODULE(_cpu, module) {
           unlocked);
 
   bind_matmul(module, kernels);
-  bind_memory(module);
+  bind_memory(module, kernels);
   bind_decoder(module);
   bind_roofline(module);
 }

@@ -4,7 +4,7 @@
 //
 //   model = ModelBuilder(...); model.set_embedding(table); model.set_head(table);
 //   model.set_final_norm(address); model.add_block(matrices, addresses of vectors)
-//   decoder = Decoder(model, threads, cache, context_length, cache_tokens, isa="")
+//   decoder = Decoder(model, threads, cache, context_length, cache_tokens, kernels)
 //   decoder.open() -> sequence; decoder.forward([(sequence, address of int32 tokens, count)], which, logits)
 //
 //   A vector is the address of float32 values, 0 where the model has none. logits: address of float32
@@ -151,7 +151,7 @@ class ModelBuilder {
 class DecoderHandle {
  public:
   DecoderHandle(const ModelBuilder& builder, int threads, CacheType cache, std::int64_t context_length,
-                std::int64_t cache_tokens, const std::string& isa) {
+                std::int64_t cache_tokens, const Kernels& kernels) : isa_(kernels.isa) {
     require(threads >= 1 && threads <= most_threads, "threads is outside 1..1024");
     require(context_length >= 1 && context_length <= (std::int64_t(1) << 24),
             "context_length is outside 1..2^24");
@@ -159,8 +159,7 @@ class DecoderHandle {
             "cache_tokens is outside 1..2^31");
     decoder_ = std::make_unique<Decoder>(
         builder.complete(),
-        DecoderOptions{threads, cache, context_length, cache_tokens, isa});
-    isa_ = decoder_->isa();
+        DecoderOptions{threads, cache, context_length, cache_tokens, kernels});
   }
 
   ~DecoderHandle() {
@@ -221,7 +220,7 @@ class DecoderHandle {
   const int forks_ = fork_count();
   std::mutex busy_;
   std::unique_ptr<Decoder> decoder_;
-  std::string isa_;
+  const std::string isa_;
 };
 
 // A method of the decoder, for the handle.
@@ -275,8 +274,8 @@ void bind_decoder(nb::module_& module) {
       module, "Decoder",
       "A decoder step over packed weights with a cache of many sequences. RuntimeError from a thread that "
       "calls while another one does, in the child of a fork, and after `shut`.")
-      .def(nb::init<const ModelBuilder&, int, CacheType, std::int64_t, std::int64_t, const std::string&>(),
-           "model"_a, "threads"_a, "cache"_a, "context_length"_a, "cache_tokens"_a, "isa"_a = "")
+      .def(nb::init<const ModelBuilder&, int, CacheType, std::int64_t, std::int64_t, const Kernels&>(),
+           "model"_a, "threads"_a, "cache"_a, "context_length"_a, "cache_tokens"_a, "kernels"_a)
       .def_prop_ro("isa", &DecoderHandle::isa)
       .def("open", used(&Decoder::open), "A new, empty sequence.")
       .def("close", used(&Decoder::close), "sequence"_a, "Give its pages back.")

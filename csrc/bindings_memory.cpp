@@ -11,7 +11,6 @@
 #include <nanobind/stl/tuple.h>
 
 #include "bindings.h"
-#include "checksum.h"
 #include "platform.h"
 #include "repack.h"
 #include "tables.h"
@@ -42,61 +41,54 @@ void make_stored_matrix(StoredMatrix* place, StoredFormat format, int n, int m, 
   require(columns % packed::coded(pattern).m == 0, "columns are no multiple of m");
   require(format != StoredFormat::nm_bitmap || packed::nm_bitmap_supports(pattern),
           "nm_bitmap does not hold the pattern");
-  require(bytes == rows * stored_row_bytes(format, pattern, columns),
+  require(bytes == rows * StoredMatrix::bytes_per_row(format, pattern, columns),
           "the stored bytes do not make up the matrix");
   new (place) StoredMatrix{format, pattern, rows, columns, source};
 }
 
-void make_stored_table(TableSource* place, StoredTable type, std::int64_t rows, std::int64_t columns,
+void make_stored_table(StoredTable* place, TableType type, std::int64_t rows, std::int64_t columns,
                        std::int64_t bytes, Address address, int descriptor, std::int64_t offset,
                        Address scales) {
   const ByteSource source = {pointer<const std::uint8_t>(address), descriptor, offset};
   require_source(rows, columns, source);
-  require(bytes == rows * columns * bytes_of(type), "the stored bytes do not make up the table");
-  new (place) TableSource{type, rows, columns, source, pointer<const float>(scales)};
+  require(type != TableType::int4, "no file has tables of int4");
+  require(bytes == rows * Table::bytes_per_row(type, columns), "the stored bytes do not make up the table");
+  new (place) StoredTable{type, rows, columns, source, pointer<const float>(scales)};
 }
 
-using MatrixReport = std::tuple<std::uint32_t, bool, std::optional<std::string>>;
-using TableReport = std::tuple<std::uint32_t, bool, bool>;
+// The CRC-32 of the stored bytes, whether they could be read, and what is wrong with them.
+using Report = std::tuple<std::uint32_t, bool, std::optional<std::string>>;
 
-MatrixReport repack_matrix(ThreadPool& pool, const StoredMatrix& stored, const Matrix& out) {
+Report report(const Loaded& loaded) {
+  std::optional<std::string> damage;
+  if (loaded.damage != nullptr) damage = loaded.damage;
+  return {loaded.crc32, loaded.is_readable, damage};
+}
+
+Report repack_matrix(const Kernels& kernels, ThreadPool& pool, const StoredMatrix& stored, const Matrix& out) {
   require(out.format == WeightFormat::i2 || out.format == WeightFormat::b3 ||
               out.format == WeightFormat::nm_bitmap,
           "the format is none of i2, b3 and nm_bitmap");
   require(out.rows == stored.rows && out.columns == stored.columns &&
               out.pattern.n == stored.pattern.n && out.pattern.m == stored.pattern.m,
           "the matrix has another shape or pattern than the stored one");
-  const Repacked result = repack(pool, stored, out);
-  std::optional<std::string> damage;
-  if (result.damage != nullptr) damage = result.damage;
-  return {result.crc32, result.is_readable, damage};
+  return report(repack(kernels, pool, stored, out));
 }
 
-TableReport load_table(ThreadPool& pool, const TableSource& stored, const Table& out,
-                       const std::string& isa) {
+Report load_table(const Kernels& kernels, ThreadPool& pool, const StoredTable& stored, const Table& out) {
   require(out.rows == stored.rows && out.columns == stored.columns,
           "the table has another shape than the stored one");
   auto* rows = const_cast<std::uint8_t*>(out.data);
-  CopiedTable result;
-  if (Table::bytes_per_row(out.type, out.columns) == stored.columns * bytes_of(stored.type)) {
-    require((out.type == TableType::int8) == (stored.type == StoredTable::int8),
-            "the types are not the same");
-    result = copy_table(pool, stored, rows, out.row_stride);
-    result.is_finite = true;
-  } else {
-    require(out.type == TableType::int8 || out.type == TableType::int4, "the type is not int8 or int4");
-    require(stored.type != StoredTable::int8 || stored.scales != nullptr, "int8 without scales");
-    const bool is_int4 = out.type == TableType::int4;
-    result = quantize_table(choose_kernels(isa).vector, pool, stored,
-                            is_int4 ? WeightFormat::int4 : WeightFormat::int8, rows, out.row_stride,
-                            const_cast<float*>(out.scales));
-  }
-  return {result.crc32, result.is_readable, result.is_finite};
+  if (out.type == stored.type) return report(copy_table(kernels, pool, stored, rows, out.row_stride));
+  require(out.type == TableType::int8 || out.type == TableType::int4, "the type is not int8 or int4");
+  require(stored.type != TableType::int8 || stored.scales != nullptr, "int8 without scales");
+  return report(quantize_table(kernels, pool, stored, out.type, rows, out.row_stride,
+                               const_cast<float*>(out.scales)));
 }
 
 }  // namespace
 
-void bind_memory(nb::module_& module) {
+void bind_memory(nb::module_& module, nb::class_<Kernels>& kernels) {
   const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
   nb::class_<HugeBuffer>(module, "HugeBuffer",
                          "Zeroed memory aligned to 2 MiB, in huge pages where the system has them.")
@@ -113,34 +105,31 @@ void bind_memory(nb::module_& module) {
       .value("nm_bitmap", StoredFormat::nm_bitmap)
       .value("nm_enum", StoredFormat::nm_enum)
       .value("codes", StoredFormat::codes);
-  nb::enum_<StoredTable>(module, "StoredType", "Elements of a table in a file.")
-      .value("float32", StoredTable::float32)
-      .value("bfloat16", StoredTable::bfloat16)
-      .value("int8", StoredTable::int8);
   nb::class_<StoredMatrix>(module, "StoredMatrix",
                            "A packed matrix of so many bytes, at an address or at an offset of a file.")
       .def("__init__", &make_stored_matrix, "format"_a, "n"_a, "m"_a, "rows"_a, "columns"_a, "bytes"_a,
            "address"_a = 0, "descriptor"_a = -1, "offset"_a = 0);
-  nb::class_<TableSource>(module, "StoredTable",
+  nb::class_<StoredTable>(module, "StoredTable",
                           "A table of so many bytes, at an address or at an offset of a file, with the address "
                           "of the scales of int8.")
       .def("__init__", &make_stored_table, "type"_a, "rows"_a, "columns"_a, "bytes"_a, "address"_a = 0,
            "descriptor"_a = -1, "offset"_a = 0, "scales"_a = 0);
 
-  module.def("repack", &repack_matrix, "pool"_a, "stored"_a, "out"_a, unlocked,
-             "Writes the rows of `out`. Returns the CRC-32 of the stored bytes, whether they could be read, "
-             "and why they encode no matrix, or None.");
-  module.def("load_table", &load_table, "pool"_a, "stored"_a, "out"_a, "isa"_a = "", unlocked,
-             "Writes the rows of `out`, copied, or quantised with its scales to int8 or int4. Returns the "
-             "CRC-32 of the stored bytes, whether they could be read, and whether what was quantised is "
-             "finite.");
-  module.def(
-      "crc32",
-      [](Address data, std::int64_t size) {
-        require(size == 0 || (size > 0 && data != 0), "no data");
-        return crc32(pointer<const std::uint8_t>(data), size);
-      },
-      "data"_a, "size"_a, unlocked, "zlib's CRC-32 of so many bytes.");
+  kernels
+      .def("repack", &repack_matrix, "pool"_a, "stored"_a, "out"_a, unlocked,
+           "Writes the rows of `out`. Returns the CRC-32 of the stored bytes, whether they could be read, "
+           "and why they encode no matrix, or None.")
+      .def("load_table", &load_table, "pool"_a, "stored"_a, "out"_a, unlocked,
+           "Writes the rows of `out`, copied, or quantised with its scales to int8 or int4. Returns the "
+           "CRC-32 of the stored bytes, whether they could be read, and what is wrong with those that were "
+           "quantised, or None.")
+      .def(
+          "crc32",
+          [](const Kernels& self, Address data, std::int64_t size) {
+            require(size == 0 || (size > 0 && data != 0), "no data");
+            return self.loading.crc32(pointer<const std::uint8_t>(data), size);
+          },
+          "data"_a, "size"_a, unlocked, "zlib's CRC-32 of so many bytes.");
 }
 
 }  // namespace sparse_bitnet

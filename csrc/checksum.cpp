@@ -107,19 +107,19 @@ __attribute__((target("pclmul,sse4.1"))) Polynomial remainder_by_folding(
   return remainder_by_table(remainder_by_table(0, folded, fold_bytes), data, size);
 }
 
-bool can_fold() { return __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1"); }
-
 #endif
 
 }  // namespace
 
-std::uint32_t crc32(const std::uint8_t* data, std::int64_t size) {
-#if defined(__x86_64__)
-  static const bool folds = can_fold();
-  if (folds && size >= fold_bytes) return ~remainder_by_folding(~0u, data, size);
-#endif
+std::uint32_t crc32_by_table(const std::uint8_t* data, std::int64_t size) {
   return ~remainder_by_table(~0u, data, size);
 }
+
+#if defined(__x86_64__)
+std::uint32_t crc32_by_folding(const std::uint8_t* data, std::int64_t size) {
+  return size < fold_bytes ? crc32_by_table(data, size) : ~remainder_by_folding(~0u, data, size);
+}
+#endif
 
 std::uint32_t crc32_joined(std::uint32_t first, std::uint32_t second, std::int64_t second_size) {
   return times(power_of_x(8 * std::uint64_t(second_size)), first) ^ second;

@@ -117,8 +117,6 @@ Decoder::Decoder(Model model, const DecoderOptions& options)
 
 Decoder::~Decoder() = default;
 
-const char* Decoder::isa() const { return state_->kernels.isa; }
-
 int Decoder::open() { return state_->cache.open(); }
 
 void Decoder::close(int sequence) { state_->cache.close(sequence); }

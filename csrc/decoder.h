@@ -10,7 +10,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "isa.h"
@@ -47,7 +46,7 @@ struct DecoderOptions {
   CacheType cache;
   std::int64_t context_length;  // most tokens of one sequence
   std::int64_t cache_tokens;    // room for so many tokens over all sequences, in pages
-  std::string isa;              // see choose_kernels
+  const Kernels& kernels;
 };
 
 // Tokens a page of the cache holds. Sequences share whole pages after a fork (reference counts).
@@ -61,11 +60,9 @@ struct Request {
 
 class Decoder {
  public:
-  // Keeps pointers to the model's data. Throws std::bad_alloc, std::invalid_argument (isa).
+  // Keeps pointers to the model's data. Throws std::bad_alloc.
   Decoder(Model model, const DecoderOptions& options);
   ~Decoder();
-
-  const char* isa() const;
 
   int open();                                       // a new, empty sequence
   void close(int sequence);                         // gives its pages back

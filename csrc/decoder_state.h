@@ -60,7 +60,7 @@ struct Decoder::State {
   State(Model given, const DecoderOptions& options)
       : model(std::move(given)),
         context_length(options.context_length),
-        kernels(choose_kernels(options.isa)),
+        kernels(options.kernels),
         pool(options.threads),
         cache(options.cache, std::int64_t(model.blocks.size()), model.kv_heads, model.head_dim,
               options.cache_tokens),

@@ -11,6 +11,8 @@
 #include <string>
 #include <vector>
 
+#include "packed_format.h"
+
 namespace sparse_bitnet {
 
 enum class Dtype : int { float32 = 0, bfloat16 = 1 };
@@ -74,11 +76,23 @@ struct VectorKernels {
 
 extern const VectorKernels vector_generic, vector_avx2, vector_avx512;
 
+// What reads a file (packed_rows.h, checksum.h).
+struct LoadingKernels {
+  std::uint32_t (*crc32)(const std::uint8_t* data, std::int64_t size);
+  void (*decode_nm_bitmap)(packed::Pattern pattern, const std::uint8_t* row, std::int64_t columns,
+                           std::uint8_t* digits);
+  void (*encode_nm_bitmap)(packed::Pattern pattern, const std::uint8_t* digits, std::int64_t columns,
+                           std::uint8_t* row);
+};
+
+extern const LoadingKernels loading_generic, loading_avx2, loading_avx512;
+
 // A row.
 struct Kernels {
   const char* isa;
   bool (*is_supported)();
   const VectorKernels& vector;
+  const LoadingKernels& loading;
   const MatmulKernels& matmul;    // matmul_kernels.h
   const RooflineLoops& roofline;  // roofline.h
 };

@@ -97,11 +97,6 @@ constexpr bool is_scale_group(std::int64_t group, std::int64_t in_features) {
   return (group == 32 || group == 64 || group == 128 || group == 256) && in_features % group == 0;
 }
 
-// The counts of weights that may share a scale.
-constexpr bool is_scale_group(std::int64_t weights) {
-  return weights == 32 || weights == 64 || weights == 128 || weights == 256;
-}
-
 static_assert(i2_block_weights == 4 * i2_block_bytes);
 static_assert(b3_block_weights == 5 * b3_block_bytes);
 static_assert(i2_block_bytes % i2_tail_alignment == 0);

@@ -4,6 +4,9 @@
 #include <cstdint>
 #include <cstring>
 
+#include "checksum.h"
+#include "isa.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -121,16 +124,9 @@ __attribute__((target("bmi2"))) std::uint64_t gather_bmi2(std::uint64_t value, s
   return _pext_u64(value, mask);
 }
 
-using BitFunction = std::uint64_t (*)(std::uint64_t, std::uint64_t);
-const BitFunction spread_bits = __builtin_cpu_supports("bmi2") ? spread_bmi2 : spread_by_bit;
-const BitFunction gather_bits = __builtin_cpu_supports("bmi2") ? gather_bmi2 : gather_by_bit;
-
-#else
-
-constexpr auto spread_bits = spread_by_bit;
-constexpr auto gather_bits = gather_by_bit;
-
 #endif
+
+using BitFunction = std::uint64_t (*)(std::uint64_t, std::uint64_t);
 
 // Bits of the weights of a chunk of which a row has `left`, counted from the chunk's start.
 std::uint64_t existing(std::int64_t left) {
@@ -226,27 +222,35 @@ void encode_blocks(const std::uint8_t* digits, std::int64_t columns, std::uint8_
   Format::join(digits, Format::plane_bytes(columns), row);
 }
 
-}  // namespace
-
-const char* decode_i2(const std::uint8_t* row, std::int64_t columns, std::uint8_t* digits) {
-  return decode_blocks<I2>(row, columns, digits);
+template <BitFunction spread_bits>
+void decode_nm_bitmap(Pattern pattern, const std::uint8_t* row, std::int64_t columns,
+                      std::uint8_t* digits) {
+  const std::int64_t sign_bytes = packed::nm_bitmap_sign_bytes(pattern);
+  for (std::int64_t first = 0; first < columns; first += 64, row += sign_bytes + 8) {
+    std::uint64_t signs = 0;
+    std::memcpy(&signs, row, std::size_t(sign_bytes));
+    const std::uint64_t nonzero = load_word(row + sign_bytes);
+    const std::uint64_t negative = spread_bits(signs, nonzero);
+    for (int i = 0; i < 64; i += 8) {
+      const std::uint64_t eight = digits_of(nonzero >> i & 255, negative >> i & 255);
+      std::memcpy(digits + first + i, &eight, 8);
+    }
+  }
 }
 
-const char* decode_b3(const std::uint8_t* row, std::int64_t columns, std::uint8_t* digits) {
-  return decode_blocks<B3>(row, columns, digits);
-}
-
-void encode_i2(const std::uint8_t* digits, std::int64_t columns, std::uint8_t* row) {
-  encode_blocks<I2>(digits, columns, row);
-}
-
-void encode_b3(const std::uint8_t* digits, std::int64_t columns, std::uint8_t* row) {
-  encode_blocks<B3>(digits, columns, row);
+template <BitFunction gather_bits>
+void encode_nm_bitmap(Pattern pattern, const std::uint8_t* digits, std::int64_t columns,
+                      std::uint8_t* row) {
+  const std::int64_t sign_bytes = packed::nm_bitmap_sign_bytes(pattern);
+  for (std::int64_t first = 0; first < columns; first += 64, row += sign_bytes + 8) {
+    const Bitmaps bits = bitmaps_of(digits + first);
+    const std::uint64_t signs = gather_bits(bits.negative, bits.nonzero);
+    std::memcpy(row, &signs, std::size_t(sign_bytes));
+    std::memcpy(row + sign_bytes, &bits.nonzero, 8);
+  }
 }
 
 #if defined(__x86_64__)
-
-namespace {
 
 __attribute__((target("avx512bw,bmi2"))) void decode_nm_bitmap_avx512(Pattern pattern,
                                                                       const std::uint8_t* row,
@@ -266,28 +270,33 @@ __attribute__((target("avx512bw,bmi2"))) void decode_nm_bitmap_avx512(Pattern pa
   }
 }
 
-const bool has_avx512 = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("bmi2");
+#endif
 
 }  // namespace
 
+const LoadingKernels loading_generic = {crc32_by_table, decode_nm_bitmap<spread_by_bit>,
+                                        encode_nm_bitmap<gather_by_bit>};
+#if defined(__x86_64__)
+const LoadingKernels loading_avx2 = {crc32_by_folding, decode_nm_bitmap<spread_bmi2>,
+                                     encode_nm_bitmap<gather_bmi2>};
+const LoadingKernels loading_avx512 = {crc32_by_folding, decode_nm_bitmap_avx512,
+                                       encode_nm_bitmap<gather_bmi2>};
 #endif
 
-void decode_nm_bitmap(Pattern pattern, const std::uint8_t* row, std::int64_t columns,
-                      std::uint8_t* digits) {
-#if defined(__x86_64__)
-  if (has_avx512) return decode_nm_bitmap_avx512(pattern, row, columns, digits);
-#endif
-  const std::int64_t sign_bytes = packed::nm_bitmap_sign_bytes(pattern);
-  for (std::int64_t first = 0; first < columns; first += 64, row += sign_bytes + 8) {
-    std::uint64_t signs = 0;
-    std::memcpy(&signs, row, std::size_t(sign_bytes));
-    const std::uint64_t nonzero = load_word(row + sign_bytes);
-    const std::uint64_t negative = spread_bits(signs, nonzero);
-    for (int i = 0; i < 64; i += 8) {
-      const std::uint64_t eight = digits_of(nonzero >> i & 255, negative >> i & 255);
-      std::memcpy(digits + first + i, &eight, 8);
-    }
-  }
+const char* decode_i2(const std::uint8_t* row, std::int64_t columns, std::uint8_t* digits) {
+  return decode_blocks<I2>(row, columns, digits);
+}
+
+const char* decode_b3(const std::uint8_t* row, std::int64_t columns, std::uint8_t* digits) {
+  return decode_blocks<B3>(row, columns, digits);
+}
+
+void encode_i2(const std::uint8_t* digits, std::int64_t columns, std::uint8_t* row) {
+  encode_blocks<I2>(digits, columns, row);
+}
+
+void encode_b3(const std::uint8_t* digits, std::int64_t columns, std::uint8_t* row) {
+  encode_blocks<B3>(digits, columns, row);
 }
 
 const char* decode_codes(const std::uint8_t* row, std::int64_t columns, std::uint8_t* digits) {
@@ -297,17 +306,6 @@ const char* decode_codes(const std::uint8_t* row, std::int64_t columns, std::uin
     largest = digits[i] > largest ? digits[i] : largest;
   }
   return largest > 2 ? bad_codes : nullptr;
-}
-
-void encode_nm_bitmap(Pattern pattern, const std::uint8_t* digits, std::int64_t columns,
-                      std::uint8_t* row) {
-  const std::int64_t sign_bytes = packed::nm_bitmap_sign_bytes(pattern);
-  for (std::int64_t first = 0; first < columns; first += 64, row += sign_bytes + 8) {
-    const Bitmaps bits = bitmaps_of(digits + first);
-    const std::uint64_t signs = gather_bits(bits.negative, bits.nonzero);
-    std::memcpy(row, &signs, std::size_t(sign_bytes));
-    std::memcpy(row + sign_bytes, &bits.nonzero, 8);
-  }
 }
 
 const char* check_nm_bitmap(const GroupLimit& limit, const std::uint8_t* row,

@@ -15,18 +15,14 @@ constexpr std::int64_t digits_size(std::int64_t columns) {
 }
 
 // The decoders fill `digits` [columns] and its padding, and say why a row is damaged or return null. i2 and
-// b3 without digits are only checked; nobody looks at groups.
+// b3 without digits are only checked; nobody looks at groups. Those of nm-bitmap are LoadingKernels (isa.h), for
+// rows that check_nm_bitmap accepts.
 const char* decode_i2(const std::uint8_t* row, std::int64_t columns, std::uint8_t* digits);
 const char* decode_b3(const std::uint8_t* row, std::int64_t columns, std::uint8_t* digits);
 const char* decode_codes(const std::uint8_t* row, std::int64_t columns, std::uint8_t* digits);
-// Of a row that check_nm_bitmap accepts.
-void decode_nm_bitmap(packed::Pattern pattern, const std::uint8_t* row, std::int64_t columns,
-                      std::uint8_t* digits);
 
 void encode_i2(const std::uint8_t* digits, std::int64_t columns, std::uint8_t* row);
 void encode_b3(const std::uint8_t* digits, std::int64_t columns, std::uint8_t* row);
-void encode_nm_bitmap(packed::Pattern pattern, const std::uint8_t* digits, std::int64_t columns,
-                      std::uint8_t* row);
 
 // Whether groups of m have at most n non-zeros.
 class GroupLimit {

@@ -170,7 +170,7 @@ const char* amx_refusal() {
 // Whatever has FMA has F16C, which not every compiler can ask for.
 bool cpu_has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-         __builtin_cpu_supports("bmi2");
+         __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("pclmul");
 }
 
 bool cpu_has_avxvnni() {

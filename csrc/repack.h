@@ -8,8 +8,7 @@
 
 #include "matmul.h"
 #include "packed_format.h"
-#include "platform.h"
-#include "thread_pool.h"
+#include "stored_rows.h"
 
 namespace sparse_bitnet {
 
@@ -20,19 +19,13 @@ struct StoredMatrix {
   StoredFormat format;
   packed::Pattern pattern;
   std::int64_t rows, columns;  // within the limits of packed_format.h
-  ByteSource bytes;            // rows follow each other, stored_row_bytes() each, aligned to nothing
+  ByteSource bytes;            // rows follow each other, bytes_per_row() each, aligned to nothing
+
+  static std::int64_t bytes_per_row(StoredFormat format, packed::Pattern pattern, std::int64_t columns);
 };
 
-std::int64_t stored_row_bytes(StoredFormat format, packed::Pattern pattern, std::int64_t columns);
-
-struct Repacked {
-  std::uint32_t crc32;  // of all stored bytes
-  bool is_readable;     // whether they could be read
-  const char* damage;   // why the bytes are no encoding of a matrix, or null
-};
-
-// Writes the rows of `out`, a matrix of i2, b3 or nm_bitmap; what lies between rows is left alone. The
-// result does not depend on the number of threads. A damaged matrix is written somehow, within its bounds.
-Repacked repack(ThreadPool& pool, const StoredMatrix& stored, const Matrix& out);
+// Writes the rows of `out`, a matrix of i2, b3 or nm_bitmap; what lies between rows is left alone. A
+// damaged matrix is written somehow, within its bounds.
+Loaded repack(const Kernels& kernels, ThreadPool& pool, const StoredMatrix& stored, const Matrix& out);
 
 }  // namespace sparse_bitnet

@@ -129,7 +129,7 @@ class DecoderInMemory:
             cache=_cpu.CacheType[cache],
             context_length=context_length or config.max_position_embeddings,
             cache_tokens=cache_tokens,
-            isa=isa,
+            kernels=_cpu.Kernels.choose(isa),
         )
 
     def address(self, array: np.ndarray) -> int:
@@ -175,7 +175,7 @@ class DecoderInMemory:
             codes = codes.contiguous()
             shape = (n, m, rows, columns, rows * columns)
             stored = _cpu.StoredMatrix(_cpu.StoredFormat.codes, *shape, address=codes.data_ptr())
-            _cpu.repack(_cpu.ThreadPool(1), stored, matrix)
+            _cpu.Kernels.choose().repack(_cpu.ThreadPool(1), stored, matrix)
         return matrix
 
     def table(self, weight: Tensor, type: str, **changes: Any) -> _cpu.Table:

@@ -243,7 +243,12 @@ def test_model_builder_refuses_what_does_not_fit() -> None:
             getattr(_cpu, name)(9)
     with pytest.raises(ValueError, match="has no embedding"):
         _cpu.Decoder(
-            builder(), threads=1, cache=_cpu.CacheType.float32, context_length=8, cache_tokens=8
+            builder(),
+            threads=1,
+            cache=_cpu.CacheType.float32,
+            context_length=8,
+            cache_tokens=8,
+            kernels=_cpu.Kernels.choose(),
         )
     layer = next(iter(decoder.layers.values()))
     norms = {"input_norm": frequencies, "post_attention_norm": frequencies}

@@ -13,6 +13,8 @@ from sparse_bitnet.pattern import NMPattern
 _cpu = pytest.importorskip("sparse_bitnet._cpu")
 from sparse_bitnet.engine import format_tuning  # noqa: E402
 
+GENERIC = _cpu.Kernels.choose("generic")
+
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -35,13 +37,13 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[NMPattern]:
 
 
 def test_what_is_measured(cache: Path) -> None:
-    pool, kernels = _cpu.ThreadPool(1), _cpu.Kernels.choose("generic")
+    pool = _cpu.ThreadPool(1)
     for text, names in (
         ("6:8", {"i2", "b3", "nm-bitmap"}),
         ("8:8", {"i2", "b3"}),
         ("3:5", {"i2", "b3"}),
     ):
-        seconds = format_tuning.measure_formats(NMPattern.parse(text), pool, kernels)
+        seconds = format_tuning.measure_formats(NMPattern.parse(text), pool, GENERIC)
         assert seconds.keys() == names
         assert all(0 < taken < 1 for taken in seconds.values())
 
@@ -49,12 +51,12 @@ def test_what_is_measured(cache: Path) -> None:
 def test_measured_once(cache: Path, measurements: list[NMPattern]) -> None:
     pool = _cpu.ThreadPool(1)
     for _ in range(2):
-        assert format_tuning.choose_format(NMPattern(6, 8), pool, "generic") == "nm-bitmap"
+        assert format_tuning.choose_format(NMPattern(6, 8), pool, GENERIC) == "nm-bitmap"
     assert len(measurements) == 1
     (key,) = json.loads(cache.read_text())
     assert "generic | 1 threads | 6:8" in key
-    format_tuning.choose_format(NMPattern(2, 8), pool, "generic")
-    format_tuning.choose_format(NMPattern(6, 8), _cpu.ThreadPool(2), "generic")
+    format_tuning.choose_format(NMPattern(2, 8), pool, GENERIC)
+    format_tuning.choose_format(NMPattern(6, 8), _cpu.ThreadPool(2), GENERIC)
     assert len(measurements) == 3
 
 
@@ -67,7 +69,7 @@ def test_a_damaged_cache_is_ignored(
     cache.parent.mkdir()
     cache.write_text(content, encoding="latin-1")
     for _ in range(2):
-        format_tuning.choose_format(NMPattern(6, 8), _cpu.ThreadPool(1), "generic")
+        format_tuning.choose_format(NMPattern(6, 8), _cpu.ThreadPool(1), GENERIC)
     assert len(measurements) == 1
 
 
@@ -77,9 +79,7 @@ def test_no_file_in_the_place_of_the_cache(
 ) -> None:
     cache.parent.mkdir()
     make(cache)
-    assert (
-        format_tuning.choose_format(NMPattern(6, 8), _cpu.ThreadPool(1), "generic") == "nm-bitmap"
-    )
+    assert format_tuning.choose_format(NMPattern(6, 8), _cpu.ThreadPool(1), GENERIC) == "nm-bitmap"
     assert len(measurements) == 1
 
 
@@ -87,11 +87,11 @@ def test_a_remembered_format_must_hold_the_pattern(
     cache: Path, measurements: list[NMPattern]
 ) -> None:
     pool = _cpu.ThreadPool(1)
-    format_tuning.choose_format(NMPattern(6, 8), pool, "generic")
+    format_tuning.choose_format(NMPattern(6, 8), pool, GENERIC)
     for bad in ("nm-enum", "??"):
         values = dict.fromkeys(json.loads(cache.read_text()), bad)
         cache.write_text(json.dumps(values))
-        assert format_tuning.choose_format(NMPattern(6, 8), pool, "generic") == "nm-bitmap"
+        assert format_tuning.choose_format(NMPattern(6, 8), pool, GENERIC) == "nm-bitmap"
     assert len(measurements) == 3
 
 
@@ -99,7 +99,10 @@ def test_a_folder_that_cannot_be_written_does_not_matter(
     cache: Path, measurements: list[NMPattern]
 ) -> None:
     cache.parent.write_text("a file")
-    assert format_tuning.choose_format(NMPattern(6, 8), _cpu.ThreadPool(1), "") == "nm-bitmap"
+    assert (
+        format_tuning.choose_format(NMPattern(6, 8), _cpu.ThreadPool(1), _cpu.Kernels.choose())
+        == "nm-bitmap"
+    )
 
 
 def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

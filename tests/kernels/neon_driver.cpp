@@ -106,7 +106,9 @@ struct Weights {
       switch (format) {
         case WeightFormat::i2: encode_i2(digits.data(), columns, row); break;
         case WeightFormat::b3: encode_b3(digits.data(), columns, row); break;
-        case WeightFormat::nm_bitmap: encode_nm_bitmap(pattern, digits.data(), columns, row); break;
+        case WeightFormat::nm_bitmap:
+          choose_kernels("generic").loading.encode_nm_bitmap(pattern, digits.data(), columns, row);
+          break;
         default:
           for (std::int64_t i = 0; i < width; ++i) {
             row[i] = std::uint8_t(value >= 0 ? value : random.below(256));

@@ -84,7 +84,7 @@ def test_offsets_in_files() -> None:
     with pytest.raises(ValueError, match="neither an address nor a file"):
         _cpu.StoredMatrix(_cpu.StoredFormat.i2, 1, 1, 1, 256, 64, **place)
     with pytest.raises(ValueError, match="neither an address nor a file"):
-        _cpu.StoredTable(_cpu.StoredType.int8, 1, 256, 256, **place)
+        _cpu.StoredTable(_cpu.TableType.int8, 1, 256, 256, **place)
 
 
 @cache

@@ -101,7 +101,7 @@ class Weights:
         if group and self.format == "i2":
             stored = (_cpu.StoredFormat.codes, n, m, rows, columns, rows * columns)
             codes = _cpu.StoredMatrix(*stored, address=self.codes.ctypes.data)
-            assert _cpu.repack(_cpu.ThreadPool(1), codes, matrix)[2] is None
+            assert _cpu.Kernels.choose().repack(_cpu.ThreadPool(1), codes, matrix)[2] is None
         return _cpu.Product(matrix, address, y.ctypes.data, y.strides[0] // 4)
 
 

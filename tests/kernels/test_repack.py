@@ -40,6 +40,7 @@ PATTERNS = [
 ]
 SHAPES = [(1, 1), (3, 2), (5, 7), (2, 64), (7, 65), (4, 129), (3, 384), (33, 896), (2, 1601)]
 POISON = 0xA5
+ISAS = [_cpu.supported_isas()[0], *({"avx2", "generic"} & {*_cpu.supported_isas()[1:]})]
 
 
 @pytest.fixture(scope="module", params=[1, 3])
@@ -58,7 +59,9 @@ def columns_near(pattern: NMPattern, columns: int) -> int:
     return max(1, columns // pattern.m) * pattern.m
 
 
-def repack(pool, data: np.ndarray, stored: str, pattern: NMPattern, rows, columns, target):
+def repack(
+    pool, data: np.ndarray, stored: str, pattern: NMPattern, rows, columns, target, isa: str = ""
+):
     """(rows of the target [rows, row_bytes], crc32, damage); checks that nothing else is written."""
     coded = NMPattern(1, 1) if pattern.is_dense else pattern
     taken = row_bytes(target, pattern, columns)
@@ -70,7 +73,7 @@ def repack(pool, data: np.ndarray, stored: str, pattern: NMPattern, rows, column
     shifted = np.full(data.size + 8, POISON, np.uint8)
     shifted[1 : 1 + data.size] = data.view(np.uint8)
     shape = (coded.n, coded.m, rows, columns)
-    crc32, is_readable, damage = _cpu.repack(
+    crc32, is_readable, damage = _cpu.Kernels.choose(isa).repack(
         pool,
         _cpu.StoredMatrix(STORED[stored], *shape, data.size, address=shifted.ctypes.data + 1),
         _cpu.Matrix(RUN_TIME[target], *shape, stride, out.ctypes.data + base),
@@ -97,10 +100,13 @@ def test_every_format_to_every_format(pool, text: str) -> None:
             for target in RUN_TIME:
                 if not holds_pattern(target, pattern):
                     continue
-                got, crc32, damage = repack(pool, raw, stored, pattern, rows, columns, target)
-                assert damage is None, (stored, target, rows, columns)
-                assert crc32 == zlib.crc32(raw.tobytes())
-                assert np.array_equal(got, pack(codes, target, pattern).numpy()), (stored, target)
+                expected = pack(codes, target, pattern).numpy()
+                for isa in ISAS if "nm-bitmap" in (stored, target) else ISAS[:1]:
+                    found = repack(pool, raw, stored, pattern, rows, columns, target, isa)
+                    got, crc32, damage = found
+                    assert damage is None, (stored, target, rows, columns, isa)
+                    assert crc32 == zlib.crc32(raw.tobytes())
+                    assert np.array_equal(got, expected), (stored, target, isa)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 35])
@@ -121,7 +127,11 @@ def test_i2_with_group_scales_lies_in_strips(pool, rows: int) -> None:
     to = _cpu.Matrix(
         RUN_TIME["i2"], *shape, stride, out.ctypes.data + base, 1.0, scales.ctypes.data, 32
     )
-    assert _cpu.repack(pool, stored, to) == (zlib.crc32(data.tobytes()), True, None)
+    assert _cpu.Kernels.choose().repack(pool, stored, to) == (
+        zlib.crc32(data.tobytes()),
+        True,
+        None,
+    )
     written = out[base : base + strips * 16 * stride].reshape(strips, -1)
     assert np.array_equal(written[:, : 4 * columns], wanted)
     assert not written[:, 4 * columns :].any()
@@ -194,7 +204,7 @@ def test_sizes_are_checked() -> None:
 
     def repack_with(stored_change: dict[str, Any], target_change: dict[str, Any]) -> None:
         source = _cpu.StoredMatrix(**stored | stored_change)
-        _cpu.repack(pool, source, _cpu.Matrix(**target | target_change))
+        _cpu.Kernels.choose().repack(pool, source, _cpu.Matrix(**target | target_change))
 
     repack_with({}, {})
     for change in (
@@ -230,7 +240,8 @@ def test_checksum() -> None:
     for size in (0, 1, 7, 8, 63, 64, 65, 127, 128, 129, 1000, 9990):
         for first in (0, 1, 7):
             part = data[first : first + size]
-            assert _cpu.crc32(data.ctypes.data + first, size) == zlib.crc32(part.tobytes())
+            for kernels in map(_cpu.Kernels.choose, _cpu.supported_isas()):
+                assert kernels.crc32(data.ctypes.data + first, size) == zlib.crc32(part.tobytes())
 
 
 def test_huge_buffer() -> None:
@@ -261,10 +272,10 @@ def quantize_table(
     out = np.full(rows * stride + 64, POISON, np.uint8)
     base = -out.ctypes.data % 64
     found = np.full((rows, columns // 64 if type == "int4" else 1), np.nan, np.float32)
-    crc32, is_readable, finite = _cpu.load_table(
+    crc32, is_readable, damage = _cpu.Kernels.choose(isa).load_table(
         pool,
         _cpu.StoredTable(
-            _cpu.StoredType[str(values.dtype).removeprefix("torch.")],
+            _cpu.TableType[str(values.dtype).removeprefix("torch.")],
             rows,
             columns,
             source.size,
@@ -279,10 +290,9 @@ def quantize_table(
             out.ctypes.data + base,
             found.ctypes.data,
         ),
-        isa,
     )
     assert (crc32, is_readable) == (zlib.crc32(source.tobytes()), True)
-    return out[base : base + rows * stride].reshape(rows, stride), found, finite
+    return out[base : base + rows * stride].reshape(rows, stride), found, damage is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -343,18 +353,18 @@ def test_rows_are_copied(pool) -> None:
     base = -out.ctypes.data % 64
     array = values.numpy()
     source = _cpu.StoredTable(
-        _cpu.StoredType.float32, 70, 33, array.nbytes, address=array.ctypes.data
+        _cpu.TableType.float32, 70, 33, array.nbytes, address=array.ctypes.data
     )
     target = _cpu.Table(_cpu.TableType.float32, 70, 33, 192, out.ctypes.data + base)
-    report = _cpu.load_table(pool, source, target)
-    assert report == (zlib.crc32(array.tobytes()), True, True)
+    report = _cpu.Kernels.choose().load_table(pool, source, target)
+    assert report == (zlib.crc32(array.tobytes()), True, None)
     rows = out[base : base + 70 * 192].reshape(70, 192)
     assert np.array_equal(rows[:, :132], array.view(np.uint8))
     assert (rows[:, 132:] == POISON).all()
 
 
 def test_files_are_read_from_an_offset_and_short_ones_refused(tmp_path: Path) -> None:
-    pool, pattern = _cpu.ThreadPool(2), NMPattern(6, 8)
+    kernels, pool, pattern = _cpu.Kernels.choose(), _cpu.ThreadPool(2), NMPattern(6, 8)
     codes = make_codes(pattern, 400, 100)
     raw = pack(codes, "nm-enum", pattern).numpy()
     path = tmp_path / "file"
@@ -367,12 +377,12 @@ def test_files_are_read_from_an_offset_and_short_ones_refused(tmp_path: Path) ->
             shape = (6, 8, 400, 800)
             place = {"descriptor": file.fileno(), "offset": offset}
             source = _cpu.StoredMatrix(STORED["nm-enum"], *shape, raw.size, **place)
-            report = _cpu.repack(pool, source, _cpu.Matrix(RUN_TIME["i2"], *shape, stride, base))
+            report = kernels.repack(pool, source, _cpu.Matrix(RUN_TIME["i2"], *shape, stride, base))
             assert report[1] == is_readable
             assert (report[0] == zlib.crc32(raw.tobytes())) == is_readable
         shape, scales = (400, raw.shape[1]), np.ones(400, np.float32)
         table = _cpu.StoredTable(
-            _cpu.StoredType.int8, *shape, raw.size, descriptor=file.fileno(), offset=4
+            _cpu.TableType.int8, *shape, raw.size, descriptor=file.fileno(), offset=4
         )
         target = _cpu.Table(_cpu.TableType.int8, *shape, 192, base, scales.ctypes.data)
-        assert not _cpu.load_table(pool, table, target)[1]
+        assert not kernels.load_table(pool, table, target)[1]

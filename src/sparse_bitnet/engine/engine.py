@@ -107,24 +107,26 @@ class Engine(InferenceEngine):
         cache_tokens = _within("cache tokens", cache_tokens, 1 << 31)
         head_format = choose_head(model, head)
         try:
-            isa = _cpu.Kernels.choose(isa).isa
+            kernels = _cpu.Kernels.choose(isa)
         except ValueError as error:
             raise UserError(str(error)) from error
         pool = _cpu.ThreadPool(threads)
         groups = model.scale_groups()
         if weight_format == "auto":
             has_groups = groups != {0}
-            weight_format = "i2" if has_groups else choose_format(model.metadata.pattern, pool, isa)
+            weight_format = (
+                "i2" if has_groups else choose_format(model.metadata.pattern, pool, kernels)
+            )
         elif weight_format == "stored":
             weight_format = model.metadata.packed_format
         check_format(model, weight_format)
         try:
             weights = load_weights(
                 model,
+                kernels,
                 pool,
                 weight_format=weight_format,
                 head_format=head_format,
-                isa=isa,
                 progress=progress,
             )
             decoder = _cpu.Decoder(
@@ -133,7 +135,7 @@ class Engine(InferenceEngine):
                 CACHE_TYPES[kv_cache],
                 context_length,
                 cache_tokens,
-                isa,
+                kernels,
             )
         except MemoryError as error:
             raise UserError(

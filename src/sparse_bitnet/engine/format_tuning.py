@@ -27,17 +27,14 @@ _TIE = 1.02
 """Of formats this close, the one with the fewest bytes is taken."""
 
 
-def choose_format(pattern: NMPattern, pool: _cpu.ThreadPool, isa: str) -> str:
+def choose_format(pattern: NMPattern, pool: _cpu.ThreadPool, kernels: _cpu.Kernels) -> str:
     """The run-time format with which one token is fastest, measured now or earlier.
 
     Args:
         pattern: of the weights.
         pool: the threads that will multiply.
-        isa: name of the kernels, "" for the best.
-
-    Raises `ValueError` for kernels that this machine does not have.
+        kernels: of an instruction set.
     """
-    kernels = _cpu.Kernels.choose(isa)
     key = _key(kernels.isa, pool.threads, pattern)
     path = cache_folder() / "formats.json"
     known = _tuned(path)

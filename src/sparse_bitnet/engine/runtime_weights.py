@@ -85,28 +85,30 @@ def check_format(model: EngineModel, weight_format: str) -> None:
 
 def load_weights(
     model: EngineModel,
+    kernels: _cpu.Kernels,
     pool: _cpu.ThreadPool,
     *,
     weight_format: str,
     head_format: str,
-    isa: str = "",
     progress: OnProgress | None = None,
 ) -> Weights:
     """Read all of a model's tensors.
 
     Args:
         model: the opened file.
+        kernels: of an instruction set.
         pool: threads to do it with.
         weight_format: a key of `FORMATS`, accepted by `check_format`.
         head_format: what `choose_head` returned.
-        isa: name of the kernels, "" for the best.
 
     Raises `UserError`, naming the tensor, where one is damaged; `MemoryError`.
     """
     with os_errors_as(f"cannot read {model.file.path}"):
         descriptor = os.open(model.file.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
     try:
-        return _Loader(model, descriptor, pool, weight_format, head_format, isa, progress).load()
+        return _Loader(
+            model, descriptor, kernels, pool, weight_format, head_format, progress
+        ).load()
     finally:
         os.close(descriptor)
 
@@ -116,15 +118,15 @@ class _Loader:
         self,
         model: EngineModel,
         descriptor: int,
+        kernels: _cpu.Kernels,
         pool: _cpu.ThreadPool,
         weight_format: str,
         head_format: str,
-        isa: str,
         progress: OnProgress | None,
     ) -> None:
         self._model, self._descriptor = model, descriptor
-        self._pool, self._progress = pool, progress
-        self._weight_format, self._head_format, self._isa = weight_format, head_format, isa
+        self._kernels, self._pool, self._progress = kernels, pool, progress
+        self._weight_format, self._head_format = weight_format, head_format
         self._pattern = coded_pattern(model.metadata.pattern)
         self._done = 0
         self._total = sum(entry.end - entry.begin for entry in model.file.entries.values())
@@ -231,7 +233,7 @@ class _Loader:
             *shape,
             **(self._in_file(name) if codes is None else _in_memory(codes)),
         )
-        crc32, is_readable, damage = _cpu.repack(self._pool, source, matrix)
+        crc32, is_readable, damage = self._kernels.repack(self._pool, source, matrix)
         if not is_readable:
             raise UserError(f"{self._model.file.path}: tensor {name} cannot be read")
         if codes is None:
@@ -276,7 +278,7 @@ class _Loader:
             groups = columns // _INT4_GROUP if table_format == "int4" else 1
             scales = np.empty((rows, groups), np.float32)
         source = _cpu.StoredTable(
-            _cpu.StoredType[_STORED_NAMES[dtype]],
+            _cpu.TableType[_STORED_NAMES[dtype]],
             *shape,
             **self._in_file(name),
             scales=_address(stored_scales),
@@ -284,12 +286,12 @@ class _Loader:
         table = _cpu.Table(
             _cpu.TableType[table_format], *shape, stride, buffer.address, _address(scales)
         )
-        crc32, is_readable, is_finite = _cpu.load_table(self._pool, source, table, self._isa)
+        crc32, is_readable, damage = self._kernels.load_table(self._pool, source, table)
         if not is_readable:
             raise UserError(f"{file.path}: tensor {name} cannot be read")
         file.check_crc32(name, f"{crc32:08x}")
-        if not is_finite:
-            raise UserError(f"{file.path}: tensor {name} has values that are not finite")
+        if damage is not None:
+            raise UserError(f"{file.path}: tensor {name} {damage}")
         self._finish(name)
         if scales is not None:
             self._kept.append(scales)
