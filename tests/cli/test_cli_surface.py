@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line as a user meets it: help, errors, exit codes."""
 
+import os
 import re
 import resource
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from one_process import Done, run_commands
 from sparse_bitnet.cli.main import COMMANDS, usage
 from sparse_bitnet.cli.train import split_recipe
 from sparse_bitnet.errors import UserError
@@ -37,63 +38,78 @@ def test_help_is_immediate_and_lists_every_command():
     assert min(seconds) < 0.3, "processor time: parallel tests share the cores"
 
 
-@pytest.mark.parametrize("command", sorted(COMMANDS))
-def test_help_of_every_command_needs_no_torch(command):
-    code = (
-        "import sys\n"
-        "from sparse_bitnet.cli.main import main\n"
-        "try:\n"
-        f"    main([{command!r}, '--help'])\n"
-        "except SystemExit as stop:\n"
-        "    assert not stop.code, stop.code\n"
-        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert command in done.stdout
-    assert "{None}" not in done.stdout
-    assert "(default: None)" not in done.stdout
-
-
 def test_version():
     assert re.fullmatch(r"\d+\.\d+\.\d+\n", run("--version").stdout)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["trian"], "unknown command 'trian' (did you mean train?)"),
-        (["train", "--steps", "x"], "--steps 'x': not a whole number"),
-        (["train", "--recipe", "papr"], "recipe 'papr' is unknown"),
-        (["train", "--format", "ternary-9:8"], "9:8: needs 1 <= n <= m"),
-        (["train", "--format", "binary"], "write ternary-n:m"),
-        (["train", "--data", "nowhere"], "nowhere"),
-        (["evaluate", "nowhere", "--data", "nowhere"], "nowhere"),
-        (["generate", "nowhere"], "nowhere"),
-        (["prepare", "nowhere/*.jsonl", "out", "--vocab-size", "300"], "nowhere/*.jsonl"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(arguments, words, tmp_path):
-    done = run(*arguments, cwd=tmp_path)
-    assert done.returncode == 2, done.stderr
-    assert words in done.stderr
-    assert done.stderr.startswith("sparse-bitnet: ")
-    assert done.stderr.count("\n") == 1
+BAD_INPUT = [
+    (["trian"], "unknown command 'trian' (did you mean train?)"),
+    (["train", "--steps", "x"], "--steps 'x': not a whole number"),
+    (["train", "--recipe", "papr"], "recipe 'papr' is unknown"),
+    (["train", "--format", "ternary-9:8"], "9:8: needs 1 <= n <= m"),
+    (["train", "--format", "binary"], "write ternary-n:m"),
+    (["train", "--data", "nowhere"], "nowhere"),
+    (["evaluate", "nowhere", "--data", "nowhere"], "nowhere"),
+    (["generate", "nowhere"], "nowhere"),
+    (["prepare", "nowhere/*.jsonl", "out", "--vocab-size", "300"], "nowhere/*.jsonl"),
+]
+BAD_OPTIONS = [
+    (["train", "--steps", "0"], "steps=0: must be above 0"),
+    (["train", "--stepz", "1"], "--stepz"),
+]
+LIGHT = "import sys; assert not {'torch', 'transformers'} & {*sys.modules}"
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory) -> dict[tuple[str, ...], Done]:
+    """What commands of this module print, all of one process: those that need no torch come first."""
+    light = [[command, "--help"] for command in sorted(COMMANDS)] + [["models"]]
+    light += [arguments for arguments, _ in [*BAD_INPUT[:5], *BAD_OPTIONS]]
+    commands = [["sparse-bitnet", *arguments] for arguments in light]
+    commands = [each for one in commands for each in (one, ["python", "-c", LIGHT])]
+    later = [arguments for arguments, _ in BAD_INPUT[5:]] + [["env"]]
+    commands += [["sparse-bitnet", *arguments] for arguments in later]
+    folder = tmp_path_factory.mktemp("commands")
+    done = run_commands(commands, cwd=folder, env={**os.environ, "COLUMNS": "200"})
+    assert not any(folder.iterdir()), "nothing half-written"
+    for number in range(1, 2 * len(light), 2):
+        assert done[number].code == 0, commands[number - 1]
+    return {tuple(one[1:]): end for one, end in zip(commands, done, strict=True)}
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_help_of_every_command_needs_no_torch(told, command):
+    done = told[command, "--help"]
+    assert not done.code, done.errors
+    assert command in done.output
+    assert "{None}" not in done.output
+    assert "(default: None)" not in done.output
+
+
+@pytest.mark.parametrize(("arguments", "words"), BAD_INPUT)
+def test_bad_input_is_one_line_and_exit_code_2(told, arguments, words):
+    assert_one_line(told[tuple(arguments)], words)
+
+
+def test_bad_input_ends_a_process_so(tmp_path):
+    done = run("train", "--data", "nowhere", cwd=tmp_path)
+    assert_one_line(Done(done.returncode, done.stdout, done.stderr), "nowhere")
     assert not any(tmp_path.iterdir()), "nothing half-written"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["train", "--steps", "0"], "steps=0: must be above 0"),
-        (["train", "--stepz", "1"], "--stepz"),
-    ],
-)
-def test_bad_options_say_which_and_exit_with_code_2(arguments, words, tmp_path):
-    done = run(*arguments, cwd=tmp_path)
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
+def assert_one_line(done: Done, words: str) -> None:
+    assert done.code == 2, done.errors
+    assert words in done.errors
+    assert done.errors.startswith("sparse-bitnet: ")
+    assert done.errors.count("\n") == 1
+
+
+@pytest.mark.parametrize(("arguments", "words"), BAD_OPTIONS)
+def test_bad_options_say_which_and_exit_with_code_2(told, arguments, words):
+    done = told[tuple(arguments)]
+    assert done.code == 2
+    assert words in done.errors
+    assert "Traceback" not in done.errors
 
 
 def test_recipe_is_taken_out_of_the_arguments():
@@ -104,18 +120,18 @@ def test_recipe_is_taken_out_of_the_arguments():
         split_recipe(["--recipe"])
 
 
-def test_env_names_versions_and_kernels():
-    done = run("env")
-    assert done.returncode == 0, done.stderr
+def test_env_names_versions_and_kernels(told):
+    done = told["env",]
+    assert done.code == 0, done.errors
     for word in ("torch", "transformers", "python", "kernels", "cpu", "triton", "cusparselt"):
-        assert word in done.stdout
+        assert word in done.output
 
 
-def test_models_lists_the_published_shapes():
-    done = run("models", env={"COLUMNS": "200", "PATH": "/usr/bin", "PYTHONPATH": _paths()})
-    assert done.returncode == 0, done.stderr
+def test_models_lists_the_published_shapes(told):
+    done = told["models",]
+    assert done.code == 0, done.errors
     for word in ("qwen2.5-0.5b", "357,826,560", "1,310,195,712", "2,774,532,096"):
-        assert word in done.stdout
+        assert word in done.output
 
 
 def test_models_lists_public_ones(capsys):
@@ -123,7 +139,3 @@ def test_models_lists_public_ones(capsys):
 
     main(["--known"])
     assert "microsoft/bitnet-b1.58-2B-4T" in capsys.readouterr().out
-
-
-def _paths() -> str:
-    return ":".join(path for path in sys.path if path and Path(path).is_dir())

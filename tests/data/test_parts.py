@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text prepared by many processes, and reading of very much of it."""
 
-import multiprocessing
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from sparse_bitnet.data.prepare import prepare
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.data.sources import HubSource, parse_source, part_of
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.experiments.workers import forked_from_imports
 
 
 @pytest.fixture
@@ -52,9 +52,7 @@ def test_parts_prepared_at_once_are_the_same_documents(texts, tmp_path, tokenize
     )
     out = tmp_path / "parts"
     processes = [
-        multiprocessing.get_context("spawn").Process(
-            target=one_part, args=(texts, out, part, tokenizer_folder)
-        )
+        forked_from_imports().Process(target=one_part, args=(texts, out, part, tokenizer_folder))
         for part in range(3)
     ]
     for process in processes:

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.data.tokenizer import tokenizer_hash
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.experiments.workers import forked_from_imports
 
 
 @pytest.fixture
@@ -204,32 +204,30 @@ class SeldomResumable:
             yield document._replace(state=document.state if number % 13 == 0 else None)
 
 
-KILLED = """
-import sys, time
-from sparse_bitnet.data import prepare as module
-from sparse_bitnet.data.sources import parse_source
+def prepare_slowly(text: Path, out: Path) -> None:
+    prepare_module._BATCH_BYTES = 4000
+    write = prepare_module._Preparation._write
 
-module._BATCH_BYTES = 4000
-write = module._Preparation._write
-def slow_write(*arguments):
-    write(*arguments)
-    time.sleep(0.05)
-module._Preparation._write = slow_write
-source = parse_source(sys.argv[1], validation_fraction=0.1)
-module.prepare(source, sys.argv[2], vocab_size=300, shard_tokens=2000)
-"""
+    def slow_write(*arguments: Any) -> None:
+        write(*arguments)
+        time.sleep(0.05)
+
+    prepare_module._Preparation._write = slow_write  # type: ignore[method-assign]
+    source = parse_source(str(text), validation_fraction=0.1)
+    prepare(source, out, vocab_size=300, shard_tokens=2000)
 
 
 def test_killed(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    process = subprocess.Popen([sys.executable, "-c", KILLED, str(text), str(out)])
+    process = forked_from_imports().Process(target=prepare_slowly, args=(text, out))
+    process.start()
     deadline = time.monotonic() + 60
     while not (out / "train-00001.bin").exists():
-        assert process.poll() is None, "finished before it could be killed"
+        assert process.is_alive(), "finished before it could be killed"
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
     source = parse_source(str(text), validation_fraction=0.1)
     with pytest.raises(UserError, match="run the same prepare command again"):
         TokenDataset.open(out)

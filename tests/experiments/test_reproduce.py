@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The smoke scale from end to end: trained, measured, kept, continued, rendered."""
 
+import contextlib
 import dataclasses
 import json
 import math
+import os
 import re
 import signal
-import subprocess
-import sys
-import time
+import threading
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from sparse_bitnet.analysis.weights import model_statistics, pool
 from sparse_bitnet.checkpoint.build_model import build_model
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.cli import report as report_cli
+from sparse_bitnet.cli import reproduce as reproduce_cli
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.perplexity import evaluate
@@ -132,7 +133,7 @@ def test_a_folder_of_another_setting_is_refused(smoke):
     other = dataclasses.replace(
         scale, recipe=dataclasses.replace(scale.recipe, learning_rate=6e-3, batch_size=2)
     )
-    with pytest.raises(UserError, match=r"recipe.batch_size 4 -> 2; recipe.learning_rate 0.003"):
+    with pytest.raises(UserError, match=r"recipe.batch_size 8 -> 2; recipe.learning_rate 0.003"):
         reproduce(other, ["table2"], smoke, console=QUIET)
 
 
@@ -197,42 +198,60 @@ def test_runs_at_once_give_the_same_numbers(smoke, tmp_path):
     assert numbers["one"] == numbers["two"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 2])
-def test_an_interrupted_set_goes_on_where_it_was(smoke, tmp_path, count):
+def interrupt_at(step):
+    """`train` of the runner, with a Ctrl-C at a step."""
+    train = runner.train
+
+    def interrupted(config, on_step):
+        def report(row):
+            on_step(row)
+            if row["step"] == step:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        return train(config, on_step=report)
+
+    return interrupted
+
+
+@contextlib.contextmanager
+def interrupt_at_a_checkpoint(out, wanted):
+    """Ctrl-C for this process as soon as one of its workers has saved."""
+    ended = threading.Event()
+
+    def watch():
+        while wanted and not ended.wait(0.01):
+            if list(out.glob("runs/*/checkpoints/step-*")):
+                return os.kill(os.getpid(), signal.SIGINT)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
+
+
+@pytest.mark.parametrize(("count", "steps"), [(1, 12), (2, 120)])
+def test_an_interrupted_set_goes_on_where_it_was(
+    smoke, tmp_path, monkeypatch, capsys, count, steps
+):
     out = tmp_path / "set"
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import dataclasses, sys\n"
-        "from pathlib import Path\n"
-        "from sparse_bitnet.cli import reproduce\n"
-        "from sparse_bitnet.experiments.scales import Size, find_scale\n"
-        "from rich.console import Console\n"
-        "if __name__ == '__main__':\n"
-        "    scale = find_scale('smoke')\n"
-        "    sizes = (Size(model=scale.main, steps=120, seeds=1),)\n"
-        "    scale = dataclasses.replace(scale, sizes=sizes, patterns=('8:8',))\n"
-        f"    reproduce.run(scale, ['sweep'], out=Path({str(out)!r}), seeds=None,\n"
-        f"        data=Path({str(smoke / 'data')!r}), workers={count}, budget_minutes=None,\n"
-        "        console=Console())\n"
-    )
-    command = [sys.executable, str(script)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 600
-    while not list(out.glob("runs/*/checkpoints/step-*")):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    text, _ = process.communicate(timeout=600)
-    assert process.returncode == 130, text
-    assert "the same command continues" in text.replace("\n", " ")
+    scale = small_scale(patterns=("8:8",))
+    scale = dataclasses.replace(scale, sizes=(Size(model=scale.main, steps=steps, seeds=1),))
+    options = {"data": smoke / "data", "workers": count, "console": Console()}
+    if count == 1:
+        monkeypatch.setattr(runner, "train", interrupt_at(5))
+    with interrupt_at_a_checkpoint(out, count > 1), pytest.raises(SystemExit) as stopped:
+        reproduce_cli.run(scale, ["sweep"], out=out, **options)
+    monkeypatch.undo()
+    assert stopped.value.code == 130
+    assert "the same command continues" in capsys.readouterr().out.replace("\n", " ")
     assert len(Results(out).rows) < 2
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr
+    reproduce_cli.run(scale, ["sweep"], out=out, **options)
     rows = Results(out).rows
     assert sorted(row.format for row in rows) == ["full-8:8", "ternary-8:8"]
-    assert all(Results(out).curves(row)[-1]["step"] == 120 for row in rows)
+    assert all(Results(out).curves(row)[-1]["step"] == steps for row in rows)
 
 
 @pytest.mark.parametrize("steps", [1, 7, 100, 101, 999])

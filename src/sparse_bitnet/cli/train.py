@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from sparse_bitnet.cli import arguments as options
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.layer_config import DenseLayersOption
+from sparse_bitnet.layer_config import DenseLayersOption, SparseBitConfig
 from sparse_bitnet.progress import Progress
 from sparse_bitnet.training.config import TrainConfig, read_config
 from sparse_bitnet.training.recipes import RECIPES
@@ -90,6 +90,8 @@ def split_recipe(arguments: list[str]) -> tuple[str | None, list[str]]:
 
 def run(chosen: Options) -> None:
     """Train with a progress line; the first process prints the result."""
+    config = chosen.config()
+    SparseBitConfig.parse(config.format)  # refuses before the imports, which take seconds
     from rich.console import Console
 
     from sparse_bitnet.training.distributed import ErrorElsewhere, Launch
@@ -97,7 +99,6 @@ def run(chosen: Options) -> None:
     from sparse_bitnet.training.train import Interrupted, train
     from sparse_bitnet.training.watchdog import EXIT_CODE, ProcessLost
 
-    config = chosen.config()
     launch = Launch(shard=chosen.shard, timeout_seconds=chosen.timeout_seconds)
     is_first = os.environ.get("RANK", "0") == "0"
     console = Console(quiet=not is_first)

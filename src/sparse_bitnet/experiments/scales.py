@@ -136,7 +136,7 @@ def smoke() -> Scale:
         main="qwen2.5-0.3m",
         seeds={"sweep": 1, "ablations": 1, "schedule": 1, "search": 1},
         recipe=TrainConfig(
-            batch_size=4,
+            batch_size=8,
             sequence_length=32,
             learning_rate=3e-3,
             validation_tokens=512,

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.context import ForkServerContext
 from queue import Empty
 from typing import Any
 
@@ -32,6 +33,11 @@ Ended = tuple[Run, ResultRow | UserError]
 """A run that was trained, or could not be."""
 
 _REPORT_SECONDS = 0.25
+_IMPORTED = [
+    "sparse_bitnet.experiments.runner",
+    "torch.distributed.checkpoint",
+    "transformers.models.qwen2.modeling_qwen2",
+]
 
 
 def serial(runs: Iterable[Run], train_one: TrainOne, on_step: OnStep) -> Iterator[Ended]:
@@ -53,9 +59,9 @@ def parallel(
 
     On SIGINT every run under way saves a checkpoint; then `Interrupted` is raised.
     """
-    context = multiprocessing.get_context("spawn")
+    context = forked_from_imports()
     steps = context.Queue()
-    pool = ProcessPoolExecutor(workers, context, _begin_worker, (steps, os.getpid()))
+    pool = ProcessPoolExecutor(workers, context, _begin_worker, (steps,))
     waiting = iter(runs)
     under_way: dict[Future[ResultRow], Run] = {}
     with pool, _interruptible(pool) as interrupted:
@@ -85,6 +91,13 @@ def parallel(
                     ) from error
     if interrupted.is_set():
         raise Interrupted("stopped; every run under way has a checkpoint")
+
+
+def forked_from_imports() -> ForkServerContext:
+    """Processes forked from one that has imported what training takes, once for all, and nothing else."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED)
+    return context
 
 
 @contextlib.contextmanager
@@ -123,10 +136,11 @@ _worker_steps: Any = None
 _parent: int | None = None
 
 
-def _begin_worker(steps: Any, parent: int) -> None:
-    """Out of the terminal's process group, so that Ctrl-C comes once, from the parent."""
+def _begin_worker(steps: Any) -> None:
+    """Out of the terminal's process group, so that Ctrl-C comes once, from the first process."""
     global _worker_steps, _parent
-    _worker_steps, _parent = steps, parent
+    # It ends with the process that asked for workers.
+    _worker_steps, _parent = steps, os.getppid()
     os.setpgrp()
     # `train` listens by itself; between two runs, or while measuring, there is nothing to save.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
