@@ -8,6 +8,7 @@
 #include <fcntl.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstdio>
 #include <exception>
@@ -59,21 +60,21 @@ class Loader {
     const std::int64_t stride = aligned(Matrix::bytes_per_row(format, pattern, columns));
     std::uint8_t* place = room(rows * stride);
     const StoredMatrix source = {stored, pattern, rows, columns, {nullptr, descriptor_, offset}};
-    const Repacked done = repack(pool_, source, format, place, stride);
-    check(done.is_readable && done.damage == nullptr && done.crc32 == next<std::uint32_t>());
-    return {format, pattern, rows, columns, stride, place, *floats(1), nullptr};
+    const Matrix out = {format, pattern, rows, columns, stride, place, 0, nullptr};
+    check(repack(kernels_, pool_, source, out));
+    Matrix scaled = out;
+    scaled.scale = *floats(1);
+    return scaled;
   }
 
   Table table(std::int64_t rows, std::int64_t columns) {
-    const auto type = StoredTable(next<int>());
+    const TableType type = std::array{TableType::float32, TableType::bfloat16, TableType::int8}.at(next<int>());
     const auto offset = next<std::int64_t>();
     const std::int64_t stride = aligned(columns);
     auto* scales = reinterpret_cast<float*>(room(4 * rows));
     std::uint8_t* place = room(rows * stride);
-    const TableSource source = {type, rows, columns, {nullptr, descriptor_, offset}, nullptr};
-    const CopiedTable done =
-        quantize_table(kernels_.vector, pool_, source, WeightFormat::int8, place, stride, scales);
-    check(done.is_readable && done.is_finite && done.crc32 == next<std::uint32_t>());
+    const StoredTable source = {type, rows, columns, {nullptr, descriptor_, offset}, nullptr};
+    check(quantize_table(kernels_, pool_, source, TableType::int8, place, stride, scales));
     return {TableType::int8, rows, columns, stride, place, scales};
   }
 
@@ -82,6 +83,10 @@ class Loader {
 
   static void check(bool is_intact) {
     if (!is_intact) throw std::runtime_error("a tensor is damaged");
+  }
+
+  void check(const Loaded& done) {
+    check(done.is_readable && done.damage == nullptr && done.crc32 == next<std::uint32_t>());
   }
 
   std::uint8_t* room(std::int64_t size) {
@@ -134,8 +139,9 @@ int run(const char* plan, const char* file, const char* isa) {
   }
   std::vector<std::int32_t> tokens(from.next<std::size_t>());
   for (std::int32_t& token : tokens) token = from.next<std::int32_t>();
-  Decoder decoder(model, {2, CacheType::float16, 256, 256, isa});
-  std::fprintf(stderr, "%s\n", decoder.isa());
+  const Kernels& kernels = choose_kernels(isa);
+  Decoder decoder(model, {2, CacheType::float16, 256, 256, kernels});
+  std::fprintf(stderr, "%s\n", kernels.isa);
   const int sequence = decoder.open();
   std::vector<float> logits(model.vocab);
   for (int steps = from.next<int>(); steps > 0; --steps) {
