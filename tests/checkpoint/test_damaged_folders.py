@@ -123,3 +123,17 @@ def test_sizes_are_compared_with_the_file_first(
     # The engine's own check names the tensor that is not of that size.
     with pytest.raises(UserError, match="is missing|the model needs|" + size):
         read(folder)
+
+
+@pytest.mark.parametrize("place", ["config_groups", "format", "weights", "input_activations"])
+@pytest.mark.parametrize("value", [True, [], 7])
+def test_groups_that_are_no_tables_are_refused(
+    place: str, value: Any, models: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(models / "compressed-tensors-w2a8", tmp_path / "folder")
+    config = json.loads((folder / "config.json").read_text())
+    entry = config["quantization_config"]
+    (entry if place in entry else next(iter(entry["config_groups"].values())))[place] = value
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"importable|activations"):
+        open_checkpoint(folder, "foreign")

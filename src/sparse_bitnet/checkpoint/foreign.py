@@ -125,25 +125,29 @@ def _is_packed(folder: Path, entry: dict[str, Any]) -> bool:
     where = f"{folder}/config.json"
     if entry.get("sparsity_config"):
         raise UserError(f"{where}: a sparsity_config is not covered; decompress the model first")
-    groups = list((entry.get("config_groups") or {}).values())
+    groups = list(_table(entry.get("config_groups")).values())
     formats = {W2A8: 2, W8A8: 8}
-    bits = formats.get(entry.get("format", ""))
+    bits = formats.get(str(entry.get("format")))
     if bits is None or len(groups) != 1 or not isinstance(groups[0], dict):
         raise UserError(
             f"{where}: compressed-tensors with one group of format {' or '.join(formats)} is "
             f"importable, not {entry.get('format')!r} with {len(groups)} groups"
         )
-    weights = groups[0].get("weights") or {}
+    weights = _table(groups[0].get("weights"))
     found = (weights.get("num_bits"), weights.get("symmetric"), weights.get("strategy"))
     if found[:2] != (bits, True) or found[2] not in ("channel", "tensor"):
         raise UserError(
             f"{where}: weights with num_bits, symmetric, strategy = {found} are not importable; "
             f"({bits}, True, channel or tensor) are"
         )
-    activations = groups[0].get("input_activations")
-    if not activations or activations.get("num_bits") != 8:
+    if _table(groups[0].get("input_activations")).get("num_bits") != 8:
         raise UserError(f"{where}: the layers have no 8-bit activations, as ternary ones here have")
     return entry["format"] == W2A8
+
+
+def _table(value: Any) -> dict[str, Any]:
+    """What a config has where it should have a table; an empty one for anything else."""
+    return value if isinstance(value, dict) else {}
 
 
 def _bitnet_codes(stored: Tensor, shape: tuple[int, int], layer: str) -> Tensor:
