@@ -75,8 +75,12 @@ class TextTokenizer:
         size = _USUAL_CHARACTERS * most + _MARGIN
         while len(text) > size:
             # What follows changes the last few tokens of a beginning at most.
-            if len(self.encode(text[:size], add_special_tokens=False)) > 1.25 * most + _MARGIN:
+            found = len(self.encode(text[:size], add_special_tokens=False))
+            if found > 1.25 * most + _MARGIN:
                 return None
+            if found * len(text) <= most * size:
+                # Where tokens are long, as of spaces, all of it may fit: further tries cost more.
+                break
             size *= 2
         tokens = self.encode(text, add_special_tokens=add_special_tokens)
         if len(text) > _LARGE_TEXT:
