@@ -32,7 +32,7 @@ class TextOptions:
     """Above 1 makes the tokens of prompt and text so far less likely."""
 
     frequency_penalty: float = 0.0
-    """Above 0 makes the tokens of the text so far less likely, the more so the oftener they came."""
+    """Above 0 makes the tokens of the text so far less likely, more so each time they appear."""
 
     presence_penalty: float = 0.0
     """Above 0 makes the tokens of the text so far less likely."""
