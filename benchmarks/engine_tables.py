@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of the engine and the server, from benchmarks/results/."""
+
+from recorded import NothingRecorded, filled, markdown, read, threads_heads
+
+
+def peers() -> str:
+    rows = read("peers")
+    speeds = [row for row in rows if "tokens_per_second" in row]
+    kinds = ("type", "isa", "threads", "phase")
+    ratios = [row["ratio"] for row in rows if "ratio" in row]
+    over = {tuple(ratio[kind] for kind in kinds): ratio["over_fastest_peer"] for ratio in ratios}
+    threads = sorted({row["threads"] for row in speeds})
+    cells = {(row["engine"], *(row[kind] for kind in kinds)): row for row in speeds}
+    head = ["engine", "weights"]
+    for phase in ("prefill", "decode"):
+        length = next(row["tokens"] for row in speeds if row["phase"] == phase)
+        head += threads_heads(f"prefill {length}" if phase == "prefill" else "decode", threads)
+    lines = []
+    for engine, type, isa in dict.fromkeys((r["engine"], r["type"], r["isa"]) for r in speeds):
+        line = [engine + (f" ({isa})" if isa else ""), type]
+        for phase in ("prefill", "decode"):
+            for count in threads:
+                row = cells.get((engine, type, isa, count, phase))
+                ratio = over.get((type, isa, count, phase))
+                text = "-" if row is None else f"{row['tokens_per_second']:.1f}"
+                if row is not None and ratio is not None and engine == "sparse-bitnet":
+                    text += f" ({ratio:.2f}x)"
+                line.append(text)
+        lines.append(line)
+    return markdown(head, lines, speeds[0], "python benchmarks/peers.py")
+
+
+def patterns() -> str:
+    rows = read("bench", batch=1, kv_cache="float16")
+    threads = sorted({row["threads"] for row in rows})
+    head = ["pattern", "weights", "MB a token"]
+    head += threads_heads("decode", threads)
+    head += ["memory read, GB/s", "used"]
+    head += threads_heads("prefill 512", threads)
+    head += ["int8 speed used", "resident, MB"]
+    lines = []
+    for pattern, format in dict.fromkeys((r["pattern"], r["weight_format"]) for r in rows):
+        own = [r for r in rows if (r["pattern"], r["weight_format"]) == (pattern, format)]
+        decode, prefill = {}, {}
+        for row in own:
+            found = decode if row["phase"] == "decode" else prefill
+            if row["tokens"] == (0 if row["phase"] == "decode" else 512):
+                found.setdefault(row["threads"], row)
+        most = max(decode)
+        lines.append(
+            [
+                pattern,
+                format,
+                f"{decode[most]['step_bytes'] / 1e6:.0f}",
+                *(f"{decode[count]['tokens_per_second']:.1f}" for count in threads),
+                f"{decode[most]['read_bytes_per_second'] / 1e9:.1f}",
+                f"{decode[most]['memory_share']:.0%}",
+                *(f"{prefill[count]['tokens_per_second']:.0f}" for count in threads),
+                f"{prefill[most]['int8_share']:.0%}",
+                f"{decode[most]['resident_bytes'] / 1e6:.0f}",
+            ]
+        )
+    command = "sparse-bitnet bench --pattern P --weight-format i2 nm-bitmap --out FILE"
+    return markdown(head, lines, rows[0], command)
+
+
+def batches() -> str:
+    rows = read("bench", phase="decode")
+    most = max(row["threads"] for row in rows)
+    several = {(r["pattern"], r["weight_format"], r["tokens"]) for r in rows if r["batch"] > 1}
+    rows = [
+        row
+        for row in rows
+        if row["threads"] == most
+        and row["kv_cache"] == "float16"
+        and (row["pattern"], row["weight_format"], row["tokens"]) in several
+    ]
+    sizes = sorted({row["batch"] for row in rows})
+    head = ["pattern", "weights", "context", *(f"batch {size}" for size in sizes)]
+    lines = []
+    for key in dict.fromkeys((r["pattern"], r["weight_format"], r["tokens"]) for r in rows):
+        own = {
+            r["batch"]: r for r in rows if (r["pattern"], r["weight_format"], r["tokens"]) == key
+        }
+        cells = (f"{own[s]['tokens_per_second']:.1f}" if s in own else "-" for s in sizes)
+        lines.append([key[0], key[1], str(key[2]), *cells])
+    return markdown(head, lines, rows[0], "sparse-bitnet bench")
+
+
+def contexts() -> str:
+    rows = read("bench", phase="decode", batch=1)
+    most = max(row["threads"] for row in rows)
+    kinds = ("pattern", "weight_format", "kv_cache")
+    long = {tuple(row[kind] for kind in kinds) for row in rows if row["tokens"] > 2048}
+    if not long:
+        raise NothingRecorded("bench with long contexts")
+    lengths = sorted({row["tokens"] for row in rows if tuple(row[kind] for kind in kinds) in long})
+    head = ["pattern", "weights", "cache", *(f"behind {length:,}" for length in lengths)]
+    head += [f"MB a token behind {lengths[-1]:,}"]
+    lines = []
+    for key in sorted(long):
+        # The run with the long contexts is the last one of its kind.
+        own = {
+            row["tokens"]: row
+            for row in rows
+            if row["threads"] == most and tuple(row[kind] for kind in kinds) == key
+        }
+        cells = (f"{own[n]['tokens_per_second']:.1f}" if n in own else "-" for n in lengths)
+        largest = own[max(own)]
+        lines.append([*key, *cells, f"{largest['step_bytes'] / 1e6:,.0f}"])
+    command = "sparse-bitnet bench --contexts 0 8192 32000 --batches 1 --kv-cache C --out FILE"
+    return markdown(head, lines, rows[0], command)
+
+
+def closeness() -> str:
+    columns = [
+        ("model", "{model}"),
+        ("positions", "{tokens:,}"),
+        ("relative error, median", "{relative_error_median:.1e}"),
+        ("largest", "{relative_error_largest:.1e}"),
+        ("above 1e-3", "{positions_above_1e-3}"),
+        ("reference against itself, median", "{reference_own_error_median:.1e}"),
+        ("largest", "{reference_own_error_largest:.1e}"),
+        ("above 1e-3", "{reference_own_positions_above_1e-3}"),
+        ("greedy texts of 200 tokens identical", "{greedy_identical} of {greedy_prompts}"),
+        ("perplexity", "{perplexity:.4f}"),
+        ("of the reference", "{reference_perplexity:.4f}"),
+    ]
+    rows = read("precision", what="closeness")
+    return filled(columns, rows, "python benchmarks/precision.py PACKED TEXT")
+
+
+def costs() -> str:
+    columns = [
+        ("model", "{model}"),
+        ("head", "{head}"),
+        ("cache", "{kv_cache}"),
+        ("perplexity", "{perplexity:.4f}"),
+        ("change, %", "{percent:+.3f}"),
+        ("head, MB", "{megabytes:.2f}"),
+    ]
+    rows = [row | {"megabytes": row["head_bytes"] / 1e6} for row in read("precision", what="cost")]
+    return filled(columns, rows, "python benchmarks/precision.py PACKED TEXT")
+
+
+def server() -> str:
+    columns = [
+        ("server", "{server}"),
+        ("model", "{model}"),
+        ("streams", "{streams}"),
+        ("seconds", "{seconds:.0f}"),
+        ("texts ended", "{ended:,}"),
+        ("lost or mixed up", "{lost_or_mixed_up}"),
+        ("tokens/s", "{generated_tokens_per_second:.0f}"),
+        ("first token p50, s", "{seconds_to_first_token[p50]:.2f}"),
+        ("token p50, ms", "{p50:.1f}"),
+        ("token p99, ms", "{p99:.1f}"),
+    ]
+    rows = []
+    for row in read("server"):
+        between = row.get("seconds_between_tokens", row["seconds_per_token"])
+        rows.append({"server": "sparse-bitnet"} | row | {p: 1e3 * between[p] for p in between})
+    return filled(columns, rows, "python benchmarks/load_server.py PACKED")

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows in benchmarks/results/ and tables of them."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+
+Row = dict
+
+
+class NothingRecorded(Exception):
+    """There are no rows of a kind."""
+
+
+def newest(kind: str) -> Path:
+    """File of the newest run of a kind. Raises `NothingRecorded` where there is none."""
+    files = sorted(RESULTS.glob(f"*_{kind}.jsonl"))
+    if not files:
+        raise NothingRecorded(kind)
+    return files[-1]
+
+
+def read(kind: str, **where: object) -> list[Row]:
+    """Rows of the newest run of a kind, those with the given values."""
+    rows = map(json.loads, newest(kind).read_text(encoding="utf-8").splitlines())
+    return [row for row in rows if all(row[name] == value for name, value in where.items())]
+
+
+def markdown(
+    head: Sequence[str], lines: Sequence[Sequence[str]], row: Row, command: str, note: str = ""
+) -> str:
+    """A table and where it was measured."""
+    rows = [head, ["---", *["---:"] * (len(head) - 1)], *lines]
+    table = "\n".join("| " + " | ".join(line) + " |" for line in rows)
+    versions = row["versions"]
+    where = f"{row['hardware']}, {row['date'][:10]}, commit {row['commit']}"
+    return f"{table}\n\n`{command}` ({note}{where}, sparse-bitnet {versions['sparse-bitnet']})"
+
+
+def filled(columns: Sequence[tuple[str, str]], rows: Sequence[Row], command: str) -> str:
+    """`markdown` of a line for each row: heads, and what `str.format` makes of the row's values."""
+    lines = [[cell.format_map(row) for _, cell in columns] for row in rows]
+    return markdown([head for head, _ in columns], lines, rows[0], command)
+
+
+def threads_heads(what: str, threads: Sequence[int]) -> list[str]:
+    """A head for each number of threads."""
+    return [f"{what}, {count} thread{'s' * (count > 1)}" for count in threads]
