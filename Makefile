@@ -26,10 +26,10 @@ docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 test: $(STAMP)
-	$(BIN)/python -m pytest tests -n 2
+	$(BIN)/python -m pytest tests -n 2 --dist worksteal
 
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest tests -n 2 -m "not slow"
+	$(BIN)/python -m pytest tests -n 2 --dist worksteal -m "not slow"
 
 # The wheel alone in an empty environment; needs a package index.
 test-wheel: wheel

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from factories import tiny_config
+from packed_models import tiny_model_config
 from sparse_bitnet import _cpu
 from sparse_bitnet.nn.convert import convert_, sparse_layers
 from sparse_bitnet.nn.layer import SparseBitConfig
@@ -30,22 +30,8 @@ def random_model(
     import transformers
 
     torch.manual_seed(seed)
-    if family == "bitnet":
-        sizes: dict[str, Any] = {
-            "vocab_size": 96,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 64,
-            "bos_token_id": None,
-            "eos_token_id": None,
-            "pad_token_id": None,
-        }
-        model: Any = transformers.BitNetForCausalLM(transformers.BitNetConfig(**(sizes | changes)))
-    else:
-        model = transformers.AutoModelForCausalLM.from_config(tiny_config(family, **changes))
+    config = tiny_model_config(family, **({"tie_word_embeddings": family != "bitnet"} | changes))
+    model: Any = transformers.AutoModelForCausalLM.from_config(config)
     model = convert_(model.float(), SparseBitConfig.parse(format)).eval()
     for parameter in model.parameters():
         if parameter.dim() == 1:

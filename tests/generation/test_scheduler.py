@@ -122,19 +122,23 @@ def test_draws_do_not_depend_on_neighbours(sink):
     assert generated(together[-1]) != generated(alone)
 
 
+class Pauses(Observer):
+    """Counts how often a sequence had to give its pages back."""
+
+    count = 0
+
+    def preempted(self):
+        self.count += 1
+
+
 def test_full_cache_pauses_and_resumes_without_changing_tokens(sink):
-    events = []
-
-    class Count(Observer):
-        def preempted(self):
-            events.append("paused")
-
+    pauses = Pauses()
     engine = ScriptedEngine(cache_tokens=64 * 8, context_length=400)
     prompts = random_prompts(6, 60)
-    with running(engine, observer=Count()) as scheduler:
+    with running(engine, observer=pauses) as scheduler:
         scheduler.submit([sink.request(p, 200) for p in prompts])
         ended = sink.wait(6)
-    assert events, "the test is to run out of cache"
+    assert pauses.count, "the test is to run out of cache"
     for generation in ended:
         assert generated(generation) == greedy(generation.request.prompt, 200, VOCAB)
         assert sink.texts[generation].split() == [str(token) for token in generated(generation)]
@@ -397,18 +401,13 @@ def test_run_raises_what_a_generation_fails_with(sink):
 
 @pytest.mark.parametrize(("ahead", "paused"), [(64, True), (None, False)])
 def test_with_room_for_all_that_they_become_none_is_paused(sink, ahead, paused):
-    events = []
-
-    class Count(Observer):
-        def preempted(self):
-            events.append("paused")
-
+    pauses = Pauses()
     engine = ScriptedEngine(cache_tokens=64 * 8, context_length=400)
     prompts = random_prompts(6, 60)
-    scheduler = Scheduler(engine, room_ahead=ahead, observer=Count())
+    scheduler = Scheduler(engine, room_ahead=ahead, observer=pauses)
     for generation in scheduler.run([sink.request(prompt, 200) for prompt in prompts]):
         assert generation.tokens == greedy(generation.request.prompt, 200, VOCAB)
-    assert bool(events) == paused
+    assert bool(pauses.count) == paused
 
 
 def test_requests_are_data_until_they_run(sink, monkeypatch):

@@ -68,23 +68,7 @@ def worlds() -> Iterator[Worlds]:
 
 
 @pytest.fixture
-def run_config(prepared: Path, tmp_path: Path) -> Any:
+def run_config(small_run: Any, tmp_path: Path) -> Any:
     """`run_config(name, **changes)`: the config of a run that several processes share."""
-
-    def config(name: str, **changes: Any) -> TrainConfig:
-        values: dict[str, Any] = {
-            "data": str(prepared),
-            "out": str(tmp_path / name),
-            "steps": 6,
-            "batch_size": 12,
-            "micro_batch_size": 2,
-            "sequence_length": 16,
-            "precision": "float32",
-            "checkpoint_every": 2,
-            "validation_tokens": 200,
-            "layer_metrics_every": 3,
-            "threads": 1,
-        }
-        return TrainConfig(**{**values, **changes})
-
-    return config
+    shared = {"batch_size": 12, "sequence_length": 16, "validation_tokens": 200}
+    return lambda name, **changes: small_run(**{"out": str(tmp_path / name), **shared, **changes})

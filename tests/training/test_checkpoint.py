@@ -21,12 +21,16 @@ from sparse_bitnet.training.run_folder import Interrupted
 from sparse_bitnet.training.train import train
 
 
-def stop_after(step):
+def interrupted(config, step):
+    """The folder of its newest checkpoint after a Ctrl-C in a step."""
+
     def on_step(row):
         if row["step"] == step:
             os.kill(os.getpid(), 2)
 
-    return on_step
+    with pytest.raises(Interrupted):
+        train(config, on_step=on_step)
+    return list_checkpoints(Path(config.out))[-1].path
 
 
 def test_the_last_ones_are_kept(small_run):
@@ -48,9 +52,7 @@ def test_a_damaged_checkpoint_is_quarantined_and_the_one_before_continued(
     whole = small_run(out=str(tmp_path / "whole"))
     train(whole)
     config = small_run()
-    with pytest.raises(Interrupted):
-        train(config, on_step=stop_after(4))
-    newest = list_checkpoints(Path(config.out))[-1].path
+    newest = interrupted(config, 4)
     path = newest / ("state.json" if damage == "state" else "sharded/__0_0.distcp")
     content = bytearray(path.read_bytes())
     if damage == "missing":
@@ -69,9 +71,7 @@ def test_a_damaged_checkpoint_is_quarantined_and_the_one_before_continued(
 
 def test_a_run_without_an_intact_checkpoint_is_not_started_over(small_run):
     config = small_run(checkpoint_every=0)
-    with pytest.raises(Interrupted):
-        train(config, on_step=stop_after(3))
-    path = list_checkpoints(Path(config.out))[-1].path / "sharded" / "__0_0.distcp"
+    path = interrupted(config, 3) / "sharded" / "__0_0.distcp"
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(UserError, match=r"__0_0\.distcp is damaged .* no checkpoint .* intact"):
         train(config)
@@ -79,9 +79,7 @@ def test_a_run_without_an_intact_checkpoint_is_not_started_over(small_run):
 
 def test_other_data_is_refused(small_run, prepared, tmp_path):
     config = small_run()
-    with pytest.raises(Interrupted):
-        train(config, on_step=stop_after(3))
-    state = list_checkpoints(Path(config.out))[-1].path / "state.json"
+    state = interrupted(config, 3) / "state.json"
     state.write_text(state.read_text().replace('"content": "', '"content": "0'))
     with pytest.raises(UserError, match="other data"):
         train(config)
@@ -89,8 +87,7 @@ def test_other_data_is_refused(small_run, prepared, tmp_path):
 
 def test_a_full_disk_while_saving_leaves_the_older_checkpoint(small_run, monkeypatch):
     config = small_run(checkpoint_every=2)
-    with pytest.raises(Interrupted):
-        train(config, on_step=stop_after(2))
+    interrupted(config, 2)
     before = sorted(path.name for path in (Path(config.out) / "checkpoints").rglob("*"))
 
     def full(*args, **kwargs):
@@ -108,8 +105,7 @@ def test_a_full_disk_while_saving_leaves_the_older_checkpoint(small_run, monkeyp
 
 def test_leftovers_of_a_killed_save_are_ignored_and_removed(small_run):
     config = small_run()
-    with pytest.raises(Interrupted):
-        train(config, on_step=stop_after(3))
+    interrupted(config, 3)
     leftover = Path(config.out) / "checkpoints" / ".tmp-1-step-00000004"
     leftover.mkdir()
     (leftover / "model.safetensors").write_text("half")
@@ -155,8 +151,7 @@ def test_a_checkpoint_of_the_first_version_is_read_once_and_said_so(small_run, t
     whole = small_run(out=str(tmp_path / "whole"))
     train(whole)
     config = small_run()
-    with pytest.raises(Interrupted):
-        train(config, on_step=stop_after(4))
+    interrupted(config, 4)
     as_version_1(Path(config.out))
     capsys.readouterr()
     train(config)
@@ -186,9 +181,7 @@ def test_a_mask_is_stored_as_the_words_of_its_layer(small_run):
 
 def test_a_checkpoint_of_a_newer_version_is_refused(small_run):
     config = small_run()
-    with pytest.raises(Interrupted):
-        train(config, on_step=stop_after(3))
-    state = list_checkpoints(Path(config.out))[-1].path / "state.json"
+    state = interrupted(config, 3) / "state.json"
     state.write_text(state.read_text().replace('"version": 2', '"version": 3'))
     with pytest.raises(UserError, match="checkpoint version 3, this release reads up to 2"):
         train(config)
