@@ -186,7 +186,7 @@ def test_each_text_has_its_own_place(grammars):
         (lambda: Grammar.json_schema({"not": {}}), "not"),
         (lambda: Grammar.json_schema({"$ref": "file:///etc/passwd"}), "not present"),
         (lambda: Grammar.json_schema([]), "object"),
-        (lambda: Grammar.json_text("{"), "none"),
+        (lambda: Grammar.json_text("{"), "not a JSON schema"),
     ],
 )
 def test_what_is_no_grammar_is_refused(grammars, grammar, complaint):

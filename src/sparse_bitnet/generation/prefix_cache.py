@@ -12,8 +12,12 @@ from sparse_bitnet.engine.protocol import EngineSequence
 def shared_length(a: np.ndarray, b: np.ndarray) -> int:
     """How many tokens two int32 arrays have in common at their start."""
     size = min(len(a), len(b))
-    different = np.flatnonzero(a[:size] != b[:size])
-    return int(different[0]) if len(different) else size
+    # Most differ at once, and a server asks for each pair in each step.
+    if not size or a[0] != b[0]:
+        return 0
+    different = a[:size] != b[:size]
+    place = int(different.argmax())
+    return place if different[place] else size
 
 
 class PrefixCache:
