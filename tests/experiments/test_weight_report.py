@@ -103,7 +103,7 @@ def test_the_command_prints_a_table_and_names_its_files(ours, tmp_path, capsys):
 def test_what_cannot_be_analysed_is_said(ours, checkpoints, pattern, message, monkeypatch):
     monkeypatch.chdir(ours.parent)
     with pytest.raises(UserError, match=message):
-        analyze.run(checkpoints, pattern, ours.parent / "out")
+        analyze.main([*checkpoints, "--pattern", pattern, "--out", str(ours.parent / "out")])
     assert not (ours.parent / "out").exists()
 
 
