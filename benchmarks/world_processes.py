@@ -102,13 +102,18 @@ class Worlds:
 
 
 def main() -> None:
+    import rich.progress  # noqa: F401
     import torch
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
-    import transformers.models.qwen2.modeling_qwen2  # noqa: F401
+
+    import sparse_bitnet.training.train  # noqa: F401
+    from sparse_bitnet.checkpoint.build_model import build_model
+    from sparse_bitnet.layer_config import SparseBitConfig
 
     torch.set_num_threads(1)
     PRESETS["qwen2.5-1m"], PRESETS["qwen2.5-memory"] = TINY, MEASURED
+    build_model("qwen2.5-1m", SparseBitConfig())  # transformers makes a table with the first model
     for line in sys.stdin:
         print(json.dumps(run_world(json.loads(line))), flush=True)
 
