@@ -267,6 +267,8 @@ async def stream(http: httpx.AsyncClient, job: Job, leave: bool, tally: Tally, o
                     tally.errors.append(f"wrong text before leaving: {text[:80]!r}")
                 tally.left += 1
                 return
+    if usage is None and not ours and finish is not None:
+        usage = {"completion_tokens": tokens, "prompt_tokens": len(job.prompt)}
     if usage is None:
         tally.errors.append("the stream ended early")
     elif ours and (text, usage["completion_tokens"], finish) != (job.text, job.tokens, job.finish):
