@@ -25,7 +25,7 @@ PAGES = [
 ]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PROGRAMS = ("sparse-bitnet", "make", "python", "pip", "torchrun")
-OF_OTHERS = ("vllm", "torchrun")
+OF_OTHERS = ("vllm", "torchrun", "hf")
 STANDS_FOR = {"P": "6:8", "C": "int8"}
 """Words for a value in the commands below tables."""
 
