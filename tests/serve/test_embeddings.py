@@ -174,7 +174,7 @@ def test_pooling_is_that_of_sentence_transformers_files(tmp_path, folder):
         assert read_pooling(tmp_path) == pooling
     for chosen in [("cls_token",), ("mean_tokens", "max_tokens"), ()]:
         write(*chosen)
-        with pytest.raises(UserError, match="had is one of lasttoken, mean"):
+        with pytest.raises(UserError, match="supported are lasttoken, mean"):
             read_pooling(tmp_path)
     write("mean_tokens")
     # Packed models keep it.

@@ -23,12 +23,12 @@ _SWITCHES: dict[str, Pooling] = {
 def read_pooling(folder: str | Path) -> Pooling:
     """That of 1_Pooling/config.json; "lasttoken" where there is none.
 
-    Raises `UserError` for one that is not had here, and for layers that follow it (N_Dense).
+    Raises `UserError` for one that is not supported, and for layers that follow it (N_Dense).
     """
     path = Path(folder) / "1_Pooling" / "config.json"
     for layer in sorted(Path(folder).glob("[2-9]_*")):
         if not layer.name.endswith("_Normalize"):
-            raise UserError(f"{layer} follows the pooling: embeddings are had without such layers")
+            raise UserError(f"{layer} follows the pooling: layers after it are not supported")
     if not path.is_file():
         return "lasttoken"
     config = read_json_if_there(path)
@@ -43,7 +43,7 @@ def read_pooling(folder: str | Path) -> Pooling:
         found = _SWITCHES.get(chosen[0])
     if found is None:
         what = named or ", ".join(chosen) or "none"
-        raise UserError(f"{path}: pooling by {what}, had is one of {', '.join(_SWITCHES.values())}")
+        raise UserError(f"{path}: pooling by {what}: supported are {', '.join(_SWITCHES.values())}")
     return found
 
 
