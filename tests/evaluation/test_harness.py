@@ -220,7 +220,7 @@ def test_paper_stands_for_the_papers_five_tasks(monkeypatch, checkpoint):
 @pytest.mark.parametrize("order", ["first", "last"])
 def test_the_option_for_tasks_leaves_the_checkpoint_alone(monkeypatch, order):
     given = []
-    monkeypatch.setattr(evaluate, "run_tasks", lambda *arguments: given.append(arguments))
+    monkeypatch.setattr(evaluate, "_run_tasks", lambda *arguments: given.append(arguments))
     options = ["--tasks", "piqa,copa"]
     evaluate.main([*options, "folder"] if order == "first" else ["folder", *options])
     ((checkpoint, config),) = given
