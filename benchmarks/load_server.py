@@ -46,7 +46,7 @@ from sparse_bitnet.generation.chat_template import ChatTemplate
 from sparse_bitnet.generation.generate import GenerateOptions, generate
 from sparse_bitnet.generation.grammar import Grammar
 from sparse_bitnet.generation.open_model import open_model
-from sparse_bitnet.generation.sampling import SamplingOptions
+from sparse_bitnet.generation.sampling_options import SamplingOptions
 from sparse_bitnet.host import available_cores
 from sparse_bitnet.serve.tool_calls import Function, ToolCallReader, rules_of, syntax_of
 

@@ -10,7 +10,7 @@ from sparse_bitnet.generation.chat_template import ChatTemplate
 from sparse_bitnet.generation.conversation import Conversation
 from sparse_bitnet.generation.generate import GenerateOptions
 from sparse_bitnet.generation.open_model import open_model
-from sparse_bitnet.generation.sampling import SamplingOptions
+from sparse_bitnet.generation.sampling_options import SamplingOptions
 
 OPTIONS = GenerateOptions(max_new_tokens=6, sampling=SamplingOptions(temperature=0))
 

@@ -12,7 +12,7 @@ from sparse_bitnet.engine.transformers_engine import TransformersEngine
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.generate import GenerateOptions, check_context, generate
 from sparse_bitnet.generation.prefix_cache import PrefixCache
-from sparse_bitnet.generation.sampling import SamplingOptions
+from sparse_bitnet.generation.sampling_options import SamplingOptions
 from sparse_bitnet.generation.text import TextTokenizer
 
 GREEDY = SamplingOptions(temperature=0)

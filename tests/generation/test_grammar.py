@@ -13,7 +13,7 @@ from serving_thread import END, byte_tokenizer
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.grammar import Grammar, TokenGrammars
 from sparse_bitnet.generation.request import Generation, GenerationRequest
-from sparse_bitnet.generation.sampling import SamplingOptions
+from sparse_bitnet.generation.sampling_options import SamplingOptions
 from sparse_bitnet.generation.text import TextTokenizer
 
 SCHEMAS = 25

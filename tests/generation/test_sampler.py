@@ -13,11 +13,11 @@ from transformers import GenerationConfig, GenerationMixin
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.sampling import (
     Sampler,
-    SamplingOptions,
     candidates,
     log_softmax,
     uniform,
 )
+from sparse_bitnet.generation.sampling_options import SamplingOptions
 
 
 class Processors(GenerationMixin):

@@ -17,7 +17,7 @@ from sparse_bitnet.generation import request as request_module
 from sparse_bitnet.generation.observer import Observer
 from sparse_bitnet.generation.prefix_cache import PrefixCache
 from sparse_bitnet.generation.request import GenerationRequest
-from sparse_bitnet.generation.sampling import SamplingOptions
+from sparse_bitnet.generation.sampling_options import SamplingOptions
 from sparse_bitnet.generation.scheduler import Scheduler
 from sparse_bitnet.generation.scheduler_thread import QueueFull, Stopping, ThreadedScheduler
 from sparse_bitnet.generation.text import TextTokenizer

@@ -18,7 +18,7 @@ from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.generate import GenerateOptions, generate
 from sparse_bitnet.generation.open_model import open_model
-from sparse_bitnet.generation.sampling import SamplingOptions
+from sparse_bitnet.generation.sampling_options import SamplingOptions
 
 VOCAB = 257
 COMMAND = """

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from sparse_bitnet.cli.arguments import FLAT, CheckpointArgument, parse
 from sparse_bitnet.cli.generate import statistics
-from sparse_bitnet.cli.sampling_options import TextOptions
+from sparse_bitnet.cli.text_options import TextOptions
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from sparse_bitnet.cli.arguments import FLAT, CheckpointArgument, parse
-from sparse_bitnet.cli.sampling_options import TextOptions, read_text
+from sparse_bitnet.cli.text_options import TextOptions, read_text
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError
 

@@ -17,7 +17,7 @@ from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.generation.generate import GenerateOptions, generate
 from sparse_bitnet.generation.open_model import OpenModel
 from sparse_bitnet.generation.request import GenerationRequest
-from sparse_bitnet.generation.sampling import SamplingOptions
+from sparse_bitnet.generation.sampling_options import SamplingOptions
 from sparse_bitnet.generation.scheduler import Scheduler
 from sparse_bitnet.generation.shares import scored_slice
 

@@ -10,7 +10,7 @@ from sparse_bitnet.generation.grammar import Form
 from sparse_bitnet.generation.observer import Throughput
 from sparse_bitnet.generation.prefix_cache import PrefixCache
 from sparse_bitnet.generation.request import Generation, GenerationRequest, Output
-from sparse_bitnet.generation.sampling import SamplingOptions
+from sparse_bitnet.generation.sampling_options import SamplingOptions
 from sparse_bitnet.generation.scheduler import Scheduler
 from sparse_bitnet.generation.stop import StopStrings
 from sparse_bitnet.generation.text import TextTokenizer

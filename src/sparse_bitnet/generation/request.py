@@ -13,7 +13,8 @@ from sparse_bitnet.engine.protocol import EngineSequence, WhichLogits
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.grammar import Form
 from sparse_bitnet.generation.pooling import PooledStates, Pooling
-from sparse_bitnet.generation.sampling import Sampler, SamplingOptions
+from sparse_bitnet.generation.sampling import Sampler
+from sparse_bitnet.generation.sampling_options import SamplingOptions
 from sparse_bitnet.generation.stop import StopStrings
 from sparse_bitnet.generation.text import TextStream, TextTokenizer
 from sparse_bitnet.generation.token_score import TokenScore, score

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 from pydantic import ConfigDict, Field, ValidationError
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.generation.sampling import RANGES, SamplingOptions
+from sparse_bitnet.generation.sampling_options import RANGES, SamplingOptions
 from sparse_bitnet.serve.api_error import ApiError, invalid_body
 from sparse_bitnet.serve.messages import Message, StrictModel
 from sparse_bitnet.serve.response_format import Formed

@@ -1,44 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling options as they appear on the command line of `generate` and `chat`."""
+"""How a text goes on, on the command line of `generate` and `chat`."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
 
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.generation.sampling_options import SamplingOptions
 
 if TYPE_CHECKING:
     from sparse_bitnet.generation.generate import GenerateOptions
     from sparse_bitnet.generation.grammar import Grammar
 
 
-@dataclass(kw_only=True)
-class TextOptions:
+@dataclass(frozen=True, kw_only=True)
+class TextOptions(SamplingOptions):
     """How a text goes on, and where it ends."""
 
     temperature: float = 0.8
     """0 always takes the most likely token."""
 
-    top_k: int = 0
-    """Number of most likely tokens to draw from; 0: all."""
-
     top_p: float = 0.95
     """Draw from the smallest set of most likely tokens that has this share of the probability."""
 
-    min_p: float = 0.0
-    """Draw from tokens at least as likely as this share of the most likely one's probability."""
-
-    repetition_penalty: float = 1.0
-    """Above 1 makes the tokens of prompt and text so far less likely."""
-
-    frequency_penalty: float = 0.0
-    """Above 0 makes the tokens of the text so far less likely, more so each time they appear."""
-
-    presence_penalty: float = 0.0
-    """Above 0 makes the tokens of the text so far less likely."""
-
-    seed: int = 0
-    """Same seed, same text."""
+    logit_bias: Annotated[tuple[tuple[int, float], ...], tyro.conf.Suppress] = ()
 
     stop: tuple[str, ...] = ()
     """Strings that end the text."""
@@ -53,24 +40,10 @@ class TextOptions:
     """The text follows the rules in this file: GBNF as of llama.cpp, or llguidance's Lark."""
 
     def generate_options(self, max_new_tokens: int) -> "GenerateOptions":
-        """Raises `UserError` that names an option outside its range."""
+        """The same for a call."""
         from sparse_bitnet.generation.generate import GenerateOptions
-        from sparse_bitnet.generation.sampling import SamplingOptions
 
-        return GenerateOptions(
-            max_new_tokens=max_new_tokens,
-            stop=self.stop,
-            sampling=SamplingOptions(
-                temperature=self.temperature,
-                top_k=self.top_k,
-                top_p=self.top_p,
-                min_p=self.min_p,
-                repetition_penalty=self.repetition_penalty,
-                frequency_penalty=self.frequency_penalty,
-                presence_penalty=self.presence_penalty,
-                seed=self.seed,
-            ),
-        )
+        return GenerateOptions(max_new_tokens=max_new_tokens, stop=self.stop, sampling=self)
 
     def grammar(self) -> "Grammar | None":
         """The form that the text has to have. Raises `UserError` for two of them, and for none."""

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the next token is chosen: the options, of commands and requests alike. Imports nothing heavy."""
+
+from dataclasses import dataclass
+
+from sparse_bitnet.errors import UserError
+
+RANGES = {
+    "temperature": (0, 100),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 100),
+    "frequency_penalty": (-2, 2),
+    "presence_penalty": (-2, 2),
+}
+"""What is accepted, on the command line and by the server. Beyond them float32 would overflow, to no
+use: a penalty of 100 already forbids, a temperature of 100 already draws from all tokens alike."""
+
+_GREEDY_BELOW = 1e-4
+"""Temperatures that leave the likeliest token alone anyway, and make logits overflow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How the next token is chosen. The defaults draw from the model's own distribution."""
+
+    temperature: float = 1.0
+    """Divides the logits; 0 always takes the most likely token, as does all below 0.0001."""
+
+    top_k: int = 0
+    """Number of most likely tokens to draw from; 0: all."""
+
+    top_p: float = 1.0
+    """Draw from the smallest set of most likely tokens that has this share of the probability."""
+
+    min_p: float = 0.0
+    """Draw from the tokens at least as likely as this share of the most likely one's probability."""
+
+    repetition_penalty: float = 1.0
+    """Above 1 makes the tokens of prompt and text so far less likely; 1: off."""
+
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit for each time the text so far, without the prompt, has it."""
+
+    presence_penalty: float = 0.0
+    """Taken once from the logits of the tokens that the text so far has."""
+
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Tokens, each once, and what is added to their logits."""
+
+    seed: int = 0
+    """Same seed, same text."""
+
+    def __post_init__(self) -> None:
+        """Raise `UserError` that names the option and its range."""
+        for name, (least, most) in RANGES.items():
+            value = getattr(self, name)
+            _check(name, value, least <= value <= most, f"{least} to {most}")
+        _check("top_k", self.top_k, self.top_k >= 0, "0 (all tokens) or above")
+        _check("seed", self.seed, 0 <= self.seed < 2**64, "0 to 2**64 - 1")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether only the most likely token is ever taken."""
+        return self.temperature < _GREEDY_BELOW
+
+
+def _check(name: str, value: float, is_valid: bool, valid: str) -> None:
+    if not is_valid:
+        raise UserError(f"{name}={value}: must be {valid}")
