@@ -96,12 +96,12 @@ struct Product {
   std::int64_t y_stride;
 };
 
-// y[t, r] = float(sum over c of code[r, c] * x_code[t, c]) * (x_scale[t] * scale) + bias[r], each
+// y[t, r] = float(sum over c of code[r, c] * x_code[t, c]) * (activation_scale[t] * scale) + bias[r], each
 // operation rounded to float32 in that order (so PyTorch's reference has the same bits).
 // int8: the same with scale = scales[r], and if there is `fine` with
 //   float(128 * dot(w, codes) + dot(w, fine)) / 128, rounded once, in place of float(dot).
 // int4: sum over groups, in ascending order in float32, of float(dot in the group, as for int8) *
-//   scales[r, g], then * x_scale[t], + bias.
+//   scales[r, g], then * activation_scale[t], + bias.
 // Scales of rows and groups: as packed_format.h says. All matrices of a call have the same group.
 void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& x,
             const Product* products, int count);

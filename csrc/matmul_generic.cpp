@@ -3,6 +3,7 @@
 // functions that specify the formats, then multiplied by plain loops.
 
 #include <cstdint>
+#include <vector>
 
 #include "matmul_kernels.h"
 
@@ -97,14 +98,14 @@ static float scale_at(const Matrix& matrix, std::int64_t row, std::int64_t group
 
 // Groups of `group` columns with `scales`, those of x besides where it has some, onto `sum`.
 static float group_dots(const std::int8_t* weights, const float* scales, const std::int8_t* codes,
-                        const std::int8_t* fine, const float* x_scales, std::int64_t count,
+                        const std::int8_t* fine, const float* activation_scales, std::int64_t count,
                         std::int64_t group, float sum) {
   for (std::int64_t g = 0; g * group < count; ++g) {
     const std::int64_t c = g * group, left = count - c < group ? count - c : group;
     float value = float(dot(weights + c, codes + c, left));
     if (fine) value += float(dot(weights + c, fine + c, left)) * (1.0f / 128.0f);
     value *= scales[g];
-    sum += x_scales ? value * x_scales[g] : value;
+    sum += activation_scales ? value * activation_scales[g] : value;
   }
   return sum;
 }
@@ -141,9 +142,9 @@ static void multiply(const Activations& x, const std::int32_t*, const Product& p
         const std::int8_t* codes = x.codes + t * x.stride + c;
         const std::int8_t* finer = x.fine ? x.fine + t * x.stride + c : nullptr;
         if (group) {
-          const float* x_scales = x.group ? x.scales + t * groups + c / group : nullptr;
+          const float* activation_scales = x.group ? x.scales + t * groups + c / group : nullptr;
           float& sum = sums[t * step + r - begin];
-          sum = group_dots(weights, scales, codes, int4 ? finer : nullptr, x_scales, count, group, sum);
+          sum = group_dots(weights, scales, codes, int4 ? finer : nullptr, activation_scales, count, group, sum);
         } else if (fine) {
           dots[2 * t * step + r - begin] += dot(weights, codes, count);
           dots[(2 * t + 1) * step + r - begin] += dot(weights, finer, count);
@@ -162,35 +163,22 @@ static void multiply(const Activations& x, const std::int32_t*, const Product& p
   }
 }
 
-static float weight_at(const Table& table, const std::uint8_t* row, std::int64_t column) {
-  std::uint32_t bits = 0;
-  if (table.type == TableType::float32) {
-    __builtin_memcpy(&bits, row + 4 * column, 4);
-  } else {
-    std::uint16_t half;
-    __builtin_memcpy(&half, row + 2 * column, 2);
-    bits = std::uint32_t(half) << 16;
-  }
-  float value;
-  __builtin_memcpy(&value, &bits, 4);
-  return value;
-}
-
 static void multiply_table(const float* x, std::int64_t tokens, std::int64_t x_stride,
                            const Table& table, std::int64_t begin, std::int64_t end, float* y,
                            std::int64_t y_stride) {
   constexpr int chains = 8;
+  std::vector<float> row(std::size_t(table.columns));
   for (std::int64_t r = begin; r < end; ++r) {
-    const std::uint8_t* row = table.data + r * table.row_stride;
+    table_row(table, r, row.data());
     for (std::int64_t t = 0; t < tokens; ++t) {
       float sums[chains] = {};
       std::int64_t c = 0;
       for (; c + chains <= table.columns; c += chains) {
         for (int k = 0; k < chains; ++k) {
-          sums[k] += weight_at(table, row, c + k) * x[t * x_stride + c + k];
+          sums[k] += row[c + k] * x[t * x_stride + c + k];
         }
       }
-      for (; c < table.columns; ++c) sums[0] += weight_at(table, row, c) * x[t * x_stride + c];
+      for (; c < table.columns; ++c) sums[0] += row[c] * x[t * x_stride + c];
       for (int half = chains / 2; half > 0; half /= 2) {
         for (int k = 0; k < half; ++k) sums[k] += sums[k + half];
       }

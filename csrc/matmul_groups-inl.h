@@ -20,7 +20,7 @@ struct GroupSums {
   std::int32_t offset;            // codes are so much too high
   const std::int32_t* code_sums;  // [tokens, parts, in_row]
   std::int64_t parts;             // codes, and fine where there is one
-  const float* x_scales;          // [tokens, in_row], or null
+  const float* activation_scales;          // [tokens, in_row], or null
 
   GroupSums(const Matrix& matrix, const Activations& x, const std::int32_t* sums)
       : group(matrix.summed_group()),
@@ -28,7 +28,7 @@ struct GroupSums {
         offset(matrix.format == WeightFormat::int4 ? 8 : 1),
         code_sums(sums),
         parts(x.fine ? 2 : 1),
-        x_scales(x.group ? x.scales : nullptr) {}
+        activation_scales(x.group ? x.scales : nullptr) {}
 
   TARGET __attribute__((always_inline)) std::int32_t excess(std::int64_t token, int part, std::int64_t g) const {
     return offset * code_sums[(token * parts + part) * in_row + g];
@@ -94,7 +94,7 @@ INLINE void add_groups(const Matrix& matrix, std::int64_t row, const GroupSums& 
     if (index + i == of.in_row) break;
     RowFloats value = __builtin_convertvector(dots[i] - of.excess(token, 0, index + i), RowFloats);
     value *= row_scales<RowFloats>(matrix, row, index + i);
-    if (of.x_scales) value *= of.x_scales[token * of.in_row + index + i];
+    if (of.activation_scales) value *= of.activation_scales[token * of.in_row + index + i];
     total += value;
   }
 }
@@ -232,7 +232,7 @@ TARGET static void strip_sums(const Matrix& matrix, std::int64_t row, const Acti
         Sums dots = {};
         UNROLL for (int k = 0; k < chains; ++k) dots = widen(dots, small[t][v][k]);
         Floats value = __builtin_convertvector(dots - of.excess(token + t, 0, g), Floats) * scales;
-        if (of.x_scales) value *= of.x_scales[(token + t) * of.in_row + g];
+        if (of.activation_scales) value *= of.activation_scales[(token + t) * of.in_row + g];
         float* to = sums + t * max_rows_a_call + v * row_lanes;
         store(to, (g == 0 ? Floats{} : load<Floats>(to)) + value);
       }
@@ -324,7 +324,7 @@ TARGET static void tile_groups(const std::uint8_t* tile, const std::int8_t* code
       UNROLL for (int v = 0; v < tile_vectors; ++v) {
         float* to = sums + t * max_rows_a_call + v * row_lanes;
         value[t][v] *= load<Floats>(scales + g * tile_rows + v * row_lanes);
-        if (of.x_scales) value[t][v] *= of.x_scales[(token + t) * of.in_row + first + g];
+        if (of.activation_scales) value[t][v] *= of.activation_scales[(token + t) * of.in_row + first + g];
         store(to, (first + g == 0 ? Floats{} : load<Floats>(to)) + value[t][v]);
       }
     }

@@ -86,11 +86,12 @@ TARGET static void unit_sums_to_floats(const GroupSums& of, std::int64_t index, 
                                        std::int64_t r, std::int64_t n) {
   for (std::int64_t token = t; token < t + m; ++token) {
     const Sums excess = splat(of.excess(token, 0, index));
-    const Floats x_scale = splat(of.x_scales ? of.x_scales[token * of.in_row + index] : 1.0f);
+    const std::int64_t which = token * of.in_row + index;
+    const Floats activation_scale = splat(of.activation_scales ? of.activation_scales[which] : 1.0f);
     for (std::int64_t row = r; row < r + n; row += row_lanes) {
       const std::int64_t at = token * max_rows_a_call + row;
       Floats value = __builtin_convertvector(load<Sums>(dots + at) - excess, Floats);
-      value = value * load<Floats>(scales + row) * x_scale;
+      value = value * load<Floats>(scales + row) * activation_scale;
       store(sums + at, (index == 0 ? Floats{} : load<Floats>(sums + at)) + value);
     }
   }

@@ -170,7 +170,7 @@ def dot(weights: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 def expected(weights: Weights, x: Quantized, bias: np.ndarray | None) -> np.ndarray:
     fine_part = np.float32(1 / 128)
-    x_scale = x.scales[:, None]
+    activation_scale = x.scales[:, None]
     if weights.group_scales is not None:
         scales = weights.group_scales.float().numpy()
         width = x.shape[1] // scales.shape[1]
@@ -179,13 +179,13 @@ def expected(weights: Weights, x: Quantized, bias: np.ndarray | None) -> np.ndar
             part = slice(width * g, width * g + width)
             value = dot(weights.codes[:, part], x.code_rows[:, part])
             if scales.shape[1] == 1:
-                y = value * (x_scale * scales[:, 0])
+                y = value * (activation_scale * scales[:, 0])
             elif x.groups > 1:
                 y = y + value * scales[:, g] * x.scales.reshape(-1, x.groups)[:, g : g + 1]
             else:
                 y = y + value * scales[:, g]
         if scales.shape[1] > 1 and x.groups == 1:
-            y = y * x_scale
+            y = y * activation_scale
     elif weights.format == "int4":
         groups = -(-x.shape[1] // 64)
         scales = weights.scales.reshape(-1, groups)
@@ -196,15 +196,15 @@ def expected(weights: Weights, x: Quantized, bias: np.ndarray | None) -> np.ndar
             if x.fine is not None:
                 value = value + dot(weights.codes[:, part], x.fine_rows[:, part]) * fine_part
             y = y + value * scales[:, g]
-        y = y * x_scale
+        y = y * activation_scale
     elif weights.format == "int8":
         value = dot(weights.codes, x.code_rows)
         if x.fine is not None:
             both = x.code_rows.astype(np.float64) * 128 + x.fine_rows
             value = (both @ weights.codes.astype(np.float64).T).astype(np.float32) * fine_part
-        y = value * (x_scale * weights.scales)
+        y = value * (activation_scale * weights.scales)
     else:
-        y = dot(weights.codes, x.code_rows) * (x_scale * np.float32(weights.scale))
+        y = dot(weights.codes, x.code_rows) * (activation_scale * np.float32(weights.scale))
     return y if bias is None else y + bias
 
 

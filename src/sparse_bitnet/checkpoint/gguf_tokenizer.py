@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 _CONTROL, _USER_DEFINED = 3, 4
 """Types of tokens that stay whole in a text."""
 
+_LONGEST = 256
+"""Characters of a token that is joined from others: SentencePiece makes them of 16."""
+
 _ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -165,7 +168,9 @@ def _implied_merges(
 ) -> Iterator[tuple[str, str]]:
     """Every token from two others, those of the best score first, as SentencePiece joins them."""
     found = []
-    for (token, _), score in zip(vocabulary.items(), scores, strict=False):
+    for token, score in zip(vocabulary, scores, strict=False):
+        if len(token) > _LONGEST:
+            continue
         cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
         pairs = [pair for pair in cuts if vocabulary.keys() >= set(pair)]
         pairs.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))

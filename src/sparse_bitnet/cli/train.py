@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from sparse_bitnet.cli import arguments as options
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import DenseLayersOption, SparseBitConfig
+from sparse_bitnet.presets import find_preset
 from sparse_bitnet.progress import Progress
 from sparse_bitnet.training.config import TrainConfig, read_config
 from sparse_bitnet.training.recipes import RECIPES
@@ -91,7 +92,10 @@ def split_recipe(arguments: list[str]) -> tuple[str | None, list[str]]:
 def run(chosen: Options) -> None:
     """Train with a progress line; the first process prints the result."""
     config = chosen.config()
-    SparseBitConfig.parse(config.format)  # refuses before the imports, which take seconds
+    # Refused before the imports, which take seconds.
+    SparseBitConfig.parse(config.format)
+    if config.init is None:
+        find_preset(config.model)
     from rich.console import Console
 
     from sparse_bitnet.training.distributed import ErrorElsewhere, Launch
