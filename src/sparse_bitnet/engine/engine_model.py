@@ -33,14 +33,19 @@ class EngineModel:
         """Embedding and, unless it is the same, output head."""
         return [EMBEDDING] if self.architecture.ties_head else [EMBEDDING, HEAD]
 
+    def scale_group(self, block: str, linear: str) -> int:
+        """The count of weights of a layer that share a scale; 0 stands for a row or the matrix."""
+        shape = self.file.entries[f"{block}.{linear}.weight_scale"].shape
+        columns = self.architecture.linear_shapes()[linear][1]
+        return columns // shape[1] if len(shape) == 2 and shape[1] > 1 else 0
+
     def scale_groups(self) -> set[int]:
-        """The counts of weights that share a scale, of all layers; 0 stands for a row or a matrix."""
-        groups = set()
-        for layer in range(self.architecture.layers):
-            for linear, (_, columns) in self.architecture.linear_shapes().items():
-                scales = self.file.entries[f"model.layers.{layer}.{linear}.weight_scale"].shape
-                groups.add(columns // scales[1] if len(scales) == 2 and scales[1] > 1 else 0)
-        return groups
+        """`scale_group` of all layers."""
+        return {
+            self.scale_group(f"model.layers.{layer}", linear)
+            for layer in range(self.architecture.layers)
+            for linear in self.architecture.linear_shapes()
+        }
 
     def floats(self, name: str) -> np.ndarray:
         """A tensor as float32, its checksum compared. Raises `UserError`, naming it, if damaged."""

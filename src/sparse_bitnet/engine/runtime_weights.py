@@ -187,13 +187,8 @@ class _Loader:
     def _scale_group(self, block: str, linear: str) -> int:
         """Weights that share a scale, the least of the matrices with that input; 0 for no groups."""
         beside = next(names for names in _ONE_INPUT if linear in names)
-        entries = self._model.file.entries
-        groups = []
-        for name in beside:
-            shape = entries[f"{block}.{name}.weight_scale"].shape
-            if len(shape) == 2 and shape[1] > 1:
-                groups.append(self._model.architecture.linear_shapes()[name][1] // shape[1])
-        return min(groups, default=0)
+        groups = [self._model.scale_group(block, name) for name in beside]
+        return min(filter(None, groups), default=0)
 
     def _scales(self, layer: str, shape: tuple[int, int], group: int) -> dict[str, Any]:
         """The scales of a matrix as `_cpu.Matrix` takes them, for `group` weights unless that is 0."""
