@@ -23,7 +23,7 @@ from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.nn.convert import convert_
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.loss import SummedLoss
-from sparse_bitnet.training.train import train
+from sparse_bitnet.training.train_run import train
 from sparse_bitnet.training.validation import validation_loss
 
 RESULTS = Path(__file__).parent / "results"

@@ -43,10 +43,10 @@ from sparse_bitnet.bench.record import append_records, result_file, where_measur
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.chat_template import ChatTemplate
-from sparse_bitnet.generation.generate import GenerateOptions, generate
 from sparse_bitnet.generation.grammar import Grammar
 from sparse_bitnet.generation.open_model import open_model
 from sparse_bitnet.generation.sampling_options import SamplingOptions
+from sparse_bitnet.generation.text_batches import GenerateOptions, generate
 from sparse_bitnet.host import available_cores
 from sparse_bitnet.serve.tool_calls import Function, ToolCallReader, rules_of, syntax_of
 

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from sparse_bitnet.bench.record import append_records, result_file, where_measured
-from sparse_bitnet.data.prepare import prepare
+from sparse_bitnet.data.preparation import prepare
 from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.training.metrics import METRICS_FILE, read_rows
 

@@ -34,11 +34,11 @@ from rich.table import Table
 
 from sparse_bitnet.bench.child import Child
 from sparse_bitnet.bench.contention import Contention, warning
+from sparse_bitnet.bench.interleaved import CHILD
 from sparse_bitnet.bench.model import cache_tokens
 from sparse_bitnet.bench.random_model import cached_random_model, default_cache
 from sparse_bitnet.bench.record import append_records, result_file, where_measured
 from sparse_bitnet.bench.roofline import READ_BYTES, RooflineMeter
-from sparse_bitnet.bench.run import CHILD
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.host import available_cores
 from sparse_bitnet.pattern import NMPattern

@@ -16,11 +16,11 @@ from typing import Any
 from world_processes import MEASURED, Worlds, collectives, memory
 
 from sparse_bitnet.bench.record import append_records, result_file, where_measured
-from sparse_bitnet.data.prepare import prepare
+from sparse_bitnet.data.preparation import prepare
 from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.presets import PRESETS
 from sparse_bitnet.training.config import TrainConfig
-from sparse_bitnet.training.plan import Job, plan
+from sparse_bitnet.training.run_estimate import Job, plan
 
 RESULTS = Path(__file__).parent / "results"
 RUNS: list[tuple[str, int, int | None, int]] = [

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CHILD = """
 import json, sys, time
 from sparse_bitnet.training.config import TrainConfig
-from sparse_bitnet.training.train import train
+from sparse_bitnet.training.train_run import train
 config = TrainConfig(**json.loads(sys.argv[1]))
 began = 0.0
 def on_step(row):

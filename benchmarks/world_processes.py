@@ -107,7 +107,7 @@ def main() -> None:
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
 
-    import sparse_bitnet.training.train  # noqa: F401
+    import sparse_bitnet.training.train_run  # noqa: F401
     from sparse_bitnet.checkpoint.build_model import build_model
     from sparse_bitnet.layer_config import SparseBitConfig
 
@@ -197,7 +197,7 @@ def be_rank(rank: int, ports: list[int], request: dict[str, Any], output: Path) 
 def train_all(rank: int, ports: list[int], request: dict[str, Any]) -> int:
     from sparse_bitnet.errors import UserError
     from sparse_bitnet.training.distributed import Launch
-    from sparse_bitnet.training.train import Interrupted, train
+    from sparse_bitnet.training.train_run import Interrupted, train
 
     inject_faults(rank, request["faults"], request["timeout_seconds"])
     if request["measure"] == "collectives":

@@ -12,7 +12,7 @@ from factories import tiny_config
 from sparse_bitnet.checkpoint import packed_loading
 from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.checkpoint.load import from_pretrained
-from sparse_bitnet.export.pack import pack_checkpoint
+from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.nn.convert import convert_
 from sparse_bitnet.nn.layer import SparseBitConfig
 

@@ -163,7 +163,7 @@ def test_package_and_command_table_import_nothing_heavy() -> None:
         ("sparse_bitnet.errors", "from sparse_bitnet.files import write_atomic", True),
         ("sparse_bitnet.files", "from sparse_bitnet.errors import UserError", False),
         ("sparse_bitnet.ops.cpu", "from sparse_bitnet import _cpu", False),
-        ("sparse_bitnet.cli.train", "from sparse_bitnet.training.train import train", False),
+        ("sparse_bitnet.cli.train", "from sparse_bitnet.training.train_run import train", False),
         ("sparse_bitnet.nn.layer", "import numpy", False),
     ],
 )

@@ -22,7 +22,7 @@ from sparse_bitnet.checkpoint.packed_loading import open_packed, packed_layers
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
-from sparse_bitnet.export.sizes import gaussian_statistics
+from sparse_bitnet.export.packed_sizes import gaussian_statistics
 from sparse_bitnet.nn.convert import selected
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.presets import PRESETS

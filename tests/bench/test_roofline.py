@@ -9,7 +9,7 @@ import pytest
 from sparse_bitnet.bench.random_model import write_random_model
 from sparse_bitnet.bench.roofline import RooflineMeter, work_of
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.export.sizes import model_size
+from sparse_bitnet.export.packed_sizes import model_size
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.presets import PRESETS
 

@@ -24,7 +24,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
 from sparse_bitnet.export.importer import import_checkpoint
-from sparse_bitnet.export.pack import pack_checkpoint
+from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 
 EXAMPLES = int(os.environ.get("SPARSE_BITNET_FUZZ", "25"))
 VALUES = st.one_of(

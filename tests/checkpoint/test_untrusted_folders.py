@@ -16,7 +16,7 @@ from small_models import write_models
 from sparse_bitnet.checkpoint.locate import resolve_checkpoint
 from sparse_bitnet.checkpoint.model_folder import check_folder, file_inside, local_folder, read_json
 from sparse_bitnet.cli.main import main
-from sparse_bitnet.data.prepare import prepare
+from sparse_bitnet.data.preparation import prepare
 from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.export_checkpoint import export

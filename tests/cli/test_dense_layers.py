@@ -17,8 +17,8 @@ from sparse_bitnet.experiments.results import Results
 from sparse_bitnet.experiments.setting import make_setting
 from sparse_bitnet.presets import PRESETS
 from sparse_bitnet.training.footprint import converted_weights
-from sparse_bitnet.training.plan import Job
-from sparse_bitnet.training.plan import plan as estimate
+from sparse_bitnet.training.run_estimate import Job
+from sparse_bitnet.training.run_estimate import plan as estimate
 
 DOWN = ["--dense-layers", "down_proj"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from texts import some_texts, write_jsonl
 
-from sparse_bitnet.data.prepare import prepare
+from sparse_bitnet.data.preparation import prepare
 from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.data.tokenizer import train_tokenizer
 

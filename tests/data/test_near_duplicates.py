@@ -8,7 +8,7 @@ from texts import write_jsonl
 from sparse_bitnet.data.documents import TRAIN, VALIDATION
 from sparse_bitnet.data.manifest import Manifest
 from sparse_bitnet.data.near_duplicates import Overlap, measure_overlap, rolling_hashes
-from sparse_bitnet.data.prepare import prepare
+from sparse_bitnet.data.preparation import prepare
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.data.sources import parse_source
 

@@ -14,9 +14,9 @@ from sparse_bitnet.engine.gpu.linear import RoutePolicy, TernaryLinear
 from sparse_bitnet.engine.protocol import CacheFull, ContextFull
 from sparse_bitnet.engine.transformers_engine import TransformersEngine
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.generation.generate import GenerateOptions, generate
 from sparse_bitnet.generation.open_model import open_engine, open_model
 from sparse_bitnet.generation.prefix_cache import PrefixCache
+from sparse_bitnet.generation.text_batches import GenerateOptions, generate
 from sparse_bitnet.nn.convert import convert_, selected
 from sparse_bitnet.nn.layer import SparseBitConfig
 

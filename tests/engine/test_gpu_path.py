@@ -6,8 +6,7 @@ import torch
 
 from factories import make_layer, tiny_model
 from sparse_bitnet.engine.gpu.decode import SlotDecoder
-from sparse_bitnet.engine.gpu.linear import RoutePolicy, TernaryLinear
-from sparse_bitnet.engine.gpu.prepare import (
+from sparse_bitnet.engine.gpu.fused_layers import (
     FirstSlice,
     Int8Head,
     LaterSlice,
@@ -16,6 +15,7 @@ from sparse_bitnet.engine.gpu.prepare import (
     int8_head_,
     prepare_,
 )
+from sparse_bitnet.engine.gpu.linear import RoutePolicy, TernaryLinear
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import convert_, selected
 from sparse_bitnet.nn.layer import SparseBitConfig
@@ -113,7 +113,7 @@ def test_a_model_gives_the_same_logits(family, route, fused):
 def test_packed_checkpoints_are_prepared_too(tmp_path):
     from sparse_bitnet.checkpoint.hub import save_pretrained
     from sparse_bitnet.checkpoint.load import from_pretrained
-    from sparse_bitnet.export.pack import pack_checkpoint
+    from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 
     model = sparse_model()
     save_pretrained(model, tmp_path / "model")

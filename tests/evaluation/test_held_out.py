@@ -9,7 +9,7 @@ import pytest
 
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.checkpoint.locate import resolve_checkpoint, trained_context_length
-from sparse_bitnet.data.prepare import prepare
+from sparse_bitnet.data.preparation import prepare
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.errors import UserError

@@ -13,8 +13,8 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.experiments.cells import paper_results
 from sparse_bitnet.experiments.paper_runs import ABLATIONS, EXPERIMENTS, plan
 from sparse_bitnet.experiments.rate_runs import IDEAS
-from sparse_bitnet.experiments.run import NOT_IN_NAME, Run, config_hash
 from sparse_bitnet.experiments.scales import PAPER_SWEEP, SCALES, find_scale, four_formats
+from sparse_bitnet.experiments.training_run import NOT_IN_NAME, Run, config_hash
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.training.config import TrainConfig
 

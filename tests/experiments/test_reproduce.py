@@ -25,8 +25,8 @@ from sparse_bitnet.evaluation.perplexity import evaluate
 from sparse_bitnet.experiments import runner
 from sparse_bitnet.experiments.measured_run import thinned
 from sparse_bitnet.experiments.paper_runs import EXPERIMENTS, plan
-from sparse_bitnet.experiments.report import write_report
 from sparse_bitnet.experiments.results import CURVE_POINTS, Results
+from sparse_bitnet.experiments.results_page import write_report
 from sparse_bitnet.experiments.runner import reproduce
 from sparse_bitnet.experiments.scales import Size, find_scale
 from sparse_bitnet.nn.layer import SparseBitConfig

@@ -247,7 +247,7 @@ def test_reading_gives_float32_log_probabilities(exported: Path) -> None:
 
 def test_a_packed_source(checkpoint: Path, tmp_path: Path) -> None:
     from sparse_bitnet.checkpoint.packed_loading import register
-    from sparse_bitnet.export.pack import pack_checkpoint
+    from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 
     register()
     pack_checkpoint(checkpoint, tmp_path / "packed", embeddings="float32")

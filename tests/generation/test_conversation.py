@@ -8,9 +8,9 @@ from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.chat_template import ChatTemplate
 from sparse_bitnet.generation.conversation import Conversation
-from sparse_bitnet.generation.generate import GenerateOptions
 from sparse_bitnet.generation.open_model import open_model
 from sparse_bitnet.generation.sampling_options import SamplingOptions
+from sparse_bitnet.generation.text_batches import GenerateOptions
 
 OPTIONS = GenerateOptions(max_new_tokens=6, sampling=SamplingOptions(temperature=0))
 

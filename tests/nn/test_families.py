@@ -15,7 +15,7 @@ from factories import tiny_model
 from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.export.pack import pack_checkpoint
+from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.nn.convert import convert_, selected, sparse_layers
 from sparse_bitnet.nn.layer import SparseBitConfig, SparseBitLinear
 from sparse_bitnet.nn.saved_names import lost_weights

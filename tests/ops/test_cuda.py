@@ -136,8 +136,8 @@ def test_training_layer(integer: bool) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_recorded_decode_steps(route: str, fused: bool) -> None:
     from sparse_bitnet.engine.gpu.decode import SlotDecoder
+    from sparse_bitnet.engine.gpu.fused_layers import fuse_, prepare_
     from sparse_bitnet.engine.gpu.linear import RoutePolicy
-    from sparse_bitnet.engine.gpu.prepare import fuse_, prepare_
 
     model = convert_(tiny_model(), SparseBitConfig()).eval()
     ids = torch.randint(0, 96, (2, 12))

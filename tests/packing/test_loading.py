@@ -18,8 +18,8 @@ from factories import MODEL_FAMILIES
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.packed_loading import open_packed, packed_layers
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.export.pack import pack_checkpoint
 from sparse_bitnet.export.pack_check import check_packed
+from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.nn.convert import selected
 from sparse_bitnet.nn.packed_linear import PackedSparseBitLinear
 from sparse_bitnet.packing.codec import pack

@@ -16,8 +16,8 @@ from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
 from sparse_bitnet.checkpoint.locate import trained_context_length
 from sparse_bitnet.checkpoint.packed_loading import open_packed
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.export import pack as checkpoint_module
-from sparse_bitnet.export.pack import pack_checkpoint
+from sparse_bitnet.export import pack_checkpoint as checkpoint_module
+from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.nn.selection import select
 from sparse_bitnet.ops.quantize_int8 import quantize_int8

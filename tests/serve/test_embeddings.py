@@ -13,7 +13,7 @@ from packed_models import load_reference, make_packed
 from scripted_engine import ScriptedEngine, greedy, logits_after
 from serving_thread import byte_tokenizer, server
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.export.pack import pack_checkpoint
+from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.generation.pooling import PooledStates, read_pooling
 
 VOCAB = 257

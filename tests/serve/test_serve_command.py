@@ -16,9 +16,9 @@ from serving_thread import TEMPLATE
 from sparse_bitnet.cli.serve import ServeConfig, run
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.generation.generate import GenerateOptions, generate
 from sparse_bitnet.generation.open_model import open_model
 from sparse_bitnet.generation.sampling_options import SamplingOptions
+from sparse_bitnet.generation.text_batches import GenerateOptions, generate
 
 VOCAB = 257
 COMMAND = """

@@ -9,7 +9,7 @@ import pytest
 
 from benchmark_scripts import load_script
 from sparse_bitnet.checkpoint.build_model import PRESETS
-from sparse_bitnet.data.prepare import prepare
+from sparse_bitnet.data.preparation import prepare
 from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.training.config import TrainConfig
 

@@ -18,7 +18,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.training import run_checkpoint
 from sparse_bitnet.training.metrics import read_rows
 from sparse_bitnet.training.run_folder import Interrupted
-from sparse_bitnet.training.train import train
+from sparse_bitnet.training.train_run import train
 
 
 def interrupted(config, step):

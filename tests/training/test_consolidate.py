@@ -12,7 +12,7 @@ from sparse_bitnet.checkpoint.locate import resolve_checkpoint, trained_context_
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.perplexity import evaluate
-from sparse_bitnet.training.train import train
+from sparse_bitnet.training.train_run import train
 
 
 def test_the_newest_checkpoint_of_several_processes_is_put_together(worlds, run_config):

@@ -8,7 +8,7 @@ import pytest
 from world_processes import MEASURED, TINY, Worlds, collectives, memory
 
 from sparse_bitnet.presets import PRESETS
-from sparse_bitnet.training.plan import Job, plan
+from sparse_bitnet.training.run_estimate import Job, plan
 
 BLOCKS = TINY.num_hidden_layers
 

@@ -21,7 +21,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import locked_folder
 from sparse_bitnet.training.metrics import read_rows
 from sparse_bitnet.training.schedule import learning_rate
-from sparse_bitnet.training.train import train
+from sparse_bitnet.training.train_run import train
 
 
 def options(config) -> list[str]:

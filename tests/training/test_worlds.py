@@ -14,7 +14,7 @@ from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.metrics import read_rows
-from sparse_bitnet.training.train import train
+from sparse_bitnet.training.train_run import train
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -13,7 +13,7 @@ from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.export.pack import pack_checkpoint
+from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.nn.convert import convert_, selected, sparse_layers
 from sparse_bitnet.ops.nm_mask import nm_mask

@@ -11,8 +11,8 @@ from sparse_bitnet.bench.gpu_options import GpuBenchOptions
 from sparse_bitnet.checkpoint.build_model import preset_config
 from sparse_bitnet.checkpoint.load import load_with, skeleton
 from sparse_bitnet.checkpoint.model_folder import read_config
+from sparse_bitnet.engine.gpu.fused_layers import MERGED, fuse_, int8_head_, prepare_, put_merged_
 from sparse_bitnet.engine.gpu.linear import RoutePolicy
-from sparse_bitnet.engine.gpu.prepare import MERGED, fuse_, int8_head_, prepare_, put_merged_
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import convert_
 from sparse_bitnet.nn.layer import SparseBitConfig

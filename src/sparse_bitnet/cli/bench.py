@@ -36,8 +36,8 @@ def run(options: Annotated[BenchOptions, FLAT], out: Path | None = None) -> None
     from rich.console import Console
 
     from sparse_bitnet.bench.contention import warning
+    from sparse_bitnet.bench.interleaved import run as measure
     from sparse_bitnet.bench.record import append_records, table, where_measured
-    from sparse_bitnet.bench.run import run as measure
     from sparse_bitnet.progress import Progress
 
     console = Console()

@@ -16,7 +16,7 @@ from sparse_bitnet.errors import UserError
 
 if TYPE_CHECKING:
     from sparse_bitnet.generation.conversation import Conversation
-    from sparse_bitnet.generation.generate import GenerateResult
+    from sparse_bitnet.generation.text_batches import GenerateResult
 
 HELP = "/reset starts over, /exit (or Ctrl-D) ends, Ctrl-C stops an answer"
 

@@ -11,8 +11,8 @@ from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError
 
 if TYPE_CHECKING:
-    from sparse_bitnet.generation.generate import GenerateResult
     from sparse_bitnet.generation.open_model import OpenModel
+    from sparse_bitnet.generation.text_batches import GenerateResult
 
 
 @dataclass(kw_only=True)
@@ -51,8 +51,8 @@ def run(
         text: how it goes on, and where it ends.
         engine: what computes it.
     """
-    from sparse_bitnet.generation.generate import generate
     from sparse_bitnet.generation.open_model import open_model
+    from sparse_bitnet.generation.text_batches import generate
 
     options, grammar = text.generate_options(config.max_tokens), text.grammar()
     if config.prompt is not None and config.prompt_file is not None:

@@ -10,8 +10,8 @@ from sparse_bitnet.errors import UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sparse_bitnet.export.pack import PackResult
     from sparse_bitnet.export.pack_check import PackCheck
+    from sparse_bitnet.export.pack_checkpoint import PackResult
 
 
 @dataclass(kw_only=True)
@@ -46,8 +46,8 @@ def run(
     """
     from rich.console import Console
 
-    from sparse_bitnet.export.pack import pack_checkpoint
     from sparse_bitnet.export.pack_check import check_packed
+    from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
     from sparse_bitnet.progress import Progress
 
     console = Console()

@@ -2,7 +2,7 @@
 """`sparse-bitnet plan`: what a run would take on some GPUs."""
 
 from sparse_bitnet.cli.arguments import parse
-from sparse_bitnet.training.plan import (
+from sparse_bitnet.training.run_estimate import (
     COLLECTIVE_LATENCY,
     GPUS,
     LINK_EFFICIENCY,

@@ -82,7 +82,7 @@ def run(
     from sparse_bitnet.data.manifest import MANIFEST
     from sparse_bitnet.data.near_duplicates import Overlap
     from sparse_bitnet.data.parts import prepare_part
-    from sparse_bitnet.data.prepare import prepare
+    from sparse_bitnet.data.preparation import prepare
     from sparse_bitnet.data.sources import parse_source
 
     if (config.tokenizer is None) == (config.vocab_size is None):

@@ -18,7 +18,7 @@ def run(config: QuickstartConfig) -> None:
     from rich.console import Console
 
     from sparse_bitnet.experiments import tables
-    from sparse_bitnet.experiments.quickstart import quickstart
+    from sparse_bitnet.experiments.four_models import quickstart
     from sparse_bitnet.experiments.table import print_table
     from sparse_bitnet.training.run_folder import Interrupted
 

@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> None:
         raise UserError("name at least one folder of results")
     from rich.console import Console
 
-    from sparse_bitnet.experiments.report import print_claims, write_report
+    from sparse_bitnet.experiments.results_page import print_claims, write_report
 
     document = options.document or options.folders[0] / "report.md"
     page = options.page or options.folders[0] / "report.html"

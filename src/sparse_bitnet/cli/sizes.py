@@ -14,7 +14,7 @@ from sparse_bitnet.layer_config import DenseLayersOption
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sparse_bitnet.export.sizes import CodeStatistics, ModelSize
+    from sparse_bitnet.export.packed_sizes import CodeStatistics, ModelSize
 
 
 @dataclass(kw_only=True)
@@ -58,7 +58,7 @@ def run(
     """
     from rich.console import Console
 
-    from sparse_bitnet.export.sizes import code_statistics, gaussian_statistics, size_table
+    from sparse_bitnet.export.packed_sizes import code_statistics, gaussian_statistics, size_table
     from sparse_bitnet.files import write_atomic
     from sparse_bitnet.pattern import NMPattern
     from sparse_bitnet.progress import Progress

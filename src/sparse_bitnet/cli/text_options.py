@@ -11,8 +11,8 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.sampling_options import SamplingOptions
 
 if TYPE_CHECKING:
-    from sparse_bitnet.generation.generate import GenerateOptions
     from sparse_bitnet.generation.grammar import Grammar
+    from sparse_bitnet.generation.text_batches import GenerateOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class TextOptions(SamplingOptions):
 
     def generate_options(self, max_new_tokens: int) -> "GenerateOptions":
         """The same for a call."""
-        from sparse_bitnet.generation.generate import GenerateOptions
+        from sparse_bitnet.generation.text_batches import GenerateOptions
 
         return GenerateOptions(max_new_tokens=max_new_tokens, stop=self.stop, sampling=self)
 

@@ -100,7 +100,7 @@ def run(chosen: Options) -> None:
 
     from sparse_bitnet.training.distributed import ErrorElsewhere, Launch
     from sparse_bitnet.training.metrics import describe
-    from sparse_bitnet.training.train import Interrupted, train
+    from sparse_bitnet.training.train_run import Interrupted, train
     from sparse_bitnet.training.watchdog import EXIT_CODE, ProcessLost
 
     launch = Launch(shard=chosen.shard, timeout_seconds=chosen.timeout_seconds)

@@ -12,7 +12,7 @@ from pathlib import Path
 from sparse_bitnet.data.checksums import record_written
 from sparse_bitnet.data.documents import SPLITS, TextSource
 from sparse_bitnet.data.manifest import MANIFEST, TOKENIZER, Manifest, SplitManifest
-from sparse_bitnet.data.prepare import DEFAULT_SHARD_TOKENS, prepare
+from sparse_bitnet.data.preparation import DEFAULT_SHARD_TOKENS, prepare
 from sparse_bitnet.data.sources import part_of
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import atomic_folder, locked_folder

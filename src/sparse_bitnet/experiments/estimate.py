@@ -6,19 +6,19 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from sparse_bitnet.experiments.result_row import ResultRow
-from sparse_bitnet.experiments.run import Run
 from sparse_bitnet.experiments.scales import Scale
 from sparse_bitnet.experiments.table import Table, print_table
+from sparse_bitnet.experiments.training_run import Run
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.presets import PRESETS
 from sparse_bitnet.progress import duration
-from sparse_bitnet.training import plan
+from sparse_bitnet.training import run_estimate
 from sparse_bitnet.training.config import TrainConfig
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-GPUS = {name.upper(): gpu.flops for name, gpu in plan.GPUS.items()}
+GPUS = {name.upper(): gpu.flops for name, gpu in run_estimate.GPUS.items()}
 """Dense bfloat16 FLOP/s of the SXM boards, from the makers' data sheets."""
 
 OVERHEAD = 1.1
@@ -94,17 +94,22 @@ def timed_seconds(config: TrainConfig, vocab_size: int | None) -> float:
 
 def parameters(config: TrainConfig, vocab_size: int | None = None) -> int:
     """Weights of the blocks and of the embedding."""
-    return sum(plan.parameter_counts(PRESETS[config.model], vocab_size)[:2])
+    return sum(run_estimate.parameter_counts(PRESETS[config.model], vocab_size)[:2])
 
 
 def flops(config: TrainConfig, vocab_size: int | None = None) -> float:
     """Of a whole run; the mask is simulated with dense products, so it is the same for all formats."""
-    a_token = plan.flops_per_token(PRESETS[config.model], config.sequence_length, vocab_size)
+    a_token = run_estimate.flops_per_token(
+        PRESETS[config.model], config.sequence_length, vocab_size
+    )
     return float(config.steps * config.tokens_per_step) * a_token
 
 
 def gpu_hours(
-    config: TrainConfig, gpu: str, vocab_size: int | None = None, share: float = plan.UTILISATION
+    config: TrainConfig,
+    gpu: str,
+    vocab_size: int | None = None,
+    share: float = run_estimate.UTILISATION,
 ) -> float:
     """On one GPU that reaches this share of its rate; n of them take the n-th part as long as
     communication stays hidden."""
@@ -158,8 +163,8 @@ def print_plan(
         head = ("model", *(f"{gpu} h" for gpu in GPUS))
         print_table(Table(head, body), console, "Hours of what is left on one GPU")
         note = (
-            f"At {100 * plan.UTILISATION:.0f} % of the dense bfloat16 rate; `sparse-bitnet plan` says "
-            "what a run needs of memory and network."
+            f"At {100 * run_estimate.UTILISATION:.0f} % of the dense bfloat16 rate; `sparse-bitnet plan` "
+            "says what a run needs of memory and network."
         )
     else:
         note = f"About {duration(seconds_left)} left on this machine, {workers} runs at once."

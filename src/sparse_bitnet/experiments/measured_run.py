@@ -27,13 +27,13 @@ from sparse_bitnet.evaluation.perplexity import Perplexity, perplexity
 from sparse_bitnet.experiments.provenance import provenance
 from sparse_bitnet.experiments.result_row import ResultRow
 from sparse_bitnet.experiments.results import CURVE_POINTS, Results
-from sparse_bitnet.experiments.run import Run
+from sparse_bitnet.experiments.training_run import Run
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.training import metrics
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
-from sparse_bitnet.training.train import RunResult
+from sparse_bitnet.training.train_run import RunResult
 
 
 def measure(

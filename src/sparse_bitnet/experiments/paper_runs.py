@@ -18,8 +18,8 @@ from sparse_bitnet.experiments.rate_runs import (
     recipe,
     search,
 )
-from sparse_bitnet.experiments.run import Run, run_of
 from sparse_bitnet.experiments.scales import Scale, four_formats
+from sparse_bitnet.experiments.training_run import Run, run_of
 
 ABLATIONS = {
     "baseline": "ternary-6:8",

@@ -5,8 +5,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from sparse_bitnet.experiments.run import Run, run_of
 from sparse_bitnet.experiments.scales import Scale, four_formats
+from sparse_bitnet.experiments.training_run import Run, run_of
 
 Losses = Mapping[str, float]
 """Held-out losses of finished runs by name."""

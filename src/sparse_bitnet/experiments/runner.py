@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparse_bitnet.data.prepare import prepare
+from sparse_bitnet.data.preparation import prepare
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.errors import UserError
@@ -20,15 +20,15 @@ from sparse_bitnet.experiments.measured_run import measure
 from sparse_bitnet.experiments.paper_runs import plan
 from sparse_bitnet.experiments.result_row import ResultRow
 from sparse_bitnet.experiments.results import Results
-from sparse_bitnet.experiments.run import Run
 from sparse_bitnet.experiments.scales import Scale
 from sparse_bitnet.experiments.setting import make_setting
+from sparse_bitnet.experiments.training_run import Run
 from sparse_bitnet.experiments.workers import OnStep, parallel, serial
 from sparse_bitnet.host import available_cores
 from sparse_bitnet.progress import Line, Progress
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
 from sparse_bitnet.training.run_folder import run_lock
-from sparse_bitnet.training.train import train
+from sparse_bitnet.training.train_run import train
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -22,7 +22,7 @@ from sparse_bitnet.experiments.results import Results
 from sparse_bitnet.experiments.spread import Spread, percent_over, perplexities, spread_text
 from sparse_bitnet.experiments.table import NOTHING, Table
 from sparse_bitnet.presets import PRESETS
-from sparse_bitnet.training.plan import flops_per_token
+from sparse_bitnet.training.run_estimate import flops_per_token
 
 DECIDED_POINTS = 2.0
 """What sparsity costs full precision more than ternary weights, for the seeds that would decide it."""

@@ -20,7 +20,7 @@ from typing import Any
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.experiments.result_row import ResultRow
-from sparse_bitnet.experiments.run import Run
+from sparse_bitnet.experiments.training_run import Run
 from sparse_bitnet.training.run_folder import Interrupted
 
 OnStep = Callable[[str, dict[str, Any]], None]

@@ -21,7 +21,7 @@ from sparse_bitnet.export.hf_folder import (
     plain_config,
     write_generation_config,
 )
-from sparse_bitnet.export.pack import pack_checkpoint
+from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.packing.formats import check_format
 from sparse_bitnet.packing.ternary import TernaryWeight

@@ -9,10 +9,10 @@ from pathlib import Path
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.engine.protocol import ContextFull
 from sparse_bitnet.generation.chat_template import ChatTemplate
-from sparse_bitnet.generation.generate import GenerateOptions, GenerateResult, generate
 from sparse_bitnet.generation.grammar import Form, Grammar
 from sparse_bitnet.generation.open_model import OpenModel, open_model
 from sparse_bitnet.generation.prefix_cache import PrefixCache
+from sparse_bitnet.generation.text_batches import GenerateOptions, GenerateResult, generate
 
 
 class Conversation:

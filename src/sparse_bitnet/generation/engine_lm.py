@@ -14,12 +14,12 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, has_bos_prefix, normalize_gen_kwargs
 
 from sparse_bitnet.checkpoint.load import load_tokenizer
-from sparse_bitnet.generation.generate import GenerateOptions, generate
 from sparse_bitnet.generation.open_model import OpenModel
 from sparse_bitnet.generation.request import GenerationRequest
 from sparse_bitnet.generation.sampling_options import SamplingOptions
 from sparse_bitnet.generation.scheduler import Scheduler
 from sparse_bitnet.generation.shares import scored_slice
+from sparse_bitnet.generation.text_batches import GenerateOptions, generate
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance

@@ -27,7 +27,7 @@ from sparse_bitnet.data.shards import token_dtype
 from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.files import file_crc32, write_atomic
 from sparse_bitnet.progress import OnProgress
-from sparse_bitnet.training.distill import Teacher
+from sparse_bitnet.training.teacher_loss import Teacher
 
 MANIFEST = "manifest.json"
 VERSION = 1

@@ -34,7 +34,6 @@ from sparse_bitnet.training.device import (
     peak_memory_bytes,
     prepare_device,
 )
-from sparse_bitnet.training.distill import DistillationLoss, Teacher, check_finite
 from sparse_bitnet.training.distributed import World
 from sparse_bitnet.training.logit_cache import LogitCache
 from sparse_bitnet.training.loss import SummedLoss
@@ -44,6 +43,7 @@ from sparse_bitnet.training.run_folder import Interrupted, StopSignal, say
 from sparse_bitnet.training.schedule import is_sparse, learning_rate, phase, weight_decay_factor
 from sparse_bitnet.training.sharded_linear import gathered_bytes, selected_shards, sharded_layers
 from sparse_bitnet.training.sharding import gather_once_, place_, reshard_, whole_model
+from sparse_bitnet.training.teacher_loss import DistillationLoss, Teacher, check_finite
 from sparse_bitnet.training.validation import validation_loss
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.engine.gpu.decode import SlotDecoder, check_full_attention, slot_bytes
+from sparse_bitnet.engine.gpu.fused_layers import fuse_, int8_head_, prepare_
 from sparse_bitnet.engine.gpu.linear import RoutePolicy
 from sparse_bitnet.engine.gpu.measure import measured_policy
-from sparse_bitnet.engine.gpu.prepare import fuse_, int8_head_, prepare_
 from sparse_bitnet.engine.protocol import CacheFull, EngineSequence, InferenceEngine, WhichLogits
 from sparse_bitnet.errors import UserError
 

@@ -14,8 +14,8 @@ from sparse_bitnet.checkpoint.build_model import PRESETS, build_model
 from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.cli.sizes import main
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.export.pack import pack_checkpoint
-from sparse_bitnet.export.sizes import code_statistics, model_size, size_table
+from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
+from sparse_bitnet.export.packed_sizes import code_statistics, model_size, size_table
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.packing.codec import pack
 from sparse_bitnet.packing.formats import FORMATS, has_fixed_rows

@@ -21,10 +21,10 @@ from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.training.config import TrainConfig
-from sparse_bitnet.training.distill import DistillationLoss, Teacher, relation_loss
 from sparse_bitnet.training.logit_cache import LogitCache
 from sparse_bitnet.training.metrics import read_rows
-from sparse_bitnet.training.train import train
+from sparse_bitnet.training.teacher_loss import DistillationLoss, Teacher, relation_loss
+from sparse_bitnet.training.train_run import train
 
 CPU = torch.device("cpu")
 VOCAB = 304

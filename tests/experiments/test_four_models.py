@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-import sparse_bitnet.training.train
+import sparse_bitnet.training.train_run
 from sparse_bitnet.checkpoint.build_model import build_model
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.cli import evaluate as evaluate_cli
@@ -21,8 +21,8 @@ from sparse_bitnet.data.loader import TokenLoader
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.experiments import runner
+from sparse_bitnet.experiments.four_models import quickstart
 from sparse_bitnet.experiments.paper_runs import plan
-from sparse_bitnet.experiments.quickstart import quickstart
 from sparse_bitnet.experiments.quickstart_scale import QuickstartConfig
 from sparse_bitnet.experiments.result_row import read_rows
 from sparse_bitnet.experiments.scales import four_formats
@@ -152,7 +152,7 @@ def test_report(finished):
 
 def test_finished_quickstart_is_not_run_again(finished, monkeypatch):
     config, result, _ = finished
-    monkeypatch.setattr(sparse_bitnet.training.train, "Trainer", None)
+    monkeypatch.setattr(sparse_bitnet.training.train_run, "Trainer", None)
     again = quickstart(config)
     assert again.results.rows == result.results.rows
     assert again.sample == result.sample

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from sparse_bitnet.bench.interleaved import run
 from sparse_bitnet.bench.model import PAGE_TOKENS, EngineMeter, cache_tokens
 from sparse_bitnet.bench.options import BenchOptions
 from sparse_bitnet.bench.random_model import write_random_model
 from sparse_bitnet.bench.record import append_records, table, where_measured
-from sparse_bitnet.bench.run import run
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.pattern import NMPattern
 

@@ -17,7 +17,7 @@ from sparse_bitnet.training.device import autocast
 from sparse_bitnet.training.footprint import activation_bytes, state_bytes
 from sparse_bitnet.training.loss import causal_lm_loss
 from sparse_bitnet.training.optimizer import build_optimizer
-from sparse_bitnet.training.plan import GPUS, UNPACKING_BYTES, Job, fitted, plan
+from sparse_bitnet.training.run_estimate import GPUS, UNPACKING_BYTES, Job, fitted, plan
 
 SMALL = Shape(
     hidden_size=64,

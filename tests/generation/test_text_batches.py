@@ -10,10 +10,10 @@ from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.engine.protocol import CacheFull, ContextFull
 from sparse_bitnet.engine.transformers_engine import TransformersEngine
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.generation.generate import GenerateOptions, check_context, generate
 from sparse_bitnet.generation.prefix_cache import PrefixCache
 from sparse_bitnet.generation.sampling_options import SamplingOptions
 from sparse_bitnet.generation.text import TextTokenizer
+from sparse_bitnet.generation.text_batches import GenerateOptions, check_context, generate
 
 GREEDY = SamplingOptions(temperature=0)
 PROMPTS = [[5, 17, 3], [90], [41, 8, 8, 60, 22, 1, 33, 70], [5, 17, 9, 9]]

@@ -17,10 +17,10 @@ import pytest
 from texts import contents, some_texts, write_jsonl
 
 from sparse_bitnet.checkpoint.load import load_tokenizer
-from sparse_bitnet.data import prepare as prepare_module
+from sparse_bitnet.data import preparation
 from sparse_bitnet.data.documents import Document, State
 from sparse_bitnet.data.manifest import Manifest
-from sparse_bitnet.data.prepare import prepare
+from sparse_bitnet.data.preparation import prepare
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.data.tokenizer import tokenizer_hash
@@ -106,7 +106,7 @@ def test_a_finished_folder_is_left_alone(
     source = parse_source(str(text))
     first = prepare(source, tmp_path / "out", tokenizer=tokenizer_folder)
     before = contents(tmp_path / "out")
-    monkeypatch.setattr(prepare_module, "_Preparation", None)
+    monkeypatch.setattr(preparation, "_Preparation", None)
     assert prepare(source, tmp_path / "out", tokenizer=tokenizer_folder) == first
     assert contents(tmp_path / "out") == before
 
@@ -158,7 +158,7 @@ def test_stopped_at_any_disk_operation(
     text: Path, tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Stop, continue, compare with a preparation never stopped; for every place to stop at."""
-    monkeypatch.setattr(prepare_module, "_BATCH_BYTES", 4000)
+    monkeypatch.setattr(preparation, "_BATCH_BYTES", 4000)
     source: Any = parse_source(str(text), validation_fraction=0.1)
     if kind == "hub":
         source = SeldomResumable(source)
@@ -205,14 +205,14 @@ class SeldomResumable:
 
 
 def prepare_slowly(text: Path, out: Path) -> None:
-    prepare_module._BATCH_BYTES = 4000
-    write = prepare_module._Preparation._write
+    preparation._BATCH_BYTES = 4000
+    write = preparation._Preparation._write
 
     def slow_write(*arguments: Any) -> None:
         write(*arguments)
         time.sleep(0.05)
 
-    prepare_module._Preparation._write = slow_write  # type: ignore[method-assign]
+    preparation._Preparation._write = slow_write  # type: ignore[method-assign]
     source = parse_source(str(text), validation_fraction=0.1)
     prepare(source, out, vocab_size=300, shard_tokens=2000)
 
@@ -241,7 +241,7 @@ def test_killed(text: Path, tmp_path: Path) -> None:
 def test_unfinished_with_other_settings(
     text: Path, tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare_module, "_BATCH_BYTES", 4000)
+    monkeypatch.setattr(preparation, "_BATCH_BYTES", 4000)
     source, out = parse_source(str(text)), tmp_path / "out"
     with monkeypatch.context() as patch:
         stop_at(patch, 40)

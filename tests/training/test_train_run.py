@@ -24,7 +24,7 @@ from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.loss import SummedLoss
 from sparse_bitnet.training.metrics import read_rows
 from sparse_bitnet.training.run_folder import Interrupted, run_lock
-from sparse_bitnet.training.train import train
+from sparse_bitnet.training.train_run import train
 from sparse_bitnet.training.trainer import Trainer
 from sparse_bitnet.training.validation import validation_loss
 
