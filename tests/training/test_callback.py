@@ -264,6 +264,12 @@ def test_example_chat_lora(capsys: pytest.CaptureFixture[str]) -> None:
     assert "saved and loaded: the same logits" in capsys.readouterr().out
 
 
+def test_example_train_chat(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = example("train_chat").main(steps=40)
+    assert "is" in answer
+    assert "bit for bit" in " ".join(capsys.readouterr().out.split())
+
+
 def test_example_convert_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny_model("gpt_neox").save_pretrained(tmp_path)
     loaded = example("convert_a_model").main(str(tmp_path), "full-2:4")

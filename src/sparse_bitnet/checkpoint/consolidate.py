@@ -45,6 +45,10 @@ def consolidated(checkpoint: SavedStep) -> Path:
     if not (described / "config.json").is_file():
         raise UserError(f"{path} does not describe its model; continue the run: its next one will")
     weights = read_weights(checkpoint)
+    if any(".lora_A." in name for name in weights):
+        raise UserError(
+            f"{path} holds adapters beside the weights; continue the run, which merges them"
+        )
     with atomic_folder(made) as folder:
         for file in described.iterdir():
             shutil.copy(file, folder)

@@ -28,6 +28,10 @@ class PrepareConfig:
     column: str | None = None
     """Column of the text, "text" if not given; RefinedWeb's is "content". A .txt file is one document."""
 
+    chat: bool = False
+    """Documents are conversations, lists of {"role", "content"} in the column "messages", for the chat
+    template of --tokenizer; training then learns what the assistant says."""
+
     validation: str | None = None
     """Another source (written like SOURCE) for the validation text."""
 
@@ -97,8 +101,13 @@ def run(
         limit_documents=config.limit_documents,
         limit_bytes=config.limit_bytes,
         near_duplicates=config.near_duplicates,
+        chat=config.chat,
     )
-    shared: Any = {"eos_token": config.eos_token, "shard_tokens": config.shard_tokens}
+    shared: Any = {
+        "eos_token": config.eos_token,
+        "shard_tokens": config.shard_tokens,
+        "chat": config.chat,
+    }
     if config.parts > 1:
         if config.tokenizer is None:
             raise UserError("--parts needs --tokenizer: all parts must use the same one")

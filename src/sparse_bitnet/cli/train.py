@@ -30,6 +30,10 @@ PLAIN_LINES = 20
 class Options(DenseLayersOption, TrainConfig):
     """A run's config, and how its processes share the work, which changes nothing of the run."""
 
+    chat: str | None = None
+    """Conversations to train on (.jsonl or .parquet, "messages" in each row): prepared into --data first,
+    with the tokenizer of --init."""
+
     shard: int | None = None
     """Under torchrun: processes over which the model is split; the rest replicate it. Default: all."""
 
@@ -96,6 +100,8 @@ def run(chosen: Options) -> None:
     SparseBitConfig.parse(config.format)
     if config.init is None:
         find_preset(config.model)
+    if chosen.chat is not None:
+        prepare_chat(chosen.chat, config)
     from rich.console import Console
 
     from sparse_bitnet.training.distributed import ErrorElsewhere, Launch
@@ -125,6 +131,18 @@ def run(chosen: Options) -> None:
         os._exit(EXIT_CODE)
     if is_first:
         print_result(result, config, console)
+
+
+def prepare_chat(source: str, config: TrainConfig) -> None:
+    """Prepare conversations into the folder of the data; again is harmless."""
+    if config.init is None:
+        raise UserError("--chat goes on from a model: name it with --init")
+    if "RANK" in os.environ:
+        raise UserError("--chat is of one process: prepare the data with `prepare --chat` first")
+    from sparse_bitnet.data.prepare import prepare
+    from sparse_bitnet.data.sources import parse_source
+
+    prepare(parse_source(source, chat=True), config.data, tokenizer=config.init, chat=True)
 
 
 def print_result(result: "RunResult", config: TrainConfig, console: "Console") -> None:

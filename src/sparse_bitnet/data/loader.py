@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches of token windows: shuffled over the whole data set, and computed from the step alone.
 
-The data is cut into windows of `sequence_length + 1` tokens, `sequence_length` apart, so that every
-token but the first is predicted once an epoch. The samples of a run are one endless stream, epoch after
+The data is cut into windows (`windows`). The samples of a run are one endless stream, epoch after
 epoch, each with its own permutation of all windows; global step t holds samples `t * batch_size` to
 `(t + 1) * batch_size - 1`, and rank r of w the r-th of w equal contiguous parts of them. So the global
 batch is the same at every number of ranks, and any step is reached at once: there is nothing to iterate
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparse_bitnet.data.shards import TokenDataset
+from sparse_bitnet.data.windows import Windows
 from sparse_bitnet.errors import UserError
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class TokenLoader:
             raise UserError(
                 f"a batch of {batch_size} sequences does not divide over {world_size} processes"
             )
-        if len(dataset) <= sequence_length:
+        if len(dataset) <= sequence_length and not dataset.is_chat:
             raise UserError(
                 f"{dataset.folder}: {len(dataset):,} {dataset.split} tokens are fewer than one window of "
                 f"{sequence_length + 1:,}; prepare more text or shorten the sequences"
@@ -76,32 +76,36 @@ class TokenLoader:
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
-        self.windows = (len(dataset) - 1) // sequence_length
+        self.cut = Windows(dataset, sequence_length)
+        self.windows = len(self.cut)
 
     @property
     def steps_per_epoch(self) -> float:
         """Steps in which every window is seen once; seldom a whole number."""
         return self.windows / self.batch_size
 
-    def batch(self, step: int) -> "tuple[torch.Tensor, torch.Tensor]":
-        """`(input_ids, labels)`, each int64 [batch_size / world_size, sequence_length].
+    def batch(self, step: int) -> "tuple[torch.Tensor, ...]":
+        """`(input_ids, labels)`, each int64 [batch_size / world_size, sequence_length]; of conversations
+        also the positions.
 
         `labels[i, t]` is the token after `input_ids[i, t]`: already shifted, unlike the labels that
         transformers models take.
         """
         import torch
 
-        tokens = torch.from_numpy(self.tokens(step))
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        found = self.cut.batch(self.windows_of(step))
+        return tuple(torch.from_numpy(np.ascontiguousarray(each)) for each in found)
+
+    def learnt(self, step: int) -> int:
+        """Predictions of a step that count, over all ranks together; at least 1."""
+        if not self.dataset.is_chat:
+            return self.batch_size * self.sequence_length
+        windows = [self._windows(step, rank)[1] for rank in range(self.world_size)]
+        return max(1, self.cut.learnt(np.concatenate(windows)))
 
     def tokens(self, step: int) -> np.ndarray:
-        """The rank's windows at a step, int64 [batch_size / world_size, sequence_length + 1]."""
-        length = self.sequence_length
-        _, windows = self._windows(step)
-        tokens = np.empty((len(windows), length + 1), np.int64)
-        for row, window in zip(tokens, windows.tolist(), strict=True):
-            row[:] = self.dataset[window * length : (window + 1) * length + 1]
-        return tokens
+        """The rank's windows of text at a step, int64 [batch_size / world_size, sequence_length + 1]."""
+        return self.cut.tokens(self.windows_of(step))
 
     def windows_of(self, step: int) -> np.ndarray:
         """Which windows the rank's batch is, int64 [batch_size / world_size]."""
@@ -120,10 +124,10 @@ class TokenLoader:
             "windows": windows.tolist(),
         }
 
-    def _windows(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+    def _windows(self, step: int, rank: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         assert step >= 0
         size = self.batch_size // self.world_size
-        first = step * self.batch_size + self.rank * size
+        first = step * self.batch_size + (self.rank if rank is None else rank) * size
         epochs, positions = np.divmod(np.arange(first, first + size), self.windows)
         windows = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():

@@ -9,7 +9,8 @@
     preparation.json, *.partial          only while the preparation is under way (`prepare`)
 
 All shards of a split but the last hold the same number of tokens. Documents follow one another, each
-ended by the end token, and may go on in the next shard. Checksums are CRC-32 of the whole file.
+ended by the end token, and may go on in the next shard. Checksums are CRC-32 of the whole file. Tokens
+of conversations are uint32 with two flags above the id (`chat`), and end as their template has it.
 
 Of text prepared in parts (`parts`) each part is such a folder, part-00003-of-00016, inside this one,
 whose own manifest names all their shards; the last shard of each part is then a shorter one.
@@ -71,6 +72,11 @@ class Manifest:
     overlap: dict[str, int] | None = None
     """`near_duplicates.Overlap` of the held-out text with the training text; None where it is unknown."""
 
+    @property
+    def is_chat(self) -> bool:
+        """Whether the documents are conversations."""
+        return "chat" in self.settings.get("parts", [self.settings])[0]
+
     def write(self, folder: Path) -> None:
         """Write `manifest.json`; the last step of a preparation."""
         write_atomic(folder / MANIFEST, json.dumps(asdict(self), indent=2) + "\n")
@@ -110,6 +116,6 @@ class Manifest:
             raise UserError(f"{path}: damaged ({error}); prepare the data again") from error
 
 
-def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest of little-endian uint16 and uint32 that holds every token id."""
-    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+def token_dtype(vocab_size: int, is_chat: bool = False) -> np.dtype:
+    """The smallest of little-endian uint16 and uint32 that holds every token id, and a chat's flags."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 and not is_chat else "<u4")

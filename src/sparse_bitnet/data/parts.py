@@ -27,6 +27,7 @@ def prepare_part(
     tokenizer: Path | str,
     eos_token: str | None = None,
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
+    chat: bool = False,
 ) -> Manifest | None:
     """Prepare one part of `source` into a folder inside `out`; the last one to end joins all.
 
@@ -34,7 +35,7 @@ def prepare_part(
         source: the whole text, the same in all processes.
         out: folder shared by all processes.
         part, parts: which part, from 0, and of how many.
-        tokenizer, eos_token, shard_tokens: as `prepare` takes them, the same in all processes.
+        tokenizer, eos_token, shard_tokens, chat: as `prepare` takes them, the same in all processes.
 
     Returns the manifest of the whole, or None while other parts are unfinished.
 
@@ -50,6 +51,7 @@ def prepare_part(
         tokenizer=tokenizer,
         eos_token=eos_token,
         shard_tokens=shard_tokens,
+        chat=chat,
     )
     folders = [part_folder(out, number, parts) for number in range(parts)]
     if not all((folder / MANIFEST).exists() for folder in folders):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from sparse_bitnet.checkpoint.load import load_tokenizer
+from sparse_bitnet.data import chat as conversations
 from sparse_bitnet.data.checksums import record_written
 from sparse_bitnet.data.documents import SPLITS, TRAIN, VALIDATION, Document, TextSource
 from sparse_bitnet.data.manifest import (
@@ -64,6 +65,7 @@ def prepare(
     vocab_size: int | None = None,
     eos_token: str | None = None,
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
+    chat: bool = False,
     progress: bool | None = None,
 ) -> Manifest:
     """Tokenise `source` into the folder `out`; the end token follows each document.
@@ -78,6 +80,7 @@ def prepare(
         vocab_size: train a byte-level BPE of this size on the first 32 MB of training text.
         eos_token: end token to use instead of the choice saved in the tokenizer's folder.
         shard_tokens: tokens in each file but the last.
+        chat: documents are conversations (`chat`), for the tokenizer's chat template.
         progress: show it on stderr; None: where that is a terminal.
 
     Raises:
@@ -93,6 +96,9 @@ def prepare(
         raise UserError(f"a shard of {shard_tokens} tokens is too small")
     if isinstance(tokenizer, str | Path):
         tokenizer = load_tokenizer(tokenizer, eos_token=eos_token)
+    if chat and tokenizer is None:
+        raise UserError("conversations need a tokenizer with a chat template")
+    template = conversations.check_template(tokenizer) if chat and tokenizer is not None else None
     settings = json.loads(
         json.dumps(
             {
@@ -101,6 +107,7 @@ def prepare(
                 if tokenizer is not None
                 else {"vocab_size": vocab_size, "sample_bytes": TOKENIZER_SAMPLE_BYTES},
                 "shard_tokens": shard_tokens,
+                **({"chat": template} if template is not None else {}),
             }
         )
     )
@@ -147,9 +154,11 @@ class _Preparation:
         self.backend = self.tokenizer.backend_tokenizer
         self.backend.no_truncation()
         self.backend.no_padding()
-        self.backend.encode_special_tokens = True
+        self.chat = "chat" in state.settings
+        # Of a text; a chat template spells them to have them.
+        self.backend.encode_special_tokens = not self.chat
         self.vocab_size = vocabulary_size(self.tokenizer)
-        self.dtype = token_dtype(self.vocab_size)
+        self.dtype = token_dtype(self.vocab_size, self.chat)
         shard_tokens = state.settings["shard_tokens"]
         self.writers = {
             split: ShardWriter(out, split, self.dtype, shard_tokens, state.writers.get(split))
@@ -174,13 +183,20 @@ class _Preparation:
                 writer.close()
 
     def _encode(self, batch: _Batch) -> dict[str, np.ndarray]:
-        texts = [document.text for document in batch.documents]
-        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
-        end = [self.tokenizer.eos_token_id]
         tokens: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
-        for document, encoding in zip(batch.documents, encodings, strict=True):
-            tokens[document.split].append(np.array(encoding.ids + end, self.dtype))
+        for document, found in zip(batch.documents, self._tokens(batch), strict=True):
+            tokens[document.split].append(found)
         return {split: np.concatenate(parts) for split, parts in tokens.items() if parts}
+
+    def _tokens(self, batch: _Batch) -> Iterator[np.ndarray]:
+        texts = [document.text for document in batch.documents]
+        if self.chat:
+            for text in texts:
+                yield conversations.encode(self.tokenizer, text)
+            return
+        end = [self.tokenizer.eos_token_id]
+        for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False):
+            yield np.array(encoding.ids + end, self.dtype)
 
     def _write(self, batch: _Batch, encoded: "Future[dict[str, np.ndarray]]") -> None:
         shards = sum(len(writer.shards) for writer in self.writers.values())
@@ -228,7 +244,7 @@ class _Preparation:
             eos_token_id=self.tokenizer.eos_token_id,
             splits=splits,
         )
-        if splits[VALIDATION].tokens:
+        if splits[VALIDATION].tokens and not self.chat:
             train, validation = (TokenDataset(self.out, split, manifest) for split in SPLITS)
             manifest = replace(manifest, overlap=measure_overlap(train, validation).to_dict())
         manifest.write(self.out)

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 from zlib_ng import zlib_ng
 
+from sparse_bitnet.data.chat import IDS
 from sparse_bitnet.data.checksums import changed_shards, check_size, verify_shards
 from sparse_bitnet.data.manifest import Manifest, Shard, token_dtype
 from sparse_bitnet.errors import UserError
@@ -147,7 +148,8 @@ class TokenDataset:
     """The tokens of one split of a folder of prepared data, as one long sequence.
 
     `dataset[i:j]` is an array of token ids, uint16 or uint32 [j - i], read-only and without a copy
-    where it lies in one shard; `len(dataset)` counts tokens.
+    where it lies in one shard; `len(dataset)` counts tokens. Of conversations (`is_chat`)
+    `stored(slice(i, j))` has the flags too.
     """
 
     def __init__(self, folder: Path, split: str, manifest: Manifest) -> None:
@@ -157,7 +159,8 @@ class TokenDataset:
         self.manifest = manifest
         self.vocab_size = manifest.vocab_size
         self.eos_token_id = manifest.eos_token_id
-        self.dtype = token_dtype(manifest.vocab_size)
+        self.is_chat = manifest.is_chat
+        self.dtype = token_dtype(manifest.vocab_size, self.is_chat)
         self.shards = manifest.splits[split].shards
         self._ends = np.cumsum([shard.tokens for shard in self.shards])
         self._maps: dict[int, np.ndarray] = {}
@@ -227,6 +230,11 @@ class TokenDataset:
         return int(self._ends[-1])
 
     def __getitem__(self, tokens: slice) -> np.ndarray:
+        found = self.stored(tokens)
+        return found & IDS if self.is_chat else found
+
+    def stored(self, tokens: slice) -> np.ndarray:
+        """As they lie in the shards."""
         start, stop, step = tokens.indices(len(self))
         assert step == 1, "only contiguous slices"
         if start >= stop:

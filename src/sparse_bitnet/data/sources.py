@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from sparse_bitnet.data.chat import check_messages
 from sparse_bitnet.data.documents import (
     PIECE_CHARACTERS,
     Document,
@@ -30,7 +31,9 @@ from sparse_bitnet.data.python_files import PythonSource
 from sparse_bitnet.data.text_files import (
     BEGINNING,
     READERS,
+    Check,
     Place,
+    Record,
     check_text,
     first_line,
     is_readable,
@@ -52,6 +55,7 @@ def parse_source(
     limit_documents: int | None = None,
     limit_bytes: int | None = None,
     near_duplicates: bool = True,
+    chat: bool = False,
 ) -> TextSource:
     """The source that a command line names.
 
@@ -66,21 +70,26 @@ def parse_source(
         limit_documents, limit_bytes: stop after this many; `validation` is not limited.
         near_duplicates: keep documents that are nearly the same on one side of the split, of all but
             hub data sets (`near_duplicates.GroupedSource`).
+        chat: the column, "messages" if not given, holds conversations, which become documents of JSON.
 
     Raises:
         UserError: for a name that matches nothing, an empty or unknown file, and contradictions.
     """
     if validation is not None and validation_fraction is not None:
         raise UserError("give --validation or --validation-fraction, not both")
-    if column is not None and {spec, validation} <= {"python-stdlib", "python-packages", None}:
-        raise UserError(f"{spec} has no columns; leave out --column")
-    source = _parse(spec, column, 0.0 if validation is not None else validation_fraction)
+    if {spec, validation} <= {"python-stdlib", "python-packages", None} and (column or chat):
+        option = "--chat" if chat else "--column"
+        raise UserError(f"{spec} has no columns; leave out {option}")
+    if chat and column is None:
+        column = "messages"
+    fraction = 0.0 if validation is not None else validation_fraction
+    source = _parse(spec, column, fraction, chat)
     if limit_documents is not None or limit_bytes is not None:
         source = LimitedSource(
             source=source, documents_limit=limit_documents, bytes_limit=limit_bytes
         )
     if validation is not None:
-        source = PairedSource(train=source, validation=_parse(validation, column, 0.0))
+        source = PairedSource(train=source, validation=_parse(validation, column, 0.0, chat))
     # A stream is read once.
     is_stream = spec.startswith("hub:")
     return GroupedSource(source=source) if near_duplicates and not is_stream else source
@@ -109,7 +118,9 @@ def part_of(source: TextSource, part: int, parts: int) -> TextSource:
     return replace(source, paths=source.paths[part::parts])
 
 
-def _parse(spec: str, column: str | None, validation_fraction: float | None) -> TextSource:
+def _parse(
+    spec: str, column: str | None, validation_fraction: float | None, chat: bool
+) -> TextSource:
     options: dict[str, Any] = {}
     if validation_fraction is not None:
         options["validation_fraction"] = validation_fraction
@@ -118,7 +129,7 @@ def _parse(spec: str, column: str | None, validation_fraction: float | None) -> 
     if spec == "python-packages":
         return PythonSource.installed_packages(**options)
     if column is not None:
-        options["column"] = column
+        options.update(column=column, check=check_messages if chat else check_text)
     if spec.startswith("hub:"):
         return HubSource.parse(spec.removeprefix("hub:"), **options)
     return FileSource.matching([spec] if os.path.exists(spec) else spec.split(","), **options)
@@ -135,6 +146,7 @@ class FileSource:
     name: str
     paths: tuple[Path, ...]
     column: str = "text"
+    check: Check = check_text
     validation_fraction: float = 0.01
 
     def __post_init__(self) -> None:
@@ -182,7 +194,7 @@ class FileSource:
         for number in range(first, len(self.paths)):
             start = place if number == first else BEGINNING
             end = start
-            for text, after, read in read_records(self.paths[number], self.column, start):
+            for text, after, read in self._records(self.paths[number], start):
                 parts = list(self._parts(text))
                 for count, (part, split) in enumerate(parts[done:], done + 1):
                     position = [number, *after, 0] if count == len(parts) else [number, *end, count]
@@ -192,10 +204,20 @@ class FileSource:
                 raise UserError(f"{self.paths[number]}: no text in this file")
             before += sizes[number]
 
+    def _records(self, path: Path, start: Place = BEGINNING) -> Iterator[Record]:
+        return read_records(path, self.column, start, self.check)
+
     def _parts(self, text: str) -> Iterable[tuple[str, str]]:
-        if self._piece_threshold is None:
-            return [(text, split_of(text.encode(), self.validation_fraction))]
-        return by_pieces(text, self._piece_threshold)
+        threshold = self._piece_threshold
+        if threshold is None or self._is_whole:
+            fraction = self.validation_fraction if threshold is None else threshold
+            return [(text, split_of(text.encode(), fraction))]
+        return by_pieces(text, threshold)
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether documents cannot be cut: conversations."""
+        return self.check is not check_text
 
     @cached_property
     def _piece_threshold(self) -> float | None:
@@ -204,13 +226,14 @@ class FileSource:
             return None
 
         def texts() -> Iterator[str]:
-            return (each.text for path in self.paths for each in read_records(path, self.column))
+            return (each.text for path in self.paths for each in self._records(path))
 
         many = math.ceil(_HELD_OUT_DOCUMENTS / self.validation_fraction)
         if sum(1 for _ in itertools.islice(texts(), many)) == many:
             return None
         smallest, count = 1.0, 0
-        for piece in itertools.chain.from_iterable(map(pieces, texts())):
+        cut = itertools.chain.from_iterable(map(pieces, texts()))
+        for piece in texts() if self._is_whole else cut:
             smallest, count = min(smallest, uniform_hash(piece.encode())), count + 1
             if smallest < self.validation_fraction and count > 1:
                 return self.validation_fraction
@@ -256,6 +279,7 @@ class HubSource:
     config: str | None = None
     split: str = "train"
     column: str = "text"
+    check: Check = check_text
     validation_fraction: float = 0.0005
     part: int = 0
     parts: int = 1
@@ -298,7 +322,7 @@ class HubSource:
         while (row := self._next(rows)) is not None:
             if self.column not in row:
                 raise UserError(missing_column(self.name, self.column, row))
-            if not (text := check_text(row[self.column], self.column, self.name)):
+            if not (text := self.check(row[self.column], self.column, self.name)):
                 continue
             found = True
             characters += len(text)

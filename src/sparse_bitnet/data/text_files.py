@@ -35,17 +35,36 @@ class Record(NamedTuple):
     """Bytes of the file as it lies on disk that were read so far, for the progress display."""
 
 
-Reader = Callable[[Path, str, Place], Iterator[Record]]
+class Row(NamedTuple):
+    """What a file holds in one place of the column."""
+
+    value: object
+    where: str
+    end: Place
+    bytes_read: int
 
 
-def read_records(path: Path, column: str, start: Place = BEGINNING) -> Iterator[Record]:
+Reader = Callable[[Path, str, Place], Iterator[Row]]
+
+Check = Callable[[object, str, str], str]
+"""(value, column, where) -> the document, "" for none; `UserError` for what is not one."""
+
+
+def read_records(
+    path: Path, column: str, start: Place = BEGINNING, check: Check | None = None
+) -> Iterator[Record]:
     """Yield the documents of one file from `start` on; empty ones are left out.
+
+    Args:
+        check: makes documents of what the column holds; default `check_text`.
 
     Raises `UserError`, naming the file and where possible the line, for an unknown suffix, binary or
     undecodable text, a broken JSON line, a missing or unreadable column and a truncated file.
     """
     try:
-        yield from _reader(path)(path, column, start)
+        for value, where, end, bytes_read in _reader(path)(path, column, start):
+            if text := (check or check_text)(value, column, where):
+                yield Record(text, end, bytes_read)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
 
@@ -62,19 +81,19 @@ def _reader(path: Path) -> Reader:
     raise UserError(f"{path}: unknown kind of file; known are {', '.join(READERS)}")
 
 
-def _read_text(path: Path, column: str, start: Place) -> Iterator[Record]:
+def _read_text(path: Path, column: str, start: Place) -> Iterator[Row]:
     content = path.read_bytes()
     if start.record == 0 and (text := decode(content, str(path))).strip():
-        yield Record(text, Place(1, len(content)), len(content))
+        yield Row(text, str(path), Place(1, len(content)), len(content))
 
 
-def _read_jsonl(path: Path, column: str, start: Place) -> Iterator[Record]:
+def _read_jsonl(path: Path, column: str, start: Place) -> Iterator[Row]:
     with open(path, "rb") as file:
         file.seek(start.offset)
         yield from _parse_lines(path, file, column, start, file.tell)
 
 
-def _read_jsonl_zst(path: Path, column: str, start: Place) -> Iterator[Record]:
+def _read_jsonl_zst(path: Path, column: str, start: Place) -> Iterator[Row]:
     import pyarrow
 
     # pyarrow reports a truncated file and reads several frames; zstandard's own stream reader
@@ -92,7 +111,7 @@ def _read_jsonl_zst(path: Path, column: str, start: Place) -> Iterator[Record]:
 
 def _parse_lines(
     path: Path, file: BinaryIO, column: str, start: Place, tell: Callable[[], int]
-) -> Iterator[Record]:
+) -> Iterator[Row]:
     offset = start.offset
     for number, line in enumerate(file, start.record + 1):
         offset += len(line)
@@ -107,11 +126,10 @@ def _parse_lines(
             raise UserError(f"{where}: expected a JSON object with the column {column!r}")
         if column not in row:
             raise UserError(missing_column(where, column, row))
-        if text := check_text(row[column], column, where):
-            yield Record(text, Place(number, offset), tell())
+        yield Row(row[column], where, Place(number, offset), tell())
 
 
-def _read_parquet(path: Path, column: str, start: Place) -> Iterator[Record]:
+def _read_parquet(path: Path, column: str, start: Place) -> Iterator[Row]:
     import pyarrow
     import pyarrow.parquet
 
@@ -130,10 +148,8 @@ def _read_parquet(path: Path, column: str, start: Place) -> Iterator[Record]:
                 for batch in file.iter_batches(256, row_groups=[group], columns=[column]):
                     for value in batch.column(0).to_pylist():
                         row += 1
-                        if row > start.record and (
-                            text := check_text(value, column, f"{path}, row {row}")
-                        ):
-                            yield Record(text, Place(row), size * row // rows)
+                        if row > start.record:
+                            yield Row(value, f"{path}, row {row}", Place(row), size * row // rows)
     except pyarrow.ArrowException as error:
         raise UserError(f"{path}: not a readable parquet file: {first_line(error)}") from error
 

@@ -87,6 +87,10 @@ def read_held_out(
 
 def _prepared(folder: Path, checkpoint: str, split: str) -> HeldOutText:
     dataset = TokenDataset.open(folder, split)
+    if dataset.is_chat:
+        raise UserError(
+            f"{folder} holds conversations, whose perplexity `train` prints: evaluate on text"
+        )
     if Path(checkpoint, "tokenizer.json").is_file():
         tokenizer = load_tokenizer(checkpoint)
         # The end token may have been chosen anew for the data; all else must agree.

@@ -26,6 +26,7 @@ ADDED_LATER = {
     "relations_weight": 0.0,
     "relations_layer": -1,
     "sub_norms": False,
+    "lora": 0,
 }
 """Fields that configs of older runs lack, with the value that says what those runs did."""
 
@@ -71,6 +72,10 @@ class TrainConfig:
     sub_norms: bool = False
     """With --init: put a norm before each output and down projection, as BitNet's own models have them
     (of llama and qwen2 models)."""
+
+    lora: int = 0
+    """With --init: train adapters of this rank beside the linear layers (peft's LoRA) alone. In the end
+    they are merged into the weights, which are quantised anew. 0: train the weights."""
 
     vocab_size: int | None = None
     """Rows of the embedding. Default: the tokenizer's, or a published preset's own 151,936."""
@@ -206,6 +211,7 @@ class TrainConfig:
             "layer_metrics_every",
             "checkpoint_every",
             "keep_checkpoints",
+            "lora",
             "weight_decay",
             "final_weight_decay_fraction",
             "gradient_clip",
@@ -221,6 +227,8 @@ class TrainConfig:
             raise UserError("relations_weight needs the teacher itself: leave out the logit_cache")
         if self.sub_norms and self.init is None:
             raise UserError("sub_norms puts norms into a model that exists: name it with --init")
+        if self.lora and self.init is None:
+            raise UserError("lora adapts a model that exists: name it with --init")
         for field in dataclasses.fields(self):
             choices = (
                 typing.get_args(field.type) if typing.get_origin(field.type) is Literal else ()

@@ -43,7 +43,7 @@ class LogitCache:
         """Of the batches of `steps` steps.
 
         Raises `UserError` where the folder holds a cache of something else, or other files."""
-        self.folder, self.dataset = folder, loader.dataset
+        self.folder, self.cut = folder, loader.cut
         self.k, self.vocab_size = k, vocab
         self.length = length = loader.sequence_length
         self.ids = np.dtype(token_dtype(vocab)).newbyteorder("<")
@@ -58,7 +58,7 @@ class LogitCache:
         self.identity = {
             "version": VERSION,
             "teacher": fingerprint(teacher),
-            "data": self.dataset.identity(),
+            "data": loader.dataset.identity(),
             "data_seed": loader.seed,
             "sequence_length": length,
             "k": k,
@@ -132,12 +132,11 @@ class LogitCache:
         return torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(values.astype(np.float32))
 
     def _top(self, teacher: Teacher, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-        length = self.length
-        starts = (self.order[first:last] * length).tolist()
-        tokens = np.stack([self.dataset[start : start + length] for start in starts])
         device = next(teacher.model.parameters()).device
-        input_ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
-        logits = teacher.logits(teacher.hidden(input_ids)).log_softmax(-1)
+        input_ids, _, *positions = (
+            torch.from_numpy(each).to(device) for each in self.cut.batch(self.order[first:last])
+        )
+        logits = teacher.logits(teacher.hidden(input_ids, *positions)).log_softmax(-1)
         if not torch.isfinite(logits).all():
             raise UserError(
                 f"teacher {teacher.path}: its logits are not finite in window {self.order[first]}"

@@ -6,7 +6,8 @@ Here a chunk of tokens at a time goes through the head; its gradient with respec
 head is formed at once, and the logits are dropped before the next chunk.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -155,6 +156,7 @@ def causal_lm_loss(
     model: "PreTrainedModel",
     input_ids: Tensor,
     labels: Tensor,
+    position_ids: Tensor | None = None,
     *,
     chunk_tokens: int | None = None,
     compiled: bool = False,
@@ -162,9 +164,10 @@ def causal_lm_loss(
     """Summed next-token loss of a transformers causal LM.
 
     `labels[b, t]` is the token that follows `input_ids[b, t]` (already shifted), both
-    [batch, sequence] int64. Returns a float64 scalar.
+    [batch, sequence] int64, as are `position_ids`: where these begin anew attention does not look
+    further back. Returns a float64 scalar.
     """
-    hidden = model.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
+    hidden = hidden_states(model, input_ids, position_ids)
     head = model.get_output_embeddings()
     flat = hidden.flatten(0, 1)
     if getattr(head, "bias", None) is None:
@@ -173,6 +176,22 @@ def causal_lm_loss(
         )
     logits = head(flat).float()
     return F.cross_entropy(logits, labels.flatten(), reduction="sum").double()
+
+
+def hidden_states(
+    model: "PreTrainedModel", input_ids: Tensor, position_ids: Tensor | None = None
+) -> Tensor:
+    """The last ones, [batch, sequence, hidden_size]."""
+    packed = {} if position_ids is None else {"position_ids": position_ids}
+    return model.get_decoder()(input_ids=input_ids, use_cache=False, **packed).last_hidden_state
+
+
+def check_packs(model: "PreTrainedModel") -> None:
+    """Raise `UserError` for a model whose attention does not stop where positions begin anew."""
+    if "position_ids" not in inspect.signature(model.get_decoder().forward).parameters:
+        raise UserError(
+            f"{type(model).__name__} takes no positions, so conversations cannot share a window"
+        )
 
 
 class SummedLoss(torch.nn.Module):
@@ -184,12 +203,15 @@ class SummedLoss(torch.nn.Module):
         super().__init__()
         self.model, self.chunk_tokens, self.compiled = model, chunk_tokens, compiled
 
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None
+    ) -> Tensor:
         """float64 scalar; see `causal_lm_loss`."""
         return causal_lm_loss(
             self.model,
             input_ids,
             labels,
+            position_ids,
             chunk_tokens=self.chunk_tokens,
             compiled=self.compiled,
         )
@@ -232,7 +254,7 @@ def selected_for_evaluation(
 @torch.no_grad()
 def token_loss_sum(
     loss: SummedLoss,
-    batches: Iterable[tuple[Tensor, Tensor]],
+    batches: Iterable[Sequence[Tensor]],
     *,
     device: torch.device | str,
     dtype: torch.dtype,
@@ -240,9 +262,9 @@ def token_loss_sum(
     """Sum of the token losses, and their number: float64 [2] on `device`."""
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     with autocast(device, dtype):
-        for input_ids, labels in batches:
-            input_ids, labels = input_ids.to(device), labels.to(device)
-            sums += torch.stack([loss(input_ids, labels), (labels >= 0).sum()])
+        for batch in batches:
+            input_ids, labels, *positions = (each.to(device) for each in batch)
+            sums += torch.stack([loss(input_ids, labels, *positions), (labels >= 0).sum()])
     return sums
 
 

@@ -21,6 +21,8 @@ def build_optimizer(model: "PreTrainedModel", config: TrainConfig) -> torch.opti
     decayed: list[torch.nn.Parameter] = []
     plain: list[torch.nn.Parameter] = []
     for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
         matrix = parameter.dim() >= 2
         decays = matrix and (config.decay_embeddings or id(parameter) not in embeddings)
         (decayed if decays else plain).append(parameter)

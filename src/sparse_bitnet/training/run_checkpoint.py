@@ -89,6 +89,8 @@ class RunState:
     def allocate_(self, step: int) -> None:
         """Make what `tensors` names before a first step has: moments and masks, without values."""
         for parameter in self.parameters.values():
+            if not parameter.requires_grad:
+                continue
             self.optimizer.state[parameter] = {
                 "step": torch.tensor(float(step), device=local_rows(parameter).device),
                 **{moment: torch.zeros_like(parameter) for moment in MOMENTS},

@@ -23,7 +23,12 @@ from torch import Tensor, nn
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.training.config import TrainConfig
-from sparse_bitnet.training.loss import SoftTargets, SummedLoss, chunked_cross_entropy
+from sparse_bitnet.training.loss import (
+    SoftTargets,
+    SummedLoss,
+    chunked_cross_entropy,
+    hidden_states,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,12 +64,10 @@ class Teacher:
         return self.model.get_output_embeddings().weight.shape[0]
 
     @torch.no_grad()
-    def hidden(self, input_ids: Tensor) -> Tensor:
+    def hidden(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Last hidden states [tokens, hidden_size] of [batch, sequence]."""
-        decoder = self.model.get_decoder()
         with torch.autocast(input_ids.device.type, enabled=False):
-            found = decoder(input_ids=input_ids, use_cache=False).last_hidden_state
-        return found.flatten(0, 1)
+            return hidden_states(self.model, input_ids, position_ids).flatten(0, 1)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -109,17 +112,17 @@ class DistillationLoss(SummedLoss):
         self,
         input_ids: Tensor,
         labels: Tensor,
-        top_ids: Tensor | None = None,
-        top_logits: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        top: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """`top_ids`, `top_logits`: of the teacher, [batch, sequence, k], where it is not there itself."""
+        """`top`: ids and logits of the teacher, [batch, sequence, k], where it is not there itself."""
         if not self.model.training:
-            return super().forward(input_ids, labels)
+            return super().forward(input_ids, labels, position_ids)
         mine, theirs = self._student_states, self._teacher_states
         if mine is None or theirs is None:
-            return self._logits_loss(input_ids, labels, top_ids, top_logits)
+            return self._logits_loss(input_ids, labels, position_ids, top)
         with mine.kept() as own, theirs.kept() as wanted:
-            loss = self._logits_loss(input_ids, labels, top_ids, top_logits)
+            loss = self._logits_loss(input_ids, labels, position_ids, top)
             heads = theirs.heads
             related = torch.stack(
                 [relation_loss(own[name], wanted[name], heads) for name in RELATED]
@@ -128,12 +131,16 @@ class DistillationLoss(SummedLoss):
         return loss + self.config.relations_weight * scored * related.sum().double()
 
     def _logits_loss(
-        self, input_ids: Tensor, labels: Tensor, top_ids: Tensor | None, top_logits: Tensor | None
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        position_ids: Tensor | None,
+        top: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
         config, head = self.config, self.model.get_output_embeddings()
         probabilities: Callable[[slice], Tensor]
-        if top_ids is not None and top_logits is not None:
-            ids, values = top_ids.flatten(0, 1), top_logits.flatten(0, 1)
+        if top is not None:
+            ids, values = (each.flatten(0, 1) for each in top)
 
             def probabilities(rows: slice) -> Tensor:
                 share = (values[rows].float() / config.temperature).softmax(-1)
@@ -142,12 +149,12 @@ class DistillationLoss(SummedLoss):
         else:
             (teacher,) = self._teacher
             assert teacher is not None
-            states = teacher.hidden(input_ids)
+            states = teacher.hidden(input_ids, position_ids)
 
             def probabilities(rows: slice) -> Tensor:
                 return (teacher.logits(states[rows]) / config.temperature).softmax(-1)
 
-        hidden = self.model.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
+        hidden = hidden_states(self.model, input_ids, position_ids)
         soft = SoftTargets(
             probabilities=probabilities,
             temperature=config.temperature,

@@ -26,6 +26,7 @@ from sparse_bitnet.nn.convert import set_integer_forward_, set_phase_, sparse_la
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.progress import Progress
 from sparse_bitnet.training import metrics
+from sparse_bitnet.training.adapters import add_adapters_, merged
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import (
     autocast,
@@ -36,7 +37,7 @@ from sparse_bitnet.training.device import (
 )
 from sparse_bitnet.training.distributed import World
 from sparse_bitnet.training.logit_cache import LogitCache
-from sparse_bitnet.training.loss import SummedLoss
+from sparse_bitnet.training.loss import SummedLoss, check_packs
 from sparse_bitnet.training.optimizer import build_optimizer
 from sparse_bitnet.training.run_checkpoint import CheckpointWriter, RunState, model_files, restore
 from sparse_bitnet.training.run_folder import Interrupted, StopSignal, say
@@ -117,6 +118,10 @@ class Trainer:
         # Of a model that will be split only the first process makes the values.
         self.whole = self._build_model() if world.is_main else None
         self.model = self._build_model(meta=True) if world.mesh else cast(Any, self.whole)
+        if config.lora:
+            if world.mesh:
+                raise UserError("lora trains in one process: leave out torchrun")
+            self.adapted = add_adapters_(self.model, config.lora)
         self.model.train()
         if config.activation_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -184,6 +189,8 @@ class Trainer:
                 f"sequence_length={config.sequence_length}: {config.model} has positions for "
                 f"{model.config.max_position_embeddings}"
             )
+        if self.dataset.is_chat:
+            check_packs(model)
         for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
             value = getattr(self.tokenizer, field, None)
             setattr(model.config, field, value)
@@ -270,8 +277,7 @@ class Trainer:
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         # The one moment of a step at which the host waits for the device.
         figures = torch.cat([total, norm.double().view(1), counts.double().flatten()]).tolist()
-        loss, norm = figures[0] / config.tokens_per_step, figures[2]
-        self.stops = figures[1]
+        loss, self.stops, norm = figures[:3]
         self.world.progress(step)
         self._check_finite(step, loss, norm)
         self.optimizer.step()
@@ -307,30 +313,38 @@ class Trainer:
         return row
 
     def _forward_backward(self, step: int) -> Tensor:
-        """Make the gradients of the mean loss over the tokens of the whole step.
+        """Make the gradients of the mean loss over the predictions that count in the whole step.
 
-        Returns float64 [2], the same in all processes: the summed loss, and how many of them a signal
+        Returns float64 [2], the same in all processes: that loss, and how many of them a signal
         asks to stop.
         """
         config = self.config
-        batch: tuple[Tensor, ...] = self.loader.batch(step - 1)
-        if self.cache is not None:
-            batch += self.cache.batch(self.loader.windows_of(step - 1))
         micro = config.micro_batch_size or config.batch_size
+        learnt = self.loader.learnt(step - 1)
+
+        def parts_of(tensors: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+            return list(zip(*(each.to(self.device).split(micro) for each in tensors), strict=True))
+
+        parts = parts_of(self.loader.batch(step - 1))
+        teachers: list[dict[str, Any]] = [{} for _ in parts]
+        if self.cache is not None:
+            top = parts_of(self.cache.batch(self.loader.windows_of(step - 1)))
+            teachers = [{"top": each} for each in top]
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        parts = list(zip(*(each.to(self.device).split(micro) for each in batch), strict=True))
-        for number, part in enumerate(parts, 1):
+        for number, (part, teacher) in enumerate(zip(parts, teachers, strict=True), 1):
             self.world.progress()
             gather_once_(self.loss, last=number == len(parts))
             with autocast(self.device, self.dtype):
-                loss = self.loss(*part)
+                loss = self.loss(*part, **teacher)
             # Gradients are averaged over the processes.
-            (loss / config.tokens_per_step * self.world.size).backward()
+            (loss / learnt * self.world.size).backward()
             total += loss.detach()
         for layer in sharded_layers(self.model):
             layer.mask_gradient_()
         stop = torch.full_like(total, float(self.stop.received))
-        return self.world.sum(torch.stack([total, stop]))
+        sums = self.world.sum(torch.stack([total, stop]))
+        sums[0] /= learnt
+        return sums
 
     def _check_finite(self, step: int, loss: float, norm: float) -> None:
         if math.isfinite(loss) and math.isfinite(norm):
@@ -368,7 +382,19 @@ class Trainer:
         rows = metrics.read_rows(self.run / metrics.METRICS_FILE)
         return next(row for row in reversed(rows) if "loss" in row)
 
+    def _merge(self) -> None:
+        """The adapters into the weights; the validation before it is written, and what it changed."""
+        beside = self._validate(self.config.steps)
+        self.loss.model, share = merged(self.adapted)
+        self._write({"step": self.config.steps, "merged_codes_changed": share})
+        say(
+            f"validation perplexity {beside['validation_perplexity']:,.3f} with the adapters beside the "
+            f"weights; merging them changes {share:.2%} of the codes"
+        )
+
     def _finish(self, row: dict[str, Any]) -> RunResult:
+        if self.config.lora:
+            self._merge()
         validation = self._validate(self.config.steps)
         if not math.isfinite(validation["validation_perplexity"]):
             self.world.fail(

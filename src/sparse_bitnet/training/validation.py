@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loss of a run's held-out tokens, shared by its processes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sparse_bitnet.data.shards import TokenDataset
+from sparse_bitnet.data.windows import Windows
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.distributed import World
@@ -22,7 +24,7 @@ from sparse_bitnet.training.sharded_linear import selected_shards
 def check_validation_data(config: TrainConfig) -> None:
     """Raise `UserError` when the validation split has no whole sequence: it is read at the end only."""
     held_out = TokenDataset.open(config.data, "validation", verify="never")
-    if len(held_out) <= config.sequence_length:
+    if len(held_out) <= config.sequence_length and not held_out.is_chat:
         raise UserError(
             f"{config.data}: its {len(held_out):,} validation tokens are fewer than a sequence of "
             f"{config.sequence_length} and the token after it; prepare with --validation or a larger "
@@ -48,26 +50,25 @@ def validation_loss(
         config.data, "validation", verify="changed" if world.is_main else "never"
     )
     length = config.sequence_length
-    windows = (len(dataset) - 1) // length
+    cut = Windows(dataset, length)
+    windows = len(cut)
     if config.validation_tokens:
         windows = min(windows, max(1, config.validation_tokens // length))
     size = config.micro_batch_size or config.batch_size
 
-    def batch(first: int) -> tuple[Tensor, Tensor]:
-        count = min(size, windows - first)
-        tokens = dataset[first * length : (first + count) * length + 1]
-        flat = torch.from_numpy(tokens.astype("int64"))
-        return flat[:-1].view(count, length), flat[1:].view(count, length)
+    def batch(first: int) -> list[Tensor]:
+        found = cut.batch(np.arange(first, min(first + size, windows)))
+        return [torch.from_numpy(each) for each in found]
 
-    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+    def batches() -> Iterator[Sequence[Tensor]]:
         for start in range(0, windows, size * world.size):
             world.progress()
             first = start + size * world.rank
             if first < windows:
                 yield batch(first)
             else:  # a split model computes in step: nothing of this batch is scored
-                input_ids, labels = batch(start)
-                yield input_ids, torch.full_like(labels, -100)
+                input_ids, labels, *positions = batch(start)
+                yield input_ids, torch.full_like(labels, -100), *positions
 
     with selected_for_evaluation(loss, lambda model: selected_shards(model, world.sum_shards)):
         sums = token_loss_sum(loss, batches(), device=device, dtype=dtype)

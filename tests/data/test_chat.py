@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversations: what of them is learnt, and how they share windows."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sparse_bitnet.cli.prepare import main
+from sparse_bitnet.data.chat import BEGINS, IDS, LEARNT, encode
+from sparse_bitnet.data.loader import TokenLoader
+from sparse_bitnet.data.shards import TokenDataset
+from sparse_bitnet.data.tokenizer import train_tokenizer
+from sparse_bitnet.data.windows import Windows
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.evaluation.held_out import read_held_out
+
+BY_PROMPTS = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+BY_MARKS = BY_PROMPTS.replace(
+    "{{ m.content }}{{ eos_token }}",
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{{ eos_token }}{% endif %}",
+)
+
+
+def conversation(*contents: str) -> list[dict[str, str]]:
+    return [
+        {"role": ("user", "assistant")[number % 2], "content": content}
+        for number, content in enumerate(contents)
+    ]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    found = train_tokenizer(iter(["one and two is three? <|user|><|assistant|>"] * 3), 300)
+    found.chat_template = BY_PROMPTS
+    return found
+
+
+def learnt_text(tokenizer: Any, tokens: np.ndarray) -> str:
+    return tokenizer.decode(tokens[tokens & LEARNT != 0] & IDS)
+
+
+@pytest.mark.parametrize("template", [BY_PROMPTS, BY_MARKS], ids=["prompts", "marks"])
+def test_what_the_assistant_says_is_learnt(
+    tokenizer: Any, template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    messages = conversation("one?", "öne!", "two?", "two and ö")
+    tokens = encode(tokenizer, json.dumps(messages))
+    end = tokenizer.eos_token
+    assert learnt_text(tokenizer, tokens) == f"öne!{end}two and ö{end}"
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert (tokens & IDS).tolist() == tokenizer(rendered)["input_ids"]
+    assert np.flatnonzero(tokens & BEGINS).tolist() == [0]
+
+
+def test_templates_that_do_not_tell_are_refused(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = json.dumps(conversation("one?", "two", "three?", "one"))
+    last = BY_PROMPTS.replace("{{ m.content }}", "{{ m.content if loop.last else '' }}")
+    for template, message in (
+        (last, "message 2 of .* in another way"),
+        ("{{ raise_exception('no such roles') }}", "refuses .*no such roles"),
+        ("{{ messages[0", "the chat template refuses"),
+        (BY_MARKS.replace("== 'assistant'", "== 'robot'"), "leaves nothing to learn"),
+    ):
+        monkeypatch.setattr(tokenizer, "chat_template", template)
+        with pytest.raises(UserError, match=message):
+            encode(tokenizer, text)
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    """A folder with model/, chats.jsonl and data/: conversations of 5 to 60 tokens, some held out."""
+    folder = tmp_path_factory.mktemp("chats")
+    tokenizer.save_pretrained(folder / "model")
+    rows = [conversation("x" * (n % 7), "yz" * (n % 23 + 1)) for n in range(60)]
+    text = "".join(json.dumps({"messages": row}) + "\n" for row in rows)
+    (folder / "chats.jsonl").write_text(text)
+    options = ["--chat", "--tokenizer", str(folder / "model"), "--validation-fraction", "0.1"]
+    main([str(folder / "chats.jsonl"), str(folder / "data"), *options, "--shard-tokens", "300"])
+    return folder
+
+
+@pytest.mark.parametrize("length", [8, 31, 64, 5000])
+def test_windows_hold_each_answer_once_and_whole_conversations_if_they_fit(
+    chats: Path, length: int
+) -> None:
+    dataset = TokenDataset.open(chats / "data")
+    assert dataset.dtype == np.uint32
+    assert len(dataset.shards) > 2
+    stored = dataset.stored(slice(None))
+    assert dataset[: len(dataset)].max() < dataset.vocab_size
+    windows = Windows(dataset, length)
+    ids, labels, positions = windows.batch(np.arange(len(windows)))
+    assert ids.shape == labels.shape == positions.shape == (len(windows), length)
+    counted = labels[labels >= 0]
+    wanted = stored[stored & LEARNT != 0] & IDS
+    assert counted.tolist() == wanted.tolist()
+    assert [windows.learnt(np.array([n])) for n in range(len(windows))] == [
+        int((row >= 0).sum()) for row in labels
+    ]
+    segments = {
+        tuple(part.tolist())
+        for row, places in zip(ids, positions, strict=True)
+        for part in np.split(row, np.flatnonzero(places == 0))
+    }
+    whole = np.split(stored & IDS, np.flatnonzero(stored & BEGINS))[1:]
+    fitting = [tuple(one.tolist()) for one in whole if len(one) <= length + 1]
+    assert fitting or length == 8
+    # The last token of a window is a label alone.
+    assert all({one, one[:-1]} & segments for one in fitting)
+
+
+def test_batches_of_conversations(chats: Path) -> None:
+    loader = TokenLoader(
+        TokenDataset.open(chats / "data"), sequence_length=64, batch_size=4, seed=0
+    )
+    halves = [
+        TokenLoader(loader.dataset, sequence_length=64, batch_size=4, seed=0, rank=r, world_size=2)
+        for r in range(2)
+    ]
+    for step in (0, 50):
+        assert len(loader.batch(step)) == 3
+        counted = sum(int((half.batch(step)[1] >= 0).sum()) for half in halves)
+        assert loader.learnt(step) == halves[0].learnt(step) == counted
+
+
+def test_bad_conversations_are_refused(
+    chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    options = ["--chat", "--tokenizer", str(chats / "model")]
+    for value, message in (
+        ("text", "rows.jsonl:1: column 'messages' is no list of"),
+        ([{"role": "user"}], "is no list of"),
+        (conversation("one?"), "no message of the assistant"),
+    ):
+        rows.write_text(json.dumps({"messages": value}))
+        with pytest.raises(UserError, match=message):
+            main([str(rows), str(tmp_path / "out"), *options])
+    rows.write_text('{"text": "one"}')
+    with pytest.raises(UserError, match="no column 'messages'"):
+        main([str(rows), str(tmp_path / "out"), *options])
+    with pytest.raises(UserError, match="no columns; leave out --chat"):
+        main(["python-stdlib", str(tmp_path / "out"), *options])
+    with pytest.raises(UserError, match="need a tokenizer with a chat template"):
+        main([str(chats / "chats.jsonl"), str(tmp_path / "out"), "--chat", "--vocab-size", "300"])
+    with pytest.raises(UserError, match="holds conversations"):
+        read_held_out(chats / "data", str(chats / "model"))

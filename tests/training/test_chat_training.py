@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fine-tuning on conversations: what is computed, LoRA, and everything that comes after."""
+
+import itertools
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import BloomConfig, BloomForCausalLM
+
+from factories import tiny_model
+from sparse_bitnet.checkpoint.hub import save_pretrained
+from sparse_bitnet.checkpoint.load import from_pretrained
+from sparse_bitnet.cli import train as command
+from sparse_bitnet.cli.evaluate import main as evaluate
+from sparse_bitnet.data.prepare import prepare
+from sparse_bitnet.data.shards import TokenDataset
+from sparse_bitnet.data.sources import parse_source
+from sparse_bitnet.data.tokenizer import train_tokenizer
+from sparse_bitnet.data.windows import Windows
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.layer_config import SparseBitConfig
+from sparse_bitnet.nn.convert import convert_, sparse_layers
+from sparse_bitnet.training.config import TrainConfig
+from sparse_bitnet.training.loss import causal_lm_loss, check_packs
+from sparse_bitnet.training.metrics import read_rows
+from sparse_bitnet.training.train import Interrupted, train
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with model/ and chats.jsonl."""
+    folder = tmp_path_factory.mktemp("chats")
+    tokenizer = train_tokenizer(iter(["<|user|><|assistant|> one two three"] * 3), 300)
+    tokenizer.chat_template = TEMPLATE
+    model = tiny_model("llama", vocab_size=304)
+    model.config.eos_token_id = tokenizer.eos_token_id
+    save_pretrained(
+        convert_(model, SparseBitConfig.parse("ternary-6:8")), folder / "model", tokenizer
+    )
+    rows = [
+        [
+            {"role": "user", "content": f"{n} and"},
+            {"role": "assistant", "content": f"{n} " * (n % 5 + 1)},
+        ]
+        for n in range(40)
+    ]
+    text = "".join(json.dumps({"messages": row}) + "\n" for row in rows)
+    (folder / "chats.jsonl").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(chats: Path) -> Path:
+    source = parse_source(str(chats / "chats.jsonl"), chat=True, validation_fraction=0.2)
+    prepare(source, chats / "data", tokenizer=chats / "model", chat=True)
+    return chats / "data"
+
+
+@pytest.fixture
+def chat_run(small_run: Any, chats: Path, data: Path) -> Any:
+    """`chat_run(**changes)`: the config of a short training on them."""
+    values = {"data": str(data), "init": str(chats / "model"), "learning_rate": 1e-2}
+    return lambda **changes: small_run(**{**values, **changes})
+
+
+def losses(config: TrainConfig) -> list[float]:
+    return [row["loss"] for row in read_rows(Path(config.out) / "metrics.jsonl") if "loss" in row]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "causal_blocks"])
+def test_a_window_of_conversations_is_as_good_as_each_alone(
+    chats: Path, data: Path, attention: str
+) -> None:
+    import sparse_bitnet.training.causal_blocks  # noqa: F401  (registers one of them)
+
+    dataset = TokenDataset.open(data)
+    model = from_pretrained(chats / "model").eval()
+    model.set_attn_implementation(attention)
+    windows = Windows(dataset, 100)
+    ids, labels, positions = map(torch.from_numpy, windows.batch(np.arange(2)))
+    assert int((positions == 0).sum()) > 6
+    together = causal_lm_loss(model, ids, labels, positions)
+    alone = 0.0
+    for row, label, place in zip(ids, labels, positions, strict=True):
+        bounds = [*torch.where(place == 0)[0].tolist(), len(row)]
+        for start, end in itertools.pairwise(bounds):
+            alone += causal_lm_loss(model, row[None, start:end], label[None, start:end])
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-4)
+    assert abs(causal_lm_loss(model, ids, labels) - alone) > 1e-2
+
+
+def test_the_loss_is_that_of_what_the_assistant_says(chat_run: Any) -> None:
+    """Whatever the micro-batches, over the predictions that count, and with a teacher."""
+    train(whole := chat_run(steps=2, micro_batch_size=4))
+    assert 4.0 < losses(whole)[0] < 8.0
+    train(parts := chat_run(steps=2, micro_batch_size=1, out=whole.out + "-parts"))
+    np.testing.assert_allclose(losses(parts), losses(whole), rtol=1e-5)
+    teacher = {"teacher": whole.init, "steps": 2, "logits_weight": 0.5}
+    train(direct := chat_run(**teacher, out=whole.out + "-taught"))
+    cache = {"logit_cache": whole.out + "-cache", "top_logits": 304}
+    train(cached := chat_run(**teacher, **cache, out=whole.out + "-cached"))
+    np.testing.assert_allclose(losses(cached), losses(direct), rtol=1e-3)
+
+
+def stopped_after(config: TrainConfig, step: int) -> None:
+    def stop(row: dict[str, Any]) -> None:
+        if row["step"] == step:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(Interrupted):
+        train(config, on_step=stop)
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+def test_a_run_that_was_stopped_goes_on(chat_run: Any, lora: int) -> None:
+    if lora:
+        pytest.importorskip("peft")
+    train(straight := chat_run(lora=lora))
+    stopped_after(again := chat_run(lora=lora, out=straight.out + "-again"), 3)
+    if lora:
+        with pytest.raises(UserError, match="holds adapters beside the weights"):
+            evaluate([again.out, "--data", straight.data])
+    train(again)
+    assert losses(again) == losses(straight)
+    files = [Path(each.out) / "final/model.safetensors" for each in (straight, again)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_lora_trains_adapters_and_merges_them(
+    chat_run: Any, chats: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("peft")
+    train(config := chat_run(lora=4, steps=12))
+    said = capsys.readouterr().err
+    assert "with the adapters beside the weights; merging them changes" in said
+    share = next(
+        row["merged_codes_changed"]
+        for row in read_rows(Path(config.out) / "metrics.jsonl")
+        if "merged_codes_changed" in row
+    )
+    assert losses(config)[-1] < losses(config)[0]
+    before, after = (from_pretrained(f) for f in (chats / "model", Path(config.out) / "final"))
+    assert before.state_dict().keys() == after.state_dict().keys()
+    pairs = zip(sparse_layers(before).values(), sparse_layers(after).values(), strict=True)
+    codes = [(a.select().codes, b.select().codes) for a, b in pairs]
+    changed = sum(int((a != b).sum()) for a, b in codes) / sum(a.numel() for a, _ in codes)
+    assert 0 < share < 1
+    assert share == pytest.approx(changed)
+    assert torch.equal(before.model.embed_tokens.weight, after.model.embed_tokens.weight)
+
+
+def test_refusals(chat_run: Any, small_run: Any, chats: Path, monkeypatch: Any) -> None:
+    with pytest.raises(UserError, match="lora adapts a model that exists"):
+        small_run(lora=4)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(UserError, match="lora needs peft"):
+        train(chat_run(lora=4))
+    with pytest.raises(UserError, match="name it with --init"):
+        command.main(["--chat", str(chats / "chats.jsonl")])
+    with pytest.raises(UserError, match="BloomForCausalLM takes no positions"):
+        check_packs(BloomForCausalLM(BloomConfig(vocab_size=8, hidden_size=8, n_layer=1, n_head=1)))
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UserError, match="is of one process"):
+        command.main(["--chat", str(chats / "chats.jsonl"), "--init", str(chats / "model")])
