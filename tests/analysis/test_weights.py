@@ -25,6 +25,7 @@ from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
 from sparse_bitnet.nn.convert import convert_
 from sparse_bitnet.nn.layer import SparseBitConfig
+from sparse_bitnet.nn.selection import select
 from sparse_bitnet.pattern import NMPattern
 
 DENSE = SparseBitConfig.parse("full-8:8")
@@ -109,6 +110,17 @@ def build_layer(weight, config):
     layer = SparseBitLinear(weight.shape[1], weight.shape[0], bias=False, config=config)
     layer.weight.data = weight
     return layer
+
+
+@pytest.mark.parametrize("quantizer", ["per-channel", "per-group:size=32"])
+def test_scales_of_rows_and_groups_count_what_they_round_to_zero(monkeypatch, quantizer):
+    monkeypatch.setattr("sparse_bitnet.analysis.weights._BLOCK_WEIGHTS", 5 * 64)
+    weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    weight *= torch.logspace(-2, 1, 16)[:, None]
+    config = SparseBitConfig.parse(f"ternary-8:8,quantizer={quantizer}")
+    found = weight_statistics("layers.0.q", weight, config)
+    codes = select(weight, config).codes
+    assert found.code_zeros == found.zeros == int((codes == 0).sum())
 
 
 def test_thresholds_of_another_pattern_on_a_dense_layer():

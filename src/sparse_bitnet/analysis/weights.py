@@ -22,9 +22,8 @@ from sparse_bitnet.checkpoint.weight_files import WeightFiles
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import sparse_layers
 from sparse_bitnet.nn.layer import SparseBitConfig
-from sparse_bitnet.nn.selection import select
+from sparse_bitnet.nn.selection import select, spread_scale
 from sparse_bitnet.ops.absmean import absmean
-from sparse_bitnet.ops.select_ternary import quantize_ternary
 from sparse_bitnet.pattern import NMPattern
 
 BIN_WIDTH = 0.05
@@ -172,6 +171,8 @@ def weight_statistics(
     selection = select(weight, config)
     mean = absmean(weight)
     weight_scale = mean if selection.weight_scale is None else selection.weight_scale
+    # One scale, or one for each weight.
+    weight_scale = spread_scale(weight_scale, weight.shape[-1]).expand(weight.shape)
     counts = torch.zeros(round(2 * RANGE / BIN_WIDTH), dtype=torch.int64, device=weight.device)
     thresholds = torch.zeros(len(counts) // 2, dtype=torch.int64, device=weight.device)
     near_zero = code_zeros = zeros = groups = 0
@@ -183,7 +184,7 @@ def weight_statistics(
         absolute_sum += values.abs().sum(dtype=torch.float64).item()
         relative = values / mean
         near_zero += int((relative.abs() < NEAR_ZERO).sum())
-        code_zeros += int((quantize_ternary(values, weight_scale)[0] == 0).sum())
+        code_zeros += int(((values / weight_scale[part]).round() == 0).sum())
         zeros += _zeros(values, *(x if x is None else x[part] for x in selection[:2]))
         counts += _binned(relative, -RANGE, len(counts))
         if not pattern.is_dense:
