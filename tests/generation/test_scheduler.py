@@ -168,6 +168,25 @@ def test_prompts_share_a_slice(sink):
     assert engine.batches[0] == [60, 40]
 
 
+def test_the_more_generate_the_fewer_prompt_tokens_a_step_has(sink):
+    engine, first = ScriptedEngine(), [sink.request([number], 40) for number in range(20)]
+    scheduler = Scheduler(engine, max_running=32, prefill_slice=32)
+    long = sink.request(range(2, 202), 1)
+    # The second one's prompt comes when twenty generate.
+    list(scheduler.run([*first, long]))
+    mixed = [batch for batch in engine.batches if len(batch) == 21]
+    assert mixed
+    assert {sum(batch) - 20 for batch in mixed if batch[-1] > 1} <= {22, 200 % 22}
+
+
+def test_outputs_are_announced_once_a_step(sink):
+    told = []
+    scheduler = Scheduler(ScriptedEngine())
+    scheduler.delivered = lambda: told.append(len(sink.times))
+    list(scheduler.run([sink.request([number], 3) for number in range(5)]))
+    assert sorted(set(told)) == [5, 10, 15]
+
+
 def test_ended_sequences_serve_later_prompts(sink):
     engine = ScriptedEngine()
     prompt = random_prompts(1)[0] + [9] * 50

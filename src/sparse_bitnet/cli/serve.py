@@ -48,8 +48,8 @@ class ServeConfig:
     otherwise, the cache has room for 1024 tokens of each, and one generation may use all of it."""
 
     prefill_slice: int = 32
-    """Prompt tokens that a step computes while running generations wait for their next token. More: new
-    requests start sooner; fewer: streams pause less."""
+    """Prompt tokens that a step computes while one generation waits for its next token; where many do,
+    fewer, down to a quarter. More: new requests start sooner; fewer: streams pause less."""
 
     max_queue: int = 128
     """Maximum number of generations that wait; further ones are answered 429."""

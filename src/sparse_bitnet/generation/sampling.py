@@ -20,6 +20,9 @@ from sparse_bitnet.generation.sampling_options import SamplingOptions
 _FEW = 256
 """Tokens that are sorted rather than divided further."""
 
+_BINS = 1024
+"""Of scores, where there are more."""
+
 _BLOCK = 512
 """Probabilities are added in blocks, and singly only in the one that the draw hits."""
 
@@ -130,7 +133,8 @@ def _top_p(scores: np.ndarray, top_p: float) -> np.ndarray:
     """Places, ascending, of the tokens left when the least likely ones are removed whose probabilities,
     added from below, reach at most 1 - top_p; of equally likely tokens the first go first.
 
-    The place of the cut is bisected, so that only a few tokens around it are sorted.
+    The cut is looked for in bins of the scores, and in the bins of that bin, so that only a few tokens
+    around it are sorted.
     """
     probabilities = _powers(scores)
     probabilities /= probabilities.sum()
@@ -138,21 +142,20 @@ def _top_p(scores: np.ndarray, top_p: float) -> np.ndarray:
     places = np.flatnonzero(probabilities > 0.99 * (1 - top_p) / len(scores))
     above = 0.0
     while len(places) > _FEW:
-        some = probabilities[places]
-        least, most = float(some.min()), float(some.max())
-        is_upper = some >= np.float32(math.sqrt(least * most))
-        if is_upper.all():
-            is_upper = some > least
-        # Picking by number is several times as fast as by an irregular mask.
-        upper = np.flatnonzero(is_upper)
-        if not len(upper):
+        below = scores[places]
+        most = below.max()
+        np.subtract(most, below, out=below)
+        if not (widest := below.max()):
             break
-        mass = float(some[upper].sum(dtype=np.float64))
-        if above + mass >= top_p:
-            places = places[upper]
-        else:
-            above += mass
-            places = places[np.flatnonzero(~is_upper)]
+        below /= widest
+        below *= _BINS
+        bins = np.minimum(below.astype(np.intp), _BINS - 1)
+        masses = np.bincount(bins, probabilities[places])
+        reached = above + np.cumsum(masses)
+        cut = min(int(np.searchsorted(reached, top_p)), len(masses) - 1)
+        above += float(masses[:cut].sum())
+        # Picking by number is several times as fast as by an irregular mask.
+        places = places[np.flatnonzero(bins == cut)]
     order = places[np.argsort(scores[places], kind="stable")]
     some = probabilities[order]
     from_below = 1 - above - float(some.sum(dtype=np.float64)) + np.cumsum(some, dtype=np.float64)

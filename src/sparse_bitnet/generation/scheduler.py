@@ -59,6 +59,8 @@ class Scheduler:
         self.capacity = min(engine.context_length, engine.free_tokens)
         """Most tokens of one generation, prompt included."""
         self.max_running = max_running
+        self.delivered: Callable[[], None] = lambda: None
+        """Called when what a forward, or a step, has brought was delivered; must not block."""
         self.throughput = Throughput()
         self._engine = engine
         self._slices = (prefill_slice, max(prefill_slice, prefill_alone))
@@ -124,6 +126,7 @@ class Scheduler:
         except Exception as error:
             for generation in list(self._running):
                 self._fail(generation, error)
+        self.delivered()
 
     def _end_unwanted(self) -> None:
         for generation in self._under_way():
@@ -260,6 +263,7 @@ class Scheduler:
                     self._hand_out(generation, output)
             except Exception as error:
                 self._fail(generation, error)
+        self.delivered()
 
     def _hand_out(self, generation: Generation, output: Output) -> None:
         if generation.generated:

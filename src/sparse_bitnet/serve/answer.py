@@ -17,6 +17,7 @@ from sparse_bitnet.generation.scheduler_thread import QueueFull, Stopping, Threa
 from sparse_bitnet.generation.token_score import TokenScore
 from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.generations import Prepared, ServedModel, prepare
+from sparse_bitnet.serve.outbox import Outbox
 from sparse_bitnet.serve.replies import ChatReply, Choice, Reply
 from sparse_bitnet.serve.responses import ResponsesBody
 from sparse_bitnet.serve.responses_reply import ResponsesReply
@@ -36,6 +37,8 @@ class Answering:
 
     def __init__(self, model: ServedModel, scheduler: ThreadedScheduler) -> None:
         self._model, self._scheduler = model, scheduler
+        self.outbox = Outbox()
+        scheduler.delivered = self.outbox.send
         self._large = asyncio.Semaphore(1)
 
     async def answer(
@@ -47,7 +50,7 @@ class Answering:
 
         def deliver(index: int, output: Output) -> None:
             if output.text or output.scores or output.finish is not None:
-                loop.call_soon_threadsafe(outputs.put_nowait, (index, output))
+                self.outbox.add(loop, outputs.put_nowait, (index, output))
 
         def start() -> tuple[Prepared, list[Generation]]:
             prepared = prepare(kind, raw, self._model, self._scheduler, deliver)

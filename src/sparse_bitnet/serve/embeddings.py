@@ -58,7 +58,7 @@ async def embeddings(
 
     def deliver(generation: Generation, output: Output) -> None:
         if output.finish is not None:
-            loop.call_soon_threadsafe(ended.put_nowait, generation)
+            answering.outbox.add(loop, ended.put_nowait, generation)
 
     def prepare() -> tuple[EmbeddingsBody, list[list[int]]]:
         body = parse_body(EmbeddingsBody, raw)
