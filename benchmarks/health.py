@@ -16,9 +16,9 @@ from pathlib import Path
 
 import httpx
 import numpy as np
-from load_server import started_server
 from rich.console import Console
 from rich.table import Table
+from server_processes import started_server
 
 JSON = {"Content-Type": "application/json"}
 

@@ -5,6 +5,7 @@
     python benchmarks/load_server.py PACKED --seconds 10 -- --threads 1
     python benchmarks/load_server.py PACKED --kinds text --llama-server PATH --gguf FILE
 
+benchmarks/random_model.py makes a PACKED of any shape, with a real tokenizer and its chat template.
 Prompts of mixed lengths, some sharing their beginnings, are first continued one by one by the engine
 alone, without a server: as plain texts, as JSON of a schema and, where the model has a chat template, as
 chats and as calls of a function. Then clients ask a server that the program starts for the same texts, in
@@ -21,14 +22,9 @@ import asyncio
 import json
 import os
 import random
-import re
-import signal
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,48 +32,19 @@ from typing import Any
 import httpx
 import numpy as np
 import tyro
+from load_jobs import KINDS, Job, make_jobs
 from rich.console import Console
-from rich.progress import track
+from server_processes import llama_server, started_server
 
 from sparse_bitnet.bench.record import append_records, result_file, where_measured
 from sparse_bitnet.engine.engine_options import EngineOptions
-from sparse_bitnet.errors import UserError
-from sparse_bitnet.generation.chat_template import ChatTemplate
-from sparse_bitnet.generation.grammar import Grammar
-from sparse_bitnet.generation.open_model import open_model
-from sparse_bitnet.generation.sampling_options import SamplingOptions
-from sparse_bitnet.generation.text_batches import GenerateOptions, generate
 from sparse_bitnet.host import available_cores
-from sparse_bitnet.serve.tool_calls import Function, ToolCallReader, rules_of, syntax_of
 
 RESULTS = Path(__file__).parent / "results"
 LEAVING = 0.05
 """Share of the clients that leave halfway."""
 PERCENTILES = (50, 90, 99)
-KINDS = ("text", "schema", "chat", "tool")
 OURS = "sparse-bitnet"
-
-
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "sizes": {"type": "array"}},
-    "required": ["name", "sizes"],
-    "additionalProperties": False,
-}
-TOOL = {"type": "function", "function": {"name": "look_up", "parameters": SCHEMA}}
-
-
-@dataclass(frozen=True)
-class Job:
-    """A request and what has to come back."""
-
-    path: str
-    body: dict[str, Any]
-    prompt: list[int]
-    text: str
-    """Of calls, names and arguments."""
-    tokens: int
-    finish: str
 
 
 @dataclass
@@ -99,129 +66,6 @@ class Tally:
     """Bytes of the server, twice a second."""
     errors: list[str] = field(default_factory=list)
     """Texts that were wrong, incomplete or refused."""
-
-
-def lengths(count: int, longest: int, rng: random.Random) -> list[int]:
-    """Mostly short, some long."""
-    return [max(1, int(longest * rng.random() ** 3)) for _ in range(count)]
-
-
-def make_jobs(checkpoint: str, engine: EngineOptions, options: argparse.Namespace) -> list[Job]:
-    """Prompts and their serial continuations."""
-    opened = open_model(checkpoint, engine)
-    rng = random.Random(0)
-    context = min(opened.engine.context_length, options.context)
-    # The package's own sources: text with any characters, the same on every machine.
-    sources = sorted(Path(__file__).parents[1].glob("src/**/*.py"))
-    tokens = opened.tokenizer.encode("\n".join(path.read_text() for path in sources))
-    longest = min(context - options.max_tokens, len(tokens) // 2)
-    try:
-        template = ChatTemplate.load(opened.folder)
-    except UserError:
-        template = None
-    syntax = syntax_of(template.source) if template else None
-    possible = {"text": True, "schema": True, "chat": template, "tool": syntax}
-    kinds = [kind for kind in options.kinds if possible[kind]]
-    grammars = opened.grammars(opened.end_tokens)
-    jobs: list[Job] = []
-    for number, size in enumerate(
-        track(lengths(options.prompts, longest, rng), "serial run", transient=True)
-    ):
-        kind = kinds[number % len(kinds)]
-        wanted = rng.randint(max(options.max_tokens // 4, 1), options.max_tokens)
-        body: dict[str, Any] = {"model": "model", "max_tokens": wanted, "temperature": 0}
-        start = rng.randrange(len(tokens) - size)
-        prompt, grammar, reader = tokens[start : start + size], None, None
-        if kind in ("chat", "tool"):
-            assert template is not None
-            messages = [{"role": "user", "content": opened.tokenizer.decode(prompt[:200])}]
-            body |= {"messages": messages}
-            tools = None
-            if kind == "tool":
-                assert syntax is not None
-                body |= {"tools": [TOOL], "tool_choice": "required"}
-                tools, reader = [TOOL], ToolCallReader(syntax, frozenset({"look_up"}))
-                grammar = rules_of(syntax, [Function("look_up", SCHEMA, False)], "required", None)
-            text = template.render(messages, **({"tools": tools} if tools else {}))
-            prompt = opened.tokenizer.encode(text, add_special_tokens=False)
-        else:
-            plain = [job.prompt for job in jobs if "prompt" in job.body]
-            if plain and rng.random() < 0.3:
-                # As a chat goes on: what was there, and more.
-                prompt = (rng.choice(plain) + prompt)[:longest]
-            body |= {"prompt": prompt}
-            if kind == "schema":
-                # The one name that both servers know.
-                body |= {"json_schema": SCHEMA}
-                grammar = Grammar.json_schema(SCHEMA)
-        result = generate(
-            opened.engine,
-            [prompt],
-            GenerateOptions(max_new_tokens=wanted, sampling=SamplingOptions(temperature=0)),
-            tokenizer=opened.tokenizer,
-            end_tokens=opened.end_tokens,
-            form=None if grammar is None else grammars.start(grammar),
-            is_start="messages" in body,
-        )
-        [found] = result.texts
-        text, finish = found.text, found.finish_reason
-        if reader is not None:
-            pieces = reader.feed(text) + reader.end()
-            text = "".join(
-                piece if isinstance(piece, str) else (piece.name or "") + piece.arguments
-                for piece in pieces
-            )
-            finish = "tool_calls" if finish == "stop" and reader.calls else finish
-        path = "chat/completions" if "messages" in body else "completions"
-        jobs.append(Job(path, body, prompt, text, len(found.tokens), str(finish)))
-    opened.engine.close()
-    return jobs
-
-
-@asynccontextmanager
-async def started_server(checkpoint: str, arguments: list[str]) -> AsyncIterator[tuple[str, int]]:
-    """The server's address and process; it has to end by itself with code 0."""
-    command = [sys.executable, "-m", "sparse_bitnet", "serve", checkpoint, "--port", "0"]
-    command += ["--model-name", "model", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        found = re.search(r"http://\S+", process.stdout.readline())
-        if found is None:
-            raise SystemExit("the server did not start")
-        yield found[0], process.pid
-        process.send_signal(signal.SIGTERM)
-        if process.wait(60) != 0:
-            raise SystemExit(f"the server ended with code {process.returncode}")
-    finally:
-        process.kill()
-
-
-@asynccontextmanager
-async def llama_server(options: argparse.Namespace, threads: int) -> AsyncIterator[tuple[str, int]]:
-    """llama.cpp's, with a slot and a context for each stream."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [options.llama_server, "--model", options.gguf, "--port", str(port)]
-    command += ["--parallel", str(options.streams), "--threads", str(threads)]
-    command += ["--ctx-size", str(options.streams * options.context)]
-    quiet = subprocess.DEVNULL
-    process = subprocess.Popen(command, stdout=quiet, stderr=quiet)
-    address = f"http://127.0.0.1:{port}"
-    try:
-        async with httpx.AsyncClient(base_url=address) as http:
-            while process.poll() is None:
-                with suppress(httpx.TransportError):
-                    if (await http.get("health")).status_code == 200:
-                        break
-                await asyncio.sleep(0.2)
-            else:
-                raise SystemExit(f"{options.llama_server} did not start")
-        yield f"{address}/v1", process.pid
-    finally:
-        process.kill()
-        process.wait()
 
 
 def text_of(choice: dict[str, Any]) -> str:
@@ -394,7 +238,10 @@ def main() -> None:
     jobs = make_jobs(options.checkpoint, engine, options)
     servers = {OURS: started_server(options.checkpoint, arguments)}
     if options.llama_server:
-        servers["llama.cpp"] = llama_server(options, engine.threads or available_cores())
+        threads = engine.threads or available_cores()
+        servers["llama.cpp"] = llama_server(
+            options.llama_server, options.gguf, threads, options.streams, options.context
+        )
     out, failed = options.out or result_file(RESULTS, "server", where), False
     for name, server in servers.items():
         tally, seconds = asyncio.run(load(server, jobs, options, name == OURS))

@@ -144,3 +144,18 @@ def test_published_shapes_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n
     engine.close()
     assert np.isfinite(logits).all()
     assert 0.01 < logits.std() < 100
+
+
+def test_a_small_preset_takes_the_vocabulary_and_template_of_a_tokenizer(tmp_path: Path) -> None:
+    given = tmp_path / "tokenizer"
+    write_random_model(given, "qwen2.5-0.3m", NMPattern(6, 8))
+    (given / "chat_template.jinja").write_text("{{ messages }}")
+    write_random_model(tmp_path / "small", "qwen2.5-0.3m", NMPattern(6, 8), tokenizer=given)
+    # 256 bytes, a merge and the end of text, in whole 64s.
+    assert json.loads((tmp_path / "small/config.json").read_text())["vocab_size"] == 320
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (tmp_path / "small" / name).read_bytes() == (given / name).read_bytes()
+    (given / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match=r"no tokenizer\.json that can be read"):
+        write_random_model(tmp_path / "none", "qwen2.5-0.3m", NMPattern(6, 8), tokenizer=given)
+    assert not (tmp_path / "none").exists()

@@ -19,6 +19,7 @@ from sparse_bitnet.bench.random_codes import (
     WEIGHT_STD,
     RandomCodes,
 )
+from sparse_bitnet.checkpoint.model_folder import TOKENIZER_FILES, copy_files
 from sparse_bitnet.engine.architecture import Architecture, read_architecture
 from sparse_bitnet.engine.engine_model import EMBEDDING, HEAD
 from sparse_bitnet.errors import UserError
@@ -148,11 +149,11 @@ def write_random_model(
     packed_format: str = "i2",
     embeddings: str = "int8",
     scale_group: int = 0,
-    tokenizer: bool = True,
+    tokenizer: Path | None = None,
     seed: int = 0,
     progress: OnProgress | None = None,
 ) -> None:
-    """Write a complete packed folder: weights, config.json and a byte-level tokenizer.
+    """Write a complete packed folder: weights, config.json and a tokenizer.
 
     Args:
         out: folder to write, replaced if it exists.
@@ -161,14 +162,17 @@ def write_random_model(
         packed_format: "i2", "b3" or "nm-bitmap".
         embeddings: of embedding and head, "int8" or "bf16".
         scale_group: weights that share a scale in float16; 0 for one float32 scale a matrix.
-        tokenizer: write one, whose tokens are the 256 bytes and the end of text.
+        tokenizer: folder of the one to take, with its chat template; small presets take its vocabulary.
+            Default: one whose tokens are the 256 bytes and the end of text.
         seed: of all values.
         progress: told the weights written and in all, after every layer.
 
     Raises `UserError` for an unknown preset, format or embedding type, a pattern that does not divide
-    the rows, or a full disk.
+    the rows, a tokenizer that is none or too large for the shape, or a full disk.
     """
-    config = config_of_model(preset, tokenizer=tokenizer)
+    config = config_of_model(preset, tokenizer=tokenizer is None)
+    if tokenizer is not None:
+        _take_vocabulary(config, preset, tokenizer)
     shape = read_architecture(config, preset)
     if packed_format not in _PACK:
         raise UserError(f"random models are written as {', '.join(_PACK)}, not {packed_format!r}")
@@ -192,8 +196,10 @@ def write_random_model(
         _write_tensors(folder / "model.safetensors", shape, metadata, seed, scale_group, progress)
         config["quantization_config"] = metadata.config_entry()
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        if tokenizer:
+        if tokenizer is None:
             _write_tokenizer(folder)
+        else:
+            copy_files(tokenizer, folder, (*TOKENIZER_FILES, "chat_template.jinja"))
 
 
 def config_of(shape: Shape, *, tokenizer: bool = True) -> dict[str, Any]:
@@ -316,6 +322,19 @@ def _write_embedding(
     if embeddings == "int8":
         scale = np.full((shape.vocab, 1), WEIGHT_STD * 3.5 / 127, np.float32)
         writer.write(f"{name}_scale", [scale])
+
+
+def _take_vocabulary(config: dict[str, Any], preset: str, folder: Path) -> None:
+    from tokenizers import Tokenizer
+
+    try:
+        size = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
+    except Exception as error:  # any kind
+        raise UserError(f"{folder} has no tokenizer.json that can be read: {error}") from error
+    if preset in PRESETS and not PRESETS[preset].published:
+        config["vocab_size"] = -(-size // 64) * 64
+    if size > config["vocab_size"]:
+        raise UserError(f"{folder} has {size} tokens, {preset} has {config['vocab_size']}")
 
 
 def _write_tokenizer(folder: Path) -> None:

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the clients of load_server.py ask for, and what has to come back: prompts of mixed lengths, some
+sharing their beginnings, continued one by one by the engine alone, without a server."""
+
+import argparse
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.progress import track
+
+from sparse_bitnet.engine.engine_options import EngineOptions
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.generation.chat_template import ChatTemplate
+from sparse_bitnet.generation.grammar import Grammar
+from sparse_bitnet.generation.open_model import open_model
+from sparse_bitnet.generation.sampling_options import SamplingOptions
+from sparse_bitnet.generation.text_batches import GenerateOptions, generate
+from sparse_bitnet.serve.tool_calls import Function, ToolCallReader, rules_of, syntax_of
+
+KINDS = ("text", "schema", "chat", "tool")
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "sizes": {"type": "array"}},
+    "required": ["name", "sizes"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": SCHEMA}}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request and what has to come back."""
+
+    path: str
+    body: dict[str, Any]
+    prompt: list[int]
+    text: str
+    """Of calls, names and arguments."""
+    tokens: int
+    finish: str
+
+
+def lengths(count: int, longest: int, rng: random.Random) -> list[int]:
+    """Mostly short, some long."""
+    return [max(1, int(longest * rng.random() ** 3)) for _ in range(count)]
+
+
+def make_jobs(checkpoint: str, engine: EngineOptions, options: argparse.Namespace) -> list[Job]:
+    """Prompts and their serial continuations."""
+    opened = open_model(checkpoint, engine)
+    rng = random.Random(0)
+    context = min(opened.engine.context_length, options.context)
+    # The package's own sources: text with any characters, the same on every machine.
+    sources = sorted(Path(__file__).parents[1].glob("src/**/*.py"))
+    tokens = opened.tokenizer.encode("\n".join(path.read_text() for path in sources))
+    longest = min(context - options.max_tokens, len(tokens) // 2)
+    try:
+        template = ChatTemplate.load(opened.folder)
+    except UserError:
+        template = None
+    syntax = syntax_of(template.source) if template else None
+    possible = {"text": True, "schema": True, "chat": template, "tool": syntax}
+    kinds = [kind for kind in options.kinds if possible[kind]]
+    grammars = opened.grammars(opened.end_tokens)
+    jobs: list[Job] = []
+    for number, size in enumerate(
+        track(lengths(options.prompts, longest, rng), "serial run", transient=True)
+    ):
+        kind = kinds[number % len(kinds)]
+        wanted = rng.randint(max(options.max_tokens // 4, 1), options.max_tokens)
+        body: dict[str, Any] = {"model": "model", "max_tokens": wanted, "temperature": 0}
+        start = rng.randrange(len(tokens) - size)
+        prompt, grammar, reader = tokens[start : start + size], None, None
+        if kind in ("chat", "tool"):
+            assert template is not None
+            messages = [{"role": "user", "content": opened.tokenizer.decode(prompt[:200])}]
+            body |= {"messages": messages}
+            tools = None
+            if kind == "tool":
+                assert syntax is not None
+                body |= {"tools": [TOOL], "tool_choice": "required"}
+                tools, reader = [TOOL], ToolCallReader(syntax, frozenset({"look_up"}))
+                grammar = rules_of(syntax, [Function("look_up", SCHEMA, False)], "required", None)
+            text = template.render(messages, **({"tools": tools} if tools else {}))
+            prompt = opened.tokenizer.encode(text, add_special_tokens=False)
+        else:
+            plain = [job.prompt for job in jobs if "prompt" in job.body]
+            if plain and rng.random() < 0.3:
+                # As a chat goes on: what was there, and more.
+                prompt = (rng.choice(plain) + prompt)[:longest]
+            body |= {"prompt": prompt}
+            if kind == "schema":
+                # The one name that both servers know.
+                body |= {"json_schema": SCHEMA}
+                grammar = Grammar.json_schema(SCHEMA)
+        result = generate(
+            opened.engine,
+            [prompt],
+            GenerateOptions(max_new_tokens=wanted, sampling=SamplingOptions(temperature=0)),
+            tokenizer=opened.tokenizer,
+            end_tokens=opened.end_tokens,
+            form=None if grammar is None else grammars.start(grammar),
+            is_start="messages" in body,
+        )
+        [found] = result.texts
+        text, finish = found.text, found.finish_reason
+        if reader is not None:
+            pieces = reader.feed(text) + reader.end()
+            text = "".join(
+                piece if isinstance(piece, str) else (piece.name or "") + piece.arguments
+                for piece in pieces
+            )
+            finish = "tool_calls" if finish == "stop" and reader.calls else finish
+        path = "chat/completions" if "messages" in body else "completions"
+        jobs.append(Job(path, body, prompt, text, len(found.tokens), str(finish)))
+    opened.engine.close()
+    return jobs

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A packed folder of a preset's shape with random weights, to measure servers and engines with.
+
+    python benchmarks/random_model.py OUT --model qwen2.5-1.5b
+    python benchmarks/random_model.py OUT --model qwen2.5-0.3m --tokenizer FOLDER
+
+With a tokenizer of one's own, a small preset takes its vocabulary, and its chat template comes along.
+"""
+
+import argparse
+from pathlib import Path
+
+from sparse_bitnet.bench.random_model import write_random_model
+from sparse_bitnet.pattern import NMPattern
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--model", default="qwen2.5-1.5b")
+    parser.add_argument("--pattern", type=NMPattern.parse, default=NMPattern(6, 8))
+    parser.add_argument("--tokenizer", type=Path, help="folder with tokenizer.json")
+    options = parser.parse_args()
+    write_random_model(options.out, options.model, options.pattern, tokenizer=options.tokenizer)
+
+
+if __name__ == "__main__":
+    main()
