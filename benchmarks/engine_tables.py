@@ -144,6 +144,20 @@ def costs() -> str:
     return filled(columns, rows, "python benchmarks/precision.py PACKED TEXT")
 
 
+def masks() -> str:
+    columns = [
+        ("form", "{form}"),
+        ("start, ms", "{start:.1f}"),
+        ("mask p50, us", "{p50:.0f}"),
+        ("mask p99, us", "{p99:.0f}"),
+    ]
+    rows = []
+    for row in read("masks"):
+        times = {name: 1e6 * value for name, value in row["mask_seconds"].items()}
+        rows.append(row | times | {"start": 1e3 * row["start_seconds"]})
+    return filled(columns, rows, "python benchmarks/masks.py TOKENIZER")
+
+
 def server() -> str:
     columns = [
         ("server", "{server}"),
