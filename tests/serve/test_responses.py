@@ -33,7 +33,10 @@ def test_text_whole_and_streamed():
         prompt = "<system>be brief[]<user>?[]<assistant>"
         assert answer.usage.input_tokens == len(TOKENIZER.encode(prompt))
         assert answer.usage.output_tokens == len(TOKENIZER.encode("Grüße!")) + 1
-        with client.responses.stream(model="scripted", input="?", temperature=0) as stream:
+        padding = {"include_obfuscation": False}
+        with client.responses.stream(
+            model="scripted", input="?", temperature=0, stream_options=padding
+        ) as stream:
             events = list(stream)
             final = stream.get_final_response()
         assert final.output_text == "Grüße!"

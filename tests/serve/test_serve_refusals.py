@@ -83,16 +83,20 @@ def test_what_cannot_change_the_output_is_accepted_and_named(served, stream):
         "metadata": {"a": 1},
         "user": None,
         "prediction": [],
+        "store": True,
+        "timings_per_token": True,
     }
     with served.http() as http:
         for path, own in (
             ("/v1/completions", {"prompt": "x"}),
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+            ("/v1/responses", {"input": "x"}),
         ):
             answer = http.post(path, json=body | own)
             assert answer.status_code == 200
-            assert answer.headers["X-Ignored-Parameters"] == "metadata, prediction"
-            own["max_tokens"] = 2
+            named = "metadata, prediction, store, timings_per_token"
+            assert answer.headers["X-Ignored-Parameters"] == named
+            own["max_output_tokens" if "input" in own else "max_tokens"] = 2
             assert (
                 "X-Ignored-Parameters"
                 not in http.post(path, json={"model": "scripted"} | own).headers

@@ -59,6 +59,12 @@ class ReasoningItem(_Item):
     type: Literal["reasoning"]
 
 
+class StreamPadding(StrictModel):
+    """What pads a stream; nothing does."""
+
+    include_obfuscation: bool | None = None
+
+
 class TextFormat(NamedSchema):
     """The form of the text."""
 
@@ -69,7 +75,7 @@ class TextOptions(StrictModel):
     """About the text of the answer."""
 
     format: TextFormat | None = None
-    verbosity: None = None
+    verbosity: Literal["medium"] | None = None
 
 
 class Reasoning(StrictModel):
@@ -107,6 +113,7 @@ class ResponsesBody(StrictModel):
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     stream: bool | None = False
+    stream_options: StreamPadding | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     tools: Annotated[list[FlatTool], Field(max_length=128)] | None = None
@@ -126,10 +133,9 @@ class ResponsesBody(StrictModel):
 
     def chat(self) -> ChatBody:
         """The same as a chat. Raises `ApiError` for what a chat would refuse."""
-        passed_over = _NEUTRAL.keys() | _DROPPED
         others = self.model_extra or {}
         given: dict[str, Any] = {
-            name: value for name, value in others.items() if name not in passed_over
+            name: value for name, value in others.items() if name not in _NEUTRAL
         }
         given |= {"model": self.model, "messages": self._messages(), "stream": self.stream}
         given["max_tokens"] = self.max_output_tokens
@@ -182,8 +188,6 @@ _COMMON = frozenset(
     }
 )
 """Parameters of a chat that mean the same here."""
-_DROPPED = frozenset({"store", "include", "stream_options"})
-"""Nothing is ever stored, and there is nothing to include."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "previous_response_id": (),
     "conversation": (),
@@ -191,7 +195,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "truncation": ("disabled",),
     "top_logprobs": (0,),
-    "max_tool_calls": (),
 }
 """Values that change nothing, as None does, of parameters that are not supported."""
 

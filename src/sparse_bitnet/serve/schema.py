@@ -49,11 +49,23 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 # fmt: off
 _IGNORED = frozenset({
     "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention", "prediction",
+    "prompt_cache_retention", "prediction", "store", "include", "max_tool_calls",
+    # vLLM's and llama.cpp's.
+    "priority", "request_id", "cache_prompt", "id_slot", "return_progress", "timings_per_token",
 })
 # fmt: on
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "store": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "ignore_eos": (False,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "min_tokens": (0,),
+    "mirostat": (0,),
+    "skip_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
 }
 """Values that change nothing, as None does, of parameters that are not supported."""
 
@@ -219,7 +231,7 @@ class ChatBody(WithTools, _Body):
             "function_call": ("none", "auto"),
             "modalities": (["text"],),
             "audio": (),
-            "verbosity": (),
+            "verbosity": ("medium",),
             "web_search_options": (),
         }
 
