@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from sparse_bitnet.generation.generate import GenerateOptions
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sparse_bitnet import SparseBitConfig, convert_, save_pretrained
@@ -19,7 +20,6 @@ from sparse_bitnet.cli.main import main as sparse_bitnet
 from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.generation.conversation import Conversation
-from sparse_bitnet.generation.generate import GenerateOptions
 from sparse_bitnet.generation.sampling_options import SamplingOptions
 
 TEMPLATE = (
