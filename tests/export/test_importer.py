@@ -223,7 +223,7 @@ def w2a8(checkpoint: Path, tmp_path: Path) -> Path:
         (
             "weight_scale",
             lambda t: t * torch.arange(1, 193)[:, None],
-            "different scales in its rows",
+            "several scales, which masters cannot have: import it with --packed auto",
         ),
         ("weight_scale", lambda t: t * 0, "weight scale is not a positive number"),
         ("weight_scale", lambda t: t * float("nan"), "weight scale is not a positive number"),

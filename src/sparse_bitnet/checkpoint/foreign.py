@@ -113,6 +113,9 @@ def _open_compressed(found: StoredModel) -> Checkpoint:
         read=files.read,
         master=None,
         ternary=read_ternary,
+        has_one_scale=all(
+            len(files.read(f"{layer}.weight_scale").unique()) == 1 for layer in layers
+        ),
     )
 
 
@@ -167,12 +170,7 @@ def _checked(codes: Tensor, scale: Tensor, layer: str) -> TernaryWeight:
     smallest, largest = scale.aminmax()
     if not (0 < smallest <= largest < float("inf")):
         raise UserError(f"layer {layer}: its weight scale is not a positive number")
-    if smallest != largest:
-        raise UserError(
-            f"layer {layer} has different scales in its rows ({smallest:.4g} to {largest:.4g}); one "
-            "scale for a matrix is importable"
-        )
-    return TernaryWeight(codes, largest)
+    return TernaryWeight(codes, largest if smallest == largest else scale.view(-1, 1))
 
 
 def stored_floats(files: WeightFiles, layer: str, shape: tuple[int, int]) -> Tensor:

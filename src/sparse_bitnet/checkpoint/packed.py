@@ -54,6 +54,11 @@ def read(found: StoredModel) -> Checkpoint:
         read=tensor,
         master=None,
         ternary=ternary,
+        has_one_scale=all(
+            file.entries[f"{layer}.weight_scale"].shape == (1,)
+            for layer in metadata.layers
+            if f"{layer}.weight_scale" in file.entries
+        ),
         file=file,
         metadata=metadata,
     )

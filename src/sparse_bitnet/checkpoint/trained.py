@@ -18,9 +18,10 @@ from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.model_folder import CONFIG_FILE
 from sparse_bitnet.checkpoint.weight_files import WeightFiles
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.layer_config import SparseBitConfig
+from sparse_bitnet.layer_config import REGISTERED, SparseBitConfig
 from sparse_bitnet.nn.convert import convert_, sparse_layers
 from sparse_bitnet.nn.selection import Selection, select
+from sparse_bitnet.packing.formats import SCALE_GROUPS, scale_group
 from sparse_bitnet.packing.tensor_file import DTYPES
 from sparse_bitnet.packing.ternary import TernaryWeight
 from sparse_bitnet.pattern import NMPattern
@@ -64,11 +65,11 @@ def read(found: StoredModel) -> Checkpoint:
         codes, _, weight_scale = selection(layer)[:3]
         assert codes is not None
         assert weight_scale is not None
-        if weight_scale.numel() > 1:
+        if weight_scale.dim() and scale_group(tuple(weight_scale.shape), *codes.shape) is None:
             raise UserError(
-                f"{folder}: quantizer={format.quantizer} gives {layer} {weight_scale.numel():,} scales, "
-                "and codes with one scale are needed here: `sparse-bitnet export --format dense` writes "
-                "the effective weights"
+                f"{folder}: {format.quantizer} gives {layer} scales {list(weight_scale.shape)} for "
+                f"{list(codes.shape)} weights; packed are one a matrix, a row, or "
+                f"{', '.join(map(str, SCALE_GROUPS))} weights: use `export --format dense`"
             )
         return TernaryWeight(codes, weight_scale)
 
@@ -88,6 +89,7 @@ def read(found: StoredModel) -> Checkpoint:
         master=master,
         ternary=ternary,
         selection=selection,
+        has_one_scale=format.quantizer == REGISTERED["quantizer"],
     )
 
 

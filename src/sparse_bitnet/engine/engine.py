@@ -21,6 +21,7 @@ from sparse_bitnet.engine.runtime_weights import (
 )
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.host import available_cores
+from sparse_bitnet.layer_config import REGISTERED
 from sparse_bitnet.progress import OnProgress
 
 WEIGHT_FORMATS = ("auto", "stored", *FORMATS)
@@ -85,7 +86,7 @@ class Engine(InferenceEngine):
                 that is tied to it, also of the embedding.
             kv_cache: form of keys and values: "float32", "float16" or "int8".
             activations: what shares a scale of the int8 activations: "token", "group" as many as the
-                weights that share one, "auto" group where the weights have one size of groups.
+                weights that share one, "auto" group where those of another tool have one size of groups.
             context_length: most tokens of one sequence; by default what the model was made for.
             cache_tokens: room for this many tokens of all sequences together; by default for one of
                 `context_length`. Memory is taken as they come.
@@ -130,7 +131,7 @@ class Engine(InferenceEngine):
                 progress=progress,
             )
             decoder = _cpu.Decoder(
-                _build(model.architecture, weights, _activation_group(folder, groups, activations)),
+                _build(model.architecture, weights, _activation_group(model, groups, activations)),
                 threads,
                 CACHE_TYPES[kv_cache],
                 context_length,
@@ -242,12 +243,14 @@ def _within(what: str, value: int, most: int) -> int:
     return value
 
 
-def _activation_group(folder: str | Path, groups: set[int], activations: str) -> int:
+def _activation_group(model: EngineModel, groups: set[int], activations: str) -> int:
     """Inputs that share a scale, 0 for all of a token."""
+    if activations == "auto" and model.metadata.format.quantizer != REGISTERED["quantizer"]:
+        return 0  # trained here, and so with the inputs of a token
     group = next(iter(groups)) if len(groups) == 1 else 0
     if activations == "group" and not group:
         raise UserError(
-            f"{folder}: --activations group asks for weights with one size of groups, these have "
+            f"{model.folder}: --activations group asks for weights with one size of groups, these have "
             f"{'several' if len(groups) > 1 else 'none'}; use token"
         )
     return 0 if activations == "token" else group

@@ -37,7 +37,8 @@ class EngineOptions:
 
     activations: Literal["auto", "token", "group"] = "auto"
     """What shares a scale of int8 activations (cpu): a token, as layers that quantise them in training
-    have it, or as many inputs as weights share a scale. auto: group where the weights have groups."""
+    have it, or as many inputs as weights share a scale. auto: group where weights of another tool have
+    groups."""
 
     context_length: int | None = None
     """Maximum length of prompt and text together, in tokens. Default: the model's."""

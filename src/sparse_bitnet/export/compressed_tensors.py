@@ -2,7 +2,7 @@
 """compressed-tensors: what vLLM reads, and transformers with the package of that name.
 
 W2A8 `pack-quantized`: `weight_packed` int32 (`pack_words`). W8A8 `int-quantized`: `weight` int8, four
-times larger but read by every vLLM since mid-2024. Both hold one scale per row, here the same for all,
+times larger but read by every vLLM since mid-2024. Both hold one scale per row, often the same for all,
 in float32 whatever the dtype of the rest: readers that compute in another one cast it. No
 `sparsity_config`: current readers refuse it.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.export.deferred import DeferredTensors
-from sparse_bitnet.export.hf_folder import plan_tensors, require_ternary_int8
+from sparse_bitnet.export.hf_folder import plan_tensors, refuse_groups, require_ternary_int8
 from sparse_bitnet.packing.tensor_writer import TensorSpec
 from sparse_bitnet.packing.two_bits import CODES_PER_WORD, pack_words
 
@@ -23,6 +23,7 @@ from sparse_bitnet.packing.two_bits import CODES_PER_WORD, pack_words
 def check(source: Checkpoint) -> None:
     """Raise `UserError` for what the format cannot hold."""
     require_ternary_int8(source, "compressed-tensors")
+    refuse_groups(source, "compressed-tensors", rows=True)
 
 
 def plan_w2a8(source: Checkpoint, dtype: torch.dtype) -> list[DeferredTensors]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.gguf_vocabulary import GgufVocabulary, add_vocabulary, read_vocabulary
+from sparse_bitnet.export.hf_folder import scale_groups
 from sparse_bitnet.packing.gguf_blocks import BlockType, block_for
 from sparse_bitnet.progress import OnProgress
 
@@ -59,6 +60,13 @@ def check(source: Checkpoint, block: BlockType, embeddings: str) -> GgufVocabula
             "use --format dense"
         )
     _check_architecture(source)
+    for name, group in scale_groups(source).items():
+        fitting = block_for(source.layers[name][1], block)
+        if group and group % fitting.codes:
+            raise UserError(
+                f"layer {name} has a scale for every {group} weights of a row, {fitting.name} one for "
+                f"{fitting.codes}; use --format dense, or `sparse-bitnet pack`"
+            )
     for name, shape in source.others.items():
         if embeddings == "q8_0" and len(shape) > 1 and shape[-1] % _Q8_0_BLOCK:
             raise UserError(
@@ -147,12 +155,14 @@ def plan(source: Checkpoint, block: BlockType, embeddings: str) -> list[GgufTens
 def _ternary(source: Checkpoint, layer: str, block: BlockType) -> Callable[[], np.ndarray]:
     def make() -> np.ndarray:
         codes, weight_scale = source.ternary(layer)
-        scale = weight_scale.item()
-        if abs(float(np.float16(scale)) - scale) > _SCALE_TOLERANCE * scale:
+        scale = weight_scale.numpy()
+        if (far := abs(np.float16(scale) - scale) > _SCALE_TOLERANCE * scale).any():
             raise UserError(
-                f"layer {layer}: its weight scale {scale:.3g} is too far out for float16, in which "
-                f"{block.name} holds it; use --format bitnet"
+                f"layer {layer}: its weight scale {scale[far][0]:.3g} is too far out for float16, in "
+                f"which {block.name} holds it; use --format bitnet"
             )
+        if scale.ndim:
+            scale = _in_rotation_order(source, layer, scale)
         return block.pack(_in_rotation_order(source, layer, codes.numpy()), scale)
 
     return make

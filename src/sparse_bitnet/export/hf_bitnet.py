@@ -16,7 +16,7 @@ from torch import Tensor
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.deferred import DeferredTensors
-from sparse_bitnet.export.hf_folder import plan_tensors, require_ternary_int8
+from sparse_bitnet.export.hf_folder import plan_tensors, refuse_groups, require_ternary_int8
 from sparse_bitnet.packing.tensor_writer import TensorSpec
 from sparse_bitnet.packing.two_bits import CODES_PER_BYTE, pack_row_planes
 
@@ -24,6 +24,7 @@ from sparse_bitnet.packing.two_bits import CODES_PER_BYTE, pack_row_planes
 def check(source: Checkpoint) -> None:
     """Raise `UserError`, naming the layer, for what the format cannot hold."""
     require_ternary_int8(source, "bitnet")
+    refuse_groups(source, "bitnet", rows=False)
     for name, (rows, _) in source.layers.items():
         if rows % CODES_PER_BYTE:
             raise UserError(

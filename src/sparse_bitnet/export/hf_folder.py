@@ -51,6 +51,29 @@ def require_ternary_int8(source: Checkpoint, target: str) -> None:
         )
 
 
+def scale_groups(source: Checkpoint) -> dict[str, int]:
+    """Of each sparse layer how many weights of a row share a scale, 0 where all of the matrix do. All
+    layers have scales of one kind: the first is read, where there may be several."""
+    first, shape = next(iter(source.layers.items()))
+    scale = None if source.has_one_scale else source.ternary(first).weight_scale
+    if scale is None or scale.numel() == 1:
+        return dict.fromkeys(source.layers, 0)
+    whole = scale.shape[1] == 1
+    group = shape[1] // scale.shape[1]
+    return {name: columns if whole else group for name, (_, columns) in source.layers.items()}
+
+
+def refuse_groups(source: Checkpoint, target: str, rows: bool) -> None:
+    """Raise `UserError` for more scales than one a matrix, or with `rows` than one a row."""
+    for name, group in scale_groups(source).items():
+        if group and not (rows and group == source.layers[name][1]):
+            what = "row" if rows else "matrix"
+            raise UserError(
+                f"layer {name} has a scale for every {group} weights of a row, {target} one for a "
+                f"{what}; use --format dense, or `sparse-bitnet pack`"
+            )
+
+
 def plan_tensors(
     source: Checkpoint, dtype: "torch.dtype", layer_tensors: LayerTensors
 ) -> Iterator[DeferredTensors]:

@@ -18,6 +18,7 @@ from sparse_bitnet.layer_config import CHOICES, SparseBitConfig
 from sparse_bitnet.nn.selection import Selection, SelectionState, select, spread_scale
 from sparse_bitnet.nn.straight_through import (
     InputQuantizer,
+    several_scales_linear,
     straight_through,
     ternary_int8_linear,
 )
@@ -209,7 +210,12 @@ class SparseBitLinear(nn.Linear):
             selection = self.select()
         gradient_mask = self._gradient_mask(selection, self.weight)
         x = self._taken(input)
+        codes, scale = selection.codes, selection.weight_scale
         if selection.value is not None:
+            evaluates = selection.blend is None and not torch.is_grad_enabled()
+            if evaluates and self.config.activation != "none" and codes is not None:
+                assert scale is not None
+                return several_scales_linear(x, self.bias, codes, scale, self.inputs.codes(x))
             weight = straight_through(self.weight, selection.value, gradient_mask)
             return F.linear(self.inputs.fake_quantize(x, selection.blend), weight, self.bias)
         if selection.codes is None:

@@ -8,9 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparse_bitnet.nn.layer import SparseBitConfig
-from sparse_bitnet.nn.straight_through import InputQuantizer, ternary_int8_linear
-from sparse_bitnet.ops.int8_linear import int8_linear_reference
-from sparse_bitnet.ops.quantize_int8 import quantize_int8
+from sparse_bitnet.nn.straight_through import (
+    InputQuantizer,
+    several_scales_linear,
+    ternary_int8_linear,
+)
 from sparse_bitnet.packing.codec import unpack
 from sparse_bitnet.packing.formats import has_fixed_rows, row_bytes
 from sparse_bitnet.packing.ternary import TernaryWeight
@@ -84,14 +86,9 @@ class PackedSparseBitLinear(nn.Module):
             weight = TernaryWeight(self.codes, self.weight_scale).values()
             return F.linear(x, weight.to(x.dtype), self.bias)
         scale, quantized = self.weight_scale, self.inputs.codes(x)
-        if scale.dim() == 2 and scale.shape[1] > 1:
-            x_codes, activation_scale = quantized or quantize_int8(x)
-            return int8_linear_reference(
-                x_codes, activation_scale, self.codes, scale, self.bias, x.dtype
-            )
-        return ternary_int8_linear(
-            x, self.codes, self.bias, self.codes, scale.view(-1), quantized=quantized
-        )
+        if scale.dim() == 2:
+            return several_scales_linear(x, self.bias, self.codes, scale, quantized)
+        return ternary_int8_linear(x, self.codes, self.bias, self.codes, scale, quantized=quantized)
 
     def extra_repr(self) -> str:
         return (

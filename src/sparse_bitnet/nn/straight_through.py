@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import SparseBitConfig
-from sparse_bitnet.ops.int8_linear import int8_linear
+from sparse_bitnet.ops.int8_linear import int8_linear, int8_linear_reference
 from sparse_bitnet.ops.operands import unpack_codes
 from sparse_bitnet.ops.quantize_int8 import quantize_int8
 from sparse_bitnet.ops.select_ternary import quantize_ternary
@@ -109,6 +109,22 @@ def ternary_int8_linear(
     return _TernaryInt8Linear.apply(
         x, weight, bias, codes, weight_scale, gradient_mask, integer, x_codes, activation_scale
     )
+
+
+def several_scales_linear(
+    x: Tensor,
+    bias: Tensor | None,
+    codes: Tensor,
+    weight_scale: Tensor,
+    quantized: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """`ternary_int8_linear` for scales [out_features, 1 or groups], without a gradient: int32 sums of
+    each run, as the engine has them."""
+    x_codes, activation_scale = quantized or quantize_int8(x)
+    scale = weight_scale.view(-1) if weight_scale.shape[1] == 1 else weight_scale
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    return int8_linear_reference(x_codes, activation_scale, codes, scale, bias, dtype)
 
 
 def _where_kept(gradient: Tensor, gradient_mask: Tensor | None) -> Tensor:

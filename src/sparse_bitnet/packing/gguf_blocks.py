@@ -38,7 +38,6 @@ import numpy as np
 
 from sparse_bitnet.errors import UserError
 
-SCALE_BYTES = 2
 _POWERS = np.array([81, 27, 9, 3, 1], dtype=np.uint16)[:, None]
 
 
@@ -95,15 +94,21 @@ class BlockType:
         codes = np.ascontiguousarray(self.decode(blocks)).reshape(rows, columns).view(np.int8)
         return np.subtract(codes, 1, out=codes), scales
 
-    def pack(self, codes: np.ndarray, weight_scale: float) -> np.ndarray:
-        """int8 codes [rows, in_features] -> uint8 [rows, bytes of a row], or float16."""
+    def pack(self, codes: np.ndarray, weight_scale: float | np.ndarray) -> np.ndarray:
+        """int8 codes [rows, in_features] -> uint8 [rows, bytes of a row], or float16.
+
+        Args:
+            weight_scale: of the matrix, or [rows, groups] whose groups are whole blocks.
+        """
         rows, columns = codes.shape
+        scale = np.atleast_2d(np.asarray(weight_scale, "<f2"))
         if self is F16:
-            return codes * np.float16(weight_scale)
-        assert columns % self.codes == 0, (codes.shape, self.name)
+            return codes * np.repeat(scale, columns // scale.shape[1], 1)
+        assert columns % (self.codes * scale.shape[1]) == 0, (codes.shape, self.name)
         encoded = self.encode((codes.reshape(-1, self.codes) + 1).astype(np.uint8))
-        scale = np.frombuffer(np.array(weight_scale, dtype="<f2").tobytes(), dtype=np.uint8)
-        scales = np.broadcast_to(scale, (len(encoded), SCALE_BYTES))
+        blocks = np.repeat(scale, columns // self.codes // scale.shape[1], 1)
+        blocks = np.broadcast_to(blocks, (rows, columns // self.codes)).reshape(-1, 1)
+        scales = blocks.copy().view(np.uint8)
         parts = (scales, encoded) if self.scale_first else (encoded, scales)
         return np.concatenate(parts, axis=1).reshape(rows, -1)
 

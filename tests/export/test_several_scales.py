@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models trained with a scale for each row or group: packed, run and exported as they are, or refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from factories import tiny_model
+from packed_models import typical_error
+from sparse_bitnet.checkpoint.hub import save_pretrained
+from sparse_bitnet.checkpoint.load import from_pretrained
+from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
+from sparse_bitnet.data.tokenizer import train_tokenizer
+from sparse_bitnet.engine.engine import Engine
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.export.export_checkpoint import export
+from sparse_bitnet.export.export_config import ExportConfig
+from sparse_bitnet.export.importer import import_checkpoint
+from sparse_bitnet.export.pack_check import check_packed
+from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
+from sparse_bitnet.layer_config import SparseBitConfig
+from sparse_bitnet.nn.convert import convert_
+from sparse_bitnet.packing.formats import FORMATS
+
+SEVERAL = ["per-channel", "per-group:size=32", "per-group:size=64"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A folder with a model of a quantiser, whose weights are not all of one size."""
+    tokenizer = train_tokenizer(iter(["some text"]), 280)
+
+    def make(quantizer: str) -> Path:
+        folder = tmp_path_factory.mktemp("trained")
+        model = tiny_model("qwen2", intermediate_size=128, vocab_size=len(tokenizer))
+        for parameter in model.parameters():
+            parameter.data *= 10 ** torch.rand(parameter.shape[:1]).view(
+                -1, *[1] * (parameter.dim() - 1)
+            )
+        model.config.eos_token_id = tokenizer.eos_token_id
+        convert_(model, SparseBitConfig.parse(f"ternary-6:8,quantizer={quantizer}"))
+        save_pretrained(model, folder / "final", tokenizer)
+        return folder / "final"
+
+    return make
+
+
+@pytest.mark.parametrize("quantizer", SEVERAL)
+def test_every_packed_format_computes_what_was_trained(
+    trained: Callable[[str], Path], tmp_path: Path, quantizer: str
+) -> None:
+    source = trained(quantizer)
+    expected = from_pretrained(source).eval()(torch.arange(1, 33)[None]).logits.detach()
+    with torch.no_grad():
+        evaluated = from_pretrained(source).eval()(torch.arange(1, 33)[None]).logits
+    # What trains multiplies floats, what is evaluated integers.
+    assert typical_error(evaluated.numpy(), expected.numpy()) < 1e-5
+    for format in FORMATS:
+        packed = tmp_path / format
+        pack_checkpoint(source, packed, format=format, embeddings="float32")
+        check = check_packed(source, packed)
+        assert check.exact
+        assert check.largest_difference == 0
+        engine = Engine.load(packed, head="stored", kv_cache="float32", threads=1)
+        (found,) = engine.forward([(engine.new_sequence(), list(range(1, 33)))], logits="all")
+        engine.close()
+        assert typical_error(found, evaluated[0].numpy()) < 1e-5
+    assert not open_checkpoint(packed).has_one_scale
+
+
+def exported(source: Path, out: Path, format: str) -> Path:
+    export(source, out, ExportConfig(format=format, embeddings="f32"))  # type: ignore[arg-type]
+    return out
+
+
+@pytest.mark.parametrize(
+    ("format", "quantizer"),
+    [
+        ("compressed-tensors-w2a8", "per-channel"),
+        ("compressed-tensors-w8a8", "per-channel"),
+        ("gguf-q2_0", "per-channel"),
+        ("gguf-q2_0", "per-group:size=64"),
+        ("gguf-tq2_0", "per-channel"),
+    ],
+)
+def test_a_format_that_has_the_scales_holds_them(
+    trained: Callable[[str], Path], tmp_path: Path, format: str, quantizer: str
+) -> None:
+    source = trained(quantizer)
+    folder = exported(source, tmp_path / "out", format)
+    file = next(folder.glob("*.gguf"), folder)
+    import_checkpoint(file, tmp_path / "back", packed="i2")
+    before, after = open_checkpoint(source), open_checkpoint(tmp_path / "back")
+    assert before.layers.keys() == after.layers.keys()
+    for layer in before.layers:
+        torch.testing.assert_close(
+            after.effective(layer).float(), before.effective(layer), rtol=2**-11, atol=0
+        )
+
+
+@pytest.mark.parametrize(
+    ("format", "quantizer"),
+    [
+        ("bitnet", "per-channel"),
+        ("bitnet", "per-group:size=32"),
+        ("compressed-tensors-w8a8", "per-group:size=32"),
+        ("gguf-tq2_0", "per-group:size=32"),
+    ],
+)
+def test_one_that_has_not_refuses(
+    trained: Callable[[str], Path], tmp_path: Path, format: str, quantizer: str
+) -> None:
+    source = trained(quantizer)
+    with pytest.raises(UserError, match=r"has a scale for every \d+ weights of a row, .* one for"):
+        exported(source, tmp_path / "out", format)
+    pack_checkpoint(source, tmp_path / "packed")
+    with pytest.raises(UserError, match="has a scale for every"):
+        exported(tmp_path / "packed", tmp_path / "out", format)
+    assert not (tmp_path / "out").exists()
+
+
+def test_groups_that_no_packed_format_has_are_refused(
+    trained: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = trained("per-group:size=16")
+    with pytest.raises(UserError, match=r"q_proj scales \[64, 4\] for .*export --format dense"):
+        pack_checkpoint(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    exported(source, tmp_path / "dense", "dense")
