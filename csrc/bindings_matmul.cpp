@@ -32,6 +32,7 @@ std::int64_t bytes_per_row(WeightFormat format, int n, int m, std::int64_t colum
   require(packed::is_valid({n, m}), "the pattern is not 1 <= n <= m <= 32");
   require(format != WeightFormat::nm_bitmap || packed::nm_bitmap_supports({n, m}),
           "nm_bitmap does not hold the pattern: m does not divide 64");
+  require(format != WeightFormat::lookup || columns % m == 0, "m does not divide the columns");
   require_columns(columns);
   return Matrix::bytes_per_row(format, {n, m}, columns);
 }
@@ -39,12 +40,15 @@ std::int64_t bytes_per_row(WeightFormat format, int n, int m, std::int64_t colum
 void make_matrix(Matrix* place, WeightFormat format, int n, int m, std::int64_t rows,
                  std::int64_t columns, std::int64_t row_stride, Address address, float scale,
                  Address scales, std::int64_t group, ScaleType scale_type) {
-  require_stride(rows, row_stride, bytes_per_row(format, n, m, columns), matrix_alignment);
+  const std::int64_t row_bytes = bytes_per_row(format, n, m, columns);
+  const bool is_lookup = format == WeightFormat::lookup;
+  require_stride(rows, row_stride, row_bytes, is_lookup ? 8 : matrix_alignment);
+  require(!is_lookup || row_stride == row_bytes, "rows of lookup lie one behind another");
   require(address != 0 && address % matrix_alignment == 0, "the address is not aligned to 64 bytes");
   require(std::isfinite(scale), "the scale is not finite");
   const bool is_table = format == WeightFormat::int8 || format == WeightFormat::int4;
-  require(group == 0 || (!is_table && packed::is_scale_group(group, columns)),
-          "group scales are for 32, 64, 128 or 256 ternary weights that divide the columns");
+  require(group == 0 || (!is_table && !is_lookup && packed::is_scale_group(group, columns)),
+          "group scales, which lookup has none of, are for 32, 64, 128 or 256 ternary weights that divide the columns");
   require(group != 0 || scale_type == ScaleType::float32, "scales of rows are float32");
   require((scales != 0 || (!is_table && group == 0)) && scales % alignof(float) == 0,
           "the scales are missing or not aligned to 4 bytes");
@@ -152,7 +156,8 @@ void bind_matmul(nb::module_& module, nb::class_<Kernels>& kernels) {
       .value("b3", WeightFormat::b3)
       .value("nm_bitmap", WeightFormat::nm_bitmap)
       .value("int8", WeightFormat::int8)
-      .value("int4", WeightFormat::int4);
+      .value("int4", WeightFormat::int4)
+      .value("lookup", WeightFormat::lookup);
   nb::enum_<ScaleType>(module, "ScaleType", "Group scales, see csrc/packed_format.h.")
       .value("float32", ScaleType::float32)
       .value("float16", ScaleType::float16)

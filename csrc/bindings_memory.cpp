@@ -66,9 +66,8 @@ Report report(const Loaded& loaded) {
 }
 
 Report repack_matrix(const Kernels& kernels, ThreadPool& pool, const StoredMatrix& stored, const Matrix& out) {
-  require(out.format == WeightFormat::i2 || out.format == WeightFormat::b3 ||
-              out.format == WeightFormat::nm_bitmap,
-          "the format is none of i2, b3 and nm_bitmap");
+  require(out.format != WeightFormat::int8 && out.format != WeightFormat::int4,
+          "the format is not one of ternary weights");
   require(out.rows == stored.rows && out.columns == stored.columns &&
               out.pattern.n == stored.pattern.n && out.pattern.m == stored.pattern.m,
           "the matrix has another shape or pattern than the stored one");

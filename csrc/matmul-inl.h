@@ -12,6 +12,7 @@
 //   Bytes three_quarters(Bytes v)                    of b3: floor(3 v / 256) in bits 6 and 7
 //   Bitmap load_bitmap(const uint8* signs, const uint8* nonzero)   a record of nm-bitmap
 //   Bytes bitmap_codes(const Bitmap&, int vector)    1 + the weights of that vector of the 64
+//   LookupTable, lookup_table, look_up               see matmul_lookup-inl.h
 //   Floats multiply_add(Floats a, Floats b, Floats c)     a b + c, rounded once
 // and with NARROW_SUMS widen, dot_int8, int8_offset and what matmul_wide-inl.h asks for.
 
@@ -32,6 +33,7 @@ INLINE Sums dot_int8(const Sums& sums, const Bytes& weights, const Bytes& x) {
 
 #include "matmul_edges-inl.h"
 #include "matmul_rows-inl.h"
+#include "matmul_lookup-inl.h"
 #include "matmul_tiles-inl.h"
 #include "matmul_units-inl.h"
 #include "matmul_groups-inl.h"

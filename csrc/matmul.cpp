@@ -28,6 +28,7 @@ Activations token_range(const Activations& x, std::int64_t begin, std::int64_t e
   part.codes += begin * x.stride;
   if (x.tiles) part.tiles += begin * x.stride;
   if (x.fine_tiles) part.fine_tiles += begin * x.stride;
+  if (x.quads) part.quads += begin * quad_stride(x.columns);
   part.scales += begin * x.scales_a_token();
   part.sums += begin * x.scales_a_token();
   if (x.fine) {
@@ -87,6 +88,29 @@ Activations arranged(const Kernels& kernels, ThreadPool& pool, const Activations
   return result;
 }
 
+// The codes of a token as quads want them (matmul.h).
+void arrange_quads(const std::int8_t* codes, std::int64_t columns, std::int8_t* to) {
+  constexpr int block = lookup::quads.block_columns(), plane = lookup::block_codes;
+  for (std::int64_t first = 0; first < columns; first += block, to += block) {
+    const std::int64_t count = std::min<std::int64_t>(plane, (columns - first) / 4);
+    if (count < plane) std::memset(to, 0, block);
+    for (std::int64_t j = 0; j < count; ++j) {
+      for (int p = 0; p < 4; ++p) to[p * plane + j] = codes[first + 4 * j + p];
+    }
+  }
+}
+
+const std::int8_t* arranged_quads(ThreadPool& pool, const Activations& x) {
+  thread_local AlignedVector<std::int8_t> memory;
+  const std::int64_t stride = quad_stride(x.columns);
+  if (std::int64_t(memory.size()) < x.tokens * stride) memory.resize(std::size_t(x.tokens * stride));
+  std::int8_t* to = memory.data();
+  pool.parallel_for(x.tokens, 16, [&](std::int64_t begin, std::int64_t end, int) {
+    for (std::int64_t t = begin; t < end; ++t) arrange_quads(x.codes + t * x.stride, x.columns, to + t * stride);
+  });
+  return to;
+}
+
 // Rows of a piece: few enough that the threads finish together, and whole cache lines of y.
 std::int64_t rows_a_piece(std::int64_t rows, int threads) {
   const std::int64_t even = rows / (8 * threads) / 16 * 16;
@@ -104,6 +128,8 @@ std::int64_t Matrix::bytes_per_row(WeightFormat format, packed::Pattern pattern,
       return packed::b3_row_bytes(columns);
     case WeightFormat::nm_bitmap:
       return packed::nm_bitmap_row_bytes(pattern, columns);
+    case WeightFormat::lookup:
+      return lookup::shape_of(pattern).row_bytes(columns);
     case WeightFormat::int8:
       return columns;
     case WeightFormat::int4:
@@ -183,7 +209,11 @@ void quantize(const Kernels& kernels, ThreadPool& pool, const float* x,
 
 void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
             const Product* products, int count) {
-  const Activations x = arranged(kernels, pool, given);
+  Activations x = arranged(kernels, pool, given);
+  for (int i = 0; i < count && !x.quads; ++i) {
+    const Matrix& matrix = *products[i].matrix;
+    if (matrix.format == WeightFormat::lookup && lookup::is_quads(matrix.pattern)) x.quads = arranged_quads(pool, x);
+  }
   std::int64_t rows = 0;
   for (int i = 0; i < count; ++i) rows += products[i].matrix->rows;
   const std::int64_t work = rows * x.columns * x.tokens;

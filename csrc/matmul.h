@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "isa.h"
+#include "lookup.h"
 #include "packed_format.h"
 #include "thread_pool.h"
 
@@ -17,11 +18,14 @@ namespace sparse_bitnet {
 // strips of 16 rows follow each other, 16 row_stride bytes apart, the last one filled up with rows of any
 // codes. 64 bytes of a strip hold 16 columns c, c + 1, ...: 32-bit word i is of row i, and its byte j holds
 // in bits 2p and 2p + 1 weight c + 4p + j, plus one.
+// lookup lies as lookup.h says, its strips one behind another and filled up to 16 rows with any codes; one
+// scale a matrix or a row.
 // int8 and int4 are for the embedding and the output head.
 //   int8: one byte a weight, two's complement, float scale [rows].
 //   int4: groups of 64 weights of a row in 32 bytes; byte j holds weight j of the group in its low and
 //         weight j + 32 in its high four bits, each plus 8; float scale [rows, columns / 64].
-enum class WeightFormat : int { i2 = 0, b3 = 1, nm_bitmap = 2, int8 = 3, int4 = 4 };
+enum class WeightFormat : int { i2 = 0, b3 = 1, nm_bitmap = 2, int8 = 3, int4 = 4, lookup = 5 };
+constexpr int weight_formats = 6;
 
 constexpr int int4_group = 64;
 constexpr int strip_rows = 16, strip_columns = 16;  // of 64 bytes
@@ -32,11 +36,11 @@ enum class ScaleType : int { float32 = 0, float16 = 1, bfloat16 = 2 };
 constexpr int matrix_alignment = 64;
 
 // A matrix [rows, columns], ready to be multiplied. `data` is 64-byte aligned, row_stride is a multiple
-// of 64 and at least bytes_per_row(), and at least 64 bytes behind the last row are readable; the bytes
-// of a row beyond bytes_per_row() are whatever they are.
+// of 64 and at least bytes_per_row(), of lookup those exactly, and at least 64 bytes behind the last row are
+// readable; the bytes of a row beyond bytes_per_row() are whatever they are.
 struct Matrix {
   WeightFormat format;
-  packed::Pattern pattern;  // of nm_bitmap
+  packed::Pattern pattern;  // of nm_bitmap and lookup
   std::int64_t rows, columns, row_stride;
   const std::uint8_t* data;
   float scale;          // i2, b3, nm_bitmap: the weight scale, a multiplier
@@ -73,12 +77,18 @@ struct Activations {
   // Columns that share a scale: scales and sums then are [tokens, columns / group], and all products have
   // matrices of that group. 0: all of a token, and `sums` its sum.
   std::int64_t group = 0;
+  // For quads of lookup.h, made by `matmul` too: of every 256 codes each fourth one, from the first, second,
+  // third and last on, [tokens, quad_stride(columns)], zeros behind `columns`.
+  const std::int8_t* quads = nullptr;
 
   std::int64_t scales_a_token() const { return group ? columns / group : 1; }
 };
 
 constexpr std::int64_t activation_stride(std::int64_t columns) { return (columns + 63) / 64 * 64; }
 constexpr std::int64_t activation_slack = 512;
+constexpr std::int64_t quad_stride(std::int64_t columns) {
+  return lookup::quads.blocks(columns) * lookup::quads.block_columns();
+}
 
 // x [tokens, columns] -> activations (its arrays are the caller's, sizes and strides set). The same
 // bits as ops quantize_int8.

@@ -34,6 +34,26 @@ INLINE Bytes bitmap_codes(const Bitmap& bitmap, int vector) {
   return 1 - byte_mask(bitmap.nonzero >> (32 * vector)) + minus + minus;
 }
 
+// Sixteen entries at a time.
+struct LookupTable {
+  __m256i of[4];
+};
+INLINE LookupTable lookup_table(const std::uint8_t* entries) {
+  LookupTable table;
+  UNROLL for (int i = 0; i < 4; ++i) {
+    table.of[i] = _mm256_broadcastsi128_si256(load<__m128i>(entries + 16 * i));
+  }
+  return table;
+}
+INLINE Bytes look_up(const LookupTable& table, const Bytes& codes) {
+  Bytes found = {};
+  UNROLL for (int i = 0; i < 4; ++i) {
+    const Bytes entries = bit_cast<Bytes>(_mm256_shuffle_epi8(table.of[i], bits(codes & 15)));
+    found |= entries & bit_cast<Bytes>((codes & 0x30) == std::uint8_t(16 * i));
+  }
+  return found;
+}
+
 INLINE Floats multiply_add(const Floats& a, const Floats& b, const Floats& c) {
   return bit_cast<Floats>(
       _mm256_fmadd_ps(bit_cast<__m256>(a), bit_cast<__m256>(b), bit_cast<__m256>(c)));
@@ -46,5 +66,5 @@ constexpr int tile_vectors = 2, tile_tokens = 4;
 #else
 constexpr int tile_vectors = 2, tile_tokens = 6;
 #endif
-constexpr std::int64_t tile_from[] = {4, 4, 4, 6, 4};
+constexpr std::int64_t tile_from[weight_formats] = {4, 4, 4, 6, 4, 4};
 constexpr int group_tile_from = 4, strip_tile_from = 12, strips_together = 1;

@@ -21,82 +21,31 @@ namespace avx512vnni_matmul {
   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,bmi,bmi2,fma")))
 #define VECTOR_BYTES 64
 #include "matmul_vectors-inl.h"
+#include "matmul_avx512-inl.h"
 
-constexpr int rows_together = 4, tokens_together = 4;
-constexpr int tile_vectors = 2, tile_tokens = 12;
-// Where decoding along the rows costs little, a tile pays off late.
-constexpr std::int64_t tile_from[] = {24, 8, 16, 64, 6};
-constexpr int group_tile_from = 4, strip_tile_from = 24, strips_together = 2;
-
-INLINE __m512i bits(const Bytes& v) { return bit_cast<__m512i>(v); }
-
-constexpr bool takes_any_bytes = true;
-INLINE Sums dot_codes(const Sums& sums, const Bytes& codes, const Bytes& x) {
-  return bit_cast<Sums>(_mm512_dpbusd_epi32(bit_cast<__m512i>(sums), bits(codes), bits(x)));
-}
-
-// As in matmul_avx2-inl.h.
-INLINE Bytes three_quarters(const Bytes& v) {
-  const __m512i u = _mm512_subs_epu8(bits(v), _mm512_set1_epi8(1));
-  return bit_cast<Bytes>(_mm512_avg_epu8(u, _mm512_avg_epu8(u, _mm512_setzero_si512())));
-}
-
-struct Bitmap {
-  __mmask64 nonzero, negative;
+// Sixteen entries at a time.
+struct LookupTable {
+  __m512i of[4];
 };
-
-INLINE Bitmap load_bitmap(const std::uint8_t* signs, const std::uint8_t* nonzero) {
-  Bitmap bitmap;
-  // From memory: a compiler would take it from the general register, whose way to a mask is slow.
-  __asm__("kmovq %1, %0" : "=k"(bitmap.nonzero) : "m"(*reinterpret_cast<const char(*)[8]>(nonzero)));
-  bitmap.negative = _pdep_u64(load<std::uint64_t>(signs), load<std::uint64_t>(nonzero));
-  return bitmap;
+INLINE LookupTable lookup_table(const std::uint8_t* entries) {
+  LookupTable table;
+  UNROLL for (int i = 0; i < 4; ++i) table.of[i] = _mm512_maskz_broadcast_i32x4(__mmask16(-1), load<__m128i>(entries + 16 * i));
+  return table;
 }
-
-INLINE Bytes bitmap_codes(const Bitmap& bitmap, int) {
-  const __m512i one = _mm512_set1_epi8(1);
-  const __m512i magnitudes = _mm512_mask_blend_epi8(bitmap.nonzero, one, _mm512_set1_epi8(2));
-  return bit_cast<Bytes>(
-      _mm512_mask_blend_epi8(bitmap.negative, magnitudes, _mm512_setzero_si512()));
-}
-
-INLINE Floats multiply_add(const Floats& a, const Floats& b, const Floats& c) {
-  return bit_cast<Floats>(
-      _mm512_fmadd_ps(bit_cast<__m512>(a), bit_cast<__m512>(b), bit_cast<__m512>(c)));
+INLINE Bytes look_up(const LookupTable& table, const Bytes& codes) {
+  __m512i found = _mm512_maskz_shuffle_epi8(__mmask64(-1), table.of[0], bits(codes & 15));
+  UNROLL for (int i = 1; i < 4; ++i) {
+    const __mmask64 here = _mm512_cmpeq_epi8_mask(bits(codes & 0x30), _mm512_set1_epi8(char(16 * i)));
+    found = _mm512_mask_shuffle_epi8(found, here, table.of[i], bits(codes & 15));
+  }
+  return bit_cast<Bytes>(found);
 }
 
 #include "matmul-inl.h"
 
-#if defined(SPARSE_BITNET_AMX)
-// Assembly, since the compilers' own functions do not say that they touch memory.
-struct AmxUnit : AmxTiles {
-  static constexpr bool is_there = true;
-
-  template <int C>
-  void zero() {
-    __asm__ volatile("tilezero %%tmm%c0" : : "i"(C));
-  }
-  template <int I>
-  void load(const void* from, std::int64_t stride) {
-    __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(I) : "memory");
-  }
-  template <int C>
-  void store(void* to, std::int64_t stride) {
-    __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(C) : "memory");
-  }
-  template <int C, int A, int B>
-  void multiply() {
-    __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
-  }
-};
-#endif
-
 }  // namespace avx512vnni_matmul
 
 const MatmulKernels matmul_avx512vnni = avx512vnni_matmul::kernels_on<avx512vnni_matmul::NoUnit>(0);
-#if defined(SPARSE_BITNET_AMX)
-const MatmulKernels matmul_amx_int8 = avx512vnni_matmul::kernels_on<avx512vnni_matmul::AmxUnit>(12);
-#endif
 
 }  // namespace sparse_bitnet
 

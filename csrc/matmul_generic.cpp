@@ -26,6 +26,14 @@ static void unpack(const Matrix& matrix, std::int64_t index, std::int64_t begin,
     return;
   }
   switch (matrix.format) {
+    case WeightFormat::lookup: {
+      const int in_strip = int(index % lookup::shape_of(matrix.pattern).rows);
+      for (std::int64_t i = 0; i < count; ++i) {
+        const std::uint8_t* strip = row - in_strip * matrix.row_stride;
+        out[i] = std::int8_t(lookup::digit_at(matrix.pattern, strip, in_strip, begin + i) - 1);
+      }
+      return;
+    }
     case WeightFormat::i2:
       for (std::int64_t b = begin; b < begin + count; b += packed::i2_block_weights) {
         const std::int64_t left = begin + count - b;

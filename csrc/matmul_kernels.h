@@ -18,9 +18,11 @@ constexpr std::int64_t max_rows_a_call = 64;
 // tokens that it meets, then fit into the first cache.
 constexpr std::int64_t max_column_block = 512;
 constexpr std::int64_t column_block(WeightFormat format, std::int64_t group) {
+  if (format == WeightFormat::lookup) return 3 * lookup::quads.block_columns();
   if (format != WeightFormat::b3) return max_column_block;
   return packed::b3_block_weights * (group > 64 ? group / 64 : 1);  // whole groups too
 }
+static_assert(column_block(WeightFormat::lookup, 0) % lookup::triples.block_columns() == 0);
 constexpr std::int64_t largest_column_block = column_block(WeightFormat::b3, 256);
 constexpr std::int64_t group_rows = 8;  // whose group sums are taken together
 constexpr std::int64_t max_groups_a_block = max_column_block / 32;
@@ -63,7 +65,7 @@ struct MatmulKernels {
                          std::int64_t y_stride);
 };
 
-extern const MatmulKernels matmul_generic, matmul_avx2, matmul_avxvnni, matmul_avx512vnni, matmul_amx_int8,
-    matmul_neon, matmul_emulated_unit;
+extern const MatmulKernels matmul_generic, matmul_avx2, matmul_avxvnni, matmul_avx512vnni, matmul_avx512vbmi,
+    matmul_amx_int8, matmul_neon, matmul_emulated_unit;
 
 }  // namespace sparse_bitnet

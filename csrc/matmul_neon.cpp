@@ -23,7 +23,7 @@ constexpr int rows_together = 4, tokens_together = 4;
 constexpr int tile_vectors = 4, tile_tokens = 4;
 // Rows are decoded once for tokens_together tokens, so tiles pay off where decoding is dear. Tiles of
 // int8 would be unsigned.
-constexpr std::int64_t tile_from[] = {32, 16, 8, std::int64_t(1) << 62, 16};
+constexpr std::int64_t tile_from[weight_formats] = {32, 16, 8, std::int64_t(1) << 62, 16, 16};
 constexpr int group_tile_from = 8, strip_tile_from = 24, strips_together = 1;
 
 INLINE uint8x16_t bits(const Bytes& v) { return bit_cast<uint8x16_t>(v); }
@@ -38,6 +38,12 @@ INLINE Sums dot_codes(Sums sums, const Bytes& codes, const Bytes& x) {
 // The average rounds down, and floor((v + floor(v / 2)) / 2) is floor(3 v / 4) for odd v too.
 INLINE Bytes three_quarters(const Bytes& v) {
   return bit_cast<Bytes>(vhaddq_u8(bits(v), vshrq_n_u8(bits(v), 1)));
+}
+
+using LookupTable = uint8x16x4_t;
+INLINE LookupTable lookup_table(const std::uint8_t* entries) { return vld1q_u8_x4(entries); }
+INLINE Bytes look_up(const LookupTable& table, const Bytes& codes) {
+  return bit_cast<Bytes>(vqtbl4q_u8(table, bits(codes & 63)));
 }
 
 // For each byte of a bitmap and each of its bits: 1 << (ones below it), or 0 where it is not set.

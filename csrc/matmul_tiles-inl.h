@@ -161,6 +161,36 @@ INLINE void unpack_int4(const RowPointers& rows, std::int64_t begin, std::int64_
   }
 }
 
+// Strips of lookup; up to a block more.
+template <class Planes>
+INLINE void unpack_lookup(const Matrix& matrix, std::int64_t row, std::int64_t begin, std::int64_t count,
+                          std::uint8_t* tile) {
+  constexpr int block_columns = Planes::shape.block_columns(), block_size = Planes::shape.vectors() * block_bytes;
+  for (std::int64_t c = 0; c < count; c += block_columns) {
+    std::uint8_t unpacked[row_lanes][block_columns];
+    for (int i = 0; i < row_lanes; ++i) {
+      const std::int64_t in_strip = (row + i) % Planes::rows;
+      const std::uint8_t* block = matrix.data + (row + i - in_strip) * matrix.row_stride +
+                                  (begin + c) / block_columns * block_size;
+      for (int v = 0; v < block_vectors; ++v) {
+        const Bytes codes = Planes::codes(block + v * VECTOR_BYTES, int(in_strip));
+        Bytes planes[Planes::count];
+        UNROLL for (int p = 0; p < Planes::count; ++p) planes[p] = Planes::next(codes, p);
+        Planes::in_order(planes);
+        UNROLL for (int p = 0; p < Planes::count; ++p) {
+          store(unpacked[i] + v * Planes::vector_step + p * Planes::plane_step, planes[p]);
+        }
+      }
+    }
+    for (int from = 0; from < block_columns; from += VECTOR_BYTES) {
+      Bytes square[row_lanes];
+      for (int i = 0; i < row_lanes; ++i) square[i] = load_bytes(unpacked[i] + from);
+      transpose_words(square);
+      for (int i = 0; i < row_lanes; ++i) store_word(tile, c + from + 4 * i, square[i]);
+    }
+  }
+}
+
 // Columns [column, column + count) of rows [begin, end), at most row_lanes, as one vector of a tile:
 // weights plus 1, 128 or 8, by format. May write up to 64 columns more, within max_column_block.
 // `column` is a multiple of column_block; to_next as of RowPointers.
@@ -169,8 +199,14 @@ TARGET __attribute__((noinline)) static void unpack_rows(const Matrix& matrix, s
                                                          std::int64_t count, std::int64_t to_next,
                                                          std::uint8_t* tile) {
   if (matrix.in_strips()) return unpack_strip(matrix, begin, column, count, tile);
+  if (matrix.format == WeightFormat::lookup) {
+    if (lookup::is_quads(matrix.pattern)) return unpack_lookup<QuadPlanes>(matrix, begin, column, count, tile);
+    return unpack_lookup<TriplePlanes>(matrix, begin, column, count, tile);
+  }
   const RowPointers rows = row_pointers(matrix, begin, end, to_next);
   switch (matrix.format) {
+    case WeightFormat::lookup:
+      return;
     case WeightFormat::i2:
       unpack_planes<I2Planes>(rows, matrix.columns, column, count, tile);
       return;

@@ -185,7 +185,9 @@ bool cpu_has_avx512() {
 
 bool cpu_has_avx512vnni() { return cpu_has_avx512() && __builtin_cpu_supports("avx512vnni"); }
 
-bool cpu_has_amx_int8() { return cpu_has_avx512vnni() && *amx_refusal() == 0; }
+bool cpu_has_avx512vbmi() { return cpu_has_avx512vnni() && __builtin_cpu_supports("avx512vbmi"); }
+
+bool cpu_has_amx_int8() { return cpu_has_avx512vbmi() && *amx_refusal() == 0; }
 
 #elif defined(__aarch64__)
 

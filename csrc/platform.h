@@ -88,6 +88,7 @@ bool cpu_has_avx2();        // with FMA, F16C, BMI2
 bool cpu_has_avxvnni();     // besides
 bool cpu_has_avx512();      // F, BW, DQ, VL, with cpu_has_avx2
 bool cpu_has_avx512vnni();  // besides
+bool cpu_has_avx512vbmi();  // besides
 bool cpu_has_amx_int8();    // besides, and the system lets this process use it: it is asked once
 #elif defined(__aarch64__)
 bool cpu_has_dotprod();

@@ -29,6 +29,7 @@ class Repacking {
         stored_(stored),
         out_(out),
         is_same_(int(stored.format) == int(out.format) && !out.in_strips()),
+        strip_rows_(lookup::shape_of(stored.pattern).rows),
         row_bytes_(Matrix::bytes_per_row(out.format, stored.pattern, stored.columns)),
         limit_(stored.pattern) {
     if (stored.format == StoredFormat::nm_enum) {
@@ -49,6 +50,9 @@ class Repacking {
     if (damage != nullptr) return damage;
     if (out_.in_strips()) {
       encode_strip_row(digits, stored_.columns, to - index % strip_rows * (out_.row_stride - 4));
+    } else if (out_.format == WeightFormat::lookup) {
+      const int in_strip = int(index % strip_rows_);
+      lookup::encode_row(stored_.pattern, digits, stored_.columns, in_strip, to - in_strip * out_.row_stride);
     } else if (!is_same_) {
       encode(digits, to);
     }
@@ -91,6 +95,7 @@ class Repacking {
   const StoredMatrix stored_;
   const Matrix out_;
   const bool is_same_;  // rows lie as they are stored
+  const int strip_rows_;  // of lookup
   const std::int64_t row_bytes_;
   const GroupLimit limit_;
   std::unique_ptr<EnumDecoder> enum_decoder_;

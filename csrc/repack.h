@@ -24,7 +24,7 @@ struct StoredMatrix {
   static std::int64_t bytes_per_row(StoredFormat format, packed::Pattern pattern, std::int64_t columns);
 };
 
-// Writes the rows of `out`, a matrix of i2, b3 or nm_bitmap; what lies between rows is left alone. A
+// Writes the rows of `out`, a matrix of ternary weights; what lies between rows is left alone. A
 // damaged matrix is written somehow, within its bounds.
 Loaded repack(const Kernels& kernels, ThreadPool& pool, const StoredMatrix& stored, const Matrix& out);
 

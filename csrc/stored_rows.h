@@ -10,6 +10,7 @@
 
 #include "checksum.h"
 #include "isa.h"
+#include "matmul.h"
 #include "packed_format.h"
 #include "platform.h"
 #include "thread_pool.h"
@@ -29,7 +30,9 @@ template <class Work>
 Loaded load_rows(const Kernels& kernels, ThreadPool& pool, const ByteSource& bytes, std::int64_t rows,
                  std::int64_t row_bytes, std::int64_t slack, Work&& work) {
   constexpr std::int64_t piece_bytes = 1 << 17;
-  const std::int64_t piece_rows = std::max<std::int64_t>(1, piece_bytes / row_bytes);
+  // Rows of one strip (matmul.h) share bytes: they are one thread's.
+  const std::int64_t strips = std::max<std::int64_t>(1, piece_bytes / row_bytes / strip_rows);
+  const std::int64_t piece_rows = std::min(strips * strip_rows, rows);
   std::vector<Loaded> pieces(std::size_t(packed::divide_up(rows, piece_rows)), Loaded{0, true, nullptr});
   std::vector<std::vector<std::uint8_t>> buffers(
       std::size_t(pool.threads()), std::vector<std::uint8_t>(std::size_t(piece_rows * row_bytes + slack)));

@@ -52,7 +52,7 @@ def all_logits(engine: Engine, tokens: list[int]) -> np.ndarray:
 def test_logits_are_those_of_transformers(tmp_path: Path, family: str, ties: bool) -> None:
     folder = make_packed(tmp_path, family, tie_word_embeddings=ties)
     expected = reference_logits(folder, TOKENS)
-    for weight_format in ("i2", "b3", "nm-bitmap"):
+    for weight_format in ("i2", "b3", "nm-bitmap", "lookup"):
         engine = Engine.load(folder, weight_format=weight_format, **EXACT)
         assert (engine.weight_format, engine.head_format) == (weight_format, "float32")
         assert relative_error(all_logits(engine, TOKENS), expected) < 1e-3
@@ -100,7 +100,7 @@ def test_every_packed_format_gives_the_same_bits(tmp_path: Path, format: str) ->
             packed_format=packed_format,
             num_hidden_layers=1,
         )
-        for weight_format in ("i2", "b3", "nm-bitmap"):
+        for weight_format in ("i2", "b3", "nm-bitmap", "lookup"):
             engine = Engine.load(folder, weight_format=weight_format, **EXACT)
             found.append(all_logits(engine, TOKENS))
         if packed_format.startswith("nm-e"):
@@ -115,7 +115,7 @@ def test_patterns_that_only_some_formats_hold(tmp_path: Path) -> None:
         num_attention_heads=2, num_key_value_heads=1,
     )  # fmt: skip
     expected = reference_logits(folder, TOKENS)
-    for weight_format in ("auto", "i2", "b3"):
+    for weight_format in ("auto", "i2", "b3", "lookup"):
         engine = Engine.load(folder, weight_format=weight_format, **EXACT)
         assert relative_error(all_logits(engine, TOKENS), expected) < 1e-3
     with pytest.raises(UserError, match="does not hold 3:5"):

@@ -46,6 +46,10 @@ def test_what_is_measured(cache: Path) -> None:
         seconds = format_tuning.measure_formats(NMPattern.parse(text), pool, GENERIC)
         assert seconds.keys() == names
         assert all(0 < taken < 1 for taken in seconds.values())
+    best = _cpu.Kernels.choose()
+    seconds = format_tuning.measure_formats(NMPattern(6, 8), pool, best)
+    looks_up = best.isa in ("amx_int8", "avx512vbmi", "neon")
+    assert ("lookup" in seconds) == looks_up
 
 
 def test_measured_once(cache: Path, measurements: list[NMPattern]) -> None:

@@ -20,7 +20,7 @@ _cpu = pytest.importorskip("sparse_bitnet._cpu", reason="the extension is not bu
 
 FORMATS = {
     name: _cpu.WeightFormat[name.replace("-", "_")]
-    for name in ("i2", "b3", "nm-bitmap", "int8", "int4")
+    for name in ("i2", "b3", "nm-bitmap", "int8", "int4", "lookup")
 }
 PATTERNS = [NMPattern(6, 8), NMPattern(2, 4), NMPattern(2, 8), NMPattern(8, 8), NMPattern(5, 16)]
 SHAPES = [(1, 64), (3, 16), (17, 336), (33, 640), (33, 896), (5, 1072), (70, 2576), (19, 1392)]
@@ -56,8 +56,11 @@ class Weights:
         rows, columns = self.codes.shape
         n, m = self.pattern.n, self.pattern.m
         width = _cpu.bytes_per_row(FORMATS[self.format], n, m, columns)
-        self.stride = -(-width // 64) * 64
-        self.data = aligned(rows * self.stride + 64, np.uint8)
+        self.stride = width if self.format == "lookup" else -(-width // 64) * 64
+        in_strips = -(-rows // _cpu.STRIP_ROWS) * _cpu.STRIP_ROWS
+        self.data = aligned(in_strips * self.stride + 64, np.uint8)
+        if self.format == "lookup":
+            return
         packed = self.packed()
         assert packed.shape == (rows, width)
         self.data[: rows * self.stride].reshape(rows, self.stride)[:, :width] = packed
@@ -98,7 +101,7 @@ class Weights:
             *(n, m, rows, columns, self.stride, data, self.scale, scales, group),
             _cpu.ScaleType[scale_type],
         )
-        if group and self.format == "i2":
+        if self.format == "lookup" or (group and self.format == "i2"):
             stored = (_cpu.StoredFormat.codes, n, m, rows, columns, rows * columns)
             codes = _cpu.StoredMatrix(*stored, address=self.codes.ctypes.data)
             assert _cpu.Kernels.choose().repack(_cpu.ThreadPool(1), codes, matrix)[2] is None
@@ -232,7 +235,7 @@ def assert_same(ours: np.ndarray, theirs: np.ndarray) -> None:
 def test_products_equal_the_reference_bit_for_bit(kernels, format):
     generator = np.random.default_rng(0)
     pools = [_cpu.ThreadPool(threads) for threads in (1, 2, 3)]
-    patterns = PATTERNS if format == "nm-bitmap" else PATTERNS[:1]
+    patterns = PATTERNS if format == "nm-bitmap" else PATTERNS[: 2 if format == "lookup" else 1]
     cases = itertools.product(patterns, SHAPES)
     for index, (pattern, (rows, columns)) in enumerate(cases):
         weights = draw_weights(generator, format, pattern, rows, columns)

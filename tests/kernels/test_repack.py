@@ -195,6 +195,26 @@ def test_large_matrices_in_many_pieces() -> None:
         assert np.array_equal(got, pack(codes, "nm-bitmap", pattern).numpy())
 
 
+@pytest.mark.parametrize("text", ["2:4", "6:8"])
+def test_rows_that_share_bytes_do_not_depend_on_threads(text: str) -> None:
+    pattern = NMPattern.parse(text)
+    codes = make_codes(pattern, 1509, 1000 // pattern.m).numpy()
+    shape = (pattern.n, pattern.m, *codes.shape)
+    stride = _cpu.bytes_per_row(_cpu.WeightFormat.lookup, *shape[:2], codes.shape[1])
+    results = []
+    for threads in (1, 2, 4):
+        out = np.full(1520 * stride + 128, POISON, np.uint8)
+        base = -out.ctypes.data % 64
+        stored = _cpu.StoredMatrix(STORED["codes"], *shape, codes.size, address=codes.ctypes.data)
+        matrix = _cpu.Matrix(_cpu.WeightFormat.lookup, *shape, stride, out.ctypes.data + base)
+        pool = _cpu.ThreadPool(threads)
+        assert _cpu.Kernels.choose().repack(pool, stored, matrix)[2] is None
+        assert (out[:base] == POISON).all()
+        assert (out[base + 1512 * stride :] == POISON).all()
+        results.append(out[base : base + 1504 * stride])
+    assert all(np.array_equal(results[0], result) for result in results)
+
+
 def test_sizes_are_checked() -> None:
     pool, out = _cpu.ThreadPool(1), np.zeros(4096, np.uint8)
     base = out.ctypes.data + -out.ctypes.data % 64

@@ -5,10 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from sparse_bitnet.engine.engine_options import WeightFormat
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.host import available_cores
-
-WeightFormat = Literal["auto", "stored", "i2", "b3", "nm-bitmap"]
 
 
 @dataclass(kw_only=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
-from sparse_bitnet.packing.formats import row_bytes
+from sparse_bitnet.engine.runtime_weights import row_bytes
 from sparse_bitnet.packing.tensor_file import TensorFile
 
 READ_BYTES = 512 << 20
@@ -103,7 +103,7 @@ def work_of(folder: Path, weight_format: str, head: str, kv_cache: str) -> Work:
 
     Args:
         folder: packed.
-        weight_format: the run-time format, "stored" or a name of `formats.FORMATS`.
+        weight_format: the run-time format, "stored" or a name of `runtime_weights.FORMATS`.
         head: "auto", "stored", "int8" or "int4".
         kv_cache: "float32", "float16" or "int8".
 
@@ -117,7 +117,7 @@ def work_of(folder: Path, weight_format: str, head: str, kv_cache: str) -> Work:
     weight_bytes = sum(
         _size(file, f"{name}.weight_packed")
         if stored
-        else rows * row_bytes(weight_format, metadata.pattern, in_features, layer=name)
+        else rows * row_bytes(weight_format, metadata.pattern, in_features)
         for name, (rows, in_features) in metadata.layers.items()
     )
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

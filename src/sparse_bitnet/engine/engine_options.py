@@ -10,6 +10,7 @@ from typing import Any, Literal
 from sparse_bitnet.errors import UserError
 
 EngineName = Literal["auto", "cpu", "transformers"]
+WeightFormat = Literal["auto", "stored", "i2", "b3", "nm-bitmap", "lookup"]
 
 
 @dataclass(kw_only=True)
@@ -26,7 +27,7 @@ class EngineOptions:
     threads: int | None = None
     """Threads to compute with. Default: one for each core."""
 
-    weight_format: Literal["auto", "stored", "i2", "b3", "nm-bitmap"] = "auto"
+    weight_format: WeightFormat = "auto"
     """Form of the weights in memory (cpu). auto: the fastest here, by a short measurement."""
 
     head: Literal["auto", "stored", "int8", "int4"] = "auto"

@@ -13,16 +13,18 @@ from pathlib import Path
 import numpy as np
 
 from sparse_bitnet import __version__, _cpu
-from sparse_bitnet.engine.runtime_weights import FORMATS
+from sparse_bitnet.engine.runtime_weights import FORMATS, row_bytes, row_stride
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import write_atomic
 from sparse_bitnet.host import cache_folder, cpu_info
-from sparse_bitnet.packing.formats import coded_pattern, holds_pattern, row_bytes
+from sparse_bitnet.packing.formats import coded_pattern, holds_pattern
 from sparse_bitnet.pattern import NMPattern
 
 _BYTES = 64 << 20
-_COLUMNS = 2048
+_COLUMNS = 3840
+"""Whole blocks of every format."""
 _REPEATS = 6
+_LOOK_UP = ("amx_int8", "avx512vbmi", "neon")
 _TIE = 1.02
 """Of formats this close, the one with the fewest bytes is taken."""
 
@@ -67,10 +69,10 @@ def measure_formats(
     )
     kernels.quantize(pool, x.ctypes.data, activations)
     products, weights, outputs = {}, {}, []
-    for name in _candidates(pattern):
+    for name in _candidates(pattern, kernels.isa):
         format = FORMATS[name]
-        stride = -(-_cpu.bytes_per_row(format, coded.n, coded.m, _COLUMNS) // 64) * 64
-        rows = _BYTES // stride
+        stride = row_stride(name, pattern, _COLUMNS)
+        rows = _BYTES // stride // _cpu.STRIP_ROWS * _cpu.STRIP_ROWS
         y = np.empty(rows, np.float32)
         outputs.append(y)
         weights[name] = rows * _COLUMNS
@@ -86,20 +88,19 @@ def measure_formats(
     return seconds
 
 
-def _candidates(pattern: NMPattern) -> list[str]:
-    """Formats worth measuring: a bitmap of dense weights takes as many bytes as i2 and more work."""
+def _candidates(pattern: NMPattern, isa: str) -> list[str]:
+    """Formats worth measuring: a bitmap of dense weights takes as many bytes as i2 and more work, and
+    lookup is for instruction sets that look 64 bytes up at once."""
+    hopeless = {"nm-bitmap": pattern.is_dense, "lookup": isa not in _LOOK_UP}
     return [
-        name
-        for name in FORMATS
-        if holds_pattern(name, pattern) and not (name == "nm-bitmap" and pattern.is_dense)
+        name for name in FORMATS if holds_pattern(name, pattern) and not hopeless.get(name, False)
     ]
 
 
 def _fastest(seconds: dict[str, float], pattern: NMPattern) -> str:
     bound = min(seconds.values()) * _TIE
     close = [name for name, taken in seconds.items() if taken <= bound]
-    columns = _COLUMNS * pattern.m
-    return min(close, key=lambda name: (row_bytes(name, pattern, columns), seconds[name]))
+    return min(close, key=lambda name: (row_bytes(name, pattern, _COLUMNS), seconds[name]))
 
 
 def _fill(memory: _cpu.HugeBuffer) -> None:

@@ -17,12 +17,14 @@ from sparse_bitnet.engine.engine_model import EngineModel
 from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.packing.formats import coded_pattern, has_fixed_rows, holds_pattern
 from sparse_bitnet.packing.tensor_file import DTYPES
+from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.progress import OnProgress
 
 FORMATS = {
     "i2": _cpu.WeightFormat.i2,
     "b3": _cpu.WeightFormat.b3,
     "nm-bitmap": _cpu.WeightFormat.nm_bitmap,
+    "lookup": _cpu.WeightFormat.lookup,
 }
 """Run-time formats of weights."""
 
@@ -77,10 +79,24 @@ def check_format(model: EngineModel, weight_format: str) -> None:
     if weight_format not in FORMATS:
         known = ", ".join(FORMATS)
         raise UserError(f"weight format {weight_format!r} is for archives: choose one of {known}")
+    if weight_format == "lookup" and model.scale_groups() != {0}:
+        raise UserError("weight format lookup has no scales of groups; use i2")
     if not holds_pattern(weight_format, model.metadata.pattern):
         raise UserError(
             f"weight format {weight_format} does not hold {model.metadata.pattern}; use i2"
         )
+
+
+def row_bytes(weight_format: str, pattern: NMPattern, columns: int) -> int:
+    """Bytes of a row in a format of `FORMATS`."""
+    coded = coded_pattern(pattern)
+    return _cpu.bytes_per_row(FORMATS[weight_format], coded.n, coded.m, columns)
+
+
+def row_stride(weight_format: str, pattern: NMPattern, columns: int) -> int:
+    """Bytes between rows: whole cache lines, but for lookup, of which strips take whole lines."""
+    size = row_bytes(weight_format, pattern, columns)
+    return size if weight_format == "lookup" else _aligned(size)
 
 
 def load_weights(
@@ -159,7 +175,7 @@ class _Loader:
         shapes = self._model.architecture.linear_shapes()
         format, n, m = FORMATS[self._weight_format], self._pattern.n, self._pattern.m
         strides = {
-            name: _aligned(_cpu.bytes_per_row(format, n, m, columns))
+            name: row_stride(self._weight_format, self._pattern, columns)
             for name, (_, columns) in shapes.items()
         }
         sizes = {name: _in_strips(rows) * strides[name] for name, (rows, _) in shapes.items()}

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+// 512 bits of x86, for matmul_avx512vnni.cpp and matmul_avx512vbmi.cpp. Included like matmul_vectors-inl.h,
+// which comes first.
+
+constexpr int rows_together = 4, tokens_together = 4;
+constexpr int tile_vectors = 2, tile_tokens = 12;
+// Where decoding along the rows costs little, a tile pays off late.
+constexpr std::int64_t tile_from[weight_formats] = {24, 8, 16, 64, 6, 12};
+constexpr int group_tile_from = 4, strip_tile_from = 24, strips_together = 2;
+
+INLINE __m512i bits(const Bytes& v) { return bit_cast<__m512i>(v); }
+
+constexpr bool takes_any_bytes = true;
+INLINE Sums dot_codes(const Sums& sums, const Bytes& codes, const Bytes& x) {
+  return bit_cast<Sums>(_mm512_dpbusd_epi32(bit_cast<__m512i>(sums), bits(codes), bits(x)));
+}
+
+// As in matmul_avx2-inl.h.
+INLINE Bytes three_quarters(const Bytes& v) {
+  const __m512i u = _mm512_subs_epu8(bits(v), _mm512_set1_epi8(1));
+  return bit_cast<Bytes>(_mm512_avg_epu8(u, _mm512_avg_epu8(u, _mm512_setzero_si512())));
+}
+
+struct Bitmap {
+  __mmask64 nonzero, negative;
+};
+
+INLINE Bitmap load_bitmap(const std::uint8_t* signs, const std::uint8_t* nonzero) {
+  Bitmap bitmap;
+  // From memory: a compiler would take it from the general register, whose way to a mask is slow.
+  __asm__("kmovq %1, %0" : "=k"(bitmap.nonzero) : "m"(*reinterpret_cast<const char(*)[8]>(nonzero)));
+  bitmap.negative = _pdep_u64(load<std::uint64_t>(signs), load<std::uint64_t>(nonzero));
+  return bitmap;
+}
+
+INLINE Bytes bitmap_codes(const Bitmap& bitmap, int) {
+  const __m512i one = _mm512_set1_epi8(1);
+  const __m512i magnitudes = _mm512_mask_blend_epi8(bitmap.nonzero, one, _mm512_set1_epi8(2));
+  return bit_cast<Bytes>(
+      _mm512_mask_blend_epi8(bitmap.negative, magnitudes, _mm512_setzero_si512()));
+}
+
+INLINE Floats multiply_add(const Floats& a, const Floats& b, const Floats& c) {
+  return bit_cast<Floats>(
+      _mm512_fmadd_ps(bit_cast<__m512>(a), bit_cast<__m512>(b), bit_cast<__m512>(c)));
+}

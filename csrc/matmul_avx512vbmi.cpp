@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+// AVX-512 with VNNI and VBMI: vpermb looks 64 bytes up at once. What has AMX has it too.
+
+#if defined(__x86_64__)
+
+#if defined(__GNUC__) && !defined(__clang__)
+// GCC's own headers start from vectors that they leave undefined on purpose.
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
+
+#include <immintrin.h>
+
+#include "matmul_kernels.h"
+#include "platform.h"
+
+namespace sparse_bitnet {
+namespace avx512vbmi_matmul {
+
+#define TARGET \
+  __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,bmi,bmi2,fma")))
+#define VECTOR_BYTES 64
+#include "matmul_vectors-inl.h"
+#include "matmul_avx512-inl.h"
+
+using LookupTable = __m512i;
+INLINE LookupTable lookup_table(const std::uint8_t* entries) { return load<__m512i>(entries); }
+INLINE Bytes look_up(const LookupTable& table, const Bytes& codes) {
+  return bit_cast<Bytes>(_mm512_permutexvar_epi8(bits(codes), table));
+}
+
+#include "matmul-inl.h"
+
+#if defined(SPARSE_BITNET_AMX)
+// Assembly, since the compilers' own functions do not say that they touch memory.
+struct AmxUnit : AmxTiles {
+  static constexpr bool is_there = true;
+
+  template <int C>
+  void zero() {
+    __asm__ volatile("tilezero %%tmm%c0" : : "i"(C));
+  }
+  template <int I>
+  void load(const void* from, std::int64_t stride) {
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(I) : "memory");
+  }
+  template <int C>
+  void store(void* to, std::int64_t stride) {
+    __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(C) : "memory");
+  }
+  template <int C, int A, int B>
+  void multiply() {
+    __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
+  }
+};
+#endif
+
+}  // namespace avx512vbmi_matmul
+
+const MatmulKernels matmul_avx512vbmi = avx512vbmi_matmul::kernels_on<avx512vbmi_matmul::NoUnit>(0);
+#if defined(SPARSE_BITNET_AMX)
+const MatmulKernels matmul_amx_int8 = avx512vbmi_matmul::kernels_on<avx512vbmi_matmul::AmxUnit>(12);
+#endif
+
+}  // namespace sparse_bitnet
+
+#endif
