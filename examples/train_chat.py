@@ -21,6 +21,7 @@ from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.generation.conversation import Conversation
 from sparse_bitnet.generation.sampling_options import SamplingOptions
+from sparse_bitnet.generation.text_batches import GenerateOptions
 
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{{ eos_token }}{% endfor %}"

@@ -139,7 +139,7 @@ def prepare_chat(source: str, config: TrainConfig) -> None:
         raise UserError("--chat goes on from a model: name it with --init")
     if "RANK" in os.environ:
         raise UserError("--chat is of one process: prepare the data with `prepare --chat` first")
-    from sparse_bitnet.data.prepare import prepare
+    from sparse_bitnet.data.preparation import prepare
     from sparse_bitnet.data.sources import parse_source
 
     prepare(parse_source(source, chat=True), config.data, tokenizer=config.init, chat=True)
