@@ -252,7 +252,7 @@ def test_sizes_are_checked() -> None:
             repack_with({}, change)
     for enum in (_cpu.StoredFormat, _cpu.WeightFormat):
         with pytest.raises(ValueError, match="not a valid"):
-            enum(5)
+            enum(6)
 
 
 def test_checksum() -> None:
