@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sparse_bitnet.data.prepare import prepare
-from sparse_bitnet.training.train import Interrupted, train
 from transformers import BloomConfig, BloomForCausalLM
 
 from factories import tiny_model
@@ -20,6 +18,7 @@ from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.cli import train as command
 from sparse_bitnet.cli.evaluate import main as evaluate
+from sparse_bitnet.data.preparation import prepare
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.data.tokenizer import train_tokenizer
@@ -30,6 +29,7 @@ from sparse_bitnet.nn.convert import convert_, sparse_layers
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.loss import causal_lm_loss, check_packs
 from sparse_bitnet.training.metrics import read_rows
+from sparse_bitnet.training.train_run import Interrupted, train
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"
