@@ -79,10 +79,10 @@ TARGET static void multiply_rows(int rows, const float* a, std::int64_t a_stride
 #undef ROWS
 }
 
-// Scores [page_tokens] of one row -> probabilities relative to the row's running maximum; hidden keys
-// get zero. Returns the factor for what has been summed before.
-INLINE float soften(float* scores, std::int64_t visible, const PageView& page, float* maximum,
-                    float* sum) {
+// Scores [page_tokens] of one row -> probabilities relative to the row's running maximum; keys outside
+// [first, visible) get zero. Returns the factor for what has been summed before.
+INLINE float soften(float* scores, std::int64_t first, std::int64_t visible, const PageView& page,
+                    float* maximum, float* sum) {
   constexpr int vectors = page_tokens / width;
   Floats score[vectors];
   Floats top = splat(-__builtin_inff());
@@ -90,11 +90,12 @@ INLINE float soften(float* scores, std::int64_t visible, const PageView& page, f
     score[v] = load_floats(scores + v * width);
     if (page.key_scales) score[v] *= load_floats(page.key_scales + v * width);
   }
-  if (visible < page_tokens) {
+  if (visible < page_tokens || first > 0) {
     Ints number;
     UNROLL for (int i = 0; i < width; ++i) number[i] = i;
     UNROLL for (int v = 0; v < vectors; ++v) {
-      const Ints seen = number + std::int32_t(v * width) < std::int32_t(visible);
+      const Ints key = number + std::int32_t(v * width);
+      const Ints seen = (key < std::int32_t(visible)) & (key >= std::int32_t(first));
       score[v] = choose(seen, score[v], splat(-__builtin_inff()));
     }
   }
@@ -128,6 +129,12 @@ INLINE std::int64_t keys_seen(const PageAttention& work, std::int64_t row) {
   return seen < page_tokens ? seen : page_tokens;
 }
 
+// The first key of the page that a row sees, which can lie behind it.
+INLINE std::int64_t first_seen(const PageAttention& work, std::int64_t row) {
+  const std::int64_t first = work.visible + row / work.group - work.window;
+  return first < 0 ? 0 : first < page_tokens ? first : page_tokens;
+}
+
 template <class T>
 TARGET static void attend_rows(const PageAttention& work, const T* keys, const T* values,
                                const void* next_keys, std::int64_t first, int rows) {
@@ -148,8 +155,8 @@ TARGET static void attend_rows(const PageAttention& work, const T* keys, const T
   }
   for (int r = 0; r < rows; ++r) {
     const std::int64_t row = first + r;
-    factors[r] = soften(scores + r * page_tokens, keys_seen(work, row), work.page,
-                        work.state.maximum + row, work.state.sum + row * most_lanes);
+    factors[r] = soften(scores + r * page_tokens, first_seen(work, row), keys_seen(work, row),
+                        work.page, work.state.maximum + row, work.state.sum + row * most_lanes);
   }
   for (int b = 0; b < blocks; ++b) {
     const int begin = rows * b / blocks, count = rows * (b + 1) / blocks - begin;

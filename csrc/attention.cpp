@@ -93,19 +93,21 @@ void AttentionPlan::set(const Segment* segments, std::int64_t count) {
 }
 
 void AttentionPlan::run(const VectorKernels& kernels, ThreadPool& pool, std::int64_t layer,
-                        const float* queries, float* out, std::int64_t stride) {
+                        std::int64_t window, const float* queries, float* out,
+                        std::int64_t stride) {
   for (Merge& merge : merges_) merge.left->store(merge.chunks, std::memory_order_relaxed);
   const std::int64_t count = std::int64_t(tasks_.size());
   pool.parallel_for(count, work_ < work_for_threads ? count : 1,
                     [&](std::int64_t begin, std::int64_t end, int thread) {
                       for (std::int64_t t = begin; t < end; ++t) {
-                        run_task(kernels, tasks_[t], layer, queries, out, stride, thread);
+                        run_task(kernels, tasks_[t], layer, window, queries, out, stride, thread);
                       }
                     });
 }
 
 void AttentionPlan::run_task(const VectorKernels& kernels, const Task& task, std::int64_t layer,
-                             const float* queries, float* out, std::int64_t stride, int thread) {
+                             std::int64_t window, const float* queries, float* out,
+                             std::int64_t stride, int thread) {
   const Segment& segment = segments_[task.segment];
   const std::int64_t rows = task.tokens * group_;
   float* scratch = scratch_[thread].data();
@@ -121,8 +123,8 @@ void AttentionPlan::run_task(const VectorKernels& kernels, const Task& task, std
     for (std::int64_t first = 0; first < task.page_count; first += chunk_pages) {
       const AttentionState part =
           first == 0 ? own : state_at(states + state_floats(rows), rows);
-      attend_pages(kernels, task, layer, first, std::min(chunk_pages, task.page_count - first),
-                   scratch, part);
+      attend_pages(kernels, task, layer, window, first,
+                   std::min(chunk_pages, task.page_count - first), scratch, part);
       if (first > 0) kernels.merge(own, part, rows, padded_);
     }
     write_rows(kernels, task, own, out, stride);
@@ -130,7 +132,7 @@ void AttentionPlan::run_task(const VectorKernels& kernels, const Task& task, std
   }
   const Merge& merge = merges_[task.merge];
   float* merged = states_.data() + merge.first_state;
-  attend_pages(kernels, task, layer, task.first_page, task.page_count, scratch,
+  attend_pages(kernels, task, layer, window, task.first_page, task.page_count, scratch,
                state_at(merged + task.chunk * state_floats(rows), rows));
   // Whoever is last merges, in the order of the chunks.
   if (merge.left->fetch_sub(1, std::memory_order_acq_rel) > 1) return;
@@ -142,20 +144,23 @@ void AttentionPlan::run_task(const VectorKernels& kernels, const Task& task, std
 }
 
 void AttentionPlan::attend_pages(const VectorKernels& kernels, const Task& task,
-                                 std::int64_t layer, std::int64_t first, std::int64_t count,
-                                 float* scratch, const AttentionState& state) const {
+                                 std::int64_t layer, std::int64_t window, std::int64_t first,
+                                 std::int64_t count, float* scratch,
+                                 const AttentionState& state) const {
   const std::int64_t rows = task.tokens * group_;
   std::fill_n(state.maximum, rows, nothing_seen);
   std::fill_n(state.sum, rows * most_lanes, 0.0f);
   std::fill_n(state.out, rows * padded_, 0.0f);
   const std::int32_t* pages = pages_[task.segment];
   const std::int64_t position = segments_[task.segment].position + task.token;
-  for (std::int64_t page = first; page < first + count; ++page) {
+  // What is before the first token's window, later tokens do not see either: nothing would be added.
+  const std::int64_t seen = std::max<std::int64_t>(position + 1 - window, 0) / page_tokens;
+  for (std::int64_t page = std::max(first, seen); page < first + count; ++page) {
     const PageView view = cache_.view(pages[page], layer, task.kv_head);
     const bool is_last = page + 1 == first + count;
     const PageView next = is_last ? view : cache_.view(pages[page + 1], layer, task.kv_head);
     kernels.attend({cache_.type(), head_dim_, rows, group_, position + 1 - page * page_tokens,
-                    scratch, view, next.keys, scratch + aligned_floats(rows * head_dim_), state});
+                    window, scratch, view, next.keys, scratch + aligned_floats(rows * head_dim_), state});
   }
 }
 

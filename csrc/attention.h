@@ -35,7 +35,9 @@ struct AttentionState {
 struct PageAttention {
   CacheType type;
   std::int64_t head_dim, rows, group;
-  std::int64_t visible;  // keys of the page that the first token sees; one more for each next token
+  std::int64_t visible;  // keys up to and with the first token's own, counted from the page's start; one
+                         // more for each next token
+  std::int64_t window;   // of those the last so many are seen
   const float* queries;  // [rows, head_dim], row = token * group + head, scaled
   PageView page;
   const void* next_keys;  // those that are read after this page, to be asked for early
@@ -59,8 +61,9 @@ class AttentionPlan {
 
   void set(const Segment* segments, std::int64_t count);
 
-  // queries, out: [rows, stride], of which heads * head_dim are used.
-  void run(const VectorKernels& kernels, ThreadPool& pool, std::int64_t layer,
+  // queries, out: [rows, stride], of which heads * head_dim are used. A token sees itself and what comes
+  // before it, `window` tokens in all.
+  void run(const VectorKernels& kernels, ThreadPool& pool, std::int64_t layer, std::int64_t window,
            const float* queries, float* out, std::int64_t stride);
 
  private:
@@ -77,9 +80,9 @@ class AttentionPlan {
   };
 
   void run_task(const VectorKernels& kernels, const Task& task, std::int64_t layer,
-                const float* queries, float* out, std::int64_t stride, int thread);
+                std::int64_t window, const float* queries, float* out, std::int64_t stride, int thread);
   void attend_pages(const VectorKernels& kernels, const Task& task, std::int64_t layer,
-                    std::int64_t first, std::int64_t count, float* scratch,
+                    std::int64_t window, std::int64_t first, std::int64_t count, float* scratch,
                     const AttentionState& state) const;
   void write_rows(const VectorKernels& kernels, const Task& task, const AttentionState& state,
                   float* out, std::int64_t stride) const;

@@ -38,6 +38,8 @@ namespace nb = nanobind;
 namespace sparse_bitnet {
 namespace {
 
+constexpr std::int64_t most_positions = std::int64_t(1) << 24;
+
 using RequestArguments = std::tuple<int, Address, std::int64_t>;
 
 const float* floats(Address address, const std::string& name, bool wanted) {
@@ -62,7 +64,7 @@ class ModelBuilder {
   ModelBuilder(std::int64_t hidden, std::int64_t intermediate, std::int64_t heads,
                std::int64_t kv_heads, std::int64_t head_dim, std::int64_t vocab, float norm_epsilon,
                Activation activation, Address inverse_frequencies, float rope_scaling,
-               std::int64_t activation_group) {
+               std::int64_t activation_group, float query_scale, float embedding_scale) {
     const std::int64_t most_columns = packed::max_in_features;
     require(hidden >= 1 && hidden <= most_columns, "hidden is outside 1..2^23");
     require(intermediate >= 1 && intermediate <= most_columns, "intermediate is outside 1..2^23");
@@ -72,7 +74,8 @@ class ModelBuilder {
     require(kv_heads >= 1 && heads % kv_heads == 0, "heads is not a multiple of kv_heads");
     require(vocab >= 1 && vocab <= most_rows, "vocab is outside 1..2^31 - 1");
     require(std::isfinite(norm_epsilon) && norm_epsilon >= 0, "norm_epsilon is not finite");
-    require(std::isfinite(rope_scaling), "rope_scaling is not finite");
+    require(std::isfinite(query_scale) && query_scale >= 0, "query_scale is not finite");
+    require(std::isfinite(embedding_scale), "embedding_scale is not finite");
     model_.hidden = hidden;
     model_.intermediate = intermediate;
     model_.heads = heads;
@@ -82,10 +85,16 @@ class ModelBuilder {
     model_.norm_epsilon = norm_epsilon;
     model_.activation = activation;
     model_.activation_group = activation_group;
-    model_.inverse_frequencies = floats(inverse_frequencies, "inverse_frequencies", true);
-    model_.rope_scaling = rope_scaling;
+    model_.query_scale = query_scale > 0 ? query_scale : 1.0f / std::sqrt(float(head_dim));
+    model_.embedding_scale = embedding_scale;
+    add_rope(inverse_frequencies, rope_scaling);
     model_.embedding = model_.head = {};
     model_.final_norm = nullptr;
+  }
+
+  void add_rope(Address inverse_frequencies, float scaling) {
+    require(std::isfinite(scaling), "rope_scaling is not finite");
+    model_.ropes.push_back({floats(inverse_frequencies, "inverse_frequencies", true), scaling});
   }
 
   void set_embedding(const Table& table) {
@@ -102,7 +111,9 @@ class ModelBuilder {
                  const Matrix& o, const Matrix& gate, const Matrix& up,
                  const Matrix& down, Address input_norm, Address post_attention_norm,
                  Address q_bias, Address k_bias, Address v_bias, Address o_bias,
-                 Address attention_sub_norm, Address ffn_sub_norm, Address q_norm, Address k_norm) {
+                 Address attention_sub_norm, Address ffn_sub_norm, Address q_norm, Address k_norm,
+                 Address attention_out_norm, Address ffn_out_norm, std::int64_t window,
+                 std::int64_t rope) {
     const std::string name = "block " + std::to_string(model_.blocks.size()) + " ";
     const std::int64_t hidden = model_.hidden, intermediate = model_.intermediate;
     const std::int64_t q_rows = model_.heads * model_.head_dim;
@@ -131,6 +142,12 @@ class ModelBuilder {
     block.ffn_sub_norm = floats(ffn_sub_norm, name + "ffn_sub_norm", false);
     block.q_norm = floats(q_norm, name + "q_norm", false);
     block.k_norm = floats(k_norm, name + "k_norm", false);
+    block.attention_out_norm = floats(attention_out_norm, name + "attention_out_norm", false);
+    block.ffn_out_norm = floats(ffn_out_norm, name + "ffn_out_norm", false);
+    require(window >= 0, name + "window is negative");
+    block.window = window > 0 ? window : most_positions;
+    require(rope >= 0 && rope < std::int64_t(model_.ropes.size()), name + "rope is not there");
+    block.rope = rope;
     model_.blocks.push_back(block);
   }
 
@@ -153,7 +170,7 @@ class DecoderHandle {
   DecoderHandle(const ModelBuilder& builder, int threads, CacheType cache, std::int64_t context_length,
                 std::int64_t cache_tokens, const Kernels& kernels) : isa_(kernels.isa) {
     require(threads >= 1 && threads <= most_threads, "threads is outside 1..1024");
-    require(context_length >= 1 && context_length <= (std::int64_t(1) << 24),
+    require(context_length >= 1 && context_length <= most_positions,
             "context_length is outside 1..2^24");
     require(cache_tokens >= 1 && cache_tokens <= (std::int64_t(1) << 31),
             "cache_tokens is outside 1..2^31");
@@ -245,7 +262,8 @@ void bind_decoder(nb::module_& module) {
   module.attr("PAGE_TOKENS") = page_tokens;
   nb::enum_<Activation>(module, "Activation")
       .value("silu", Activation::silu)
-      .value("relu_squared", Activation::relu_squared);
+      .value("relu_squared", Activation::relu_squared)
+      .value("gelu_tanh", Activation::gelu_tanh);
   nb::enum_<CacheType>(module, "CacheType", "Keys and values of the cache.")
       .value("float32", CacheType::float32)
       .value("float16", CacheType::float16)
@@ -258,17 +276,21 @@ void bind_decoder(nb::module_& module) {
   nb::class_<ModelBuilder>(module, "ModelBuilder",
                            "The weights of a model by address, see csrc/bindings_decoder.cpp.")
       .def(nb::init<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t,
-                    std::int64_t, float, Activation, Address, float, std::int64_t>(),
+                    std::int64_t, float, Activation, Address, float, std::int64_t, float, float>(),
            "hidden"_a, "intermediate"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "vocab"_a,
            "norm_epsilon"_a, "activation"_a, "inverse_frequencies"_a, "rope_scaling"_a = 1.0f,
-           "activation_group"_a = 0)
+           "activation_group"_a = 0, "query_scale"_a = 0.0f, "embedding_scale"_a = 1.0f)
+      .def("add_rope", &ModelBuilder::add_rope, "inverse_frequencies"_a, "scaling"_a = 1.0f,
+           "Another one, for blocks that say so; the first is the constructor's.")
       .def("set_embedding", &ModelBuilder::set_embedding, "table"_a)
       .def("set_head", &ModelBuilder::set_head, "table"_a)
       .def("set_final_norm", &ModelBuilder::set_final_norm, "address"_a)
       .def("add_block", &ModelBuilder::add_block, "q"_a, "k"_a, "v"_a, "o"_a, "gate"_a, "up"_a,
            "down"_a, nb::kw_only(), "input_norm"_a, "post_attention_norm"_a, "q_bias"_a = 0, "k_bias"_a = 0,
            "v_bias"_a = 0, "o_bias"_a = 0, "attention_sub_norm"_a = 0, "ffn_sub_norm"_a = 0,
-           "q_norm"_a = 0, "k_norm"_a = 0);
+           "q_norm"_a = 0, "k_norm"_a = 0, "attention_out_norm"_a = 0, "ffn_out_norm"_a = 0,
+           "window"_a = 0, "rope"_a = 0,
+           "window: tokens that a token sees, itself included; 0: all. rope: which one, from 0.");
 
   nb::class_<DecoderHandle>(
       module, "Decoder",

@@ -67,16 +67,21 @@ void Decoder::State::reserve(std::int64_t tokens) {
 // float32 throughout, as transformers computes them.
 void Decoder::State::reserve_positions(std::int64_t positions) {
   const std::int64_t half = model.head_dim / 2;
-  std::int64_t first = std::int64_t(cosines.size()) / half;
-  if (positions <= first) return;
-  const std::int64_t grown = std::min(context_length, std::max(positions, first + first / 2));
-  cosines.resize(grown * half);
-  sines.resize(grown * half);
-  for (std::int64_t position = first; position < grown; ++position) {
-    for (std::int64_t i = 0; i < half; ++i) {
-      const float angle = float(position) * model.inverse_frequencies[i];
-      cosines[position * half + i] = std::cos(angle) * model.rope_scaling;
-      sines[position * half + i] = std::sin(angle) * model.rope_scaling;
+  angles.resize(model.ropes.size());
+  for (std::size_t r = 0; r < angles.size(); ++r) {
+    const Rope& rope = model.ropes[r];
+    auto& [cosines, sines] = angles[r];
+    const std::int64_t first = std::int64_t(cosines.size()) / half;
+    if (positions <= first) return;
+    const std::int64_t grown = std::min(context_length, std::max(positions, first + first / 2));
+    cosines.resize(grown * half);
+    sines.resize(grown * half);
+    for (std::int64_t position = first; position < grown; ++position) {
+      for (std::int64_t i = 0; i < half; ++i) {
+        const float angle = float(position) * rope.inverse_frequencies[i];
+        cosines[position * half + i] = std::cos(angle) * rope.scaling;
+        sines[position * half + i] = std::sin(angle) * rope.scaling;
+      }
     }
   }
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A whole decoder step of the llama/qwen2 family over packed weights: embedding, blocks, final norm,
-// output head, and the key-value cache of many sequences. Also BitNet b1.58 (sub-norms, squared ReLU).
+// output head, and the key-value cache of many sequences. Also BitNet b1.58 (sub-norms, squared ReLU) and
+// Gemma 3 (norms of what a block adds, two ropes).
 //
 // Activations and the residual stream are float32; every linear of the blocks quantises its input per
 // token to int8 and accumulates in int32 (matmul.h). The transformers model with packed layers, in
@@ -27,6 +28,15 @@ struct Block {
   const float *attention_sub_norm;                // [heads * head_dim], before o
   const float *ffn_sub_norm;                      // [intermediate], before down
   const float *q_norm, *k_norm;                   // [head_dim] (Qwen3)
+  const float *attention_out_norm, *ffn_out_norm;  // [hidden], of what is added to the residual (Gemma 3)
+  std::int64_t window;                            // tokens that a token sees, itself included
+  std::int64_t rope;                              // index of Model::ropes
+};
+
+// Rotate-half rotary embedding.
+struct Rope {
+  const float* inverse_frequencies;  // [head_dim / 2]
+  float scaling;                     // multiplies cos and sin, 1 by default
 };
 
 struct Model {
@@ -34,8 +44,9 @@ struct Model {
   float norm_epsilon;
   Activation activation;
   std::int64_t activation_group;     // of all matrices of the blocks, see Activations; 0: none
-  const float* inverse_frequencies;  // [head_dim / 2], rotate-half RoPE
-  float rope_scaling;                // multiplies cos and sin, 1 by default
+  std::vector<Rope> ropes;
+  float query_scale;                 // multiplies the scores
+  float embedding_scale;             // multiplies the embedding's rows
   Table embedding, head;             // the same table where they are tied
   const float* final_norm;           // [hidden]
   std::vector<Block> blocks;

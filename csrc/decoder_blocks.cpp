@@ -2,7 +2,6 @@
 // One chunk of tokens through embedding, blocks, final norm and head.
 
 #include <algorithm>
-#include <cmath>
 
 #include "decoder_state.h"
 
@@ -19,7 +18,7 @@ bool is_quantised(const Table& table) {
 void Decoder::State::rotate_and_append(const Block& block, std::int64_t layer,
                                        std::int64_t tokens) {
   const std::int64_t head_dim = model.head_dim, half = head_dim / 2;
-  const float score_scale = 1.0f / std::sqrt(float(head_dim));
+  const auto& [cosines, sines] = angles[block.rope];
   float *queries = q(), *keys = k(tokens), *values = v(tokens);
   each_token(tokens, q_width + 4 * kv_width, [&](std::int64_t token, int) {
     const auto after = std::upper_bound(
@@ -33,7 +32,7 @@ void Decoder::State::rotate_and_append(const Block& block, std::int64_t layer,
       if (block.q_norm) {
         kernels.vector.add_and_norm(query, nullptr, block.q_norm, model.norm_epsilon, head_dim, query);
       }
-      kernels.vector.rotate(query, cosine, sine, half, score_scale);
+      kernels.vector.rotate(query, cosine, sine, half, model.query_scale);
     }
     const std::int32_t page = cache.pages(segment.sequence)[position / page_tokens];
     for (std::int64_t head = 0; head < model.kv_heads; ++head) {
@@ -68,7 +67,7 @@ void Decoder::State::attend(const Block& block, std::int64_t layer, std::int64_t
     }
     plan.set(parts.data(), std::int64_t(parts.size()));
   }
-  plan.run(kernels.vector, pool, layer, q(), attended(tokens), q_width);
+  plan.run(kernels.vector, pool, layer, block.window, q(), attended(tokens), q_width);
 }
 
 // Moves the wanted rows to the front.
@@ -92,6 +91,7 @@ void Decoder::State::project_attended(const Block& block, std::int64_t tokens, f
   });
   const Product product{&block.o, block.o_bias, delta.data(), model.hidden};
   matmul(kernels, pool, attended_codes.rows(0, tokens), &product, 1);
+  norm_delta(tokens, block.attention_out_norm);
 }
 
 void Decoder::State::feed_forward(const Block& block, std::int64_t tokens) {
@@ -110,6 +110,7 @@ void Decoder::State::feed_forward(const Block& block, std::int64_t tokens) {
   });
   const Product product{&block.down, nullptr, delta.data(), model.hidden};
   matmul(kernels, pool, gated_codes.rows(0, tokens), &product, 1);
+  norm_delta(tokens, block.ffn_out_norm);
 }
 
 // Final norm and, unless that is all that is asked for, head of the wanted rows, which lie in front.
@@ -144,8 +145,10 @@ void Decoder::State::run_chunk(const std::int32_t* const* tokens, Logits which, 
   for (std::size_t s = 0; s < segments.size(); ++s) {
     const Segment& segment = segments[s];
     each_token(segment.count, model.hidden, [&](std::int64_t token, int) {
-      table_row(model.embedding, tokens[s][token],
-                &residual[(segment.first_row + token) * model.hidden]);
+      float* x = &residual[(segment.first_row + token) * model.hidden];
+      table_row(model.embedding, tokens[s][token], x);
+      if (model.embedding_scale == 1.0f) return;
+      for (std::int64_t i = 0; i < model.hidden; ++i) x[i] *= model.embedding_scale;
     });
   }
   plan.set(segments.data(), std::int64_t(segments.size()));

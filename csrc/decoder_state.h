@@ -82,7 +82,10 @@ struct Decoder::State {
   AlignedVector<float> wide;      // q, k, v, attended; then gate, up
   std::vector<AlignedVector<float>> row;  // per thread: one token between norm and quantisation
   ActivationBuffer hidden_codes, attended_codes, gated_codes, head_codes;
-  std::vector<float> cosines, sines;  // [positions, head_dim / 2]
+  struct Angles {
+    std::vector<float> cosines, sines;  // [positions, head_dim / 2]
+  };
+  std::vector<Angles> angles;         // of each rope
   std::vector<Segment> segments;      // of the chunk at hand
   std::vector<std::int64_t> wanted;   // its rows whose logits are asked for, ascending
 
@@ -122,6 +125,16 @@ struct Decoder::State {
   void quantize_row(const float* x, const ActivationBuffer& buffer, std::int64_t token) {
     Activations one = buffer.rows(token, 1);
     quantize(kernels, x, one);
+  }
+
+  // Of what a block adds; nothing where the model has no such norm.
+  void norm_delta(std::int64_t tokens, const float* weight) {
+    if (!weight) return;
+    const std::int64_t n = model.hidden;
+    each_token(tokens, n, [&](std::int64_t token, int) {
+      float* x = &delta[token * n];
+      kernels.vector.add_and_norm(x, nullptr, weight, model.norm_epsilon, n, x);
+    });
   }
 
   // residual += delta (if `add`), then its norm, quantised.

@@ -70,6 +70,8 @@ class DecoderInMemory:
         self.dequantised: dict[str, np.ndarray] = {}
         config, inner = model.config, model.model
         self.vocab = config.vocab_size
+        is_gemma = self.is_gemma = config.model_type == "gemma3_text"
+        rotary = inner.rotary_emb
         self.layers = sparse_layers(model)
         self.weight_format = weight_format
         self.group = group
@@ -83,23 +85,42 @@ class DecoderInMemory:
             head_dim=head_dim,
             vocab=self.vocab,
             norm_epsilon=config.rms_norm_eps,
-            activation=_cpu.Activation(int(config.hidden_act == "relu2")),
-            inverse_frequencies=self.floats(inner.rotary_emb.inv_freq),
+            activation=_cpu.Activation.gelu_tanh
+            if is_gemma
+            else _cpu.Activation(int(config.hidden_act == "relu2")),
+            inverse_frequencies=self.floats(
+                rotary.full_attention_inv_freq if is_gemma else rotary.inv_freq
+            ),
             activation_group=activation_group,
+            query_scale=inner.layers[0].self_attn.scaling,
+            embedding_scale=float(inner.embed_tokens.embed_scale) if is_gemma else 1.0,
         )
+        if is_gemma:
+            builder.add_rope(self.floats(rotary.sliding_attention_inv_freq))
         builder.set_head(self.table(model.get_output_embeddings().weight, head))
         builder.set_embedding(self.table(inner.embed_tokens.weight, embedding))
-        builder.set_final_norm(self.floats(inner.norm.weight))
+        builder.set_final_norm(self.weight_of(inner, "norm"))
         for block in inner.layers:
             attention, feed = block.self_attn, block.mlp
+            window = getattr(attention, "sliding_window", 0) or 0
+            if config.model_type == "mistral":
+                window = config.sliding_window
             builder.add_block(
                 *[self.matrix(attention.get_submodule(f"{name}_proj")) for name in "qkvo"],
                 *[
                     self.matrix(feed.get_submodule(f"{name}_proj"))
                     for name in ("gate", "up", "down")
                 ],
-                input_norm=self.floats(block.input_layernorm.weight),
-                post_attention_norm=self.floats(block.post_attention_layernorm.weight),
+                input_norm=self.weight_of(block, "input_layernorm"),
+                post_attention_norm=self.weight_of(
+                    block, "pre_feedforward_layernorm" if is_gemma else "post_attention_layernorm"
+                ),
+                attention_out_norm=self.weight_of(block, "post_attention_layernorm")
+                if is_gemma
+                else 0,
+                ffn_out_norm=self.weight_of(block, "post_feedforward_layernorm"),
+                window=window,
+                rope=int(is_gemma and window > 0),
                 **{
                     f"{name}_bias": self.floats(attention.get_submodule(f"{name}_proj").bias)
                     for name in "qkvo"
@@ -129,7 +150,7 @@ class DecoderInMemory:
 
     def weight_of(self, module: nn.Module, name: str) -> int:
         found = getattr(module, name, None)
-        return 0 if found is None else self.floats(found.weight)
+        return 0 if found is None else self.floats(found.weight + float(self.is_gemma))
 
     def rows(self, rows: np.ndarray) -> tuple[int, int]:
         """64-byte aligned copy of uint8 [rows, bytes], padding poisoned: (row_stride, address)."""

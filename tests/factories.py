@@ -32,6 +32,14 @@ def make_layer(
 MODEL_FAMILIES = ("qwen2", "llama", "qwen3", "gpt_neox")
 
 
+GEMMA: dict[str, Any] = {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+
+
 def tiny_config(family: str, **changes: Any) -> Any:
     """A two-layer transformers config: hidden 64, ffn 96, vocabulary 96."""
     import transformers
@@ -53,6 +61,10 @@ def tiny_config(family: str, **changes: Any) -> Any:
         "qwen2": lambda: transformers.Qwen2Config(**(sizes | grouped | changes)),
         "llama": lambda: transformers.LlamaConfig(**(sizes | grouped | changes)),
         "qwen3": lambda: transformers.Qwen3Config(**(sizes | grouped | {"head_dim": 16} | changes)),
+        "mistral": lambda: transformers.MistralConfig(
+            **(sizes | grouped | {"sliding_window": 7} | changes)
+        ),
+        "gemma3_text": lambda: transformers.Gemma3TextConfig(**(sizes | grouped | GEMMA | changes)),
         "gpt_neox": lambda: transformers.GPTNeoXConfig(**(sizes | changes)),
     }
     return families[family]()

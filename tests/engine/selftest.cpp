@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <exception>
@@ -111,10 +112,12 @@ int run(const char* plan, const char* file, const char* isa) {
   model.norm_epsilon = from.next<float>();
   model.activation = Activation(from.next<int>());
   model.activation_group = 0;
-  model.rope_scaling = from.next<float>();
+  model.query_scale = 1 / std::sqrt(float(model.head_dim));
+  model.embedding_scale = 1;
+  const float rope_scaling = from.next<float>();
   std::vector<float> frequencies(model.head_dim / 2);
   for (float& frequency : frequencies) frequency = from.next<float>();
-  model.inverse_frequencies = frequencies.data();
+  model.ropes = {{frequencies.data(), rope_scaling}};
   const int n = from.next<int>(), m = from.next<int>();
   const auto stored = StoredFormat(from.next<int>());
   model.embedding = model.head = from.table(model.vocab, model.hidden);
@@ -136,6 +139,7 @@ int run(const char* plan, const char* file, const char* isa) {
     block.ffn_sub_norm = from.floats(model.intermediate);
     block.q_norm = from.floats(model.head_dim);
     block.k_norm = from.floats(model.head_dim);
+    block.window = 1 << 24;
   }
   std::vector<std::int32_t> tokens(from.next<std::size_t>());
   for (std::int32_t& token : tokens) token = from.next<std::int32_t>();

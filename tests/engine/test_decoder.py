@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from decoder_in_memory import DecoderInMemory, random_model, reference_logits
+from packed_models import FAMILIES
 from sparse_bitnet import _cpu
 
 # Most positions agree to the last bits. Where an activation lies between two int8 codes, the last bit of
@@ -16,11 +17,14 @@ from sparse_bitnet import _cpu
 # as much from itself between PyTorch's attention implementations.
 TOLERANCE, TYPICAL = 5e-3, 3e-6
 
+FULL = ["full_attention"]
 MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "llama": {"tie_word_embeddings": False},
     "qwen3": {"head_dim": 24},
     "bitnet": {},
+    "mistral": {},
+    "gemma3_text": {"num_hidden_layers": 3, "layer_types": ["sliding_attention"] * 2 + FULL},
     "odd": {
         "num_attention_heads": 14,
         "hidden_size": 140,
@@ -40,7 +44,7 @@ def isas() -> list[str]:
 @cache
 def model_of(name: str, format: str = "ternary-6:8") -> Any:
     changes = dict(MODELS[name])
-    family = name if name in ("qwen2", "llama", "qwen3", "bitnet") else "llama"
+    family = name if name in FAMILIES else "llama"
     if name == "odd":
         format = "ternary-8:8"
     return random_model(family, format=format, **changes)
@@ -50,6 +54,13 @@ def model_of(name: str, format: str = "ternary-6:8") -> Any:
 def long_model() -> Any:
     """One whose sequences pass several pages, chunks of pages and chunks of tokens."""
     return random_model(num_hidden_layers=2, max_position_embeddings=1400, num_key_value_heads=1)
+
+
+@cache
+def windowed_model() -> Any:
+    """The same, whose tokens see more than a page and fewer than a chunk of pages."""
+    changes = {"max_position_embeddings": 1400, "num_key_value_heads": 1, "sliding_window": 150}
+    return random_model("mistral", num_hidden_layers=2, **changes)
 
 
 def ids_of(count: int, seed: int = 0) -> list[int]:
@@ -90,6 +101,17 @@ def test_long_sequence_equals_transformers(isa: str) -> None:
     model, ids = long_model(), ids_of(1300)
     decoder = DecoderInMemory(model, isa=isa, threads=2, cache_tokens=1344)
     assert_close(decoder.logits(ids), reference_logits(model, ids))
+
+
+def test_a_window_equals_transformers_and_changes_no_bit_of_split_prompts(isa: str) -> None:
+    model, ids = windowed_model(), ids_of(1300)
+    decoder = DecoderInMemory(model, isa=isa, threads=2, cache_tokens=2688)
+    whole = decoder.logits(ids)
+    assert_close(whole, reference_logits(model, ids))
+    sequence = decoder.decoder.open()
+    pieces = [ids[:149], ids[149:700], *([token] for token in ids[700:720])]
+    parts = [decoder.forward([(sequence, piece)])[0] for piece in pieces]
+    np.testing.assert_array_equal(np.concatenate(parts), whole[:720])
 
 
 @pytest.mark.parametrize(("cache_type", "bound"), [("float16", 2e-2), ("int8", 6e-2)])

@@ -65,13 +65,16 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma"}, "runs qwen2, llama, qwen3, bitnet, not 'gemma'; use --engine"),
+        ({"model_type": "gemma"}, "bitnet, mistral, gemma3_text, not 'gemma'; use --engine"),
         ({"hidden_act": "gelu"}, "no activation 'gelu'; use --engine transformers"),
-        ({"layer_types": ["sliding_attention"] * 2}, "no layers without full attention"),
+        ({"layer_types": ["sliding_attention"] * 2}, "sliding_window is not set"),
+        ({"layer_types": ["linear_attention"] * 2}, "no layers but those with full or sliding"),
+        ({"layer_types": "full_attention"}, "layer_types is 'full_attention', not a list"),
         (
-            {"layer_types": "(removed)", "use_sliding_window": True, "sliding_window": 32},
-            "no sliding window",
+            {"layer_types": ["sliding_attention"], "sliding_window": 32},
+            "layer_types are 1, num_hidden_layers is 2",
         ),
+        ({"layer_types": ["sliding_attention"] * 2, "sliding_window": -3}, "sliding_window is -3"),
         ({"model_type": ["qwen2"]}, r"model_type is \['qwen2'\], not a name"),
         ({"hidden_act": {}}, r"hidden_act is {}, not a name"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, not a positive number"),
@@ -103,6 +106,35 @@ def test_config_is_compared(packed: Path, changes: dict[str, Any], message: str)
     change_config(packed, **changes)
     with pytest.raises(UserError, match=message):
         load(packed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"model_type": "mistral"}, (9, 9, 9)),
+        ({"model_type": "mistral", "sliding_window": None}, ()),
+        ({"model_type": "qwen2"}, ()),
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 2}, (0, 0, 9)),
+        ({"model_type": "qwen3", "layer_types": ["full_attention"] * 3}, ()),
+        ({"model_type": "gemma3_text", "sliding_window_pattern": 2}, (9, 0, 9)),
+    ],
+)
+def test_windows_of_layers(changes: dict[str, Any], windows: tuple[int, ...]) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 96}
+    sizes |= {"num_hidden_layers": 3, "max_position_embeddings": 64, "sliding_window": 9}
+    # As transformers 4 wrote Gemma's two bases.
+    values = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
+    values |= {"hidden_act": "silu", "hidden_activation": "gelu_pytorch_tanh"}
+    found = read_architecture(sizes | values | changes, "config.json")
+    assert found.windows == windows
+    bases = [
+        rope.inverse_frequencies[1] ** -found.head_dim for rope in (found.rope, found.local_rope)
+    ]
+    is_gemma = changes["model_type"] == "gemma3_text"
+    np.testing.assert_allclose(np.sqrt(bases), [1e6, 1e4 if is_gemma else 1e6], rtol=1e-3)
+    if windows:
+        with pytest.raises(UserError, match="num_hidden_layers is above 65,536"):
+            read_architecture(sizes | values | changes | {"num_hidden_layers": 1 << 30}, "")
 
 
 NUMBERS = st.one_of(

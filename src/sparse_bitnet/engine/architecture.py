@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the CPU engine needs to know of a model: sizes and variants, from its config.json. No torch."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from sparse_bitnet.engine.rope import Fields, Rope, read_rope
 from sparse_bitnet.errors import EngineLacks, UserError
 
-MODEL_TYPES = ("qwen2", "llama", "qwen3", "bitnet")
+GEMMA3 = "gemma3_text"
+MODEL_TYPES = ("qwen2", "llama", "qwen3", "bitnet", "mistral", GEMMA3)
 """transformers' `model_type` of the families that the engine computes."""
 
-ACTIVATIONS = {"silu": 0, "swish": 0, "relu2": 1}
+ACTIVATIONS = {"silu": 0, "swish": 0, "relu2": 1, "gelu_pytorch_tanh": 2}
 """transformers' names -> csrc/decoder.h's Activation."""
 
 MOST_FEATURES, MOST_HEAD_DIM, MOST_POSITIONS = 1 << 23, 1 << 10, 1 << 24
 """The largest sizes that csrc/bindings_decoder.cpp takes."""
+
+_MOST_LAYERS = 1 << 16
+"""Of models with windows, whose layers are counted out before their weights are looked at."""
 
 BLOCK_LINEARS = (
     "self_attn.q_proj",
@@ -52,8 +57,25 @@ class Architecture:
     sub_norms: bool
     """Norms before o_proj and down_proj (BitNet b1.58)."""
     head_norms: bool
-    """Norms of queries and keys (Qwen3)."""
+    """Norms of queries and keys (Qwen3, Gemma 3)."""
+    out_norms: bool
+    """Norms of what attention and feed-forward part add to the residual (Gemma 3)."""
+    norm_offset: float
+    """Added to the weights of norms: 1 for Gemma's."""
+    query_scale: float
+    """Multiplies the scores of attention."""
+    embedding_scale: float
+    """Multiplies the rows of the embedding."""
     rope: Rope
+    local_rope: Rope
+    """Of layers with a window."""
+    windows: tuple[int, ...]
+    """Of each layer: tokens that a token sees, itself included, or 0 for all; empty: all in all."""
+
+    @property
+    def feed_forward_norm(self) -> str:
+        """The norm before the feed-forward part, in the block."""
+        return f"{'pre_feedforward' if self.out_norms else 'post_attention'}_layernorm.weight"
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         """Name in the block -> (out_features, in_features)."""
@@ -76,6 +98,8 @@ class Architecture:
             "input_layernorm.weight": self.hidden,
             "post_attention_layernorm.weight": self.hidden,
         }
+        if self.out_norms:
+            lengths |= {f"{w}_feedforward_layernorm.weight": self.hidden for w in ("pre", "post")}
         if self.qkv_bias:
             lengths |= {f"{name}.bias": shapes[name][0] for name in BLOCK_LINEARS[:3]}
         if self.o_bias:
@@ -107,14 +131,17 @@ def read_architecture(config: dict[str, Any], where: str) -> Architecture:
     heads = fields.size("num_attention_heads", most=MOST_FEATURES)
     hidden = fields.size("hidden_size", most=MOST_FEATURES)
     kv_heads = fields.size("num_key_value_heads", heads)
-    # Qwen3's heads have 128 values unless it says otherwise, those of the others share out `hidden`.
-    default = 128 if model_type == "qwen3" else hidden // heads
+    # Qwen3's heads have 128 values unless it says otherwise, those of most others share out `hidden`.
+    default = {"qwen3": 128, GEMMA3: 256}.get(model_type, hidden // heads)
     head_dim = fields.size("head_dim", default, most=MOST_HEAD_DIM)
     if heads % kv_heads or head_dim % 2 or heads * head_dim > MOST_FEATURES:
         raise UserError(
             f"{where}: {heads} heads of {head_dim} values with {kv_heads} key-value heads make no model"
         )
     attention_bias = bool(config.get("attention_bias", False))
+    is_gemma = model_type == GEMMA3
+    rope, local_rope = _ropes(config, head_dim, where)
+    scores = fields.optional("query_pre_attn_scalar", 256) if is_gemma else head_dim
     return Architecture(
         model_type=model_type,
         hidden=hidden,
@@ -125,31 +152,91 @@ def read_architecture(config: dict[str, Any], where: str) -> Architecture:
         head_dim=head_dim,
         vocab=fields.size("vocab_size"),
         norm_epsilon=fields["rms_norm_eps"],
-        activation=ACTIVATIONS[config["hidden_act"]],
+        activation=ACTIVATIONS[_activation(config)],
         positions=fields.size("max_position_embeddings", most=MOST_POSITIONS),
-        ties_head=bool(config.get("tie_word_embeddings", False)),
+        ties_head=bool(config.get("tie_word_embeddings", is_gemma)),
         qkv_bias=model_type == "qwen2" or attention_bias,
         o_bias=model_type != "qwen2" and attention_bias,
         sub_norms=model_type == "bitnet",
-        head_norms=model_type == "qwen3",
-        rope=read_rope(config, head_dim, where),
+        head_norms=model_type == "qwen3" or is_gemma,
+        out_norms=is_gemma,
+        norm_offset=1.0 if is_gemma else 0.0,
+        query_scale=1 / math.sqrt(scores),
+        embedding_scale=math.sqrt(hidden) if is_gemma else 1.0,
+        rope=rope,
+        local_rope=local_rope,
+        windows=_windows(config, fields, where),
     )
+
+
+def _activation(config: dict[str, Any]) -> Any:
+    """Its name; Gemma's configs have another field for it."""
+    return config.get("hidden_activation" if config.get("model_type") == GEMMA3 else "hidden_act")
+
+
+def _ropes(config: dict[str, Any], head_dim: int, where: str) -> tuple[Rope, Rope]:
+    """Of layers that see everything, and of those with a window."""
+    if config.get("model_type") != GEMMA3:
+        rope = read_rope(config, head_dim, where)
+        return rope, rope
+    both = config.get("rope_parameters")
+    if isinstance(both, dict) and "full_attention" in both:
+        kinds = [{"rope_parameters": both.get(f"{kind}_attention")} for kind in ("full", "sliding")]
+    else:
+        # As transformers 4 writes it.
+        kinds = [{}, {"rope_theta": config.get("rope_local_base_freq"), "rope_scaling": None}]
+    full, local = (read_rope(config | kind, head_dim, where) for kind in kinds)
+    return full, local
+
+
+def _windows(config: dict[str, Any], fields: Fields, where: str) -> tuple[int, ...]:
+    model_type, types = config["model_type"], config.get("layer_types")
+    if not config.get("sliding_window"):
+        return ()
+    if types is None and model_type != GEMMA3:
+        # Mistral's window is every layer's, Qwen's that of the upper layers, if it is used at all.
+        is_used = model_type == "mistral" or config.get("use_sliding_window")
+        if not is_used:
+            return ()
+    elif isinstance(types, list) and "sliding_attention" not in types:
+        return ()
+    window = fields.size("sliding_window", most=MOST_POSITIONS)
+    layers = fields.size("num_hidden_layers", most=_MOST_LAYERS)
+    if types is not None:
+        if len(types) != layers:
+            raise UserError(f"{where}: layer_types are {len(types)}, num_hidden_layers is {layers}")
+        return tuple(window if kind == "sliding_attention" else 0 for kind in types)
+    if model_type == GEMMA3:
+        every = fields.size("sliding_window_pattern", 6)
+        return tuple(window if (layer + 1) % every else 0 for layer in range(layers))
+    first = 0 if model_type == "mistral" else config.get("max_window_layers") or 0
+    if type(first) is not int:
+        raise UserError(f"{where}: max_window_layers is {first!r}, not a number of layers")
+    return tuple(window if layer >= first else 0 for layer in range(layers))
+
+
+_ATTENTION = ("full_attention", "sliding_attention")
 
 
 def _refuse_variants(config: dict[str, Any], where: str) -> None:
     """Raise for what changes a forward and is not computed here."""
     reason = None
     layer_types = config.get("layer_types")
-    activation = config.get("hidden_act")
+    activation = _activation(config)
     if not isinstance(activation, str):
         raise UserError(f"{where}: hidden_act is {activation!r}, not a name")
     if activation not in ACTIVATIONS:
         reason = f"activation {activation!r}"
     elif config.get("mlp_bias"):
         reason = "biases in the feed-forward part"
-    elif isinstance(layer_types, list) and any(kind != "full_attention" for kind in layer_types):
-        reason = "layers without full attention"
-    elif layer_types is None and config.get("use_sliding_window") and config.get("sliding_window"):
-        reason = "sliding window"
+    elif layer_types is not None and not isinstance(layer_types, list):
+        raise UserError(f"{where}: layer_types is {repr(layer_types)[:40]}, not a list")
+    elif layer_types and any(kind not in _ATTENTION for kind in layer_types):
+        reason = "layers but those with full or sliding attention"
+    elif "sliding_attention" in (layer_types or ()) and not config.get("sliding_window"):
+        raise UserError(f"{where}: layers have sliding attention, and sliding_window is not set")
+    elif config.get("model_type") == GEMMA3:
+        names = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
+        reason = next((name for name in names if config.get(name)), None)
     if reason is not None:
         raise EngineLacks(f"{where}: the CPU engine has no {reason}; use --engine transformers")

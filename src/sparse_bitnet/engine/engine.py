@@ -196,8 +196,9 @@ def _build(
 ) -> _cpu.ModelBuilder:
     """The model for the decoder: addresses into what `weights` keeps."""
     # The decoder copies the frequencies or keeps their address: they live as long as the weights.
-    frequencies = np.ascontiguousarray(architecture.rope.inverse_frequencies, np.float32)
-    weights.kept.append(frequencies)
+    ropes = (architecture.rope, architecture.local_rope)
+    frequencies = [np.ascontiguousarray(rope.inverse_frequencies, np.float32) for rope in ropes]
+    weights.kept += frequencies
     model = _cpu.ModelBuilder(
         architecture.hidden,
         architecture.intermediate,
@@ -207,15 +208,22 @@ def _build(
         architecture.vocab,
         architecture.norm_epsilon,
         _cpu.Activation(architecture.activation),
-        frequencies.ctypes.data,
+        frequencies[0].ctypes.data,
         architecture.rope.scaling,
         activation_group,
+        architecture.query_scale,
+        architecture.embedding_scale,
     )
+    model.add_rope(frequencies[1].ctypes.data, architecture.local_rope.scaling)
     model.set_embedding(weights.embedding)
     model.set_head(weights.head)
     model.set_final_norm(weights.vectors["model.norm.weight"].ctypes.data)
+    out_norms = ("", "")
+    if architecture.out_norms:
+        out_norms = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
     for layer in range(architecture.layers):
         block = f"model.layers.{layer}"
+        window = architecture.windows[layer] if architecture.windows else 0
 
         def vector(name: str, block: str = block) -> int:
             found = weights.vectors.get(f"{block}.{name}")
@@ -224,7 +232,7 @@ def _build(
         model.add_block(
             *(weights.matrices[f"{block}.{name}"] for name in BLOCK_LINEARS),
             input_norm=vector("input_layernorm.weight"),
-            post_attention_norm=vector("post_attention_layernorm.weight"),
+            post_attention_norm=vector(architecture.feed_forward_norm),
             q_bias=vector("self_attn.q_proj.bias"),
             k_bias=vector("self_attn.k_proj.bias"),
             v_bias=vector("self_attn.v_proj.bias"),
@@ -233,6 +241,10 @@ def _build(
             ffn_sub_norm=vector("mlp.ffn_sub_norm.weight"),
             q_norm=vector("self_attn.q_norm.weight"),
             k_norm=vector("self_attn.k_norm.weight"),
+            attention_out_norm=vector(out_norms[0]),
+            ffn_out_norm=vector(out_norms[1]),
+            window=window,
+            rope=int(window > 0),
         )
     return model
 

@@ -316,6 +316,8 @@ class _Loader:
 
     def _vector(self, name: str) -> np.ndarray:
         vector = np.ascontiguousarray(self._model.floats(name))
+        if name.endswith("norm.weight") and (offset := self._model.architecture.norm_offset):
+            vector = vector + np.float32(offset)
         self._finish(name)
         return vector
 
