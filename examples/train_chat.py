@@ -12,7 +12,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-from sparse_bitnet.generation.generate import GenerateOptions
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sparse_bitnet import SparseBitConfig, convert_, save_pretrained
