@@ -5,11 +5,14 @@ import json
 import socket
 import threading
 
+from test_serve_limits import slow, wait_for
 from test_tools import QWEN
 
+import serving_thread
 from scripted_engine import ScriptedEngine
 from serving_thread import END, byte_tokenizer, server
 from sparse_bitnet.serve import http_server
+from sparse_bitnet.serve.http_server import listen
 
 TOKENIZER = byte_tokenizer()
 ORIGIN = "https://chat.example"
@@ -98,3 +101,27 @@ def test_a_client_that_reads_nothing_is_given_up(monkeypatch):
             # Pages of 15 KB each: more than the buffers between hold.
             connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2000)
             assert dropped.wait(30)
+
+
+def test_a_stream_that_nobody_reads_gives_its_slot_back(monkeypatch):
+    def listening(host, port):
+        bound = listen(host, port)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return bound
+
+    monkeypatch.setattr(serving_thread, "listen", listening)
+    monkeypatch.setattr(http_server, "_STALL_SECONDS", 0.1)
+    body = {"model": "scripted", "prompt": "x", "max_tokens": 4000, "logprobs": 20, "stream": True}
+    sent = json.dumps(body).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    # It would write for 40 seconds.
+    with server(slow(context_length=4096), max_running=1) as running, running.http() as http:
+        host, port = running.url.removeprefix("http://").split(":")
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect((host, int(port)))
+            connection.sendall(head + b"Content-Length: %d\r\n\r\n%s" % (len(sent), sent))
+            wait_for(lambda: running.scheduler.load().running == 1)
+            short = {"model": "scripted", "prompt": "y", "max_tokens": 1}
+            assert http.post("/v1/completions", json=short).status_code == 200
+        assert 'requests_total{outcome="cancelled"} 1.0' in http.get("/metrics").text

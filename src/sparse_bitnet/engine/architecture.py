@@ -5,6 +5,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from sparse_bitnet.engine.rope import Fields, Rope, read_rope
 from sparse_bitnet.errors import EngineLacks, UserError
 
@@ -161,7 +163,7 @@ def read_architecture(config: dict[str, Any], where: str) -> Architecture:
         head_norms=model_type == "qwen3" or is_gemma,
         out_norms=is_gemma,
         norm_offset=1.0 if is_gemma else 0.0,
-        query_scale=1 / math.sqrt(scores),
+        query_scale=float(np.float32(1) / np.sqrt(np.float32(scores))),
         embedding_scale=math.sqrt(hidden) if is_gemma else 1.0,
         rope=rope,
         local_rope=local_rope,
@@ -191,7 +193,9 @@ def _ropes(config: dict[str, Any], head_dim: int, where: str) -> tuple[Rope, Rop
 
 def _windows(config: dict[str, Any], fields: Fields, where: str) -> tuple[int, ...]:
     model_type, types = config["model_type"], config.get("layer_types")
-    if not config.get("sliding_window"):
+    # What transformers takes where a config does not say.
+    default = 4096 if model_type in ("mistral", GEMMA3) else None
+    if not config.get("sliding_window", default):
         return ()
     if types is None and model_type != GEMMA3:
         # Mistral's window is every layer's, Qwen's that of the upper layers, if it is used at all.
@@ -200,7 +204,7 @@ def _windows(config: dict[str, Any], fields: Fields, where: str) -> tuple[int, .
             return ()
     elif isinstance(types, list) and "sliding_attention" not in types:
         return ()
-    window = fields.size("sliding_window", most=MOST_POSITIONS)
+    window = fields.size("sliding_window", default, most=MOST_POSITIONS)
     layers = fields.size("num_hidden_layers", most=_MOST_LAYERS)
     if types is not None:
         if len(types) != layers:
@@ -233,7 +237,9 @@ def _refuse_variants(config: dict[str, Any], where: str) -> None:
         raise UserError(f"{where}: layer_types is {repr(layer_types)[:40]}, not a list")
     elif layer_types and any(kind not in _ATTENTION for kind in layer_types):
         reason = "layers but those with full or sliding attention"
-    elif "sliding_attention" in (layer_types or ()) and not config.get("sliding_window"):
+    elif "sliding_attention" in (layer_types or ()) and not config.get(
+        "sliding_window", config.get("model_type") == GEMMA3
+    ):
         raise UserError(f"{where}: layers have sliding attention, and sliding_window is not set")
     elif config.get("model_type") == GEMMA3:
         names = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
