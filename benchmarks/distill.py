@@ -2,7 +2,9 @@
 """Perplexity of a teacher, of its naive conversion, of fine-tuning and of distillation, in equal tokens.
 
     python benchmarks/distill.py OUT/model OUT/data RUNS      # OUT is of examples/stories260k.py
+    python benchmarks/distill.py RUN/final DATA RUNS --own --steps 200
 
+The second is of a full-precision model of one's own, such as `reproduce --scale cpu` trains.
 A row is added to benchmarks/results/ when it is measured, seed by seed; `--one-shot` measures what
 calibration text prunes without training.
 """
@@ -97,6 +99,7 @@ def main() -> None:
     parser.add_argument("teacher")
     parser.add_argument("data")
     parser.add_argument("runs", type=Path)
+    parser.add_argument("--own", action="store_true", help="the teacher is a model of one's own")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--one-shot", action="store_true", help="only the rows without training")
     options = parser.parse_args()
@@ -116,7 +119,8 @@ def main() -> None:
     for row in rows(base, options.teacher, options.runs, options.one_shot):
         tokens = options.steps * 8 * 128 if "seed" in row else 0
         where = where_measured()
-        append_records(result_file(RESULTS, "distill", where), [{**row, "tokens": tokens}], where)
+        kind = "distill-own" if options.own else "distill"
+        append_records(result_file(RESULTS, kind, where), [{**row, "tokens": tokens}], where)
         print(row, flush=True)
 
 

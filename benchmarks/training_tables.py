@@ -78,7 +78,15 @@ def orders() -> str:
 
 
 def distill() -> str:
-    rows = read("distill")
+    return _distilled("distill", "OUT/model OUT/data RUNS")
+
+
+def distill_own() -> str:
+    return _distilled("distill-own", "RUN/final DATA RUNS --own")
+
+
+def _distilled(kind: str, arguments: str) -> str:
+    rows = read(kind)
     found: dict[tuple[str, str], list[float]] = {}
     for row in rows:
         found.setdefault((row["method"], row["format"]), []).append(row["perplexity"])
@@ -96,7 +104,7 @@ def distill() -> str:
     head = ["", "format", "perplexity", "least to most", "seeds"]
     note = f"{trained['tokens']:,} tokens a training; "
     steps = trained["tokens"] // 1024
-    command = f"python benchmarks/distill.py OUT/model OUT/data RUNS --steps {steps}"
+    command = f"python benchmarks/distill.py {arguments} --steps {steps}"
     return markdown(head, lines, rows[0], command, note)
 
 

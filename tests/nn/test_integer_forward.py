@@ -21,6 +21,10 @@ FORMATS = (
     "ternary-8:8",
     "ternary-2:4,mask_gradient=masked",
     "ternary-6:8,ste=clipped",
+    "ternary-6:8,score=wanda,quantizer=twn",
+    "ternary-6:8,score=random,quantizer=binary",
+    "ternary-2:4,score=s-ste,quantizer=absmax",
+    "ternary-6:8,score=sr-ste,schedule=gradual",
 )
 
 

@@ -17,7 +17,8 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.export.packed_sizes import code_statistics, model_size, size_table
 from sparse_bitnet.nn.layer import SparseBitConfig
-from sparse_bitnet.packing.codec import pack
+from sparse_bitnet.nn.selection import select
+from sparse_bitnet.packing.codec import pack, unpack
 from sparse_bitnet.packing.formats import FORMATS, has_fixed_rows
 from sparse_bitnet.pattern import NMPattern
 
@@ -85,6 +86,21 @@ def test_entropies_of_known_codes(trained: Trained, tmp_path: Path) -> None:
     # Two of four places and two signs, as if they were not always the same.
     assert math.isclose(found.group_entropy, (math.log2(6) + 2) / 4)
     assert math.isclose(found.pattern_bound, math.log2(33) / 4)
+
+
+def test_binary_codes_take_the_bits_of_the_page() -> None:
+    """log2(C(4, 3) 2^3) / 4 = 1.25 and log2(C(8, 6) 2^6) / 8 = 1.351 are the least."""
+    page = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
+    weight = torch.randn(1024, 2048, generator=torch.Generator().manual_seed(0))
+    for pattern, sizes in (("3:4", (1.25, 1.53, 1.75)), ("6:8", (1.36, 1.55, 1.75))):
+        config = SparseBitConfig.parse(f"ternary-{pattern},quantizer=binary")
+        codes = select(weight, config).codes
+        for format, bits in zip(("nm-zstd", "nm-enum", "nm-bitmap"), sizes, strict=True):
+            packed = pack(codes, format, config.pattern, name="layer")
+            assert 8 * packed.nbytes / codes.numel() == pytest.approx(bits, abs=0.005)
+            assert f"{bits}" in page
+            restored = unpack(packed, format, config.pattern, tuple(codes.shape))
+            assert torch.equal(restored, codes)
 
 
 def test_zstd_gains_where_zeros_are_uneven() -> None:

@@ -81,6 +81,21 @@ def test_the_int8_forward_over_two_processes(worlds, run_config):
     assert_same_curves(alone, pair, tolerance=2e-3)
 
 
+def test_distillation_over_two_processes(worlds, run_config):
+    """Each holds the teacher; its cache is written once, by the first."""
+    teacher = run_config("teacher").out
+    tiny_model(vocab_size=2048, tie_word_embeddings=True).save_pretrained(teacher)
+    taught = {"teacher": teacher, "init": teacher, "steps": 2, "checkpoint_every": 0}
+    taught |= {"format": "ternary-6:8", "learning_rate": 1e-3}
+    alone = run_config("alone", **taught)
+    train(alone)
+    pair = run_config("pair", **taught)
+    cached = run_config("cached", **taught, logit_cache=teacher + "-cache", top_logits=2048)
+    finish(worlds, pair, cached, size=2)
+    assert_same_curves(alone, pair)
+    assert_same_curves(alone, cached, tolerance=1e-3)
+
+
 def test_reduced_gradients_and_given_weights(worlds, run_config):
     """Sums of bf16 gradients stay near; weights to start from reach all processes from the first."""
     short = {"steps": 3, "checkpoint_every": 0, "format": "ternary-6:8"}

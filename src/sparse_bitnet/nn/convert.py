@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from sparse_bitnet.errors import UserError
@@ -19,6 +20,7 @@ from sparse_bitnet.nn.convertible import (
 )
 from sparse_bitnet.nn.layer import SparseBitConfig, SparseBitLinear
 from sparse_bitnet.nn.saved_names import lost_weights
+from sparse_bitnet.nn.selection import select
 
 FORMAT_VERSION = 1
 """Version of the `quantization_config` entry that a converted model's config carries."""
@@ -245,13 +247,22 @@ def set_integer_forward_(model: nn.Module, integer: bool) -> None:
                 f"layer {name}: an int8 forward needs ternary weights and int8 activations, the format "
                 f"is {layer.config}; use the fake-quantised forward"
             )
-        if integer and not layer.config.is_plain:
+        if integer and not _has_one_scale(layer):
             raise UserError(
-                f"layer {name}: an int8 forward takes the paper's score and quantizer, the format is "
+                f"layer {name}: an int8 forward takes one scale a matrix and no blending, the format is "
                 f"{layer.config}; use the fake-quantised forward"
             )
     for layer in layers.values():
         layer.integer_forward = integer
+
+
+def _has_one_scale(layer: SparseBitLinear) -> bool:
+    """Whether every step multiplies with codes of one scale."""
+    if layer.config.variant("schedule").entry.blends:
+        return False
+    # What a registered quantiser gives shows only in a weight.
+    rows = torch.zeros(2, layer.in_features)
+    return layer.config.is_plain or select(rows, layer.config).value is None
 
 
 def _in_blocks(model: nn.Module) -> FilterFn:

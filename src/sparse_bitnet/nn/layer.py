@@ -244,7 +244,7 @@ class SparseBitLinear(nn.Linear):
         """What is quantised; its norms are followed where the score wants them."""
         x = self.inputs.transform(input)
         if self._seen is not None and self.training and torch.is_grad_enabled():
-            tokens = x.detach().float().flatten(0, -2)
+            tokens = x.detach().float().reshape(-1, x.shape[-1])
             self._seen[:-1] += tokens.square().sum(0)
             self._seen[-1] += len(tokens)
         return x
