@@ -37,7 +37,8 @@ class BenchOptions:
     """Cached keys and values."""
 
     isa: list[str] = field(default_factory=lambda: [""])
-    """Instruction sets: amx_int8, avx512vnni, avxvnni, avx2, neon, generic. Default: the best."""
+    """Instruction sets: amx_int8, avx512vbmi, avx512vnni, avx512, avxvnni, avx2,
+    neon, generic. Default: the best."""
 
     threads: list[int] = field(default_factory=lambda: sorted({1, available_cores()}))
     """Thread counts."""

@@ -90,7 +90,7 @@ class Engine(InferenceEngine):
             context_length: most tokens of one sequence; by default what the model was made for.
             cache_tokens: room for this many tokens of all sequences together; by default for one of
                 `context_length`. Memory is taken as they come.
-            isa: "generic", "avx2", "avx512vnni" or "neon"; by default SPARSE_BITNET_ISA or the best.
+            isa: a name that `sparse-bitnet env` lists; by default SPARSE_BITNET_ISA or the best.
             progress: told bytes done and bytes in all, after every tensor.
 
         Raises `UserError` for a folder that is not packed, damaged (naming the tensor) or of a kind that
