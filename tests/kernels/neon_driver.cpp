@@ -77,6 +77,8 @@ struct Tokens {
   }
 };
 
+bool is_ternary(WeightFormat format) { return format != WeightFormat::int8 && format != WeightFormat::int4; }
+
 struct Weights {
   Memory memory;
   std::vector<float> scales;
@@ -87,7 +89,8 @@ struct Weights {
   Weights(Random& random, WeightFormat format, packed::Pattern pattern, std::int64_t rows,
           std::int64_t columns, int value) {
     const std::int64_t width = Matrix::bytes_per_row(format, pattern, columns);
-    const std::int64_t stride = packed::divide_up(width, matrix_alignment) * matrix_alignment;
+    const bool is_lookup = format == WeightFormat::lookup;
+    const std::int64_t stride = is_lookup ? width : packed::divide_up(width, matrix_alignment) * matrix_alignment;
     memory.assign(packed::divide_up(rows, strip_rows) * strip_rows * stride + matrix_alignment, poison);
     scales.resize(rows * packed::divide_up(columns, int4_group));
     for (float& scale : scales) scale = 0.01f + random.uniform() / 64;
@@ -109,13 +112,18 @@ struct Weights {
         case WeightFormat::nm_bitmap:
           choose_kernels("generic").loading.encode_nm_bitmap(pattern, digits.data(), columns, row);
           break;
+        case WeightFormat::lookup: {
+          const int in_strip = int(r % lookup::shape_of(pattern).rows);
+          lookup::encode_row(pattern, digits.data(), columns, in_strip, row - in_strip * stride);
+          break;
+        }
         default:
           for (std::int64_t i = 0; i < width; ++i) {
             row[i] = std::uint8_t(value >= 0 ? value : random.below(256));
           }
       }
     }
-    const bool has_scales = format >= WeightFormat::int8 || rows % 2;
+    const bool has_scales = !is_ternary(format) || rows % 2;
     matrix = {format, pattern, rows, columns, stride, memory.data(), 0.0371f, has_scales ? scales.data() : nullptr};
   }
 
@@ -148,7 +156,8 @@ constexpr std::pair<WeightFormat, packed::Pattern> layouts[] = {
     {WeightFormat::int8, dense},         {WeightFormat::int4, dense},
     {WeightFormat::nm_bitmap, {6, 8}},   {WeightFormat::nm_bitmap, {2, 4}},
     {WeightFormat::nm_bitmap, {2, 8}},   {WeightFormat::nm_bitmap, {8, 8}},
-    {WeightFormat::nm_bitmap, {5, 16}},
+    {WeightFormat::nm_bitmap, {5, 16}},  {WeightFormat::lookup, {2, 4}},
+    {WeightFormat::lookup, {6, 8}},      {WeightFormat::lookup, dense},
 };
 
 void compare(const Rows& kernels, ThreadPool& pool, const Weights& weights,
@@ -173,7 +182,7 @@ void test_products(const Rows& kernels, Random& random) {
       const Weights weights(random, format, pattern, rows, odd, -1);
       const std::vector<float> bias = random.floats(rows);
       for (int tokens : {1, 2, 3, 4, 7, 37}) {
-        const bool fine = format >= WeightFormat::int8 && tokens % 3 != 0;
+        const bool fine = !is_ternary(format) && tokens % 3 != 0;
         const std::vector<float> x = random.floats(std::int64_t(tokens) * odd);
         compare(kernels, tokens == 7 ? two : one, weights, x, tokens, fine,
                 tokens % 2 ? bias.data() : nullptr);
@@ -181,7 +190,7 @@ void test_products(const Rows& kernels, Random& random) {
     }
     // The largest sums: every weight at its extreme, under activations of one sign.
     for (int value : {0, 2, 0x80, 0xff}) {
-      if ((value > 2) != (format >= WeightFormat::int8)) continue;
+      if ((value > 2) == is_ternary(format)) continue;
       const Weights weights(random, format, pattern, 2, 8960, value);
       for (float sign : {1.0f, -1.0f}) {
         compare(kernels, one, weights, std::vector<float>(8960, sign), 1, true, nullptr);
@@ -195,7 +204,7 @@ void test_groups(const Rows& kernels, Random& random) {
   ThreadPool pool(1);
   for (const auto& [format, pattern] : layouts) {
     for (std::int64_t group : {32, 64, 128, 256}) {
-      if (format == WeightFormat::int8 || format == WeightFormat::int4) continue;
+      if (!is_ternary(format) || format == WeightFormat::lookup) continue;
       for (std::int64_t columns : {std::int64_t(1280), 7 * group}) {
         Weights weights(random, format, pattern, 19, columns, -1);
         weights.set_groups(random, group, ScaleType(columns / group % 3));
@@ -289,7 +298,7 @@ void test_elementwise(Random& random) {
 void test_attention(Random& random, CacheType type, double tolerance, int head_dim, int tokens) {
   const VectorKernels& kernels = choose_kernels("neon").vector;
   const std::int64_t padded = padded_dim(head_dim), group = 2, rows = group * tokens;
-  const std::int64_t visible = 40;
+  const std::int64_t visible = 40, window = tokens > 1 ? 25 : visible;
   Memory keys(4 * page_tokens * padded, poison), values = keys;
   std::vector<float> key_scales(page_tokens, -1), value_scales = key_scales;
   const bool scaled = type == CacheType::int8;
@@ -305,13 +314,14 @@ void test_attention(Random& random, CacheType type, double tolerance, int head_d
   AlignedVector<float> maximum(rows, -1e30f), sum(rows * most_lanes), out(rows * padded);
   AlignedVector<float> wide(2 * page_tokens * padded, std::nanf(""));
   const AttentionState state = {maximum.data(), sum.data(), out.data()};
-  kernels.attend({type, head_dim, rows, group, visible, queries.data(), page, page.keys,
+  kernels.attend({type, head_dim, rows, group, visible, window, queries.data(), page, page.keys,
                   wide.data(), state});
   for (std::int64_t row = 0; row < rows; ++row) {
     const std::int64_t seen = std::min(visible + row / group, page_tokens);
     std::vector<double> exact(head_dim);
     double total = 0;
     for (std::int64_t slot = 0; slot < seen; ++slot) {
+      if (slot < visible + row / group - window) continue;
       double score = 0;
       for (int i = 0; i < head_dim; ++i) {
         score += double(queries[row * head_dim + i]) * key[slot * head_dim + i];
