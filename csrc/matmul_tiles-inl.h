@@ -199,14 +199,11 @@ TARGET __attribute__((noinline)) static void unpack_rows(const Matrix& matrix, s
                                                          std::int64_t count, std::int64_t to_next,
                                                          std::uint8_t* tile) {
   if (matrix.in_strips()) return unpack_strip(matrix, begin, column, count, tile);
-  if (matrix.format == WeightFormat::lookup) {
-    if (lookup::is_quads(matrix.pattern)) return unpack_lookup<QuadPlanes>(matrix, begin, column, count, tile);
-    return unpack_lookup<TriplePlanes>(matrix, begin, column, count, tile);
-  }
   const RowPointers rows = row_pointers(matrix, begin, end, to_next);
   switch (matrix.format) {
     case WeightFormat::lookup:
-      return;
+      if (lookup::is_quads(matrix.pattern)) return unpack_lookup<QuadPlanes>(matrix, begin, column, count, tile);
+      return unpack_lookup<TriplePlanes>(matrix, begin, column, count, tile);
     case WeightFormat::i2:
       unpack_planes<I2Planes>(rows, matrix.columns, column, count, tile);
       return;

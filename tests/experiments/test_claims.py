@@ -28,6 +28,7 @@ from sparse_bitnet.experiments.judge import (
     judged,
     pooled_residual,
 )
+from sparse_bitnet.experiments.page import Code, Section
 from sparse_bitnet.experiments.paper_runs import ABLATIONS, EXPERIMENTS, plan
 from sparse_bitnet.experiments.rate_runs import IDEAS
 from sparse_bitnet.experiments.rate_tables import (
@@ -39,6 +40,7 @@ from sparse_bitnet.experiments.rate_tables import (
 )
 from sparse_bitnet.experiments.result_row import ResultRow
 from sparse_bitnet.experiments.results import Results
+from sparse_bitnet.experiments.results_page import report_blocks
 from sparse_bitnet.experiments.scales import find_scale
 from sparse_bitnet.experiments.setting import make_setting
 from sparse_bitnet.experiments.tables import (
@@ -94,12 +96,21 @@ def near_zero(config: TrainConfig, seed: int) -> list[float]:
     return [0.31 + 0.001 * seed, 0.31 + 0.001 * seed - fall]
 
 
+PROVENANCE = {
+    "hardware": "a machine",
+    "commit": "c",
+    "date": "2026-01-02",
+    "versions": {"torch": "1"},
+}
+
+
 def result_set(
     folder_path, perplexity=paper_perplexity, seeds=3, left_out=(), scale=SCALE, names=EXPERIMENTS
 ) -> Results:
     """Results of a whole scale, cpu, with these perplexities, a little different by seed."""
     results = Results(folder_path)
-    results.open(make_setting(scale, {"train": {}, "validation": {}}, "cpu", "float32"))
+    text = {"train": {"tokens": 9, "vocab_size": 9}, "validation": {"tokens": 9}}
+    results.open(make_setting(scale, text, "cpu", "float32"))
     for run in plan(scale, list(names), seeds):
         config = run.config
         if config.format in left_out:
@@ -133,7 +144,7 @@ def result_set(
                 seconds=1.0,
                 checkpoint="",
                 config=dataclasses.asdict(config),
-                provenance={"hardware": "a machine"},
+                provenance=PROVENANCE,
                 other_text={"name": "web", "tokens": 9, "perplexity": 2 * value},
                 curves=curves,
                 weights=weights if run.is_dense else None,
@@ -317,6 +328,21 @@ def test_ideas_stand_beside_the_papers_own(paper_set):
     assert lines["the paper's"][2] == "-"
     assert lines["score wanda"][:1] == ("ternary-6:8,score=wanda",)
     assert lines["score wanda"][2].startswith("+0.00")
+
+
+def test_sets_beside_the_paper_have_chapters_of_their_tables_alone(tmp_path):
+    scale = dataclasses.replace(find_scale("cpu-paper"), seeds={"ideas": 3})
+    sets = [
+        result_set(tmp_path / name, lambda config: 30.0, scale=scale, names=("ideas",))
+        for name in ("one", "two")
+    ]
+    blocks = report_blocks(sets)
+    ideas = "Other scores, quantisers, activations and schedules"
+    assert [block.title for block in blocks if isinstance(block, Section)] == [
+        title for name in ("one", "two") for title in (f"Scale {name}", f"{ideas}, {name}")
+    ]
+    commands = {block.text for block in blocks if isinstance(block, Code)}
+    assert commands == {"sparse-bitnet reproduce ideas --scale cpu-paper"}
 
 
 def test_seeds_that_decide_two_points_follow_from_the_residual(tmp_path, paper_set):

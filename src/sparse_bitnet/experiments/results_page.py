@@ -21,6 +21,7 @@ from sparse_bitnet.experiments.page import (
     markdown,
 )
 from sparse_bitnet.experiments.results import Results
+from sparse_bitnet.experiments.scales import DENSE_PATTERN
 from sparse_bitnet.experiments.table import Table, print_table
 from sparse_bitnet.experiments.throughput import throughput_blocks
 from sparse_bitnet.files import write_atomic
@@ -88,31 +89,37 @@ def report_blocks(sets: Sequence[Results], engine: Path | None = None) -> list[B
         ),
         Paragraph(RULE),
     ]
-    found = [claims(results) for results in sets if results.rows]
-    # Holm's correction runs over the whole page.
-    verdicts = iter(judged([claim for chapter in found for claim in chapter]))
-    for results in sets:
-        scale = results.setting["scale"]
+    scales = [results.setting["scale"] for results in sets]
+    for results, scale in zip(sets, scales, strict=True):
         if not results.rows:
             raise UserError(
                 f"{results.path}: no finished run of {scale} yet; `reproduce` trains them"
             )
-        blocks += _chapter(results, list(itertools.islice(verdicts, len(claims(results)))))
+    found = [claims(results) if _is_of_the_paper(results) else [] for results in sets]
+    # Holm's correction runs over the whole page.
+    verdicts = iter(judged([claim for chapter in found for claim in chapter]))
+    for results, scale, own in zip(sets, scales, found, strict=True):
+        name = scale if scales.count(scale) == 1 else results.path.name
+        blocks += _chapter(results, name, list(itertools.islice(verdicts, len(own))))
     return blocks + (throughput_blocks(engine) if engine else [])
 
 
-def _chapter(results: Results, found: Sequence[Claim]) -> list[Block]:
-    name = results.setting["scale"]
-    blocks: list[Block] = [
-        Section(f"Scale {name}"),
-        *_setting(results),
-        Section(f"The paper's claims at this scale ({name})", 3),
-        tables.claim_table(found),
-    ]
+def _is_of_the_paper(results: Results) -> bool:
+    """Whether there is any dense full-precision model, without which no claim can be judged."""
+    return bool(results.by_seed(f"full-{DENSE_PATTERN}"))
+
+
+def _chapter(results: Results, name: str, found: Sequence[Claim]) -> list[Block]:
+    blocks: list[Block] = [Section(f"Scale {name}"), *_setting(results)]
+    if found:
+        blocks += [
+            Section(f"The paper's claims at this scale ({name})", 3),
+            tables.claim_table(found),
+        ]
     notes = results.path / "notes.md"
     if notes.is_file():
         blocks += [Section(f"What to make of it ({name})", 3), Paragraph(notes.read_text().strip())]
-    return blocks + _parts(results)
+    return blocks + _parts(results, name)
 
 
 def _setting(results: Results) -> list[Block]:
@@ -146,11 +153,14 @@ def _setting(results: Results) -> list[Block]:
                 f"Versions: {versions}.",
             )
         ),
-        Code(f"sparse-bitnet reproduce all --scale {setting['scale']}"),
+        Code(
+            f"sparse-bitnet reproduce {'all' if _is_of_the_paper(results) else 'ideas'} "
+            f"--scale {setting['scale']}"
+        ),
     ]
 
 
-def _parts(results: Results) -> list[Block]:
+def _parts(results: Results, name: str) -> list[Block]:
     """Each table and figure of which there are results, under its heading."""
     partly = [p for p in results.setting["sparse_percents"] if 0 < p < 100]
     schedules = any(results.by_seed("ternary-6:8", sparse_percent=percent) for percent in partly)
@@ -198,11 +208,11 @@ def _parts(results: Results) -> list[Block]:
     missing = []
     for title, found in parts:
         if shown := [block for block in found if block is not None]:
-            blocks += [Section(f"{title}, {results.setting['scale']}", 3), *shown]
+            blocks += [Section(f"{title}, {name}", 3), *shown]
         else:
             missing.append(f"{title}: not run.")
-    if missing:
-        blocks += [Section(f"Not there yet, {results.setting['scale']}", 3), Items(missing)]
+    if missing and _is_of_the_paper(results):
+        blocks += [Section(f"Not there yet, {name}", 3), Items(missing)]
     return blocks
 
 
