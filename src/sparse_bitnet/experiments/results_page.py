@@ -204,6 +204,8 @@ def _parts(results: Results, name: str) -> list[Block]:
         ("The published code's recipe, one thing at a time", [rate_tables.recipe_table(results)]),
         ("Other scores, quantisers, activations and schedules", [rate_tables.ideas_table(results)]),
     ]
+    if not _is_of_the_paper(results):
+        parts = parts[-1:]
     blocks: list[Block] = []
     missing = []
     for title, found in parts:
@@ -211,7 +213,7 @@ def _parts(results: Results, name: str) -> list[Block]:
             blocks += [Section(f"{title}, {name}", 3), *shown]
         else:
             missing.append(f"{title}: not run.")
-    if missing and _is_of_the_paper(results):
+    if missing:
         blocks += [Section(f"Not there yet, {name}", 3), Items(missing)]
     return blocks
 
