@@ -48,7 +48,7 @@ sanitize: $(STAMP)
 	SPARSE_BITNET_EXTENSION="$$(echo $(SANITIZED)/sparse_bitnet/_cpu.*so)" PYTHONPATH=tests \
 		$(BIN)/python -m pytest -p sanitized_extension --capture=sys $(SANITIZED_TESTS)
 
-# The engine for other systems: every source compiled with zig, and the self-test linked.
+# The engine for other systems: every source compiled with zig, the self-test linked and run where it can be.
 cross: $(STAMP)
 	$(BIN)/pip install --quiet --constraint constraints.txt ziglang
 	PYTHON=$(BIN)/python .ci/cross

@@ -81,9 +81,9 @@ INLINE Activations some_tokens(Activations x, Product& product, std::int64_t beg
 }
 
 // The integer sums of a group of tokens [t, t + m) and rows [r, r + n) onto the float sums.
-TARGET static void unit_sums_to_floats(const GroupSums& of, std::int64_t index, const float* scales,
-                                       const std::int32_t* dots, float* sums, std::int64_t t, std::int64_t m,
-                                       std::int64_t r, std::int64_t n) {
+TARGET static inline void unit_sums_to_floats(const GroupSums& of, std::int64_t index, const float* scales,
+                                              const std::int32_t* dots, float* sums, std::int64_t t,
+                                              std::int64_t m, std::int64_t r, std::int64_t n) {
   for (std::int64_t token = t; token < t + m; ++token) {
     const Sums excess = splat(of.excess(token, 0, index));
     const std::int64_t which = token * of.in_row + index;

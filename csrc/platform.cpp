@@ -167,23 +167,35 @@ const char* amx_refusal() {
 
 #if defined(__x86_64__)
 
-// Whatever has FMA has F16C, which not every compiler can ask for.
-bool cpu_has_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-         __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("pclmul");
+// By CPUID: __builtin_cpu_supports is a function of a library that compilers for Windows do not link.
+struct Cpuid {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  Cpuid(unsigned leaf, unsigned subleaf) { __get_cpuid_count(leaf, subleaf, &a, &b, &c, &d); }
+};
+
+// Whether the system keeps all of these registers for each thread: bits of XCR0.
+static bool system_keeps(unsigned states) {
+  constexpr unsigned has_xgetbv = 1u << 27;
+  if (!(Cpuid(1, 0).c & has_xgetbv)) return false;
+  unsigned low, high;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (low & states) == states;
 }
 
-bool cpu_has_avxvnni() {
-  unsigned a = 0, b, c, d;
-  return cpu_has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4);
+bool cpu_has_avx2() {
+  constexpr unsigned pclmul = 1u << 1, fma = 1u << 12, f16c = 1u << 29, first = pclmul | fma | f16c;
+  constexpr unsigned avx2 = 1u << 5, bmi2 = 1u << 8, seventh = avx2 | bmi2;
+  return system_keeps(0x6) && (Cpuid(1, 0).c & first) == first && (Cpuid(7, 0).b & seventh) == seventh;
 }
+
+bool cpu_has_avxvnni() { return cpu_has_avx2() && (Cpuid(7, 1).a & 1u << 4); }
 
 bool cpu_has_avx512() {
-  return cpu_has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  constexpr unsigned f = 1u << 16, dq = 1u << 17, bw = 1u << 30, vl = 1u << 31, all = f | dq | bw | vl;
+  return system_keeps(0xe6) && cpu_has_avx2() && (Cpuid(7, 0).b & all) == all;
 }
 
-bool cpu_has_avx512vnni() { return cpu_has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+bool cpu_has_avx512vnni() { return cpu_has_avx512() && (Cpuid(7, 0).c & 1u << 11); }
 
 bool cpu_has_avx512vbmi() { return cpu_has_avx512vnni() && __builtin_cpu_supports("avx512vbmi"); }
 

@@ -54,6 +54,64 @@ def test_what_is_public_says_what_it_is(path: Path) -> None:
     assert not [each for each in named if not inspect.getdoc(each)]
 
 
+def test_without_posix_all_that_runs_a_model_is_imported() -> None:
+    """As on Windows; what fails then lacks only what `sparse-bitnet[train]` brings."""
+    modules = [module_name(path) for path in MODULES if path.stem != "__main__"]
+    script = f"""
+import asyncio, importlib, os, signal, subprocess, sys
+import fastapi, filelock, llguidance, numpy, numpy.random, prometheus_client, rich.console
+import rich.progress, rich.table, tokenizers, tyro, uvicorn
+from sparse_bitnet.cli.main import OF_TRAIN
+
+for name in ("fcntl", "grp", "pwd", "resource", "termios", *OF_TRAIN):
+    sys.modules[name] = None
+for name in ("fork", "getuid", "killpg", "register_at_fork", "sched_getaffinity", "setsid", "sysconf"):
+    delattr(os, name)
+for name in ("setitimer", "SIGALRM", "SIGHUP", "SIGKILL", "SIGPROF", "SIGUSR1"):
+    delattr(signal, name)
+ran = []
+for name in {modules}:
+    try:
+        importlib.import_module(name)
+        ran.append(name)
+    except ModuleNotFoundError as error:
+        assert error.name.partition(".")[0] in OF_TRAIN, (name, error)
+for name in ("cli.generate", "cli.chat", "cli.serve", "cli.bench", "cli.import_", "bench.run",
+             "engine.engine", "generation.chat_template", "serve.http_server", "generation.packed_once"):
+    assert "sparse_bitnet." + name in ran, name
+from sparse_bitnet import host
+assert host.available_cores() > 0
+assert host.most_open_files() is None
+host.limit_memory(1)
+"""
+    run(script)
+
+
+def test_generating_imports_no_more_than_it_takes() -> None:
+    """Half a second to the first token leaves no room for what is not used."""
+    heavy = (
+        "asyncio",
+        "unittest",
+        "typeguard",
+        "llguidance",
+        "filelock",
+        "rich",
+        "fastapi",
+        "jinja2",
+    )
+    script = f"""
+import sys
+from sparse_bitnet.cli import generate
+try:
+    generate.main(["--help"])
+except SystemExit:
+    pass
+import sparse_bitnet.engine.engine, sparse_bitnet.generation.generate, sparse_bitnet.generation.open_model
+assert not [name for name in {heavy} if name in sys.modules]
+"""
+    run(script)
+
+
 def test_importing_loads_neither_torch_nor_transformers_and_prints_nothing() -> None:
     heavy = ("torch", "transformers", "numpy", "tyro", "rich", "datasets", "matplotlib")
     script = f"""

@@ -40,21 +40,24 @@ def test_workflows_are_valid():
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("platform", ["linux", "macos"])
-def test_wheels_are_those_that_are_meant(platform):
+@pytest.mark.parametrize(
+    ("platform", "archs", "systems"),
+    [
+        ("linux", "x86_64,aarch64", ["manylinux", "musllinux"]),
+        ("macos", "x86_64,arm64", ["macosx"]),
+        ("windows", "AMD64", ["win"]),
+    ],
+)
+def test_wheels_are_those_that_are_meant(platform, archs, systems):
     """One for 3.11 and one of the stable ABI, by cibuildwheel, where it is installed."""
     pytest.importorskip("cibuildwheel")
-    command = [
-        sys.executable,
-        "-m",
-        "cibuildwheel",
-        "--print-build-identifiers",
-        "--platform",
-        platform,
-    ]
-    done = subprocess.run([*command, str(ROOT)], capture_output=True, text=True)
+    command = [sys.executable, "-m", "cibuildwheel", "--print-build-identifiers"]
+    options = ["--platform", platform, "--archs", archs, str(ROOT)]
+    done = subprocess.run([*command, *options], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert {name.split("-")[0] for name in done.stdout.split()} == {"cp311", "cp312"}
+    named = [f"{system}_{arch.lower()}" for system in systems for arch in archs.split(",")]
+    meant = {f"{python}-{name}" for python in ("cp311", "cp312") for name in named}
+    assert set(done.stdout.split()) == meant
 
 
 def test_pythons_that_are_tested_are_those_that_are_named():

@@ -164,12 +164,15 @@ def sync_tree(folder: Path) -> None:
     """Bring a folder and all files below it to the disk."""
     for root, _, names in os.walk(folder):
         for name in names:
-            with open(os.path.join(root, name), "rb") as file:
+            # Windows flushes only what may be written.
+            with open(os.path.join(root, name), "rb" if os.name == "posix" else "r+b") as file:
                 os.fsync(file.fileno())
         _sync_folder(Path(root))
 
 
 def _sync_folder(folder: Path) -> None:
+    if os.name != "posix":
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machine a process runs on, and where it keeps things between runs. Imports nothing heavy."""
+"""The machine a process runs on: what only some operating systems have, and where things are kept between
+runs. Imports nothing heavy."""
 
+import faulthandler
 import os
+import signal
+import sys
 from pathlib import Path
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
 
 
 def available_cores() -> int:
@@ -18,6 +27,42 @@ def cpu_info() -> dict[str, str]:
         return {}
     pairs = (line.partition(":") for line in text.splitlines())
     return {name.strip(): " ".join(value.split()) for name, colon, value in pairs if colon}
+
+
+def most_open_files() -> int | None:
+    """Files and connections that this process may have open; None where the system sets no number."""
+    if resource is None:
+        return None
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if most == resource.RLIM_INFINITY else most
+
+
+def limit_memory(most_bytes: int) -> None:
+    """Of this process, all addresses, and no core dump. Windows and macOS have no such limit."""
+    if resource is None:
+        return
+    for kind, most in ((resource.RLIMIT_AS, most_bytes), (resource.RLIMIT_CORE, 0)):
+        try:
+            resource.setrlimit(kind, (most, most))
+        except (OSError, ValueError):
+            if sys.platform == "linux":
+                raise
+
+
+def limit_time(seconds: float) -> None:
+    """From now on this process has so much processor time left; 0: any. Windows counts five times as much
+    of the clock's instead. `ran_out_of_time` tells its end from others."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+    elif seconds:
+        faulthandler.dump_traceback_later(5 * seconds, exit=True)
+    else:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def ran_out_of_time(exit_code: int) -> bool:
+    """Whether `limit_time` ended the process that ended so."""
+    return exit_code == (-signal.SIGPROF if hasattr(signal, "SIGPROF") else 1)
 
 
 def cache_folder() -> Path:

@@ -25,7 +25,7 @@ WHEEL = os.environ.get("SPARSE_BITNET_TEST_WHEEL", "")
 
 # Asks a server that names its address for a text.
 ASK = """
-import os, signal, threading, urllib.request
+import os, signal, threading, urllib.error, urllib.request
 
 class Output(io.StringIO):
     def write(self, text):
@@ -35,27 +35,34 @@ class Output(io.StringIO):
 
 def ask(output, address):
     body = {"model": "packed", "prompt": "1 2 ", "max_tokens": 4}
+    formed = {**body, "guided_regex": "[12]"}
     kind = {"Content-Type": "application/json"}
     request = urllib.request.Request(address + "/completions", json.dumps(body).encode(), kind)
     try:
         answer = json.load(urllib.request.urlopen(request, timeout=60))
         output.write("answered " + answer["choices"][0]["text"])
+        request = urllib.request.Request(address + "/completions", json.dumps(formed).encode(), kind)
+        try:
+            urllib.request.urlopen(request, timeout=60)
+        except urllib.error.HTTPError as error:
+            output.write(f"refused {error.code} {error.read().decode()}")
     finally:
         os.kill(os.getpid(), signal.SIGINT)
 """
 
 # Hides what is not in the core.
+EXTRAS = (*OF_TRAIN, "llguidance")
 HIDE = f"""
 import importlib.util
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {OF_TRAIN}:
+        if name.partition(".")[0] in {EXTRAS}:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Absent())
 found = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *more: None if name in {OF_TRAIN} else found(name, *more)
+importlib.util.find_spec = lambda name, *more: None if name in {EXTRAS} else found(name, *more)
 """
 
 
@@ -88,7 +95,7 @@ def test_the_wheel_alone_does_the_same(tmp_path_factory):
         path.stat().st_size for path in own if path.relative_to(packages).parts[0] not in tools
     )
     assert not (packages / "torch").exists()
-    assert size < 125e6, size
+    assert size < 120e6, size
     check_core(tmp_path_factory.mktemp("used"), python, ASK)
 
 
@@ -122,6 +129,7 @@ def check_core(tmp_path, python, prelude):
         ["generate", "packed", "--prompt", "x", "--engine", "transformers"],
         ["sizes"],
         ["import", str(file), "masters"],
+        ["generate", "packed", "--prompt", "x", "--regex", "[12]"],
     ]
     (tmp_path / "book.txt").write_text("some text " * 100)
     told = run_commands(
@@ -137,9 +145,11 @@ def check_core(tmp_path, python, prelude):
         assert done.output, arguments
     assert "without torch" in told[1].output
     assert re.search(r"answered .", told[5].output), told[5]
+    assert re.search(r"refused 400 .*sparse-bitnet\[grammar\]", told[5].output), told[5]
     for arguments, done in zip(refused, told[len(runs) :], strict=True):
         assert done.code == 2, (arguments, done.errors)
         assert done.errors.count("\n") == 1, (arguments, done.errors)
-        assert done.errors.endswith("pip install 'sparse-bitnet[train]'\n"), arguments
+        extra = "grammar" if "--regex" in arguments else "train"
+        assert done.errors.endswith(f"pip install 'sparse-bitnet[{extra}]'\n"), arguments
     left = ["book.txt", "gguf", "imported", "packed", "trained"]
     assert sorted(path.name for path in tmp_path.iterdir()) == left

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine without Python, cross-compiled and emulated, writes the ids that the engine writes here."""
 
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from cross_compiled import emulated
+from cross_compiled import emulated, run
 from packed_models import make_packed
 from sparse_bitnet.engine.architecture import BLOCK_LINEARS
 from sparse_bitnet.engine.engine import Engine
@@ -61,8 +63,19 @@ def plan_of(folder: Path) -> str:
     return " ".join(map(str, [*words, len(PROMPT), *PROMPT, STEPS]))
 
 
-@pytest.mark.parametrize(("family", "packed_format"), [("qwen2", "nm-bitmap"), ("bitnet", "b3")])
-def test_ids_are_those_of_the_engine(tmp_path, tmp_path_factory, family, packed_format):
+FAMILIES = pytest.mark.parametrize(
+    ("family", "packed_format"), [("qwen2", "nm-bitmap"), ("bitnet", "b3")]
+)
+RUNNERS = {
+    "x86_64-linux-musl": [],
+    "aarch64-linux-musl": ["qemu-aarch64"],
+    "x86_64-windows-gnu": ["wine"],
+}
+"""Targets of .ci/cross that can run here, each by what."""
+
+
+def made(tmp_path: Path, family: str, packed_format: str) -> tuple[list[str], list[str]]:
+    """Arguments of the self-test, and the ids that it has to print."""
     folder = make_packed(tmp_path, family, packed_format=packed_format, vocab_size=96)
     engine = Engine.load(folder, threads=1)
     sequence, tokens, expected = engine.new_sequence(), PROMPT, []
@@ -72,6 +85,26 @@ def test_ids_are_those_of_the_engine(tmp_path, tmp_path_factory, family, packed_
         expected += tokens
     engine.close()
     (tmp_path / "plan").write_text(plan_of(folder))
+    return [str(tmp_path / "plan"), str(folder / "model.safetensors")], list(map(str, expected))
+
+
+@FAMILIES
+def test_ids_are_those_of_the_engine(tmp_path, tmp_path_factory, family, packed_format):
+    arguments, expected = made(tmp_path, family, packed_format)
     source = Path(__file__).parent / "selftest.cpp"
-    arguments = [str(tmp_path / "plan"), str(folder / "model.safetensors")]
-    assert emulated(source, tmp_path_factory, *arguments).split() == list(map(str, expected))
+    assert emulated(source, tmp_path_factory, *arguments).split() == expected
+
+
+@FAMILIES
+@pytest.mark.parametrize("target", RUNNERS)
+@pytest.mark.skipif("SPARSE_BITNET_CROSS" not in os.environ, reason="run by `make cross`")
+def test_cross_compiled_ids_are_those_of_the_engine(tmp_path, family, packed_format, target):
+    program = Path(os.environ["SPARSE_BITNET_CROSS"], target, "selftest.exe")
+    if not program.exists():
+        pytest.skip(f"{target} was not compiled")
+    for runner in RUNNERS[target]:
+        if shutil.which(runner) is None:
+            pytest.skip(f"{target} needs {runner}")
+    arguments, expected = made(tmp_path, family, packed_format)
+    for isa in ("", "generic"):
+        assert run([*RUNNERS[target], str(program), *arguments, isa]).split() == expected

@@ -2,6 +2,9 @@
 """Chats are rendered as transformers renders them, in a sandbox."""
 
 import json
+import signal
+import subprocess
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -132,6 +135,27 @@ def test_a_template_takes_no_more_than_it_may(source, words):
         template.render([{"attack": True}])
     assert "\n" not in str(refused.value)
     assert template.render([{"attack": False}]) == "fine"
+
+
+def test_without_posix_the_clock_ends_it(monkeypatch):
+    script = """
+import signal, sys
+sys.modules["resource"] = None
+del signal.setitimer
+from sparse_bitnet.generation import template_process
+template_process.MOST_SECONDS = 0.4
+template_process.main()
+"""
+    start = subprocess.Popen
+    words = [sys.executable, "-c", script]
+    monkeypatch.setattr(subprocess, "Popen", lambda _, **options: start(words, **options))
+    monkeypatch.delattr(signal, "SIGPROF")
+    template = ChatTemplate(
+        "{% if messages %}{{ (messages | length + 8) ** (9 ** 9) }}{% endif %}fine"
+    )
+    with pytest.raises(UserError, match="too long"):
+        template.render([{}])
+    assert template.render([]) == "fine"
 
 
 def test_many_threads_render_at_once():

@@ -8,8 +8,8 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
 
 import tyro
 
@@ -73,7 +73,7 @@ def parse(
         tyro.cli, chosen, prog=prog, description=description, registry=registry, **more
     )
     try:
-        with redirect_stderr(complaint), _tidy_help():
+        with redirect_stderr(complaint), _tidied():
             parsed: Any = run(args=arguments)
     except SystemExit as stop:
         if stop.code in (0, None):
@@ -85,12 +85,15 @@ def parse(
 
 
 @contextmanager
-def _tidy_help() -> Iterator[None]:
-    """Paragraphs of docstrings as one text, and no "(default: None)", which tyro has no setting for."""
-    from tyro import _arguments, _fmtlib, _strings
+def _tidied() -> Iterator[None]:
+    """Paragraphs of docstrings as one text, and no "(default: None)", which tyro has no setting for. The
+    types of our own defaults are mypy's to check, not typeguard's, which brings asyncio and unittest."""
+    from tyro import _arguments, _fmtlib, _resolver, _strings
 
     joined: Any = _strings.remove_single_line_breaks
     help_of: Any = _arguments.generate_argument_helptext
+    resolver: Any = _resolver
+    is_instance = resolver.is_instance
 
     def in_paragraphs(helptext: str) -> str:
         return joined("\n".join(line.strip() for line in helptext.splitlines()))
@@ -101,11 +104,16 @@ def _tidy_help() -> Iterator[None]:
         bare = re.sub(r" ?\(default: (None|''|)\)$", "", shown)
         return text if bare == shown else _fmtlib.text["dim"](bare)
 
+    def is_default(kind: Any, value: Any) -> bool:
+        return get_origin(kind) in (UnionType, tuple) or is_instance(kind, value)
+
+    resolver.is_instance = is_default
     _strings.remove_single_line_breaks = in_paragraphs
     _arguments.generate_argument_helptext = without_empty_default
     try:
         yield
     finally:
+        resolver.is_instance = is_instance
         _strings.remove_single_line_breaks = joined
         _arguments.generate_argument_helptext = help_of
 

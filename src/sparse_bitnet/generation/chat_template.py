@@ -3,7 +3,6 @@
 its own that bounds what a template of strangers can take."""
 
 import json
-import signal
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ from typing import Any
 from sparse_bitnet.checkpoint.model_folder import read_json_if_there, read_small
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.text import TextTokenizer
+from sparse_bitnet.host import ran_out_of_time
 
 _SPECIAL_TOKENS = (
     "bos_token",
@@ -112,6 +112,7 @@ class ChatTemplate:
             stderr=subprocess.DEVNULL,
             text=True,
             process_group=0,
+            creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
         )
         self._finish = weakref.finalize(self, _end, process)
         reply = _ask(process, json.dumps(self.source))
@@ -137,7 +138,7 @@ def _ask(process: "subprocess.Popen[str]", request: str) -> dict[str, str]:
         answer = ""
     if answer.endswith("\n"):
         return json.loads(answer)
-    late = process.wait() == -signal.SIGPROF
+    late = ran_out_of_time(process.wait())
     return {"error": "it takes too long" if late else "it takes too much memory"}
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Texts of a given form: llguidance says which tokens can come next, so that what ends by itself fits."""
 
+import importlib.util
 import json
 import re
 import threading
@@ -67,9 +68,7 @@ class Grammar:
     @classmethod
     def regex(cls, pattern: str) -> Self:
         """A text that a regular expression (of Rust's kind) matches as a whole."""
-        from llguidance import LLMatcher
-
-        return cls(LLMatcher.grammar_from_regex(pattern))
+        return cls(_llguidance().LLMatcher.grammar_from_regex(pattern))
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> Self:
@@ -84,6 +83,7 @@ class Grammar:
     @classmethod
     def rules(cls, text: str) -> Self:
         """Rules in Lark or, as llama.cpp writes them, GBNF. Raises `UserError` for neither."""
+        _llguidance()
         from llguidance.gbnf_to_lark import any_to_lark
 
         try:
@@ -92,6 +92,17 @@ class Grammar:
             raise UserError(
                 f"the grammar is neither Lark nor GBNF: {_one_line(str(error))}"
             ) from error
+
+
+def _llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        raise UserError(
+            "texts of a given form need llguidance, which is not installed: "
+            "pip install 'sparse-bitnet[grammar]'"
+        ) from None
+    return llguidance
 
 
 def lark_text(text: str) -> str:
@@ -117,29 +128,29 @@ class TokenGrammars:
         self, tokenizer: TextTokenizer, vocab_size: int, end_tokens: frozenset[int]
     ) -> None:
         """`end_tokens`: those that may come where a text is complete."""
-        from llguidance import LLTokenizer
-
         self.vocab_size = vocab_size
         self._lock = threading.Lock()
         self._kept: dict[Grammar, Form] = {}
-        self._tokenizer = LLTokenizer(
-            _Vocabulary(tokenizer, vocab_size, end_tokens),  # type: ignore[arg-type]
-            eos_token=[vocab_size, *(token for token in sorted(end_tokens) if token < vocab_size)],
-        )
+        self._tokenizer: Any = None
+        if importlib.util.find_spec("llguidance") is not None:
+            self._tokenizer = _llguidance().LLTokenizer(
+                _Vocabulary(tokenizer, vocab_size, end_tokens),
+                eos_token=[vocab_size, *(end for end in sorted(end_tokens) if end < vocab_size)],
+            )
 
     def start(self, grammar: Grammar) -> "Form":
         """At the beginning of a text. Takes up to a second or two, other threads meanwhile going on.
 
-        Raises `UserError` for a grammar that is none, asks for what is not supported, or is too large.
+        Raises `UserError` for a grammar that is none, asks for what is not supported, or is too large,
+        and where llguidance is not installed.
         """
-        from llguidance import LLMatcher, LLParserLimits
-
+        library = _llguidance()
         with self._lock:
             if (known := self._kept.pop(grammar, None)) is not None:
                 self._kept[grammar] = known
                 return known.copy()
-        limits = LLParserLimits(**_LIMITS)
-        matcher = LLMatcher(self._tokenizer, grammar.source, log_level=0, limits=limits)
+        limits = library.LLParserLimits(**_LIMITS)
+        matcher = library.LLMatcher(self._tokenizer, grammar.source, log_level=0, limits=limits)
         if matcher.is_error():
             raise UserError(f"the text cannot have this form: {_one_line(matcher.get_error())}")
         form = Form(matcher, self.vocab_size)

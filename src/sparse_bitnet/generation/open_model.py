@@ -4,7 +4,7 @@
 import importlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparse_bitnet.checkpoint.model_folder import (
     CONFIG_FILE,
@@ -15,11 +15,12 @@ from sparse_bitnet.checkpoint.model_folder import (
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.engine.protocol import InferenceEngine
 from sparse_bitnet.errors import EngineLacks, UserError
-from sparse_bitnet.generation.grammar import TokenGrammars
-from sparse_bitnet.generation.packed_once import packed_once
 from sparse_bitnet.generation.stop import end_tokens
 from sparse_bitnet.generation.text import TOKENIZER_FILE, TextTokenizer
 from sparse_bitnet.packing.metadata import QUANT_METHOD
+
+if TYPE_CHECKING:
+    from sparse_bitnet.generation.grammar import TokenGrammars
 
 
 @dataclass(kw_only=True)
@@ -44,8 +45,10 @@ class OpenModel(OpenEngine):
     tokenizer: TextTokenizer
     end_tokens: frozenset[int]
 
-    def grammars(self, end_tokens: frozenset[int]) -> TokenGrammars:
+    def grammars(self, end_tokens: frozenset[int]) -> "TokenGrammars":
         """For texts that these tokens may end."""
+        from sparse_bitnet.generation.grammar import TokenGrammars
+
         return TokenGrammars(self.tokenizer, self.engine.vocab_size, end_tokens)
 
 
@@ -61,8 +64,7 @@ def open_model(checkpoint: str | Path, options: EngineOptions) -> OpenModel:
     Raises `UserError` for what cannot be loaded, and for a choice that cannot be honoured.
     """
     # A packed folder's before its weights: parsing takes memory for a moment, which these then use.
-    if not is_packed(checkpoint):
-        checkpoint = packed_once(checkpoint, options)
+    checkpoint = _packed_if_ternary(checkpoint, options)
     early = _tokenizer(str(checkpoint)) if is_packed(checkpoint) else None
     opened = _open_engine(checkpoint, options)
     try:
@@ -76,9 +78,15 @@ def open_model(checkpoint: str | Path, options: EngineOptions) -> OpenModel:
 
 def open_engine(checkpoint: str | Path, options: EngineOptions) -> OpenEngine:
     """As `open_model`, without tokenizer."""
-    if not is_packed(checkpoint):
-        checkpoint = packed_once(checkpoint, options)
-    return _open_engine(checkpoint, options)
+    return _open_engine(_packed_if_ternary(checkpoint, options), options)
+
+
+def _packed_if_ternary(checkpoint: str | Path, options: EngineOptions) -> str | Path:
+    if is_packed(checkpoint):
+        return checkpoint
+    from sparse_bitnet.generation.packed_once import packed_once
+
+    return packed_once(checkpoint, options)
 
 
 def _open_engine(checkpoint: str | Path, options: EngineOptions) -> OpenEngine:

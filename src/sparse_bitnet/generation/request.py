@@ -5,19 +5,21 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from sparse_bitnet.engine.protocol import EngineSequence, WhichLogits
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.generation.grammar import Form
 from sparse_bitnet.generation.pooling import PooledStates, Pooling
 from sparse_bitnet.generation.sampling import Sampler
 from sparse_bitnet.generation.sampling_options import SamplingOptions
 from sparse_bitnet.generation.stop import StopStrings
 from sparse_bitnet.generation.text import TextStream, TextTokenizer
 from sparse_bitnet.generation.token_score import TokenScore, score
+
+if TYPE_CHECKING:
+    from sparse_bitnet.generation.grammar import Form
 
 FinishReason = Literal["stop", "length", "cancelled", "shutdown", "error"]
 """An end token or a stop string, `max_tokens`, the one who asked, the server's end, a failure."""
@@ -90,7 +92,7 @@ class GenerationRequest:
     stop_tokens: frozenset[int] = frozenset()
     """End-of-sequence tokens, no part of the text."""
 
-    form: Form | None = None
+    form: "Form | None" = None
     """Which the text has to have, at its beginning; it ends where that is complete."""
 
     top_scores: int | None = None
@@ -187,7 +189,7 @@ class Generation:
         return GeneratedText(request.tokenizer, request.stop, is_start=is_start)
 
     @cached_property
-    def _form(self) -> Form | None:
+    def _form(self) -> "Form | None":
         return None if self.request.form is None else self.request.form.copy()
 
     @property

@@ -9,14 +9,14 @@ template's source, then what to render it with.
 
 import datetime
 import json
-import resource
-import signal
 import sys
 from typing import Any
 
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
+
+from sparse_bitnet.host import limit_memory, limit_time
 
 MOST_SECONDS = 2.0
 """Of processor time, for each request."""
@@ -88,17 +88,11 @@ def _complaint(error: Exception) -> str:
 
 def main() -> None:
     """Answer until the input ends."""
-    for kind, most in ((resource.RLIMIT_AS, MOST_BYTES), (resource.RLIMIT_CORE, 0)):
-        try:
-            resource.setrlimit(kind, (most, most))
-        except (OSError, ValueError):
-            # macOS limits no address space; there processor time alone is.
-            if sys.platform == "linux":
-                raise
+    limit_memory(MOST_BYTES)
     environment, template = _environment(), None
     for line in sys.stdin:
         # Processor time, not the clock's: a busy machine is no reason. The system ends the process.
-        signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)
+        limit_time(MOST_SECONDS)
         reply = {}
         try:
             if template is None:
@@ -107,7 +101,7 @@ def main() -> None:
                 reply["text"] = _render(template, line)
         except Exception as error:
             reply["error"] = _complaint(error)
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        limit_time(0)
         print(json.dumps(reply), flush=True)
 
 

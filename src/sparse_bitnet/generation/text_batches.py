@@ -3,10 +3,10 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from sparse_bitnet.engine.protocol import ContextFull, InferenceEngine
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.generation.grammar import Form
 from sparse_bitnet.generation.observer import Throughput
 from sparse_bitnet.generation.prefix_cache import PrefixCache
 from sparse_bitnet.generation.request import Generation, GenerationRequest, Output
@@ -14,6 +14,9 @@ from sparse_bitnet.generation.sampling_options import SamplingOptions
 from sparse_bitnet.generation.scheduler import Scheduler
 from sparse_bitnet.generation.stop import StopStrings
 from sparse_bitnet.generation.text import TextTokenizer
+
+if TYPE_CHECKING:
+    from sparse_bitnet.generation.grammar import Form
 
 _PREFILL_TOKENS = 512
 """Prompt tokens of one forward; between two forwards a generation can be cancelled."""
@@ -54,7 +57,7 @@ def generate(
     *,
     tokenizer: TextTokenizer,
     end_tokens: frozenset[int] = frozenset(),
-    form: Form | None = None,
+    form: "Form | None" = None,
     prefixes: PrefixCache | None = None,
     max_batch: int = 32,
     is_start: bool = False,

@@ -4,7 +4,7 @@
 import asyncio
 import gc
 import logging
-import resource
+import os
 import signal
 import socket
 import sys
@@ -19,6 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
+from sparse_bitnet.host import most_open_files
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LAST_EVENTS_SECONDS = 5
@@ -46,7 +47,8 @@ def listen(host: str, port: int) -> socket.socket:
     family, kind, protocol, _, address = found[0]
     bound = socket.socket(family, kind, protocol)
     try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if os.name == "posix":  # on Windows it would share the port with another server
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
     except (OSError, OverflowError) as error:
         bound.close()
@@ -142,9 +144,8 @@ class HttpServer(uvicorn.Server):
     once. Either way the process ends in order instead of by the signal."""
 
     def __init__(self, app: FastAPI, scheduler: ThreadedScheduler, grace: float = 0.0) -> None:
-        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = _MOST_CONNECTIONS
-        if files != resource.RLIM_INFINITY:
+        files, most = most_open_files(), _MOST_CONNECTIONS
+        if files is not None:
             most = min(most, max(files - _OTHER_FILES, 1))
         config = uvicorn.Config(
             app,
