@@ -143,9 +143,41 @@ def test_every_file_of_the_tree_exists():
             assert (folder / name).exists(), name
 
 
+ELSEWHERE = {
+    "a GPU": r"cuda|--forward int8|bench (decode|kernels|prefill|profile|train)",
+    "minutes; tests/experiments runs it small": r"quickstart|reproduce|report|distill Qwen",
+    "the machine for itself; tests/bench runs it small": r" bench",
+    "data sets of others": r"--tasks paper|train-00000",
+    "a port, a terminal or a chat model; tests/serve and examples/ have them": r" serve| chat |--chat",
+    "more words to be a command": r"(COMMAND --help|distill|pack|max-restarts)$",
+}  # fmt: skip
+"""What commands of the pages that are not run as they stand need: patterns of commands."""
+GIVEN = {"RUN": "run", "CHECKPOINT": "run", "CHECKPOINT...": "run", "PACKED": "packed", "2000": "2"}
+GIVEN |= {"TEACHER": "run/final", "DATA": "data2", "TEXT": "book.txt", "held-out.txt": "book.txt"}
+"""What stands for the names in them."""
+MAKE = """
+sparse-bitnet export run folder --format compressed-tensors-w8a8
+sparse-bitnet export run gguf --format gguf-tq2_0
+python -c "from pathlib import Path; [one.rename('model.gguf') for one in Path('gguf').glob('*.gguf')]"
+sparse-bitnet prepare book.txt data2 --tokenizer run/final
+"""
+
+
+def other_commands(done: list[str]) -> Iterator[str]:
+    """Those of all pages that run on a small model in a moment."""
+    for number, (_, line) in enumerate(LINES):
+        is_elsewhere = any(re.search(pattern, line) for pattern in ELSEWHERE.values())
+        if line.startswith("sparse-bitnet ") and not is_elsewhere and line not in done:
+            words = [GIVEN.get(word, word) for word in shlex.split(line, comments=True)]
+            if words[1] in ("prepare", "distill", "pack", "export", "import"):
+                words[3] = f"made-{number}"
+            yield shlex.join(words)
+
+
 @pytest.mark.slow
 def test_own_text_becomes_a_model_that_runs_away_from_the_checkout(tmp_path):
-    """The page's commands in their order, in a folder and a shell that know nothing of the project."""
+    """The page's commands in their order, in a folder and a shell that know nothing of the project; then
+    those of the other pages."""
     (tmp_path / "book.txt").write_text((ROOT / "docs/scale.md").read_text() * 3, encoding="utf-8")
     environment = {
         "HOME": str(tmp_path),
@@ -157,10 +189,14 @@ def test_own_text_becomes_a_model_that_runs_away_from_the_checkout(tmp_path):
     }
     block = BLOCK.findall((ROOT / "docs/train.md").read_text())[0][1]
     lines = block.replace("--steps 500", "--steps 3").splitlines()
-    told = run_commands([shlex.split(line) for line in lines], cwd=tmp_path, env=environment)
+    own, others = len(lines), [*MAKE.split("\n")[1:-1], *other_commands(block.splitlines())]
+    lines += others
+    commands = [shlex.split(line) for line in lines]
+    told = run_commands(commands, cwd=tmp_path, env=environment, stdin="Once")
     for line, done in zip(lines, told, strict=True):
         assert done.code == 0, (line, done.errors)
         assert "Warning" not in done.errors, (line, done.errors)
-    assert len(told) == 8
-    texts = [done.output for line, done in zip(lines, told, strict=True) if " generate " in line]
+    assert own == 8
+    assert len(others) > 20
+    texts = [done.output for line, done in zip(lines, told, strict=True) if "Once" in line]
     assert all(text.startswith("Once upon a time") for text in texts)
