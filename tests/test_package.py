@@ -76,7 +76,7 @@ for name in {modules}:
         ran.append(name)
     except ModuleNotFoundError as error:
         assert error.name.partition(".")[0] in OF_TRAIN, (name, error)
-for name in ("cli.generate", "cli.chat", "cli.serve", "cli.bench", "cli.import_", "bench.run",
+for name in ("cli.generate", "cli.chat", "cli.serve", "cli.bench", "cli.import_",
              "engine.engine", "generation.chat_template", "serve.http_server", "generation.packed_once"):
     assert "sparse_bitnet." + name in ran, name
 from sparse_bitnet import host
