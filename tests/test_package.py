@@ -106,7 +106,7 @@ try:
     generate.main(["--help"])
 except SystemExit:
     pass
-import sparse_bitnet.engine.engine, sparse_bitnet.generation.generate, sparse_bitnet.generation.open_model
+import sparse_bitnet.engine.engine, sparse_bitnet.generation.open_model, sparse_bitnet.generation.text_batches
 assert not [name for name in {heavy} if name in sys.modules]
 """
     run(script)
