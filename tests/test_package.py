@@ -106,7 +106,8 @@ try:
     generate.main(["--help"])
 except SystemExit:
     pass
-import sparse_bitnet.engine.engine, sparse_bitnet.generation.open_model, sparse_bitnet.generation.text_batches
+import sparse_bitnet.engine.engine
+from sparse_bitnet.generation import open_model, text_batches
 assert not [name for name in {heavy} if name in sys.modules]
 """
     run(script)
