@@ -78,6 +78,7 @@ $(STAMP): $(SOURCES)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --no-deps --require-hashes --requirement requirements.lock
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	cp $(VENV)/lib/python*/site-packages/sparse_bitnet/_cpu.pyi src/sparse_bitnet/ || true  # for mypy
 	touch $@
 
 # Every package that constraints.txt leaves open, with hashes. What torch brings of its own for a GPU is
