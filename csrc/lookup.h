@@ -76,7 +76,7 @@ constexpr Tables make_tables() {
 }
 alignas(64) inline constexpr Tables tables = make_tables();
 
-// The code of a row of a strip at byte j of a block of it, and what writes it, leaving other rows alone.
+// The code of a row of a strip at byte j of a block of it; then what writes them, leaving other rows alone.
 constexpr int code_at(const Shape& shape, const std::uint8_t* block, int row, int j) {
   const auto byte = [&](int vector) { return int(block[vector * block_codes + j]); };
   if (shape.bits == 6) {
@@ -87,22 +87,24 @@ constexpr int code_at(const Shape& shape, const std::uint8_t* block, int row, in
   return byte(row - 5) >> 5 | high << 3;
 }
 
-inline void set_code(const Shape& shape, std::uint8_t* block, int row, int j, int code) {
-  const auto put = [&](int vector, int mask, int bits) {
-    std::uint8_t& byte = block[vector * block_codes + j];
-    byte = std::uint8_t((byte & ~mask) | bits);
+// Of a whole block.
+inline void set_codes(const Shape& shape, std::uint8_t* block, int row, const std::uint8_t* codes) {
+  const auto put = [&](int vector, int mask, auto bits) {
+    std::uint8_t* bytes = block + vector * block_codes;
+    for (int j = 0; j < block_codes; ++j) bytes[j] = std::uint8_t((bytes[j] & ~mask) | bits(codes[j]));
   };
+  const auto all = [](int code) { return code; };
   if (shape.bits == 6) {
-    if (row < 3) return put(row, 63, code);
-    put(0, 0xc0, code >> 4 << 6);
-    put(1, 0xc0, (code >> 2 & 3) << 6);
-    return put(2, 0xc0, (code & 3) << 6);
+    if (row < 3) return put(row, 63, all);
+    put(0, 0xc0, [](int code) { return code >> 4 << 6; });
+    put(1, 0xc0, [](int code) { return (code >> 2 & 3) << 6; });
+    return put(2, 0xc0, [](int code) { return (code & 3) << 6; });
   }
-  if (row < 5) return put(row, 31, code);
-  put(row - 5, 0xe0, (code & 7) << 5);
-  if (row < 7) return put(row - 2, 0xc0, code >> 3 << 6);
-  put(3, 0x20, (code >> 3 & 1) << 5);
-  put(4, 0x20, code >> 4 << 5);
+  if (row < 5) return put(row, 31, all);
+  put(row - 5, 0xe0, [](int code) { return (code & 7) << 5; });
+  if (row < 7) return put(row - 2, 0xc0, [](int code) { return code >> 3 << 6; });
+  put(3, 0x20, [](int code) { return (code >> 3 & 1) << 5; });
+  put(4, 0x20, [](int code) { return code >> 4 << 5; });
 }
 
 // The weight plus one at a column of a row of a strip.
@@ -118,18 +120,24 @@ constexpr int digit_at(packed::Pattern pattern, const std::uint8_t* strip, int r
 inline void encode_row(packed::Pattern pattern, const std::uint8_t* digits, std::int64_t columns, int row,
                        std::uint8_t* strip) {
   const Shape& shape = shape_of(pattern);
+  std::uint8_t last[quads.block_columns()] = {};
   for (std::int64_t first = 0; first < columns; first += shape.block_columns()) {
-    for (int j = 0; j < block_codes; ++j) {
-      const std::int64_t column = first + (is_quads(pattern) ? 4 * j : j);
-      int number = 0;
-      for (int i = shape.weights - 1; i >= 0; --i) {
-        const std::int64_t c = column + (is_quads(pattern) ? i : i * block_codes);
-        number = 3 * number + (c < columns ? digits[c] : 0);
-      }
-      const bool is_absent = column >= columns;
-      const int code = !is_quads(pattern) ? number : is_absent ? absent_quad : tables.quad_of[number];
-      set_code(shape, strip, row, j, code);
+    const std::uint8_t* from = digits + first;
+    const std::int64_t count = columns - first;
+    if (count < shape.block_columns()) {
+      for (std::int64_t i = 0; i < count; ++i) last[i] = from[i];
+      from = last;
     }
+    std::uint8_t codes[block_codes];
+    for (int j = 0; j < block_codes; ++j) {
+      if (is_quads(pattern)) {
+        const std::uint8_t* four = from + 4 * j;
+        codes[j] = 4 * j < count ? tables.quad_of[four[0] + 3 * four[1] + 9 * four[2] + 27 * four[3]] : absent_quad;
+      } else {
+        codes[j] = std::uint8_t(from[j] + 3 * from[j + block_codes] + 9 * from[j + 2 * block_codes]);
+      }
+    }
+    set_codes(shape, strip, row, codes);
     strip += shape.vectors() * block_codes;
   }
 }

@@ -3,14 +3,7 @@
 
 #if defined(__x86_64__)
 
-#if defined(__GNUC__) && !defined(__clang__)
-// GCC's own headers start from vectors that they leave undefined on purpose.
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#endif
-
-#include <immintrin.h>
-
+#include "avx512.h"
 #include "matmul_kernels.h"
 #include "platform.h"
 
