@@ -125,7 +125,7 @@ def test_installed_packages(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_sources_do_not_import_torch() -> None:
     modules = "documents python_files text_files sources tokenizer manifest checksums shards loader"
     code = "import sys\n" + "".join(
-        f"import sparse_bitnet.data.{module}\n" for module in [*modules.split(), "prepare"]
+        f"import sparse_bitnet.data.{module}\n" for module in [*modules.split(), "preparation"]
     )
     code += "assert not {'torch', 'transformers', 'datasets', 'pyarrow', 'rich'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
