@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from sparse_bitnet.checkpoint.build_model import PRESETS, build_model
 from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
@@ -22,7 +22,7 @@ from sparse_bitnet.data.loader import TokenLoader
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import write_atomic
-from sparse_bitnet.nn.convert import set_integer_forward_, set_phase_, sparse_layers
+from sparse_bitnet.nn.convert import set_phase_, sparse_layers
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.progress import Progress
 from sparse_bitnet.training import metrics
@@ -36,8 +36,9 @@ from sparse_bitnet.training.device import (
     prepare_device,
 )
 from sparse_bitnet.training.distributed import World
+from sparse_bitnet.training.initial_model import initial_model
 from sparse_bitnet.training.logit_cache import LogitCache
-from sparse_bitnet.training.loss import SummedLoss, check_packs
+from sparse_bitnet.training.loss import SummedLoss
 from sparse_bitnet.training.optimizer import build_optimizer
 from sparse_bitnet.training.run_checkpoint import CheckpointWriter, RunState, model_files, restore
 from sparse_bitnet.training.run_folder import Interrupted, StopSignal, say
@@ -116,8 +117,9 @@ class Trainer:
             world_size=world.size,
         )
         # Of a model that will be split only the first process makes the values.
-        self.whole = self._build_model() if world.is_main else None
-        self.model = self._build_model(meta=True) if world.mesh else cast(Any, self.whole)
+        self.build = partial(initial_model, config, self.format, self.dataset, self.tokenizer)
+        self.whole = self.build() if world.is_main else None
+        self.model = self.build(meta=True) if world.mesh else cast(Any, self.whole)
         if config.lora:
             if world.mesh:
                 raise UserError("lora trains in one process: leave out torchrun")
@@ -164,43 +166,6 @@ class Trainer:
                 line = progress.line("teacher's logits", "tokens")
                 cache.fill(teacher, config.micro_batch_size or config.batch_size, line)
         cache.verify()
-
-    def _build_model(self, meta: bool = False) -> "PreTrainedModel":
-        config = self.config
-        model = build_model(
-            config.model,
-            self.format,
-            seed=config.seed,
-            vocab_size=config.vocab_size or self._default_vocab_size(),
-            init=config.init,
-            meta=meta,
-            uniform=config.initial_weights == "uniform",
-            sub_norms=config.sub_norms,
-        )
-        if config.masters == "bf16":
-            for parameter in model.parameters():
-                parameter.data = parameter.data.bfloat16()
-        set_integer_forward_(model, config.forward == "int8")
-        self.dataset.check_vocab(
-            cast(torch.nn.Embedding, model.get_input_embeddings()).num_embeddings
-        )
-        if config.sequence_length > model.config.max_position_embeddings:
-            raise UserError(
-                f"sequence_length={config.sequence_length}: {config.model} has positions for "
-                f"{model.config.max_position_embeddings}"
-            )
-        if self.dataset.is_chat:
-            check_packs(model)
-        for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            value = getattr(self.tokenizer, field, None)
-            setattr(model.config, field, value)
-            setattr(model.generation_config, field, value)
-        return model
-
-    def _default_vocab_size(self) -> int | None:
-        """None keeps the preset's own."""
-        preset = PRESETS.get(self.config.model)
-        return None if preset is None or preset.published else self.dataset.vocab_size
 
     def run_to_end(self) -> RunResult:
         """Continue from the newest intact checkpoint, or begin; the run folder is this process's.
@@ -403,7 +368,7 @@ class Trainer:
                 "another --out"
             )
         self._write(validation)
-        whole = whole_model(self.model, self.world, self._build_model)
+        whole = whole_model(self.model, self.world, self.build)
         self.world.on_main(
             lambda: save_pretrained(
                 cast("PreTrainedModel", whole), self.run / "final", self.tokenizer

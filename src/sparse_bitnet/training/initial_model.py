@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model with which a run begins, checked against the data that it will see."""
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from sparse_bitnet.checkpoint.build_model import PRESETS, build_model
+from sparse_bitnet.data.shards import TokenDataset
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.layer_config import SparseBitConfig
+from sparse_bitnet.nn.convert import set_integer_forward_
+from sparse_bitnet.training.config import TrainConfig
+from sparse_bitnet.training.loss import check_packs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def initial_model(
+    config: TrainConfig,
+    format: SparseBitConfig,
+    dataset: TokenDataset,
+    tokenizer: Any,
+    *,
+    meta: bool = False,
+) -> "PreTrainedModel":
+    """A preset with random weights, or `config.init`, converted to `format`.
+
+    Args:
+        config: of the run.
+        format: of its sparse layers.
+        dataset: the training data: its tokens need rows of the embedding, its windows positions.
+        tokenizer: of the data, whose special tokens the model's config names.
+        meta: without values, on the meta device.
+
+    Raises `UserError` for a model that the data does not fit.
+    """
+    model = build_model(
+        config.model,
+        format,
+        seed=config.seed,
+        vocab_size=config.vocab_size or _default_vocab_size(config, dataset),
+        init=config.init,
+        meta=meta,
+        uniform=config.initial_weights == "uniform",
+        sub_norms=config.sub_norms,
+    )
+    if config.masters == "bf16":
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16()
+    set_integer_forward_(model, config.forward == "int8")
+    dataset.check_vocab(cast(torch.nn.Embedding, model.get_input_embeddings()).num_embeddings)
+    if config.sequence_length > model.config.max_position_embeddings:
+        raise UserError(
+            f"sequence_length={config.sequence_length}: {config.model} has positions for "
+            f"{model.config.max_position_embeddings}"
+        )
+    if dataset.is_chat:
+        check_packs(model)
+    for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = getattr(tokenizer, field, None)
+        setattr(model.config, field, value)
+        setattr(model.generation_config, field, value)
+    return model
+
+
+def _default_vocab_size(config: TrainConfig, dataset: TokenDataset) -> int | None:
+    """None keeps the preset's own."""
+    preset = PRESETS.get(config.model)
+    return None if preset is None or preset.published else dataset.vocab_size
