@@ -65,7 +65,8 @@ def test_time_left_can_be_given_and_a_total_be_unknown(clock: list[float]) -> No
     output = console(True)
     with Progress(output) as progress:
         line = progress.line("reading", "MB", 1e6)
-        line(0, None)
+        line(7_000_000, None)
+        line(0, None, label="tokenising")  # another count begins
         clock[0] = 1.0
         line(5_000_000, None, label="tokenising")
         assert "5 MB, 5 MB/s" in line._state(5_000_000, None, "", None)

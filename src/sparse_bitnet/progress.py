@@ -81,10 +81,12 @@ class Line:
 
         Args:
             text: shown after the amount.
-            label: replaces the line's label from here on.
+            label: replaces the line's label from here on; another one begins another count.
             seconds_left: of whoever knows better than this line's own rate.
         """
-        self._label = label or self._label
+        if label and label != self._label:
+            self._label = label
+            self._recent.clear()
         state = self._state(done, total, text, seconds_left)
         progress = self._progress
         if progress.console.is_terminal:

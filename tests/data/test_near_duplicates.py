@@ -5,9 +5,12 @@ from pathlib import Path
 import numpy as np
 from texts import write_jsonl
 
-from sparse_bitnet.data.documents import TRAIN, VALIDATION
+from sparse_bitnet.checkpoint.load import load_tokenizer
+from sparse_bitnet.data.documents import TRAIN, VALIDATION, Document
 from sparse_bitnet.data.manifest import Manifest
-from sparse_bitnet.data.near_duplicates import Overlap, measure_overlap, rolling_hashes
+from sparse_bitnet.data.near_duplicates import rolling_hashes
+from sparse_bitnet.data.overlap import Overlap
+from sparse_bitnet.data.parts import prepare_part
 from sparse_bitnet.data.preparation import prepare
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.data.sources import parse_source
@@ -84,8 +87,8 @@ def test_overlap_is_measured_and_stored(tmp_path: Path, tokenizer_folder: Path) 
     manifest = prepare(source, tmp_path / "out", tokenizer=tokenizer_folder, shard_tokens=777)
     assert manifest == Manifest.read(tmp_path / "out")
     splits = [TokenDataset.open(tmp_path / "out", split) for split in (TRAIN, VALIDATION)]
-    overlap = measure_overlap(*splits)
-    assert manifest.overlap == overlap.to_dict()
+    assert manifest.overlap is not None
+    overlap = Overlap(**manifest.overlap)
     tokens = [dataset[:].tolist() for dataset in splits]
     known = {tuple(tokens[0][i : i + 64]) for i in range(len(tokens[0]))}
     asked = [tuple(tokens[1][i : i + 64]) for i in range(len(tokens[1]) - 63)]
@@ -99,6 +102,62 @@ def test_overlap_is_measured_and_stored(tmp_path: Path, tokenizer_folder: Path) 
     )
     assert overlap.windows_in_training > 100
     assert "1 of 3 documents whole" in str(overlap)
+
+
+def in_two_parts(texts: list[str], out: Path, tokenizer: Path, **options: object) -> Manifest:
+    """`texts` in two files, each a part."""
+    for number in range(2):
+        write_jsonl(out / f"{number}.jsonl", texts[number::2])
+    source = parse_source(str(out / "*.jsonl"), **{"validation_fraction": 0.3, **options})
+    for part in range(2):
+        manifest = prepare_part(source, out, part=part, parts=2, tokenizer=tokenizer)
+    assert manifest is not None
+    return manifest
+
+
+def test_parts_leave_held_out_near_duplicates_out(tmp_path: Path, tokenizer_folder: Path) -> None:
+    texts = [text for pair in PAIRS for text in pair] + OTHERS
+    with_them, out = tmp_path / "with", tmp_path / "out"
+    for folder in (with_them, out):
+        folder.mkdir()
+    before = in_two_parts(texts, with_them, tokenizer_folder, near_duplicates=False)
+    after = in_two_parts(texts, out, tokenizer_folder)
+    assert before.splits[TRAIN].tokens == after.splits[TRAIN].tokens
+    apart = sum(len({each.split for each in pair}) == 2 for pair in pairs_of(with_them))
+    assert apart > 5
+    assert after.overlap is not None
+    assert after.overlap["left_out"] == apart
+    assert before.overlap is not None
+    assert before.overlap["windows_in_training"] > 0
+    assert after.overlap["windows_in_training"] == 0
+    held_out = TokenDataset.open(out, VALIDATION, verify="always")
+    tokenizer = load_tokenizer(out / "tokenizer")
+    kept = tokenizer.decode(held_out[:].tolist()).split(tokenizer.eos_token)[:-1]
+    assert after.splits[VALIDATION].documents == len(kept)
+    assert after.splits[VALIDATION].text_bytes == sum(len(text.encode()) for text in kept)
+    assert in_two_parts(texts, out, tokenizer_folder) == after
+
+
+def pairs_of(folder: Path) -> list[list[Document]]:
+    source = parse_source(str(folder / "*.jsonl"), validation_fraction=0.3, near_duplicates=False)
+    sides = {document.text: document for document in source.documents()}
+    return [[sides[text] for text in pair] for pair in PAIRS]
+
+
+def test_a_hub_data_set_leaves_held_out_near_duplicates_out(
+    tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    (tmp_path / "set").mkdir()
+    write_jsonl(tmp_path / "set" / "a.jsonl", [text for pair in PAIRS for text in pair])
+    source = parse_source(f"hub:{tmp_path / 'set'}", validation_fraction=0.3)
+    manifest = prepare(source, tmp_path / "out", tokenizer=tokenizer_folder)
+    assert manifest.overlap is not None
+    assert manifest.overlap["left_out"] > 5
+    assert manifest.overlap["windows_in_training"] == 0
+    files = {path.name for path in (tmp_path / "out").glob("*.bin")}
+    assert files == {"train-00000.bin", "held-out-00000.bin"}
+    assert TokenDataset.open(tmp_path / "out", VALIDATION, verify="always")
+    assert prepare(source, tmp_path / "out", tokenizer=tokenizer_folder) == manifest
 
 
 def test_rolling_hashes() -> None:

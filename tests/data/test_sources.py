@@ -19,6 +19,7 @@ from sparse_bitnet.data.documents import (
     TextSource,
     pieces,
 )
+from sparse_bitnet.data.near_duplicates import ReadOnceSource
 from sparse_bitnet.data.sources import HubSource, parse_source
 from sparse_bitnet.errors import UserError
 
@@ -165,7 +166,8 @@ def test_file_without_text(tmp_path: Path) -> None:
 )
 def test_hub_names(spec: str, name: str, config: str | None, split: str) -> None:
     source = parse_source(spec, column="content", validation_fraction=0.0)
-    assert source == HubSource(
+    assert isinstance(source, ReadOnceSource)
+    assert source.source == HubSource(
         name=name, config=config, split=split, column="content", validation_fraction=0.0
     )
 

@@ -47,7 +47,8 @@ class PrepareConfig:
 
     near_duplicates: bool = True
     """Keep documents that are nearly the same on one side of the split; with --validation, leave those of
-    SOURCE out that are nearly held-out ones. Does not apply to hub data sets, nor among --parts."""
+    SOURCE out that are nearly held-out ones. Of hub data sets and --parts, which are read once, held-out
+    documents of which over 1 % stands in the training text are left out in the end."""
 
     shard_tokens: int = 1 << 27
     """Tokens in one file."""
@@ -84,7 +85,7 @@ def run(
     """
     from sparse_bitnet.data.documents import VALIDATION
     from sparse_bitnet.data.manifest import MANIFEST
-    from sparse_bitnet.data.near_duplicates import Overlap
+    from sparse_bitnet.data.overlap import Overlap
     from sparse_bitnet.data.parts import prepare_part
     from sparse_bitnet.data.preparation import prepare
     from sparse_bitnet.data.sources import parse_source
@@ -128,12 +129,6 @@ def run(
         print(
             f"{name}: {_count(split.documents, 'document')}, {shown} of text, "
             f"{split.tokens:,} tokens in {_count(len(split.shards), 'shard')}"
-        )
-    streamed = source.startswith("hub:")
-    if config.near_duplicates and (streamed or config.parts > 1):
-        what = "a data set of the hub is read once" if streamed else "no part sees the others"
-        print(
-            f"near-duplicates were not looked for ({what}); exact copies share a side of the split"
         )
     if manifest.overlap is not None:
         print(f"held-out text: {Overlap(**manifest.overlap)}")

@@ -4,6 +4,7 @@
     manifest.json                        what the data is; written last: its presence means "complete"
     train-00000.bin, train-00001.bin ... token ids, little endian and nothing else: uint16 where the
     validation-00000.bin ...             vocabulary has at most 65,536 tokens, uint32 above
+    held-out-00000.bin ...               instead of the latter where some are left out (`overlap`)
     tokenizer/                           the tokenizer, as transformers saves it
     .verified.json                       which shards' checksums were found right (`checksums`)
     preparation.json, *.partial          only while the preparation is under way (`prepare`)
@@ -70,7 +71,7 @@ class Manifest:
     eos_token_id: int
     splits: dict[str, SplitManifest]
     overlap: dict[str, int] | None = None
-    """`near_duplicates.Overlap` of the held-out text with the training text; None where it is unknown."""
+    """`overlap.Overlap` of the held-out text with the training text; None where it is unknown."""
 
     @property
     def is_chat(self) -> bool:

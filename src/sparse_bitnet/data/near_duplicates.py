@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Held-out text that is not trained on: near-duplicates share a side, and what is left is measured.
+"""Near-duplicate documents share a side of the split, so that held-out text is not trained on.
 
 A text is cut where a rolling hash of its bytes says so, so that a passage is cut alike wherever it
 stands and whatever surrounds it. Documents of which some piece is nearly the same (MinHash over the
@@ -8,7 +8,7 @@ stands and whatever surrounds it. Documents of which some piece is nearly the sa
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -22,10 +22,9 @@ from sparse_bitnet.data.documents import (
     State,
     TextSource,
 )
-from sparse_bitnet.data.shards import TokenDataset
 
-WINDOW = 64
-"""Tokens of a held-out window that is looked for in the training text."""
+LEFT_OUT = "left out of the held-out text"
+"""What becomes of near-duplicates in a `ReadOnceSource`; as the manifest's settings have it."""
 
 _SHINGLE = 32
 _PIECE_BITS = 12
@@ -37,7 +36,6 @@ _BANDS, _ROWS = 16, 6
 
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 _INVERSE = np.uint64(pow(int(_BASE), -1, 1 << 64))
-_CHUNK_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +110,29 @@ class GroupedSource:
         return moved if sides >= {TRAIN, VALIDATION} else {}
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReadOnceSource:
+    """A source that no process reads as a whole before it is tokenised: a stream, or a part of a text.
+
+    Its held-out documents that occur in the training text are left out afterwards (`overlap`).
+    """
+
+    source: TextSource
+
+    @property
+    def name(self) -> str:
+        """The source's own."""
+        return self.source.name
+
+    def describe(self) -> dict[str, Any]:
+        """As the source, and what becomes of its near-duplicates."""
+        return {**self.source.describe(), "near_duplicates": LEFT_OUT}
+
+    def documents(self, state: State = None) -> Iterator[Document]:
+        """Those of the source."""
+        return self.source.documents(state)
+
+
 def rolling_hashes(values: np.ndarray, length: int) -> np.ndarray:
     """Of every `length` consecutive values a hash that only they determine; uint64
     [len(values) - length + 1]."""
@@ -157,59 +178,3 @@ def _groups(keys: np.ndarray, owners: np.ndarray, documents: int) -> Iterator[li
     for group in np.split(place, np.flatnonzero(np.diff(labels[place])) + 1):
         if len(group) > 1:
             yield group.tolist()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Overlap:
-    """How much of the held-out text stands in the training text, verbatim."""
-
-    window_tokens: int
-    windows: int
-    """Of this many tokens, at every position of each held-out document."""
-
-    windows_in_training: int
-    documents: int
-    """Held-out documents of at least one window."""
-
-    documents_in_training: int
-    """Of which every window is."""
-
-    def __str__(self) -> str:
-        share = 100 * self.windows_in_training / max(1, self.windows)
-        return (
-            f"{share:.2f} % of its {self.window_tokens}-token windows also occur in training, "
-            f"{self.documents_in_training} of {self.documents:,} documents whole"
-        )
-
-    def to_dict(self) -> dict[str, int]:
-        """As the manifest stores it."""
-        return asdict(self)
-
-
-def measure_overlap(train: TokenDataset, validation: TokenDataset) -> Overlap:
-    """Look for every window of the held-out text in the training text; reads both once."""
-    tokens = validation[: len(validation)].astype(np.uint64)
-    ends = np.flatnonzero(tokens == validation.eos_token_id)
-    # A window that goes on into the next document is none.
-    starts = np.concatenate([[0], ends[:-1] + 1]) if len(ends) else np.array([0])
-    texts = [rolling_hashes(tokens[a:b], WINDOW) for a, b in zip(starts, ends, strict=False)]
-    texts = [hashes for hashes in texts if len(hashes)]
-    wanted = np.unique(np.concatenate(texts)) if texts else np.empty(0, np.uint64)
-    found = np.zeros(len(wanted), bool)
-    likely = np.zeros(1 << 22, bool)
-    shift = np.uint64(64 - 22)
-    likely[wanted >> shift] = True
-    for start in range(0, len(train) if len(wanted) else 0, _CHUNK_TOKENS):
-        part = train[start : start + _CHUNK_TOKENS + WINDOW - 1].astype(np.uint64)
-        hashes = rolling_hashes(part, WINDOW)
-        hashes = hashes[likely[hashes >> shift]]
-        place = np.minimum(np.searchsorted(wanted, hashes), len(wanted) - 1)
-        found[place[wanted[place] == hashes]] = True
-    known = [found[np.searchsorted(wanted, hashes)] for hashes in texts]
-    return Overlap(
-        window_tokens=WINDOW,
-        windows=sum(map(len, known)),
-        windows_in_training=int(sum(each.sum() for each in known)),
-        documents=len(known),
-        documents_in_training=sum(bool(each.all()) for each in known),
-    )

@@ -9,13 +9,16 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.data.checksums import record_written
 from sparse_bitnet.data.documents import SPLITS, TextSource
 from sparse_bitnet.data.manifest import MANIFEST, TOKENIZER, Manifest, SplitManifest
+from sparse_bitnet.data.overlap import compare_splits
 from sparse_bitnet.data.preparation import DEFAULT_SHARD_TOKENS, prepare
 from sparse_bitnet.data.sources import part_of
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import atomic_folder, locked_folder
+from sparse_bitnet.progress import Progress
 
 
 def prepare_part(
@@ -89,6 +92,9 @@ def join(out: Path, folders: list[Path]) -> Manifest:
         if not (out / TOKENIZER).exists():
             with atomic_folder(out / TOKENIZER) as temporary:
                 shutil.copytree(folders[0] / TOKENIZER, temporary, dirs_exist_ok=True)
+        with Progress() as progress:
+            line = progress.line("comparing the held-out text", "MB", 1e6)
+            whole = compare_splits(out, whole, load_tokenizer(out / TOKENIZER), line)
         record_written(out, [shard for split in whole.splits.values() for shard in split.shards])
         whole.write(out)
     return whole

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,9 +30,10 @@ from sparse_bitnet.data.manifest import (
     SplitManifest,
     token_dtype,
 )
-from sparse_bitnet.data.near_duplicates import GroupedSource, measure_overlap
+from sparse_bitnet.data.near_duplicates import GroupedSource
+from sparse_bitnet.data.overlap import compare_splits
 from sparse_bitnet.data.preparation_state import PreparationState, begin, check_settings
-from sparse_bitnet.data.shards import ShardWriter, TokenDataset
+from sparse_bitnet.data.shards import ShardWriter
 from sparse_bitnet.data.tokenizer import (
     tokenizer_hash,
     train_tokenizer,
@@ -232,7 +233,6 @@ class _Preparation:
         for split, writer in self.writers.items():
             tokens, shards = writer.tokens, writer.finish()
             splits[split] = SplitManifest(tokens=tokens, shards=shards, **self.state.counts[split])
-        record_written(self.out, [shard for split in splits.values() for shard in split.shards])
         manifest = Manifest(
             version=VERSION,
             settings=self.state.settings,
@@ -244,11 +244,14 @@ class _Preparation:
             eos_token_id=self.tokenizer.eos_token_id,
             splits=splits,
         )
-        if splits[VALIDATION].tokens and not self.chat:
-            train, validation = (TokenDataset(self.out, split, manifest) for split in SPLITS)
-            manifest = replace(manifest, overlap=measure_overlap(train, validation).to_dict())
+        comparing = partial(self.line, label="comparing the held-out text")
+        manifest = compare_splits(self.out, manifest, self.tokenizer, comparing)
+        record_written(self.out, [each for s in manifest.splits.values() for each in s.shards])
         manifest.write(self.out)
         (self.out / PREPARATION).unlink()
+        for shard in splits[VALIDATION].shards:
+            if shard not in manifest.splits[VALIDATION].shards:
+                (self.out / shard.file).unlink()
         return manifest
 
 

@@ -26,7 +26,7 @@ from sparse_bitnet.data.documents import (
     split_of,
     uniform_hash,
 )
-from sparse_bitnet.data.near_duplicates import GroupedSource
+from sparse_bitnet.data.near_duplicates import GroupedSource, ReadOnceSource
 from sparse_bitnet.data.python_files import PythonSource
 from sparse_bitnet.data.text_files import (
     BEGINNING,
@@ -68,8 +68,9 @@ def parse_source(
         validation_fraction: of the documents, by hash; default 0.03 for Python files, 0.01 for
             local files, 0.0005 for hub data sets.
         limit_documents, limit_bytes: stop after this many; `validation` is not limited.
-        near_duplicates: keep documents that are nearly the same on one side of the split, of all but
-            hub data sets (`near_duplicates.GroupedSource`).
+        near_duplicates: keep documents that are nearly the same on one side of the split
+            (`near_duplicates.GroupedSource`); of hub data sets, leave those held out that are near
+            training text (`near_duplicates.ReadOnceSource`).
         chat: the column, "messages" if not given, holds conversations, which become documents of JSON.
 
     Raises:
@@ -90,22 +91,22 @@ def parse_source(
         )
     if validation is not None:
         source = PairedSource(train=source, validation=_parse(validation, column, 0.0, chat))
-    # A stream is read once.
-    is_stream = spec.startswith("hub:")
-    return GroupedSource(source=source) if near_duplicates and not is_stream else source
+    if not near_duplicates:
+        return source
+    return _read_once(source) if spec.startswith("hub:") else GroupedSource(source=source)
 
 
 def part_of(source: TextSource, part: int, parts: int) -> TextSource:
     """One of `parts` disjoint parts of a source, which together are all of it.
 
     Files are dealt out in turn, those of a hub data set too; a separate validation source goes to the
-    first part. Near-duplicates are not looked for: no process sees all parts. Raises `UserError` for a
-    source that has fewer files than parts, or no files.
+    first part. Near-duplicates are looked for when the parts are joined. Raises `UserError` for a source
+    that has fewer files than parts, or no files.
     """
     if not 0 <= part < parts:
         raise UserError(f"part {part} of {parts}: parts are numbered 0 to {parts - 1}")
-    if isinstance(source, GroupedSource):  # no process sees all parts
-        source = source.source
+    if isinstance(source, GroupedSource | ReadOnceSource):
+        return _read_once(part_of(source.source, part, parts))
     if isinstance(source, PairedSource):
         train = part_of(source.train, part, parts)
         return replace(source, train=train) if part == 0 else train
@@ -116,6 +117,11 @@ def part_of(source: TextSource, part: int, parts: int) -> TextSource:
     if len(source.paths) < parts:
         raise UserError(f"{source.name}: {len(source.paths)} files do not make {parts} parts")
     return replace(source, paths=source.paths[part::parts])
+
+
+def _read_once(source: TextSource) -> TextSource:
+    """Without near-duplicates in the end; a text that the user gave to be held out stays whole."""
+    return source if isinstance(source, PairedSource) else ReadOnceSource(source=source)
 
 
 def _parse(
