@@ -31,6 +31,7 @@ def tiny_model_config(family: str, **changes: Any) -> Any:
     }
     sizes |= {name: values[name] for name in ("intermediate_size", "max_position_embeddings")}
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    sizes["hidden_act"] = changes.get("hidden_act", "relu2")
     return BitNetConfig(**sizes, **ids, tie_word_embeddings=values["tie_word_embeddings"])
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.export.gguf_vocabulary import PRE_TOKENIZERS, TokenType, read_vocabulary
+from sparse_bitnet.export.gguf_vocabulary import TokenType, read_vocabulary
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_added_tokens_that_are_not_special(changed) -> None:
 
 
 def test_gpt_2_pre_tokenizer(changed) -> None:
-    step = PRE_TOKENIZERS["gpt-2"][0] | {"trim_offsets": True}
+    step = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True, "trim_offsets": True}
     folder = changed(pre_tokenizer=step, normalizer=None)
     assert read_vocabulary(folder, 392).pre_tokenizer == "gpt-2"
 
@@ -59,9 +59,9 @@ def test_gpt_2_pre_tokenizer(changed) -> None:
     [
         ({"pre_tokenizer": {"type": "Whitespace"}}, "not one of those that the GGUF export knows"),
         ({"normalizer": {"type": "Lowercase"}}, "normaliser Lowercase is not available"),
-        ({"model": {"type": "Unigram"}}, "not a plain byte-level BPE"),
-        ({"model": {"byte_fallback": True}}, "not a plain byte-level BPE"),
-        ({"model": {"ignore_merges": True}}, "ignore_merges is set"),
+        ({"model": {"type": "Unigram"}}, "not a plain BPE"),
+        ({"model": {"byte_fallback": True}}, "splits text as llama.cpp's SentencePiece does not"),
+        ({"model": {"ignore_merges": True}}, "ignore_merges is True"),
     ],
 )
 def test_what_llama_cpp_would_read_differently_is_refused(changed, changes, message: str) -> None:

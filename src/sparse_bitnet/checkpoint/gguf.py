@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """GGUF files with ternary weights, opened: config, names and tokenizer follow from the file's metadata.
 
-A new architecture is a row of gguf_config.py; a new tensor one of `_TOP` or `_BLOCK`. Neither torch
-nor transformers is needed: values are arrays.
+A new architecture is a row of gguf_architectures.py. Neither torch nor transformers is needed: values are
+arrays.
 """
 
 import functools
@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint, StoredModel
+from sparse_bitnet.checkpoint.gguf_architectures import TOP
 from sparse_bitnet.checkpoint.gguf_config import (
-    HEAD_NORMS,
+    FORMAT,
     ROPE_FACTORS,
-    SUB_NORMS,
+    WEIGHT_SCALES,
     architecture_of,
     read_config,
 )
@@ -35,24 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _TABLES = ("model.embed_tokens", "lm_head")
-_BLOCK = {
-    "attn_q": ("self_attn.q_proj", "queries", "hidden"),
-    "attn_k": ("self_attn.k_proj", "keys", "hidden"),
-    "attn_v": ("self_attn.v_proj", "keys", "hidden"),
-    "attn_output": ("self_attn.o_proj", "hidden", "queries"),
-    "attn_q_norm": ("self_attn.q_norm", "head"),
-    "attn_k_norm": ("self_attn.k_norm", "head"),
-    "attn_sub_norm": ("self_attn.attn_sub_norm", "queries"),
-    "ffn_gate": ("mlp.gate_proj", "intermediate", "hidden"),
-    "ffn_up": ("mlp.up_proj", "intermediate", "hidden"),
-    "ffn_down": ("mlp.down_proj", "hidden", "intermediate"),
-    "ffn_sub_norm": ("mlp.ffn_sub_norm", "intermediate"),
-    "attn_norm": ("input_layernorm", "hidden"),
-    "ffn_norm": ("post_attention_layernorm", "hidden"),
-}
-"""Tensors of a block, in the order of transformers' models: its name and shape there."""
 _SCALES = ("scale", "weight_scale")
 """Ends of tensors that multiply a whole matrix, beside it."""
 _LOOKED_AT = 64
@@ -112,6 +96,8 @@ class _Opened:
         self.architecture = architecture_of(self.file)
         self.names = self._names()
         self.config = read_config(self.file, self.architecture)
+        self.scales: dict[str, np.float32] = {}
+        """Of layers of which an export of ours remembers them."""
 
     def checkpoint(self, found: StoredModel) -> Checkpoint:
         wanted: dict[str, tuple[int, ...]] = {}
@@ -132,6 +118,9 @@ class _Opened:
                 f"{self.architecture.name} here"
             )
         layers = self._layers(wanted)
+        scales = self.file.metadata.get(WEIGHT_SCALES)
+        if isinstance(scales, list) and len(scales) == len(layers):
+            self.scales = dict(zip(layers, np.array(scales, np.float32), strict=True))
         others = {
             name: s for name, s in wanted.items() if name.removesuffix(".weight") not in layers
         }
@@ -139,7 +128,7 @@ class _Opened:
         return _GgufCheckpoint(
             **vars(found),
             tool=f"GGUF {'/'.join(sorted(kinds))}",
-            format=SparseBitConfig(pattern=NMPattern(8, 8)),
+            format=self._format(),
             layers=layers,
             others=others,
             dtypes=dict.fromkeys(others, "F32"),
@@ -161,16 +150,14 @@ class _Opened:
             "keys": config["num_key_value_heads"] * head,
             "head": head,
         }
-        has_bias = config["attention_bias"] or config["model_type"] == "qwen2"
-        biased = {"attn_q", "attn_k", "attn_v"} if has_bias else set()
-        if has_bias and config["model_type"] != "qwen2":
+        always = self.architecture.biases == "always"
+        biased = {"attn_q", "attn_k", "attn_v"} if always or config["attention_bias"] else set()
+        if biased and not always:
             biased.add("attn_output")
         table = (config["vocab_size"], config["hidden_size"])
         yield f"{_TABLES[0]}.weight", table
         for layer in range(config["num_hidden_layers"]):
-            for part, (name, *shape) in _BLOCK.items():
-                if part in HEAD_NORMS + SUB_NORMS and part not in self.architecture.norms:
-                    continue
+            for part, (name, *shape) in self.architecture.block.items():
                 full = f"model.layers.{layer}.{name}"
                 yield f"{full}.weight", tuple(sizes[size] for size in shape)
                 if part in biased:
@@ -183,9 +170,26 @@ class _Opened:
         """One of the other tensors, or some of its rows, float32."""
         if self._turned(name):
             return self._in_halves(name, self.file.floats(self.names[name]))[part]
-        return self.file.floats(self.names[name], part)
+        values = self.file.floats(self.names[name], part)
+        return values - self.architecture.norm_offset if name.endswith("norm.weight") else values
+
+    def _format(self) -> SparseBitConfig:
+        """Dense, unless it is an export of ours, which remembers its pattern."""
+        remembered = self.file.metadata.get(FORMAT)
+        if isinstance(remembered, str):
+            return SparseBitConfig(pattern=SparseBitConfig.parse(remembered).pattern)
+        return SparseBitConfig(pattern=NMPattern(8, 8))
 
     def ternary(self, layer: str) -> TernaryWeight:
+        found = self._stored_ternary(layer)
+        if found.weight_scale.ndim == 0 and layer in self.scales:
+            exact = self.scales[layer]
+            # Where it is another number, the file has been quantised anew since.
+            if np.float16(exact) == found.weight_scale:
+                found = found._replace(weight_scale=np.asarray(exact))
+        return found
+
+    def _stored_ternary(self, layer: str) -> TernaryWeight:
         stored = self.names[f"{layer}.weight"]
         if (block := self.file.block_type(stored)) is not None:
             codes, scales = self.file.codes(stored, block)
@@ -214,7 +218,7 @@ class _Opened:
             base, _, end = stored.rpartition(".")
             block = re.fullmatch(r"blk\.(\d+)\.(\w+)", base)
             key = block[2] if block else base
-            ours = _BLOCK.get(key, (None,))[0] if block else _TOP.get(key)
+            ours = self.architecture.block.get(key, (None,))[0] if block else TOP.get(key)
             if stored == ROPE_FACTORS or (end in _SCALES and ours):
                 continue
             if ours is None or end not in ("weight", "bias"):

@@ -1,53 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config.json that the metadata of a GGUF file stands for."""
+"""config.json and the metadata of a GGUF file: one from the other, in both directions."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from sparse_bitnet.checkpoint.gguf_architectures import ARCHITECTURES, GgufArchitecture
 from sparse_bitnet.checkpoint.gguf_file import GgufFile
 from sparse_bitnet.errors import UserError
 
 ROPE_FACTORS = "rope_freqs.weight"
+FORMAT, WEIGHT_SCALES = "sparse_bitnet.format", "sparse_bitnet.weight_scales"
+"""Metadata of exports of ours, which other readers ignore: the training format, and of each layer the
+scale in float32, which blocks have in float16."""
 
-
-class GgufArchitecture(NamedTuple):
-    """One of the architectures that are read."""
-
-    name: str
-    """The file's."""
-    model_type: str
-    """transformers' name."""
-    fields: dict[str, Any]
-    """Of config.json, what the metadata does not say."""
-    norms: tuple[str, ...] = ()
-    """Those of a block that not every model has."""
-    rotates_neighbours: bool = False
-    """Rows of q and k are in an order in which neighbours rotate; in transformers halves of a head do."""
-
-
-_SILU: dict[str, Any] = {"hidden_act": "silu"}
-_RELU2 = {"hidden_act": "relu2"}
-HEAD_NORMS, SUB_NORMS = ("attn_q_norm", "attn_k_norm"), ("attn_sub_norm", "ffn_sub_norm")
-ARCHITECTURES = {
-    "qwen2": GgufArchitecture("qwen2", "qwen2", _SILU),
-    "qwen3": GgufArchitecture("qwen3", "qwen3", _SILU, HEAD_NORMS),
-    "llama": GgufArchitecture("llama", "llama", _SILU, rotates_neighbours=True),
-    "bitnet": GgufArchitecture("bitnet", "bitnet", _SILU, SUB_NORMS),
-    "bitnet-25": GgufArchitecture("bitnet-25", "bitnet", _RELU2, SUB_NORMS),
-    "bitnet-b1.58": GgufArchitecture("bitnet-b1.58", "bitnet", _RELU2, SUB_NORMS),
+_SIZES = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
 }
-"""The file's name -> the model that it is."""
+"""Key of the metadata, after the architecture's name -> field of config.json; others need a rule."""
+_KV_HEADS, _EPSILON = "attention.head_count_kv", "attention.layer_norm_rms_epsilon"
+_HEAD_SIZES = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+_WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+_ROPE_BASE, _LOCAL_ROPE_BASE = "rope.freq_base", "rope.freq_base_swa"
+_SCALING = "rope.scaling"
+_KINDS = ("linear", "yarn")
+_LLAMA3_CONTEXTS = (8192, 4096, 16384, 32768)
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_WINDOWED, _FULL = "sliding_attention", "full_attention"
+_EVERY = 6
+"""Of Gemma's layers the sixth, twelfth and so on see everything, unless a file says otherwise."""
+_SHARED_SCALES = 62
+"""Layers of the one Gemma (27B) whose scores are scaled by the share of a head in the hidden size."""
 
 
 def architecture_of(file: GgufFile) -> GgufArchitecture:
     """What the file names. Raises `UserError` for an architecture that is not covered."""
     name = str(file.metadata.get("general.architecture"))
-    if name not in ARCHITECTURES:
+    found = [row for row in ARCHITECTURES if row.name == name]
+    if not found:
+        known = dict.fromkeys(row.name for row in ARCHITECTURES)
         raise UserError(
-            f"{file.path}: its architecture {name!r} is not covered; {', '.join(ARCHITECTURES)} are"
+            f"{file.path}: its architecture {name!r} is not covered; {', '.join(known)} are"
         )
-    return ARCHITECTURES[name]
+    return found[-1 if file.metadata.get(f"{name}.{_WINDOW}") else 0]
 
 
 def read_config(file: GgufFile, architecture: GgufArchitecture) -> dict[str, Any]:
@@ -60,21 +59,19 @@ class _Metadata:
         self.file, self.architecture, self.name = file, architecture, architecture.name
 
     def config(self) -> dict[str, Any]:
-        heads = self._size("attention.head_count")
-        hidden = self._size("embedding_length")
         embedding = self.file.tensors.get("token_embd.weight")
         if embedding is None:
             raise UserError(f"{self.file.path} lacks token_embd.weight: it is incomplete")
-        config = {
+        config: dict[str, Any] = {
             "model_type": self.architecture.model_type,
             **self.architecture.fields,
-            "hidden_size": hidden,
-            "intermediate_size": self._size("feed_forward_length"),
-            "num_hidden_layers": self._size("block_count"),
-            "num_attention_heads": heads,
-            "num_key_value_heads": self._size("attention.head_count_kv", heads),
-            "max_position_embeddings": self._size("context_length"),
-            "rms_norm_eps": self._number("attention.layer_norm_rms_epsilon"),
+            **{name: self._size(key) for key, name in _SIZES.items()},
+        }
+        heads = config["num_attention_heads"]
+        head = self._size(_HEAD_SIZES[0], max(1, config["hidden_size"] // heads))
+        config |= {
+            "num_key_value_heads": self._size(_KV_HEADS, heads),
+            "rms_norm_eps": self._number(_EPSILON),
             "vocab_size": embedding.shape[0],
             "tie_word_embeddings": "output.weight" not in self.file.tensors,
             "attention_bias": "blk.0.attn_q.bias" in self.file.tensors,
@@ -82,24 +79,53 @@ class _Metadata:
             "bos_token_id": self.file.metadata.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": self.file.metadata.get("tokenizer.ggml.eos_token_id"),
         }
-        if self.architecture.model_type in ("qwen3", "llama"):
-            config["head_dim"] = self._size("attention.key_length", hidden // max(1, heads))
+        if self.architecture.own_head_size:
+            config["head_dim"] = head
+        if self.architecture.windows:
+            config["sliding_window"] = self._windowed()
+        if self.architecture.model_type == "gemma3_text":
+            config |= self._gemma(config)
         return config
+
+    def _gemma(self, config: dict[str, Any]) -> dict[str, Any]:
+        layers, window = config["num_hidden_layers"], config["sliding_window"]
+        pattern = self.file.metadata.get(f"{self.name}.{_PATTERN}", _EVERY)
+        if not isinstance(pattern, list):
+            every = self._size(_PATTERN, _EVERY)
+            pattern = [bool((layer + 1) % every) for layer in range(min(layers, 1 << 16))]
+        if len(pattern) != layers:
+            raise UserError(
+                f"{self.file.path}: {self.name}.{_PATTERN} has {len(pattern)} layers, not {layers}"
+            )
+        local = {"rope_type": "default", "rope_theta": self._number(_LOCAL_ROPE_BASE, 10_000.0)}
+        return {
+            "layer_types": [_WINDOWED if window and sees_some else _FULL for sees_some in pattern],
+            "query_pre_attn_scalar": _gemma_scores(config),
+            "rope_parameters": {_FULL: config["rope_parameters"], _WINDOWED: local},
+            "final_logit_softcapping": self.file.metadata.get(
+                f"{self.name}.final_logit_softcapping"
+            ),
+        }
+
+    def _windowed(self) -> int | None:
+        return self._size(_WINDOW) if self.file.metadata.get(f"{self.name}.{_WINDOW}") else None
 
     def _rope(self) -> dict[str, Any]:
         rope: dict[str, Any] = {
             "rope_type": "default",
-            "rope_theta": self._number("rope.freq_base", 10_000.0),
+            "rope_theta": self._number(_ROPE_BASE, 10_000.0),
         }
-        kind = self.file.metadata.get(f"{self.name}.rope.scaling.type", "none")
-        if kind in ("linear", "yarn"):
-            rope |= {"rope_type": kind, "factor": self._number("rope.scaling.factor")}
+        kind = self.file.metadata.get(f"{self.name}.{_SCALING}.type", "none")
+        if kind == "linear" and self._number(f"{_SCALING}.factor") == 1:
+            kind = "none"
+        if kind in _KINDS:
+            rope |= {"rope_type": kind, "factor": self._number(f"{_SCALING}.factor")}
             if kind == "yarn":
-                context = self._number("rope.scaling.original_context_length")
+                context = self._number(f"{_SCALING}.original_context_length")
                 rope["original_max_position_embeddings"] = context
         elif kind != "none":
             raise UserError(
-                f"{self.file.path}: rope scaling {kind!r} is not covered; linear and yarn are"
+                f"{self.file.path}: rope scaling {kind!r} is not covered; {' and '.join(_KINDS)} are"
             )
         if ROPE_FACTORS in self.file.tensors:
             rope |= self._llama3(rope["rope_theta"])
@@ -108,14 +134,10 @@ class _Metadata:
     def _llama3(self, theta: float) -> dict[str, Any]:
         """The parameters that give the factors of the frequencies in the file."""
         factors = self.file.floats(ROPE_FACTORS)
-        powers = np.arange(len(factors)) / len(factors)
-        wavelengths = 2 * np.pi * theta**powers
-        for context in (8192, 4096, 16384, 32768):
-            rope = {"factor": float(factors.max()), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-            smooth = np.clip((context / wavelengths - 1) / 3, 0, 1)
-            if np.allclose(1 / factors, (1 - smooth) / rope["factor"] + smooth, rtol=1e-4):
-                original = {"original_max_position_embeddings": context}
-                return {"rope_type": "llama3", **rope, **original}
+        for context in _LLAMA3_CONTEXTS:
+            rope = {"factor": float(factors.max()), "original_max_position_embeddings": context}
+            if np.allclose(factors, _llama3_factors(theta, len(factors), rope), rtol=1e-4):
+                return {"rope_type": "llama3", **rope, **_LLAMA3}
         raise UserError(
             f"{self.file.path}: the factors in {ROPE_FACTORS} fit no rope scaling that is covered"
         )
@@ -132,4 +154,153 @@ class _Metadata:
             raise UserError(
                 f"{self.file.path}: {self.name}.{key} is {value!r}, not a positive number"
             )
-        return value
+        # The shortest number that is the same in float32, as 1e-6 was before it was stored.
+        return value if isinstance(value, int) else float(str(np.float32(value)))
+
+
+def metadata_of(config: dict[str, Any], where: str) -> tuple[GgufArchitecture, dict[str, Any]]:
+    """The architecture of a config.json, and its metadata by key: whole numbers, floats, strings, lists.
+
+    Raises `UserError`, beginning with `where`, for what a file cannot say or llama.cpp would ignore.
+    """
+    architecture = _architecture_for(config, where)
+    name, heads = architecture.name, config["num_attention_heads"]
+    share = config["hidden_size"] // heads
+    head = config.get("head_dim") or (
+        128 if name == "qwen3" else 256 if name == "gemma3" else share
+    )
+    if not architecture.own_head_size:
+        _expect(where, "head_dim", head, share)
+    if not architecture.biases:
+        _expect(where, "attention_bias", bool(config.get("attention_bias")), False)
+    if architecture.model_type == "bitnet":
+        _expect(where, "tie_word_embeddings", bool(config.get("tie_word_embeddings")), True)
+    values: dict[str, Any] = {key: config[field] for key, field in _SIZES.items()}
+    values |= {
+        _KV_HEADS: config.get("num_key_value_heads", heads),
+        _EPSILON: float(config["rms_norm_eps"]),
+    }
+    if architecture.own_head_size:
+        values |= {**dict.fromkeys(_HEAD_SIZES, head), "vocab_size": config["vocab_size"]}
+    values |= _windows(config, architecture, where)
+    rope = rope_of(config)
+    if architecture.model_type == "gemma3_text":
+        for off in ("attn_logit_softcapping", "final_logit_softcapping"):
+            _expect(where, off, config.get(off), None)
+        scores = config.get("query_pre_attn_scalar", 256)
+        _expect(where, "query_pre_attn_scalar", scores, _gemma_scores({**config, "head_dim": head}))
+        local = _local_rope(config)
+        _expect(where, "rope_type of layers with a window", local["rope_type"], "default")
+        values[_LOCAL_ROPE_BASE] = float(local["rope_theta"])
+    values |= _rope_metadata(rope, where)
+    return architecture, {f"{name}.{key}": value for key, value in values.items()}
+
+
+def rope_factors(config: dict[str, Any]) -> np.ndarray | None:
+    """float32 [head_dim / 2]: what divides the frequencies of rope type llama3; None for others."""
+    rope = rope_of(config)
+    if rope["rope_type"] != "llama3":
+        return None
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return _llama3_factors(rope["rope_theta"], head // 2, rope)
+
+
+def rope_of(config: dict[str, Any]) -> dict[str, Any]:
+    """The rope of a config.json of any release, with `rope_type` and `rope_theta`: Gemma's of layers that
+    see everything."""
+    fields = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    fields = fields.get(_FULL, fields)
+    kind = fields.get("rope_type", fields.get("type", "default"))
+    return {"rope_theta": config.get("rope_theta") or 10_000.0, **fields, "rope_type": kind}
+
+
+def _local_rope(config: dict[str, Any]) -> dict[str, Any]:
+    both = config.get("rope_parameters") or {}
+    if _WINDOWED in both:
+        return rope_of({"rope_parameters": both[_WINDOWED]})
+    return rope_of({"rope_theta": config.get("rope_local_base_freq")})
+
+
+def _architecture_for(config: dict[str, Any], where: str) -> GgufArchitecture:
+    model_type = config.get("model_type")
+    rows = [row for row in ARCHITECTURES if row.model_type == model_type]
+    if not rows:
+        known = dict.fromkeys(row.model_type for row in ARCHITECTURES)
+        raise UserError(
+            f"the GGUF export covers the architectures {', '.join(known)}, not {model_type}; use "
+            "--format bitnet"
+        )
+    for row in rows:
+        if all(config.get(field, value) == value for field, value in row.fields.items()):
+            return row
+    ((field, value),) = rows[0].fields.items()
+    _expect(where, field, config.get(field), value)
+    raise AssertionError
+
+
+def _expect(where: str, setting: str, found: object, expected: object) -> None:
+    if found != expected:
+        raise UserError(
+            f"{where}: {setting}={found} is not covered by the GGUF export, which writes {expected}; "
+            "use --format bitnet"
+        )
+
+
+def _windows(config: dict[str, Any], architecture: GgufArchitecture, where: str) -> dict[str, Any]:
+    types, window = config.get("layer_types"), config.get("sliding_window")
+    if not architecture.windows:
+        _expect(where, "use_sliding_window", bool(config.get("use_sliding_window")), False)
+        _expect(where, "sliding_attention", _WINDOWED in (types or ()), False)
+        return {}
+    layers = config["num_hidden_layers"]
+    if architecture.model_type == "mistral":
+        sees_some = [kind == _WINDOWED for kind in types or ()] or [bool(window)] * layers
+        _expect(where, "layers without a window", layers - sum(sees_some), 0 if window else layers)
+        return {_WINDOW: window} if window else {}
+    every = config.get("sliding_window_pattern") or _EVERY
+    usual = [bool((layer + 1) % _EVERY) for layer in range(layers)]
+    sees_some = [kind == _WINDOWED for kind in types or ()] or [
+        bool((layer + 1) % every) for layer in range(layers)
+    ]
+    if not any(sees_some):
+        return {}
+    return {_WINDOW: window or 4096} | ({} if sees_some == usual else {_PATTERN: sees_some})
+
+
+def _rope_metadata(rope: dict[str, Any], where: str) -> dict[str, Any]:
+    kind: str = rope["rope_type"]
+    values: dict[str, Any] = {_ROPE_BASE: float(rope["rope_theta"])}
+    known = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
+    if kind in _KINDS:
+        known |= {"factor"}
+        values |= {f"{_SCALING}.type": kind, f"{_SCALING}.factor": float(rope.get("factor") or 0)}
+    if kind == "yarn":
+        known |= {"original_max_position_embeddings"}
+        context = rope.get("original_max_position_embeddings")
+        values[f"{_SCALING}.original_context_length"] = context
+    elif kind == "llama3":
+        known |= {"factor", "original_max_position_embeddings", *_LLAMA3}
+        _expect(where, "rope frequency factors", {key: rope.get(key) for key in _LLAMA3}, _LLAMA3)
+        context = rope.get("original_max_position_embeddings")
+        _expect(where, "original_max_position_embeddings", context in _LLAMA3_CONTEXTS, True)
+    elif kind not in ("default", "linear"):
+        _expect(where, "rope_type", kind, "default, linear, yarn or llama3")
+    _expect(where, "partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0)
+    others = sorted(key for key, value in rope.items() if key not in known and value is not None)
+    _expect(where, "rope parameters", others, [])
+    if not all(values.values()):
+        raise UserError(f"{where}: the rope parameters of {kind} are incomplete: {rope}")
+    return values
+
+
+def _llama3_factors(theta: float, count: int, rope: dict[str, Any]) -> np.ndarray:
+    wavelengths = 2 * np.pi * theta ** (np.arange(count) / count)
+    smooth = np.clip((rope["original_max_position_embeddings"] / wavelengths - 1) / 3, 0, 1)
+    return (1 / ((1 - smooth) / rope["factor"] + smooth)).astype(np.float32)
+
+
+def _gemma_scores(config: dict[str, Any]) -> int:
+    """What llama.cpp takes the root of to scale the scores of Gemma's attention."""
+    if config["num_hidden_layers"] == _SHARED_SCALES:
+        return config["hidden_size"] // config["num_attention_heads"]
+    return config["head_dim"]

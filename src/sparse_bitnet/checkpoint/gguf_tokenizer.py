@@ -7,7 +7,7 @@ The file names how text is split before merges; a name that is not known here sp
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparse_bitnet.errors import UserError
 
@@ -29,15 +29,34 @@ _LLAMA3 = _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 _TEKKEN = (
     rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}|{_SYMBOLS}[\r\n/]*|{_REST}"
 )
-_SPLITS = {
-    _QWEN2: ("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez"),
-    _LLAMA3: (
-        *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
-        *("jina-v5-nano", "dbrx", "smaug-bpe"),
+
+
+class PreTokenizer(NamedTuple):
+    """How a text is split before merges."""
+
+    names: tuple[str, ...]
+    """llama.cpp's, of which the first is written."""
+    regex: str | None
+    """None: GPT-2's."""
+    ignores_merges: bool = False
+    """What is a token as a whole is one, whatever the merges give."""
+
+
+PRE_TOKENIZERS = (
+    PreTokenizer(("gpt-2",), None),
+    PreTokenizer(("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez"), _QWEN2),
+    PreTokenizer(
+        (
+            *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0"),
+            *("lfm2", "jina-v5-nano"),
+        ),
+        _LLAMA3,
+        ignores_merges=True,
     ),
-    _TEKKEN: ("tekken",),
-}
-"""Regular expression -> llama.cpp's names of it."""
+    PreTokenizer(("dbrx", "smaug-bpe"), _LLAMA3),
+    PreTokenizer(("tekken",), _TEKKEN, ignores_merges=True),
+)
+"""What is read and written; another name splits as the first."""
 
 
 def write_tokenizer(metadata: dict[str, Any], path: Path, folder: Path) -> None:
@@ -129,12 +148,13 @@ def _byte_level(fields: dict[str, Any]) -> "tuple[Tokenizer, _IsOwn]":
 
     vocabulary = {spelled(token): index for index, token in enumerate(fields["tokens"])}
     merges = [tuple(merge.split(" ")) for merge in fields.get("merges", ())]
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False))
-    split = next((regex for regex, names in _SPLITS.items() if fields.get("pre") in names), None)
+    pre = next((row for row in PRE_TOKENIZERS if fields.get("pre") in row.names), PRE_TOKENIZERS[0])
+    bpe = models.BPE(vocabulary, merges, fuse_unk=False, ignore_merges=pre.ignores_merges)
+    tokenizer = Tokenizer(bpe)
     tokenizer.pre_tokenizer = (
         ByteLevel(add_prefix_space=False)
-        if split is None
-        else Sequence([Split(Regex(split), behavior="isolated"), plain])
+        if pre.regex is None
+        else Sequence([Split(Regex(pre.regex), behavior="isolated"), plain])
     )
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer, is_own

@@ -102,6 +102,8 @@ def export(
     if config.verify and (absent := absent_reader(config.format)):
         raise UserError(f"--verify: {absent}; without --verify the export needs none")
     source = open_checkpoint(checkpoint, "trained", "packed")
+    if config.verify and config.format.startswith("gguf"):
+        gguf_export.check_reader(source)
     write(source, out, config, on_progress)
     verification = None
     if config.verify:
@@ -153,7 +155,7 @@ def _warning(source: Checkpoint, config: ExportConfig) -> str | None:
     if config.format in FOLDER_FORMATS:
         is_plain = config.format == "dense" and source.format.weight == "ternary"
         return dense.WARNING if is_plain else None
-    return gguf_export.other_types(source, _block(config))
+    return gguf_export.notes(source, _block(config))
 
 
 def _block(config: ExportConfig) -> BlockType:

@@ -11,13 +11,21 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
+from sparse_bitnet.checkpoint.gguf_architectures import GgufArchitecture
+from sparse_bitnet.checkpoint.gguf_config import (
+    FORMAT,
+    ROPE_FACTORS,
+    WEIGHT_SCALES,
+    metadata_of,
+    rope_factors,
+)
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.gguf_vocabulary import GgufVocabulary, add_vocabulary, read_vocabulary
 from sparse_bitnet.export.hf_folder import scale_groups
@@ -34,7 +42,6 @@ EMBEDDING_TYPES = {"f32": F32, "f16": F16, "bf16": BF16, "q8_0": Q8_0}
 _Q8_0_BLOCK = 32
 _SCALE_TOLERANCE = 2**-11
 _ATTENTION = ("q_proj", "k_proj", "v_proj")
-_ARCHITECTURES = ("qwen2", "llama", "qwen3")
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ def check(source: Checkpoint, block: BlockType, embeddings: str) -> GgufVocabula
             f"{source.folder} is {source.format}: {block.name} holds ternary weights; "
             "use --format dense"
         )
-    _check_architecture(source)
+    architecture(source)
     for name, group in scale_groups(source).items():
         fitting = block_for(source.layers[name][1], block)
         if group and group % fitting.codes:
@@ -76,6 +83,18 @@ def check(source: Checkpoint, block: BlockType, embeddings: str) -> GgufVocabula
     return read_vocabulary(source.folder, source.config["vocab_size"])
 
 
+def architecture(source: Checkpoint) -> GgufArchitecture:
+    """As what the file is written. Raises `UserError` for a model that it cannot hold."""
+    return metadata_of(source.config, f"{source.folder}/config.json")[0]
+
+
+def check_reader(source: Checkpoint) -> None:
+    """Raise `UserError` for a model whose file llama.cpp does not read."""
+    row = architecture(source)
+    if not row.in_llama_cpp:
+        raise UserError(f"--verify: llama.cpp does not read {row.name}: {row.note}")
+
+
 def require_gguf() -> None:
     """Raise `UserError` when the gguf package is not installed."""
     try:
@@ -86,29 +105,12 @@ def require_gguf() -> None:
         ) from error
 
 
-def _check_architecture(source: Checkpoint) -> None:
-    config, model_type = source.config, source.config.get("model_type")
-    if model_type not in _ARCHITECTURES:
-        raise UserError(
-            f"the GGUF export covers the architectures {', '.join(_ARCHITECTURES)}, not {model_type}; "
-            "use --format bitnet"
-        )
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    head = config["hidden_size"] // config["num_attention_heads"]
-    for setting, found, expected in (
-        ("use_sliding_window", bool(config.get("use_sliding_window")), False),
-        ("hidden_act", config.get("hidden_act", "silu"), "silu"),
-        ("rope_type", rope.get("rope_type", "default"), "default"),
-        ("head_dim", config.get("head_dim") or head, head),
-        ("attention_bias", bool(config.get("attention_bias")), False),
-    ):
-        # llama.cpp's qwen2 has no head_dim of its own, its qwen3 no biases, its qwen2 always has them.
-        covered = {"head_dim": ("llama", "qwen3"), "attention_bias": ("llama", "qwen2")}
-        if found != expected and model_type not in covered.get(setting, ()):
-            raise UserError(
-                f"{source.folder}/config.json: {setting}={found} is not covered by the GGUF "
-                f"export, which writes {expected}; use --format bitnet"
-            )
+def notes(source: Checkpoint, wanted: BlockType) -> str | None:
+    """What a user of the file must know."""
+    row, metadata = metadata_of(source.config, f"{source.folder}/config.json")
+    applies = not row.windows or f"{row.name}.attention.sliding_window" in metadata
+    found = [other_types(source, wanted), row.note if applies else ""]
+    return "; ".join(note for note in found if note) or None
 
 
 def other_types(source: Checkpoint, wanted: BlockType) -> str | None:
@@ -126,33 +128,35 @@ def other_types(source: Checkpoint, wanted: BlockType) -> str | None:
 
 def plan(source: Checkpoint, block: BlockType, embeddings: str) -> list[GgufTensor]:
     """Every tensor of the file, under llama.cpp's names."""
-    from gguf import MODEL_ARCH, get_tensor_name_map
-
-    model_type = source.config["model_type"]
-    names = get_tensor_name_map(MODEL_ARCH[model_type.upper()], source.config["num_hidden_layers"])
+    row = architecture(source)
 
     def gguf_name(name: str) -> str:
-        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        found = row.stored_name(name)
         if found is None:
-            raise UserError(f"{source.folder}: llama.cpp's {model_type} has no tensor for {name}")
+            raise UserError(f"{source.folder}: llama.cpp's {row.name} has no tensor for {name}")
         return found
 
     tensors = []
     for layer, (rows, columns) in source.layers.items():
         fitting = block_for(columns, block)
         size = rows * columns // fitting.codes * fitting.nbytes
-        make = _ternary(source, layer, fitting)
+        make = _ternary(source, row, layer, fitting)
         name = gguf_name(f"{layer}.weight")
         tensors.append(GgufTensor(name, fitting.type_id, (rows, columns), size, make))
     for name, shape in source.others.items():
         type_id = F32 if len(shape) == 1 else EMBEDDING_TYPES[embeddings]
-        tensors.append(_plain(source, name, gguf_name(name), shape, type_id))
-    if model_type == "qwen2":
+        tensors.append(_plain(source, row, name, gguf_name(name), shape, type_id))
+    if row.biases == "always":
         tensors += _absent_biases(source, gguf_name)
+    if (factors := rope_factors(source.config)) is not None:
+        make = partial(np.asarray, factors)
+        tensors.append(GgufTensor(ROPE_FACTORS, F32, factors.shape, factors.nbytes, make))
     return tensors
 
 
-def _ternary(source: Checkpoint, layer: str, block: BlockType) -> Callable[[], np.ndarray]:
+def _ternary(
+    source: Checkpoint, row: GgufArchitecture, layer: str, block: BlockType
+) -> Callable[[], np.ndarray]:
     def make() -> np.ndarray:
         codes, weight_scale = source.ternary(layer)
         scale = weight_scale.numpy()
@@ -161,6 +165,8 @@ def _ternary(source: Checkpoint, layer: str, block: BlockType) -> Callable[[], n
                 f"layer {layer}: its weight scale {scale[far][0]:.3g} is too far out for float16, in "
                 f"which {block.name} holds it; use --format bitnet"
             )
+        if not row.rotates_neighbours:
+            return block.pack(codes.numpy(), scale)
         if scale.ndim:
             scale = _in_rotation_order(source, layer, scale)
         return block.pack(_in_rotation_order(source, layer, codes.numpy()), scale)
@@ -170,12 +176,10 @@ def _ternary(source: Checkpoint, layer: str, block: BlockType) -> Callable[[], n
 
 def _in_rotation_order(source: Checkpoint, name: str, values: np.ndarray) -> np.ndarray:
     """Rows in llama.cpp's order: its llama rotates neighbours of a head, transformers halves apart."""
-    config, projection = (
-        source.config,
-        name.removesuffix(".bias").removesuffix(".weight").rpartition(".")[2],
-    )
+    config = source.config
+    projection = name.removesuffix(".bias").removesuffix(".weight").rpartition(".")[2]
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(projection)
-    if config["model_type"] != "llama" or heads is None:
+    if heads is None:
         return values
     count = config.get(heads) or config["num_attention_heads"]
     order = np.arange(len(values)).reshape(count, 2, -1).swapaxes(1, 2).reshape(-1)
@@ -183,11 +187,18 @@ def _in_rotation_order(source: Checkpoint, name: str, values: np.ndarray) -> np.
 
 
 def _plain(
-    source: Checkpoint, name: str, gguf_name: str, shape: tuple[int, ...], type_id: int
+    source: Checkpoint,
+    row: GgufArchitecture,
+    name: str,
+    gguf_name: str,
+    shape: tuple[int, ...],
+    type_id: int,
 ) -> GgufTensor:
     def make() -> np.ndarray:
         tensor = source.read(name)
-        if name.endswith((".bias", "proj.weight")):
+        if row.norm_offset and name.endswith("norm.weight"):
+            tensor = tensor.float() + row.norm_offset
+        elif row.rotates_neighbours and name.endswith((".bias", "proj.weight")):
             tensor = torch.from_numpy(_in_rotation_order(source, name, tensor.float().numpy()))
         return encode_plain(tensor, type_id)
 
@@ -233,7 +244,7 @@ def write(
     """
     from gguf import GGUFWriter
 
-    writer = GGUFWriter(path, source.config["model_type"])
+    writer = GGUFWriter(path, architecture(source).name)
     _add_metadata(writer, source, block)
     add_vocabulary(writer, vocabulary, source.folder)
     for tensor in tensors:
@@ -261,29 +272,25 @@ def write(
 
 
 def _add_metadata(writer: "GGUFWriter", source: Checkpoint, block: BlockType) -> None:
-    config = source.config
+    from gguf import GGUFValueType
+
     writer.add_name(
         source.folder.parent.name if source.folder.name == "final" else source.folder.name
     )
     writer.add_description(f"sparse-bitnet {source.format}")
     writer.add_file_type(block.file_type)
     writer.add_quantization_version(2)
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config.get("num_key_value_heads", config["num_attention_heads"]))
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(_rope_theta(config))
-    if config["model_type"] != "qwen2":
-        size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        writer.add_key_length(size)
-        writer.add_value_length(size)
-        writer.add_rope_dimension_count(size)
-        writer.add_vocab_size(config["vocab_size"])
+    writer.add_string(FORMAT, str(source.format))
+    if source.has_one_scale:
+        writer.add_array(WEIGHT_SCALES, [_float32_scale(source, layer) for layer in source.layers])
+    _, values = metadata_of(source.config, f"{source.folder}/config.json")
+    for key, value in values.items():
+        types = {int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32, str: GGUFValueType.STRING}
+        writer.add_key_value(key, value, types.get(type(value), GGUFValueType.ARRAY))
 
 
-def _rope_theta(config: dict[str, Any]) -> float:
-    rope = config.get("rope_parameters") or {}
-    return float(rope.get("rope_theta", config.get("rope_theta", 10_000.0)))
+def _float32_scale(source: Checkpoint, layer: str) -> float:
+    # Of a packed layer without unpacking its codes.
+    name = f"{layer}.weight_scale"
+    scale = source.ternary(layer).weight_scale if source.file is None else source.file.checked(name)
+    return scale.item()

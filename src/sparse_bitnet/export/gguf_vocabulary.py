@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A byte-level BPE tokenizer as GGUF metadata: tokens, types, merges, and the pre-tokenizer's name.
+"""A tokenizer as GGUF metadata: byte-level BPE ("gpt2"), or SentencePiece's BPE ("llama").
 
 llama.cpp knows pre-tokenizers by name only, so a tokenizer that splits text in another way is refused
 instead of being written under a wrong name. llama.cpp normalises nothing: text that is not in Unicode
-form NFC already gives other ids there than a tokenizer with NFC gives.
+form NFC already gives other ids there than a tokenizer with NFC gives. SentencePiece's merges are scores
+of tokens there, here the ranks of their first merges.
 """
 
 import json
@@ -13,39 +14,28 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparse_bitnet.checkpoint.gguf_tokenizer import PRE_TOKENIZERS
 from sparse_bitnet.checkpoint.model_folder import read_json
 from sparse_bitnet.errors import UserError
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
-_BYTE_LEVEL: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False}
-_QWEN2_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-PRE_TOKENIZERS: dict[str, list[dict[str, Any]]] = {
-    "qwen2": [
-        {
-            "type": "Split",
-            "pattern": {"Regex": _QWEN2_PATTERN},
-            "behavior": "Isolated",
-            "invert": False,
-        },
-        _BYTE_LEVEL | {"use_regex": False},
-    ],
-    "gpt-2": [_BYTE_LEVEL | {"use_regex": True}],
-}
-"""llama.cpp's name -> the steps it stands for, as tokenizer.json spells them."""
+_SPACE = "▁"
+_BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
+_TO_SPACE = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+_PREPEND = {"type": "Prepend", "prepend": _SPACE}
 
 
 class TokenType(IntEnum):
     """llama.cpp's token types."""
 
     NORMAL = 1
+    UNKNOWN = 2
     CONTROL = 3
     USER_DEFINED = 4
     UNUSED = 5
+    BYTE = 6
 
 
 @dataclass(frozen=True)
@@ -56,21 +46,29 @@ class GgufVocabulary:
     tokens: list[str]
     """As tokenizer.json spells them, one per row of the embedding."""
     types: list[TokenType]
+    scores: list[float] | None
+    """Of SentencePiece's tokens; None for a byte-level BPE."""
+    adds_space: bool = False
+    """SentencePiece puts one before a text."""
 
 
 def read_vocabulary(folder: Path, vocab_size: int) -> GgufVocabulary:
     """The tokenizer of a model folder, filled up to the model's `vocab_size` with unused tokens.
 
-    Raises `UserError` for a tokenizer that llama.cpp would read differently: none there, not a
-    byte-level BPE, an unknown pre-tokenizer, another normaliser than NFC, more tokens than the model.
+    Raises `UserError` for a tokenizer that llama.cpp would read differently: none there, neither a
+    byte-level BPE nor SentencePiece's, an unknown pre-tokenizer, another normaliser than NFC, more tokens
+    than the model.
     """
     path = folder / "tokenizer.json"
     content = read_json(path)
-    _check_model(content, path)
+    model = content.get("model", {})
+    if model.get("type") != "BPE" or model.get("dropout"):
+        raise UserError(f"{path}: not a plain BPE; the GGUF export covers no other kind")
     tokens = [f"[PAD{index}]" for index in range(vocab_size)]
     types = [TokenType.UNUSED] * vocab_size
     added = {token["content"]: token for token in content.get("added_tokens", [])}
-    vocabulary = content["model"]["vocab"] | {name: token["id"] for name, token in added.items()}
+    vocabulary = model["vocab"] | {name: token["id"] for name, token in added.items()}
+    is_sentence_piece = bool(model.get("byte_fallback"))
     for name, index in vocabulary.items():
         if index >= vocab_size:
             raise UserError(
@@ -79,7 +77,14 @@ def read_vocabulary(folder: Path, vocab_size: int) -> GgufVocabulary:
             )
         tokens[index] = name
         types[index] = _token_type(added.get(name))
-    return GgufVocabulary(pre_tokenizer_name(content, path), tokens, types)
+        if is_sentence_piece and name in _BYTES:
+            types[index] = TokenType.BYTE
+        elif is_sentence_piece and name == model.get("unk_token"):
+            types[index] = TokenType.UNKNOWN
+    if not is_sentence_piece:
+        return GgufVocabulary(_pre_tokenizer_name(content, path), tokens, types, None)
+    adds_space = _adds_space(content, path)
+    return GgufVocabulary("default", tokens, types, _scores(model["merges"], tokens), adds_space)
 
 
 def _token_type(added: Mapping[str, Any] | None) -> TokenType:
@@ -88,47 +93,79 @@ def _token_type(added: Mapping[str, Any] | None) -> TokenType:
     return TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
 
 
-def _check_model(content: dict[str, Any], path: Path) -> None:
-    model = content.get("model", {})
-    if model.get("type") != "BPE" or model.get("byte_fallback") or model.get("dropout"):
-        raise UserError(f"{path}: not a plain byte-level BPE; the GGUF export covers no other kind")
-    if model.get("ignore_merges"):
-        raise UserError(f"{path}: ignore_merges is set, which the GGUF export does not cover")
+def _scores(merges: list[Any], tokens: list[str]) -> list[float]:
+    """The sooner a token is merged, the higher."""
+    ranks: dict[str, int] = {}
+    for rank, merge in enumerate(merges):
+        ranks.setdefault("".join(merge.split(" ") if isinstance(merge, str) else merge), rank)
+    return [-float(ranks.get(token, len(merges))) for token in tokens]
+
+
+def _adds_space(content: dict[str, Any], path: Path) -> bool:
+    """Whether a space is put before a text. Raises `UserError` for what SentencePiece does not do."""
+    normalizer = content.get("normalizer") or {}
+    steps = normalizer.get("normalizers", [normalizer] if normalizer else [])
+    pre_tokenizer = content.get("pre_tokenizer") or {}
+    if pre_tokenizer.get("type") == "Metaspace" and pre_tokenizer.get("split") is False:
+        scheme = pre_tokenizer.get("prepend_scheme", "always")
+        steps = [*([] if scheme == "never" else [_PREPEND]), _TO_SPACE, *steps]
+    elif pre_tokenizer.get("pattern") != _TO_SPACE["pattern"] and pre_tokenizer:
+        # Gemma's splits at spaces, of which its normaliser has left none.
+        steps = []
+    if steps not in ([_TO_SPACE], [_PREPEND, _TO_SPACE]):
+        raise UserError(
+            f"{path}: it changes or splits text as llama.cpp's SentencePiece does not: "
+            f"{json.dumps([normalizer, pre_tokenizer])[:120]}"
+        )
+    return _PREPEND in steps
+
+
+def _pre_tokenizer_name(content: dict[str, Any], path: Path) -> str:
+    """llama.cpp's name. Raises `UserError` when it has none that splits and normalises the same way."""
     normalizer = content.get("normalizer")
     if normalizer is not None and normalizer.get("type") != "NFC":
         raise UserError(
             f"{path}: normaliser {normalizer.get('type')} is not available in llama.cpp; "
             "train the tokenizer with NFC or without"
         )
-
-
-def pre_tokenizer_name(content: dict[str, Any], path: Path) -> str:
-    """llama.cpp's name of the pre-tokenizer in a tokenizer.json.
-
-    Raises `UserError` when llama.cpp has none that splits the same way.
-    """
     pre_tokenizer = content.get("pre_tokenizer") or {}
     steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     relevant = [
         {key: value for key, value in step.items() if key != "trim_offsets"} for step in steps
     ]
-    for name, expected in PRE_TOKENIZERS.items():
-        if relevant == expected:
-            return name
+    same = [row for row in PRE_TOKENIZERS if relevant == _steps(row.regex)]
+    if not same:
+        raise UserError(
+            f"{path}: its pre-tokenizer is not one of those that the GGUF export knows by llama.cpp's "
+            f"name ({', '.join(row.names[0] for row in PRE_TOKENIZERS)}): {json.dumps(relevant)[:120]}"
+        )
+    ignores = bool(content["model"].get("ignore_merges"))
+    for row in same:
+        if row.ignores_merges == ignores:
+            return row.names[0]
     raise UserError(
-        f"{path}: its pre-tokenizer is not one of those that the GGUF export knows by llama.cpp's name "
-        f"({', '.join(PRE_TOKENIZERS)}): {json.dumps(relevant)[:120]}"
+        f"{path}: ignore_merges is {ignores}, which llama.cpp's {same[0].names[0]} does not do"
     )
+
+
+def _steps(regex: str | None) -> list[dict[str, Any]]:
+    """A pre-tokenizer as tokenizer.json spells it."""
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": regex is None}
+    split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+    return [byte_level] if regex is None else [split, byte_level]
 
 
 def add_vocabulary(writer: "GGUFWriter", vocabulary: GgufVocabulary, folder: Path) -> None:
     """Write the tokenizer's metadata: vocabulary, merges, special tokens, chat template."""
     from gguf import SpecialVocab
 
-    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_model("gpt2" if vocabulary.scores is None else "llama")
     writer.add_tokenizer_pre(vocabulary.pre_tokenizer)
     writer.add_token_list(vocabulary.tokens)
     writer.add_token_types([int(type) for type in vocabulary.types])
+    if vocabulary.scores is not None:
+        writer.add_token_scores(vocabulary.scores)
+        writer.add_add_space_prefix(vocabulary.adds_space)
     special = SpecialVocab(folder, load_merges=True, n_vocab=len(vocabulary.tokens))
     end = special.special_token_ids.get("eos")
     if "bos" not in special.special_token_ids and end is not None:

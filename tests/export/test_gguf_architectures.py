@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every architecture that the engine runs, as GGUF and back, and under llama.cpp itself."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from packed_models import load_reference, make_packed
+from sparse_bitnet.checkpoint.load import load_tokenizer
+from sparse_bitnet.checkpoint.model_folder import TOKENIZER_FILES, copy_files, read_config
+from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
+from sparse_bitnet.engine.architecture import read_architecture
+from sparse_bitnet.engine.engine import Engine
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.export.export_checkpoint import export
+from sparse_bitnet.export.export_config import ExportConfig
+from sparse_bitnet.export.importer import import_checkpoint
+from sparse_bitnet.generation.text import TextTokenizer
+
+pytest.importorskip("gguf", reason="pip install gguf")
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 392,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "num_hidden_layers": 3}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("qwen2", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "qwen3": ("qwen3", {"head_dim": 64, "rope_parameters": YARN}),
+    "llama": ("llama", {"rope_parameters": LLAMA3_ROPE, "attention_bias": True, "head_dim": 64}),
+    "mistral": ("mistral", {"sliding_window": None, "tie_word_embeddings": False}),
+    "mistral with a window": ("mistral", {}),
+    "gemma3": (
+        "gemma3_text",
+        GEMMA | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "bitnet": ("bitnet", {"hidden_act": "silu"}),
+    "bitnet 2B4T": ("bitnet", {"hidden_act": "relu2"}),
+}  # fmt: skip
+IN_LLAMA_CPP = ("qwen2", "qwen3", "llama", "mistral", "gemma3", "bitnet")
+
+
+@pytest.fixture
+def packed(checkpoint: Path, tmp_path: Path):
+    """`packed("gemma3")`: a packed random model of `MODELS` with a tokenizer."""
+
+    def make(name: str, **changes: Any) -> Path:
+        family, own = MODELS[name]
+        options = {"packed_format": "nm-bitmap", "embeddings": "float32"}
+        folder = make_packed(tmp_path / "made", family, **options, **(SIZES | own | changes))
+        copy_files(checkpoint, folder, TOKENIZER_FILES)
+        return folder
+
+    return make
+
+
+def written(folder: Path, out: Path, type: str) -> Path:
+    export(folder, out, ExportConfig(format=f"gguf-{type}", embeddings="f32"))
+    (file,) = out.glob("*.gguf")
+    return file
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_packed_model_comes_back_as_it_was(packed, tmp_path: Path, name: str) -> None:
+    """Codes, scales, pattern, all that the engine reads of config.json, tokens, and so its logits."""
+    folder = packed(name)
+    file = written(folder, tmp_path / "out", "tq2_0")
+    result = import_checkpoint(file, tmp_path / "back", packed="auto", embeddings="float32")
+    assert str(result.format.pattern) == "6:8"
+    before, after = open_checkpoint(folder), open_checkpoint(tmp_path / "back")
+    assert before.layers == after.layers
+    for layer in before.layers:
+        ours, theirs = before.ternary(layer), after.ternary(layer)
+        assert torch.equal(ours.codes, theirs.codes)
+        assert torch.equal(ours.weight_scale, theirs.weight_scale), layer
+    assert after.others == before.others
+    for other in before.others:
+        # Gemma's norms have one more in the file: their sums are the same, and these are used.
+        offset = 1.0 if name == "gemma3" and other.endswith("norm.weight") else 0.0
+        assert torch.equal(before.read(other) + offset, after.read(other) + offset), other
+    configs = [read_config(path) for path in (folder, tmp_path / "back")]
+    shapes = [dataclasses.asdict(read_architecture(config, "")) for config in configs]
+    kept = [{**shape, "model_type": ""} if name == "mistral" else shape for shape in shapes]
+    np.testing.assert_equal(*kept)
+    text = "def f(x):\n    return 'naïve' + 17 * x\n"
+    ids = TextTokenizer.load(tmp_path / "back").encode(text)
+    assert ids == load_tokenizer(folder)(text, add_special_tokens=False).input_ids
+    first, second = (engine_logits(path, ids) for path in (folder, tmp_path / "back"))
+    np.testing.assert_array_equal(first, second)
+
+
+def engine_logits(folder: Path, tokens: list[int]) -> np.ndarray:
+    engine = Engine.load(folder, head="stored", kv_cache="float32", threads=1)
+    try:
+        (found,) = engine.forward([(engine.new_sequence(), tokens)], logits="all")
+        return found
+    finally:
+        engine.close()
+
+
+def centred(values: np.ndarray) -> np.ndarray:
+    """Logits, which a constant does not change, without it."""
+    return values - values.mean(-1, keepdims=True)
+
+
+def llama_cpp_logits(file: Path, tokens: np.ndarray) -> np.ndarray:
+    from sparse_bitnet.export.readers import LlamaCppReader
+
+    reader = LlamaCppReader(file, 64)
+    try:
+        return centred(reader.log_probabilities(tokens).numpy())
+    finally:
+        reader.close()
+
+
+@pytest.mark.parametrize("name", IN_LLAMA_CPP)
+def test_llama_cpp_computes_the_same_model(packed, tmp_path: Path, name: str) -> None:
+    """Rows that fill no block are F16 there, so activations are not quantised: norms, ropes, windows and
+    scales are compared alone, with transformers' model of the same weights in float32."""
+    pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python builds llama.cpp")
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3}
+    own = {"head_dim": 12} if "head_dim" in MODELS[name][1] else {}
+    own |= {"query_pre_attn_scalar": 12} if name == "gemma3" else {}
+    folder = packed(
+        name, format="ternary-2:4", hidden_size=72, intermediate_size=100, **heads, **own
+    )
+    tokens = np.arange(1, 33) * 7 % 392
+    found = llama_cpp_logits(written(folder, tmp_path / "out", "tq2_0"), tokens)
+    export(folder, tmp_path / "dense", ExportConfig(format="dense", embeddings="f32"))
+    with torch.no_grad():
+        expected = load_reference(tmp_path / "dense")(torch.tensor(tokens)[None]).logits[0].numpy()
+    error = np.linalg.norm(found - centred(expected), axis=-1)
+    error = error / np.linalg.norm(centred(expected), axis=-1)
+    assert error.max() < 5e-3
+
+
+@pytest.mark.parametrize("type", ["tq1_0", "tq2_0"])
+@pytest.mark.parametrize("name", IN_LLAMA_CPP)
+def test_logits_of_the_same_file(packed, tmp_path: Path, name: str, type: str) -> None:
+    """llama.cpp's, with activations of 256 and one scale, against the engine's of the imported file."""
+    pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python builds llama.cpp")
+    file = written(packed(name), tmp_path / "out", type)
+    import_checkpoint(file, tmp_path / "back", packed="auto", embeddings="float32")
+    tokens = np.arange(1, 33) * 7 % 392
+    found = llama_cpp_logits(file, tokens)
+    ours = centred(engine_logits(tmp_path / "back", tokens.tolist()))
+    cosine = (found * ours).sum(-1) / np.linalg.norm(found, axis=-1) / np.linalg.norm(ours, axis=-1)
+    error = np.linalg.norm(found - ours, axis=-1) / np.linalg.norm(ours, axis=-1)
+    print(f"{name} {type}: cosine {np.median(cosine):.5f}, relative error {np.median(error):.1e}")
+    assert np.median(cosine) > 0.998
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        (
+            "bitnet 2B4T",
+            {},
+            "llama.cpp does not read bitnet-b1.58: its activation is the squared ReLU",
+        ),
+        ("gemma3", {"query_pre_attn_scalar": 24}, "query_pre_attn_scalar=24 is not covered"),
+        ("bitnet", {"tie_word_embeddings": False}, "tie_word_embeddings=False is not covered"),
+        ("qwen3", {"attention_bias": True}, "attention_bias=True is not covered"),
+    ],
+)
+def test_what_a_file_cannot_say_is_refused(
+    packed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, changes: Any, message: str
+) -> None:
+    monkeypatch.setattr("sparse_bitnet.export.export_checkpoint.absent_reader", lambda format: None)
+    config = ExportConfig(format="gguf-tq2_0", verify=True)
+    with pytest.raises(UserError, match=message):
+        export(packed(name, **changes), tmp_path / "out", config)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "note"), [("bitnet 2B4T", "bitnet.cpp"), ("mistral with a window", "no window")]
+)
+def test_what_llama_cpp_does_not_do_is_said(packed, tmp_path: Path, name: str, note: str) -> None:
+    result = export(packed(name), tmp_path / "out", ExportConfig(format="gguf-tq2_0"))
+    assert note in str(result.warning)
+
+
+def test_a_sentence_piece_tokenizer_comes_back(packed, tmp_path: Path) -> None:
+    """Merges as scores: what llama.cpp makes of them where it is there, and our reader of the file."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+    letters = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        *"abcdefghinot",
+    ]
+    merges = [
+        ("t", "h"),
+        ("th", "e"),
+        ("▁", "the"),
+        ("i", "n"),
+        ("in", "g"),
+        ("▁", "a"),
+        ("▁a", "n"),
+    ]
+    vocabulary = {token: at for at, token in enumerate([*letters, *(a + b for a, b in merges)])}
+    bpe = models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(bpe)
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in letters[:3]])
+    folder = packed("gemma3")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "unk_token": "<unk>"}))
+    file = written(folder, tmp_path / "out", "tq2_0")
+    import_checkpoint(file, tmp_path / "back", packed="auto", embeddings="float32")
+    texts = ("the thing, and an  inn", " naïve ann 東京", "then")
+    back = TextTokenizer.load(tmp_path / "back")
+    expected = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+    assert [back.encode(text) for text in texts] == expected
+    assert [back.decode(ids) for ids in expected] == list(texts)
+    pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python builds llama.cpp")
+    from sparse_bitnet.export.readers import LlamaCppReader
+
+    reader = LlamaCppReader(file, 64)
+    assert [reader.tokenise(text) for text in texts] == expected
+    reader.close()
