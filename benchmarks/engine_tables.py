@@ -158,6 +158,25 @@ def masks() -> str:
     return filled(columns, rows, "python benchmarks/masks.py TOKENIZER")
 
 
+def speculation() -> str:
+    columns = [
+        ("text", "{text}"),
+        ("weights", "{weight_format}"),
+        ("threads", "{threads}"),
+        ("tokens", "{tokens}"),
+        ("guessed", "{guessed}"),
+        ("came true", "{accepted}"),
+        ("processor time without, s", "{before:.2f}"),
+        ("with", "{after:.2f}"),
+        ("ratio", "{ratio:.2f}"),
+    ]
+    rows = []
+    for row in read("speculation"):
+        before, after = (row[way]["processor_seconds"] for way in ("without", "with"))
+        rows.append(row | row["with"] | {"before": before, "after": after, "ratio": before / after})
+    return filled(columns, rows, "python benchmarks/speculation.py PACKED TOKENIZER --text ...")
+
+
 def server() -> str:
     columns = [
         ("server", "{server}"),

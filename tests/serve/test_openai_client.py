@@ -286,6 +286,7 @@ def test_models_health_and_metrics(client, served):
     assert grown("requests_total", "length") == 1
     assert grown("prompt_tokens_total") == len("measured")
     assert grown("generated_tokens_total") == 9
+    assert grown("guessed_tokens_total") == grown("accepted_tokens_total") == 0
     assert grown("time_to_first_token_seconds_count") == 1
     assert grown("time_per_token_seconds_count") == 8
     assert grown("http_responses_total", "/v1/completions", "200") == 1

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from sparse_bitnet.cli.arguments import FLAT, CheckpointArgument, parse
 from sparse_bitnet.cli.generate import statistics
-from sparse_bitnet.cli.text_options import TextOptions
+from sparse_bitnet.cli.text_options import SpeculationOptions, TextOptions
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError
 
@@ -44,6 +44,7 @@ def run(
     checkpoint: CheckpointArgument,
     config: Annotated[ChatConfig, FLAT],
     text: Annotated[TextOptions, FLAT],
+    speculation: Annotated[SpeculationOptions, FLAT],
     engine: Annotated[EngineOptions, FLAT],
 ) -> None:
     """Talk with a chat model, one line at a time.
@@ -53,6 +54,7 @@ def run(
             folder or hub id (OWNER/NAME@REVISION, OWNER/NAME/FILE.gguf); with a chat template.
         config: the conversation.
         text: how answers go on, and where they end.
+        speculation: what is guessed ahead of them.
         engine: what computes them.
     """
     from sparse_bitnet.generation.conversation import Conversation
@@ -61,6 +63,11 @@ def run(
     conversation = Conversation.open(
         checkpoint, engine, options, system=config.system, grammar=grammar
     )
+    try:
+        conversation.speculation = speculation.open(conversation.model, engine)
+    except BaseException:
+        conversation.close()
+        raise
     if conversation.model.note:
         print(f"through transformers: {conversation.model.note}", file=sys.stderr)
     is_terminal = sys.stdin.isatty()

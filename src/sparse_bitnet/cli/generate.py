@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from sparse_bitnet.cli.arguments import FLAT, CheckpointArgument, parse
-from sparse_bitnet.cli.text_options import TextOptions, read_text
+from sparse_bitnet.cli.text_options import SpeculationOptions, TextOptions, read_text
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError
 
@@ -41,6 +41,7 @@ def run(
     checkpoint: CheckpointArgument,
     config: Annotated[GenerateConfig, FLAT],
     text: Annotated[TextOptions, FLAT],
+    speculation: Annotated[SpeculationOptions, FLAT],
     engine: Annotated[EngineOptions, FLAT],
 ) -> None:
     """Continue a prompt with a checkpoint.
@@ -49,6 +50,7 @@ def run(
         checkpoint: packed folder, run folder, checkpoint folder, or any transformers folder or hub id.
         config: what to continue.
         text: how it goes on, and where it ends.
+        speculation: what is guessed ahead of it.
         engine: what computes it.
     """
     from sparse_bitnet.generation.open_model import open_model
@@ -60,6 +62,7 @@ def run(
     model = open_model(checkpoint, engine)
     if model.note:
         print(f"through transformers: {model.note}", file=sys.stderr)
+    guesses = speculation.open(model, engine)
     form = None if grammar is None else model.grammars(model.end_tokens).start(grammar)
     prompt = _prompt(config)
     print(prompt, end="", flush=True)
@@ -70,6 +73,7 @@ def run(
         tokenizer=model.tokenizer,
         end_tokens=model.end_tokens,
         form=form,
+        speculation=guesses,
         on_token=lambda number, token, piece: print(piece, end="", flush=True),
     )
     print()
@@ -102,11 +106,13 @@ def statistics(result: "GenerateResult", engine_name: str) -> str:
     """One line: tokens and tokens a second of prompt and text."""
     (text,) = result.texts
     prefill, decode = result.prefill_rate, result.decode_rate
+    guessed = result.guessed_tokens
     cached = f" ({text.cached_tokens:,} cached)" if text.cached_tokens else ""
     return (
         f"prompt {text.prompt_tokens:,} tokens{cached}"
         + (f", {prefill:,.1f} tokens/s" if prefill else "")
         + f"; text {len(text.tokens):,} tokens"
         + (f", {decode:,.1f} tokens/s" if decode else "")
+        + (f"; guessed {guessed:,}, {result.accepted_tokens:,} came true" if guessed else "")
         + f"; ended by {text.finish_reason}; engine {engine_name}"
     )

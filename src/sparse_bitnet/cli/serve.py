@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from sparse_bitnet.cli.arguments import FLAT, CheckpointArgument, parse
+from sparse_bitnet.cli.text_options import SpeculationOptions
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError
 
@@ -94,6 +95,7 @@ def main(arguments: list[str]) -> None:
 def run(
     checkpoint: CheckpointArgument,
     config: Annotated[ServeConfig, FLAT],
+    speculation: Annotated[SpeculationOptions, FLAT],
     engine: Annotated[EngineOptions, FLAT],
 ) -> None:
     """Serve a checkpoint over HTTP, as OpenAI's API: /v1/completions, /v1/chat/completions,
@@ -102,6 +104,7 @@ def run(
     Args:
         checkpoint: packed folder, run folder, GGUF file, or any transformers folder or hub id.
         config: where to listen, and the limits.
+        speculation: what is guessed ahead of texts.
         engine: the engine.
     """
     try:
@@ -140,6 +143,7 @@ def run(
             max_queue=config.max_queue,
             max_running=config.max_running,
             prefill_slice=config.prefill_slice,
+            speculation=speculation.open(opened, engine),
             observer=metrics,
         )
         name = config.model_name or Path(checkpoint).resolve().name or "model"

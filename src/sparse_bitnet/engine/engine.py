@@ -43,6 +43,7 @@ class Engine(InferenceEngine):
     """
 
     page_tokens: int = _cpu.PAGE_TOKENS
+    batch_invariant = True
 
     def __init__(
         self, model: EngineModel, weights: Weights, decoder: _cpu.Decoder, context_length: int

@@ -97,6 +97,9 @@ class InferenceEngine(ABC):
     page_tokens = 1
     """Tokens by which the room grows that a sequence takes in the cache."""
 
+    batch_invariant = False
+    """A token's logits are the same to the last bit whatever is computed with it."""
+
     def __init__(self, vocab_size: int, context_length: int, hidden_size: int) -> None:
         self.vocab_size, self.context_length = vocab_size, context_length
         self.hidden_size = hidden_size

@@ -12,6 +12,7 @@ from sparse_bitnet.generation.chat_template import ChatTemplate
 from sparse_bitnet.generation.grammar import Form, Grammar
 from sparse_bitnet.generation.open_model import OpenModel, open_model
 from sparse_bitnet.generation.prefix_cache import PrefixCache
+from sparse_bitnet.generation.speculation import Speculation
 from sparse_bitnet.generation.text_batches import GenerateOptions, GenerateResult, generate
 
 
@@ -34,6 +35,9 @@ class Conversation:
         self._options = options
         self._system = system
         self._prefixes = PrefixCache(4)
+        self.speculation: Speculation | None = None
+        """What guesses tokens ahead."""
+
         self._end_tokens = model.end_tokens | template.end_tokens(model.tokenizer)
         self._form: Form | None = None
         if grammar is not None:
@@ -111,6 +115,7 @@ class Conversation:
             end_tokens=self._end_tokens,
             form=self._form,
             prefixes=self._prefixes,
+            speculation=self.speculation,
             is_start=True,
             on_token=lambda number, token, piece: on_text(piece),
             is_cancelled=is_cancelled,

@@ -13,6 +13,9 @@ class Observer:
     def token(self, seconds: float, first: bool) -> None:
         """A token came so long after the one before, or the first so long after arrival."""
 
+    def guessed(self, tokens: int, accepted: int) -> None:
+        """So many tokens were computed ahead (speculation.py), and so many of them came true."""
+
     def preempted(self) -> None:
         """A generation was paused for want of cache."""
 
@@ -32,6 +35,11 @@ class Throughput:
     """Drawn ones; the first of each text comes out of the prefill."""
 
     decode_seconds: float = 0.0
+    guessed_tokens: int = 0
+    """Computed ahead of those that were drawn."""
+
+    accepted_tokens: int = 0
+    """Of those, the ones that were drawn."""
 
     @property
     def prefill_rate(self) -> float | None:

@@ -128,6 +128,9 @@ class Generation:
     """float32 [hidden_size], of a request with `pooling`."""
 
     sequence: EngineSequence | None = None
+    guess: list[int] = field(default_factory=list)
+    """Tokens that are computed behind the context's last one, in case they follow."""
+
     cancel_asked: bool = False
     arrived: float = field(default_factory=time.perf_counter)
     last_token_at: float | None = None
@@ -238,6 +241,11 @@ class Generation:
         end = self._unscored if self.is_before_scores else self.largest_cache(0)
         return end - self.in_cache
 
+    @property
+    def is_drawing(self) -> bool:
+        """All but the token drawn last is in the cache."""
+        return self.generated > 0 and self.missing == 1
+
     def largest_cache(self, ahead: int | None) -> int:
         """Tokens in the cache when this many more have been drawn, or all (None)."""
         request = self.request
@@ -257,18 +265,33 @@ class Generation:
         for row, token in zip(logits, prompt[start + 1 :], strict=False):
             self.prompt_scores.append(score(row, token, top))
 
-    def take(self, results: np.ndarray, which: WhichLogits) -> Output | None:
-        """What comes of the results for the tokens just forwarded; None while some are missing."""
+    def take(self, results: np.ndarray, which: WhichLogits) -> list[Output]:
+        """What comes of the results for the tokens just forwarded; nothing while some are missing."""
+        if which == "all" and self.generated:
+            return self._take_guess(results)
         if which == "all":
             self.take_prompt_logits(results)
         elif which == "hidden":
             self._states.add(results)
         if self.missing:
-            return None
+            return []
         if which == "hidden":
             self.embedding = self._states.vector()
-            return Output("", (), "stop")
-        return self.take_logits(results[-1] if which == "all" else results)
+            return [Output("", (), "stop")]
+        return [self.take_logits(results[-1] if which == "all" else results)]
+
+    def _take_guess(self, logits: np.ndarray) -> list[Output]:
+        """Draw from float32 logits [1 + guessed tokens, vocab_size] as long as the guess comes true."""
+        assert self.sequence is not None
+        start, outputs = self.in_cache - len(logits), []
+        for place, row in enumerate(logits):
+            outputs.append(self.take_logits(row))
+            came_true = self.guess[place : place + 1] == self.context[-1:]
+            if outputs[-1].finish is not None or not came_true:
+                break
+        self.sequence.truncate(start + len(outputs))
+        self.guess = []
+        return outputs
 
     def take_logits(self, logits: np.ndarray) -> Output:
         """Choose the next token from float32 logits [vocab_size], unless none is wanted."""
@@ -301,6 +324,7 @@ class Generation:
         if self.scores_wanted:
             self.prompt_scores.clear()
         self.__dict__.pop("_states", None)
+        self.guess = []
         if self.sequence is not None:
             self.sequence.close()
             self.sequence = None

@@ -26,6 +26,7 @@ from sparse_bitnet.generation.observer import Observer, Throughput
 from sparse_bitnet.generation.prefix_cache import PrefixCache, shared_length
 from sparse_bitnet.generation.request import FinishReason, Generation, GenerationRequest, Output
 from sparse_bitnet.generation.shares import shares
+from sparse_bitnet.generation.speculation import Speculation
 
 _WORTH_WAITING = 32
 """A prompt waits for another that is being computed if they share this many tokens more."""
@@ -44,6 +45,7 @@ class Scheduler:
         scored_slice: int = 32,
         room_ahead: int | None = 64,
         prefixes: PrefixCache | None = None,
+        speculation: Speculation | None = None,
         observer: Observer | None = None,
     ) -> None:
         """
@@ -55,6 +57,7 @@ class Scheduler:
             room_ahead: a generation is let in where there is room for this many further tokens of each;
                 None: for all that they may become, so that none is ever paused.
             prefixes: sequences to start from, and to add to; default some of its own.
+            speculation: what guesses tokens ahead, for this scheduler alone; default nothing does.
         """
         self.capacity = min(engine.context_length, engine.free_tokens)
         """Most tokens of one generation, prompt included."""
@@ -66,6 +69,7 @@ class Scheduler:
         self._slices = (prefill_slice, max(prefill_slice, prefill_alone))
         self._scored_slice, self._room_ahead = scored_slice, room_ahead
         self._observer = observer or Observer()
+        self._speculation = speculation
         self._owns_prefixes = prefixes is None
         self._prefixes = PrefixCache(64) if prefixes is None else prefixes
         self._waiting: deque[Generation] = deque()
@@ -119,7 +123,8 @@ class Scheduler:
             batch = shares([g for g, which in wanted.items() if which != "all"], *self._slices)
             texts = [entry for entry in batch if wanted[entry[0]] == "last"]
             ready = any(size == g.missing and not g.is_before_scores for g, size in texts)
-            self._forward(texts, "last" if ready else "none")
+            guessed = self._guessed(texts)
+            self._forward(guessed or texts, "all" if guessed else "last" if ready else "none")
             self._forward([entry for entry in batch if wanted[entry[0]] == "hidden"], "hidden")
             scored = [g for g, which in wanted.items() if which == "all"]
             self._forward(shares(scored, self._scored_slice, self._scored_slice), "all")
@@ -127,6 +132,17 @@ class Scheduler:
             for generation in list(self._running):
                 self._fail(generation, error)
         self.delivered()
+
+    def _guessed(self, texts: list[tuple[Generation, int]]) -> list[tuple[Generation, int]]:
+        """The same with guessed tokens behind each one's next; nothing where none is guessed, as while
+        prompts are computed."""
+        drawing = [g for g, _ in texts if g.is_drawing]
+        if self._speculation is None or len(drawing) < len(texts):
+            return []
+        for generation, guess in zip(drawing, self._speculation.guess(drawing), strict=True):
+            generation.guess = guess
+        entries = [(generation, 1 + len(generation.guess)) for generation in drawing]
+        return entries if any(size > 1 for _, size in entries) else []
 
     def _end_unwanted(self) -> None:
         for generation in self._under_way():
@@ -207,17 +223,26 @@ class Scheduler:
         while batch := [(g, size) for g, size in batch if g.sequence is not None]:
             try:
                 started = time.perf_counter()
-                drawn = sum(g.in_cache >= g.prompt_tokens for g, _ in batch)
+                drawing = [(g, size) for g, size in batch if g.is_drawing]
+                before = sum(g.generated for g, _ in drawing)
                 results = self._run(batch, which)
+                if self._speculation is not None and len(drawing) == len(batch):
+                    passed = time.perf_counter() - started
+                    self._speculation.costs.add(sum(size for _, size in batch), passed)
                 if which == "none":
                     results = []
                 self._take([generation for generation, _ in batch], results, which)
-                self._count(sum(size for _, size in batch), drawn, time.perf_counter() - started)
+                drawn = sum(g.generated for g, _ in drawing) - before
+                self._count(batch, drawing, drawn, time.perf_counter() - started)
                 return
             except CacheFull as error:
                 if self._prefixes.evict():
                     continue
-                if len(self._running) == 1:
+                if which == "all" and any(generation.guess for generation, _ in batch):
+                    for generation, _ in batch:
+                        generation.guess = []
+                    batch, which = [(generation, 1) for generation, _ in batch], "last"
+                elif len(self._running) == 1:
                     self._fail(self._running[0], error)
                 else:
                     self._pause(self._running[-1])
@@ -230,19 +255,34 @@ class Scheduler:
                     self._forward([one], which)
                 return
 
-    def _count(self, tokens: int, drawn: int, seconds: float) -> None:
-        done, share = self.throughput, drawn / tokens
-        done.prefill_tokens += tokens - drawn
-        done.prefill_seconds += seconds * (1 - share)
+    def _count(
+        self,
+        batch: list[tuple[Generation, int]],
+        drawing: list[tuple[Generation, int]],
+        drawn: int,
+        seconds: float,
+    ) -> None:
+        """`drawing`: those of the batch that were beyond their prompts, and have drawn so many tokens."""
+        done, all_tokens = self.throughput, sum(size for _, size in batch)
+        tokens = sum(size for _, size in drawing)
+        done.prefill_tokens += all_tokens - tokens
+        done.prefill_seconds += seconds * (1 - tokens / all_tokens)
         done.decode_tokens += drawn
-        done.decode_seconds += seconds * share
+        done.decode_seconds += seconds * tokens / all_tokens
+        if tokens > len(drawing):
+            guessed, accepted = tokens - len(drawing), max(drawn - len(drawing), 0)
+            done.guessed_tokens += guessed
+            done.accepted_tokens += accepted
+            self._observer.guessed(guessed, accepted)
 
     def _run(self, batch: list[tuple[Generation, int]], which: WhichLogits) -> list[np.ndarray]:
         entries = []
         for generation, size in batch:
             assert generation.sequence is not None
             at = generation.in_cache
-            entries.append((generation.sequence, generation.context[at : at + size]))
+            tokens = generation.context[at : at + size]
+            tokens += generation.guess[: size - len(tokens)]
+            entries.append((generation.sequence, tokens))
         before = [len(sequence) for sequence, _ in entries]
         try:
             return self._engine.forward(entries, which)
@@ -258,8 +298,7 @@ class Scheduler:
         """Hand out what each makes of its results."""
         for generation, logits in zip(generations, results, strict=which != "none"):
             try:
-                output = generation.take(logits, which)
-                if output is not None:
+                for output in generation.take(logits, which):
                     self._hand_out(generation, output)
             except Exception as error:
                 self._fail(generation, error)
@@ -281,6 +320,8 @@ class Scheduler:
         with self._lock:
             self._running.remove(generation)
             self._waiting.appendleft(generation)
+        if self._speculation is not None:
+            self._speculation.forget(generation)
         self._observer.preempted()
 
     def _fail(self, generation: Generation, error: Exception) -> None:
@@ -291,6 +332,8 @@ class Scheduler:
 
     def _end(self, generation: Generation, why: FinishReason, output: Output | None = None) -> None:
         generation.finish_reason = why
+        if self._speculation is not None:
+            self._speculation.forget(generation)
         with self._lock:
             for group in (self._running, self._waiting):
                 if generation in group:

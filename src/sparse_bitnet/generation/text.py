@@ -96,6 +96,11 @@ class TextTokenizer:
         """The number of a token, None for one that the vocabulary lacks."""
         return self._tokenizer.token_to_id(token)
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """The number of every token."""
+        return self._tokenizer.get_vocab()
+
     def token_bytes(self, token: int) -> bytes:
         """What one token stands for; empty for a number that the vocabulary lacks."""
         found = self._known.get(token)

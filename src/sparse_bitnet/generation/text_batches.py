@@ -12,6 +12,7 @@ from sparse_bitnet.generation.prefix_cache import PrefixCache
 from sparse_bitnet.generation.request import Generation, GenerationRequest, Output
 from sparse_bitnet.generation.sampling_options import SamplingOptions
 from sparse_bitnet.generation.scheduler import Scheduler
+from sparse_bitnet.generation.speculation import Speculation
 from sparse_bitnet.generation.stop import StopStrings
 from sparse_bitnet.generation.text import TextTokenizer
 
@@ -59,6 +60,7 @@ def generate(
     end_tokens: frozenset[int] = frozenset(),
     form: "Form | None" = None,
     prefixes: PrefixCache | None = None,
+    speculation: Speculation | None = None,
     max_batch: int = 32,
     is_start: bool = False,
     on_token: OnToken | None = None,
@@ -73,6 +75,7 @@ def generate(
         form: which the texts have to have.
         prefixes: sequences of this engine from earlier calls; prompts start from the longest beginning
             they share with one, and their sequences are added.
+        speculation: what guesses tokens ahead; the texts are the same, sooner.
         max_batch: texts that grow at the same time; the others wait.
         is_start: the text starts anew instead of continuing the prompt's, as an answer does; see
             `TextStream`.
@@ -90,6 +93,7 @@ def generate(
         prefill_alone=_PREFILL_TOKENS,
         room_ahead=None,
         prefixes=PrefixCache(0) if prefixes is None else prefixes,
+        speculation=speculation,
     )
     numbers: dict[int, int] = {}
 

@@ -30,6 +30,8 @@ class ServerMetrics(Observer):
         self._prompt = named(Counter, "prompt_tokens", "Tokens of prompts")
         self._cached = named(Counter, "cached_tokens", "Tokens of prompts found in the cache")
         self._generated = named(Counter, "generated_tokens", "Tokens generated")
+        self._guessed = named(Counter, "guessed_tokens", "Tokens computed ahead of being drawn")
+        self._accepted = named(Counter, "accepted_tokens", "Of those, the ones that were drawn")
         self._preempted = named(Counter, "preemptions", "Generations paused for want of cache")
         self._queue = named(Gauge, "queue_length", "Generations waiting")
         self._running = named(Gauge, "running", "Generations running")
@@ -58,6 +60,11 @@ class ServerMetrics(Observer):
         """A request has ended this many seconds after it came."""
         self._requests.labels(outcome).inc()
         self._whole.observe(seconds)
+
+    def guessed(self, tokens: int, accepted: int) -> None:
+        """Tokens were computed ahead."""
+        self._guessed.inc(tokens)
+        self._accepted.inc(accepted)
 
     def preempted(self) -> None:
         """A sequence gave its pages to another."""

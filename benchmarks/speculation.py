@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens a second with and without guessed tokens, on texts that people wrote.
+
+    python benchmarks/speculation.py PACKED TOKENIZER --text edit BEFORE AFTER --text book BEGINNING REST
+
+The engine computes everything; then each token's logits are put in favour of the token that the text
+has there. A random model of a real shape so writes a real text, as a model would that knows it: the
+speeds are the engine's, and what is guessed and comes true is the text's. In turns, without and with,
+from one cached prompt, greedy. Appends rows to benchmarks/results/.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from sparse_bitnet.bench.record import append_records, result_file, where_measured
+from sparse_bitnet.engine.engine import Engine
+from sparse_bitnet.generation.prefix_cache import PrefixCache
+from sparse_bitnet.generation.sampling_options import SamplingOptions
+from sparse_bitnet.generation.speculation import Speculation
+from sparse_bitnet.generation.text import TextTokenizer
+from sparse_bitnet.generation.text_batches import GenerateOptions, generate
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def follow(engine: Engine, text: list[int]) -> None:
+    """From now on the engine's likeliest token at a place is the text's next one."""
+    compute = engine._compute
+
+    def computed(batch, logits):
+        found = compute(batch, logits)
+        for (sequence, tokens), rows in zip(batch, found, strict=False):
+            for row, place in zip(
+                rows[::-1] if rows.ndim > 1 else [rows], range(len(tokens)), strict=False
+            ):
+                end = len(sequence) + len(tokens) - place
+                if end < len(text):
+                    row[text[end]] = 1e6
+        return found
+
+    engine._compute = computed
+
+
+def measured(engine: Engine, tokenizer, prompt: list[int], text: list[int], turns: int) -> dict:
+    """Of both ways, the best of so many turns."""
+    compute = engine._compute
+    follow(engine, prompt + text)
+    prefixes = PrefixCache(1)
+    options = GenerateOptions(max_new_tokens=len(text), sampling=SamplingOptions(temperature=0))
+    guesses = Speculation(engine)
+    best: dict = {"without": {}, "with": {}}
+    for _ in range(turns):
+        for name, speculation in (("without", None), ("with", guesses)):
+            started = time.process_time()
+            result = generate(
+                engine,
+                [prompt],
+                options,
+                tokenizer=tokenizer,
+                prefixes=prefixes,
+                speculation=speculation,
+            )
+            spent = time.process_time() - started
+            assert result.texts[0].tokens == text
+            of = best[name]
+            of["tokens_per_second"] = max(of.get("tokens_per_second", 0), result.decode_rate)
+            if result.texts[0].cached_tokens:
+                of["processor_seconds"] = min(of.get("processor_seconds", spent), spent)
+            of["guessed"], of["accepted"] = result.guessed_tokens, result.accepted_tokens
+    prefixes.clear()
+    engine._compute = compute
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="packed model with a large vocabulary")
+    parser.add_argument("tokenizer", help="folder with tokenizer.json")
+    parser.add_argument("--text", nargs=3, action="append", metavar=("NAME", "PROMPT", "TEXT"))
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--weight-format", default="auto")
+    parser.add_argument("--prompt-tokens", type=int, default=1500, help="most")
+    parser.add_argument("--tokens", type=int, default=400, help="most of a text")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="JSON lines; benchmarks/results/ by default")
+    options = parser.parse_args()
+    where, tokenizer, rows = where_measured(), TextTokenizer.load(options.tokenizer), []
+    console = Console()
+    for threads in options.threads:
+        engine = Engine.load(
+            options.folder,
+            threads=threads,
+            weight_format=options.weight_format,
+            context_length=8192,
+        )
+        for name, *files in options.text:
+            prompt, text = (tokenizer.encode(Path(file).read_text("utf-8")) for file in files)
+            prompt, text = prompt[: options.prompt_tokens], text[: options.tokens]
+            found = measured(engine, tokenizer, prompt, text, options.turns)
+            row = {
+                "model": options.folder.name,
+                "weight_format": engine.weight_format,
+                "threads": threads,
+                "text": name,
+                "prompt_tokens": len(prompt),
+                "tokens": len(text),
+                **found,
+            }
+            rows.append(row)
+            console.print(row)
+        engine.close()
+    append_records(options.out or result_file(RESULTS, "speculation", where), rows, where)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speculative decoding: tokens guessed behind the one that is due are computed with it, and those stay
+that the text would have had anyway.
+
+Each guessed token's logits are those that it would have had alone, so that each is drawn as ever; the
+first that is drawn otherwise ends the guess. The text is that without guesses, token for token, drawn or
+greedy, under any penalty or form, and so is its distribution (Leviathan et al. 2023, for guesses that are
+certain of themselves: accepted with the model's probability, otherwise drawn from the rest).
+
+Guesses come from the text itself (prompt lookup: what followed its last tokens before) or from a draft
+model. How many tokens pay is reckoned from what forwards of so many took on this machine, and from how
+often guesses of a kind came true. Prompt lookup counts that without computing anything, so that a text
+without repetitions costs nothing.
+"""
+
+from bisect import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from sparse_bitnet.engine.protocol import CacheFull, EngineSequence, InferenceEngine
+from sparse_bitnet.generation.request import Generation
+
+MOST_STREAMS = 8
+"""Texts that run together, beyond which none is guessed at: their tokens fill a forward."""
+
+_NGRAMS = (1, 2, 3)
+_MATCHES = (2, 3, 4, 6, 9)
+"""Tokens that repeat earlier ones: bounds of the classes whose guesses are counted together."""
+
+_FIRST_RATES = (0.1, 0.2, 0.3, 0.5, 0.65, 0.8)
+"""Of each class, before anything is counted; as in source code (Python's standard library)."""
+
+_MEMORY = 0.05
+"""Share of the latest count in a rate, and, times five, of the latest forward in its cost."""
+
+_UNKNOWN_COST = 0.15
+"""What a further token adds to a forward, as a share of one token's, where none was measured."""
+
+
+class PromptLookup:
+    """What followed the last tokens of a text when they last occurred in it."""
+
+    def __init__(self) -> None:
+        self._after: tuple[dict[int, int], ...] = tuple({} for _ in _NGRAMS)
+        self._read = self._source = self._matched = 0
+        self._rates = list(_FIRST_RATES)
+
+    def read(self, context: Sequence[int]) -> None:
+        """Take in what `context` has more than the last time."""
+        for place in range(self._read, len(context)):
+            if self._source:
+                came_true = context[self._source] == context[place]
+                kind = bisect(_MATCHES, self._matched)
+                self._rates[kind] += (came_true - self._rates[kind]) * _MEMORY
+                self._source, self._matched = (
+                    (self._source + 1, self._matched + 1) if came_true else (0, 0)
+                )
+            key = 0
+            for count, after in zip(_NGRAMS, self._after, strict=True):
+                if count > place + 1:
+                    break
+                key = key << 32 | context[place + 1 - count]
+                if self._matched < count and key in after:
+                    self._source, self._matched = after[key], count
+                after[key] = place + 1
+        self._read = len(context)
+
+    def guess(self, context: Sequence[int], most: int) -> tuple[list[int], list[float]]:
+        """Tokens, and the chance of each that it and those before it come true."""
+        if not self._source:
+            return [], []
+        tokens = list(context[self._source : self._source + most])
+        chances, chance = [], 1.0
+        for place in range(len(tokens)):
+            chance *= self._rates[bisect(_MATCHES, self._matched + place)]
+            chances.append(chance)
+        return tokens, chances
+
+
+class ForwardCosts:
+    """Seconds of a forward by its tokens, as they are measured."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """One took so long."""
+        before = self._seconds.get(tokens, seconds)
+        self._seconds[tokens] = before + (seconds - before) * 5 * _MEMORY
+
+    def seconds(self, tokens: int) -> float:
+        """Measured, or reckoned from the nearest that were. 1.0 a forward as long as none was."""
+        known = sorted(self._seconds)
+        place = bisect(known, tokens)
+        if place == 0:
+            return 1.0 + _UNKNOWN_COST * tokens if not known else self._seconds[known[0]]
+        below = known[place - 1]
+        if place == len(known):
+            return self._seconds[below] * (1 + _UNKNOWN_COST * (tokens - below) / below)
+        above = known[place]
+        share = (tokens - below) / (above - below)
+        return self._seconds[below] * (1 - share) + self._seconds[above] * share
+
+
+class DraftModel:
+    """A small model's likeliest tokens as guesses. It takes the engine over."""
+
+    def __init__(self, engine: InferenceEngine) -> None:
+        self.engine = engine
+        self.token_seconds = 0.0
+        """What a guessed token takes here."""
+
+    def guess(self, text: "_Text", context: Sequence[int], most: int) -> list[int]:
+        """At most so many tokens; fewer where context or cache are full."""
+        sequence = text.sequence
+        found: list[int] = []
+        try:
+            if sequence is None:
+                sequence = text.sequence = self.engine.new_sequence()
+            shared, held = 0, sequence.tokens
+            while shared < min(len(held), len(context) - 1) and held[shared] == context[shared]:
+                shared += 1
+            sequence.truncate(shared)
+            most = min(most, self.engine.context_length - len(context) + 1)
+            if most < 1:
+                return []
+            new = list(context[shared:])
+            while len(found) < most:
+                started = perf_counter()
+                (logits,) = self.engine.forward([(sequence, new)])
+                new = [int(logits.argmax())]
+                found += new
+                if len(found) > 1:
+                    passed = perf_counter() - started
+                    self.token_seconds += (passed - self.token_seconds) * 5 * _MEMORY
+        except CacheFull:
+            pass
+        return found
+
+
+@dataclass(eq=False)
+class _Text:
+    lookup: PromptLookup = field(default_factory=PromptLookup)
+    sequence: EngineSequence | None = None
+    """Of the draft model."""
+    draft_rate: float = 0.6
+    guess: list[int] = field(default_factory=list)
+    drafted: bool = False
+    before: int = 0
+    """Tokens of the text when it was guessed at."""
+
+
+class Speculation:
+    """Guesses for the generations of one scheduler."""
+
+    def __init__(
+        self, engine: InferenceEngine, *, most: int = 7, draft: InferenceEngine | None = None
+    ) -> None:
+        """
+        Args:
+            engine: whose tokens are guessed; one that gives a token the same logits in any company.
+            most: tokens guessed for one text at a time.
+            draft: an engine with a smaller model of the same tokenizer; closed by its owner.
+        """
+        self.costs = ForwardCosts()
+        self._engine, self._most = engine, most
+        self._draft = DraftModel(draft) if draft is not None else None
+        self._texts: dict[Generation, _Text] = {}
+
+    def guess(self, generations: Sequence[Generation]) -> list[list[int]]:
+        """Tokens for each of the generations, which wait for their next one, to be computed behind it."""
+        if not generations or len(generations) > MOST_STREAMS:
+            return [[] for _ in generations]
+        texts = [self._texts.setdefault(generation, _Text()) for generation in generations]
+        chances = []
+        for generation, text in zip(generations, texts, strict=True):
+            self._count(generation, text)
+            text.before = len(generation.context)
+            text.lookup.read(generation.context)
+            room = min(self._most, generation.request.max_tokens - generation.generated - 1)
+            text.guess, found = text.lookup.guess(generation.context, room)
+            text.drafted = self._draft is not None and (not found or found[0] < text.draft_rate)
+            if text.drafted:
+                # Rates are forgotten slowly, so that a draft that failed is tried again.
+                text.draft_rate += (0.5 - text.draft_rate) * _MEMORY / 5
+                found = [text.draft_rate ** (place + 1) for place in range(room)]
+            chances.append(found)
+        sizes = self._sizes(chances, texts)
+        for generation, text, size in zip(generations, texts, sizes, strict=True):
+            if text.drafted:
+                assert self._draft is not None
+                text.guess = self._draft.guess(text, generation.context, size) if size else []
+                text.guess = [t for t in text.guess if t < self._engine.vocab_size]
+            del text.guess[size:]
+        return [text.guess for text in texts]
+
+    def forget(self, generation: Generation) -> None:
+        """It is not running any more."""
+        text = self._texts.pop(generation, None)
+        if text is not None and text.sequence is not None:
+            text.sequence.close()
+
+    def _count(self, generation: Generation, text: _Text) -> None:
+        """What came true of the last guess of the draft model."""
+        if text.drafted and text.guess:
+            drawn = generation.context[text.before :]
+            for guessed, token in zip(text.guess, drawn, strict=False):
+                text.draft_rate += ((guessed == token) - text.draft_rate) * 3 * _MEMORY
+                if guessed != token:
+                    break
+
+    def _sizes(self, chances: Sequence[Sequence[float]], texts: Sequence[_Text]) -> list[int]:
+        """How many tokens of each text's guess make the most tokens a second."""
+        # No token's chance is above that of those before it: the best ones are a beginning of each guess.
+        tokens = sorted(
+            ((chance, which) for which, found in enumerate(chances) for chance in found),
+            key=lambda entry: -entry[0],
+        )
+        drafting = self._draft.token_seconds if self._draft is not None else 0.0
+        expected, extra, best = float(len(texts)), 0.0, 0
+        rate = expected / self.costs.seconds(len(texts))
+        for count, (chance, which) in enumerate(tokens, 1):
+            expected += chance
+            extra += drafting * texts[which].drafted
+            faster = expected / (self.costs.seconds(len(texts) + count) + extra)
+            if faster > rate:
+                rate, best = faster, count
+        sizes = [0] * len(texts)
+        for _, which in tokens[:best]:
+            sizes[which] += 1
+        return sizes

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guessed tokens change no text, whatever is guessed, and are computed only where that pays."""
+
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models
+
+from packed_models import make_packed
+from scripted_engine import ScriptedEngine, logits_after
+from sparse_bitnet.cli import generate
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.generation.observer import Observer
+from sparse_bitnet.generation.request import GenerationRequest
+from sparse_bitnet.generation.sampling_options import SamplingOptions
+from sparse_bitnet.generation.scheduler import Scheduler
+from sparse_bitnet.generation.speculation import ForwardCosts, PromptLookup, Speculation
+from sparse_bitnet.generation.text import TextTokenizer
+
+VOCAB = 40
+GREEDY = SamplingOptions(temperature=0)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    tokenizer = Tokenizer(models.WordLevel({f"{i} ": i for i in range(VOCAB)}, unk_token="0 "))
+    tokenizer.decoder = decoders.Fuse()
+    return TextTokenizer(tokenizer)
+
+
+def repeating(tokens, size):
+    """After each token mostly the same one, so that texts come to repeat themselves."""
+    return logits_after(tokens[-1:], size)
+
+
+class FixedCosts(ForwardCosts):
+    """Independent of the time: so much for each further token, as a share of the first."""
+
+    def __init__(self, share=0.1):
+        super().__init__()
+        self.share = share
+
+    def add(self, tokens, seconds):
+        pass
+
+    def seconds(self, tokens):
+        return 1 + self.share * (tokens - 1)
+
+
+def speculation(engine, share=0.1, **options):
+    made = Speculation(engine, **options)
+    made.costs = FixedCosts(share)
+    return made
+
+
+def engine_of(logits=repeating, **options):
+    return ScriptedEngine(vocab_size=VOCAB, logits=logits, **options)
+
+
+def texts_of(engine, requests, speculation=None, **options):
+    """Everything that comes out of each of them."""
+    found = {}
+
+    def deliver(generation, output):
+        found.setdefault(id(generation.request), []).append(output)
+
+    requests = [replace(request, deliver=deliver) for request in requests]
+    scheduler = Scheduler(engine, speculation=speculation, **options)
+    assert len(list(scheduler.run(requests))) == len(requests)
+    assert engine.sequences == []
+    return [found[id(request)] for request in requests], scheduler.throughput
+
+
+@pytest.fixture
+def request_of(tokenizer):
+    def make(prompt, max_tokens=120, **options):
+        options = {"sampling": GREEDY} | options
+        return GenerationRequest(
+            prompt=prompt, max_tokens=max_tokens, tokenizer=tokenizer, **options
+        )
+
+    return make
+
+
+def test_texts_are_those_without_guesses(request_of):
+    drawn = SamplingOptions(seed=5, temperature=0.4)
+    penalties = replace(drawn, frequency_penalty=0.3, repetition_penalty=1.2, top_p=0.9)
+    requests = [
+        request_of([1, 2, 3]),
+        request_of([7], sampling=drawn, top_scores=2),
+        request_of([7, 8], sampling=penalties),
+        request_of([3, 4], stop=("9 ",), sampling=drawn),
+        request_of([3, 4], stop_tokens=frozenset(range(12)), sampling=drawn),
+        *(request_of([5, 6], max_tokens=size) for size in (1, 2, 3, 9)),
+    ]
+    expected = [texts_of(engine_of(), [request])[0][0] for request in requests]
+    for most in (1, 7, 30):
+        for company in (1, 3):
+            engine = engine_of()
+            guesses = speculation(engine, most=most)
+            found, done = texts_of(engine, requests, guesses, max_running=company)
+            assert found == expected
+            assert 0 < done.accepted_tokens <= done.guessed_tokens
+            assert done.decode_tokens == sum(map(len, found)) - len(found)
+
+
+def test_drawn_tokens_have_the_distribution_of_the_model(request_of):
+    """Chi-square of 6,000 draws, each of which depends on the one before."""
+    count, size = 6000, 6
+
+    def logits(tokens, width):
+        row = np.full(width, -np.inf, np.float32)
+        row[:size] = np.random.default_rng(tokens[-1]).standard_normal(size) * 1.5
+        return row
+
+    engine = engine_of(logits, context_length=count + 10, cache_tokens=1 << 16)
+    request = request_of([0], count, sampling=SamplingOptions(seed=3))
+    [outputs], done = texts_of(engine, [request], speculation(engine))
+    assert done.accepted_tokens > count / 10
+    assert done.guessed_tokens > done.accepted_tokens
+    drawn = [0] + [output.token for output in outputs]
+    seen = np.zeros((size, size))
+    np.add.at(seen, (drawn[:-1], drawn[1:]), 1)
+    chances = np.exp([logits([token], size) for token in range(size)])
+    expected = chances / chances.sum(1, keepdims=True) * seen.sum(1, keepdims=True)
+    statistic = ((seen - expected) ** 2 / expected).sum()
+    assert statistic < 59.7  # of 30 degrees of freedom, 0.1 % lie above
+
+
+def test_a_text_that_repeats_itself_takes_fewer_forwards(request_of):
+    engine = engine_of()
+    _, done = texts_of(engine, [request_of([1, 2, 3], 400)], speculation(engine))
+    assert len(engine.batches) < 120
+    assert done.accepted_tokens > 0.8 * done.guessed_tokens
+
+
+@pytest.mark.parametrize("share", [0.1, 1.0])
+def test_nothing_is_computed_ahead_where_it_does_not_pay(request_of, share):
+    """A text without repetitions, and an engine for which two tokens are twice the work of one."""
+    logits = logits_after if share < 1 else repeating
+    engine = ScriptedEngine(vocab_size=5000 if share < 1 else VOCAB, logits=logits)
+    guesses = speculation(engine, share)
+    _, done = texts_of(engine, [request_of([1, 2, 3], 300, sampling=GREEDY)], guesses)
+    assert done.guessed_tokens <= 6
+
+
+def test_many_streams_are_left_alone(request_of):
+    engine = engine_of()
+    requests = [request_of([place, 2, 3], 60) for place in range(9)]
+    _, done = texts_of(engine, requests, speculation(engine), max_running=9)
+    assert done.guessed_tokens == 0
+
+
+def test_a_full_cache_and_a_paused_text(request_of):
+    requests = [request_of([place, 2, 3], 100) for place in range(4)]
+    expected = [texts_of(engine_of(), [request])[0][0] for request in requests]
+    engine = engine_of(cache_tokens=5 * 64)
+    found, done = texts_of(engine, requests, speculation(engine), room_ahead=1)
+    assert found == expected
+    assert done.accepted_tokens > 0
+
+
+def test_an_engine_that_fails_on_a_guess(request_of):
+    """The text ends with the error, and nothing is left open."""
+    engine = engine_of(fails=lambda tokens: len(tokens) > 150)
+    with pytest.raises(RuntimeError, match="told to fail"):
+        texts_of(engine, [request_of([1, 2, 3], 400)], speculation(engine))
+    assert engine.sequences == []
+
+
+def test_guesses_are_counted(request_of):
+    class Counts(Observer):
+        tokens = accepted = 0
+
+        def guessed(self, tokens, accepted):
+            self.tokens += tokens
+            self.accepted += accepted
+
+    engine, counts = engine_of(), Counts()
+    _, done = texts_of(engine, [request_of([1, 2])], speculation(engine), observer=counts)
+    assert (counts.tokens, counts.accepted) == (done.guessed_tokens, done.accepted_tokens)
+
+
+def test_a_draft_model_guesses_where_the_text_does_not(request_of):
+    requests = [request_of([1, 2, 3], 80), request_of([9], 80, sampling=SamplingOptions(seed=2))]
+    expected, _ = texts_of(engine_of(logits_after), requests)
+    for knows in (1.0, 0.7, 0.0):
+
+        def draft_logits(tokens, size, knows=knows):
+            wrong = len(tokens) % 10 >= knows * 10
+            return logits_after([0] if wrong else tokens, size)
+
+        engine, draft = engine_of(logits_after), engine_of(draft_logits, context_length=60)
+        found, done = texts_of(engine, requests, speculation(engine, draft=draft))
+        assert found == expected
+        assert draft.sequences == []
+        if knows == 1.0:
+            assert done.accepted_tokens > 40
+        if knows == 0.0:
+            assert done.guessed_tokens < 80
+    full = engine_of(logits_after, cache_tokens=64)
+    assert texts_of(engine, requests, speculation(engine, draft=full))[0] == expected
+
+
+def test_prompt_lookup_continues_the_longest_match():
+    lookup = PromptLookup()
+    context = [1, 2, 3, 4, 5, 9, 2, 3, 7, 1, 2, 3]
+    lookup.read(context)
+    tokens, chances = lookup.guess(context, 3)
+    assert tokens == [4, 5, 9]
+    assert 1 > chances[0] > chances[1] > chances[2] > 0
+    context += [4, 5]
+    lookup.read(context)
+    assert lookup.guess(context, 2)[0] == [9, 2]
+    assert lookup.guess(context, 1)[1][0] > chances[0]
+    context.append(33)
+    lookup.read(context)
+    assert lookup.guess(context, 2) == ([], [])
+
+
+def test_costs_between_those_that_were_measured():
+    costs = ForwardCosts()
+    assert costs.seconds(1) < costs.seconds(2)
+    costs.add(1, 10.0)
+    assert costs.seconds(1) == 10
+    assert 10 < costs.seconds(3) < 20
+    costs.add(5, 30.0)
+    assert costs.seconds(3) == 20
+    for _ in range(30):
+        costs.add(5, 50.0)
+    assert 49 < costs.seconds(5) < 50
+
+
+def test_the_command_guesses_and_refuses_drafts_that_do_not_fit(tmp_path, capsys):
+    folder = make_packed(tmp_path, vocab_size=257, max_position_embeddings=256)
+    numbers = Tokenizer(models.WordLevel({f"{i} ": i for i in range(257)}, unk_token="0 "))
+    numbers.decoder = decoders.Fuse()
+    numbers.save(str(folder / "tokenizer.json"))
+    other, draft = tmp_path / "other", tmp_path / "draft"
+    for copy in (other, draft):
+        shutil.copytree(folder, copy)
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(other / "tokenizer.json"))
+    run = [str(folder), "--prompt", "1 2", "--threads", "1", "--weight-format", "i2"]
+    run += ["--max-tokens", "60", "--temperature", "0"]
+    texts = []
+    for more in (["0"], ["7"], ["7", "--draft", str(draft), "--stats"]):
+        generate.main([*run, "--speculative-tokens", *more])
+        texts.append(capsys.readouterr())
+    assert texts[0].out == texts[1].out == texts[2].out
+    assert "came true" in texts[2].err
+    for more, words in (
+        (["--draft", str(other)], "its tokenizer is not that of the model"),
+        (["--draft", str(tmp_path)], "not a packed model"),
+        (["--draft", str(draft), "--engine", "transformers"], "--draft is an option of the CPU"),
+        (["--draft", str(draft), "--speculative-tokens", "0"], "leave out"),
+        (["--speculative-tokens", "64"], "0 to 63"),
+    ):
+        with pytest.raises(UserError, match=words) as raised:
+            generate.main(
+                [*(option for option in run if option not in ("--weight-format", "i2")), *more]
+            )
+        assert "\n" not in str(raised.value)
