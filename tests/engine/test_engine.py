@@ -5,6 +5,8 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +25,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.pattern import NMPattern
 
 pytest.importorskip("sparse_bitnet._cpu")
-from sparse_bitnet.engine.engine import Engine
+from sparse_bitnet.engine.engine import Engine, _cache_type
 
 TOKENS = [int(token) for token in np.random.default_rng(5).integers(0, 96, 60)]
 EXACT = {"kv_cache": "float32", "head": "stored", "threads": 1}
@@ -180,6 +182,16 @@ def test_caches_are_close(qwen: Path) -> None:
     for kv_cache, bound in (("float16", 2e-2), ("int8", 0.1)):
         engine = Engine.load(qwen, kv_cache=kv_cache, head="stored", threads=1)
         assert relative_error(all_logits(engine, TOKENS), expected) < bound
+
+
+@pytest.mark.parametrize(("name", "most"), [("k_proj.bias", "float16"), ("q_proj.bias", "int8")])
+def test_keys_with_outliers_stay_in_float16(qwen: Path, name: str, most: str) -> None:
+    assert Engine.load(qwen, threads=1).kv_cache == "int8"
+    large = np.array([1.0, -90.0], np.float32)
+    weights: Any = SimpleNamespace(vectors={f"model.layers.0.self_attn.{name}": large})
+    assert _cache_type(weights) == most
+    weights.vectors = {name: large / 9}
+    assert _cache_type(weights) == "int8"
 
 
 def test_sequences(qwen: Path) -> None:

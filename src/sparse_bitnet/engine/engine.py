@@ -28,6 +28,10 @@ WEIGHT_FORMATS = ("auto", "stored", *FORMATS)
 CACHE_TYPES = {name: _cpu.CacheType[name] for name in ("float32", "float16", "int8")}
 
 
+_LARGEST_OF_KEYS = 16.0
+"""Bias or norm; the numbers of a head share a scale, whose 127 steps are an eighth each up to here."""
+
+
 class Engine(InferenceEngine):
     """A packed model on the CPU. Made by `Engine.load`.
 
@@ -37,6 +41,7 @@ class Engine(InferenceEngine):
         threads: that compute.
         weight_format: "i2", "b3" or "nm-bitmap": the weights in memory.
         head_format: "int8", "int4", "bfloat16" or "float32": the output head in memory.
+        kv_cache: "int8", "float16" or "float32": keys and values in memory.
         weight_bytes, head_bytes: what a token reads of them.
         isa: name of the kernels in use.
         load_seconds: from the call of `load` to its return.
@@ -52,7 +57,7 @@ class Engine(InferenceEngine):
         self.folder: Path = model.folder
         self.architecture: Architecture = model.architecture
         self.threads = 0
-        self.weight_format = ""
+        self.weight_format = self.kv_cache = ""
         self.head_format = weights.head_format
         self.weight_bytes, self.head_bytes = weights.weight_bytes, weights.head_bytes
         self.load_seconds = 0.0
@@ -68,7 +73,7 @@ class Engine(InferenceEngine):
         threads: int | None = None,
         weight_format: str = "auto",
         head: str = "auto",
-        kv_cache: str = "float16",
+        kv_cache: str = "auto",
         activations: str = "auto",
         context_length: int | None = None,
         cache_tokens: int | None = None,
@@ -85,7 +90,8 @@ class Engine(InferenceEngine):
                 weights have a scale for every group.
             head: form of the output head in memory: "stored", "int8", "int4", "auto" int8. Of a head
                 that is tied to it, also of the embedding.
-            kv_cache: form of keys and values: "float32", "float16" or "int8".
+            kv_cache: form of keys and values: "float32", "float16", "int8", or "auto" int8, but float16
+                where keys have a bias or a norm above 16, as Qwen2.5's.
             activations: what shares a scale of the int8 activations: "token", "group" as many as the
                 weights that share one, "auto" group where those of another tool have one size of groups.
             context_length: most tokens of one sequence; by default what the model was made for.
@@ -100,7 +106,7 @@ class Engine(InferenceEngine):
         started = time.perf_counter()
         threads = _within("threads", available_cores() if threads is None else threads, 1024)
         _check_choice("weight format", weight_format, WEIGHT_FORMATS)
-        _check_choice("kv-cache", kv_cache, tuple(CACHE_TYPES))
+        _check_choice("kv-cache", kv_cache, ("auto", *CACHE_TYPES))
         _check_choice("activations", activations, ("auto", "token", "group"))
         model = open_engine_model(folder)
         context_length = _context_length(model, context_length)
@@ -131,6 +137,8 @@ class Engine(InferenceEngine):
                 head_format=head_format,
                 progress=progress,
             )
+            if kv_cache == "auto":
+                kv_cache = _cache_type(weights)
             decoder = _cpu.Decoder(
                 _build(model.architecture, weights, _activation_group(model, groups, activations)),
                 threads,
@@ -145,7 +153,7 @@ class Engine(InferenceEngine):
                 "cache tokens or a smaller form of weights"
             ) from error
         engine = cls(model, weights, decoder, context_length)
-        engine.threads, engine.weight_format = threads, weight_format
+        engine.threads, engine.weight_format, engine.kv_cache = threads, weight_format, kv_cache
         engine.load_seconds = time.perf_counter() - started
         return engine
 
@@ -248,6 +256,15 @@ def _build(
             rope=int(window > 0),
         )
     return model
+
+
+def _cache_type(weights: Weights) -> str:
+    """ "int8", unless something makes a few numbers of all keys so large, as in Qwen2.5, that their scale
+    would hide the others."""
+    names = ("k_proj.bias", "k_norm.weight")
+    given = [values for name, values in weights.vectors.items() if name.endswith(names)]
+    largest = max((float(np.abs(values).max()) for values in given), default=0.0)
+    return "int8" if largest <= _LARGEST_OF_KEYS else "float16"
 
 
 def _within(what: str, value: int, most: int) -> int:

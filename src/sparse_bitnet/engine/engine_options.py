@@ -33,8 +33,9 @@ class EngineOptions:
     head: Literal["auto", "stored", "int8", "int4"] = "auto"
     """Form of the output head in memory (cpu). auto: int8 where the file has floats."""
 
-    kv_cache: Literal["float32", "float16", "int8"] = "float16"
-    """Form of cached keys and values (cpu)."""
+    kv_cache: Literal["auto", "float32", "float16", "int8"] = "auto"
+    """Form of cached keys and values (cpu). auto: int8, but float16 where keys have a
+    bias or a norm above 16."""
 
     activations: Literal["auto", "token", "group"] = "auto"
     """What shares a scale of int8 activations (cpu): a token, as layers that quantise them in training
