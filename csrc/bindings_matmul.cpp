@@ -28,19 +28,20 @@ void require_stride(std::int64_t rows, std::int64_t row_stride, std::int64_t row
           "row_stride is less than a row, too large, or not aligned");
 }
 
-std::int64_t bytes_per_row(WeightFormat format, int n, int m, std::int64_t columns) {
+std::int64_t bytes_per_row(WeightFormat format, int n, int m, std::int64_t columns, bool exact) {
   require(packed::is_valid({n, m}), "the pattern is not 1 <= n <= m <= 32");
+  require(!exact || format == WeightFormat::lookup, "exact counts of non-zeros are for lookup");
   require(format != WeightFormat::nm_bitmap || packed::nm_bitmap_supports({n, m}),
           "nm_bitmap does not hold the pattern: m does not divide 64");
   require(format != WeightFormat::lookup || columns % m == 0, "m does not divide the columns");
   require_columns(columns);
-  return Matrix::bytes_per_row(format, {n, m}, columns);
+  return Matrix::bytes_per_row(format, {n, m, exact}, columns);
 }
 
 void make_matrix(Matrix* place, WeightFormat format, int n, int m, std::int64_t rows,
                  std::int64_t columns, std::int64_t row_stride, Address address, float scale,
-                 Address scales, std::int64_t group, ScaleType scale_type) {
-  const std::int64_t row_bytes = bytes_per_row(format, n, m, columns);
+                 Address scales, std::int64_t group, ScaleType scale_type, bool exact) {
+  const std::int64_t row_bytes = bytes_per_row(format, n, m, columns, exact);
   const bool is_lookup = format == WeightFormat::lookup;
   require_stride(rows, row_stride, row_bytes, is_lookup ? 8 : matrix_alignment);
   require(!is_lookup || row_stride == row_bytes, "rows of lookup lie one behind another");
@@ -52,7 +53,7 @@ void make_matrix(Matrix* place, WeightFormat format, int n, int m, std::int64_t 
   require(group != 0 || scale_type == ScaleType::float32, "scales of rows are float32");
   require((scales != 0 || (!is_table && group == 0)) && scales % alignof(float) == 0,
           "the scales are missing or not aligned to 4 bytes");
-  new (place) Matrix{format,     {n, m}, rows, columns,
+  new (place) Matrix{format,     {n, m, exact}, rows, columns,
                      row_stride, pointer<const std::uint8_t>(address), scale,
                      group ? nullptr : pointer<const float>(scales), group, scale_type,
                      group ? pointer<const void>(scales) : nullptr};
@@ -168,7 +169,7 @@ void bind_matmul(nb::module_& module, nb::class_<Kernels>& kernels) {
       .value("bfloat16", TableType::bfloat16)
       .value("float32", TableType::float32);
   module.def("bytes_per_row", &bytes_per_row, "format"_a, "n"_a, "m"_a, "columns"_a,
-             "Bytes that a row takes, without the padding to row_stride.");
+             "exact"_a = false, "Bytes that a row takes, without the padding to row_stride.");
 
   nb::class_<ThreadPool>(module, "ThreadPool", "The engine's threads, see csrc/thread_pool.h.")
       .def(
@@ -187,9 +188,11 @@ void bind_matmul(nb::module_& module, nb::class_<Kernels>& kernels) {
                      "Weights ready to be multiplied: addresses of rows, 64-byte aligned, row_stride bytes "
                      "apart, and of the scales: float32 of int8, int4 and rows of ternary weights, or, where `group` "
                      "weights have one, of STRIP_ROWS rows together, [ceil(rows / 16), columns / group, 16]; rows of "
-                     "i2 then are filled up to such strips (csrc/matmul.h). n, m: the pattern, of nm_bitmap.")
+                     "i2 then are filled up to such strips (csrc/matmul.h). n, m: the pattern, of nm_bitmap and "
+                     "lookup; exact: of lookup, where every group has n non-zeros.")
       .def("__init__", &make_matrix, "format"_a, "n"_a, "m"_a, "rows"_a, "columns"_a, "row_stride"_a,
-           "address"_a, "scale"_a = 1.0f, "scales"_a = 0, "group"_a = 0, "scale_type"_a = ScaleType::float32);
+           "address"_a, "scale"_a = 1.0f, "scales"_a = 0, "group"_a = 0, "scale_type"_a = ScaleType::float32,
+           "exact"_a = false);
   nb::class_<Table>(module, "Table",
                     "Embedding or output head: addresses of rows, row_stride bytes apart, and of the float32 "
                     "scales of int8 and int4.")

@@ -34,7 +34,7 @@ void require_source(std::int64_t rows, std::int64_t columns, const ByteSource& s
 void make_stored_matrix(StoredMatrix* place, StoredFormat format, int n, int m, std::int64_t rows,
                         std::int64_t columns, std::int64_t bytes, Address address, int descriptor,
                         std::int64_t offset) {
-  const packed::Pattern pattern = {n, m};
+  const packed::Pattern pattern = {n, m, format == StoredFormat::nm_sign};
   const ByteSource source = {pointer<const std::uint8_t>(address), descriptor, offset};
   require_source(rows, columns, source);
   require(packed::is_valid(pattern), "the pattern is not 1 <= n <= m <= 32");
@@ -103,7 +103,8 @@ void bind_memory(nb::module_& module, nb::class_<Kernels>& kernels) {
       .value("b3", StoredFormat::b3)
       .value("nm_bitmap", StoredFormat::nm_bitmap)
       .value("nm_enum", StoredFormat::nm_enum)
-      .value("codes", StoredFormat::codes);
+      .value("codes", StoredFormat::codes)
+      .value("nm_sign", StoredFormat::nm_sign);
   nb::class_<StoredMatrix>(module, "StoredMatrix",
                            "A packed matrix of so many bytes, at an address or at an offset of a file.")
       .def("__init__", &make_stored_matrix, "format"_a, "n"_a, "m"_a, "rows"_a, "columns"_a, "bytes"_a,

@@ -4,17 +4,16 @@
 // no more work; never in a file.
 //
 // Rows lie in strips, so that vectors of 64 bytes hold the low bits of some rows and, above them, the codes
-// of the others. A block of a strip is 64 codes of each row:
+// of the others (`places` below). A block of a strip is 64 codes of each row. By the pattern of the weights:
 //
-//   quads, of patterns that leave at most two of four weights (2:4, 1:4, 2:8): a code of 6 bits is columns
-//     4j to 4j + 3 of a block of 256, as a state: 1.5 bits a weight. Four rows in three vectors; byte j of
-//     vector i holds code j of row i, and above it two bits of row 3: bits 4 and 5, 2 and 3, 0 and 1.
-//   triples, of all others: a code of 5 bits is columns j, j + 64 and j + 128 of a block of 192 in base 3,
-//     1.67 bits a weight. Eight rows in five vectors; byte j of vector i holds code j of row i, and above
-//     it the low three bits of rows 5, 6 and 7 (vectors 0, 1, 2), bits 3 and 4 of rows 5 and 6 (the two
-//     highest of vectors 3 and 4), and bit 3 and 4 of row 7 (bit 5 of vectors 3 and 4).
+//   one zero in four, and other patterns n:4 of which every group has exactly n non-zeros: a code of 5 bits
+//     is columns 4j to 4j + 3 of a block of 256, as a state: 1.25 bits a weight, eight rows in five vectors.
+//   at most two of four weights left (2:4, 1:4, 2:8): the same with 33 states in 6 bits: 1.5 bits a weight,
+//     four rows in three vectors.
+//   all others: a code of 5 bits is columns j, j + 64 and j + 128 of a block of 192 in base 3: 1.67 bits.
 //
-// Columns that are not there stand for -1, 0 when 1 is added, so that they meet any activations.
+// Columns that are not there stand for -1, 0 when 1 is added, so that they meet any activations; where every
+// code is a state they stand for anything, and meet zeros.
 
 #pragma once
 
@@ -27,99 +26,123 @@ namespace sparse_bitnet::lookup {
 constexpr int block_codes = 64;
 constexpr int table_size = 64;
 
+// Bits [from, from + width) of a byte of a vector, which are bits `to` and up of a code; from >= to.
+struct Field {
+  int vector, from, width, to;
+};
+struct Places {
+  int count;
+  Field fields[3];
+};
+
+// Where the code of each row of a strip lies, for codes of 6 and of 5 bits.
+inline constexpr Places places_of_six[] = {
+    {1, {{0, 0, 6, 0}}}, {1, {{1, 0, 6, 0}}}, {1, {{2, 0, 6, 0}}}, {3, {{0, 6, 2, 4}, {1, 6, 2, 2}, {2, 6, 2, 0}}},
+};
+inline constexpr Places places_of_five[] = {
+    {1, {{0, 0, 5, 0}}},
+    {1, {{1, 0, 5, 0}}},
+    {1, {{2, 0, 5, 0}}},
+    {1, {{3, 0, 5, 0}}},
+    {1, {{4, 0, 5, 0}}},
+    {2, {{0, 5, 3, 0}, {3, 6, 2, 3}}},
+    {2, {{1, 5, 3, 0}, {4, 6, 2, 3}}},
+    {3, {{2, 5, 3, 0}, {3, 5, 1, 3}, {4, 5, 1, 4}}},
+};
+
 struct Shape {
   int weights;  // of a code
   int bits;
-  int rows;  // of a strip
-  constexpr int vectors() const { return rows * bits / 8; }
+  constexpr int rows() const { return bits == 6 ? 4 : 8; }  // of a strip
+  constexpr const Places& places(int row) const { return bits == 6 ? places_of_six[row] : places_of_five[row]; }
+  constexpr int vectors() const { return rows() * bits / 8; }
   constexpr int block_columns() const { return block_codes * weights; }
+  // Weights of a code are neighbours, and meet activations in the order of Activations::quads.
+  constexpr bool neighbours() const { return weights == 4; }
   constexpr std::int64_t blocks(std::int64_t columns) const {
     return packed::divide_up(columns, block_columns());
   }
   constexpr std::int64_t row_bytes(std::int64_t columns) const { return blocks(columns) * block_codes * bits / 8; }
 };
 
-constexpr Shape quads = {4, 6, 4}, triples = {3, 5, 8};
+constexpr Shape exact_quads = {4, 5}, quads = {4, 6}, triples = {3, 5};
 
-constexpr bool is_quads(packed::Pattern pattern) { return pattern.n <= 2 && pattern.m % 4 == 0; }
-constexpr const Shape& shape_of(packed::Pattern pattern) { return is_quads(pattern) ? quads : triples; }
-
-// For each place of a code and each code the weight plus one, and of quads the code for each number that
-// the weights are in base 3, the first one lowest. Codes that are no state are the columns that are not
-// there. Higher bits of a code of triples do not matter.
-struct Tables {
-  std::uint8_t quads[4][table_size];
-  std::uint8_t triples[3][table_size];
-  std::uint8_t quad_of[81];
+// States are what some weights may be, those whose count of non-zeros lies within bounds, counted in the order
+// of the numbers that the weights plus one are in base 3, the first one lowest. Higher bits of a code do not
+// matter.
+struct Layout {
+  Shape shape;
+  std::uint8_t digits[4][table_size];  // by place and code: the weight plus one; 0 where the code is no state
+  std::uint8_t code_of[81];            // by number; of one that is no state, a code that is none where there is
 };
-constexpr std::uint8_t absent_quad = table_size - 1;
 
-constexpr Tables make_tables() {
-  Tables tables = {};
+constexpr Layout make_layout(const Shape& shape, int least, int most) {
+  Layout layout = {shape, {}, {}};
+  const int codes = 1 << shape.bits, numbers = shape.weights == 4 ? 81 : 27;
   int state = 0;
-  for (int number = 0; number < 81; ++number) {
-    const int digits[] = {number % 3, number / 3 % 3, number / 9 % 3, number / 27};
-    int nonzeros = 0;
-    for (int digit : digits) nonzeros += digit != 1;
-    tables.quad_of[number] = absent_quad;
-    if (nonzeros > 2) continue;
-    for (int i = 0; i < 4; ++i) tables.quads[i][state] = std::uint8_t(digits[i]);
-    tables.quad_of[number] = std::uint8_t(state++);
-  }
-  for (int code = 0; code < table_size; ++code) {
-    const int number = code % 32;
-    for (int i = 0, power = 1; i < 3 && number < 27; ++i, power *= 3) {
-      tables.triples[i][code] = std::uint8_t(number / power % 3);
+  for (int number = 0; number < numbers; ++number) {
+    int digits[4] = {}, nonzeros = 0;
+    for (int i = 0, left = number; i < shape.weights; ++i, left /= 3) nonzeros += (digits[i] = left % 3) != 1;
+    layout.code_of[number] = std::uint8_t(codes - 1);
+    if (nonzeros < least || nonzeros > most) continue;
+    for (int code = state; code < table_size; code += codes) {
+      for (int i = 0; i < shape.weights; ++i) layout.digits[i][code] = std::uint8_t(digits[i]);
     }
+    layout.code_of[number] = std::uint8_t(state++);
   }
-  return tables;
+  return layout;
 }
-alignas(64) inline constexpr Tables tables = make_tables();
+
+// The first three by n.
+alignas(64) inline constexpr Layout layouts[] = {
+    make_layout(exact_quads, 1, 1), make_layout(exact_quads, 2, 2), make_layout(exact_quads, 3, 3),
+    make_layout(quads, 0, 2),       make_layout(triples, 0, 3),
+};
+
+constexpr const Layout& layout_of(packed::Pattern pattern) {
+  if (pattern.exact && pattern.m == 4 && pattern.n < 4) return layouts[pattern.n - 1];
+  return layouts[pattern.n <= 2 && pattern.m % 4 == 0 ? 3 : 4];
+}
+constexpr const Shape& shape_of(packed::Pattern pattern) { return layout_of(pattern).shape; }
 
 // The code of a row of a strip at byte j of a block of it; then what writes them, leaving other rows alone.
 constexpr int code_at(const Shape& shape, const std::uint8_t* block, int row, int j) {
-  const auto byte = [&](int vector) { return int(block[vector * block_codes + j]); };
-  if (shape.bits == 6) {
-    return row < 3 ? byte(row) & 63 : byte(0) >> 6 << 4 | byte(1) >> 6 << 2 | byte(2) >> 6;
+  const Places& places = shape.places(row);
+  int code = 0;
+  for (int i = 0; i < places.count; ++i) {
+    const Field& field = places.fields[i];
+    code |= (block[field.vector * block_codes + j] >> field.from & ((1 << field.width) - 1)) << field.to;
   }
-  if (row < 5) return byte(row) & 31;
-  const int high = row < 7 ? byte(row - 2) >> 6 : (byte(3) >> 5 & 1) | (byte(4) >> 5 & 1) << 1;
-  return byte(row - 5) >> 5 | high << 3;
+  return code;
 }
 
 // Of a whole block.
 inline void set_codes(const Shape& shape, std::uint8_t* block, int row, const std::uint8_t* codes) {
-  const auto put = [&](int vector, int mask, auto bits) {
-    std::uint8_t* bytes = block + vector * block_codes;
-    for (int j = 0; j < block_codes; ++j) bytes[j] = std::uint8_t((bytes[j] & ~mask) | bits(codes[j]));
-  };
-  const auto all = [](int code) { return code; };
-  if (shape.bits == 6) {
-    if (row < 3) return put(row, 63, all);
-    put(0, 0xc0, [](int code) { return code >> 4 << 6; });
-    put(1, 0xc0, [](int code) { return (code >> 2 & 3) << 6; });
-    return put(2, 0xc0, [](int code) { return (code & 3) << 6; });
+  const Places& places = shape.places(row);
+  for (int i = 0; i < places.count; ++i) {
+    const Field field = places.fields[i];
+    const int mask = ((1 << field.width) - 1) << field.from, up = field.from - field.to;
+    std::uint8_t* bytes = block + field.vector * block_codes;
+    for (int j = 0; j < block_codes; ++j) bytes[j] = std::uint8_t((bytes[j] & ~mask) | (codes[j] << up & mask));
   }
-  if (row < 5) return put(row, 31, all);
-  put(row - 5, 0xe0, [](int code) { return (code & 7) << 5; });
-  if (row < 7) return put(row - 2, 0xc0, [](int code) { return code >> 3 << 6; });
-  put(3, 0x20, [](int code) { return (code >> 3 & 1) << 5; });
-  put(4, 0x20, [](int code) { return code >> 4 << 5; });
 }
 
 // The weight plus one at a column of a row of a strip.
 constexpr int digit_at(packed::Pattern pattern, const std::uint8_t* strip, int row, std::int64_t column) {
-  const Shape& shape = shape_of(pattern);
+  const Layout& layout = layout_of(pattern);
+  const Shape& shape = layout.shape;
   const int at = int(column % shape.block_columns());
   const std::uint8_t* block = strip + column / shape.block_columns() * shape.vectors() * block_codes;
-  if (is_quads(pattern)) return tables.quads[at % 4][code_at(shape, block, row, at / 4)];
-  return tables.triples[at / block_codes][code_at(shape, block, row, at % block_codes)];
+  const int code = shape.neighbours() ? at / shape.weights : at % block_codes;
+  const int weight = shape.neighbours() ? at % shape.weights : at / block_codes;
+  return layout.digits[weight][code_at(shape, block, row, code)];
 }
 
 // Writes a row of a strip from its weights plus one.
 inline void encode_row(packed::Pattern pattern, const std::uint8_t* digits, std::int64_t columns, int row,
                        std::uint8_t* strip) {
-  const Shape& shape = shape_of(pattern);
+  const Layout& layout = layout_of(pattern);
+  const Shape& shape = layout.shape;
   std::uint8_t last[quads.block_columns()] = {};
   for (std::int64_t first = 0; first < columns; first += shape.block_columns()) {
     const std::uint8_t* from = digits + first;
@@ -130,12 +153,9 @@ inline void encode_row(packed::Pattern pattern, const std::uint8_t* digits, std:
     }
     std::uint8_t codes[block_codes];
     for (int j = 0; j < block_codes; ++j) {
-      if (is_quads(pattern)) {
-        const std::uint8_t* four = from + 4 * j;
-        codes[j] = 4 * j < count ? tables.quad_of[four[0] + 3 * four[1] + 9 * four[2] + 27 * four[3]] : absent_quad;
-      } else {
-        codes[j] = std::uint8_t(from[j] + 3 * from[j + block_codes] + 9 * from[j + 2 * block_codes]);
-      }
+      const std::uint8_t* w = shape.neighbours() ? from + 4 * j : from + j;
+      codes[j] = shape.neighbours() ? layout.code_of[w[0] + 3 * w[1] + 9 * w[2] + 27 * w[3]]
+                                    : std::uint8_t(w[0] + 3 * w[block_codes] + 9 * w[2 * block_codes]);
     }
     set_codes(shape, strip, row, codes);
     strip += shape.vectors() * block_codes;

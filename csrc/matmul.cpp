@@ -88,7 +88,7 @@ Activations arranged(const Kernels& kernels, ThreadPool& pool, const Activations
   return result;
 }
 
-// The codes of a token as quads want them (matmul.h).
+// The codes of a token as codes of four neighbours want them (matmul.h).
 void arrange_quads(const std::int8_t* codes, std::int64_t columns, std::int8_t* to) {
   constexpr int block = lookup::quads.block_columns(), plane = lookup::block_codes;
   for (std::int64_t first = 0; first < columns; first += block, to += block) {
@@ -212,7 +212,8 @@ void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
   Activations x = arranged(kernels, pool, given);
   for (int i = 0; i < count && !x.quads; ++i) {
     const Matrix& matrix = *products[i].matrix;
-    if (matrix.format == WeightFormat::lookup && lookup::is_quads(matrix.pattern)) x.quads = arranged_quads(pool, x);
+    const bool wanted = matrix.format == WeightFormat::lookup && lookup::shape_of(matrix.pattern).neighbours();
+    if (wanted) x.quads = arranged_quads(pool, x);
   }
   std::int64_t rows = 0;
   for (int i = 0; i < count; ++i) rows += products[i].matrix->rows;

@@ -77,7 +77,7 @@ struct Activations {
   // Columns that share a scale: scales and sums then are [tokens, columns / group], and all products have
   // matrices of that group. 0: all of a token, and `sums` its sum.
   std::int64_t group = 0;
-  // For quads of lookup.h, made by `matmul` too: of every 256 codes each fourth one, from the first, second,
+  // For lookup's codes of neighbours, made by `matmul` too: of every 256 codes each fourth one, from the first, second,
   // third and last on, [tokens, quad_stride(columns)], zeros behind `columns`.
   const std::int8_t* quads = nullptr;
 

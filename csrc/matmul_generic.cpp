@@ -27,7 +27,7 @@ static void unpack(const Matrix& matrix, std::int64_t index, std::int64_t begin,
   }
   switch (matrix.format) {
     case WeightFormat::lookup: {
-      const int in_strip = int(index % lookup::shape_of(matrix.pattern).rows);
+      const int in_strip = int(index % lookup::shape_of(matrix.pattern).rows());
       for (std::int64_t i = 0; i < count; ++i) {
         const std::uint8_t* strip = row - in_strip * matrix.row_stride;
         out[i] = std::int8_t(lookup::digit_at(matrix.pattern, strip, in_strip, begin + i) - 1);

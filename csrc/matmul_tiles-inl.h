@@ -166,6 +166,7 @@ template <class Planes>
 INLINE void unpack_lookup(const Matrix& matrix, std::int64_t row, std::int64_t begin, std::int64_t count,
                           std::uint8_t* tile) {
   constexpr int block_columns = Planes::shape.block_columns(), block_size = Planes::shape.vectors() * block_bytes;
+  const lookup::Layout& layout = lookup::layout_of(matrix.pattern);
   for (std::int64_t c = 0; c < count; c += block_columns) {
     std::uint8_t unpacked[row_lanes][block_columns];
     for (int i = 0; i < row_lanes; ++i) {
@@ -175,7 +176,7 @@ INLINE void unpack_lookup(const Matrix& matrix, std::int64_t row, std::int64_t b
       for (int v = 0; v < block_vectors; ++v) {
         const Bytes codes = Planes::codes(block + v * VECTOR_BYTES, int(in_strip));
         Bytes planes[Planes::count];
-        UNROLL for (int p = 0; p < Planes::count; ++p) planes[p] = Planes::next(codes, p);
+        UNROLL for (int p = 0; p < Planes::count; ++p) planes[p] = Planes::next(layout, codes, p);
         Planes::in_order(planes);
         UNROLL for (int p = 0; p < Planes::count; ++p) {
           store(unpacked[i] + v * Planes::vector_step + p * Planes::plane_step, planes[p]);
@@ -202,8 +203,11 @@ TARGET __attribute__((noinline)) static void unpack_rows(const Matrix& matrix, s
   const RowPointers rows = row_pointers(matrix, begin, end, to_next);
   switch (matrix.format) {
     case WeightFormat::lookup:
-      if (lookup::is_quads(matrix.pattern)) return unpack_lookup<QuadPlanes>(matrix, begin, column, count, tile);
-      return unpack_lookup<TriplePlanes>(matrix, begin, column, count, tile);
+      if (!lookup::shape_of(matrix.pattern).neighbours()) {
+        return unpack_lookup<TriplePlanes>(matrix, begin, column, count, tile);
+      }
+      if (lookup::shape_of(matrix.pattern).bits == 6) return unpack_lookup<QuadPlanes>(matrix, begin, column, count, tile);
+      return unpack_lookup<ExactQuadPlanes>(matrix, begin, column, count, tile);
     case WeightFormat::i2:
       unpack_planes<I2Planes>(rows, matrix.columns, column, count, tile);
       return;

@@ -9,8 +9,10 @@ namespace sparse_bitnet {
 namespace {
 
 constexpr int step_weights = 8;
+constexpr std::uint64_t no_groups = ~std::uint64_t(0);
 
 constexpr char bad_word[] = "a word stands for no groups";
+constexpr char bad_places[] = "a group has places that no group has";
 constexpr char bad_padding[] = "the padding of a row is not zero bits";
 
 std::uint64_t power(std::uint64_t base, int exponent) {
@@ -31,11 +33,13 @@ std::uint64_t load_bits(const std::uint8_t* row, std::int64_t first, int count) 
 
 }  // namespace
 
-EnumDecoder::EnumDecoder(packed::Pattern pattern, std::int64_t columns)
+GroupDecoder::GroupDecoder(packed::Pattern pattern, std::int64_t columns)
     : pattern_(packed::coded(pattern)),
       columns_(columns),
-      groups_per_word_(packed::nm_enum_groups_per_word(pattern)),
-      states_(packed::nm_enum_states(pattern_.m, pattern_.n)),
+      groups_per_word_(pattern.exact ? packed::nm_enum_word_bits / packed::nm_sign_group_bits(pattern)
+                                     : packed::nm_enum_groups_per_word(pattern)),
+      states_(pattern.exact ? std::uint64_t(1) << packed::nm_sign_group_bits(pattern)
+                            : packed::nm_enum_states(pattern_.m, pattern_.n)),
       step_groups_(step_weights / pattern_.m),
       step_states_(power(states_, step_groups_)),
       step_reciprocal_(step_groups_ == 0 ? 0 : ~std::uint64_t(0) / step_states_) {
@@ -45,18 +49,19 @@ EnumDecoder::EnumDecoder(packed::Pattern pattern, std::int64_t columns)
     std::uint8_t digits[step_weights];
     std::memset(digits, 1, sizeof digits);
     std::uint64_t left = number;
+    bool is_valid = true;
     for (int i = 0; i < step_groups_; ++i, left /= states_) {
-      decode_group(left % states_, digits + i * pattern_.m);
+      is_valid &= decode_group(left % states_, digits + i * pattern_.m);
     }
     std::memcpy(&step_digits_[number], digits, sizeof digits);
+    if (!is_valid) step_digits_[number] = no_groups;
   }
 }
 
-const char* EnumDecoder::decode(const std::uint8_t* row, std::uint8_t* digits) const {
+const char* GroupDecoder::decode(const std::uint8_t* row, std::uint8_t* digits) const {
   const std::int64_t groups = columns_ / pattern_.m;
   const int tail = int(groups % groups_per_word_);
-  const int word_bits = packed::nm_enum_bits(pattern_, groups_per_word_);
-  const int tail_bits = packed::nm_enum_bits(pattern_, tail);
+  const int word_bits = bits_of(groups_per_word_), tail_bits = bits_of(tail);
   const char* damage = nullptr;
   std::int64_t bit = 0;
   for (std::int64_t word = groups / groups_per_word_; word > 0; --word, bit += word_bits) {
@@ -72,14 +77,14 @@ const char* EnumDecoder::decode(const std::uint8_t* row, std::uint8_t* digits) c
   return bit % 8 != 0 && row[bit / 8] >> (bit % 8) != 0 ? bad_padding : damage;
 }
 
-const char* EnumDecoder::decode_word(std::uint64_t word, int groups, std::uint8_t* digits) const {
-  if (step_groups_ == 0) {
-    for (int i = 0; i < groups; ++i, word /= states_) {
-      decode_group(word % states_, digits + i * pattern_.m);
-    }
-    return word != 0 ? bad_word : nullptr;
-  }
-  for (; groups > 0; groups -= step_groups_) {
+int GroupDecoder::bits_of(int groups) const {
+  if (pattern_.exact) return groups * packed::nm_sign_group_bits(pattern_);
+  return packed::nm_enum_bits(pattern_, groups);
+}
+
+const char* GroupDecoder::decode_word(std::uint64_t word, int groups, std::uint8_t* digits) const {
+  bool is_valid = true;
+  for (; step_groups_ != 0 && groups >= step_groups_; groups -= step_groups_) {
     // One too small at most.
     std::uint64_t quotient = std::uint64_t((unsigned __int128)(word)*step_reciprocal_ >> 64);
     std::uint64_t number = word - quotient * step_states_;
@@ -87,16 +92,19 @@ const char* EnumDecoder::decode_word(std::uint64_t word, int groups, std::uint8_
       ++quotient;
       number -= step_states_;
     }
+    is_valid &= step_digits_[number] != no_groups;
     std::memcpy(digits, &step_digits_[number], step_weights);
     digits += step_groups_ * pattern_.m;
-    // Fewer groups than a step: the absent ones are number 0, zero codes like the padding.
-    if (groups < step_groups_ && number >= power(states_, groups)) return bad_word;
     word = quotient;
   }
-  return word != 0 ? bad_word : nullptr;
+  for (; groups > 0; --groups, word /= states_, digits += pattern_.m) {
+    is_valid &= decode_group(word % states_, digits);
+  }
+  return word != 0 ? bad_word : is_valid ? nullptr : bad_places;
 }
 
-void EnumDecoder::decode_group(std::uint64_t number, std::uint8_t* digits) const {
+bool GroupDecoder::decode_group(std::uint64_t number, std::uint8_t* digits) const {
+  if (pattern_.exact) return decode_signs(number, digits);
   int room = pattern_.n;
   for (int i = 0; i < pattern_.m; ++i) {
     const int after = pattern_.m - 1 - i;
@@ -109,6 +117,22 @@ void EnumDecoder::decode_group(std::uint64_t number, std::uint8_t* digits) const
     digits[i] = number < positives ? 2 : 0;
     if (number >= positives) number -= positives;
   }
+  return true;
+}
+
+bool GroupDecoder::decode_signs(std::uint64_t group, std::uint8_t* digits) const {
+  const int place_bits = packed::nm_sign_place_bits(pattern_);
+  std::uint64_t number = group & ((std::uint64_t(1) << place_bits) - 1);
+  if (number >= packed::nm_sign_sets(pattern_.m, pattern_.n)) return false;
+  for (int place = pattern_.m - 1, left = pattern_.n; place >= 0; --place) {
+    const std::uint64_t sets = packed::nm_sign_sets(place, left);
+    digits[place] = 1;
+    if (left == 0 || number < sets) continue;
+    number -= sets;
+    --left;
+    digits[place] = group >> (place_bits + left) & 1 ? 0 : 2;
+  }
+  return true;
 }
 
 }  // namespace sparse_bitnet

@@ -8,7 +8,7 @@
 // sum of codes times int8 activations fits 32 bits. Every format is exact. Bytes are the same on every
 // machine: little endian, bit 0 is the least significant one.
 //
-// In i2, b3, nm-bitmap and nm-enum a row takes row_bytes bytes whatever its codes, rows follow each
+// In i2, b3, nm-bitmap, nm-enum and nm-sign a row takes row_bytes bytes whatever its codes, rows follow each
 // other without a gap, and each can be decoded without the others. Padding is what zero codes encode
 // to. A matrix has one encoding; a reader refuses anything else. No alignment of the first row is
 // promised: safetensors files give none.
@@ -49,6 +49,14 @@
 //   word of fewer groups takes its own, smaller w. Zero bits fill the row's last byte.
 //   6:8 has 5281 states, 5 groups in 62 bits: 1.55 bits a weight. 2:4: 33, 12 in 61, 1.271. 2:8: 129,
 //   9 in 64, 0.889. Dense: 3, 29 in 46, 1.586.
+//
+// nm-sign: the fewest bits where every group has exactly n non-zeros (n of m binary weights); no others.
+//   A group takes p + n bits, p = ceil(log2(C(m, n))): from the least significant on p bits of the number
+//   of its places, then a bit for each non-zero, the first one's first, set where it is negative. With the
+//   non-zeros at places a_1 < ... < a_n, from 0 on, the number is the sum of C(a_i, i): it counts the sets
+//   of places before it in the order of the binary numbers with those bits. Numbers of C(m, n) and more
+//   are invalid. Groups of a row follow each other bit by bit, and zero bits fill the row's last byte.
+//   3:4 takes 5 bits for four weights, 1.25 a weight; 2:4 the same, 6:8 1.375, dense weights (1:1) 1.
 //
 // nm-zstd: fewer bits than nm-enum where the zeros are uneven, for archives and downloads. The rows
 //   of a matrix are coded together, in as many bytes as it takes:
@@ -103,6 +111,7 @@ static_assert(i2_block_bytes % i2_tail_alignment == 0);
 
 struct Pattern {
   int n, m;
+  bool exact = false;  // groups have n non-zeros, no fewer
 };
 
 constexpr bool is_valid(Pattern pattern) {
@@ -111,7 +120,7 @@ constexpr bool is_valid(Pattern pattern) {
 
 // The pattern whose groups the formats code: 1:1 for every dense one.
 constexpr Pattern coded(Pattern pattern) {
-  return pattern.n == pattern.m ? Pattern{1, 1} : pattern;
+  return pattern.n == pattern.m ? Pattern{1, 1, pattern.exact} : pattern;
 }
 
 constexpr std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
@@ -255,6 +264,50 @@ constexpr int nm_enum_code(Pattern pattern, const std::uint8_t* row, std::int64_
   return code;
 }
 
+// nm-sign
+
+// C(weights, chosen); no more than 32 of them.
+constexpr std::uint64_t nm_sign_sets(int weights, int chosen) {
+  if (chosen > weights) return 0;
+  std::uint64_t sets = 1;
+  for (int i = 1; i <= chosen; ++i) sets = sets * std::uint64_t(weights - chosen + i) / std::uint64_t(i);
+  return sets;
+}
+
+constexpr int nm_sign_place_bits(Pattern pattern) {
+  const Pattern p = coded(pattern);
+  int bits = 0;
+  while (std::uint64_t(1) << bits < nm_sign_sets(p.m, p.n)) ++bits;
+  return bits;
+}
+
+constexpr int nm_sign_group_bits(Pattern pattern) { return nm_sign_place_bits(pattern) + coded(pattern).n; }
+
+constexpr std::int64_t nm_sign_row_bytes(Pattern pattern, std::int64_t in_features) {
+  return divide_up(in_features / coded(pattern).m * nm_sign_group_bits(pattern), 8);
+}
+
+constexpr int nm_sign_code(Pattern pattern, const std::uint8_t* row, std::int64_t index) {
+  const Pattern p = coded(pattern);
+  const int bits = nm_sign_group_bits(pattern), place_bits = nm_sign_place_bits(pattern);
+  const std::int64_t first = index / p.m * bits;
+  std::uint64_t group = 0;
+  for (int i = 0; i < bits; ++i) {
+    group |= std::uint64_t(row[(first + i) / 8] >> ((first + i) % 8) & 1) << i;
+  }
+  std::uint64_t number = group & ((std::uint64_t(1) << place_bits) - 1);
+  int left = p.n, code = 0;
+  for (int place = p.m - 1; place >= int(index % p.m); --place) {
+    const std::uint64_t sets = nm_sign_sets(place, left);
+    code = 0;
+    if (left == 0 || number < sets) continue;
+    number -= sets;
+    --left;
+    code = group >> (place_bits + left) & 1 ? -1 : 1;
+  }
+  return code;
+}
+
 static_assert(i2_row_bytes(2048) == 512 && i2_row_bytes(896) == 224 && i2_row_bytes(1) == 16);
 static_assert(b3_row_bytes(2048) == 410 && b3_row_bytes(896) == 180 && b3_row_bytes(1) == 1);
 static_assert(nm_bitmap_row_bytes({6, 8}, 2048) == 448 && nm_bitmap_row_bytes({2, 8}, 896) == 140);
@@ -264,6 +317,8 @@ static_assert(nm_enum_groups_per_word({6, 8}) == 5 && nm_enum_bits({6, 8}, 5) ==
 static_assert(nm_enum_groups_per_word({2, 4}) == 12 && nm_enum_bits({2, 4}, 12) == 61);
 static_assert(nm_enum_groups_per_word({2, 8}) == 9 && nm_enum_bits({2, 8}, 9) == 64);
 static_assert(nm_enum_groups_per_word({8, 8}) == 29 && nm_enum_bits({8, 8}, 29) == 46);
+static_assert(nm_sign_group_bits({3, 4}) == 5 && nm_sign_group_bits({6, 8}) == 11 && nm_sign_group_bits({8, 8}) == 1);
+static_assert(nm_sign_row_bytes({3, 4}, 2048) == 320 && nm_sign_group_bits({20, 32}) == 48);
 static_assert(nm_enum_row_bytes({6, 8}, 2048) == 397 && nm_enum_row_bytes({6, 8}, 896) == 174);
 
 }  // namespace sparse_bitnet::packed

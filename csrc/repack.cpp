@@ -12,6 +12,8 @@
 namespace sparse_bitnet {
 namespace {
 
+constexpr char bad_count[] = "a group has fewer non-zeros than the pattern says";
+
 // One row of a strip of i2 (matmul.h), whose first word is at `to`. columns is a multiple of strip_columns.
 void encode_strip_row(const std::uint8_t* digits, std::int64_t columns, std::uint8_t* to) {
   for (std::int64_t c = 0; c < columns; c += strip_columns, to += 64) {
@@ -29,11 +31,11 @@ class Repacking {
         stored_(stored),
         out_(out),
         is_same_(int(stored.format) == int(out.format) && !out.in_strips()),
-        strip_rows_(lookup::shape_of(stored.pattern).rows),
+        strip_rows_(lookup::shape_of(out.pattern).rows()),
         row_bytes_(Matrix::bytes_per_row(out.format, stored.pattern, stored.columns)),
         limit_(stored.pattern) {
-    if (stored.format == StoredFormat::nm_enum) {
-      enum_decoder_ = std::make_unique<EnumDecoder>(stored.pattern, stored.columns);
+    if (stored.format == StoredFormat::nm_enum || stored.format == StoredFormat::nm_sign) {
+      group_decoder_ = std::make_unique<GroupDecoder>(stored.pattern, stored.columns);
     }
   }
 
@@ -48,11 +50,12 @@ class Repacking {
     }
     const char* damage = decode(from, digits);
     if (damage != nullptr) return damage;
+    if (out_.pattern.exact && !stored_.pattern.exact && !has_full_groups(digits)) return bad_count;
     if (out_.in_strips()) {
       encode_strip_row(digits, stored_.columns, to - index % strip_rows * (out_.row_stride - 4));
     } else if (out_.format == WeightFormat::lookup) {
       const int in_strip = int(index % strip_rows_);
-      lookup::encode_row(stored_.pattern, digits, stored_.columns, in_strip, to - in_strip * out_.row_stride);
+      lookup::encode_row(out_.pattern, digits, stored_.columns, in_strip, to - in_strip * out_.row_stride);
     } else if (!is_same_) {
       encode(digits, to);
     }
@@ -65,7 +68,8 @@ class Repacking {
     const char* damage = nullptr;
     switch (stored_.format) {
       case StoredFormat::nm_enum:
-        return enum_decoder_->decode(from, digits);
+      case StoredFormat::nm_sign:
+        return group_decoder_->decode(from, digits);
       case StoredFormat::nm_bitmap:
         damage = check_nm_bitmap(limit_, from, columns);
         loading_.decode_nm_bitmap(stored_.pattern, from, columns, digits);
@@ -83,6 +87,13 @@ class Repacking {
     return damage || limit_.pattern().m == 1 ? damage : check_groups(limit_, digits, columns);
   }
 
+  // Of groups with no more than n.
+  bool has_full_groups(const std::uint8_t* digits) const {
+    std::int64_t nonzeros = 0;
+    for (std::int64_t i = 0; i < stored_.columns; ++i) nonzeros += digits[i] != 1;
+    return nonzeros == stored_.columns / limit_.pattern().m * limit_.pattern().n;
+  }
+
   void encode(const std::uint8_t* digits, std::uint8_t* to) const {
     if (out_.format == WeightFormat::i2) encode_i2(digits, stored_.columns, to);
     if (out_.format == WeightFormat::b3) encode_b3(digits, stored_.columns, to);
@@ -98,7 +109,7 @@ class Repacking {
   const int strip_rows_;  // of lookup
   const std::int64_t row_bytes_;
   const GroupLimit limit_;
-  std::unique_ptr<EnumDecoder> enum_decoder_;
+  std::unique_ptr<GroupDecoder> group_decoder_;
 };
 
 }  // namespace
@@ -106,6 +117,7 @@ class Repacking {
 std::int64_t StoredMatrix::bytes_per_row(StoredFormat format, packed::Pattern pattern,
                                          std::int64_t columns) {
   if (format == StoredFormat::nm_enum) return packed::nm_enum_row_bytes(pattern, columns);
+  if (format == StoredFormat::nm_sign) return packed::nm_sign_row_bytes(pattern, columns);
   if (format == StoredFormat::codes) return columns;
   return Matrix::bytes_per_row(WeightFormat(int(format)), pattern, columns);
 }
@@ -118,7 +130,7 @@ Loaded repack(const Kernels& kernels, ThreadPool& pool, const StoredMatrix& stor
       std::vector<std::uint8_t>(std::size_t(digits_size(stored.columns)), 1));
   return load_rows(kernels, pool, stored.bytes, stored.rows,
                    StoredMatrix::bytes_per_row(stored.format, stored.pattern, stored.columns),
-                   EnumDecoder::slack, [&](std::int64_t row, const std::uint8_t* from, int thread) {
+                   GroupDecoder::slack, [&](std::int64_t row, const std::uint8_t* from, int thread) {
                      return repacking.row(row, from, digits[std::size_t(thread)].data());
                    });
 }

@@ -12,12 +12,13 @@
 
 namespace sparse_bitnet {
 
-// What a file holds: a format of packed_format.h with fixed rows, or plain int8 codes -1, 0 and 1.
-enum class StoredFormat : int { i2 = 0, b3 = 1, nm_bitmap = 2, nm_enum = 3, codes = 4 };
+// What a file holds: a format of packed_format.h with fixed rows, or plain int8 codes -1, 0 and 1. Those that
+// are run as they are have the number of their WeightFormat, others that of none of ternary weights.
+enum class StoredFormat : int { i2 = 0, b3 = 1, nm_bitmap = 2, nm_enum = 3, codes = 4, nm_sign = 6 };
 
 struct StoredMatrix {
   StoredFormat format;
-  packed::Pattern pattern;
+  packed::Pattern pattern;     // exact where the format is nm_sign
   std::int64_t rows, columns;  // within the limits of packed_format.h
   ByteSource bytes;            // rows follow each other, bytes_per_row() each, aligned to nothing
 

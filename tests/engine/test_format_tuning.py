@@ -28,7 +28,7 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[NMPattern]:
     """Patterns that were measured; i2 wins but is close to nm-bitmap."""
     measured: list[NMPattern] = []
 
-    def measure(pattern: NMPattern, *_: object) -> dict[str, float]:
+    def measure(pattern: NMPattern, *_: object, exact: bool) -> dict[str, float]:
         measured.append(pattern)
         return {"i2": 1.0, "b3": 1.5, "nm-bitmap": 1.01}
 

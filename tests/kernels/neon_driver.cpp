@@ -101,7 +101,8 @@ struct Weights {
       std::fill(digits.begin(), digits.end(), std::uint8_t(1));
       for (std::int64_t c = 0; c < columns; ++c) {
         const int kept = int(c % pattern.m) < pattern.n;
-        if (kept) digits[c] = std::uint8_t(value >= 0 ? value : random.below(3));
+        const int drawn = pattern.exact ? 2 * random.below(2) : random.below(3);
+        if (kept) digits[c] = std::uint8_t(value >= 0 ? value : drawn);
         if (c % pattern.m == pattern.m - 1 && value < 0) {
           std::shuffle(&digits[c + 1 - pattern.m], &digits[c] + 1, random.bits);
         }
@@ -113,7 +114,7 @@ struct Weights {
           choose_kernels("generic").loading.encode_nm_bitmap(pattern, digits.data(), columns, row);
           break;
         case WeightFormat::lookup: {
-          const int in_strip = int(r % lookup::shape_of(pattern).rows);
+          const int in_strip = int(r % lookup::shape_of(pattern).rows());
           lookup::encode_row(pattern, digits.data(), columns, in_strip, row - in_strip * stride);
           break;
         }
@@ -158,6 +159,7 @@ constexpr std::pair<WeightFormat, packed::Pattern> layouts[] = {
     {WeightFormat::nm_bitmap, {2, 8}},   {WeightFormat::nm_bitmap, {8, 8}},
     {WeightFormat::nm_bitmap, {5, 16}},  {WeightFormat::lookup, {2, 4}},
     {WeightFormat::lookup, {6, 8}},      {WeightFormat::lookup, dense},
+    {WeightFormat::lookup, {3, 4, true}},
 };
 
 void compare(const Rows& kernels, ThreadPool& pool, const Weights& weights,

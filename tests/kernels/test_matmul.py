@@ -51,11 +51,12 @@ class Weights:
     scale: float = 0.0371
     scales: np.ndarray = field(default_factory=lambda: np.zeros(1, np.float32))
     group_scales: torch.Tensor | None = None  # [rows, groups]; [rows, 1]: of rows
+    exact: bool = False  # every group has n non-zeros
 
     def __post_init__(self) -> None:
         rows, columns = self.codes.shape
         n, m = self.pattern.n, self.pattern.m
-        width = _cpu.bytes_per_row(FORMATS[self.format], n, m, columns)
+        width = _cpu.bytes_per_row(FORMATS[self.format], n, m, columns, self.exact)
         self.stride = width if self.format == "lookup" else -(-width // 64) * 64
         in_strips = -(-rows // _cpu.STRIP_ROWS) * _cpu.STRIP_ROWS
         self.data = aligned(in_strips * self.stride + 64, np.uint8)
@@ -100,6 +101,7 @@ class Weights:
             FORMATS[self.format],
             *(n, m, rows, columns, self.stride, data, self.scale, scales, group),
             _cpu.ScaleType[scale_type],
+            self.exact,
         )
         if self.format == "lookup" or (group and self.format == "i2"):
             stored = (_cpu.StoredFormat.codes, n, m, rows, columns, rows * columns)
@@ -244,6 +246,27 @@ def test_products_equal_the_reference_bit_for_bit(kernels, format):
             pool = pools[(index + tokens) % 3]
             x = Quantized(kernels, pool, draw_x(generator, tokens, columns), fine=fine)
             bias = draw_x(generator, 1, rows)[0] if (index + tokens) % 2 else None
+            (y,) = run(kernels, pool, x, [weights], [bias])
+            assert_same(y, expected(weights, x, bias))
+
+
+@pytest.mark.parametrize("text", ["3:4", "2:4", "1:4", "6:8", "4:4"])
+def test_products_of_full_groups_equal_the_reference_bit_for_bit(kernels, text):
+    generator = np.random.default_rng(7)
+    pools = [_cpu.ThreadPool(threads) for threads in (1, 2)]
+    pattern = NMPattern.parse(text)
+    for index, (rows, columns) in enumerate([(1, 64), (9, 16), (17, 336), (33, 1072), (24, 2576)]):
+        weight = generator.random((rows, columns // pattern.m, pattern.m))
+        kept = weight.argsort(-1).argsort(-1) < pattern.n
+        signs = generator.choice(np.array([-1, 1], np.int8), (rows, columns))
+        codes = np.where(kept.reshape(rows, columns), signs, np.int8(0))
+        weights = Weights(format="lookup", pattern=pattern, codes=codes, exact=True)
+        if pattern.m == 4 and pattern.n < 4:
+            assert weights.stride == -(-columns // 256) * 40  # 1.25 bits a weight
+        for tokens in (1, 2, 3, 5, 16, 37):
+            pool = pools[(index + tokens) % 2]
+            x = Quantized(kernels, pool, draw_x(generator, tokens, columns), fine=False)
+            bias = draw_x(generator, 1, rows)[0] if tokens % 2 else None
             (y,) = run(kernels, pool, x, [weights], [bias])
             assert_same(y, expected(weights, x, bias))
 

@@ -21,7 +21,7 @@ _cpu = pytest.importorskip("sparse_bitnet._cpu")
 
 STORED = {
     name: _cpu.StoredFormat[name.replace("-", "_")]
-    for name in ("i2", "b3", "nm-bitmap", "nm-enum", "codes")
+    for name in ("i2", "b3", "nm-bitmap", "nm-enum", "nm-sign", "codes")
 }
 RUN_TIME = {name: _cpu.WeightFormat[name.replace("-", "_")] for name in ("i2", "b3", "nm-bitmap")}
 PATTERNS = [
@@ -48,10 +48,12 @@ def pool(request: pytest.FixtureRequest):
     return _cpu.ThreadPool(request.param)
 
 
-def make_codes(pattern: NMPattern, rows: int, groups: int) -> torch.Tensor:
+def make_codes(pattern: NMPattern, rows: int, groups: int, *, exact: bool = False) -> torch.Tensor:
     torch.manual_seed(rows * 1000 + groups)
     weight = torch.randn(rows, groups * pattern.m)
     codes = torch.randint(-1, 2, weight.shape, dtype=torch.int8)
+    if exact:
+        codes = 1 - 2 * (codes > 0).to(torch.int8)
     return codes * nm_mask_reference(weight, pattern.n, pattern.m)
 
 
@@ -91,10 +93,10 @@ def test_every_format_to_every_format(pool, text: str) -> None:
     pattern = NMPattern.parse(text)
     for rows, wanted in SHAPES:
         columns = columns_near(pattern, wanted)
-        codes = make_codes(pattern, rows, columns // pattern.m)
         for stored in STORED:
             if stored != "codes" and not holds_pattern(stored, pattern):
                 continue
+            codes = make_codes(pattern, rows, columns // pattern.m, exact=stored == "nm-sign")
             data = codes if stored == "codes" else pack(codes, stored, pattern)
             raw = data.numpy().view(np.uint8)
             for target in RUN_TIME:
@@ -138,14 +140,14 @@ def test_i2_with_group_scales_lies_in_strips(pool, rows: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["1:1", "6:8", "2:4", "3:5", "7:16", "5:32"])
-@pytest.mark.parametrize("stored", ["i2", "b3", "nm-bitmap", "nm-enum"])
+@pytest.mark.parametrize("stored", ["i2", "b3", "nm-bitmap", "nm-enum", "nm-sign"])
 def test_damaged_bytes_are_refused_exactly_when_the_codec_refuses(text: str, stored: str) -> None:
     pattern = NMPattern.parse(text)
     if not holds_pattern(stored, pattern):
         pytest.skip("not held")
     pool = _cpu.ThreadPool(2)
     rows, columns = 2, columns_near(pattern, 100)
-    codes = make_codes(pattern, rows, columns // pattern.m)
+    codes = make_codes(pattern, rows, columns // pattern.m, exact=stored == "nm-sign")
     intact = pack(codes, stored, pattern).numpy()
     random = np.random.default_rng(0)
     refusals = 0
@@ -167,7 +169,7 @@ def test_damaged_bytes_are_refused_exactly_when_the_codec_refuses(text: str, sto
                 assert damage is None
                 assert np.array_equal(got, pack(expected, target, pattern).numpy())
     # Words of 64 bits hold nearly all numbers; then most changes are other codes.
-    assert refusals or stored == "nm-enum"
+    assert refusals or stored == "nm-enum" or (stored, text) == ("nm-sign", "1:1")
 
 
 def test_codes_and_groups_are_checked() -> None:
@@ -179,6 +181,24 @@ def test_codes_and_groups_are_checked() -> None:
     codes[1, 4] = 2
     _, _, damage = repack(pool, codes.view(np.uint8), "codes", pattern, 2, 120, "nm-bitmap")
     assert damage == "there are codes other than -1, 0 and 1"
+
+
+def test_lookup_of_full_groups_refuses_others() -> None:
+    pattern = NMPattern(3, 4)
+    codes = make_codes(pattern, 8, 64, exact=True).numpy()
+    stride = _cpu.bytes_per_row(_cpu.WeightFormat.lookup, 3, 4, 256, True)
+    out = np.zeros(16 * stride + 128, np.uint8)
+    address = out.ctypes.data + -out.ctypes.data % 64
+    to = (_cpu.WeightFormat.lookup, 3, 4, 8, 256, stride, address)
+    matrix = _cpu.Matrix(*to, exact=True)
+    for zeros, damage in ((0, None), (1, "a group has fewer non-zeros than the pattern says")):
+        codes[5, np.flatnonzero(codes[5])[:zeros]] = 0
+        stored = _cpu.StoredMatrix(
+            STORED["codes"], 3, 4, 8, 256, codes.size, address=codes.ctypes.data
+        )
+        assert _cpu.Kernels.choose().repack(_cpu.ThreadPool(1), stored, matrix)[2] == damage
+    with pytest.raises(ValueError, match="exact counts of non-zeros are for lookup"):
+        _cpu.Matrix(_cpu.WeightFormat.i2, 3, 4, 8, 256, 64, address, exact=True)
 
 
 def test_large_matrices_in_many_pieces() -> None:
@@ -252,7 +272,7 @@ def test_sizes_are_checked() -> None:
             repack_with({}, change)
     for enum in (_cpu.StoredFormat, _cpu.WeightFormat):
         with pytest.raises(ValueError, match="not a valid"):
-            enum(6)
+            enum(7)
 
 
 def test_checksum() -> None:

@@ -15,7 +15,13 @@ from sparse_bitnet.ops.nm_mask import nm_mask
 from sparse_bitnet.ops.select_ternary import quantize_ternary
 from sparse_bitnet.packing import bitmaps
 from sparse_bitnet.packing.codec import pack, unpack
-from sparse_bitnet.packing.formats import FORMATS, has_fixed_rows, holds_pattern, row_bytes
+from sparse_bitnet.packing.formats import (
+    FORMATS,
+    has_fixed_rows,
+    holds_pattern,
+    needs_exact,
+    row_bytes,
+)
 from sparse_bitnet.pattern import NMPattern
 
 FIXED = [name for name in FORMATS if has_fixed_rows(name)]
@@ -29,6 +35,17 @@ def make_codes(
     weight = torch.randn(rows, in_features, generator=generator)
     codes = weight.sign().to(torch.int8) * nm_mask(weight, pattern)
     return codes * (torch.rand(rows, in_features, generator=generator) < density)
+
+
+def held(format: str, codes: Tensor, pattern: NMPattern) -> Tensor:
+    """The codes, or for a format of full groups others whose groups have n non-zeros."""
+    if not needs_exact(format):
+        return codes
+    signs = 2 * (codes >= 0).to(torch.int8) - 1
+    if pattern.is_dense:
+        return signs
+    order = torch.arange(codes.numel()).view(codes.shape) * 2654435761 % 1009
+    return signs * nm_mask(order.float(), pattern).to(torch.int8)
 
 
 patterns = st.integers(1, 32).flatmap(
@@ -52,7 +69,7 @@ def matrices(draw: st.DrawFn) -> tuple[Tensor, NMPattern]:
 @pytest.mark.parametrize("format", FORMATS)
 @given(matrix=matrices())
 def test_packing_is_exact(format: str, matrix: tuple[Tensor, NMPattern]) -> None:
-    codes, pattern = matrix
+    codes, pattern = held(format, *matrix), matrix[1]
     assume(holds_pattern(format, pattern))
     packed = pack(codes, format, pattern)
     assert packed.dtype == torch.uint8
@@ -64,7 +81,7 @@ def test_packing_is_exact(format: str, matrix: tuple[Tensor, NMPattern]) -> None
 @pytest.mark.parametrize("format", FIXED)
 @given(matrix=matrices())
 def test_rows_are_packed_one_by_one(format: str, matrix: tuple[Tensor, NMPattern]) -> None:
-    codes, pattern = matrix
+    codes, pattern = held(format, *matrix), matrix[1]
     assume(holds_pattern(format, pattern))
     rows = [pack(row[None], format, pattern) for row in codes]
     assert torch.equal(pack(codes, format, pattern), torch.cat(rows))
@@ -74,7 +91,7 @@ def test_rows_are_packed_one_by_one(format: str, matrix: tuple[Tensor, NMPattern
 @pytest.mark.parametrize("format", FORMATS)
 def test_slices_and_threads_change_nothing(format: str, threads: int, monkeypatch) -> None:
     pattern = NMPattern(6, 8)
-    codes = make_codes(37, 328, pattern, 0.9, 0)
+    codes = held(format, make_codes(37, 328, pattern, 0.9, 0), pattern)
     whole = pack(codes, format, pattern)
     monkeypatch.setattr(bitmaps, "SLICE_WEIGHTS", 5 * 328)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
@@ -86,6 +103,7 @@ def test_slices_and_threads_change_nothing(format: str, threads: int, monkeypatc
 def test_strided_codes_and_trained_weights(format: str) -> None:
     weight = torch.randn(64, 96)
     codes = (quantize_ternary(weight)[0] * nm_mask(weight, NMPattern(2, 4))).t().contiguous().t()
+    codes = held(format, codes, NMPattern(2, 4))
     packed = pack(codes, format, NMPattern(2, 4))
     assert torch.equal(unpack(packed, format, NMPattern(2, 4), (64, 96)), codes)
 
@@ -107,13 +125,35 @@ GOLDEN = {
     ("nm-enum", "2:8"): "27a2a3289014a0d5",
     ("nm-enum", "5:16"): "e5d6ff1a34d77bc1",
     ("nm-enum", "7:24"): "9db262a23301d6d8",
+    ("nm-sign", "8:8"): "42d48db5cd5feeff",
+    ("nm-sign", "3:4"): "dcc7e9f77a9c7a99",
+    ("nm-sign", "6:8"): "1281b6a4cec4db0b",
+    ("nm-sign", "7:24"): "fcfefd838a67b32b",
 }
 
 
 @pytest.mark.parametrize(("format", "pattern"), GOLDEN)
 def test_bytes_are_those_of_version_1(format: str, pattern: str) -> None:
-    packed = pack(golden_codes(pattern), format, NMPattern.parse(pattern))
+    parsed = NMPattern.parse(pattern)
+    packed = pack(held(format, golden_codes(pattern), parsed), format, parsed)
     assert hashlib.sha256(packed.numpy()).hexdigest()[:16] == GOLDEN[format, pattern]
+
+
+def test_a_group_of_signs_made_by_hand() -> None:
+    """Places 0, 1, 3 are the second of four sets: 1, then signs +, -, - from bit 2 on."""
+    codes = torch.tensor([[1, -1, 0, -1, 1, 1, 1, 0]], dtype=torch.int8)
+    packed = pack(codes, "nm-sign", NMPattern(3, 4))
+    assert packed.tolist() == [[0b000_11001, 0]]
+    assert torch.equal(unpack(packed, "nm-sign", NMPattern(3, 4), (1, 8)), codes)
+
+
+@pytest.mark.parametrize("pattern", ["3:4", "8:8", "2:8"])
+def test_a_group_with_fewer_non_zeros_has_no_signs_to_name_it(pattern: str) -> None:
+    n_of_m = NMPattern.parse(pattern)
+    codes = held("nm-sign", make_codes(3, 64, n_of_m, 1.0, 0), n_of_m)
+    codes[2, int(codes[2].nonzero()[-1])] = 0
+    with pytest.raises(UserError, match=r"layer up: nm-sign holds groups .* use nm-bitmap"):
+        pack(codes, "nm-sign", n_of_m, name="up")
 
 
 def test_a_zstd_matrix_made_by_hand() -> None:
@@ -162,7 +202,7 @@ def test_any_bytes_are_refused_or_the_encoding_of_their_codes(
 def test_a_changed_byte_is_refused_or_other_codes(
     format: str, data: st.DataObject, matrix: tuple[Tensor, NMPattern]
 ) -> None:
-    codes, pattern = matrix
+    codes, pattern = held(format, *matrix), matrix[1]
     assume(holds_pattern(format, pattern))
     packed = pack(codes, format, pattern)
     position = data.draw(st.integers(0, packed.numel() - 1))

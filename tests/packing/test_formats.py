@@ -19,6 +19,7 @@ from sparse_bitnet.packing.formats import (
     auto_format,
     check_layout,
     has_fixed_rows,
+    needs_exact,
     nm_enum_states,
     row_bytes,
 )
@@ -48,6 +49,11 @@ CASES = [
     ("nm-enum", "7:24", 240),
     ("nm-enum", "20:32", 96),
     ("nm-enum", "1:32", 640),
+    ("nm-sign", "8:8", 65),
+    ("nm-sign", "3:4", 196),
+    ("nm-sign", "6:8", 896),
+    ("nm-sign", "3:5", 35),
+    ("nm-sign", "20:32", 96),
 ]
 
 
@@ -82,7 +88,7 @@ def test_header_reads_what_python_packs(
 ) -> None:
     nm = NMPattern.parse(pattern)
     weight = torch.randn(3, in_features)
-    codes = weight.sign().to(torch.int8) * (weight.abs() > 0.3)
+    codes = weight.sign().to(torch.int8) * (needs_exact(format) | (weight.abs() > 0.3))
     if not nm.is_dense:
         codes *= nm_mask(weight, nm)
     case = [format, str(nm.n), str(nm.m), str(in_features)]
@@ -116,6 +122,7 @@ def test_fixed_sizes() -> None:
     assert row_bytes("i2", pattern, 2048) * 8 == 2048 * 2
     assert row_bytes("b3", pattern, 8960) * 8 == 8960 * 1.6
     assert row_bytes("nm-bitmap", pattern, 2048) * 8 == 2048 * 1.75
+    assert row_bytes("nm-sign", NMPattern(3, 4), 2048) * 8 == 2048 * 1.25
     with pytest.raises(UserError, match="depends on the weights"):
         row_bytes("nm-zstd", pattern, 2048)
 
@@ -134,6 +141,7 @@ def test_fixed_sizes() -> None:
 )
 def test_auto_takes_the_smallest_of_the_quick_ones(pattern: str, expected: str) -> None:
     assert auto_format(NMPattern.parse(pattern)) == expected
+    assert auto_format(NMPattern.parse(pattern), exact=True) == "nm-sign"
 
 
 def test_auto_weighs_speed_against_size(monkeypatch: pytest.MonkeyPatch) -> None:

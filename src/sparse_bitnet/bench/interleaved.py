@@ -115,10 +115,11 @@ def _model(options: BenchOptions) -> tuple[Path, str]:
         options.model,
         pattern,
         cache=options.models,
+        packed_format="nm-sign" if options.binary else "i2",
         embeddings=options.embeddings,
         scale_group=options.scale_group,
     )
-    return folder, str(pattern)
+    return folder, f"{pattern} binary" if options.binary else str(pattern)
 
 
 def _engine_options(options: BenchOptions) -> dict[str, Any]:

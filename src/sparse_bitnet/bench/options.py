@@ -21,6 +21,9 @@ class BenchOptions:
     pattern: str = "6:8"
     """n:m of the random weights; 8:8 is dense."""
 
+    binary: bool = False
+    """Random weights of which none is zero but those that the pattern drops (quantizer=binary)."""
+
     scale_group: Literal[0, 32, 64, 128, 256] = 0
     """Random weights that share a scale in float16; 0: one scale a matrix."""
 

@@ -18,7 +18,8 @@ PIECE_WEIGHTS = 1 << 22
 class RandomCodes:
     """Ternary matrices within a pattern, from Gaussian masters of `WEIGHT_STD`."""
 
-    def __init__(self, pattern: NMPattern, seed: int) -> None:
+    def __init__(self, pattern: NMPattern, seed: int, *, binary: bool = False) -> None:
+        """`binary`: no code is zero but those that the pattern drops."""
         self._rng = np.random.Generator(np.random.SFC64([seed, 0]))
         # Eight codes are one word of the table wherever groups fill it; every preset's rows do.
         self._unit = pattern.m if pattern.m % 8 == 0 else 8 if 8 % pattern.m == 0 else pattern.m
@@ -26,7 +27,8 @@ class RandomCodes:
             self._unit = 8
         masters = self._rng.standard_normal((TABLE_GROUPS, self._unit), np.float32)
         mean = np.abs(masters).mean()
-        codes = np.clip(np.rint(masters / mean), -1, 1).astype(np.int8)
+        codes = np.sign(masters) if binary else np.clip(np.rint(masters / mean), -1, 1)
+        codes = codes.astype(np.int8)
         if not pattern.is_dense:
             groups = np.abs(masters).reshape(-1, pattern.m)
             dropped = np.argsort(groups, axis=1, kind="stable")[:, : pattern.m - pattern.n]

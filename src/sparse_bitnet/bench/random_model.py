@@ -25,8 +25,8 @@ from sparse_bitnet.engine.engine_model import EMBEDDING, HEAD
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import atomic_folder
 from sparse_bitnet.layer_config import SparseBitConfig
-from sparse_bitnet.packing import b3, i2, nm_bitmap
-from sparse_bitnet.packing.formats import check_layout, row_bytes
+from sparse_bitnet.packing import b3, i2, nm_bitmap, nm_sign
+from sparse_bitnet.packing.formats import check_layout, needs_exact, row_bytes
 from sparse_bitnet.packing.metadata import PackedMetadata
 from sparse_bitnet.packing.tensor_writer import TensorFileWriter, TensorSpec
 from sparse_bitnet.pattern import NMPattern
@@ -43,6 +43,7 @@ _PACK: dict[str, Callable[[np.ndarray, NMPattern], np.ndarray]] = {
     "i2": lambda codes, pattern: i2.pack_rows(codes),
     "b3": lambda codes, pattern: b3.pack_rows(codes),
     "nm-bitmap": nm_bitmap.pack_rows,
+    "nm-sign": nm_sign.pack_rows,
 }
 
 
@@ -159,7 +160,7 @@ def write_random_model(
         out: folder to write, replaced if it exists.
         preset: a name in `PRESETS` or `PUBLISHED`.
         pattern: n:m of the codes.
-        packed_format: "i2", "b3" or "nm-bitmap".
+        packed_format: "i2", "b3" or "nm-bitmap"; "nm-sign" for binary weights.
         embeddings: of embedding and head, "int8" or "bf16".
         scale_group: weights that share a scale in float16; 0 for one float32 scale a matrix.
         tokenizer: folder of the one to take, with its chat template; small presets take its vocabulary.
@@ -180,7 +181,9 @@ def write_random_model(
         raise UserError(f"random models have int8 or bf16 embeddings, not {embeddings!r}")
     metadata = PackedMetadata(
         packed_format=packed_format,
-        format=SparseBitConfig(pattern=pattern),
+        format=SparseBitConfig(
+            pattern=pattern, quantizer="binary" if needs_exact(packed_format) else "absmean"
+        ),
         embeddings=embeddings,
         layers={
             f"model.layers.{layer}.{name}": size
@@ -230,7 +233,7 @@ def _write_tensors(
     progress: OnProgress | None,
 ) -> None:
     done, total = 0, sum(rows * columns for rows, columns in metadata.layers.values())
-    source = RandomCodes(metadata.pattern, seed)
+    source = RandomCodes(metadata.pattern, seed, binary=needs_exact(metadata.packed_format))
     pack = _PACK[metadata.packed_format]
     vectors = dict(_vectors(shape))
     specs = list(_specs(shape, metadata, vectors, scale_group))

@@ -13,6 +13,7 @@ from typing import Any
 
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.engine.runtime_weights import row_bytes
+from sparse_bitnet.packing.formats import needs_exact
 from sparse_bitnet.packing.tensor_file import TensorFile
 
 READ_BYTES = 512 << 20
@@ -114,10 +115,11 @@ def work_of(folder: Path, weight_format: str, head: str, kv_cache: str) -> Work:
     assert file is not None
     assert metadata is not None
     stored = weight_format in ("stored", metadata.packed_format)
+    exact = needs_exact(metadata.packed_format)
     weight_bytes = sum(
         _size(file, f"{name}.weight_packed")
         if stored
-        else rows * row_bytes(weight_format, metadata.pattern, in_features)
+        else rows * row_bytes(weight_format, metadata.pattern, in_features, exact)
         for name, (rows, in_features) in metadata.layers.items()
     )
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 class PackConfig:
     """How to store weights and embeddings."""
 
-    format: Literal["auto", "i2", "b3", "nm-bitmap", "nm-enum", "nm-zstd"] = "auto"
+    format: Literal["auto", "i2", "b3", "nm-bitmap", "nm-enum", "nm-sign", "nm-zstd"] = "auto"
     """Of the ternary weights. auto: the smallest of those that decode within 10 % of the fastest.
-    nm-enum and nm-zstd are the smallest, and are decoded on loading."""
+    nm-enum and nm-zstd are the smallest, and are decoded on loading; nm-sign is the smallest of all for
+    quantizer=binary."""
 
     embeddings: Literal["bf16", "int8", "float32"] = "bf16"
     """Of embedding and output head. int8: one scale a row. float32: as trained."""

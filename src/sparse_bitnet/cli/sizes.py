@@ -95,7 +95,7 @@ def _print_sizes(console: "Console", rows: list["ModelSize"]) -> None:
     table = Table(
         title="Bits a ternary weight, below them MB of the whole model",
         caption=f"* what --format auto takes. Embeddings in {rows[0].embeddings}, counted in MB. "
-        "nm-zstd depends on the weights: name a checkpoint.",
+        "nm-sign holds binary weights only, nm-zstd depends on the weights: name a checkpoint.",
         box=box.SIMPLE_HEAD,
     )
     for column in ("model", "pattern", *formats):

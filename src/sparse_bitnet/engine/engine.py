@@ -122,9 +122,10 @@ class Engine(InferenceEngine):
         groups = model.scale_groups()
         if weight_format == "auto":
             has_groups = groups != {0}
-            weight_format = (
-                "i2" if has_groups else choose_format(model.metadata.pattern, pool, kernels)
-            )
+            weight_format = "i2"
+            if not has_groups:
+                pattern, exact = model.metadata.pattern, model.exact
+                weight_format = choose_format(pattern, pool, kernels, exact=exact)
         elif weight_format == "stored":
             weight_format = model.metadata.packed_format
         check_format(model, weight_format)

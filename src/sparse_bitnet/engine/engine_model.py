@@ -10,7 +10,13 @@ from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.engine.architecture import Architecture, read_architecture
 from sparse_bitnet.errors import EngineLacks, UserError
-from sparse_bitnet.packing.formats import check_layout, has_fixed_rows, row_bytes, scale_group
+from sparse_bitnet.packing.formats import (
+    check_layout,
+    has_fixed_rows,
+    needs_exact,
+    row_bytes,
+    scale_group,
+)
 from sparse_bitnet.packing.metadata import PackedMetadata
 from sparse_bitnet.packing.tensor_file import DTYPES, TensorFile
 
@@ -27,6 +33,11 @@ class EngineModel:
     file: TensorFile
     metadata: PackedMetadata
     architecture: Architecture
+
+    @property
+    def exact(self) -> bool:
+        """Every group of weights has n non-zeros, no fewer."""
+        return needs_exact(self.metadata.packed_format)
 
     @property
     def table_names(self) -> list[str]:

@@ -29,22 +29,25 @@ _TIE = 1.02
 """Of formats this close, the one with the fewest bytes is taken."""
 
 
-def choose_format(pattern: NMPattern, pool: _cpu.ThreadPool, kernels: _cpu.Kernels) -> str:
+def choose_format(
+    pattern: NMPattern, pool: _cpu.ThreadPool, kernels: _cpu.Kernels, *, exact: bool = False
+) -> str:
     """The run-time format with which one token is fastest, measured now or earlier.
 
     Args:
         pattern: of the weights.
         pool: the threads that will multiply.
         kernels: of an instruction set.
+        exact: every group of weights has n non-zeros.
     """
-    key = _key(kernels.isa, pool.threads, pattern)
+    key = _key(kernels.isa, pool.threads, pattern, exact)
     path = cache_folder() / "formats.json"
     known = _tuned(path)
     choice = known.get(key)
     if choice in FORMATS and holds_pattern(choice, pattern):
         return choice
-    seconds = measure_formats(pattern, pool, kernels)
-    choice = _fastest(seconds, pattern)
+    seconds = measure_formats(pattern, pool, kernels, exact=exact)
+    choice = _fastest(seconds, pattern, exact)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, json.dumps({**known, key: choice}, indent=2) + "\n")
@@ -55,7 +58,7 @@ def choose_format(pattern: NMPattern, pool: _cpu.ThreadPool, kernels: _cpu.Kerne
 
 
 def measure_formats(
-    pattern: NMPattern, pool: _cpu.ThreadPool, kernels: _cpu.Kernels
+    pattern: NMPattern, pool: _cpu.ThreadPool, kernels: _cpu.Kernels, *, exact: bool = False
 ) -> dict[str, float]:
     """Seconds a weight of every format that holds the pattern, the least of several interleaved."""
     coded = coded_pattern(pattern)
@@ -71,12 +74,15 @@ def measure_formats(
     products, weights, outputs = {}, {}, []
     for name in _candidates(pattern, kernels.isa):
         format = FORMATS[name]
-        stride = row_stride(name, pattern, _COLUMNS)
+        stride = row_stride(name, pattern, _COLUMNS, exact)
         rows = _BYTES // stride // _cpu.STRIP_ROWS * _cpu.STRIP_ROWS
         y = np.empty(rows, np.float32)
         outputs.append(y)
         weights[name] = rows * _COLUMNS
-        matrix = _cpu.Matrix(format, coded.n, coded.m, rows, _COLUMNS, stride, memory.address)
+        matrix = _cpu.Matrix(
+            *(format, coded.n, coded.m, rows, _COLUMNS, stride, memory.address),
+            exact=exact and name == "lookup",
+        )
         products[name] = _cpu.Product(matrix, 0, y.ctypes.data, rows)
     seconds = dict.fromkeys(products, float("inf"))
     for _ in range(_REPEATS):
@@ -97,10 +103,10 @@ def _candidates(pattern: NMPattern, isa: str) -> list[str]:
     ]
 
 
-def _fastest(seconds: dict[str, float], pattern: NMPattern) -> str:
+def _fastest(seconds: dict[str, float], pattern: NMPattern, exact: bool) -> str:
     bound = min(seconds.values()) * _TIE
     close = [name for name, taken in seconds.items() if taken <= bound]
-    return min(close, key=lambda name: (row_bytes(name, pattern, _COLUMNS), seconds[name]))
+    return min(close, key=lambda name: (row_bytes(name, pattern, _COLUMNS, exact), seconds[name]))
 
 
 def _fill(memory: _cpu.HugeBuffer) -> None:
@@ -118,8 +124,9 @@ def _fill(memory: _cpu.HugeBuffer) -> None:
         part[:] = tile[: part.size]
 
 
-def _key(isa: str, threads: int, pattern: NMPattern) -> str:
-    return f"{__version__} | {_cpu_model()} | {isa} | {threads} threads | {coded_pattern(pattern)}"
+def _key(isa: str, threads: int, pattern: NMPattern, exact: bool) -> str:
+    weights = f"{coded_pattern(pattern)}{' exactly' if exact else ''}"
+    return f"{__version__} | {_cpu_model()} | {isa} | {threads} threads | {weights}"
 
 
 def _cpu_model() -> str:

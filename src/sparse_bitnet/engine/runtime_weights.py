@@ -78,7 +78,7 @@ def check_format(model: EngineModel, weight_format: str) -> None:
     """Raise `UserError` where the model cannot be multiplied in a format of `FORMATS`."""
     if weight_format not in FORMATS:
         known = ", ".join(FORMATS)
-        raise UserError(f"weight format {weight_format!r} is for archives: choose one of {known}")
+        raise UserError(f"weight format {weight_format!r} is for files: choose one of {known}")
     if weight_format == "lookup" and model.scale_groups() != {0}:
         raise UserError("weight format lookup has no scales of groups; use i2")
     if not holds_pattern(weight_format, model.metadata.pattern):
@@ -87,15 +87,16 @@ def check_format(model: EngineModel, weight_format: str) -> None:
         )
 
 
-def row_bytes(weight_format: str, pattern: NMPattern, columns: int) -> int:
-    """Bytes of a row in a format of `FORMATS`."""
+def row_bytes(weight_format: str, pattern: NMPattern, columns: int, exact: bool) -> int:
+    """Bytes of a row in a format of `FORMATS`; `exact`: every group has n non-zeros."""
     coded = coded_pattern(pattern)
-    return _cpu.bytes_per_row(FORMATS[weight_format], coded.n, coded.m, columns)
+    is_exact = exact and weight_format == "lookup"
+    return _cpu.bytes_per_row(FORMATS[weight_format], coded.n, coded.m, columns, is_exact)
 
 
-def row_stride(weight_format: str, pattern: NMPattern, columns: int) -> int:
+def row_stride(weight_format: str, pattern: NMPattern, columns: int, exact: bool) -> int:
     """Bytes between rows: whole cache lines, but for lookup, of which strips take whole lines."""
-    size = row_bytes(weight_format, pattern, columns)
+    size = row_bytes(weight_format, pattern, columns, exact)
     return size if weight_format == "lookup" else _aligned(size)
 
 
@@ -174,8 +175,9 @@ class _Loader:
     def _matrices(self, blocks: list[str]) -> tuple[dict[str, _cpu.Matrix], int]:
         shapes = self._model.architecture.linear_shapes()
         format, n, m = FORMATS[self._weight_format], self._pattern.n, self._pattern.m
+        exact = self._model.exact and self._weight_format == "lookup"
         strides = {
-            name: row_stride(self._weight_format, self._pattern, columns)
+            name: row_stride(self._weight_format, self._pattern, columns, self._model.exact)
             for name, (_, columns) in shapes.items()
         }
         sizes = {name: _in_strips(rows) * strides[name] for name, (rows, _) in shapes.items()}
@@ -195,6 +197,7 @@ class _Loader:
                     strides[linear],
                     address,
                     **self._scales(name, (rows, columns), self._scale_group(block, linear)),
+                    exact=exact,
                 )
                 self._fill(name, matrices[name], (rows, columns))
                 address += sizes[linear]

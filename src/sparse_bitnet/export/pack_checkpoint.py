@@ -29,6 +29,7 @@ from sparse_bitnet.checkpoint.open_checkpoint import open_ternary
 from sparse_bitnet.checkpoint.packed import MODEL_FILE
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import atomic_folder
+from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.packing.codec import pack
 from sparse_bitnet.packing.formats import (
     SCALE_FLOOR,
@@ -102,7 +103,7 @@ def pack_checkpoint(
         raise UserError(f"{out} exists and is not an empty folder: choose another one or remove it")
     checkpoint = source if isinstance(source, Checkpoint) else open_ternary(source)
     metadata = PackedMetadata(
-        packed_format=auto_format(checkpoint.format.pattern) if format == "auto" else format,
+        packed_format=_auto(checkpoint.format) if format == "auto" else format,
         format=checkpoint.format,
         embeddings=embeddings,
         layers=checkpoint.layers,
@@ -135,6 +136,11 @@ def pack_checkpoint(
         file_bytes=(out / MODEL_FILE).stat().st_size,
         seconds=time.monotonic() - started,
     )
+
+
+def _auto(format: SparseBitConfig) -> str:
+    # What that quantiser keeps is never zero.
+    return auto_format(format.pattern, exact=format.quantizer == "binary")
 
 
 def _weights(metadata: PackedMetadata) -> int:

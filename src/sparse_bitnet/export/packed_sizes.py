@@ -23,12 +23,13 @@ from sparse_bitnet.checkpoint.open_checkpoint import open_ternary
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.nn.selection import select
-from sparse_bitnet.packing.codec import pack
+from sparse_bitnet.packing.codec import is_exact, pack
 from sparse_bitnet.packing.formats import (
     FORMATS,
     coded_pattern,
     has_fixed_rows,
     holds_pattern,
+    needs_exact,
     nm_enum_states,
     row_bytes,
 )
@@ -73,7 +74,7 @@ class CodeStatistics:
     pattern_bound: float
     group_entropy: float
     formats: dict[str, float]
-    """Every packed format that holds the pattern."""
+    """Every packed format that holds the weights."""
     zstd_of_two_bits: float
     """Four consecutive two-bit codes a byte through zstd, for comparison."""
 
@@ -126,13 +127,14 @@ def size_table(
     embeddings: str = "bf16",
     dense_layers: tuple[str, ...] = (),
 ) -> list[ModelSize]:
-    """`model_size` of every combination in the formats that have a fixed size and hold the pattern."""
+    """`model_size` of every combination in the formats that have a fixed size and hold any weights of
+    the pattern."""
     rows = []
     for model in models:
         for text in patterns:
             pattern = NMPattern.parse(text)
             for name in FORMATS:
-                if has_fixed_rows(name) and holds_pattern(name, pattern):
+                if has_fixed_rows(name) and holds_pattern(name, pattern) and not needs_exact(name):
                     rows.append(model_size(model, pattern, name, embeddings, dense_layers))
     return rows
 
@@ -178,6 +180,8 @@ def statistics_of(matrices: Iterable[Tensor], pattern: NMPattern) -> CodeStatist
     code_entropy = group_entropy = 0.0
     for codes in matrices:
         rows, in_features = codes.shape
+        if not is_exact(codes.numpy(), pattern):
+            names = [name for name in names if not needs_exact(name)]
         counts = np.array([int((codes == value).sum()) for value in (-1, 0, 1)])
         total += codes.numel()
         zeros += counts[1]
@@ -198,7 +202,7 @@ def statistics_of(matrices: Iterable[Tensor], pattern: NMPattern) -> CodeStatist
         code_entropy=code_entropy / total,
         pattern_bound=math.log2(nm_enum_states(coded.m, coded.n)) / coded.m,
         group_entropy=group_entropy / total,
-        formats={name: bits / total for name, bits in format_bits.items()},
+        formats={name: format_bits[name] / total for name in names},
         zstd_of_two_bits=zstd / total,
     )
 

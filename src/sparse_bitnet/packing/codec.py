@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Union
 import numpy as np
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.packing import b3, i2, nm_bitmap, nm_enum, nm_zstd
+from sparse_bitnet.packing import b3, i2, nm_bitmap, nm_enum, nm_sign, nm_zstd
 from sparse_bitnet.packing.bitmaps import (
     Bytes,
     DamagedBytes,
@@ -18,7 +18,13 @@ from sparse_bitnet.packing.bitmaps import (
     fits_pattern,
     nonzero_bitmap,
 )
-from sparse_bitnet.packing.formats import check_layout, has_fixed_rows, row_bytes
+from sparse_bitnet.packing.formats import (
+    check_layout,
+    coded_pattern,
+    has_fixed_rows,
+    needs_exact,
+    row_bytes,
+)
 from sparse_bitnet.pattern import NMPattern
 
 if TYPE_CHECKING:
@@ -31,6 +37,7 @@ _PACK: dict[str, Callable[[np.ndarray, NMPattern], Bytes]] = {
     "b3": lambda codes, pattern: b3.pack_rows(codes),
     "nm-bitmap": nm_bitmap.pack_rows,
     "nm-enum": nm_enum.pack_rows,
+    "nm-sign": nm_sign.pack_rows,
 }
 
 _UNPACK: dict[str, Callable[[Bytes, NMPattern, int], np.ndarray]] = {
@@ -38,6 +45,7 @@ _UNPACK: dict[str, Callable[[Bytes, NMPattern, int], np.ndarray]] = {
     "b3": lambda packed, pattern, in_features: b3.unpack_rows(packed, in_features),
     "nm-bitmap": nm_bitmap.unpack_rows,
     "nm-enum": nm_enum.unpack_rows,
+    "nm-sign": nm_sign.unpack_rows,
 }
 
 
@@ -52,7 +60,8 @@ def pack(codes: Matrix, format: str, pattern: NMPattern, *, name: str = "(unname
 
     Returns uint8 [rows, row_bytes] on the CPU; of nm-zstd [bytes].
 
-    Raises `UserError` for codes outside the pattern and for shapes that the format does not hold.
+    Raises `UserError` for codes outside the pattern, for shapes that the format does not hold and, of
+    nm-sign, for groups with fewer non-zeros than the pattern allows.
     """
     array = _array(codes)
     if array.dtype != np.int8 or array.ndim != 2 or not array.size:
@@ -62,6 +71,11 @@ def pack(codes: Matrix, format: str, pattern: NMPattern, *, name: str = "(unname
     rows, in_features = array.shape
     check_layout(format, pattern, in_features, name)
     by_slices(rows, in_features, lambda part: _check_codes(array[part], pattern, name))
+    if needs_exact(format) and not is_exact(array, pattern):
+        raise UserError(
+            f"layer {name}: {format} holds groups with {pattern.n} of {pattern.m} weights not zero, and "
+            f"one has fewer; use nm-bitmap, or train with quantizer=binary"
+        )
     if not has_fixed_rows(format):
         return _like(codes, nm_zstd.pack_matrix(array))
     packed = np.empty((rows, row_bytes(format, pattern, in_features)), np.uint8)
@@ -117,6 +131,12 @@ def unpack(
     except DamagedBytes as error:
         raise UserError(f"tensor {name} is damaged or not {format}: {error}") from error
     return _like(packed, codes)
+
+
+def is_exact(codes: np.ndarray, pattern: NMPattern) -> bool:
+    """Whether every group of int8 codes within the pattern has n non-zeros."""
+    coded = coded_pattern(pattern)
+    return np.count_nonzero(codes) == codes.size // coded.m * coded.n
 
 
 def _array(given: Union["Tensor", np.ndarray]) -> np.ndarray:

@@ -41,7 +41,8 @@ class PackedFormat:
 
 
 # Speeds on a 2-core Xeon with AVX-512 VNNI: i2 43 G and nm-bitmap 40 G weights/s a thread; for b3 the
-# ratio of the 1.62-bit to the 2-bit type of the fastest published engine, 18.0 to 23.4 tokens/s.
+# ratio of the 1.62-bit to the 2-bit type of the fastest published engine, 18.0 to 23.4 tokens/s. nm-sign
+# becomes another layout on loading, whichever is fastest there, i2 among them.
 FORMATS: dict[str, PackedFormat] = {
     format.name: format
     for format in (
@@ -49,6 +50,9 @@ FORMATS: dict[str, PackedFormat] = {
         PackedFormat(name="b3", summary="1.6 bits, any pattern", decode_speed=0.77),
         PackedFormat(name="nm-bitmap", summary="1 + n/m bits, m divides 64", decode_speed=0.93),
         PackedFormat(name="nm-enum", summary="log2(states)/m bits, archive", decode_speed=None),
+        PackedFormat(
+            name="nm-sign", summary="log2(places)/m + n/m bits, n of m binary", decode_speed=1.0
+        ),
         PackedFormat(name="nm-zstd", summary="entropy coded, archive", decode_speed=None),
     )
 }
@@ -71,6 +75,11 @@ def coded_pattern(pattern: NMPattern) -> NMPattern:
 def holds_pattern(name: str, pattern: NMPattern) -> bool:
     """Whether a format holds rows of this pattern at all: nm-bitmap needs an m that divides 64."""
     return name != "nm-bitmap" or NM_BITMAP_CHUNK_WEIGHTS % coded_pattern(pattern).m == 0
+
+
+def needs_exact(name: str) -> bool:
+    """Whether a format holds only weights of which every group has exactly n non-zeros."""
+    return name == "nm-sign"
 
 
 def check_layout(name: str, pattern: NMPattern, in_features: int, layer: str) -> None:
@@ -112,6 +121,8 @@ def row_bytes(name: str, pattern: NMPattern, in_features: int, *, layer: str = "
         return nm_bitmap_row_bytes(pattern, in_features)
     if name == "nm-enum":
         return nm_enum_row_bytes(pattern, in_features)
+    if name == "nm-sign":
+        return nm_sign_row_bytes(pattern, in_features)
     raise UserError(f"{name} has no fixed size: it depends on the weights")
 
 
@@ -120,15 +131,21 @@ def has_fixed_rows(name: str) -> bool:
     return name != "nm-zstd"
 
 
-def auto_format(pattern: NMPattern) -> str:
+def auto_format(pattern: NMPattern, *, exact: bool = False) -> str:
     """The smallest format whose decode speed is within 10 % of the fastest one's.
 
     Smallest for long rows (no padding); the faster of two of equal size. Speeds are those in
-    `FORMATS`, measured elsewhere and stored.
+    `FORMATS`, measured elsewhere and stored. `exact`: every group has n non-zeros.
     """
     speeds = {format.name: format.decode_speed or 0.0 for format in FORMATS.values()}
     slowest = (1 - SPEED_TOLERANCE) * max(speeds.values())
-    quick = [name for name in FORMATS if speeds[name] >= slowest and holds_pattern(name, pattern)]
+    quick = [
+        name
+        for name in FORMATS
+        if speeds[name] >= slowest
+        and holds_pattern(name, pattern)
+        and (exact or not needs_exact(name))
+    ]
     long_row = I2_BLOCK_WEIGHTS * B3_BLOCK_WEIGHTS * pattern.m
     return min(quick, key=lambda name: (row_bytes(name, pattern, long_row), -speeds[name]))
 
@@ -201,3 +218,19 @@ def nm_enum_row_bytes(pattern: NMPattern, in_features: int) -> int:
     per_word = nm_enum_groups_per_word(pattern)
     words, tail = divmod(in_features // coded_pattern(pattern).m, per_word)
     return divide_up(words * nm_enum_bits(pattern, per_word) + nm_enum_bits(pattern, tail), 8)
+
+
+def nm_sign_place_bits(pattern: NMPattern) -> int:
+    """Bits of a group's number of places: those of C(m, n) numbers."""
+    coded = coded_pattern(pattern)
+    return (math.comb(coded.m, coded.n) - 1).bit_length()
+
+
+def nm_sign_group_bits(pattern: NMPattern) -> int:
+    """Bits of a group in nm-sign."""
+    return nm_sign_place_bits(pattern) + coded_pattern(pattern).n
+
+
+def nm_sign_row_bytes(pattern: NMPattern, in_features: int) -> int:
+    """Bytes of a row in nm-sign."""
+    return divide_up(in_features // coded_pattern(pattern).m * nm_sign_group_bits(pattern), 8)
