@@ -62,6 +62,7 @@ void make_matrix(Matrix* place, WeightFormat format, int n, int m, std::int64_t 
 void make_table(Table* place, TableType type, std::int64_t rows, std::int64_t columns,
                 std::int64_t row_stride, Address address, Address scales) {
   require_columns(columns);
+  require(type != TableType::i2, "tables of i2 are made from a matrix");
   const bool integers = type == TableType::int8 || type == TableType::int4;
   require(type != TableType::int4 || columns % int4_group == 0, "int4 needs columns in groups of 64");
   const std::int64_t alignment = integers ? matrix_alignment : type == TableType::float32 ? 4 : 2;
@@ -167,7 +168,8 @@ void bind_matmul(nb::module_& module, nb::class_<Kernels>& kernels) {
       .value("int8", TableType::int8)
       .value("int4", TableType::int4)
       .value("bfloat16", TableType::bfloat16)
-      .value("float32", TableType::float32);
+      .value("float32", TableType::float32)
+      .value("i2", TableType::i2);
   module.def("bytes_per_row", &bytes_per_row, "format"_a, "n"_a, "m"_a, "columns"_a,
              "exact"_a = false, "Bytes that a row takes, without the padding to row_stride.");
 
@@ -195,7 +197,15 @@ void bind_matmul(nb::module_& module, nb::class_<Kernels>& kernels) {
            "exact"_a = false);
   nb::class_<Table>(module, "Table",
                     "Embedding or output head: addresses of rows, row_stride bytes apart, and of the float32 "
-                    "scales of int8 and int4.")
+                    "scales of int8 and int4; or those of a matrix of i2 with group scales.")
+      .def(
+          "__init__",
+          [](Table* self, const Matrix& m) {
+            require(m.in_strips(), "a table of ternary weights is i2 with group scales");
+            new (self) Table{TableType::i2, m.rows, m.columns, m.row_stride, m.data, nullptr, m.group, m.scale_type,
+                             m.group_scales};
+          },
+          "matrix"_a)
       .def("__init__", &make_table, "type"_a, "rows"_a, "columns"_a, "row_stride"_a, "address"_a,
            "scales"_a = 0);
   nb::class_<Activations>(module, "Activations",

@@ -51,7 +51,7 @@ void make_stored_table(StoredTable* place, TableType type, std::int64_t rows, st
                        Address scales) {
   const ByteSource source = {pointer<const std::uint8_t>(address), descriptor, offset};
   require_source(rows, columns, source);
-  require(type != TableType::int4, "no file has tables of int4");
+  require(type != TableType::int4 && type != TableType::i2, "a stored table is int8 or floats");
   require(bytes == rows * Table::bytes_per_row(type, columns), "the stored bytes do not make up the table");
   new (place) StoredTable{type, rows, columns, source, pointer<const float>(scales)};
 }

@@ -9,7 +9,7 @@ namespace sparse_bitnet {
 namespace {
 
 bool is_quantised(const Table& table) {
-  return table.type == TableType::int8 || table.type == TableType::int4;
+  return table.type != TableType::bfloat16 && table.type != TableType::float32;
 }
 
 }  // namespace
@@ -118,7 +118,7 @@ void Decoder::State::write_logits(Logits which, float* logits) {
   const std::int64_t tokens = std::int64_t(wanted.size()), n = model.hidden;
   const Table& table = model.head;
   const bool ends_here = which == Logits::hidden, codes = !ends_here && is_quantised(table);
-  if (codes) head_codes.reserve(tokens, n, true, 0);
+  if (codes) head_codes.reserve(tokens, n, table.group == 0, table.group);
   each_token(tokens, n, [&](std::int64_t token, int) {
     float* x = &residual[token * n];
     float* out = ends_here ? logits + token * n : x;
@@ -130,10 +130,7 @@ void Decoder::State::write_logits(Logits which, float* logits) {
     matmul_table(kernels, pool, residual.data(), tokens, n, table, logits, model.vocab);
     return;
   }
-  const WeightFormat format =
-      table.type == TableType::int8 ? WeightFormat::int8 : WeightFormat::int4;
-  const Matrix matrix{format,           {1, 1},     table.rows, table.columns,
-                      table.row_stride, table.data, 1.0f,       table.scales};
+  const Matrix matrix = table.matrix();
   const Product product{&matrix, nullptr, logits, model.vocab};
   matmul(kernels, pool, head_codes.rows(0, tokens), &product, 1);
 }

@@ -138,8 +138,34 @@ std::int64_t Matrix::bytes_per_row(WeightFormat format, packed::Pattern pattern,
   throw std::invalid_argument("unknown weight format");
 }
 
+int Matrix::strip_code(std::int64_t row, std::int64_t column) const {
+  const std::uint8_t* words = data + row / strip_rows * strip_rows * row_stride + row % strip_rows * 4;
+  const std::uint8_t byte = words[column / strip_columns * 64 + column % 4];
+  return (byte >> (column % strip_columns / 4 * 2) & 3) - 1;
+}
+
+float Matrix::group_scale(std::int64_t row, std::int64_t index) const {
+  const std::int64_t place = (row / strip_rows * (columns / group) + index) * strip_rows + row % strip_rows;
+  if (scale_type == ScaleType::float32) return static_cast<const float*>(group_scales)[place];
+  const std::uint32_t half = static_cast<const std::uint16_t*>(group_scales)[place];
+  const bool is_float16 = scale_type == ScaleType::float16;
+  const std::uint32_t bits = is_float16 ? (half & 0x7fff) << 13 : half << 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  // Where float16's exponent and mantissa lie in float32 the exponent is 112 too small.
+  return is_float16 ? (half >> 15 ? -0x1p112f : 0x1p112f) * value : value;
+}
+
+Matrix Table::matrix() const {
+  const WeightFormat format = type == TableType::i2     ? WeightFormat::i2
+                              : type == TableType::int8 ? WeightFormat::int8
+                                                        : WeightFormat::int4;
+  return {format, {1, 1}, rows, columns, row_stride, data, 1.0f, scales, group, scale_type, group_scales};
+}
+
 std::int64_t Table::bytes_per_row(TableType type, std::int64_t columns) {
   switch (type) {
+    case TableType::i2: return packed::i2_row_bytes(columns);
     case TableType::int8: return columns;
     case TableType::int4: return columns / 2;
     case TableType::bfloat16: return columns * 2;
@@ -176,6 +202,14 @@ void table_row(const Table& table, std::int64_t row, float* out) {
         out[i] = float(code) * table.scales[row * (columns / int4_group) + group];
       }
       break;
+    case TableType::i2: {
+      const Matrix matrix = table.matrix();
+      for (std::int64_t i = 0; i < columns; i += table.group) {
+        const float scale = matrix.group_scale(row, i / table.group);
+        for (std::int64_t c = i; c < i + table.group; ++c) out[c] = float(matrix.strip_code(row, c)) * scale;
+      }
+      break;
+    }
   }
 }
 

@@ -54,6 +54,9 @@ struct Matrix {
   // Columns whose sums are scaled by themselves, 0 where all are scaled at once.
   std::int64_t summed_group() const { return format == WeightFormat::int4 ? int4_group : group; }
   bool in_strips() const { return format == WeightFormat::i2 && group != 0; }
+  // Of a matrix in strips the code, and of one with groups the scale, of a place.
+  int strip_code(std::int64_t row, std::int64_t column) const;
+  float group_scale(std::int64_t row, std::int64_t index) const;
 
   static std::int64_t bytes_per_row(WeightFormat format, packed::Pattern pattern,
                                     std::int64_t columns);
@@ -116,14 +119,21 @@ struct Product {
 void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& x,
             const Product* products, int count);
 
-// How an embedding or head is stored: int8 and int4 as above, or floats in rows of `columns`.
-enum class TableType : int { int8 = 0, int4 = 1, bfloat16 = 2, float32 = 3 };
+// How an embedding or head is stored: int8 and int4 as above, floats in rows of `columns`, or ternary as i2
+// with group scales, in strips.
+enum class TableType : int { int8 = 0, int4 = 1, bfloat16 = 2, float32 = 3, i2 = 4 };
 
 struct Table {
   TableType type;
   std::int64_t rows, columns, row_stride;  // bytes between rows
   const std::uint8_t* data;  // floats may have any alignment
   const float* scales;       // of int8 and int4
+  std::int64_t group = 0;    // of i2, as in Matrix
+  ScaleType scale_type = ScaleType::float32;
+  const void* group_scales = nullptr;
+
+  // As what it is multiplied; not of floats.
+  Matrix matrix() const;
 
   static std::int64_t bytes_per_row(TableType type, std::int64_t columns);
 };

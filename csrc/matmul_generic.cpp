@@ -18,11 +18,7 @@ static void unpack(const Matrix& matrix, std::int64_t index, std::int64_t begin,
                    std::int64_t count, std::int8_t* out) {
   const std::uint8_t* row = matrix.data + index * matrix.row_stride;
   if (matrix.in_strips()) {
-    const std::uint8_t* words = row - index % strip_rows * (matrix.row_stride - 4);
-    for (std::int64_t c = begin; c < begin + count; ++c) {
-      const std::uint8_t byte = words[c / strip_columns * 64 + c % 4];
-      out[c - begin] = std::int8_t((byte >> (c % strip_columns / 4 * 2) & 3) - 1);
-    }
+    for (std::int64_t c = begin; c < begin + count; ++c) out[c - begin] = std::int8_t(matrix.strip_code(index, c));
     return;
   }
   switch (matrix.format) {
@@ -91,19 +87,6 @@ static std::int32_t dot(const std::int8_t* a, const std::int8_t* b, std::int64_t
   return sum;
 }
 
-static float scale_at(const Matrix& matrix, std::int64_t row, std::int64_t group) {
-  const std::int64_t in_row = matrix.columns / matrix.group;
-  const std::int64_t index = (row / strip_rows * in_row + group) * strip_rows + row % strip_rows;
-  if (matrix.scale_type == ScaleType::float32) return static_cast<const float*>(matrix.group_scales)[index];
-  const std::uint32_t half = static_cast<const std::uint16_t*>(matrix.group_scales)[index];
-  const bool is_float16 = matrix.scale_type == ScaleType::float16;
-  const std::uint32_t bits = is_float16 ? (half & 0x7fff) << 13 : half << 16;
-  float value;
-  __builtin_memcpy(&value, &bits, 4);
-  // Where float16's exponent and mantissa lie in float32 the exponent is 112 too small.
-  return is_float16 ? (half >> 15 ? -0x1p112f : 0x1p112f) * value : value;
-}
-
 // Groups of `group` columns with `scales`, those of x besides where it has some, onto `sum`.
 static float group_dots(const std::int8_t* weights, const float* scales, const std::int8_t* codes,
                         const std::int8_t* fine, const float* activation_scales, std::int64_t count,
@@ -143,7 +126,7 @@ static void multiply(const Activations& x, const std::int32_t*, const Product& p
       if (int4) {
         scales = matrix.scales + r * groups + c / group;
       } else if (group) {
-        for (std::int64_t g = 0; g < count / group; ++g) row_scales[g] = scale_at(matrix, r, c / group + g);
+        for (std::int64_t g = 0; g < count / group; ++g) row_scales[g] = matrix.group_scale(r, c / group + g);
         scales = row_scales;
       }
       for (std::int64_t t = 0; t < x.tokens; ++t) {

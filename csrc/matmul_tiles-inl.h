@@ -203,11 +203,14 @@ TARGET __attribute__((noinline)) static void unpack_rows(const Matrix& matrix, s
   const RowPointers rows = row_pointers(matrix, begin, end, to_next);
   switch (matrix.format) {
     case WeightFormat::lookup:
-      if (!lookup::shape_of(matrix.pattern).neighbours()) {
-        return unpack_lookup<TriplePlanes>(matrix, begin, column, count, tile);
+      if (const auto& shape = lookup::shape_of(matrix.pattern); !shape.neighbours()) {
+        unpack_lookup<TriplePlanes>(matrix, begin, column, count, tile);
+      } else if (shape.bits == 5) {
+        unpack_lookup<ExactQuadPlanes>(matrix, begin, column, count, tile);
+      } else {
+        unpack_lookup<QuadPlanes>(matrix, begin, column, count, tile);
       }
-      if (lookup::shape_of(matrix.pattern).bits == 6) return unpack_lookup<QuadPlanes>(matrix, begin, column, count, tile);
-      return unpack_lookup<ExactQuadPlanes>(matrix, begin, column, count, tile);
+      return;
     case WeightFormat::i2:
       unpack_planes<I2Planes>(rows, matrix.columns, column, count, tile);
       return;

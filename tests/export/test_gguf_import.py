@@ -76,8 +76,11 @@ def ternary_model(family: str, group: int, **changes: Any) -> Any:
     return model.float().eval()
 
 
-def write_gguf(path: Path, model: Any, name: str, write: Write, extra: Any = None) -> Path:
-    """As a converter of llama.cpp does: metadata, floats as they are, linears through `write`."""
+def write_gguf(
+    path: Path, model: Any, name: str, write: Write, extra: Any = None, tables: Write | None = None
+) -> Path:
+    """As a converter of llama.cpp does: metadata, floats as they are, linears through `write`, embedding
+    and head through `tables`."""
     config = model.config
     writer = gguf.GGUFWriter(path, name)
     writer.add_block_count(config.num_hidden_layers)
@@ -102,6 +105,8 @@ def write_gguf(path: Path, model: Any, name: str, write: Write, extra: Any = Non
             values = by_head.swapaxes(1, 2).reshape(values.shape)
         if own.endswith("proj.weight"):
             write(writer, gguf_name(own), values)
+        elif values.ndim == 2 and tables is not None:
+            tables(writer, gguf_name(own), values)
         elif values.ndim == 2:
             writer.add_tensor(gguf_name(own), values.astype(np.float16))
         else:

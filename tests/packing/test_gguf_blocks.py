@@ -134,6 +134,28 @@ def test_iq2_bn_and_iq1_bn(random_codes) -> None:
         assert scale.tolist() == [[0.5], [3.0]]
 
 
+def test_stq1_0_of_another_writer() -> None:
+    """Whole blocks as its quantiser lays them out (ggml-org/llama.cpp pull request 22836)."""
+    random = np.random.default_rng(0)
+    weight = random.choice(np.array([-1, 1], np.int8), (2, 512))
+    data, scales = np.zeros((4, 42), np.uint8), random.uniform(0.01, 1, 4).astype("<f2")
+    for block, start in enumerate(range(0, 1024, 256)):
+        for group in range(64):
+            lanes = start + 64 * (group // 16) + group % 16 + 16 * np.arange(4)
+            row, columns = lanes[0] // 512, lanes % 512
+            weight[row, columns[zero := random.integers(4)]] = 0
+            first, second, third = (int(w) for w in weight[row, columns] if w)
+            slot = 4 * zero + (second != first) + 2 * (third != first)
+            data[block, group // 2] |= slot << 4 * (group % 2)
+            data[block, 32 + group // 8] |= (first < 0) << group % 8
+        data[block, 40:] = scales[block : block + 1].view(np.uint8)
+    for type_id in (42, 43):
+        (block,) = (b for b in READ_TYPES if (b.name, b.type_id) == ("STQ1_0", type_id))
+        codes, found = block.unpack(data.reshape(-1), 2, 512)
+        assert np.array_equal(codes, weight)
+        assert np.array_equal(found.reshape(-1), scales)
+
+
 def test_stq1_0() -> None:
     """Each of the 32 groups of four with one zero, at its place; the first entries are the codebook's."""
     block = named("STQ1_0")

@@ -21,7 +21,7 @@ Trained = Callable[..., Path]
 def test_choices_are_those_of_the_package() -> None:
     hints = get_type_hints(command.PackConfig)
     assert get_args(hints["format"]) == ("auto", *FORMATS)
-    assert get_args(hints["embeddings"]) == EMBEDDINGS
+    assert get_args(hints["embeddings"]) == ("auto", *EMBEDDINGS)
 
 
 def test_packs_and_compares(

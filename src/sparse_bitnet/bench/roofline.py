@@ -145,4 +145,5 @@ def _head_bytes(file: TensorFile, config: dict[str, Any], head: str) -> int:
         return rows * columns // 2 + 4 * rows * -(-columns // _INT4_GROUP)
     if head == "int8" or entry.dtype == "I8" or (head == "auto" and entry.is_floating_point):
         return rows * (columns + 4)
-    return _size(file, name)
+    scales = f"{name}_scale"
+    return _size(file, name) + (_size(file, scales) if scales in file.entries else 0)

@@ -7,7 +7,7 @@ size need the memory of its largest tensor.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,6 +105,9 @@ class Checkpoint(StoredModel):
     has_one_scale: bool = True
     """Each matrix has one scale; else what `ternary` returns shows how many."""
 
+    ternary_rows: Callable[[str, slice], TernaryWeight | None] | None = None
+    """Rows of an embedding or head, where they are ternary as the layers are; None where none can be."""
+
     write_tokenizer: Callable[[Path], None] | None = None
     """Writes tokenizer, chat template and end tokens into a folder; None where they lie in `folder`."""
 
@@ -129,10 +132,16 @@ class Checkpoint(StoredModel):
 
     def pieces(self, name: str) -> Iterator[Any]:
         """A matrix of `others` as consecutive rows, at most 64 MB of float32 at a time."""
+        return map(partial(self.read, name), self._parts(name))
+
+    def ternary_pieces(self, name: str) -> Iterator[TernaryWeight | None]:
+        """The same of one that is ternary; None for rows that are not."""
+        return map(partial(self.ternary_rows or (lambda *_: None), name), self._parts(name))
+
+    def _parts(self, name: str) -> Iterator[slice]:
         rows, columns = self.others[name]
         step = max(1, _PIECE_VALUES // columns)
-        for first in range(0, rows, step):
-            yield self.read(name, slice(first, min(first + step, rows)))
+        return (slice(first, min(first + step, rows)) for first in range(0, rows, step))
 
     def effective(self, layer: str) -> "Tensor":
         """The float32 weight a sparse layer multiplies with: codes * scale, or the masked master."""

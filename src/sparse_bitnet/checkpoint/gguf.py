@@ -136,6 +136,7 @@ class _Opened:
             master=None,
             ternary=self.ternary,
             has_one_scale=False,
+            ternary_rows=self.ternary_rows,
             write_tokenizer=partial(write_tokenizer, self.file.metadata, self.file.path),
         )
 
@@ -210,6 +211,16 @@ class _Opened:
                 f"layer {layer} of {self.file.path} is not ternary, as its first rows are"
             )
         return floats
+
+    def ternary_rows(self, name: str, part: slice) -> TernaryWeight | None:
+        """Of embedding and head; see `Checkpoint`."""
+        stored = self.names[name]
+        if (block := self.file.block_type(stored)) is None:
+            return ternary_of_floats(self.read(name, part), name)
+        codes, scales = self.file.codes(stored, block, part)
+        if codes.max() > 1:
+            return None
+        return with_fewest_scales(codes, scales.astype(np.float32) * self._factor(stored), name)
 
     def _names(self) -> dict[str, str]:
         """transformers' names of the tensors -> the file's."""

@@ -106,10 +106,18 @@ class GgufFile:
         known = {int(each): each.name for each in GGMLQuantizationType}
         return known.get(type_id, f"type {type_id}")
 
-    def codes(self, name: str, block: BlockType) -> tuple[np.ndarray, np.ndarray]:
-        """Codes and scales of a ternary matrix (`BlockType.unpack`)."""
+    def codes(
+        self, name: str, block: BlockType, part: slice = slice(None)
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Codes and scales of a ternary matrix (`BlockType.unpack`), or of some of its rows."""
         rows, columns = self.tensors[name].shape
-        return block.unpack(self._bytes(name, 0, block.tensor_bytes(rows, columns)), rows, columns)
+        size = block.tensor_bytes(rows, columns)
+        if block.scale_of == "matrix":
+            codes, scales = block.unpack(self._bytes(name, 0, size), rows, columns)
+            return codes[part], scales
+        first, last, _ = part.indices(rows)
+        data = self._bytes(name, first * (size // rows), (last - first) * (size // rows))
+        return block.unpack(data, last - first, columns)
 
     def floats(self, name: str, part: slice = slice(None)) -> np.ndarray:
         """A tensor, or some of its rows, as float32.
@@ -132,10 +140,9 @@ class GgufFile:
             blocks = self._bytes(name, first * size, (last - first) * size).view(_Q8_0)
             return (blocks["codes"] * blocks["scale"][:, None].astype(np.float32)).reshape(shape)
         if (block := self.block_type(name)) is not None:
-            codes, scales = self.codes(name, block)
-            runs = codes.reshape(rows, -1, block.codes)[part]
-            scales = scales.astype(np.float32)[part if len(scales) > 1 else slice(None)]
-            return (runs * scales[..., None]).reshape(shape)
+            codes, scales = self.codes(name, block, part)
+            runs = codes.reshape(last - first, -1, block.codes)
+            return (runs * scales.astype(np.float32)[..., None]).reshape(shape)
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
         from gguf.quants import dequantize
 

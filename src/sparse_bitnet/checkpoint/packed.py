@@ -7,6 +7,7 @@ from sparse_bitnet.checkpoint.checkpoint import Checkpoint, StoredModel
 from sparse_bitnet.packing.metadata import PackedMetadata
 from sparse_bitnet.packing.tensor_file import TensorFile
 from sparse_bitnet.packing.ternary import TernaryWeight
+from sparse_bitnet.pattern import NMPattern
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +30,13 @@ def read(found: StoredModel) -> Checkpoint:
     }
     internal = {f"{name}.weight_packed" for name in metadata.layers}
     internal |= {f"{name}.weight_scale" for name in metadata.layers}
-    internal |= {f"{name}_scale" for name in int8}
+    hidden = found.config.get("hidden_size")
+    tables = {
+        name: (stored.shape[0], hidden if type(hidden) is int else 0)
+        for name, stored in file.entries.items()
+        if stored.dtype == "U8" and len(stored.shape) == 2 and f"{name}_scale" in file.entries
+    }
+    internal |= {f"{name}_scale" for name in {*int8, *tables}}
     others = {name: entry for name, entry in file.entries.items() if name not in internal}
 
     def ternary(layer: str) -> TernaryWeight:
@@ -41,7 +48,15 @@ def read(found: StoredModel) -> Checkpoint:
         codes = unpack(packed, metadata.packed_format, metadata.pattern, shape, name=name)
         return TernaryWeight(codes, scale.clone().view(() if scale.shape == (1,) else scale.shape))
 
+    def ternary_rows(name: str, part: slice) -> TernaryWeight | None:
+        if name not in tables:
+            return None
+        packed, scales = file.checked(name)[part], file.checked(f"{name}_scale")[part]
+        return ternary_table(packed, scales, tables[name][1], name)
+
     def tensor(name: str, part: slice = slice(None)) -> "Tensor":
+        if (table := ternary_rows(name, part)) is not None:
+            return table.values()
         stored = file.checked(name)[part] if others[name].shape else file.checked(name)
         return stored * file.checked(f"{name}_scale")[part] if name in int8 else stored.clone()
 
@@ -49,11 +64,12 @@ def read(found: StoredModel) -> Checkpoint:
         **vars(found),
         format=metadata.format,
         layers=metadata.layers,
-        others={name: entry.shape for name, entry in others.items()},
-        dtypes={name: entry.dtype for name, entry in others.items()},
+        others={name: tables.get(name, entry.shape) for name, entry in others.items()},
+        dtypes={name: "F32" if name in tables else others[name].dtype for name in others},
         read=tensor,
         master=None,
         ternary=ternary,
+        ternary_rows=ternary_rows,
         has_one_scale=all(
             file.entries[f"{layer}.weight_scale"].shape == (1,)
             for layer in metadata.layers
@@ -61,4 +77,13 @@ def read(found: StoredModel) -> Checkpoint:
         ),
         file=file,
         metadata=metadata,
+    )
+
+
+def ternary_table(packed: "Tensor", scales: "Tensor", columns: int, name: str) -> TernaryWeight:
+    """Rows of an embedding or head that is stored as i2 with scales of groups."""
+    from sparse_bitnet.packing.codec import unpack
+
+    return TernaryWeight(
+        unpack(packed, "i2", NMPattern(1, 1), (len(packed), columns), name=name), scales
     )

@@ -16,11 +16,13 @@ from torch import nn
 
 from sparse_bitnet.checkpoint.checkpoint import stored_tensors
 from sparse_bitnet.checkpoint.model_folder import check_folder
+from sparse_bitnet.checkpoint.packed import ternary_table
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.packed_linear import PackedSparseBitLinear
-from sparse_bitnet.packing.formats import scale_group
+from sparse_bitnet.packing.formats import row_bytes, scale_group
 from sparse_bitnet.packing.metadata import QUANT_METHOD, PackedMetadata, check_version
 from sparse_bitnet.packing.tensor_file import DTYPES, TensorFile
+from sparse_bitnet.pattern import NMPattern
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -75,11 +77,16 @@ def prepare_model_(model: "PreTrainedModel", file: TensorFile, metadata: PackedM
         if module in packed:
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, packed[module])
-    if metadata.embeddings == "int8":
-        for module in _stored_as_int8(model):
-            weight = torch.empty_like(module.weight, dtype=torch.int8)
+    if metadata.embeddings in ("int8", "ternary"):
+        for name, module in _tables(model).items():
+            rows, columns = module.weight.shape
+            stored, groups = (torch.int8, columns), 1
+            if metadata.embeddings == "ternary":
+                stored = (torch.uint8, row_bytes("i2", NMPattern(1, 1), columns))
+                groups = _table_groups(file, f"{name}.weight_scale", rows, columns)
+            weight = torch.empty(rows, stored[1], dtype=stored[0], device=module.weight.device)
             module.weight = nn.Parameter(weight, requires_grad=False)
-            scale = torch.empty(len(weight), 1, dtype=torch.float32, device=weight.device)
+            scale = torch.empty(rows, groups, dtype=torch.float32, device=weight.device)
             module.register_buffer("weight_scale", scale)
     _check_tensors(model, file)
 
@@ -89,9 +96,15 @@ def finish_model_(model: "PreTrainedModel", metadata: PackedMetadata) -> None:
 
     Raises `UserError`, naming the tensor, for bytes that break the format or the pattern.
     """
-    if metadata.embeddings == "int8":
-        for module in _stored_as_int8(model):
-            weight = module.weight * module.weight_scale
+    if metadata.embeddings in ("int8", "ternary"):
+        for name, module in _tables(model).items():
+            weight, scale = module.weight, module.weight_scale
+            if metadata.embeddings == "int8":
+                weight = weight * scale
+            else:
+                weight = ternary_table(
+                    weight, scale, model.config.hidden_size, f"{name}.weight"
+                ).values()
             module.weight = nn.Parameter(weight.to(model.dtype), requires_grad=False)
             del module.weight_scale
         model.tie_weights()
@@ -115,13 +128,21 @@ def packed_layers(model: nn.Module) -> dict[str, PackedSparseBitLinear]:
     }
 
 
-def _stored_as_int8(model: "PreTrainedModel") -> list[Any]:
-    """The embedding, and the output head where it has a weight of its own."""
-    head = model.get_output_embeddings()
+def _tables(model: "PreTrainedModel") -> dict[str, Any]:
+    """By name: the embedding, and the output head where it has a weight of its own."""
+    head: Any = model.get_output_embeddings()
     names = {id(module): name for name, module in model.named_modules()}
-    if head is None or f"{names[id(head)]}.weight" in model.all_tied_weights_keys:
-        return [model.get_input_embeddings()]
-    return [model.get_input_embeddings(), head]
+    tables: list[Any] = [model.get_input_embeddings()]
+    if head is not None and f"{names[id(head)]}.weight" not in model.all_tied_weights_keys:
+        tables.append(head)
+    return {names[id(table)]: table for table in tables}
+
+
+def _table_groups(file: TensorFile, name: str, rows: int, columns: int) -> int:
+    shape = file.entries[name].shape if name in file.entries else ()
+    if len(shape) != 2 or scale_group(shape, rows, columns) is None:
+        raise UserError(f"{file.path}: tensor {name} {list(shape)} holds no scales of groups")
+    return shape[1]
 
 
 def _check_tensors(model: "PreTrainedModel", file: TensorFile) -> None:

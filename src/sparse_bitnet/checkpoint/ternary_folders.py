@@ -72,6 +72,7 @@ def read(found: StoredModel) -> Checkpoint:
         read=files.read,
         master=None,
         ternary=read_ternary,
+        ternary_rows=lambda name, part: ternary_of_floats(files.read(name, part), name),
         has_one_scale=False,
     )
 
@@ -114,6 +115,12 @@ def _open_mlx(found: StoredModel, files: WeightFiles) -> Checkpoint:
             return files.read(name, part)
         return TernaryWeight(*codes_and_scales(base, part)).values()
 
+    def read_rows(name: str, part: slice) -> TernaryWeight | None:
+        base = name.removesuffix(".weight")
+        if base not in quantised:
+            return ternary_of_floats(files.read(name, part), name)
+        return with_fewest_scales(*codes_and_scales(base, part), base)
+
     checkpoint = opened(
         found,
         "MLX 2-bit",
@@ -123,6 +130,7 @@ def _open_mlx(found: StoredModel, files: WeightFiles) -> Checkpoint:
         read=read_other,
         master=None,
         ternary=read_ternary,
+        ternary_rows=read_rows,
         has_one_scale=False,
     )
     others = {

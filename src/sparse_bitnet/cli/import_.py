@@ -20,8 +20,9 @@ class ImportConfig:
     packed: str | None = None
     """Write the packed form in this format, or the best one with "auto", instead of masters."""
 
-    embeddings: str = "bf16"
-    """Precision of embeddings in the packed form: bf16, int8 or float32."""
+    embeddings: str = "auto"
+    """Precision of embeddings in the packed form: bf16, int8, float32, or ternary where they are; auto:
+    that, else bf16."""
 
 
 def main(arguments: list[str]) -> None:

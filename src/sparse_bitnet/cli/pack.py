@@ -23,8 +23,9 @@ class PackConfig:
     nm-enum and nm-zstd are the smallest, and are decoded on loading; nm-sign is the smallest of all for
     quantizer=binary."""
 
-    embeddings: Literal["bf16", "int8", "float32"] = "bf16"
-    """Of embedding and output head. int8: one scale a row. float32: as trained."""
+    embeddings: Literal["auto", "bf16", "int8", "float32", "ternary"] = "auto"
+    """Of embedding and output head. int8: one scale a row. float32: as trained. auto: ternary where
+    they are, as in models of other tools, else bf16."""
 
     check: bool = True
     """Load trained and packed model, one after the other, and compare their logits."""

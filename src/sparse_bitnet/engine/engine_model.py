@@ -11,6 +11,7 @@ from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.engine.architecture import Architecture, read_architecture
 from sparse_bitnet.errors import EngineLacks, UserError
 from sparse_bitnet.packing.formats import (
+    SCALE_GROUPS,
     check_layout,
     has_fixed_rows,
     needs_exact,
@@ -19,10 +20,11 @@ from sparse_bitnet.packing.formats import (
 )
 from sparse_bitnet.packing.metadata import PackedMetadata
 from sparse_bitnet.packing.tensor_file import DTYPES, TensorFile
+from sparse_bitnet.pattern import NMPattern
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
-_TABLE_DTYPES = {"bf16": "BF16", "float32": "F32", "int8": "I8"}
+_TABLE_DTYPES = {"bf16": "BF16", "float32": "F32", "int8": "I8", "ternary": "U8"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +71,9 @@ class EngineModel:
             raise UserError(f"{self.file.path}: tensor {name} has values that are not finite")
         return values
 
-    def scales(self, layer: str) -> np.ndarray:
-        """The weight scales of a packed layer, float32 in the shape of the file, checked to be positive;
-        of several, those of codes that are all zero may be zero."""
-        name = f"{layer}.weight_scale"
+    def scales(self, name: str) -> np.ndarray:
+        """A tensor of weight scales, float32 in the shape of the file, checked to be positive; of
+        several, those of codes that are all zero may be zero."""
         values = self.floats(name)
         if values.min() < 0 or (values.size == 1 and values.item() == 0):
             raise UserError(
@@ -162,7 +163,11 @@ def _wanted(model: EngineModel) -> dict[str, tuple[tuple[str, ...], tuple[int, .
     wanted["model.norm.weight"] = (floats, (architecture.hidden,))
     for name in model.table_names:
         shape = (architecture.vocab, architecture.hidden)
-        wanted[name] = ((_TABLE_DTYPES[metadata.embeddings],), shape)
+        columns = shape[1]
+        if metadata.embeddings == "ternary":
+            columns = row_bytes("i2", NMPattern(1, 1), shape[1])
+            wanted[f"{name}_scale"] = (floats, (shape[0], shape[1] // _table_group(model, name)))
+        wanted[name] = ((_TABLE_DTYPES[metadata.embeddings],), (shape[0], columns))
         if metadata.embeddings == "int8":
             wanted[f"{name}_scale"] = (("F32",), (architecture.vocab, 1))
     for name, shape in expected.items():
@@ -172,3 +177,13 @@ def _wanted(model: EngineModel) -> dict[str, tuple[tuple[str, ...], tuple[int, .
                 f"as {list(shape)}"
             )
     return wanted
+
+
+def _table_group(model: EngineModel, name: str) -> int:
+    """Weights of a row of a ternary embedding or head that share a scale, for the scales that it has."""
+    scales, shape = (
+        model.file.entries.get(f"{name}_scale"),
+        (model.architecture.vocab, model.architecture.hidden),
+    )
+    group = scale_group(scales.shape, *shape) if scales else None
+    return group if group in SCALE_GROUPS else SCALE_GROUPS[0]

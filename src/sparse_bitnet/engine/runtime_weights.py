@@ -28,7 +28,7 @@ FORMATS = {
 }
 """Run-time formats of weights."""
 
-_STORED_NAMES = {"F32": "float32", "BF16": "bfloat16", "I8": "int8"}
+_STORED_NAMES = {"F32": "float32", "BF16": "bfloat16", "I8": "int8", "U8": "i2"}
 _TABLE_BITS = {"int8": 8, "int4": 4, "bfloat16": 16, "float32": 32}
 
 _ONE_INPUT = (BLOCK_LINEARS[:3], BLOCK_LINEARS[3:4], BLOCK_LINEARS[4:6], BLOCK_LINEARS[6:])
@@ -49,7 +49,7 @@ class Weights:
     embedding: _cpu.Table
     head: _cpu.Table
     head_format: str
-    """int8, int4, bfloat16 or float32."""
+    """int8, int4, bfloat16, float32, or i2 where it is ternary."""
     weight_bytes: int
     """Bytes of the matrices of the blocks."""
     head_bytes: int
@@ -58,14 +58,21 @@ class Weights:
 
 
 def choose_head(model: EngineModel, head: str) -> str:
-    """The form of the output head: int8, int4, bfloat16 or float32, for an option of `Engine.load`.
+    """The form of the output head: int8, int4, bfloat16, float32 or i2, for an option of `Engine.load`.
 
-    Raises `UserError` for an unknown option, and for int4 where the hidden size has no groups of 64.
+    Raises `UserError` for an unknown option, for int4 where the hidden size has no groups of 64, and for
+    another form of a head that is ternary.
     """
     stored = _STORED_NAMES[model.file.entries[model.table_names[-1]].dtype]
-    choices = {"auto": "int8", "stored": stored, "int8": "int8", "int4": "int4"}
+    auto = stored if stored == "i2" else "int8"
+    choices = {"auto": auto, "stored": stored, "int8": "int8", "int4": "int4"}
     if head not in choices:
         raise UserError(f"head {head!r}: choose one of {', '.join(choices)}")
+    if stored == "i2" and choices[head] != stored:
+        raise UserError(
+            f"head {head}: the head of {model.folder} is ternary and stays so in memory; use auto, or "
+            "pack the model with --embeddings bf16"
+        )
     if head == "int4" and model.architecture.hidden % _INT4_GROUP:
         raise UserError(
             f"head int4 needs a hidden size in groups of {_INT4_GROUP}, this model has "
@@ -196,10 +203,13 @@ class _Loader:
                     columns,
                     strides[linear],
                     address,
-                    **self._scales(name, (rows, columns), self._scale_group(block, linear)),
+                    **self._scales(
+                        f"{name}.weight_scale", (rows, columns), self._scale_group(block, linear)
+                    ),
                     exact=exact,
                 )
-                self._fill(name, matrices[name], (rows, columns))
+                stored = (self._model.metadata.packed_format, self._model.metadata.pattern)
+                self._fill(f"{name}.weight_packed", *stored, matrices[name], (rows, columns))
                 address += sizes[linear]
         return matrices, block_bytes * len(blocks)
 
@@ -209,9 +219,9 @@ class _Loader:
         groups = [self._model.scale_group(block, name) for name in beside]
         return min(filter(None, groups), default=0)
 
-    def _scales(self, layer: str, shape: tuple[int, int], group: int) -> dict[str, Any]:
+    def _scales(self, name: str, shape: tuple[int, int], group: int) -> dict[str, Any]:
         """The scales of a matrix as `_cpu.Matrix` takes them, for `group` weights unless that is 0."""
-        values, name = self._model.scales(layer), f"{layer}.weight_scale"
+        values = self._model.scales(name)
         self._finish(name)
         if group == 0 and values.size == 1:
             return {"scale": values.item()}
@@ -235,15 +245,22 @@ class _Loader:
         self._kept.append(scales)
         return {"scales": scales.ctypes.data, **more}
 
-    def _fill(self, layer: str, matrix: _cpu.Matrix, shape: tuple[int, int]) -> None:
+    def _fill(
+        self,
+        name: str,
+        packed_format: str,
+        pattern: NMPattern,
+        matrix: _cpu.Matrix,
+        shape: tuple[int, int],
+    ) -> None:
         """Write the rows of a packed tensor to the address of its matrix."""
-        name, metadata = f"{layer}.weight_packed", self._model.metadata
-        codes = None if has_fixed_rows(metadata.packed_format) else self._decoded(name, shape)
-        stored = "codes" if codes is not None else metadata.packed_format.replace("-", "_")
+        codes = None if has_fixed_rows(packed_format) else self._decoded(name, shape)
+        stored = "codes" if codes is not None else packed_format.replace("-", "_")
+        coded = coded_pattern(pattern)
         source = _cpu.StoredMatrix(
             _cpu.StoredFormat[stored],
-            self._pattern.n,
-            self._pattern.m,
+            coded.n,
+            coded.m,
             *shape,
             **(self._in_file(name) if codes is None else _in_memory(codes)),
         )
@@ -254,7 +271,7 @@ class _Loader:
             self._model.file.check_crc32(name, f"{crc32:08x}")
         if damage is not None:
             raise UserError(
-                f"{self._model.file.path}: tensor {name} is damaged or not {metadata.packed_format}: "
+                f"{self._model.file.path}: tensor {name} is damaged or not {packed_format}: "
                 f"{damage}"
             )
         self._finish(name)
@@ -285,6 +302,8 @@ class _Loader:
         file, architecture = self._model.file, self._model.architecture
         shape = rows, columns = architecture.vocab, architecture.hidden
         dtype = file.entries[name].dtype
+        if table_format == "i2":
+            return self._ternary_table(name, shape)
         stride = _aligned(columns * _TABLE_BITS[table_format] // 8)
         buffer = self._buffer(rows * stride)
         stored_scales = scales = self._stored_scales(name) if dtype == "I8" else None
@@ -310,6 +329,17 @@ class _Loader:
         if scales is not None:
             self._kept.append(scales)
         return table, rows * stride + (0 if scales is None else scales.nbytes)
+
+    def _ternary_table(self, name: str, shape: tuple[int, int]) -> tuple[_cpu.Table, int]:
+        dense = NMPattern(1, 1)
+        rows, columns = shape
+        group = columns // self._model.file.entries[f"{name}_scale"].shape[1]
+        stride = row_stride("i2", dense, columns, False)
+        buffer = self._buffer(_in_strips(rows) * stride)
+        scales = self._scales(f"{name}_scale", shape, group)
+        matrix = _cpu.Matrix(FORMATS["i2"], 1, 1, *shape, stride, buffer.address, **scales)
+        self._fill(name, "i2", dense, matrix, shape)
+        return _cpu.Table(matrix), rows * stride + self._kept[-1].nbytes
 
     def _stored_scales(self, name: str) -> np.ndarray:
         """float32 [rows], contiguous."""

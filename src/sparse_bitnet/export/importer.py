@@ -47,7 +47,7 @@ def import_checkpoint(
     *,
     pattern: NMPattern | None = None,
     packed: str | None = None,
-    embeddings: str = "bf16",
+    embeddings: str = "auto",
     on_progress: OnProgress | None = None,
 ) -> Imported:
     """Write a foreign checkpoint as a folder of ours, float32 masters included, or packed.

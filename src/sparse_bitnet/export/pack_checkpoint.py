@@ -5,7 +5,8 @@ model.safetensors   <layer>.weight_packed  uint8 [rows, row_bytes], of nm-zstd [
                     <layer>.weight_scale   float32 [1], the multiplier of the codes; of models of others
                                            also one for each row or group (csrc/packed_format.h)
                     embedding and output head, if it is not tied to it: bfloat16 or float32
-                    <name>.weight, or int8 <name>.weight with float32 <name>.weight_scale [rows, 1]
+                    <name>.weight, int8 <name>.weight with float32 <name>.weight_scale [rows, 1], or the
+                    bytes of i2 with scales [rows, groups]
                     biases, norms and linears that were left dense, as they were
 config.json         the model's, with quant_method "sparse_bitnet_packed"
 tokenizer and generation files, copied
@@ -33,6 +34,7 @@ from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.packing.codec import pack
 from sparse_bitnet.packing.formats import (
     SCALE_FLOOR,
+    SCALE_GROUPS,
     auto_format,
     check_format,
     check_layout,
@@ -42,6 +44,8 @@ from sparse_bitnet.packing.formats import (
 from sparse_bitnet.packing.metadata import EMBEDDINGS, PackedMetadata
 from sparse_bitnet.packing.tensor_file import DTYPES
 from sparse_bitnet.packing.tensor_writer import TensorFileWriter, TensorSpec
+from sparse_bitnet.packing.ternary import TableScales, scales_of_groups, table_scales
+from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.progress import OnProgress
 
 COPIED = (
@@ -78,7 +82,7 @@ def pack_checkpoint(
     out: str | Path,
     *,
     format: str = "auto",
-    embeddings: str = "bf16",
+    embeddings: str = "auto",
     progress: OnProgress | None = None,
 ) -> PackResult:
     """Write the packed form of a trained checkpoint, one tensor in memory at a time.
@@ -87,21 +91,25 @@ def pack_checkpoint(
         source: run folder or model folder of a ternary model, or one that is open.
         out: folder to write; must not exist or be empty.
         format: a name in `formats.FORMATS`, or "auto" (`formats.auto_format`).
-        embeddings: "bf16", "int8" (one scale a row), or "float32" to keep them as trained.
+        embeddings: "bf16", "int8" (one scale a row), "float32" to keep them as trained, "ternary" where
+            they are; "auto" that or bf16.
         progress: told the weights done and in all, after every tensor.
 
     Raises `UserError` for a source that cannot be packed or read, a format that does not hold its
     layers, an `out` that is in use, or a full disk. Nothing is then left behind.
     """
     started = time.monotonic()
-    if embeddings not in EMBEDDINGS:
-        raise UserError(f"embeddings {embeddings!r}: choose one of {', '.join(EMBEDDINGS)}")
+    if embeddings not in ("auto", *EMBEDDINGS):
+        raise UserError(f"embeddings {embeddings!r}: choose one of auto, {', '.join(EMBEDDINGS)}")
     if format != "auto":
         check_format(format)
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not an empty folder: choose another one or remove it")
     checkpoint = source if isinstance(source, Checkpoint) else open_ternary(source)
+    tables = _ternary_tables(checkpoint, embeddings)
+    if embeddings == "auto":
+        embeddings = "ternary" if tables else "bf16"
     metadata = PackedMetadata(
         packed_format=_auto(checkpoint.format) if format == "auto" else format,
         format=checkpoint.format,
@@ -117,7 +125,7 @@ def pack_checkpoint(
         else:
             copy_files(checkpoint.folder, folder, COPIED)
         weight_bytes, embedding_bytes = _write_tensors(
-            checkpoint, metadata, folder / MODEL_FILE, progress
+            checkpoint, metadata, tables, folder / MODEL_FILE, progress
         )
         config = {**checkpoint.config, "quantization_config": metadata.config_entry()}
         # So that `evaluate` cuts texts as it does for the run, which the folder does not name.
@@ -143,17 +151,39 @@ def _auto(format: SparseBitConfig) -> str:
     return auto_format(format.pattern, exact=format.quantizer == "binary")
 
 
+def _ternary_tables(checkpoint: Checkpoint, embeddings: str) -> dict[str, TableScales]:
+    """Embedding and head with the scales that they have as ternary weights; none where one is not
+    ternary, or something else is asked for."""
+    found: dict[str, TableScales] = {}
+    for name in checkpoint.embeddings if embeddings in ("auto", "ternary") else ():
+        scales = table_scales(checkpoint.ternary_pieces(name), checkpoint.others[name][1])
+        if scales is None and embeddings == "ternary":
+            raise UserError(
+                f"{checkpoint.folder}: tensor {name} is not ternary with a scale for some "
+                f"{', '.join(map(str, SCALE_GROUPS))} weights; use --embeddings auto"
+            )
+        if scales is None:
+            return {}
+        found[name] = scales
+    return found
+
+
 def _weights(metadata: PackedMetadata) -> int:
     return sum(rows * in_features for rows, in_features in metadata.layers.values())
 
 
 def _write_tensors(
-    checkpoint: Checkpoint, metadata: PackedMetadata, path: Path, progress: OnProgress | None
+    checkpoint: Checkpoint,
+    metadata: PackedMetadata,
+    tables: dict[str, TableScales],
+    path: Path,
+    progress: OnProgress | None,
 ) -> tuple[int, int]:
     """Returns bytes of packed weights with scales, and bytes of embeddings."""
     done, total = 0, _weights(metadata)
     weight_bytes = embedding_bytes = 0
-    with TensorFileWriter(path, _specs(checkpoint, metadata), metadata.to_json()) as writer:
+    specs = _specs(checkpoint, metadata, tables)
+    with TensorFileWriter(path, specs, metadata.to_json()) as writer:
         for name, (rows, in_features) in metadata.layers.items():
             codes, weight_scale = checkpoint.ternary(name)
             packed = pack(codes, metadata.packed_format, metadata.pattern, name=name)
@@ -166,16 +196,22 @@ def _write_tensors(
             if progress is not None:
                 progress(done, total)
         for name in checkpoint.embeddings:
-            embedding_bytes += _write_embedding(checkpoint, name, metadata.embeddings, writer)
+            form = tables.get(name, metadata.embeddings)
+            embedding_bytes += _write_embedding(checkpoint, name, form, writer)
         for name in _as_stored(checkpoint):
             writer.write(name, [checkpoint.read(name)])
     return weight_bytes, embedding_bytes
 
 
 def _write_embedding(
-    checkpoint: Checkpoint, name: str, embeddings: str, writer: TensorFileWriter
+    checkpoint: Checkpoint, name: str, embeddings: str | TableScales, writer: TensorFileWriter
 ) -> int:
     rows, columns = checkpoint.others[name]
+    if isinstance(embeddings, TableScales):
+        kept = list(_ternary_pieces(checkpoint, name, embeddings))
+        for end, pieces in zip(("", "_scale"), zip(*kept, strict=True), strict=True):
+            writer.write(f"{name}{end}", pieces)
+        return sum(piece.nbytes for pieces in kept for piece in pieces)
     if embeddings == "int8":
         scales: list[np.ndarray] = []
         writer.write(name, _int8_pieces(checkpoint.pieces(name), scales))
@@ -184,6 +220,15 @@ def _write_embedding(
     stored = _rounded if embeddings == "bf16" else _floats
     writer.write(name, (stored(piece) for piece in checkpoint.pieces(name)))
     return rows * columns * (2 if embeddings == "bf16" else 4)
+
+
+def _ternary_pieces(
+    checkpoint: Checkpoint, name: str, kept: TableScales
+) -> Iterator[tuple[Any, np.ndarray]]:
+    """Rows of i2, and their scales."""
+    for piece in checkpoint.ternary_pieces(name):
+        assert piece is not None
+        yield pack(piece.codes, "i2", NMPattern(1, 1), name=name), scales_of_groups(piece, kept)
 
 
 def _int8_pieces(pieces: Iterator[Any], scales: list[np.ndarray]) -> Iterator[np.ndarray]:
@@ -209,7 +254,9 @@ def _rounded(piece: Any) -> np.ndarray:
     return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
 
 
-def _specs(checkpoint: Checkpoint, metadata: PackedMetadata) -> Iterator[TensorSpec]:
+def _specs(
+    checkpoint: Checkpoint, metadata: PackedMetadata, tables: dict[str, TableScales]
+) -> Iterator[TensorSpec]:
     for name, (rows, in_features) in metadata.layers.items():
         if has_fixed_rows(metadata.packed_format):
             columns = row_bytes(metadata.packed_format, metadata.pattern, in_features)
@@ -221,7 +268,11 @@ def _specs(checkpoint: Checkpoint, metadata: PackedMetadata) -> Iterator[TensorS
         yield TensorSpec(f"{name}.weight_scale", *scales)
     for name in checkpoint.embeddings:
         rows, columns = checkpoint.others[name]
-        if metadata.embeddings == "int8":
+        if name in tables:
+            yield TensorSpec(name, "uint8", (rows, row_bytes("i2", NMPattern(1, 1), columns)))
+            groups = columns // tables[name].group
+            yield TensorSpec(f"{name}_scale", tables[name].dtype, (rows, groups))
+        elif metadata.embeddings == "int8":
             yield TensorSpec(name, "int8", (rows, columns))
             yield TensorSpec(f"{name}_scale", "float32", (rows, 1))
         else:

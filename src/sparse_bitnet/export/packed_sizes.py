@@ -33,7 +33,6 @@ from sparse_bitnet.packing.formats import (
     nm_enum_states,
     row_bytes,
 )
-from sparse_bitnet.packing.metadata import EMBEDDINGS
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.presets import find_preset
 from sparse_bitnet.progress import OnProgress
@@ -97,8 +96,9 @@ def model_size(
 
     Raises `UserError` for unknown names and for a format that does not hold the pattern.
     """
-    if embeddings not in EMBEDDINGS:
-        raise UserError(f"embeddings {embeddings!r}: choose one of {', '.join(EMBEDDINGS)}")
+    value_bytes = {"bf16": 2, "int8": 1, "float32": 4}
+    if embeddings not in value_bytes:
+        raise UserError(f"embeddings {embeddings!r}: choose one of {', '.join(value_bytes)}")
     shape = find_preset(model)
     format = SparseBitConfig(pattern=pattern, dense_layers=dense_layers)
     linears = format.converted(shape.linears, model)
@@ -107,7 +107,6 @@ def model_size(
         rows * row_bytes(packed_format, pattern, in_features, layer=f"of {model}") + 4
         for rows, in_features in linears.values()
     )
-    value_bytes = {"bf16": 2, "int8": 1, "float32": 4}[embeddings]
     scale_bytes = 4 * shape.vocab_size if embeddings == "int8" else 0
     return ModelSize(
         model=model,
@@ -116,7 +115,8 @@ def model_size(
         embeddings=embeddings,
         bits_per_weight=8 * weight_bytes / weights,
         weight_bytes=weight_bytes,
-        embedding_bytes=shape.vocab_size * shape.hidden_size * value_bytes + scale_bytes,
+        embedding_bytes=shape.vocab_size * shape.hidden_size * value_bytes[embeddings]
+        + scale_bytes,
         other_bytes=4 * (shape.vector_values + shape.block_weights - weights),
     )
 

@@ -11,8 +11,9 @@ from sparse_bitnet.pattern import NMPattern
 
 QUANT_METHOD = "sparse_bitnet_packed"
 
-EMBEDDINGS = ("bf16", "int8", "float32")
-"""How embedding and output head are stored: int8 with a float32 scale for each row."""
+EMBEDDINGS = ("bf16", "int8", "float32", "ternary")
+"""How embedding and output head are stored: int8 with a float32 scale for each row; ternary as rows of i2
+with a scale for every group of weights (`formats.SCALE_GROUPS`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from them is exact or nothing. Arrays and torch's tensors alike; importing this 
 """
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,6 +102,50 @@ def ternary_of_floats(weight: Values, layer: str) -> TernaryWeight | None:
         return None
     codes = library.asarray(library.sign(weight), dtype=library.int8)
     return with_fewest_scales(codes, scales, layer)
+
+
+class TableScales(NamedTuple):
+    """How the scales of a ternary table are kept."""
+
+    group: int
+    """Weights of a row that share one, of `SCALE_GROUPS`."""
+    dtype: str
+    """float16, bfloat16 or float32: the shortest that holds them all."""
+
+
+def table_scales(pieces: Iterable[TernaryWeight | None], columns: int) -> TableScales | None:
+    """What holds the scales of all pieces of a table, rows of `columns`, exactly; None where one is not
+    ternary, or rows have no groups of `SCALE_GROUPS`."""
+    group = max((size for size in SCALE_GROUPS if columns % size == 0), default=None)
+    is_half = is_brain = True
+    for piece in pieces:
+        if piece is None or group is None:
+            return None
+        scales = _float32(piece.weight_scale)
+        group = min(group, columns // scales.shape[1])
+        with np.errstate(over="ignore"):
+            is_half &= np.array_equal(scales.astype(np.float16).astype(np.float32), scales)
+        is_brain &= not (scales.view(np.uint32) & 0xFFFF).any()
+    assert group is not None
+    return TableScales(group, "float16" if is_half else "bfloat16" if is_brain else "float32")
+
+
+def scales_of_groups(piece: TernaryWeight, kept: TableScales) -> np.ndarray:
+    """A piece's scales as a table keeps them: [rows, groups], of bfloat16 the bits."""
+    rows, columns = piece.codes.shape
+    scales = np.broadcast_to(
+        _float32(piece.weight_scale), (rows, _float32(piece.weight_scale).shape[1])
+    )
+    scales = scales.repeat(columns // kept.group // scales.shape[1], 1)
+    if kept.dtype == "bfloat16":
+        return (np.ascontiguousarray(scales).view(np.uint32) >> 16).astype(np.uint16)
+    return scales.astype(kept.dtype)
+
+
+def _float32(scales: Values) -> np.ndarray:
+    """Those of a matrix as [rows or 1, groups or 1]."""
+    values = scales if isinstance(scales, np.ndarray) else scales.float().numpy()
+    return np.ascontiguousarray(np.atleast_2d(values.astype(np.float32, copy=False)))
 
 
 def _common(scales: Values, matters: Values) -> Values:

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Embeddings and heads that are ternary: kept so from their file to the engine's logits."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sparse_bitnet.checkpoint.load import from_pretrained
+from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.export.importer import import_checkpoint
+from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
+from sparse_bitnet.ops.quantize_int8 import quantize_int8_reference
+from sparse_bitnet.packing.ternary import (
+    TableScales,
+    TernaryWeight,
+    scales_of_groups,
+    table_scales,
+)
+
+pytest.importorskip("sparse_bitnet._cpu", reason="the extension is not built")
+pytest.importorskip("gguf")
+from test_gguf_import import _tokenizer, by_our_layout, ternary_model, write_gguf
+
+from sparse_bitnet.bench.roofline import work_of
+from sparse_bitnet.engine.engine import Engine
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+OPTIONS: dict[str, Any] = {"kv_cache": "float32", "threads": 2, "weight_format": "i2"}
+TOKENS = [number * 7 % 392 for number in range(1, 40)]
+
+
+def with_ternary_tables(group: int, **changes: Any) -> Any:
+    """A model whose embedding and head too are ternary, a run of one row all zero."""
+    model = ternary_model("qwen3", group, num_attention_heads=8, **changes)
+    for table in {model.model.embed_tokens.weight, model.lm_head.weight}:
+        codes = torch.randint(-1, 2, table.shape).float()
+        codes[3, :group] = 0
+        scales = (torch.rand(len(codes), table.shape[1] // group, 1) * 0.1 + 0.02).half()
+        table.data = (codes.unflatten(1, (-1, group)) * scales.float()).flatten(1)
+    return model
+
+
+def forward(folder: Path, logits: Any, **options: Any) -> np.ndarray:
+    engine = Engine.load(folder, **(OPTIONS | options))
+    (found,) = engine.forward([(engine.new_sequence(), TOKENS)], logits=logits)
+    engine.close()
+    return found
+
+
+def reference_logits(table: TernaryWeight, hidden: np.ndarray, group: int) -> np.ndarray:
+    """In the order of csrc/packed_format.h, activations with a scale for each group of weights."""
+    codes, scales = table.codes.numpy().astype(np.float64), table.weight_scale.float().numpy()
+    logits = np.zeros((len(hidden), len(codes)), np.float32)
+    for g in range(scales.shape[1]):
+        part = slice(g * group, g * group + group)
+        x, x_scale = quantize_int8_reference(torch.from_numpy(hidden[:, part]).contiguous())
+        dot = (x.numpy().astype(np.float64) @ codes[:, part].T).astype(np.float32)
+        logits += dot * scales[:, g] * x_scale.numpy().reshape(-1, 1)
+    return logits
+
+
+@pytest.mark.parametrize(("group", "ties"), [(128, True), (128, False), (64, True)])
+def test_a_gguf_file_stays_ternary_to_its_logits(tmp_path: Path, group: int, ties: bool) -> None:
+    model = with_ternary_tables(group, tie_word_embeddings=ties)
+    write = by_our_layout("Q2_0", group)
+    path = write_gguf(tmp_path / "m.gguf", model, "qwen3", write, _tokenizer, tables=write)
+    import_checkpoint(path, tmp_path / "packed", packed="auto")
+    packed = open_checkpoint(tmp_path / "packed")
+    assert packed.metadata.embeddings == "ternary"
+    names = [EMBEDDING] if ties else [EMBEDDING, HEAD]
+    for name in names:
+        assert packed.file.entries[name].shape == (392, 64)
+        assert packed.file.entries[f"{name}_scale"].dtype == "F16"
+        assert torch.equal(packed.read(name), model.state_dict()[name])
+        assert torch.equal(packed.read(name, slice(5, 9)), model.state_dict()[name][5:9])
+    restored = from_pretrained(tmp_path / "packed", dtype=torch.float32)
+    assert torch.equal(restored.get_input_embeddings().weight, model.model.embed_tokens.weight)
+
+    # Rows are decoded as they are looked up: states are those of float embeddings.
+    import_checkpoint(path, tmp_path / "floats", packed="auto", embeddings="float32")
+    hidden = forward(tmp_path / "packed", "hidden")
+    np.testing.assert_array_equal(hidden, forward(tmp_path / "floats", "hidden", head="stored"))
+    (table,) = packed.ternary_pieces(names[-1])
+    # Attention and norms are floats: each instruction set has states of its own.
+    for isa in ("generic", ""):
+        hidden = forward(tmp_path / "packed", "hidden", isa=isa)
+        logits = forward(tmp_path / "packed", "all", isa=isa, head="stored")
+        expected = reference_logits(table, hidden, group)
+        np.testing.assert_array_equal(logits.view(np.int32), expected.view(np.int32))
+    exact = hidden @ table.values().numpy().T
+    assert np.linalg.norm(logits - exact) < 0.02 * np.linalg.norm(exact)
+
+    engine = Engine.load(tmp_path / "packed", **OPTIONS)
+    assert engine.head_format == "i2"
+    work = work_of(tmp_path / "packed", "i2", "auto", "float16")
+    assert work.head_bytes == 392 * 64 + 392 * (256 // group) * 2
+    assert engine.head_bytes == 392 * 64 + 400 * (256 // group) * 2
+    with pytest.raises(UserError, match=r"head int8: the head of .* is ternary and stays so"):
+        Engine.load(tmp_path / "packed", head="int8")
+    pack_checkpoint(packed, tmp_path / "again", format="i2")
+    again = open_checkpoint(tmp_path / "again").file
+    for name in (EMBEDDING, f"{EMBEDDING}_scale"):
+        assert np.array_equal(again.array(name), packed.file.array(name))
+
+
+def test_folders_of_ternary_floats_keep_them_too(tmp_path: Path) -> None:
+    model = with_ternary_tables(64, tie_word_embeddings=False)
+    model.save_pretrained(tmp_path / "hf")
+    import_checkpoint(tmp_path / "hf", tmp_path / "packed", packed="auto")
+    packed = open_checkpoint(tmp_path / "packed")
+    assert packed.metadata.embeddings == "ternary"
+    for name in (EMBEDDING, HEAD):
+        assert torch.equal(packed.read(name), model.state_dict()[name])
+    model.lm_head.weight.data[-1, 0] = 0.3
+    model.save_pretrained(tmp_path / "other")
+    import_checkpoint(tmp_path / "other", tmp_path / "bf16", packed="auto")
+    assert open_checkpoint(tmp_path / "bf16").metadata.embeddings == "bf16"
+    with pytest.raises(
+        UserError, match=r"tensor lm_head.weight is not ternary .* use --embeddings auto"
+    ):
+        import_checkpoint(tmp_path / "other", tmp_path / "no", packed="auto", embeddings="ternary")
+    assert not (tmp_path / "no").exists()
+
+
+def test_scales_of_a_table_are_as_few_and_as_short_as_hold_them() -> None:
+    codes = np.ones((2, 512), np.int8)
+    half, brain, full = (np.array(x, np.float32) for x in (0.5, 2.0**-60, 0.1))
+    by_row = TernaryWeight(codes, np.array([[0.5], [0.25]], np.float16))
+    by_64 = TernaryWeight(
+        codes, np.full((2, 8), 0.5, np.float32) * np.arange(1, 9, dtype=np.float32)
+    )
+    assert table_scales([TernaryWeight(codes, half), by_row], 512) == TableScales(256, "float16")
+    assert table_scales([by_row, by_64], 512) == TableScales(64, "float16")
+    assert table_scales([TernaryWeight(codes, brain)], 512) == TableScales(256, "bfloat16")
+    assert table_scales([TernaryWeight(codes, full)], 512) == TableScales(256, "float32")
+    assert table_scales([by_row, None], 512) is None
+    assert table_scales([TernaryWeight(np.ones((1, 60), np.int8), half)], 60) is None
+    assert scales_of_groups(by_row, TableScales(256, "float32")).tolist() == [[0.5] * 2, [0.25] * 2]
+    bits = scales_of_groups(TernaryWeight(codes, brain), TableScales(256, "bfloat16"))
+    assert (bits.shape, bits.dtype) == ((2, 2), np.uint16)
+    assert (bits.astype(np.uint32) << 16).view(np.float32).tolist() == [[2.0**-60] * 2] * 2
+
+
+def test_scales_that_are_missing_or_not_finite_are_named(tmp_path: Path) -> None:
+    model = with_ternary_tables(128)
+    write = by_our_layout("Q2_0", 128)
+    path = write_gguf(tmp_path / "m.gguf", model, "qwen3", write, _tokenizer, tables=write)
+    data = bytearray(path.read_bytes())
+    row = by_our_row(model)
+    at = data.index(row)
+    data[at : at + 2] = np.array([np.inf], "<f2").tobytes()
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=r"embed_tokens.* weight scale is not finite"):
+        import_checkpoint(path, tmp_path / "packed", packed="auto")
+    assert not (tmp_path / "packed").exists()
+
+
+def by_our_row(model: Any) -> bytes:
+    """The bytes of the embedding's first block."""
+    from sparse_bitnet.packing.gguf_blocks import READ_TYPES
+
+    block = next(each for each in READ_TYPES if (each.name, each.codes) == ("Q2_0", 128))
+    run = model.model.embed_tokens.weight[:1, :128].detach().numpy()
+    return block.pack(np.sign(run).astype(np.int8), float(np.abs(run).max())).tobytes()
