@@ -112,13 +112,13 @@ class ModelBuilder {
                  const Matrix& down, Address input_norm, Address post_attention_norm,
                  Address q_bias, Address k_bias, Address v_bias, Address o_bias,
                  Address attention_sub_norm, Address ffn_sub_norm, Address q_norm, Address k_norm,
-                 Address attention_out_norm, Address ffn_out_norm, std::int64_t window,
-                 std::int64_t rope) {
+                 Address attention_out_norm, Address ffn_out_norm,
+                 const std::vector<Address>& linear_norms, std::int64_t window, std::int64_t rope) {
     const std::string name = "block " + std::to_string(model_.blocks.size()) + " ";
     const std::int64_t hidden = model_.hidden, intermediate = model_.intermediate;
     const std::int64_t q_rows = model_.heads * model_.head_dim;
     const std::int64_t kv_rows = model_.kv_heads * model_.head_dim;
-    Block block;
+    Block block{};
     block.q = shaped(q, q_rows, hidden, name + "q");
     block.k = shaped(k, kv_rows, hidden, name + "k");
     block.v = shaped(v, kv_rows, hidden, name + "v");
@@ -144,6 +144,10 @@ class ModelBuilder {
     block.k_norm = floats(k_norm, name + "k_norm", false);
     block.attention_out_norm = floats(attention_out_norm, name + "attention_out_norm", false);
     block.ffn_out_norm = floats(ffn_out_norm, name + "ffn_out_norm", false);
+    require(linear_norms.empty() || linear_norms.size() == 5, name + "has not five linear_norms");
+    for (std::size_t i = 0; i < linear_norms.size(); ++i) {
+      block.linear_norms[i] = floats(linear_norms[i], name + "linear_norms", true);
+    }
     require(window >= 0, name + "window is negative");
     block.window = window > 0 ? window : most_positions;
     require(rope >= 0 && rope < std::int64_t(model_.ropes.size()), name + "rope is not there");
@@ -289,8 +293,8 @@ void bind_decoder(nb::module_& module) {
            "down"_a, nb::kw_only(), "input_norm"_a, "post_attention_norm"_a, "q_bias"_a = 0, "k_bias"_a = 0,
            "v_bias"_a = 0, "o_bias"_a = 0, "attention_sub_norm"_a = 0, "ffn_sub_norm"_a = 0,
            "q_norm"_a = 0, "k_norm"_a = 0, "attention_out_norm"_a = 0, "ffn_out_norm"_a = 0,
-           "window"_a = 0, "rope"_a = 0,
-           "window: tokens that a token sees, itself included; 0: all. rope: which one, from 0.");
+           "linear_norms"_a = std::vector<Address>(), "window"_a = 0, "rope"_a = 0,
+           "linear_norms: of the inputs of q, k, v, gate and up. window: tokens that a token sees, itself included; 0: all. rope: which one, from 0.");
 
   nb::class_<DecoderHandle>(
       module, "Decoder",

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // A whole decoder step of the llama/qwen2 family over packed weights: embedding, blocks, final norm,
-// output head, and the key-value cache of many sequences. Also BitNet b1.58 (sub-norms, squared ReLU) and
-// Gemma 3 (norms of what a block adds, two ropes).
+// output head, and the key-value cache of many sequences. Also BitNet b1.58 (sub-norms, squared ReLU),
+// Gemma 3 (norms of what a block adds, two ropes) and BitNet-embedding (a norm before each product, which for
+// o and down is that of BitNet b1.58).
 //
 // Activations and the residual stream are float32; every linear of the blocks quantises its input per
 // token to int8 and accumulates in int32 (matmul.h). The transformers model with packed layers, in
@@ -29,6 +30,7 @@ struct Block {
   const float *ffn_sub_norm;                      // [intermediate], before down
   const float *q_norm, *k_norm;                   // [head_dim] (Qwen3)
   const float *attention_out_norm, *ffn_out_norm;  // [hidden], of what is added to the residual (Gemma 3)
+  const float* linear_norms[5];  // [hidden], of the inputs of q, k, v, gate and up each (BitNet-embedding)
   std::int64_t window;                            // tokens that a token sees, itself included
   std::int64_t rope;                              // index of Model::ropes
 };

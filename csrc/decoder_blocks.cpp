@@ -14,6 +14,16 @@ bool is_quantised(const Table& table) {
 
 }  // namespace
 
+// Products of the residual's norm, as `norm_tokens` makes it; `own`: of each product, or null.
+void Decoder::State::multiply_normed(std::int64_t tokens, const float* weight, bool add,
+                                     const Product* products, int count, const float* const* own) {
+  const int together = own[0] ? 1 : count;
+  for (int first = 0; first < count; first += together) {
+    norm_tokens(tokens, weight, add && first == 0, own[first]);
+    matmul(kernels, pool, hidden_codes.rows(0, tokens), products + first, together);
+  }
+}
+
 // Queries and keys are rotated, keys and values go to the cache.
 void Decoder::State::rotate_and_append(const Block& block, std::int64_t layer,
                                        std::int64_t tokens) {
@@ -49,11 +59,10 @@ void Decoder::State::rotate_and_append(const Block& block, std::int64_t layer,
 
 // A block's attention, from the residual to `attended`. In the last block only the wanted rows attend.
 void Decoder::State::attend(const Block& block, std::int64_t layer, std::int64_t tokens, bool add) {
-  norm_tokens(tokens, block.input_norm, add);
   const Product products[] = {{&block.q, block.q_bias, q(), q_width},
                               {&block.k, block.k_bias, k(tokens), kv_width},
                               {&block.v, block.v_bias, v(tokens), kv_width}};
-  matmul(kernels, pool, hidden_codes.rows(0, tokens), products, 3);
+  multiply_normed(tokens, block.input_norm, add, products, 3, block.linear_norms);
   rotate_and_append(block, layer, tokens);
   if (layer + 1 == std::int64_t(model.blocks.size()) &&
       std::int64_t(wanted.size()) < tokens) {
@@ -95,11 +104,10 @@ void Decoder::State::project_attended(const Block& block, std::int64_t tokens, f
 }
 
 void Decoder::State::feed_forward(const Block& block, std::int64_t tokens) {
-  norm_tokens(tokens, block.post_attention_norm, true);
   const std::int64_t n = model.intermediate;
   float *gate = wide.data(), *up = gate + tokens * n;
   const Product products[] = {{&block.gate, nullptr, gate, n}, {&block.up, nullptr, up, n}};
-  matmul(kernels, pool, hidden_codes.rows(0, tokens), products, 2);
+  multiply_normed(tokens, block.post_attention_norm, true, products, 2, block.linear_norms + 3);
   each_token(tokens, n, [&](std::int64_t token, int) {
     float* x = gate + token * n;
     kernels.vector.gated(model.activation, x, up + token * n, n);

@@ -100,6 +100,8 @@ struct Decoder::State {
   void rotate_and_append(const Block& block, std::int64_t layer, std::int64_t tokens);
   void keep_wanted(std::int64_t tokens);
   void feed_forward(const Block& block, std::int64_t tokens);
+  void multiply_normed(std::int64_t tokens, const float* weight, bool add, const Product* products,
+                       int count, const float* const* own);
   void write_logits(Logits which, float* logits);
 
   // Of the chunk's tokens, in `wide`.
@@ -137,13 +139,14 @@ struct Decoder::State {
     });
   }
 
-  // residual += delta (if `add`), then its norm, quantised.
-  void norm_tokens(std::int64_t tokens, const float* weight, bool add) {
+  // residual += delta (if `add`), then its norm, and the norm of that where `own` is one, quantised.
+  void norm_tokens(std::int64_t tokens, const float* weight, bool add, const float* own = nullptr) {
     const std::int64_t n = model.hidden;
     each_token(tokens, n, [&](std::int64_t token, int thread) {
       float* out = row[thread].data();
       kernels.vector.add_and_norm(&residual[token * n], add ? &delta[token * n] : nullptr, weight,
                                model.norm_epsilon, n, out);
+      if (own) kernels.vector.add_and_norm(out, nullptr, own, model.norm_epsilon, n, out);
       quantize_row(out, hidden_codes, token);
     });
   }

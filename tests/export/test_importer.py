@@ -298,11 +298,11 @@ def test_settings_that_have_no_counterpart_here(
         import_checkpoint(w2a8, tmp_path / "no")
 
 
-def test_norms_inside_a_layer_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+def test_norms_inside_a_layer_are_looked_for(checkpoint: Path, tmp_path: Path) -> None:
     export(checkpoint, tmp_path / "out", ExportConfig(format="bitnet"))
     change_entry(tmp_path / "out", lambda entry: entry.update(use_rms_norm=True))
-    with pytest.raises(UserError, match="use_rms_norm puts a norm inside each layer"):
-        import_checkpoint(tmp_path / "out", tmp_path / "no")
+    with pytest.raises(UserError, match=r"lacks .*q_proj.norm.weight"):
+        import_checkpoint(tmp_path / "out", tmp_path / "no", packed="i2")
 
 
 def test_dense_checkpoints_and_missing_folders_are_refused(

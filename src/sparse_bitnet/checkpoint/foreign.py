@@ -7,15 +7,17 @@ weights that the reader quantises to ternary on every forward (`bitnet` in "onli
 such entry but is ternary: ternary_folders.py.
 """
 
+import dataclasses
+import functools
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint, StoredModel, linear_shapes
-from sparse_bitnet.checkpoint.model_folder import EXPORTED_FORMAT
+from sparse_bitnet.checkpoint.model_folder import EXPORTED_FORMAT, LINEAR_NORMS
 from sparse_bitnet.checkpoint.weight_files import WeightFiles
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import SparseBitConfig
@@ -29,6 +31,9 @@ from sparse_bitnet.packing.two_bits import (
 )
 from sparse_bitnet.pattern import NMPattern
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 def read(found: StoredModel) -> Checkpoint:
     """Open a folder of another tool, recognised by its config.json.
@@ -38,18 +43,51 @@ def read(found: StoredModel) -> Checkpoint:
     if found.entry.get("quant_method") == "compressed-tensors":
         return _open_compressed(found)
     files = WeightFiles.in_folder(found.folder)
-    if any("inner_attn_ln" in name for name in files.shapes):
-        # The first published form, a Llama with two norms more.
-        files = files.renamed({"inner_attn_ln": "attn_sub_norm", "ffn_layernorm": "ffn_sub_norm"})
-    return _open_bitnet(found, files)
+    prefix = "" if any(name.startswith("model.") for name in files.shapes) else "model."
+
+    def new_name(name: str) -> str:
+        # The first published form is a Llama with two norms more; norms in linears have two names.
+        for old, new in _RENAMED.items():
+            name = name.replace(old, new)
+        return name if name.startswith("lm_head") else prefix + name
+
+    return _open_bitnet(found, files.renamed(new_name))
+
+
+def has_linear_norms(folder: Path) -> bool:
+    """Whether the layers of a folder of other tools have norms of their own (BitNet-embedding)."""
+    if not any(folder.glob("model*.safetensors")):
+        return False
+    return any(_IS_LINEAR_NORM(name) for name in WeightFiles.in_folder(folder).shapes)
+
+
+_RENAMED = {
+    ".inner_attn_ln.": ".attn_sub_norm.",
+    ".ffn_layernorm.": ".ffn_sub_norm.",
+    "_proj.rms_norm.": "_proj.norm.",
+}
+_IS_LINEAR_NORM = re.compile(r".*_proj\.(rms_)?norm\.weight").fullmatch
+
+
+def _with_linear_norms(found: StoredModel) -> StoredModel:
+    """The model with the norms that each of its linears has of its input."""
+    epsilon = found.entry.get("rms_norm_eps", found.config.get("rms_norm_eps", 1e-6))
+
+    @functools.cache
+    def model() -> "PreTrainedModel":
+        built = found.model()
+        for name, module in built.named_modules():
+            if type(module) is nn.Linear and name != "lm_head":
+                module.norm = nn.RMSNorm(module.in_features, eps=epsilon, device="meta")
+        return built
+
+    return dataclasses.replace(found, config={**found.config, LINEAR_NORMS: epsilon}, model=model)
 
 
 def _open_bitnet(found: StoredModel, files: WeightFiles) -> Checkpoint:
-    folder, entry = found.folder, found.entry or {"quantization_mode": "online"}
-    if entry.get("use_rms_norm"):
-        raise UserError(
-            f"{folder}: use_rms_norm puts a norm inside each layer, which is not covered"
-        )
+    entry = found.entry or {"quantization_mode": "online"}
+    if entry.get("use_rms_norm") or any(map(_IS_LINEAR_NORM, files.shapes)):
+        found = _with_linear_norms(found)
     linears = linear_shapes(found.model())
     online = entry.get("quantization_mode", "offline") == "online"
     auto = entry.get("linear_class", "bitlinear") == "autobitlinear" or online
@@ -58,6 +96,9 @@ def _open_bitnet(found: StoredModel, files: WeightFiles) -> Checkpoint:
         layers = {name: shape for name, shape in linears.items() if not _matches(name, kept)}
     else:
         layers = _scaled(linears, files)
+
+    if LINEAR_NORMS in found.config:
+        complete(layers, files, "norm.weight")
 
     def read_ternary(layer: str) -> TernaryWeight:
         codes = _bitnet_codes(files.read(f"{layer}.weight"), layers[layer], layer)

@@ -42,6 +42,12 @@ _WITH_SUB_NORMS = (
     | {"ffn_sub_norm": ("mlp.ffn_sub_norm", "intermediate")}
     | _NORMS
 )
+LINEAR_NORM = "_norm_in"
+"""End of the file's names of norms that linears have of their inputs (BitNet-embedding)."""
+_WITH_LINEAR_NORMS = _WITH_HEAD_NORMS | {
+    f"{stored}{LINEAR_NORM}": (f"{name}.norm", columns)
+    for stored, (name, _, columns) in (_ATTENTION | _FEED_FORWARD).items()
+}
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 """Tensors outside the blocks."""
 
@@ -65,6 +71,7 @@ class GgufArchitecture(NamedTuple):
     """Heads need not share out the hidden size."""
     windows: bool = False
     """Layers may see but the last tokens."""
+    linear_norms: bool = False
     norm_offset: float = 0.0
     """What norms have in the file on top of what they have in transformers."""
     note: str = ""
@@ -85,10 +92,20 @@ class GgufArchitecture(NamedTuple):
 _SILU, _RELU2 = {"hidden_act": "silu"}, {"hidden_act": "relu2"}
 _GELU = {"hidden_activation": "gelu_pytorch_tanh"}
 _BITNET_CPP = "its activation is the squared ReLU, so bitnet.cpp reads it and llama.cpp does not"
+_EMBEDDING = "its linears have norms, so bitnet.cpp reads it and llama.cpp does not"
 _NO_WINDOW = "llama.cpp's llama has no window: there, tokens also see what lies before it"
 ARCHITECTURES = (
     GgufArchitecture("qwen2", "qwen2", _SILU, biases="always", own_head_size=False),
     GgufArchitecture("qwen3", "qwen3", _SILU, _WITH_HEAD_NORMS),
+    GgufArchitecture(
+        "qwen3",
+        "qwen3",
+        _SILU,
+        _WITH_LINEAR_NORMS,
+        linear_norms=True,
+        note=_EMBEDDING,
+        in_llama_cpp=False,
+    ),
     GgufArchitecture("llama", "llama", _SILU, rotates_neighbours=True, biases="optional"),
     GgufArchitecture(
         "llama", "mistral", _SILU, rotates_neighbours=True, windows=True, note=_NO_WINDOW
@@ -113,4 +130,4 @@ ARCHITECTURES = (
     GgufArchitecture("bitnet-25", "bitnet", _RELU2, _WITH_SUB_NORMS, own_head_size=False),
     GgufArchitecture("bitnet", "bitnet", _SILU, _WITH_SUB_NORMS, own_head_size=False),
 )
-"""Where two have one name, the second is the one whose metadata has a window."""
+"""Of two of one name, the second is that of files with a window, or with norms in linears."""

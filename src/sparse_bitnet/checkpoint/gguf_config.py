@@ -5,8 +5,13 @@ from typing import Any
 
 import numpy as np
 
-from sparse_bitnet.checkpoint.gguf_architectures import ARCHITECTURES, GgufArchitecture
+from sparse_bitnet.checkpoint.gguf_architectures import (
+    ARCHITECTURES,
+    LINEAR_NORM,
+    GgufArchitecture,
+)
 from sparse_bitnet.checkpoint.gguf_file import GgufFile
+from sparse_bitnet.checkpoint.model_folder import LINEAR_NORMS
 from sparse_bitnet.errors import UserError
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -27,6 +32,7 @@ _HEAD_SIZES = ("attention.key_length", "attention.value_length", "rope.dimension
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 _ROPE_BASE, _LOCAL_ROPE_BASE = "rope.freq_base", "rope.freq_base_swa"
 _SCALING = "rope.scaling"
+_FIRST_LINEAR_NORM = f"blk.0.attn_q{LINEAR_NORM}.weight"
 _KINDS = ("linear", "yarn")
 _LLAMA3_CONTEXTS = (8192, 4096, 16384, 32768)
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -46,7 +52,8 @@ def architecture_of(file: GgufFile) -> GgufArchitecture:
         raise UserError(
             f"{file.path}: its architecture {name!r} is not covered; {', '.join(known)} are"
         )
-    return found[-1 if file.metadata.get(f"{name}.{_WINDOW}") else 0]
+    is_second = file.metadata.get(f"{name}.{_WINDOW}") or _FIRST_LINEAR_NORM in file.tensors
+    return found[-1 if is_second else 0]
 
 
 def read_config(file: GgufFile, architecture: GgufArchitecture) -> dict[str, Any]:
@@ -81,6 +88,8 @@ class _Metadata:
         }
         if self.architecture.own_head_size:
             config["head_dim"] = head
+        if self.architecture.linear_norms:
+            config[LINEAR_NORMS] = config["rms_norm_eps"]
         if self.architecture.windows:
             config["sliding_window"] = self._windowed()
         if self.architecture.model_type == "gemma3_text":
@@ -229,6 +238,12 @@ def _architecture_for(config: dict[str, Any], where: str) -> GgufArchitecture:
         raise UserError(
             f"the GGUF export covers the architectures {', '.join(known)}, not {model_type}; use "
             "--format bitnet"
+        )
+    own = config.get(LINEAR_NORMS)
+    rows = [row for row in rows if row.linear_norms == bool(own)]
+    if not rows or own not in (None, config["rms_norm_eps"]):
+        raise UserError(
+            f"{where}: the GGUF export does not cover a norm in each linear of {model_type}"
         )
     for row in rows:
         if all(config.get(field, value) == value for field, value in row.fields.items()):

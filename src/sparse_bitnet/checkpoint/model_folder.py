@@ -19,6 +19,8 @@ CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 EXPORTED_FORMAT = "sparse_bitnet_format"
 """Key of config.json under which an export remembers the training format; other readers ignore it."""
+LINEAR_NORMS = "linear_norms_epsilon"
+"""Key of config.json of packed models that have a norm in each linear."""
 TOKENIZER_FILES = (
     *("tokenizer*", "vocab*", "merges.txt"),
     *("special_tokens_map.json", "added_tokens.json"),

@@ -43,6 +43,7 @@ def find_checkpoint(path: str | Path) -> StoredModel:
     method = entry.get("quant_method")
     kind, reader = _DENSE if method is None else _READERS.get(str(method), _UNKNOWN)
     if method is None:
+        from sparse_bitnet.checkpoint.foreign import has_linear_norms
         from sparse_bitnet.checkpoint.ternary_folders import found_ternary
 
         if "BitnetForCausalLM" in (config.get("architectures") or ()):
@@ -50,7 +51,7 @@ def find_checkpoint(path: str | Path) -> StoredModel:
             config = {**config, "model_type": "bitnet", "architectures": ["BitNetForCausalLM"]}
         if (ternary := found_ternary(folder, config)) is not None:
             config, kind, reader = ternary, "foreign", "ternary_folders"
-        elif config.get("model_type") == "bitnet":
+        elif config.get("model_type") == "bitnet" or has_linear_norms(folder):
             kind, reader = _READERS["bitnet"]
 
     @functools.cache

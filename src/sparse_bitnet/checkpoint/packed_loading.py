@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from sparse_bitnet.checkpoint.checkpoint import stored_tensors
-from sparse_bitnet.checkpoint.model_folder import check_folder
+from sparse_bitnet.checkpoint.model_folder import LINEAR_NORMS, check_folder
 from sparse_bitnet.checkpoint.packed import ternary_table
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.packed_linear import PackedSparseBitLinear
@@ -62,6 +62,9 @@ def prepare_model_(model: "PreTrainedModel", file: TensorFile, metadata: PackedM
                 f"{file.path}: tensor {name}.weight_scale {list(scale_shape)} holds no scales of a "
                 f"matrix [{rows}, {in_features}]"
             )
+        epsilon, norm = getattr(model.config, LINEAR_NORMS, None), None
+        if epsilon is not None:
+            norm = nn.RMSNorm(in_features, eps=epsilon, device=linear.weight.device)
         packed[linear] = PackedSparseBitLinear(
             in_features,
             rows,
@@ -70,6 +73,7 @@ def prepare_model_(model: "PreTrainedModel", file: TensorFile, metadata: PackedM
             packed_format=metadata.packed_format,
             packed_bytes=entry.end - entry.begin if entry else 0,
             scale_shape=scale_shape,
+            norm=norm,
             name=name,
             device=linear.weight.device,
         )

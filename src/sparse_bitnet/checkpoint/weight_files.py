@@ -2,7 +2,7 @@
 """The safetensors files of a model folder: names and shapes at once, tensors one at a time."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,12 +51,8 @@ class WeightFiles:
         """
         return cls(_paths(folder))
 
-    def renamed(self, parts: dict[str, str]) -> "WeightFiles":
-        """The same tensors, with parts of their names replaced."""
-
-        def new(name: str) -> str:
-            return ".".join(parts.get(part, part) for part in name.split("."))
-
+    def renamed(self, new: Callable[[str], str]) -> "WeightFiles":
+        """The same tensors under other names."""
         found = copy.copy(self)
         found._stored = {new(name): name for name in self.shapes}
         for field in ("shapes", "dtypes", "_paths"):

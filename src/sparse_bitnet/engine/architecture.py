@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from sparse_bitnet.checkpoint.model_folder import LINEAR_NORMS
 from sparse_bitnet.engine.rope import Fields, Rope, read_rope
 from sparse_bitnet.errors import EngineLacks, UserError
 
@@ -62,6 +63,8 @@ class Architecture:
     """Norms of queries and keys (Qwen3, Gemma 3)."""
     out_norms: bool
     """Norms of what attention and feed-forward part add to the residual (Gemma 3)."""
+    linear_norms: bool
+    """Norms of the input of each linear, without offset (BitNet-embedding)."""
     norm_offset: float
     """Added to the weights of norms: 1 for Gemma's."""
     query_scale: float
@@ -109,6 +112,8 @@ class Architecture:
         if self.sub_norms:
             lengths["self_attn.attn_sub_norm.weight"] = self.heads * self.head_dim
             lengths["mlp.ffn_sub_norm.weight"] = self.intermediate
+        if self.linear_norms:
+            lengths |= {f"{name}.norm.weight": shapes[name][1] for name in BLOCK_LINEARS}
         if self.head_norms:
             lengths |= {f"self_attn.{name}_norm.weight": self.head_dim for name in "qk"}
         return lengths
@@ -162,6 +167,7 @@ def read_architecture(config: dict[str, Any], where: str) -> Architecture:
         sub_norms=model_type == "bitnet",
         head_norms=model_type == "qwen3" or is_gemma,
         out_norms=is_gemma,
+        linear_norms=bool(config.get(LINEAR_NORMS)),
         norm_offset=1.0 if is_gemma else 0.0,
         query_scale=float(np.float32(1) / np.sqrt(np.float32(scores))),
         embedding_scale=math.sqrt(hidden) if is_gemma else 1.0,
@@ -231,6 +237,10 @@ def _refuse_variants(config: dict[str, Any], where: str) -> None:
         raise UserError(f"{where}: hidden_act is {activation!r}, not a name")
     if activation not in ACTIVATIONS:
         reason = f"activation {activation!r}"
+    elif (own := config.get(LINEAR_NORMS)) and own != config.get("rms_norm_eps"):
+        reason = f"norms of two epsilons ({own!r} in linears, {config.get('rms_norm_eps')!r})"
+    elif own and config.get("model_type") == "bitnet":
+        reason = "two norms before one linear"
     elif config.get("mlp_bias"):
         reason = "biases in the feed-forward part"
     elif layer_types is not None and not isinstance(layer_types, list):

@@ -228,6 +228,11 @@ def _build(
     model.set_embedding(weights.embedding)
     model.set_head(weights.head)
     model.set_final_norm(weights.vectors["model.norm.weight"].ctypes.data)
+    sub_norms = ("self_attn.attn_sub_norm.weight", "mlp.ffn_sub_norm.weight")
+    own_norms: tuple[str, ...] = ()
+    if architecture.linear_norms:
+        q, k, v, o, gate, up, down = BLOCK_LINEARS
+        sub_norms, own_norms = (f"{o}.norm.weight", f"{down}.norm.weight"), (q, k, v, gate, up)
     out_norms = ("", "")
     if architecture.out_norms:
         out_norms = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
@@ -247,8 +252,9 @@ def _build(
             k_bias=vector("self_attn.k_proj.bias"),
             v_bias=vector("self_attn.v_proj.bias"),
             o_bias=vector("self_attn.o_proj.bias"),
-            attention_sub_norm=vector("self_attn.attn_sub_norm.weight"),
-            ffn_sub_norm=vector("mlp.ffn_sub_norm.weight"),
+            attention_sub_norm=vector(sub_norms[0]),
+            ffn_sub_norm=vector(sub_norms[1]),
+            linear_norms=[vector(f"{name}.norm.weight") for name in own_norms],
             q_norm=vector("self_attn.q_norm.weight"),
             k_norm=vector("self_attn.k_norm.weight"),
             attention_out_norm=vector(out_norms[0]),

@@ -349,8 +349,8 @@ class _Loader:
 
     def _vector(self, name: str) -> np.ndarray:
         vector = np.ascontiguousarray(self._model.floats(name))
-        if name.endswith("norm.weight") and (offset := self._model.architecture.norm_offset):
-            vector = vector + np.float32(offset)
+        if name.endswith("norm.weight") and not name.endswith("proj.norm.weight"):
+            vector = vector + np.float32(self._model.architecture.norm_offset)
         self._finish(name)
         return vector
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
+from sparse_bitnet.checkpoint.model_folder import copy_files
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.export.hf_folder import (
     check_new_folder,
@@ -91,6 +92,7 @@ def _write_tokenizer(foreign: Checkpoint, folder: Path) -> None:
         foreign.write_tokenizer(folder)
     else:
         copy_tokenizer(foreign.folder, folder)
+        copy_files(foreign.folder, folder, ("1_Pooling/config.json",))
         write_generation_config(foreign.folder, folder)
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
+from sparse_bitnet.checkpoint.model_folder import LINEAR_NORMS
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.deferred import DeferredTensors, write_safetensors
 from sparse_bitnet.export.hf_folder import plain_config, write_json
@@ -41,6 +42,11 @@ def write_masters(
 
     Raises `UserError` for codes outside the format's pattern, and for scales that no masters have.
     """
+    if foreign.config.get(LINEAR_NORMS):
+        raise UserError(
+            f"{foreign.folder} has a norm in each linear, which masters here do not: import it with "
+            "--packed auto"
+        )
     with atomic_folder(out) as temporary:
         write_safetensors(
             temporary / "model.safetensors", list(_plan(foreign, format)), on_progress

@@ -48,11 +48,7 @@ def packed_once(checkpoint: str | Path, options: EngineOptions) -> str | Path:
 
 
 def _suits_cpu(found: StoredModel, options: EngineOptions) -> bool:
-    if (
-        options.engine == "transformers"
-        or options.device == "cuda"
-        or "use_rms_norm" in found.entry
-    ):
+    if options.engine == "transformers" or options.device == "cuda":
         return False
     try:
         read_architecture(found.config, str(found.folder / CONFIG_FILE))

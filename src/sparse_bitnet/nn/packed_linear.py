@@ -41,10 +41,12 @@ class PackedSparseBitLinear(nn.Module):
         packed_format: str,
         packed_bytes: int | None = None,
         scale_shape: tuple[int, ...] = (1,),
+        norm: nn.Module | None = None,
         name: str = "(unnamed)",
         device: torch.device | str | None = None,
     ) -> None:
-        """`packed_bytes`: where the format has no fixed size for its rows."""
+        """`packed_bytes`: where the format has no fixed size for its rows; `norm`: of the input, before
+        its codes are made."""
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.config, self.packed_format, self.name = config, packed_format, name
@@ -60,6 +62,7 @@ class PackedSparseBitLinear(nn.Module):
         self.register_buffer("weight_scale", scale)
         self.register_buffer("codes", None, persistent=False)
         self.register_parameter("bias", bias)
+        self.norm = norm
 
     def decode_(self) -> Self:
         """Decode the codes, once.
@@ -81,7 +84,7 @@ class PackedSparseBitLinear(nn.Module):
         if self.codes is None:
             self.decode_()
         assert self.codes is not None
-        x = self.inputs.transform(input)
+        x = self.inputs.transform(input if self.norm is None else self.norm(input))
         if self.config.activation == "none":
             weight = TernaryWeight(self.codes, self.weight_scale).values()
             return F.linear(x, weight.to(x.dtype), self.bias)

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A norm in every linear (BitNet-embedding), against transformers' own layer that has one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from packed_models import tiny_model_config, typical_error
+from sparse_bitnet.checkpoint.gguf_file import GgufFile
+from sparse_bitnet.checkpoint.load import from_pretrained
+from sparse_bitnet.checkpoint.model_folder import TOKENIZER_FILES, copy_files
+from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
+from sparse_bitnet.engine.engine import Engine
+from sparse_bitnet.errors import EngineLacks, UserError
+from sparse_bitnet.export.export_checkpoint import export
+from sparse_bitnet.export.export_config import ExportConfig
+from sparse_bitnet.export.importer import import_checkpoint
+from sparse_bitnet.generation.pooling import read_pooling
+
+TOKENS = [number * 7 % 96 for number in range(1, 33)]
+
+
+def reference(family: str, **changes: Any) -> Any:
+    """A random model in float32 whose linears are transformers' AutoBitLinear with norms."""
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations.bitnet import AutoBitLinear
+
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(
+        tiny_model_config(family, rms_norm_eps=1e-6, **changes)
+    ).float()
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and name != "lm_head":
+            sizes = (module.in_features, module.out_features, False)
+            layer = AutoBitLinear(*sizes, online_quant=True, use_rms_norm=True, rms_norm_eps=1e-6)
+            layer.weight.data = module.weight.data.bfloat16().float()
+            model.set_submodule(name, layer)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter, mean=0.6, std=0.2)
+    return model.eval()
+
+
+def write(folder: Path, model: Any, *, released: bool) -> Path:
+    """As released: the names of a text encoder and nothing of a quantiser; else as transformers saves."""
+    folder.mkdir()
+    state = {
+        name: tensor.clone() for name, tensor in model.state_dict().items() if "lm_head" not in name
+    }
+    config = json.loads(model.config.to_json_string())
+    if released:
+        state = {
+            name.removeprefix("model.").replace(".rms_norm.", ".norm."): tensor
+            for name, tensor in state.items()
+        }
+    else:
+        entry = {"quant_method": "bitnet", "quantization_mode": "online", "use_rms_norm": True}
+        config["quantization_config"] = entry | {
+            "rms_norm_eps": 1e-6,
+            "linear_class": "autobitlinear",
+        }
+    save_file(state, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@torch.no_grad()
+def expected(model: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Logits and hidden states of all tokens."""
+    with torch.compiler.set_stance("force_eager"):
+        hidden = model.model(torch.tensor([TOKENS])).last_hidden_state
+        return model.lm_head(hidden)[0].numpy(), hidden[0].numpy()
+
+
+@pytest.mark.parametrize(("family", "released"), [("qwen3", True), ("gemma3_text", False)])
+def test_the_engine_equals_transformers_layers(tmp_path: Path, family: str, released: bool) -> None:
+    model = reference(family)
+    folder = write(tmp_path / "model", model, released=released)
+    assert find_checkpoint(folder).kind == "foreign"
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode": "mean"}')
+    import_checkpoint(folder, tmp_path / "packed", packed="i2", embeddings="float32")
+    assert read_pooling(tmp_path / "packed") == "mean"
+    logits, hidden = expected(model)
+    with torch.no_grad():
+        ours = from_pretrained(tmp_path / "packed", dtype=torch.float32)(torch.tensor([TOKENS]))
+    assert typical_error(ours.logits[0].numpy(), logits) < 1e-5
+    engine = Engine.load(tmp_path / "packed", head="stored", kv_cache="float32", threads=1)
+    for what, wanted in (("all", logits), ("hidden", hidden)):
+        sequence = engine.new_sequence()
+        parts = [engine.forward([(sequence, part)], what)[0] for part in (TOKENS[:20], TOKENS[20:])]
+        assert typical_error(np.concatenate(parts), wanted) < 1e-5, what
+        sequence.close()
+    engine.close()
+
+
+def test_masters_have_no_such_norms(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", reference("qwen3"), released=True)
+    with pytest.raises(UserError, match=r"a norm in each linear.*--packed auto"):
+        import_checkpoint(folder, tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+
+
+def test_gguf_has_such_norms(tmp_path: Path, checkpoint: Path) -> None:
+    """By bitnet.cpp's names, there and back."""
+    folder = write(tmp_path / "model", reference("qwen3", vocab_size=392), released=True)
+    copy_files(checkpoint, folder, TOKENIZER_FILES)
+    import_checkpoint(folder, tmp_path / "packed", packed="i2", embeddings="float32")
+    config = ExportConfig(format="gguf-q2_0", embeddings="f32")
+    assert "llama.cpp does not" in str(
+        export(tmp_path / "packed", tmp_path / "out", config).warning
+    )
+    (file,) = (tmp_path / "out").glob("*.gguf")
+    assert "blk.1.ffn_down_norm_in.weight" in GgufFile(file).tensors
+    import_checkpoint(file, tmp_path / "back", packed="i2", embeddings="float32")
+    np.testing.assert_array_equal(*(logits_of(tmp_path / name) for name in ("packed", "back")))
+
+
+def logits_of(folder: Path) -> np.ndarray:
+    engine = Engine.load(folder, head="stored", kv_cache="float32", threads=1)
+    (found,) = engine.forward([(engine.new_sequence(), TOKENS)], "all")
+    engine.close()
+    return found
+
+
+def test_another_epsilon_is_not_the_engines(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", reference("qwen3"), released=True)
+    import_checkpoint(folder, tmp_path / "packed", packed="i2")
+    config = json.loads((tmp_path / "packed" / "config.json").read_text())
+    config["linear_norms_epsilon"] = 1e-5
+    (tmp_path / "packed" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(EngineLacks, match="norms of two epsilons"):
+        Engine.load(tmp_path / "packed")
