@@ -28,7 +28,7 @@ void Decoder::State::multiply_normed(std::int64_t tokens, const float* weight, b
 void Decoder::State::rotate_and_append(const Block& block, std::int64_t layer,
                                        std::int64_t tokens) {
   const std::int64_t head_dim = model.head_dim, half = head_dim / 2;
-  const auto& [cosines, sines] = angles[block.rope];
+  const Angles& rotation = angles[block.rope];
   float *queries = q(), *keys = k(tokens), *values = v(tokens);
   each_token(tokens, q_width + 4 * kv_width, [&](std::int64_t token, int) {
     const auto after = std::upper_bound(
@@ -36,7 +36,8 @@ void Decoder::State::rotate_and_append(const Block& block, std::int64_t layer,
         [](std::int64_t row, const Segment& segment) { return row < segment.first_row; });
     const Segment& segment = *(after - 1);
     const std::int64_t position = segment.position + token - segment.first_row;
-    const float *cosine = &cosines[position * half], *sine = &sines[position * half];
+    const float* cosine = &rotation.cosines[position * half];
+    const float* sine = &rotation.sines[position * half];
     for (std::int64_t head = 0; head < model.heads; ++head) {
       float* query = queries + token * q_width + head * head_dim;
       if (block.q_norm) {

@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """`bench gpu --all`: steps that fail become rows, and the next call goes on with them."""
 
+import contextlib
+import dataclasses
 import json
+import runpy
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from sparse_bitnet.bench import gpu_all
 from sparse_bitnet.bench.gpu_all import PAGE, Step, all_steps, failure_of, run_all
 from sparse_bitnet.cli.bench_gpu import main
 from sparse_bitnet.errors import UserError
 
+OUTSIDE = subprocess.run
 WRITES = "import sys; print('a table'); open(sys.argv[1], 'w').write('{\"seconds\": 1}\\n')"
 
 
@@ -51,7 +58,7 @@ def test_the_steps_are_commands_that_exist_and_end_in_time(rehearse):
     from sparse_bitnet.bench.gpu_options import GpuBenchOptions
     from sparse_bitnet.cli.arguments import parse
 
-    steps = all_steps(rehearse)
+    steps = all_steps(Path("out"), rehearse)
     assert sum(each.seconds for each in steps) <= 40 * 60
     assert len({each.name for each in steps}) == len(steps) == 10
     for each in steps:
@@ -60,6 +67,41 @@ def test_the_steps_are_commands_that_exist_and_end_in_time(rehearse):
             assert out == "--out"
             options = parse(GpuBenchOptions, given, prog="bench")
             assert (options.device == "cpu") == rehearse
+
+
+def in_this_process(command, **options):
+    """Stands for `subprocess.run`: Python imports nothing anew."""
+    if command[0] != sys.executable:
+        return OUTSIDE(command, **options)
+    sys.argv, stdout = [str(word) for word in command[1:]], options["stdout"]
+    run = runpy.run_path
+    if sys.argv[0] == "-m":
+        sys.argv, run = sys.argv[1:], runpy.run_module
+    try:
+        with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stdout):
+            run(sys.argv[0], run_name="__main__")
+    except SystemExit as stop:
+        if stop.code:
+            raise subprocess.CalledProcessError(1, command) from stop
+    return None
+
+
+@pytest.mark.slow
+def test_the_rehearsal_comes_to_its_end(tmp_path, monkeypatch):
+    """On a CPU, from the tests to the runs of training, each with its rows."""
+    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(gpu_all.subprocess, "run", in_this_process)
+    for page in Path("docs").glob("[a-e]*.md"):
+        (tmp_path / f"{page.stem}.txt").write_bytes(page.read_bytes())
+    out = tmp_path / "out"
+    *steps, last = all_steps(out, rehearse=True)
+    text = ("--source", f"{tmp_path}/*.txt", "--out")
+    steps.append(dataclasses.replace(last, command=(*last.command[:-1], *text)))
+    assert run_all(out, steps=steps), (out / PAGE).read_text()
+    rows = {each.stem: each.read_text().splitlines() for each in out.glob("*.jsonl")}
+    assert rows.keys() == {each.name for each in all_steps(out)}
+    assert len(rows["forwards"]) == 5
 
 
 def test_what_cannot_be_done_is_refused(tmp_path):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The measured choice of a product: never slower than dense where it was measured, dense elsewhere."""
 
-import itertools
 import json
 import math
 import random
@@ -15,7 +14,6 @@ from sparse_bitnet.ops.tuning_cache import (
     TuningCache,
     cache_path,
     machine_name,
-    measure,
 )
 from sparse_bitnet.pattern import NMPattern
 
@@ -62,30 +60,22 @@ def test_noise_does_not_choose():
     assert table.choose(SHAPE, 8) == "dense"
 
 
-def measured(times: dict[str, list[float]], repeats: int = 3) -> tuple[TuningCache, list[str]]:
-    """A table of one count by a timer that says these seconds in turn, and what was called."""
-    calls: list[str] = []
-    clocks = {name: itertools.cycle(values) for name, values in times.items()}
-
-    def products(tokens):
-        return {name: lambda name=name: calls.append(name) or name for name in times}
-
+def measured(times: dict[str, list[float]]) -> TuningCache:
     table = TuningCache(machine="a GPU")
-    measure(table, SHAPE, products, lambda f: next(clocks[f()]), tokens=[16], repeats=repeats)
-    return table, calls
+    table.add_rounds(SHAPE, 16, times)
+    return table
 
 
-def test_measuring_interleaves_and_takes_medians():
-    table, calls = measured({"dense": [5.0, 1.5, 9.0], "sparse": [2.0, 1.0, 3.0]})
+def test_medians_decide():
+    table = measured({"dense": [5.0, 1.5, 9.0], "sparse": [2.0, 1.0, 3.0]})
     assert table.seconds[SHAPE][16] == {"dense": 5.0, "sparse": 2.0}
-    assert calls == ["dense", "sparse"] * 4
     assert table.choose(SHAPE, 16) == "sparse"
 
 
 def test_a_path_that_wins_by_its_median_alone_is_not_chosen():
-    table, _ = measured({"dense": [5.0, 1.0, 9.0], "sparse": [2.0, 2.0, 100.0]})
+    table = measured({"dense": [5.0, 1.0, 9.0], "sparse": [2.0, 2.0, 100.0]})
     assert table.seconds[SHAPE][16] == {"dense": 5.0}
-    table, _ = measured({"dense": [1.0, 1.1, 0.9], "sparse": [2.0, 3.0, 4.0]})
+    table = measured({"dense": [1.0, 1.1, 0.9], "sparse": [2.0, 3.0, 4.0]})
     assert table.seconds[SHAPE][16] == {"dense": 1.0, "sparse": 3.0}, "slower ones are kept"
 
 
@@ -97,9 +87,7 @@ def test_equal_paths_are_hardly_ever_chosen_whatever_the_noise():
         return [seconds * noise.lognormvariate(0.0, 0.2) for _ in range(9)]
 
     def chosen(seconds: float) -> int:
-        tables = (
-            measured({"dense": rounds(1.0), "sparse": rounds(seconds)}, 9)[0] for _ in range(200)
-        )
+        tables = (measured({"dense": rounds(1.0), "sparse": rounds(seconds)}) for _ in range(200))
         return sum(table.choose(SHAPE, 16) == "sparse" for table in tables)
 
     assert chosen(1.05) <= 10

@@ -23,7 +23,7 @@ from sparse_bitnet.files import write_atomic
 
 PAGE = "index.html"
 PATTERNS = ("6:8", "2:4")
-REHEARSAL = ("--model", "qwen2.5-1m", "--layers", "1", "--device", "cpu", "--rounds", "1")
+REHEARSAL = ("--model", "qwen2.5-0.3m", "--layers", "1", "--device", "cpu", "--rounds", "1")
 SMALL = {
     "prefill": "--tokens 32",
     "decode": "--batch 1 --context 16",
@@ -41,8 +41,9 @@ class Step:
     """When it is given up."""
 
 
-def all_steps(rehearse: bool = False) -> list[Step]:
-    """In the order of what they settle; all limits together are 40 minutes."""
+def all_steps(folder: Path, rehearse: bool = False) -> list[Step]:
+    """In the order of what they settle; all limits together are 40 minutes. What is trained lies in
+    `folder`."""
     bench = (sys.executable, "-m", "sparse_bitnet", "bench")
     found = [Step("tests", (sys.executable, "-m", "sparse_bitnet.bench.gpu_all"), 240)]
     for kind, seconds in (("kernels", 210), ("decode", 240), ("prefill", 240)):
@@ -58,10 +59,10 @@ def all_steps(rehearse: bool = False) -> list[Step]:
     found.append(Step("train", (*bench, "train", *small, "--out"), 300))
     small = (*REHEARSAL, "--tokens", "2") if rehearse else ()
     found.append(Step("profile", (*bench, "profile", *small, "--out"), 180))
-    forwards = "benchmarks/forwards.py gpu-forwards --seeds 2"
+    forwards = ["benchmarks/forwards.py", str(folder / "forwards"), "--seeds", "2"]
     if rehearse:
-        forwards += " --steps 20 --batch-size 1 --device cpu"
-    found.append(Step("forwards", (sys.executable, *forwards.split(), "--out"), 300))
+        forwards += [*REHEARSAL[:2], "--steps", "20", "--batch-size", "1", "--device", "cpu"]
+    found.append(Step("forwards", (sys.executable, *forwards, "--out"), 300))
     return found
 
 
@@ -72,7 +73,7 @@ def run_all(folder: Path, *, rehearse: bool = False, steps: Sequence[Step] | Non
     """
     with os_errors_as(f"cannot write {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
-    steps = all_steps(rehearse) if steps is None else steps
+    steps = all_steps(folder, rehearse) if steps is None else steps
     for step in steps:
         if failure_of(folder, step) == "":
             print(f"{step.name}: done before", flush=True)

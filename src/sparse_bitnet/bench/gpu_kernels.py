@@ -51,7 +51,7 @@ def run(options: GpuBenchOptions) -> list[KernelRow]:
         }
         try:
             graphs = {name: recorded(call, device)[0] for name, call in functions.items()}
-            found = medians(graphs, device, options.rounds, before=flush)
+            found = medians(graphs, device, options.rounds, flush)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise

@@ -78,17 +78,9 @@ def ternary_model(options: GpuBenchOptions, device: torch.device) -> Any:
 
 
 def _merged_dense(parts: list[Any]) -> nn.Linear:
-    rows = sum(part.out_features for part in parts)
-    first = parts[0]
-    has_bias = first.bias is not None
-    merged = nn.Linear(
-        first.in_features,
-        rows,
-        bias=has_bias,
-        device=first.weight.device,
-        dtype=first.weight.dtype,
-    ).requires_grad_(False)
-    merged.weight.copy_(torch.cat([part.weight for part in parts]))
-    if has_bias:
-        merged.bias.copy_(torch.cat([part.bias for part in parts]))
+    weight, bias = torch.cat([part.weight for part in parts]), parts[0].bias
+    merged = nn.Linear(weight.shape[1], len(weight), bias=bias is not None, device="meta")
+    merged.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        merged.bias = nn.Parameter(torch.cat([part.bias for part in parts]), requires_grad=False)
     return merged

@@ -9,37 +9,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparse_bitnet.engine.gpu.decode import WARM_UP
-from sparse_bitnet.engine.gpu.measure import seconds_of
+from sparse_bitnet.engine.gpu.measure import interleaved
 
 
 def medians(
     functions: Mapping[str, Callable[[], object]],
     device: torch.device,
     rounds: int,
-    *,
-    before: Callable[[], object] | None = None,
+    before: Callable[[], object] = lambda: None,
 ) -> dict[str, tuple[float, float]]:
-    """(median seconds, slowest over fastest minus 1) of each function, all in turn in every round.
-
-    Args:
-        functions: by name.
-        device: that they run on.
-        rounds: measurements of each.
-        before: called untimed before each measurement, to empty caches for example.
-    """
-    for function in functions.values():
-        for _ in range(WARM_UP):
-            function()
-    taken: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(rounds):
-        for name, function in functions.items():
-            if before is not None:
-                before()
-            taken[name].append(seconds_of(function, device))
+    """(median seconds, slowest over fastest minus 1) of each function, measured as by `interleaved`."""
     return {
         name: (statistics.median(times), max(times) / min(times) - 1)
-        for name, times in taken.items()
+        for name, times in interleaved(functions, device, rounds, before).items()
     }
 
 

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole training steps: dense bf16, ternary with the int8 forward, with the fake-quantised forward,
-and as fake quantisation is usually written (every operation of its own, in every forward)."""
+"""Whole training steps: dense bf16, ternary with the int8 forward, and with the fake-quantised one."""
 
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
 from sparse_bitnet.bench.gpu_models import bench_config, bench_device, random_model
 from sparse_bitnet.bench.gpu_options import GpuBenchOptions
@@ -16,7 +13,6 @@ from sparse_bitnet.bench.gpu_record import SpeedRow, rows_of
 from sparse_bitnet.bench.gpu_timing import give_back_memory, medians, those_that_fit
 from sparse_bitnet.nn.convert import convert_, selected, set_integer_forward_
 from sparse_bitnet.nn.layer import SparseBitConfig
-from sparse_bitnet.ops.operands import SCALE_FLOOR
 from sparse_bitnet.presets import PRESETS
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import autocast, make_deterministic, peak_memory_bytes
@@ -24,7 +20,7 @@ from sparse_bitnet.training.footprint import activation_bytes, state_bytes
 from sparse_bitnet.training.loss import causal_lm_loss
 from sparse_bitnet.training.optimizer import build_optimizer
 
-VARIANTS = ("bf16", "int8", "fake", "usual")
+VARIANTS = ("bf16", "int8", "fake")
 DEFAULT_TOKENS = 2048
 DEFAULT_BATCH = 4
 
@@ -72,38 +68,12 @@ def _default_batch(options: GpuBenchOptions, device: torch.device, length: int) 
     return 1
 
 
-class UsualFakeQuantLinear(nn.Linear):
-    """The baseline: mask by sorting, ternary weight and int8 activation as floats, in every forward."""
-
-    n, m = 6, 8
-
-    def forward(self, input: Tensor) -> Tensor:
-        """[..., in_features] -> [..., out_features]."""
-        weight = self.weight
-        kept = weight.abs().view(-1, self.m).topk(self.n, dim=-1).indices
-        mask = torch.zeros_like(weight).view(-1, self.m).scatter_(-1, kept, 1.0).view_as(weight)
-        scale = weight.abs().mean().clamp_min(SCALE_FLOOR)
-        quantised = (weight / scale).round().clamp(-1, 1) * scale * mask
-        weight = weight + (quantised - weight).detach()
-        inverse = 127.0 / input.abs().amax(-1, keepdim=True).clamp_min(SCALE_FLOOR)
-        rounded = (input * inverse).round().clamp(-128, 127) / inverse
-        return F.linear(input + (rounded - input).detach(), weight, self.bias)
-
-
 def training_model(variant: str, options: GpuBenchOptions, device: torch.device) -> Any:
     """A float32 model in training mode in one of `VARIANTS`."""
     model = random_model(options, device, torch.float32)
-    format = SparseBitConfig.parse(f"ternary-{options.pattern}")
     if variant in ("int8", "fake"):
-        convert_(model, format)
+        convert_(model, SparseBitConfig.parse(f"ternary-{options.pattern}"))
         set_integer_forward_(model, variant == "int8")
-    elif variant == "usual":
-        linears: list[Any] = [
-            module for module in model.get_decoder().layers.modules() if type(module) is nn.Linear
-        ]
-        for linear in linears:
-            linear.__class__ = UsualFakeQuantLinear
-            linear.n, linear.m = format.pattern.n, format.pattern.m
     if options.compile:
         for block in model.get_decoder().layers:
             block.compile()

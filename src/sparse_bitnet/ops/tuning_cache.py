@@ -10,7 +10,7 @@ without a measurement everything is dense.
 import json
 import os
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Self, cast
@@ -81,6 +81,19 @@ class TuningCache:
         assert "dense" in times, times
         self.seconds.setdefault(shape, {})[tokens] = dict(times)
 
+    def add_rounds(
+        self, shape: LayerShape, tokens: int, taken: Mapping[str, Sequence[float]]
+    ) -> None:
+        """Store the medians of interleaved measurements of every path. One whose median is below dense's,
+        but which was not faster in most rounds, is left out: it is then never chosen."""
+        medians = {name: statistics.median(times) for name, times in taken.items()}
+        kept = {
+            name: seconds
+            for name, seconds in medians.items()
+            if seconds >= medians["dense"] or _share_won(taken[name], taken["dense"]) >= WINS
+        }
+        self.add(shape, tokens, kept)
+
     def save(self, path: Path) -> None:
         """Write as JSON, whole or not at all."""
         rows = [
@@ -123,45 +136,6 @@ class TuningCache:
                 f"{path} is not a tuning cache of kernels ({error}): delete it"
             ) from error
         return table
-
-
-def measure(
-    table: TuningCache,
-    shape: LayerShape,
-    products: Callable[[int], Mapping[str, Callable[[], object]]],
-    seconds_of: Callable[[Callable[[], object]], float],
-    *,
-    tokens: Iterable[int] = TOKENS,
-    repeats: int = 9,
-) -> None:
-    """Time all paths of a shape, interleaved so that drift of the clock meets all alike.
-
-    A path whose median is below dense's, but which was not faster in most rounds, is left out: it is
-    then never chosen.
-
-    Args:
-        table: gets the medians.
-        shape: of the layer.
-        products: the function of every path that there is, for a token count.
-        seconds_of: runs a function and says how long it took.
-        tokens: counts to measure.
-        repeats: of each.
-    """
-    for count in tokens:
-        functions = products(count)
-        for function in functions.values():
-            function()
-        taken: dict[str, list[float]] = {name: [] for name in functions}
-        for _ in range(repeats):
-            for name, function in functions.items():
-                taken[name].append(seconds_of(function))
-        medians = {name: statistics.median(times) for name, times in taken.items()}
-        kept = {
-            name: seconds
-            for name, seconds in medians.items()
-            if seconds >= medians["dense"] or _share_won(taken[name], taken["dense"]) >= WINS
-        }
-        table.add(shape, count, kept)
 
 
 def _share_won(times: Sequence[float], others: Sequence[float]) -> float:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors by which `fully_shard` gathers something else than the rows that it splits.
 
-The gathered parameter is a tensor without storage: autograd needs its shape and type alone, since the
-straight-through products read the codes and return the gradient of the effective weight.
+The gathered parameter has no values: autograd needs its shape and type alone, since the straight-through
+products read the codes and return the gradient of the effective weight.
 """
 
 from typing import Any, Protocol
@@ -132,7 +132,8 @@ _KEEPING = {
 
 
 class GatheredWeight(Tensor):
-    """Shape and type of a whole weight, without its values: what autograd attaches gradients to."""
+    """Shape and type of a whole weight, for `fully_shard`, which strides it as the parameter: that is one
+    number, repeated, to which autograd attaches gradients and which a compiler can trace."""
 
     @staticmethod
     def __new__(
@@ -144,19 +145,9 @@ class GatheredWeight(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        weight = args[0]
-        if func in _SHAPELESS:
-            return cls(weight.shape, weight.dtype, weight.device)
-        if func is torch.ops.aten.zeros_like.default:
-            return torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
-        raise NotImplementedError(f"{func}: a gathered weight has no values to compute with")
-
-
-_SHAPELESS = (
-    torch.ops.aten.detach.default,
-    torch.ops.aten.alias.default,
-    torch.ops.aten.as_strided.default,
-)
+        if func is not torch.ops.aten.as_strided.default:
+            raise NotImplementedError(f"{func}: a gathered weight has no values to compute with")
+        return torch.zeros((), dtype=args[0].dtype, device=args[0].device).expand(args[1])
 
 
 def local_rows(tensor: Tensor) -> Tensor:

@@ -112,8 +112,6 @@ class ShardedSparseBitLinear(SparseBitLinear):
         assert self.state.current is not None, "used outside selected_shards"
         return self.state.current
 
-    # A gathered weight is not a tensor that a compiler could trace: its products stay as they are.
-    @torch.compiler.disable
     def forward(self, input: Tensor) -> Tensor:
         gathered, scale = self.gathered, self.selection.weight_scale
         assert gathered is not None, "forward before a gather"

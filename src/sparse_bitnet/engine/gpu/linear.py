@@ -140,12 +140,11 @@ class TernaryLinear(nn.Module):
         scale = [part.weight_scale.expand(part.out_features) for part in parts]
         bias = None
         if any(part.bias is not None for part in parts):
+            zeros = [part.weight_scale.new_zeros(part.out_features) for part in parts]
             bias = torch.cat(
                 [
-                    part.weight_scale.new_zeros(part.out_features)
-                    if part.bias is None
-                    else part.bias.float()
-                    for part in parts
+                    z if part.bias is None else part.bias.float()
+                    for z, part in zip(zeros, parts, strict=True)
                 ]
             )
         codes = torch.cat([part.codes for part in parts])

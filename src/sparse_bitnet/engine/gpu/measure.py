@@ -2,12 +2,12 @@
 """The product of each layer for each number of tokens, by times measured with the model's own layers."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from sparse_bitnet.engine.gpu.decode import recorded
+from sparse_bitnet.engine.gpu.decode import WARM_UP, recorded
 from sparse_bitnet.engine.gpu.linear import RoutePolicy, TernaryLinear, possible_routes
 from sparse_bitnet.ops.tuning_cache import (
     TOKENS,
@@ -16,7 +16,6 @@ from sparse_bitnet.ops.tuning_cache import (
     TuningCache,
     cache_path,
     machine_name,
-    measure,
 )
 
 _FLUSH_BYTES = 256 << 20
@@ -79,23 +78,18 @@ def measure_layer(
 ) -> None:
     """Add the times of every product of a layer, quantisation included, to the table."""
     flush = CacheFlush(device)
-
-    def products(tokens: int) -> dict[str, Callable[[], object]]:
+    for tokens in TOKENS if device.type == "cuda" else TOKENS[:2]:
         x = torch.randn(tokens, shape.in_features, dtype=torch.bfloat16, device=device)
 
-        def product(route: Route) -> Callable[[], object]:
+        def product(route: Route, x: Tensor = x) -> Callable[[], object]:
             layer.set_policy_(RoutePolicy(always=route))
             return recorded(lambda: layer(x), device)[0]
 
-        return {route: product(route) for route in possible_routes(shape.pattern, tokens)}
-
-    def timed(function: Callable[[], object]) -> float:
-        flush()
-        return seconds_of(function, device)
-
-    counts = TOKENS if device.type == "cuda" else TOKENS[:2]
-    with torch.no_grad():
-        measure(table, shape, products, timed, tokens=counts, repeats=rounds)
+        with torch.no_grad():
+            routes: dict[str, Callable[[], object]] = {}
+            for route in possible_routes(shape.pattern, tokens):
+                routes[route] = product(route)
+            table.add_rounds(shape, tokens, interleaved(routes, device, rounds, flush))
 
 
 class CacheFlush:
@@ -121,3 +115,28 @@ def seconds_of(function: Callable[[], object], device: torch.device) -> float:
     last.record()
     last.synchronize()
     return first.elapsed_time(last) / 1e3
+
+
+def interleaved(
+    functions: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    rounds: int,
+    before: Callable[[], object] = lambda: None,
+) -> dict[str, list[float]]:
+    """Seconds of each function in each round; in turn, so that drift of the clock meets all alike.
+
+    Args:
+        functions: by name; each is called a few times untimed first.
+        device: that they run on.
+        rounds: measurements of each.
+        before: called untimed before each measurement, to empty caches for example.
+    """
+    for function in functions.values():
+        for _ in range(WARM_UP):
+            function()
+    taken: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name, function in functions.items():
+            before()
+            taken[name].append(seconds_of(function, device))
+    return taken

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A block that `fully_shard` gathers is one graph to a compiler, with the products of sharded layers."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from factories import tiny_model
+from sparse_bitnet.nn.convert import convert_
+from sparse_bitnet.nn.layer import SparseBitConfig
+from sparse_bitnet.training.sharded_linear import prepare_linears_, selected_shards
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("text", ["ternary-6:8", "full-6:8", "ternary-6:8,activation=none"])
+def test_a_sharded_block_is_one_graph_for_all_steps(text: str, mesh: DeviceMesh) -> None:
+    def losses(counter: CompileCounterWithBackend | None) -> list[float]:
+        torch.manual_seed(0)
+        model = convert_(tiny_model(num_hidden_layers=1), SparseBitConfig.parse(text))
+        (block,) = model.get_decoder().layers
+        prepare_linears_(block, 1, torch.float32)
+        if counter is not None:
+            torch._dynamo.reset()
+            block.forward = torch.compile(block.forward, fullgraph=True, backend=counter)
+        fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        ids = torch.arange(32).view(2, 16) * 5 % 96
+        found = []
+        for _ in range(3):
+            with selected_shards(model, lambda parts: parts):
+                loss = model(input_ids=ids, labels=ids).loss
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    counter = CompileCounterWithBackend("aot_eager")
+    assert losses(counter) == losses(None)
+    assert counter.frame_count == 1
