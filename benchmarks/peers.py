@@ -5,10 +5,13 @@
     python benchmarks/peers.py                      # ten minutes on two cores, keep them otherwise idle
     python benchmarks/peers.py --quick              # all threads, TQ2_0 only: a minute
     python benchmarks/peers.py --llama-bench PATH --gguf FILE [--llama-bench-args="-rtr 1"]
+    pip install --no-deps litespark-inference       # needs what is there already
+    python benchmarks/peers.py --model bitnet-2b4t --type --litespark
 
 llama.cpp runs the model exported to GGUF (ternary blocks, embedding and head in Q8_0) through the
 library of llama-cpp-python. Other engines built on it are given as their llama-bench with a file of
-theirs; both options may be repeated, pair by pair. Every engine lives in a process of its own and waits
+theirs; both options may be repeated, pair by pair. --litespark adds litespark-inference, which has BitNet
+b1.58 alone, on a random model of the same shape. Every engine lives in a process of its own and waits
 idle while another one is measured; they take turns in another order each round, and medians are
 reported. Ours and theirs read about as many bytes for the head: 8 bits a weight plus scales.
 """
@@ -47,6 +50,7 @@ from sparse_bitnet.progress import Progress
 RESULTS = Path(__file__).parent / "results"
 OURS = "sparse-bitnet"
 LLAMA_CPP = (str(Path(__file__).with_name("llama_cpp_child.py")),)
+LITESPARK = (str(Path(__file__).with_name("litespark_child.py")),)
 IDLE_SECONDS = 0.05
 """Threads of OpenMP spin for a moment after their work; the next engine starts after that."""
 
@@ -128,6 +132,20 @@ def llama_cpp_engines(
                 return child.ask({**question, "threads": threads})["seconds"]
 
             yield Engine("llama.cpp", type.upper(), "", threads, measure, child.pid)
+
+
+def litespark_engines(
+    folder: Path, options: argparse.Namespace, stack: ExitStack
+) -> Iterable[Engine]:
+    for threads in options.threads if options.litespark else ():
+        child = stack.enter_context(Child(LITESPARK, {"OMP_NUM_THREADS": str(threads)}))
+        length = max(options.prompt, options.steps) + 1
+        child.ask({"op": "load", "folder": str(folder), "context_length": length})
+
+        def measure(phase: str, tokens: int, child: Child = child) -> float:
+            return child.ask({"op": phase, "tokens": tokens, "steps": tokens})["seconds"]
+
+        yield Engine("litespark-inference", "2 bits", "", threads, measure, child.pid)
 
 
 def gguf_file(folder: Path, type: str) -> Path:
@@ -303,6 +321,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=32, help="tokens decoded")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3600, help="no new round after these")
+    parser.add_argument("--litespark", action="store_true", help="litespark-inference too")
     parser.add_argument("--llama-bench", type=Path, action="append", default=[])
     parser.add_argument("--gguf", type=Path, action="append", default=[])
     parser.add_argument("--llama-bench-args", action="append", default=[])
@@ -315,6 +334,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     if options.quick:
         options.threads, options.type = [max(options.threads)], options.type[:1]
         options.rounds = min(options.rounds, 3)
+    if options.litespark and importlib.util.find_spec("litespark_inference") is None:
+        parser.error("it is absent: pip install --no-deps litespark-inference, or no --litespark")
     if options.type and importlib.util.find_spec("llama_cpp") is None:
         parser.error(
             "llama.cpp is absent: pip install 'sparse-bitnet[llama-cpp]', or --type (none)"
@@ -338,6 +359,7 @@ def run(options: argparse.Namespace, console: Console, read_bytes: int = READ_BY
         engines = [
             *our_engines(folder, options, stack),
             *llama_cpp_engines(folder, options, stack),
+            *litespark_engines(folder, options, stack),
             *other_engines(options),
         ]
         isas = sorted({engine.isa for engine in engines if engine.name == OURS})

@@ -172,3 +172,52 @@ def test_the_first_form_of_bitnet(tmp_path: Path) -> None:
     expected = (weight / scale).round().clamp(-1, 1)
     assert torch.equal(packed.ternary("model.layers.0.mlp.up_proj").codes.float(), expected)
     assert packed.config["hidden_act"] == "silu"
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("revision", ["main", "bfloat16"])
+def test_falcon_e_as_it_is_published(tmp_path: Path, head_dim: int, revision: str) -> None:
+    """A Llama without a bias whose heads need not share out its hidden size. On main rows of four codes a
+    byte with the scale's inverse in bfloat16; in the other revision bfloat16 weights."""
+    from transformers import AutoModelForCausalLM
+
+    changes = {"head_dim": head_dim, "num_key_value_heads": 1, "tie_word_embeddings": False}
+    torch.manual_seed(6)
+    config = tiny_model_config("llama", **(SIZES | changes), rms_norm_eps=1e-5)
+    model: Any = AutoModelForCausalLM.from_config(config).bfloat16()
+    packed: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        packed[name] = tensor.clone()
+        if name.endswith("proj.weight"):
+            codes = torch.randint(-1, 2, tensor.shape, dtype=torch.int8)
+            inverse = (torch.rand(1) * 50 + 20).bfloat16()
+            tensor.copy_(codes / inverse.float())
+            # Row r of a quarter lies in the bits 2 * quarter of byte r.
+            quarters = (codes + 1).to(torch.uint8).view(4, -1, codes.shape[1])
+            shifted = [part << 2 * place for place, part in enumerate(quarters)]
+            packed[name] = shifted[0] | shifted[1] | shifted[2] | shifted[3]
+            packed[f"{name}_scale"] = inverse
+    model.save_pretrained(tmp_path / "model")
+    if revision == "main":
+        save_file(packed, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+        path = tmp_path / "model" / "config.json"
+        entry = {"quant_method": "bitnet", "modules_to_not_convert": ["lm_head"]}
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": entry}))
+    result = import_checkpoint(
+        tmp_path / "model", tmp_path / "packed", packed="i2", embeddings="float32"
+    )
+    assert (result.kind, result.layers) == (
+        "bitnet" if revision == "main" else "ternary floats",
+        14,
+    )
+    found = open_checkpoint(tmp_path / "packed", "packed")
+    for layer in found.layers:
+        assert torch.equal(
+            found.ternary(layer).values().bfloat16(), model.state_dict()[f"{layer}.weight"]
+        )
+    expected = logits(from_pretrained(tmp_path / "packed", dtype=torch.float32))
+    options: dict[str, Any] = {"head": "stored", "kv_cache": "float32", "threads": 1}
+    engine = Engine.load(tmp_path / "packed", **options)
+    (computed,) = engine.forward([(engine.new_sequence(), list(range(32)))], logits="all")
+    engine.close()
+    assert typical_error(computed, expected.numpy()) < 1e-5

@@ -85,6 +85,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **_sizes("qwen3", 4096, 12288, 36, 32, 8, 151936, tied=False),
         "head_dim": 128,
     },
+    "falcon-e-3b": {
+        **_sizes("llama", 2048, 13312, 32, 16, 2, 32768, tied=False),
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 32768,
+    },
     "llama3-8b": {
         **_sizes("llama", 4096, 14336, 32, 32, 8, 128256, tied=False),
         "rms_norm_eps": 1e-5,

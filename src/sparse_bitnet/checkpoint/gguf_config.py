@@ -50,7 +50,8 @@ def architecture_of(file: GgufFile) -> GgufArchitecture:
     if not found:
         known = dict.fromkeys(row.name for row in ARCHITECTURES)
         raise UserError(
-            f"{file.path}: its architecture {name!r} is not covered; {', '.join(known)} are"
+            f"{file.path}: its architecture {name!r} is not covered; {', '.join(known)} are; `--engine "
+            "transformers` may run the model that this file was made from"
         )
     is_second = file.metadata.get(f"{name}.{_WINDOW}") or _FIRST_LINEAR_NORM in file.tensors
     return found[-1 if is_second else 0]

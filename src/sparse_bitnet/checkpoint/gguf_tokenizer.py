@@ -5,6 +5,7 @@ The file names how text is split before merges; a name that is not known here sp
 """
 
 import json
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -43,7 +44,7 @@ class PreTokenizer(NamedTuple):
 
 
 PRE_TOKENIZERS = (
-    PreTokenizer(("gpt-2",), None),
+    PreTokenizer(("gpt-2", "default", "phi-2", "mpt", "olmo", "gigachat", "mellum"), None),
     PreTokenizer(("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez"), _QWEN2),
     PreTokenizer(
         (
@@ -148,7 +149,14 @@ def _byte_level(fields: dict[str, Any]) -> "tuple[Tokenizer, _IsOwn]":
 
     vocabulary = {spelled(token): index for index, token in enumerate(fields["tokens"])}
     merges = [tuple(merge.split(" ")) for merge in fields.get("merges", ())]
-    pre = next((row for row in PRE_TOKENIZERS if fields.get("pre") in row.names), PRE_TOKENIZERS[0])
+    name = fields.get("pre", "default")
+    pre = next((row for row in PRE_TOKENIZERS if name in row.names), PRE_TOKENIZERS[0])
+    if name not in pre.names:
+        warnings.warn(
+            f"pre-tokenizer {name!r} is not known here: texts are split as GPT-2's, which may give "
+            "other tokens than the model was trained with",
+            stacklevel=2,
+        )
     bpe = models.BPE(vocabulary, merges, fuse_unk=False, ignore_merges=pre.ignores_merges)
     tokenizer = Tokenizer(bpe)
     tokenizer.pre_tokenizer = (
