@@ -34,7 +34,7 @@ def codes_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("pattern", ["8:8", "6:8", "2:4", "2:8", "5:16"])
-@pytest.mark.parametrize("embeddings", ["int8", "bf16"])
+@pytest.mark.parametrize("embeddings", ["int8", "bf16", "ternary"])
 def test_loads_through_transformers_and_predicts(
     tmp_path: Path, tiny_preset: str, pattern: str, embeddings: str
 ) -> None:
@@ -55,6 +55,16 @@ def test_zeros_are_those_of_trained_weights(tmp_path: Path, tiny_preset: str, pa
     expected = gaussian_statistics(512, 1024, NMPattern.parse(pattern))
     assert float((codes == 0).float().mean()) == pytest.approx(expected.zero_fraction, abs=0.01)
     assert abs(float(codes.float().mean())) < 0.01
+
+
+@pytest.mark.parametrize("pattern", ["8:8", "3:4"])
+def test_binary_weights_keep_all_that_the_pattern_keeps(
+    tmp_path: Path, tiny_preset: str, pattern: str
+) -> None:
+    n_of_m = NMPattern.parse(pattern)
+    write_random_model(tmp_path / "model", tiny_preset, n_of_m, packed_format="nm-sign")
+    for codes in codes_of(tmp_path / "model").values():
+        assert int((codes != 0).sum()) == codes.numel() * n_of_m.n // n_of_m.m
 
 
 def test_formats_hold_the_same_codes_and_a_seed_gives_the_same_bytes(
@@ -118,7 +128,7 @@ def test_needs_no_torch(tmp_path: Path) -> None:
     [
         ({"preset": "qwen3"}, "not a preset"),
         ({"packed_format": "nm-enum"}, "nm-enum"),
-        ({"embeddings": "float32"}, "int8 or bf16"),
+        ({"embeddings": "float32"}, "int8, bf16 or ternary"),
         ({"pattern": NMPattern(3, 7)}, "not a multiple of 7"),
     ],
 )

@@ -38,6 +38,7 @@ def test_stored_is_what_lies_in_the_file(tiny_folder: Path) -> None:
         ("bf16", "stored", 512),
         ("bf16", "int8", 256 + 4),
         ("int8", "int4", 128 + 16),
+        ("ternary", "auto", 64 + 2 * 2),
     ],
 )
 def test_the_head_costs_what_it_is_kept_in(

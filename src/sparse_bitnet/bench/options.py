@@ -27,8 +27,8 @@ class BenchOptions:
     scale_group: Literal[0, 32, 64, 128, 256] = 0
     """Random weights that share a scale in float16; 0: one scale a matrix."""
 
-    embeddings: Literal["int8", "bf16"] = "int8"
-    """How the random model's file holds embedding and head."""
+    embeddings: Literal["int8", "bf16", "ternary"] = "int8"
+    """How the random model's file holds embedding and head; ternary: with a scale for 128 weights."""
 
     weight_format: list[WeightFormat] = field(default_factory=lambda: ["auto"])
     """Run-time formats of the weights."""

@@ -38,6 +38,7 @@ END_OF_TEXT_ID = 257
 """After the 256 bytes and one merge."""
 
 _VERSION = 1
+_TABLE_GROUP = 128
 
 _PACK: dict[str, Callable[[np.ndarray, NMPattern], np.ndarray]] = {
     "i2": lambda codes, pattern: i2.pack_rows(codes),
@@ -166,7 +167,8 @@ def write_random_model(
         preset: a name in `PRESETS` or `PUBLISHED`.
         pattern: n:m of the codes.
         packed_format: "i2", "b3" or "nm-bitmap"; "nm-sign" for binary weights.
-        embeddings: of embedding and head, "int8" or "bf16".
+        embeddings: of embedding and head, "int8", "bf16" or "ternary", with a float16 scale for
+            `scale_group` weights or 128.
         scale_group: weights that share a scale in float16; 0 for one float32 scale a matrix.
         tokenizer: folder of the one to take, with its chat template; small presets take its vocabulary.
             Default: one whose tokens are the 256 bytes and the end of text.
@@ -182,8 +184,11 @@ def write_random_model(
     shape = read_architecture(config, preset)
     if packed_format not in _PACK:
         raise UserError(f"random models are written as {', '.join(_PACK)}, not {packed_format!r}")
-    if embeddings not in ("int8", "bf16"):
-        raise UserError(f"random models have int8 or bf16 embeddings, not {embeddings!r}")
+    if embeddings not in ("int8", "bf16", "ternary"):
+        raise UserError(f"random models have int8, bf16 or ternary embeddings, not {embeddings!r}")
+    table_group = scale_group or _TABLE_GROUP
+    if embeddings == "ternary" and shape.hidden % table_group:
+        raise UserError(f"ternary embeddings: {table_group} does not divide rows of {shape.hidden}")
     metadata = PackedMetadata(
         packed_format=packed_format,
         format=SparseBitConfig(
@@ -254,7 +259,10 @@ def _write_tensors(
             if progress is not None:
                 progress(done, total)
         for table in _tables(shape):
-            _write_embedding(writer, table, shape, metadata.embeddings, seed)
+            if metadata.embeddings == "ternary":
+                _write_ternary(writer, table, shape, scale_group or _TABLE_GROUP, seed)
+            else:
+                _write_embedding(writer, table, shape, metadata.embeddings, seed)
         rng = np.random.Generator(np.random.SFC64([seed, 2]))
         for name, (mean, count) in vectors.items():
             values = mean + 0.1 * rng.standard_normal(count, np.float32)
@@ -277,6 +285,12 @@ def _specs(
             yield TensorSpec(f"{name}.weight_scale", "float32", (1,))
     dtype = "int8" if metadata.embeddings == "int8" else "bfloat16"
     for table in _tables(shape):
+        if metadata.embeddings == "ternary":
+            columns = row_bytes("i2", NMPattern(1, 1), shape.hidden)
+            yield TensorSpec(table, "uint8", (shape.vocab, columns))
+            groups = shape.hidden // (scale_group or _TABLE_GROUP)
+            yield TensorSpec(f"{table}_scale", "float16", (shape.vocab, groups))
+            continue
         yield TensorSpec(table, dtype, (shape.vocab, shape.hidden))
         if metadata.embeddings == "int8":
             yield TensorSpec(f"{table}_scale", "float32", (shape.vocab, 1))
@@ -330,6 +344,15 @@ def _write_embedding(
     if embeddings == "int8":
         scale = np.full((shape.vocab, 1), WEIGHT_STD * 3.5 / 127, np.float32)
         writer.write(f"{name}_scale", [scale])
+
+
+def _write_ternary(
+    writer: TensorFileWriter, name: str, shape: Architecture, group: int, seed: int
+) -> None:
+    source = RandomCodes(NMPattern(1, 1), seed + 1)
+    writer.write(name, map(i2.pack_rows, source.pieces(shape.vocab, shape.hidden)))
+    scales = np.full((shape.vocab, shape.hidden // group), source.weight_scale, np.float16)
+    writer.write(f"{name}_scale", [scales])
 
 
 def _take_vocabulary(config: dict[str, Any], preset: str, folder: Path) -> None:
