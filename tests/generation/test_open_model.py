@@ -5,12 +5,13 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from small_models import CHAT_TEMPLATE, write_models
 from sparse_bitnet.engine.engine_options import EngineOptions
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import EngineLacks, UserError
 from sparse_bitnet.generation.open_model import open_engine, open_model
 
 pytest.importorskip("sparse_bitnet._cpu")
@@ -125,3 +126,11 @@ def test_generating_with_the_cpu_engine_imports_no_torch(folder, command):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
+def test_experts_and_other_layers_are_named(tmp_path: Path, family: str) -> None:
+    """Whether it is packed or not: the way is another engine, not packing."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    with pytest.raises(EngineLacks, match=f"not '{family}'; use --engine transformers"):
+        open_engine(tmp_path, EngineOptions(engine="cpu"))

@@ -12,6 +12,7 @@ from sparse_bitnet.checkpoint.model_folder import (
     read_config,
     read_json_if_there,
 )
+from sparse_bitnet.engine.architecture import read_architecture
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.engine.protocol import InferenceEngine
 from sparse_bitnet.errors import EngineLacks, UserError
@@ -90,21 +91,24 @@ def _packed_if_ternary(checkpoint: str | Path, options: EngineOptions) -> str | 
 
 
 def _open_engine(checkpoint: str | Path, options: EngineOptions) -> OpenEngine:
-    why = None
+    why, lacks = None, None if is_packed(checkpoint) else _architecture_lacks(checkpoint)
     if options.device == "cuda":
         why = "--device cuda"
     elif options.engine == "transformers":
         why = "--engine transformers"
     elif options.engine == "auto":
-        why = reason_against_cpu_engine(checkpoint)
+        why = lacks or reason_against_cpu_engine(checkpoint)
     if why is None:
+        if lacks:
+            raise EngineLacks(lacks)
         _check_extension()
         from sparse_bitnet.engine.engine import Engine
 
         engine = Engine.load(checkpoint, **options.of_cpu_engine())
         return OpenEngine(folder=str(checkpoint), engine=engine, engine_name="cpu")
     options.check_for_transformers(why)
-    is_note = options.engine == "auto" and options.device != "cuda" and is_packed(checkpoint)
+    is_note = options.engine == "auto" and options.device != "cuda"
+    is_note = is_note and bool(lacks or is_packed(checkpoint))
     return _through_pytorch(checkpoint, options, why if is_note else None)
 
 
@@ -146,6 +150,20 @@ def _check_extension() -> None:
             f"the CPU engine was not built with this installation ({error}): install with a C++ "
             "compiler, without SPARSE_BITNET_PURE_PYTHON"
         ) from error
+
+
+def _architecture_lacks(checkpoint: str | Path) -> str | None:
+    """What the CPU engine lacks of a folder's architecture, packed or not: experts, other layers."""
+    path = Path(checkpoint) / CONFIG_FILE
+    if not path.is_file():
+        return None
+    try:
+        read_architecture(read_json_if_there(path), str(path))
+    except EngineLacks as error:
+        return str(error)
+    except UserError:
+        return None  # said where the model is read
+    return None
 
 
 def reason_against_cpu_engine(checkpoint: str | Path) -> str | None:
