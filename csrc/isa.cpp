@@ -26,6 +26,7 @@ const Kernels table[] = {
 #endif
     {"avx2", cpu_has_avx2, vector_avx2, loading_avx2, matmul_avx2, roofline_avx2},
 #elif defined(__aarch64__)
+    {"i8mm", cpu_has_i8mm, vector_generic, loading_generic, matmul_i8mm, roofline_i8mm},
     {"neon", cpu_has_dotprod, vector_generic, loading_generic, matmul_neon, roofline_neon},
 #endif
     {"generic", [] { return true; }, vector_generic, loading_generic, matmul_generic, roofline_generic},

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The body of matmul_avx2.cpp, matmul_avxvnni.cpp, matmul_avx512vnni.cpp and matmul_neon.cpp: MatmulKernels
-// for one instruction set. Included inside its namespace after matmul_vectors-inl.h and these primitives, all
+// The body of matmul_avx2.cpp, matmul_avxvnni.cpp, matmul_avx512vnni.cpp, matmul_neon.cpp and the like:
+// MatmulKernels for one instruction set. Included inside its namespace after matmul_vectors-inl.h and these primitives, all
 // of them INLINE:
 //   constexpr int rows_together, tokens_together     sums that stay in registers where rows are decoded
 //   constexpr int tile_vectors, tile_tokens          and where tiles are multiplied, see matmul_tiles-inl.h
@@ -14,7 +14,7 @@
 //   Bytes bitmap_codes(const Bitmap&, int vector)    1 + the weights of that vector of the 64
 //   LookupTable, lookup_table, look_up               see matmul_lookup-inl.h
 //   Floats multiply_add(Floats a, Floats b, Floats c)     a b + c, rounded once
-// and with NARROW_SUMS widen, dot_int8, int8_offset and what matmul_wide-inl.h asks for.
+// with PAIRED_TILES dot_pairs, for tiles in pairs of rows, and with NARROW_SUMS widen, dot_int8, int8_offset and what matmul_wide-inl.h asks for.
 
 #if defined(NARROW_SUMS)
 INLINE Sums dot_nibbles(const Sums& sums, const Bytes& nibbles, const Bytes& x) {

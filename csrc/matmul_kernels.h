@@ -66,6 +66,6 @@ struct MatmulKernels {
 };
 
 extern const MatmulKernels matmul_generic, matmul_avx2, matmul_avxvnni, matmul_avx512vnni, matmul_avx512vbmi,
-    matmul_amx_int8, matmul_neon, matmul_emulated_unit;
+    matmul_amx_int8, matmul_neon, matmul_i8mm, matmul_emulated_unit;
 
 }  // namespace sparse_bitnet

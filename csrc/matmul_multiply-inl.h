@@ -24,7 +24,7 @@ TARGET static void unpack_tile(const Matrix& matrix, std::int64_t begin, std::in
                                std::uint8_t* tile) {
   for (std::int64_t r = begin; r < end; r += row_lanes) {
     const std::int64_t last = r + row_lanes < end ? r + row_lanes : end;
-    unpack_rows(matrix, r, last, column, count, to_next, tile + 4 * (r - begin));
+    unpack_rows(matrix, r, last, column, count, to_next, tile + tile_columns * (r - begin));
   }
 }
 

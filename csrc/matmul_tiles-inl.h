@@ -5,9 +5,15 @@
 //   tile_tokens        tokens whose sums stay in registers
 //
 // A tile holds, for every four consecutive columns, tile_rows rows of four bytes, so that a vector of
-// weights is `lanes` rows and no sum ever has to be taken across lanes.
+// weights is `lanes` rows and no sum ever has to be taken across lanes. With PAIRED_TILES it is eight columns:
+// a vector then holds pairs of rows.
 
 constexpr int tile_rows = tile_vectors * row_lanes;
+#if defined(PAIRED_TILES)
+constexpr int tile_columns = 8;
+#else
+constexpr int tile_columns = 4;
+#endif
 
 // The rows of one vector of a tile; where the matrix ends, its last row over and over.
 struct RowPointers {
@@ -30,8 +36,18 @@ INLINE RowPointers row_pointers(const Matrix& matrix, std::int64_t begin, std::i
   return rows;
 }
 
+// Four columns of row_lanes rows, of which the first lies at `tile`.
 INLINE void store_word(std::uint8_t* tile, std::int64_t column, const Bytes& weights) {
-  store(tile + column * tile_rows, weights);
+  std::uint8_t* to = tile + column / tile_columns * tile_columns * tile_rows;
+  if constexpr (tile_columns == 4) {
+    store(to, weights);
+  } else {
+    const Sums words = bit_cast<Sums>(weights);
+    UNROLL for (int i = 0; i < row_lanes; ++i) {
+      const std::int32_t word = words[i];
+      __builtin_memcpy(to + i * tile_columns + column % tile_columns, &word, 4);
+    }
+  }
 }
 
 // A vector of each row, transposed: square[i] holds word i of all rows.
@@ -248,6 +264,35 @@ struct TokenWords {
 };
 
 // `words` groups of four columns of T tokens, `stride` bytes apart, onto small[t][v].
+#if defined(PAIRED_TILES)
+template <int T>
+INLINE void tile_words(const std::uint8_t* tile, const std::int8_t* x, std::int64_t stride,
+                       std::int64_t words, Small (&small)[T][tile_vectors]) {
+  constexpr int pairs = (T + 1) / 2;
+  Sums sums[pairs][2 * tile_vectors] = {};
+  // Of an odd last word the other half meets the zeros behind a token.
+  for (std::int64_t w = 0; w < words; w += 2, x += tile_columns) {
+    Bytes tokens[pairs];
+    UNROLL for (int p = 0; p < pairs; ++p) {
+      const Vector<std::uint64_t> both = {load<std::uint64_t>(x + 2 * p * stride),
+                                          load<std::uint64_t>(x + (2 * p + 1 < T ? 2 * p + 1 : 2 * p) * stride)};
+      tokens[p] = bit_cast<Bytes>(both);
+    }
+    UNROLL for (int v = 0; v < 2 * tile_vectors; ++v) {
+      const Bytes rows = load_bytes(tile + w * (4 * tile_rows) + v * VECTOR_BYTES);
+      UNROLL for (int p = 0; p < pairs; ++p) sums[p][v] = dot_pairs(sums[p][v], rows, tokens[p]);
+    }
+  }
+  UNROLL for (int p = 0; p < pairs; ++p) {
+    UNROLL for (int v = 0; v < tile_vectors; ++v) {
+      Sums first, second;
+      unzip<std::int32_t>(sums[p][2 * v], sums[p][2 * v + 1], first, second);
+      small[2 * p][v] += first;
+      if (2 * p + 1 < T) small[2 * p + 1][v] += second;
+    }
+  }
+}
+#else
 template <int T>
 INLINE void tile_words(const std::uint8_t* tile, const std::int8_t* x, std::int64_t stride,
                        std::int64_t words, Small (&small)[T][tile_vectors]) {
@@ -265,6 +310,7 @@ INLINE void tile_words(const std::uint8_t* tile, const std::int8_t* x, std::int6
     }
   }
 }
+#endif
 
 // dots [T, row_step] of a tile's rows, added to what is there where `first` is false.
 template <int T>

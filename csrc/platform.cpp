@@ -13,6 +13,8 @@
 #endif
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -210,6 +212,18 @@ bool cpu_has_dotprod() {
   return IsProcessorFeaturePresent(43);  // PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE
 #else
   return true;  // every Apple processor
+#endif
+}
+
+bool cpu_has_i8mm() {
+#if defined(__linux__)
+  return cpu_has_dotprod() && (getauxval(AT_HWCAP2) & (1 << 13));  // HWCAP2_I8MM
+#elif defined(_WIN32)
+  return IsProcessorFeaturePresent(66);  // PF_ARM_V82_I8MM_INSTRUCTIONS_AVAILABLE
+#else
+  int has = 0;
+  std::size_t size = sizeof has;
+  return sysctlbyname("hw.optional.arm.FEAT_I8MM", &has, &size, nullptr, 0) == 0 && has;
 #endif
 }
 

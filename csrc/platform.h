@@ -92,6 +92,7 @@ bool cpu_has_avx512vbmi();  // besides
 bool cpu_has_amx_int8();    // besides, and the system lets this process use it: it is asked once
 #elif defined(__aarch64__)
 bool cpu_has_dotprod();
+bool cpu_has_i8mm();  // besides
 #endif
 
 }  // namespace sparse_bitnet

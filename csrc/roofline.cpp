@@ -172,8 +172,10 @@ void int8_amx(std::int64_t count) {
 
 #if defined(__clang__)
 #define DOTPROD __attribute__((target("dotprod")))
+#define I8MM __attribute__((target("i8mm")))
 #else
 #define DOTPROD __attribute__((target("arch=armv8.2-a+dotprod")))
+#define I8MM __attribute__((target("arch=armv8.2-a+i8mm")))
 #endif
 
 DOTPROD int32x4_t dot(int32x4_t sum, int8x16_t a, int8x16_t b) {
@@ -182,7 +184,13 @@ DOTPROD int32x4_t dot(int32x4_t sum, int8x16_t a, int8x16_t b) {
   return sum;
 }
 
+I8MM int32x4_t dot_pairs(int32x4_t sum, int8x16_t a, int8x16_t b) {
+  __asm__("usmmla %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(a), "w"(b));
+  return sum;
+}
+
 LOOP(DOTPROD, int8_neon, int32x4_t, vdupq_n_s8, 1, 3, dot(sum, a, b))
+LOOP(I8MM, int8_i8mm, int32x4_t, vdupq_n_s8, 1, 3, dot_pairs(sum, a, b))
 LOOP(DOTPROD, float32_neon, float32x4_t, vdupq_n_f32, 0.5f, 0.25f, vfmaq_f32(b, sum, a))
 
 #endif
@@ -226,6 +234,8 @@ const RooflineLoops roofline_amx_int8 = {read_avx512, int8_amx, amx_ops, float32
 #endif
 #elif defined(__aarch64__)
 const RooflineLoops roofline_neon = {read_generic, int8_neon, int8_ops(16), float32_neon,
+                                            float32_ops(16)};
+const RooflineLoops roofline_i8mm = {read_generic, int8_i8mm, int8_ops(32), float32_neon,
                                             float32_ops(16)};
 #endif
 

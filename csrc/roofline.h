@@ -25,7 +25,7 @@ struct RooflineLoops {
 };
 
 extern const RooflineLoops roofline_generic, roofline_avx2, roofline_avxvnni, roofline_avx512,
-    roofline_avx512vnni, roofline_amx_int8, roofline_neon;
+    roofline_avx512vnni, roofline_amx_int8, roofline_neon, roofline_i8mm;
 
 // Memory to be read: `bytes`, rounded up to whole pieces, touched by the pool's threads.
 std::unique_ptr<HugeBuffer> make_read_buffer(ThreadPool& pool, std::int64_t bytes);
@@ -38,7 +38,7 @@ double read_rate(const RooflineLoops& loops, ThreadPool& pool, const HugeBuffer&
 
 // Operations a second, a multiply-add counting as two, of a loop that keeps everything in registers
 // and runs about `seconds`.
-//   int8: amx_int8 tdpbsud; avx512vnni and avxvnni vpdpbusd; neon sdot; avx2 and avx512 vpmaddubsw with 16-bit additions, the most that
+//   int8: amx_int8 tdpbsud; avx512vnni and avxvnni vpdpbusd; neon sdot; i8mm usmmla; avx2 and avx512 vpmaddubsw with 16-bit additions, the most that
 //         a ternary product needs; generic whatever the compiler makes of an int32 sum of products.
 //   float32: fused multiply-adds; generic a multiplication and an addition.
 double int8_rate(const RooflineLoops& loops, ThreadPool& pool, double seconds);

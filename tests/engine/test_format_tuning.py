@@ -48,7 +48,7 @@ def test_what_is_measured(cache: Path) -> None:
         assert all(0 < taken < 1 for taken in seconds.values())
     best = _cpu.Kernels.choose()
     seconds = format_tuning.measure_formats(NMPattern(6, 8), pool, best)
-    looks_up = best.isa in ("amx_int8", "avx512vbmi", "neon")
+    looks_up = best.isa in ("amx_int8", "avx512vbmi", "i8mm", "neon")
     assert ("lookup" in seconds) == looks_up
 
 

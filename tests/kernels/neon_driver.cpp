@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The aarch64 kernels without Python, for an emulator: products, quantisation and float tables of
-// "neon" against "generic", and the decoder's float kernels against plain loops in double precision.
+// "neon" and "i8mm" against "generic", and the decoder's float kernels against plain loops in double precision.
 // Memory starts as poison. Exits with 1 after printing what differs.
 
 #include <algorithm>
@@ -349,7 +349,11 @@ int main() {
   test_groups(kernels, random);
   test_quantize(kernels, random);
   test_products(kernels, random);
-  test_products({choose_kernels("generic"), choose_kernels("emulated_unit")}, random);
+  for (const char* isa : {"i8mm", "emulated_unit"}) {
+    const Rows others{choose_kernels("generic"), choose_kernels(isa)};
+    test_products(others, random);
+    test_groups(others, random);
+  }
   test_tables(kernels, random);
   test_elementwise(random);
   for (int tokens : {1, 30}) {

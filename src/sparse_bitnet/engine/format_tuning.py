@@ -24,7 +24,7 @@ _BYTES = 64 << 20
 _COLUMNS = 3840
 """Whole blocks of every format."""
 _REPEATS = 6
-_LOOK_UP = ("amx_int8", "avx512vbmi", "neon")
+_LOOK_UP = ("amx_int8", "avx512vbmi", "i8mm", "neon")
 _TIE = 1.02
 """Of formats this close, the one with the fewest bytes is taken."""
 
