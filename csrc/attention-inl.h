@@ -28,8 +28,11 @@ INLINE void multiply(const float* a, std::int64_t a_stride, const T* b, std::int
   }
   NO_UNROLL for (std::int64_t k = 0; k < depth; ++k) {
     const T* row = b + k * b_stride;
-    UNROLL for (int line = 0; line < VECTORS * width * int(sizeof(T)); line += 64) {
-      __builtin_prefetch(reinterpret_cast<const char*>(row) + ahead + line);
+    // A widened page is in a cache already; float32 caches, the same function, go without.
+    if constexpr (sizeof(T) < sizeof(float)) {
+      UNROLL for (int line = 0; line < VECTORS * width * int(sizeof(T)); line += 64) {
+        __builtin_prefetch(reinterpret_cast<const char*>(row) + ahead + line);
+      }
     }
     Floats vector[VECTORS];
     UNROLL for (int v = 0; v < VECTORS; ++v) vector[v] = load_floats(row + v * width);

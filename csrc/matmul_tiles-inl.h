@@ -180,7 +180,7 @@ INLINE void unpack_int4(const RowPointers& rows, std::int64_t begin, std::int64_
 // Strips of lookup; up to a block more.
 template <class Planes>
 INLINE void unpack_lookup(const Matrix& matrix, std::int64_t row, std::int64_t begin, std::int64_t count,
-                          std::uint8_t* tile) {
+                          std::int64_t to_next, std::uint8_t* tile) {
   constexpr int block_columns = Planes::shape.block_columns(), block_size = Planes::shape.vectors() * block_bytes;
   const lookup::Layout& layout = lookup::layout_of(matrix.pattern);
   for (std::int64_t c = 0; c < count; c += block_columns) {
@@ -189,6 +189,9 @@ INLINE void unpack_lookup(const Matrix& matrix, std::int64_t row, std::int64_t b
       const std::int64_t in_strip = (row + i) % Planes::rows;
       const std::uint8_t* block = matrix.data + (row + i - in_strip) * matrix.row_stride +
                                   (begin + c) / block_columns * block_size;
+      if (in_strip == 0) {
+        UNROLL for (int j = 0; j < block_size; j += block_bytes) __builtin_prefetch(block + j + to_next, 0, 3);
+      }
       for (int v = 0; v < block_vectors; ++v) {
         const Bytes codes = Planes::codes(block + v * VECTOR_BYTES, int(in_strip));
         Bytes planes[Planes::count];
@@ -220,11 +223,11 @@ TARGET __attribute__((noinline)) static void unpack_rows(const Matrix& matrix, s
   switch (matrix.format) {
     case WeightFormat::lookup:
       if (const auto& shape = lookup::shape_of(matrix.pattern); !shape.neighbours()) {
-        unpack_lookup<TriplePlanes>(matrix, begin, column, count, tile);
+        unpack_lookup<TriplePlanes>(matrix, begin, column, count, to_next, tile);
       } else if (shape.bits == 5) {
-        unpack_lookup<ExactQuadPlanes>(matrix, begin, column, count, tile);
+        unpack_lookup<ExactQuadPlanes>(matrix, begin, column, count, to_next, tile);
       } else {
-        unpack_lookup<QuadPlanes>(matrix, begin, column, count, tile);
+        unpack_lookup<QuadPlanes>(matrix, begin, column, count, to_next, tile);
       }
       return;
     case WeightFormat::i2:
