@@ -20,6 +20,7 @@ from rich.console import Console
 from sparse_bitnet.bench.record import append_records, result_file, where_measured
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.engine.engine import CACHE_TYPES, Engine
+from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.engine_perplexity import engine_perplexity
 from sparse_bitnet.generation.text import TextTokenizer
 
@@ -119,7 +120,11 @@ def costs(folder: Path, tokens: list[int], context: int) -> list[dict]:
     rows = []
     for head, cache in variants:
         sizes = {"context_length": context, "cache_tokens": 8 * context}
-        engine = Engine.load(folder, head=head, kv_cache=cache, **sizes)
+        try:
+            engine = Engine.load(folder, head=head, kv_cache=cache, **sizes)
+        except UserError as error:  # int4 takes groups of 64
+            print(error)
+            continue
         found = engine_perplexity(engine, np.array(tokens), context_length=context)
         rows.append(
             {

@@ -14,18 +14,21 @@ class NothingRecorded(Exception):
     """There are no rows of a kind."""
 
 
-def newest(kind: str) -> Path:
-    """File of the newest run of a kind. Raises `NothingRecorded` where there is none."""
-    files = sorted(RESULTS.glob(f"*_{kind}.jsonl"))
-    if not files:
+def files(kind: str) -> list[Path]:
+    """Of the runs of a kind, the newest first. Raises `NothingRecorded` where there is none."""
+    found = sorted(RESULTS.glob(f"*_{kind}.jsonl"), reverse=True)
+    if not found:
         raise NothingRecorded(kind)
-    return files[-1]
+    return found
 
 
 def read(kind: str, **where: object) -> list[Row]:
-    """Rows of the newest run of a kind, those with the given values."""
-    rows = map(json.loads, newest(kind).read_text(encoding="utf-8").splitlines())
-    return [row for row in rows if all(row[name] == value for name, value in where.items())]
+    """Rows of the newest run of a kind that has some with the given values. Raises `NothingRecorded`."""
+    for path in files(kind):
+        rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        if found := [row for row in rows if all(row[name] == where[name] for name in where)]:
+            return found
+    raise NothingRecorded(kind)
 
 
 def markdown(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables of training and experiments, from benchmarks/results/."""
 
-from recorded import filled, markdown, newest, read
+from recorded import files, filled, markdown, read
 
 from sparse_bitnet.experiments.cells import cells
 from sparse_bitnet.experiments.result_row import read_rows
@@ -10,7 +10,7 @@ from sparse_bitnet.experiments.tables import comparison_table
 
 
 def quickstart() -> str:
-    rows = read_rows(newest("quickstart"))
+    rows = read_rows(files("quickstart")[0])
     pattern = next(row.pattern for row in rows if row.pattern != "8:8")
     made = rows[0].provenance
     where = (
