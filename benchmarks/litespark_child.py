@@ -3,7 +3,8 @@
 
 Its loader takes bfloat16 masters from the hub alone, so its model is filled here: random ternary codes
 in its own layout, four a byte as code + 1, the first lowest, with the shape of a packed folder's
-config.json; embedding and head in int8, as ours. Threads are OpenMP's, set in the environment.
+config.json; embedding and head in int8, as ours. Threads are OpenMP's, set in the environment; prompts
+take one whatever that says.
 """
 
 import importlib.metadata
