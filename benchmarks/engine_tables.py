@@ -4,8 +4,8 @@
 from recorded import NothingRecorded, filled, markdown, read, threads_heads
 
 
-def peers() -> str:
-    rows = read("peers", model="qwen2.5-1.5b")
+def peers(model: str = "qwen2.5-1.5b", options: str = "") -> str:
+    rows = read("peers", model=model)
     speeds = [row for row in rows if "tokens_per_second" in row]
     kinds = ("type", "isa", "threads", "phase")
     ratios = [row["ratio"] for row in rows if "ratio" in row]
@@ -28,7 +28,11 @@ def peers() -> str:
                     text += f" ({ratio:.2f}x)"
                 line.append(text)
         lines.append(line)
-    return markdown(head, lines, speeds[0], "python benchmarks/peers.py")
+    return markdown(head, lines, speeds[0], f"python benchmarks/peers.py{options}")
+
+
+def peers_bitnet() -> str:
+    return peers("bitnet-2b4t", " --model bitnet-2b4t --type --litespark --isa '' avxvnni avx2")
 
 
 def patterns() -> str:
