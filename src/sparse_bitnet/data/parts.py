@@ -55,6 +55,7 @@ def prepare_part(
         eos_token=eos_token,
         shard_tokens=shard_tokens,
         chat=chat,
+        is_part=True,
     )
     folders = [part_folder(out, number, parts) for number in range(parts)]
     if not all((folder / MANIFEST).exists() for folder in folders):

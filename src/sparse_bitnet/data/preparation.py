@@ -67,6 +67,7 @@ def prepare(
     eos_token: str | None = None,
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
     chat: bool = False,
+    is_part: bool = False,
     progress: bool | None = None,
 ) -> Manifest:
     """Tokenise `source` into the folder `out`; the end token follows each document.
@@ -82,6 +83,7 @@ def prepare(
         eos_token: end token to use instead of the choice saved in the tokenizer's folder.
         shard_tokens: tokens in each file but the last.
         chat: documents are conversations (`chat`), for the tokenizer's chat template.
+        is_part: of a text, the whole of which is compared with what is held out (`parts.join`).
         progress: show it on stderr; None: where that is a terminal.
 
     Raises:
@@ -134,7 +136,7 @@ def prepare(
                 tokenizer = train_tokenizer(_sample(source), vocab_size)
             with atomic_folder(out / TOKENIZER) as folder:
                 tokenizer.save_pretrained(folder)
-        return _Preparation(source, out, start, line).run()
+        return _Preparation(source, out, start, line, is_part).run()
 
 
 class _Batch(NamedTuple):
@@ -149,8 +151,11 @@ class _Batch(NamedTuple):
 class _Preparation:
     """One run: the writers, and what has been written so far."""
 
-    def __init__(self, source: TextSource, out: Path, state: PreparationState, line: Line) -> None:
+    def __init__(
+        self, source: TextSource, out: Path, state: PreparationState, line: Line, is_part: bool
+    ) -> None:
         self.source, self.out, self.state, self.line = source, out, state, line
+        self.is_part = is_part
         self.tokenizer = load_tokenizer(out / TOKENIZER)
         self.backend = self.tokenizer.backend_tokenizer
         self.backend.no_truncation()
@@ -244,8 +249,9 @@ class _Preparation:
             eos_token_id=self.tokenizer.eos_token_id,
             splits=splits,
         )
-        comparing = partial(self.line, label="comparing the held-out text")
-        manifest = compare_splits(self.out, manifest, self.tokenizer, comparing)
+        if not self.is_part:
+            comparing = partial(self.line, label="comparing the held-out text")
+            manifest = compare_splits(self.out, manifest, self.tokenizer, comparing)
         record_written(self.out, [each for s in manifest.splits.values() for each in s.shards])
         manifest.write(self.out)
         (self.out / PREPARATION).unlink()
