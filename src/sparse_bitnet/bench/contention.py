@@ -23,7 +23,8 @@ class Contention:
         if now is None or self._began is None:
             return None
         total, busy, ours = (end - start for end, start in zip(now, self._began, strict=True))
-        return max(0.0, busy - ours) / total if total > 0 else None
+        # The three are read one after another and rounded to ticks: sums may pass what there was.
+        return min(1.0, max(0.0, busy - ours) / total) if total > 0 else None
 
     def _seconds(self) -> tuple[float, float, float] | None:
         """Of all processors: all time, busy time, time of ours."""
