@@ -19,9 +19,8 @@ from sparse_bitnet.bench.child import resident_bytes, serve
 from sparse_bitnet.engine.architecture import BLOCK_LINEARS, read_architecture
 from sparse_bitnet.errors import UserError
 
-
 CHUNK = 64
-"""Tokens of a prompt at once: given more, 1.0.3's product (LSPK_MAX_T) returns without computing anything."""
+"""Tokens of a prompt at once: given more, the products of 1.0.3 (LSPK_MAX_T) return without computing."""
 
 
 class Litespark:
