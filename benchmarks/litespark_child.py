@@ -81,7 +81,9 @@ class Litespark:
         prompt = np.random.default_rng(0).integers(0, self._vocab, tokens).tolist()
         began = time.perf_counter()
         for start in range(0, tokens, CHUNK):
-            logits = self._runtime.forward_prefill(self._model, state, prompt[start : start + CHUNK])
+            logits = self._runtime.forward_prefill(
+                self._model, state, prompt[start : start + CHUNK]
+            )
         seconds = time.perf_counter() - began
         if not np.isfinite(logits).all():
             raise UserError(f"litespark-inference made no numbers of a prompt of {tokens} tokens")
