@@ -31,6 +31,7 @@ def test_every_failure_is_a_row_and_is_tried_again(tmp_path, capsys):
         step("silent", "pass"),
         step("slow", "import time; time.sleep(60)", seconds=1),
         Step("absent", (str(tmp_path / "no-program"),), 60),
+        Step("counted", (sys.executable, "-c", "print('3 passed')"), 60, writes_rows=False),
     ]
     assert not run_all(tmp_path / "out", steps=steps)
     found = {each.name: failure_of(tmp_path / "out", each) for each in steps}
@@ -40,9 +41,12 @@ def test_every_failure_is_a_row_and_is_tried_again(tmp_path, capsys):
         "silent": "it wrote no rows",
         "slow": "it took more than 1 s",
         "absent": "it cannot be started: No such file or directory",
+        "counted": "",
     }
     row = json.loads((tmp_path / "out" / "broken.jsonl").read_text())
     assert {"commit", "hardware", "versions", "date"} <= row.keys()
+    row = json.loads((tmp_path / "out" / "counted.jsonl").read_text())
+    assert (row["step"], row["result"]) == ("counted", "3 passed")
     page = (tmp_path / "out" / PAGE).read_text()
     assert "a table" in page
     assert "broken: exit code 1" in page

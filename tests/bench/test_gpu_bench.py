@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from sparse_bitnet.bench import gpu_inference, gpu_kernels, gpu_train
-from sparse_bitnet.bench.gpu_models import dense_model, inference_model, ternary_model
+from sparse_bitnet.bench.gpu_models import ternary_model
 from sparse_bitnet.bench.gpu_options import GpuBenchOptions
-from sparse_bitnet.bench.gpu_record import SpeedRow, kernel_table, table
-from sparse_bitnet.bench.gpu_timing import GpuRoofline, medians, those_that_fit
+from sparse_bitnet.bench.gpu_record import rows_of, table
+from sparse_bitnet.bench.gpu_timing import GpuRoofline, measured
 from sparse_bitnet.cli.bench_gpu import run
 from sparse_bitnet.engine.gpu.linear import RoutePolicy
 from sparse_bitnet.engine.gpu.measure import set_policy_, ternary_layers
@@ -37,7 +37,7 @@ def text_of(printable) -> str:
 
 def test_prefill(options):
     options.tokens = [5, 9]
-    rows = gpu_inference.run_prefill(options)
+    rows = gpu_inference.run(options, "prefill")
     assert [(row.variant, row.size) for row in rows] == [
         (variant, size) for size in (5, 9) for variant in ("bf16", "int8", "sparse", "chosen")
     ]
@@ -46,7 +46,7 @@ def test_prefill(options):
 
 def test_decode(options):
     options.batch = [2]
-    rows = gpu_inference.run_decode(options)
+    rows = gpu_inference.run(options, "decode")
     assert [row.variant for row in rows] == ["bf16", "int8", "sparse", "packed", "chosen"]
 
 
@@ -63,23 +63,31 @@ def test_both_forwards_of_training_compute_the_same(options):
     assert torch.equal(*(model(ids, labels=ids).loss for model in models))
 
 
-def test_kernels_and_records(options, tmp_path):
-    from rich.console import Console
-
+def test_kernels_and_records(options, tmp_path, capsys):
     options.tokens = [2]
-    out, console = tmp_path / "rows.jsonl", Console(file=io.StringIO(), width=200)
-    run("kernels", options, out, console)
+    out = tmp_path / "rows.jsonl"
+    run("kernels", options, out)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     layers = ternary_layers(ternary_model(options, CPU))
-    assert {
-        (row["out_features"], row["in_features"]) for row in rows if row["route"] == "dense"
-    } == {(shape.out_features, shape.in_features) for shape in layers}
-    assert all(0 < row["roofline_share"] < 2 for row in rows)
-    assert {row["route"] for row in rows} == {
+    shapes = {f"{shape.out_features} x {shape.in_features}" for shape in layers}
+    assert {row["layer"] for row in rows if row["variant"] == "dense"} == shapes
+    assert all(0 < row["share"] < 2 for row in rows)
+    assert {row["variant"] for row in rows} == {
         *("bf16", "dense", "sparse", "packed", "select", "quantise", "quantise windows")
     }
-    assert "share" in console.file.getvalue()
+    printed = capsys.readouterr().out
+    assert "share of the roofline" in printed
+    assert all(shape in printed for shape in shapes)
     assert {"commit", "hardware", "versions", "date"} <= rows[0].keys()
+
+
+def test_a_profile_names_the_kernels(options, capsys):
+    options.tokens = [1, 4]
+    rows = gpu_kernels.run_profile(options)
+    assert {row.size for row in rows} == {1, 4}
+    assert any("rope_cache" in row.variant for row in rows)
+    assert 0 < sum(row.share for row in rows if row.size == 4) <= 1.001
+    assert "Self CPU" in capsys.readouterr().out
 
 
 def test_least_times_follow_from_bytes_and_operations(options):
@@ -91,7 +99,7 @@ def test_least_times_follow_from_bytes_and_operations(options):
     slow_memory = GpuRoofline(bytes_per_second=1.0, bf16_per_second=1e30, int8_per_second=1e30)
     slow_products = GpuRoofline(bytes_per_second=1e30, bf16_per_second=2.0, int8_per_second=4.0)
     found = gpu_kernels.roofline_seconds("dense", layer, 1, slow_memory)
-    assert found == (rows * columns + 2 * (rows + columns) + 2 * columns, "memory")
+    assert found == (rows * columns + 2 * rows + columns, "memory")
     times = {
         route: gpu_kernels.roofline_seconds(route, layer, 8, slow_products)
         for route in ("bf16", "dense", "sparse")
@@ -104,39 +112,19 @@ def test_least_times_follow_from_bytes_and_operations(options):
     assert times["sparse"][0] == operations / 16
 
 
-def test_the_dense_baseline_is_merged_and_unchanged(options):
-    ids = torch.randint(0, 1024, (1, 6))
-    with torch.no_grad():
-        plain, merged = (
-            inference_model(options, CPU)(ids).logits,
-            dense_model(options, CPU)(ids).logits,
-        )
-    torch.testing.assert_close(merged, plain, rtol=2e-2, atol=2e-2)
-
-
 def test_the_table_names_ratios_to_dense_int8_and_the_papers():
-    rows = [
-        SpeedRow(
-            phase="prefill",
-            variant=name,
-            size=4096,
-            seconds=1.0,
-            spread=0.0,
-            tokens_per_second=speed,
-        )
-        for name, speed in (("int8", 100.0), ("sparse", 130.0))
-    ]
+    rows = rows_of("prefill", 4096, {"int8": (40.96, 0.0), "sparse": (32.0, 0.0)})
     text = text_of(table(rows, "title"))
-    assert "130  1.30x" in text
-    assert "1.28x" in text
+    assert "128  1.28x" in text
+    assert text.count("1.28x") == 2
 
 
 def test_rounds_are_interleaved():
     calls: list[str] = []
-    functions = {name: lambda name=name: calls.append(name) for name in "ab"}
-    found = medians(functions, CPU, 2, lambda: calls.append("-"))
-    assert "".join(calls) == "aabb-a-b-a-b"
-    assert all(seconds >= 0 for seconds, _ in found.values())
+    makers = {name: lambda name=name: lambda: calls.append(name) for name in "ab"}
+    found = measured(makers, CPU, 2, lambda: calls.append("-"))
+    assert "".join(calls) == "abaabb-a-b-a-b"
+    assert all(times[0] >= 0 for times in found.values())
 
 
 def test_what_finds_no_memory_becomes_a_row(options, monkeypatch):
@@ -145,17 +133,13 @@ def test_what_finds_no_memory_becomes_a_row(options, monkeypatch):
 
     options.tokens = [4]
     monkeypatch.setattr(gpu_inference.SlotDecoder, "prompt", forward)
-    rows = gpu_inference.run_prefill(options)
+    rows = gpu_inference.run(options, "prefill")
     assert {row.failed for row in rows} == {"out of memory"}
     assert {row.tokens_per_second for row in rows} == {None}
     assert "out of memory" in text_of(table(rows, "title"))
-    monkeypatch.setattr(gpu_kernels, "quantize_int8", forward)
-    kernel_rows = gpu_kernels.run(options)
-    assert {row.route: row.failed for row in kernel_rows} == {
-        "select": None,
-        "all": "out of memory",
-    }
-    assert "out of memory" in text_of(kernel_table(kernel_rows, "title"))
+    monkeypatch.setattr(gpu_kernels, "quantized", forward)
+    rows = gpu_kernels.run(options)
+    assert {row.variant for row in rows if row.failed is None} == {"select", "bf16"}
 
 
 def test_only_variants_that_fit_are_timed():
@@ -168,11 +152,22 @@ def test_only_variants_that_fit_are_timed():
         finally:
             raise RuntimeError("the capture failed")
 
-    makers = {"a": lambda: lambda: None, "b": lacking, "c": lambda: recording}
-    found, without = those_that_fit(makers, CPU)
-    assert (list(found), without) == (["a"], ["b", "c"])
+    found = measured({"a": lambda: lambda: None, "b": lacking, "c": lambda: recording}, CPU, 1)
+    assert [name for name, times in found.items() if times is None] == ["b", "c"]
     with pytest.raises(RuntimeError, match="a defect"):
-        those_that_fit({"a": lambda: exec("raise RuntimeError('a defect')")}, CPU)
+        measured({"a": lambda: exec("raise RuntimeError('a defect')")}, CPU, 1)
+
+
+def test_training_takes_the_largest_batch_that_all_have_memory_for(options, monkeypatch):
+    def step(variant, options, device, batch, length):
+        if batch == 4 and variant == "fake":
+            raise torch.OutOfMemoryError("no memory")
+        return lambda: None
+
+    monkeypatch.setattr(gpu_train, "_training_step", step)
+    rows = gpu_train.run(options)
+    assert [row.size // 2048 for row in rows] == [4, 4, 4, 2, 2, 2]
+    assert [row.variant for row in rows if row.failed] == ["fake"]
 
 
 def test_the_papers_sizes_are_the_defaults():
@@ -184,10 +179,6 @@ def test_the_papers_sizes_are_the_defaults():
 
 
 def test_what_cannot_be_measured_is_refused(options):
-    from rich.console import Console
-
-    with pytest.raises(UserError, match="bench sideways: choose one of prefill, decode, train"):
-        run("sideways", options, None, Console())
     with pytest.raises(UserError, match="rounds=0"):
         GpuBenchOptions(rounds=0)
     with pytest.raises(UserError, match="tokens=0"):

@@ -25,7 +25,7 @@ from pathlib import Path
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import triton
-from sparse_bitnet.ops.triton import int8_dot, matvec, quantize, select
+from sparse_bitnet.ops.triton import int8_dot, matvec, quantize, rope_cache, select
 
 F, BYTES, WORDS, CODES = "*fp32", "*u8", "*i32", "*i8"
 scaled = dict(activation_scale=F, weight_scale=F, bias=F, y="*bf16", rows="i32")
@@ -36,6 +36,9 @@ wanted = dict(HAS_CODES=True, HAS_MASK=True, HAS_WORDS=True, HAS_PREVIOUS=True)
 tokens = dict(codes=CODES, scale=F, epsilon="fp32", features="i32", columns="i32")
 dot, matvec, quantise = int8_dot.i2_dot.fn, matvec.i2_matvec, quantize._quantize
 plain = dict(KIND=0, weight=None)
+rope = dict(tokens="i32", heads="i32", kv_heads="i32", length="i32", epsilon="fp32", places="*i64")
+rope |= {name: "*bf16" for name in ("qkv", "cos", "sin", "query", "keys", "values")}
+of_heads = dict(HALF=64, LANES=64, HEADS=4)
 KERNELS = {
     "select 6:8": (select._select, 4, dict(weight=F, **selection),
                    dict(N=6, M=8, LANES=8, GROUPS=128, **wanted)),
@@ -55,6 +58,8 @@ KERNELS = {
     "i2 16 split": (dot, 4, dict(packed=BYTES, blocks="i32", **many),
                     dict(TOKENS=16, ROWS=16, SPLIT=4)),
     "i2 64": (dot, 4, dict(packed=BYTES, blocks="i32", **many), dict(TOKENS=64, ROWS=64, SPLIT=1)),
+    "rope": (rope_cache._rope_cache, 1, rope, dict(q_norm=None, k_norm=None, **of_heads)),
+    "rope, norms": (rope_cache._rope_cache, 1, dict(q_norm="*bf16", k_norm="*bf16", **rope), of_heads),
     "matvec": (matvec, 1, dict(x_words=WORDS, packed=WORDS, blocks="i32", **scaled),
                dict(TOKENS=1, ROWS=8, WORDS=128)),
 }
@@ -97,6 +102,10 @@ class Compiled:
         )
         return collections.Counter(match[1] for match in found if match)
 
+    def registers(self) -> int:
+        """Of a thread."""
+        return 1 + max(int(found) for line in self.lines for found in re.findall(r"\bR(\d+)", line))
+
     def loop(self) -> collections.Counter[str]:
         """Instructions of the longest loop."""
         labels = {line[:-1]: at for at, line in enumerate(self.lines) if line.startswith(".L")}
@@ -131,12 +140,12 @@ def test_every_kernel_that_an_op_names_is_there() -> None:
         for file in sorted(Path(backends.__file__).parent.glob("*.py"))
         for name in re.findall(r'cuda="([\w.]+)"', file.read_text())
     ]
-    assert len(named) == 10
+    assert len(named) == 11
     assert all(callable(backends._kernel(name)) for name in named)
 
 
 def test_every_kernel_compiles_and_rounds_where_its_reference_does(compiled) -> None:
-    assert len(compiled) == 13
+    assert len(compiled) == 15
     for (name, _), kernel in compiled.items():
         # A fused multiply-add rounds once where the reference rounds twice; exp may contain one.
         assert "fma.rn.f32" not in kernel.ptx or name == "swiglu", name
@@ -170,8 +179,29 @@ def test_the_matvec_moves_nothing_between_threads(compiled) -> None:
     loop = kernel.loop()
     assert loop.total() <= 8 * 56
     assert loop["SHFL"] == loop["STS"] == loop["LDS"] == kernel.counts()["BAR"] == 0
-    # 16 bytes a thread and row, all under way before the first is used: 4 KiB a warp.
-    assert len([line for line in kernel.lines if re.search(r"LDG\S*\.128", line)]) == 8 + 4
+
+
+def test_weights_under_way_hide_the_latency_of_memory(compiled) -> None:
+    """At 700 ns an H100's 3.35 TB/s are 18 KB under way on each of 132 SMs, an H200's 4.8 TB/s 25 KB."""
+    # 16 bytes a thread and row, all asked for before the first is used: 4 KiB a warp, of which the
+    # registers of an SM hold so many.
+    kernel = compiled["matvec", 90]
+    wide = [line for line in kernel.lines if re.search(r"LDG\S*\.128", line)]
+    assert len(wide) == 8 + 4
+    assert 65536 // (32 * kernel.registers()) * 4096 >= 25_000
+    # Asynchronous copies of two tiles, 4 KiB of weights each beside their activations, in every program
+    # that an SM's shared memory has room for.
+    for name, tokens, split in ("i2 16 split", 16, 4), ("i2 64", 64, 1):
+        tile = 4096 + split * 256 * tokens
+        assert 2 * tile <= compiled[name, 90].shared <= 3 * tile
+        assert 8192 * (227 * 1024 // compiled[name, 90].shared) >= 25_000
+
+
+def test_rope_is_one_small_kernel(compiled) -> None:
+    """Instructions of a warp for four heads of 128, 16 features a thread; with norms of the heads too."""
+    assert compiled["rope", 90].counts().total() <= 190
+    assert compiled["rope, norms", 90].counts().total() <= 500
+    assert "fma.rn.bf16" not in compiled["rope", 90].ptx
 
 
 def test_quantisation_leaves_the_memory_busy(compiled) -> None:

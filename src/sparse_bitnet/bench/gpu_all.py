@@ -33,19 +33,29 @@ SMALL = {
 
 @dataclass(frozen=True)
 class Step:
-    """A process that appends its rows to the file it is given last."""
+    """A process that appends its rows to the file it is given last; or is a row by its last line."""
 
     name: str
     command: tuple[str, ...]
     seconds: int
     """When it is given up."""
+    writes_rows: bool = True
 
 
 def all_steps(folder: Path, rehearse: bool = False) -> list[Step]:
     """In the order of what they settle; all limits together are 40 minutes. What is trained lies in
     `folder`."""
     bench = (sys.executable, "-m", "sparse_bitnet", "bench")
-    found = [Step("tests", (sys.executable, "-m", "sparse_bitnet.bench.gpu_all"), 240)]
+    tests = (
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/ops/test_cuda.py",
+    )
+    found = [Step("tests", tests, 240, writes_rows=False)]
     for kind, seconds in (("kernels", 210), ("decode", 240), ("prefill", 240)):
         for pattern in PATTERNS:
             given = ["--pattern", pattern]
@@ -105,7 +115,7 @@ def _run(folder: Path, step: Step) -> str:
     try:
         with open(text, "w") as output:
             subprocess.run(
-                [*step.command, part],
+                [*step.command, *([part] if step.writes_rows else [])],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -113,6 +123,8 @@ def _run(folder: Path, step: Step) -> str:
                 check=True,
                 env=environment,
             )
+        if not step.writes_rows:
+            append_records(part, [{"step": step.name, "result": _last_line(text)}], provenance())
         if part.is_file():
             part.replace(rows)
             return ""
@@ -120,13 +132,16 @@ def _run(folder: Path, step: Step) -> str:
     except subprocess.TimeoutExpired:
         failure = f"it took more than {step.seconds} s"
     except subprocess.CalledProcessError as error:
-        last = next(iter(text.read_text(errors="replace").split("\n")[-2:]), "")
-        failure = f"exit code {error.returncode}: {last[:300]}"
+        failure = f"exit code {error.returncode}: {_last_line(text)}"
     except OSError as error:
         failure = f"it cannot be started: {error.strerror}"
     rows.unlink(missing_ok=True)
     append_records(rows, [{"step": step.name, "step_failed": failure}], provenance())
     return failure
+
+
+def _last_line(text: Path) -> str:
+    return next(reversed(text.read_text(errors="replace").splitlines()), "")[:300]
 
 
 def _write_page(folder: Path, steps: Sequence[Step]) -> None:
@@ -139,28 +154,3 @@ def _write_page(folder: Path, steps: Sequence[Step]) -> None:
         if (text := folder / f"{step.name}.txt").is_file():
             parts.append(f"<pre>{html.escape(text.read_text(errors='replace'))}</pre>")
     write_atomic(folder / PAGE, "<!doctype html><meta charset=utf-8>" + "\n".join(parts) + "\n")
-
-
-def _tests(out: Path) -> int:
-    """Run the tests that compare every compiled kernel with its reference, and write how many passed."""
-    import pytest
-
-    tests = Path("tests/ops/test_cuda.py")
-    if not tests.is_file():
-        print("tests/ops/test_cuda.py is not here: run in a copy of the repository")
-        return 1
-    counted: dict[str, int] = {}
-
-    class Count:
-        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-            if report.when == "call" or report.outcome != "passed":
-                counted[report.outcome] = counted.get(report.outcome, 0) + 1
-
-    code = pytest.main(["-q", "-p", "no:cacheprovider", str(tests)], plugins=[Count()])
-    if code == 0:
-        append_records(out, [{"step": "tests", **counted}], provenance())
-    return int(code)
-
-
-if __name__ == "__main__":
-    sys.exit(_tests(Path(sys.argv[1])))

@@ -38,7 +38,7 @@ class GpuBenchOptions:
     """Blocks of the model. Default: all."""
 
     compile: bool = False
-    """torch.compile the decode step of every variant."""
+    """torch.compile the blocks of training."""
 
     device: Literal["cuda", "cpu"] = "cuda"
     """cpu runs the plain PyTorch references: it tests the benchmark and says nothing of speed."""

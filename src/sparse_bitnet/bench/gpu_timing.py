@@ -7,31 +7,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from sparse_bitnet.engine.gpu.measure import interleaved
 
+Times = tuple[float, float] | None
+"""Median seconds, and slowest over fastest minus 1; None for what found no memory."""
 
-def medians(
-    functions: Mapping[str, Callable[[], object]],
+
+def measured(
+    makers: Mapping[str, Callable[[], Callable[[], object]]],
     device: torch.device,
     rounds: int,
     before: Callable[[], object] = lambda: None,
-) -> dict[str, tuple[float, float]]:
-    """(median seconds, slowest over fastest minus 1) of each function, measured as by `interleaved`."""
-    return {
-        name: (statistics.median(times), max(times) / min(times) - 1)
-        for name, times in interleaved(functions, device, rounds, before).items()
-    }
-
-
-def those_that_fit(
-    makers: Mapping[str, Callable[[], Callable[[], object]]], device: torch.device
-) -> tuple[dict[str, Callable[[], object]], list[str]]:
-    """Functions that could be made and called once, and the names of those that found no memory."""
+) -> dict[str, Times]:
+    """Times of the functions that `makers` make, in turn, as by `interleaved`."""
     fitting: dict[str, Callable[[], object]] = {}
-    lacking: list[str] = []
     for name, make in makers.items():
+        lacks = False
         try:
             function = make()
             function()
@@ -39,11 +31,13 @@ def those_that_fit(
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            lacking.append(name)
-        # Here, because the error held on to what its frames had.
-        if lacking and lacking[-1] == name:
+            lacks = True
+        if lacks:  # here, because the error held on to what its frames had
             give_back_memory(device)
-    return fitting, lacking
+    found: dict[str, Times] = dict.fromkeys(makers)
+    for name, times in interleaved(fitting, device, rounds, before).items():
+        found[name] = statistics.median(times), max(times) / min(times) - 1
+    return found
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -80,25 +74,17 @@ def measure_roofline(device: torch.device, rounds: int = 7) -> GpuRoofline:
     size, count = (8192, 1 << 28) if device.type == "cuda" else (128, 1 << 16)
     source = torch.zeros(count, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
-    a = torch.randn(size, size, device=device)
-    wide = a.bfloat16()
-    small = (a * 40).clamp(-127, 127).to(torch.int8)
-
-    def copy() -> Tensor:
-        return target.copy_(source)
-
-    found = medians(
-        {
-            "copy": copy,
-            "bf16": lambda: wide @ wide.t(),
-            "int8": lambda: torch._int_mm(small, small.t()),
-        },
-        device,
-        rounds,
-    )
-    operations = 2 * size**3
+    wide = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    small = (wide * 40).clamp(-127, 127).to(torch.int8)
+    functions: dict[str, Callable[[], object]] = {
+        "copy": lambda: target.copy_(source),
+        "bf16": lambda: wide @ wide.t(),
+        "int8": lambda: torch._int_mm(small, small.t()),
+    }
+    taken = interleaved(functions, device, rounds)
+    copy, bf16, int8 = (statistics.median(taken[name]) for name in functions)
     return GpuRoofline(
-        bytes_per_second=2 * source.numel() * 4 / found["copy"][0],
-        bf16_per_second=operations / found["bf16"][0],
-        int8_per_second=operations / found["int8"][0],
+        bytes_per_second=2 * source.nbytes / copy,
+        bf16_per_second=2 * size**3 / bf16,
+        int8_per_second=2 * size**3 / int8,
     )

@@ -1,31 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole training steps: dense bf16, ternary with the int8 forward, and with the fake-quantised one."""
 
-import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from sparse_bitnet.bench.gpu_models import bench_config, bench_device, random_model
+from sparse_bitnet.bench.gpu_models import bench_device, random_model
 from sparse_bitnet.bench.gpu_options import GpuBenchOptions
-from sparse_bitnet.bench.gpu_record import SpeedRow, rows_of
-from sparse_bitnet.bench.gpu_timing import give_back_memory, medians, those_that_fit
+from sparse_bitnet.bench.gpu_record import GpuRow, rows_of
+from sparse_bitnet.bench.gpu_timing import give_back_memory, measured
 from sparse_bitnet.nn.convert import convert_, selected, set_integer_forward_
 from sparse_bitnet.nn.layer import SparseBitConfig
-from sparse_bitnet.presets import PRESETS
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import autocast, make_deterministic, peak_memory_bytes
-from sparse_bitnet.training.footprint import activation_bytes, state_bytes
 from sparse_bitnet.training.loss import causal_lm_loss
 from sparse_bitnet.training.optimizer import build_optimizer
 
 VARIANTS = ("bf16", "int8", "fake")
 DEFAULT_TOKENS = 2048
-DEFAULT_BATCH = 4
+DEFAULT_BATCHES = (4, 2, 1)
+"""Unless asked otherwise, the first that every variant has the memory for."""
 
 
-def run(options: GpuBenchOptions) -> list[SpeedRow]:
+def run(options: GpuBenchOptions) -> list[GpuRow]:
     """One row a variant and batch: forward, backward and AdamW with float32 masters under autocast,
     with the deterministic kernels of a training run.
 
@@ -35,37 +34,20 @@ def run(options: GpuBenchOptions) -> list[SpeedRow]:
     device = bench_device(options)
     make_deterministic(device)
     length = (options.tokens or [DEFAULT_TOKENS])[0]
-    rows = []
-    for batch in options.batch or (_default_batch(options, device, length),):
+    rows: list[GpuRow] = []
+    for batch in options.batch or DEFAULT_BATCHES:
         for variant in VARIANTS:
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-
-            def make(variant: str = variant, batch: int = batch) -> Callable[[], object]:
-                return _training_step(variant, options, device, batch, length)
-
-            steps, lacking = those_that_fit({variant: make}, device)
-            found = medians(steps, device, options.rounds)
-            (row,) = rows_of("train", batch * length, batch * length, found, lacking)
+            make = functools.partial(_training_step, variant, options, device, batch, length)
+            found = measured({variant: make}, device, options.rounds)
+            (row,) = rows_of("train", batch * length, found)
             row.peak_bytes = peak_memory_bytes(device)
             rows.append(row)
-            del steps
             give_back_memory(device)
+        if not options.batch and all(row.failed is None for row in rows[-len(VARIANTS) :]):
+            break
     return rows
-
-
-def _default_batch(options: GpuBenchOptions, device: torch.device, length: int) -> int:
-    """The most sequences, up to four, for which a dense model and its activations should fit."""
-    if device.type != "cuda":
-        return DEFAULT_BATCH
-    layers = bench_config(options).num_hidden_layers
-    shape = dataclasses.replace(PRESETS[options.model], num_hidden_layers=layers)
-    dense = SparseBitConfig.parse("full-8:8")
-    memory = 0.9 * torch.cuda.get_device_properties(device).total_memory
-    for batch in range(DEFAULT_BATCH, 1, -1):
-        if state_bytes(shape, dense) + activation_bytes(shape, dense, batch * length) <= memory:
-            return batch
-    return 1
 
 
 def training_model(variant: str, options: GpuBenchOptions, device: torch.device) -> Any:

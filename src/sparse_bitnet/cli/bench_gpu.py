@@ -3,14 +3,11 @@
 single kernels on a GPU; `bench gpu --all` measures everything."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from sparse_bitnet.bench.gpu_options import GpuBenchOptions
 from sparse_bitnet.cli.arguments import FLAT, parse
 from sparse_bitnet.errors import UserError
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 KINDS = ("prefill", "decode", "train", "kernels", "profile")
 
@@ -26,11 +23,7 @@ def main(arguments: list[str]) -> None:
             options: what to measure.
             out: append the rows to this JSON-lines file.
         """
-        from rich.console import Console
-
-        console = Console()
-        # In a file or a pipe nothing of a row is to be cut off.
-        run(kind, options, out, console if console.is_terminal else Console(width=140))
+        run(kind, options, out)
 
     def everything(
         all: bool = False, out: Path = Path("gpu-results"), rehearse: bool = False
@@ -42,7 +35,7 @@ def main(arguments: list[str]) -> None:
 
         Args:
             all: every step; there is no other choice yet.
-            out: folder for rows.jsonl and index.html.
+            out: folder for rows and index.html.
             rehearse: the same steps on the CPU with a small model, to see that all is in place.
         """
         from sparse_bitnet.bench.gpu_all import run_all
@@ -54,33 +47,35 @@ def main(arguments: list[str]) -> None:
     parse(everything if kind == "gpu" else entry, rest, prog=f"sparse-bitnet bench {kind}")
 
 
-def run(kind: str, options: GpuBenchOptions, out: Path | None, console: "Console") -> None:
+def run(kind: str, options: GpuBenchOptions, out: Path | None) -> None:
     """Measure one of `KINDS`, print the table, and append the rows to `out`.
 
     Raises `UserError` for an unknown model, a pattern that does not fit, or no CUDA device.
     """
-    if kind not in KINDS:
-        raise UserError(f"bench {kind}: choose one of {', '.join(KINDS)}")
-    from sparse_bitnet.bench import gpu_inference, gpu_kernels, gpu_record, gpu_train
+    from rich.console import Console
+
+    from sparse_bitnet.bench import gpu_inference, gpu_kernels, gpu_train
+    from sparse_bitnet.bench.gpu_record import records, table
     from sparse_bitnet.bench.record import append_records
     from sparse_bitnet.experiments.provenance import provenance
 
-    where = provenance()
-    layers = "" if options.layers is None else f", {options.layers} layers"
-    title = f"{kind}: {options.model} {options.pattern}{layers}, {where['hardware']}"
-    rows: list[gpu_record.SpeedRow] | list[gpu_record.KernelRow]
-    if kind in ("kernels", "profile"):
-        rows = gpu_kernels.run(options) if kind == "kernels" else gpu_kernels.run_profile(options)
-        console.print(gpu_record.kernel_table(rows, title))
+    if kind in ("prefill", "decode"):
+        rows = gpu_inference.run(options, kind)
     else:
         measured = {
-            "prefill": gpu_inference.run_prefill,
-            "decode": gpu_inference.run_decode,
             "train": gpu_train.run,
+            "kernels": gpu_kernels.run,
+            "profile": gpu_kernels.run_profile,
         }
         rows = measured[kind](options)
-        console.print(gpu_record.table(rows, title))
+    where, console = provenance(), Console()
+    if not console.is_terminal:  # in a file or a pipe nothing of a row is to be cut off
+        console = Console(width=200)
+    layers = "" if options.layers is None else f", {options.layers} layers"
+    if kind != "profile":
+        title = f"{kind}: {options.model} {options.pattern}{layers}, {where['hardware']}"
+        console.print(table(rows, title))
     console.print(f"torch {where['versions']['torch']}, {where['date'][:10]}, {where['commit']}")
     if out is not None:
-        append_records(out, gpu_record.records(rows, options), where)
+        append_records(out, records(rows, options), where)
         console.print(f"written to {out}", soft_wrap=True)

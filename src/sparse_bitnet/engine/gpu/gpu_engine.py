@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from sparse_bitnet.checkpoint.load import from_pretrained
-from sparse_bitnet.engine.gpu.decode import SlotDecoder, check_full_attention, slot_bytes
-from sparse_bitnet.engine.gpu.fused_layers import fuse_, int8_head_, prepare_
+from sparse_bitnet.engine.gpu.blocks import int8_head_, prepare_
+from sparse_bitnet.engine.gpu.decode import SlotDecoder, slot_bytes
 from sparse_bitnet.engine.gpu.linear import RoutePolicy
-from sparse_bitnet.engine.gpu.measure import measured_policy
+from sparse_bitnet.engine.gpu.measure import measured_policy, ternary_layers
 from sparse_bitnet.engine.protocol import CacheFull, EngineSequence, InferenceEngine, WhichLogits
 from sparse_bitnet.errors import UserError
 
@@ -25,9 +25,6 @@ DEFAULT_SLOTS = 8
 
 MEMORY_SHARE = 0.8
 """Of the GPU's free memory, the most that the cache takes unasked."""
-
-DEFAULT_POSITIONS = 2048
-"""Where the model's config does not say how many it has."""
 
 
 class UnsuitedModel(UserError):
@@ -60,27 +57,27 @@ class GpuEngine(InferenceEngine):
             policy: which product for how many tokens; default by measuring the model's shapes.
             dtype: of activations, cache and what is not ternary, once codes are taken from the masters;
                 default the model's.
-            int8_head: quantise the output head, where the model has one of its own name.
+            int8_head: quantise the output head.
 
-        Raises `UnsuitedModel` for one without ternary int8 layers or with sliding-window attention,
+        Raises `UnsuitedModel` for one without ternary layers and for what `prepare_` refuses,
         `UserError` for a context beyond the model's positions and where memory does not suffice.
         """
-        config = model.config
-        positions = getattr(config, "max_position_embeddings", None) or DEFAULT_POSITIONS
+        try:
+            prepare_(model.eval(), policy or RoutePolicy())
+            if not ternary_layers(model):
+                raise UserError("it has no ternary layer for the GPU kernels")
+        except UserError as error:
+            raise UnsuitedModel(str(error)) from error
+        positions = model.config.max_position_embeddings
         if context_length is not None and context_length > positions:
             raise UserError(f"--context-length {context_length}: the model has {positions}")
         vocab_size, hidden_size = model.get_input_embeddings().weight.shape
         super().__init__(vocab_size, context_length or positions, hidden_size)
         self.page_tokens = self.context_length
-        try:
-            check_full_attention(model)
-            fuse_(prepare_(model.eval(), policy or RoutePolicy()))
-        except UserError as error:
-            raise UnsuitedModel(str(error)) from error
         # Not the buffers: weight scales and rotary frequencies are float32.
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype or parameter.dtype)
-        if int8_head and hasattr(model, "lm_head"):
+        if int8_head:
             int8_head_(model)
         if policy is None:
             measured_policy(model)

@@ -5,8 +5,9 @@ All forms give the same integers, scaled alike, so the choice never changes an o
 rounding of its type; in float32 not at all.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,22 +57,6 @@ def possible_routes(pattern: NMPattern, tokens: int = 1) -> list[Route]:
     routes: list[Route] = ["dense"]
     routes += ["sparse"] if has_windows(pattern) else []
     return [*routes, "packed"] if tokens <= MAX_TOKENS else routes
-
-
-@dataclass(frozen=True, eq=False)
-class QuantizedTokens:
-    """int8 activations for one product, in the place of the float tensor that they stand for."""
-
-    codes: Tensor
-    """int8 [..., in_features], or [..., K'] in the order of windows."""
-    scale: Tensor
-    """float32 [..., 1]."""
-    route: Route
-    """The product that takes them."""
-    shape: torch.Size
-    """Of the float tensor."""
-    dtype: torch.dtype
-    """Of the float tensor, and of the product's output."""
 
 
 class TernaryLinear(nn.Module):
@@ -134,57 +119,49 @@ class TernaryLinear(nn.Module):
         self.weight_packed = self.weight_packed if "packed" in routes else None
 
     @classmethod
-    def merged(cls, layers: Iterable["TernaryLinear"], policy: RoutePolicy) -> "TernaryLinear":
+    def merged(
+        cls, parts: Sequence["TernaryLinear"], policy: RoutePolicy, name: str
+    ) -> "TernaryLinear":
         """One layer that computes several of the same input, outputs side by side, with a scale a row."""
-        parts = list(layers)
-        scale = [part.weight_scale.expand(part.out_features) for part in parts]
-        bias = None
-        if any(part.bias is not None for part in parts):
-            zeros = [part.weight_scale.new_zeros(part.out_features) for part in parts]
-            bias = torch.cat(
-                [
-                    z if part.bias is None else part.bias.float()
-                    for z, part in zip(zeros, parts, strict=True)
-                ]
-            )
-        codes = torch.cat([part.codes for part in parts])
-        return cls(codes, torch.cat(scale), bias, parts[0].pattern, policy)
+        scale, bias = torch.cat([p.weight_scale.expand(p.out_features) for p in parts]), None
+        if any(p.bias is not None for p in parts):
+            zero = torch.zeros_like(scale).split([p.out_features for p in parts])
+            pairs = zip(parts, zero, strict=True)
+            bias = torch.cat([z if p.bias is None else p.bias.float() for p, z in pairs])
+        codes = torch.cat([p.codes for p in parts])
+        return cls(codes, scale, bias, parts[0].pattern, policy, name=name)
 
-    def route(self, tokens: int) -> tuple[Route, NMPattern | None]:
-        """The product for this many tokens, and the windows in which it takes activations, if it does."""
-        route = self.policy.choose(self.shape, tokens)
-        if route == "sparse" and self.compressed is not None:
-            return route, self.pattern
-        if route == "packed" and self.weight_packed is not None:
-            return route, None
-        return "dense", None
-
-    def quantize(self, input: Tensor) -> "QuantizedTokens":
-        """Float [..., in_features] as the product for this many tokens takes it."""
-        route, windows = self.route(input.numel() // self.in_features)
-        codes, scale = quantize_int8(input) if windows is None else quantize_windows(input, windows)
-        return QuantizedTokens(codes, scale, route, input.shape, input.dtype)
-
-    def forward(self, input: "Tensor | QuantizedTokens") -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features] of the same dtype."""
-        x = self.quantize(input) if isinstance(input, Tensor) else input
-        scale, bias = self.weight_scale, self.bias
-        if x.route == "sparse":
-            assert self.compressed is not None
-            return sparse_int8_linear(
-                x.codes, x.scale, self.compressed, self.out_features, scale, bias, x.dtype
-            )
-        if x.route == "packed":
-            assert self.weight_packed is not None
-            return packed_int8_linear(x.codes, x.scale, self.weight_packed, scale, bias, x.dtype)
-        return int8_linear(x.codes, x.scale, self.codes, scale, bias, x.dtype)
+        return self.after(quantized, input)
 
-    def extra_repr(self) -> str:
-        """Sizes, pattern and the forms kept, for `print`."""
-        forms = ["dense"]
-        forms += ["sparse"] if self.compressed is not None else []
-        forms += ["packed"] if self.weight_packed is not None else []
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"pattern={self.pattern}, forms={'+'.join(forms)}"
-        )
+    def after(
+        self, quantize: Callable[..., tuple[Tensor, Tensor]], input: Tensor, *more: Any
+    ) -> Tensor:
+        """The product with what a fused operator makes of its input, [..., out_features].
+
+        Args:
+            quantize: of (input, *more, windows) the int8 tokens and their scales; `windows` is the
+                pattern in whose order they are wanted, None for their own.
+            input: float [..., features].
+            more: further arguments.
+        """
+        route = self.policy.choose(self.shape, input.numel() // input.shape[-1])
+        x = quantize(input, *more, self.pattern if route == "sparse" else None)
+        return self.product(route, *x, input.dtype)
+
+    def product(self, route: Route, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """With int8 tokens, in the order of the windows for "sparse"; the form of the weight is there."""
+        end = self.weight_scale, self.bias, dtype
+        if route == "sparse":
+            assert self.compressed is not None
+            return sparse_int8_linear(codes, scale, self.compressed, self.out_features, *end)
+        if route == "packed":
+            assert self.weight_packed is not None
+            return packed_int8_linear(codes, scale, self.weight_packed, *end)
+        return int8_linear(codes, scale, self.codes, *end)
+
+
+def quantized(x: Tensor, windows: NMPattern | None) -> tuple[Tensor, Tensor]:
+    """int8 tokens and their scales, in the order of a pattern's windows or in their own."""
+    return quantize_int8(x) if windows is None else quantize_windows(x, windows)
