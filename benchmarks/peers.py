@@ -7,13 +7,15 @@
     python benchmarks/peers.py --llama-bench PATH --gguf FILE [--llama-bench-args="-rtr 1"]
     pip install --no-deps litespark-inference       # needs what is there already
     python benchmarks/peers.py --model bitnet-2b4t --type --litespark
+    python benchmarks/peers.py --model qwen3-8b --scale-group 128 --type q2_0
 
 llama.cpp runs the model exported to GGUF (ternary blocks, embedding and head in Q8_0) through the
 library of llama-cpp-python. Other engines built on it are given as their llama-bench with a file of
-theirs; both options may be repeated, pair by pair. --litespark adds litespark-inference, which has BitNet
-b1.58 alone, on a random model of the same shape. Every engine lives in a process of its own and waits
-idle while another one is measured; they take turns in another order each round, and medians are
-reported. Ours and theirs read about as many bytes for the head: 8 bits a weight plus scales.
+theirs, or with the type of the exported one; both options may be repeated, pair by pair. --litespark adds
+litespark-inference, which has BitNet b1.58 alone, on a random model of the same shape. Every engine lives
+in a process of its own and waits idle while another one is measured; they take turns in another order
+each round, and medians are reported. Ours and theirs read about as many bytes for the head: 8 bits a
+weight plus scales.
 """
 
 import argparse
@@ -49,6 +51,8 @@ from sparse_bitnet.progress import Progress
 
 RESULTS = Path(__file__).parent / "results"
 OURS = "sparse-bitnet"
+TYPES = ("tq1_0", "tq2_0", "q2_0", "i2_s")
+"""Of blocks of the exported model."""
 LLAMA_CPP = (str(Path(__file__).with_name("llama_cpp_child.py")),)
 LITESPARK = (str(Path(__file__).with_name("litespark_child.py")),)
 IDLE_SECONDS = 0.05
@@ -161,9 +165,10 @@ def gguf_file(folder: Path, type: str) -> Path:
     return path
 
 
-def other_engines(options: argparse.Namespace) -> Iterable[Engine]:
+def other_engines(folder: Path, options: argparse.Namespace) -> Iterable[Engine]:
     for place, binary in enumerate(options.llama_bench):
-        gguf = options.gguf[place]
+        given = options.gguf[place]
+        gguf = gguf_file(folder, given) if given in TYPES else Path(given)
         arguments = options.llama_bench_args[place] if place < len(options.llama_bench_args) else ""
         for threads in options.threads:
 
@@ -178,7 +183,8 @@ def other_engines(options: argparse.Namespace) -> Iterable[Engine]:
                     sizes = ("-p", "0", "-n", str(tokens))
                 return llama_bench([*command, *sizes, *shlex.split(more)], phase, tokens)
 
-            type = f"{gguf.stem} {arguments}".strip()
+            type = given.upper() if given in TYPES else gguf.stem
+            type = f"{type} {arguments}".strip()
             yield Engine(binary.parent.name or binary.name, type, "", threads, measure)
 
 
@@ -311,6 +317,9 @@ def table_of(rows: list[Row], title: str) -> Table:
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="qwen2.5-1.5b", help="a preset's shape")
+    parser.add_argument(
+        "--scale-group", type=int, default=0, help="weights that share a scale; 0 for one a matrix"
+    )
     parser.add_argument("--pattern", default="8:8", help="n:m of the random weights; 8:8 is dense")
     cores = available_cores()
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, cores}))
@@ -323,7 +332,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=3600, help="no new round after these")
     parser.add_argument("--litespark", action="store_true", help="litespark-inference too")
     parser.add_argument("--llama-bench", type=Path, action="append", default=[])
-    parser.add_argument("--gguf", type=Path, action="append", default=[])
+    parser.add_argument("--gguf", action="append", default=[], help=f"a file, or {'/'.join(TYPES)}")
     parser.add_argument("--llama-bench-args", action="append", default=[])
     parser.add_argument("--models", type=Path, default=default_cache(), help="keeps the models")
     parser.add_argument("--out", type=Path, help="JSON lines; benchmarks/results/ by default")
@@ -354,13 +363,15 @@ def version_of(engine: str) -> str:
 
 def run(options: argparse.Namespace, console: Console, read_bytes: int = READ_BYTES) -> None:
     pattern = NMPattern.parse(options.pattern)
-    folder = cached_random_model(options.model, pattern, cache=options.models)
+    folder = cached_random_model(
+        options.model, pattern, cache=options.models, scale_group=options.scale_group
+    )
     with ExitStack() as stack, Progress(console) as progress:
         engines = [
             *our_engines(folder, options, stack),
             *llama_cpp_engines(folder, options, stack),
             *litespark_engines(folder, options, stack),
-            *other_engines(options),
+            *other_engines(folder, options),
         ]
         isas = sorted({engine.isa for engine in engines if engine.name == OURS})
         meters = [RooflineMeter(threads, isas, read_bytes) for threads in options.threads]
@@ -388,6 +399,7 @@ def run(options: argparse.Namespace, console: Console, read_bytes: int = READ_BY
     out = options.out or (None if options.quick else result_file(RESULTS, "peers", where))
     if out is not None:
         shared = {"model": options.model, "pattern": str(pattern)}
+        shared |= {"scale_group": options.scale_group} if options.scale_group else {}
         records = [{**shared, **asdict(row)} for row in rows]
         records += [{**shared, "ratio": ratio} for ratio in ratios(rows)]
         records += [{**shared, "roofline": roofline} for roofline in rooflines]

@@ -64,7 +64,7 @@ class ModelBuilder {
   ModelBuilder(std::int64_t hidden, std::int64_t intermediate, std::int64_t heads,
                std::int64_t kv_heads, std::int64_t head_dim, std::int64_t vocab, float norm_epsilon,
                Activation activation, Address inverse_frequencies, float rope_scaling,
-               std::int64_t activation_group, float query_scale, float embedding_scale) {
+               std::int64_t activation_group, float query_scale, float embedding_scale, bool norms_rotated) {
     const std::int64_t most_columns = packed::max_in_features;
     require(hidden >= 1 && hidden <= most_columns, "hidden is outside 1..2^23");
     require(intermediate >= 1 && intermediate <= most_columns, "intermediate is outside 1..2^23");
@@ -87,6 +87,7 @@ class ModelBuilder {
     model_.activation_group = activation_group;
     model_.query_scale = query_scale > 0 ? query_scale : 1.0f / std::sqrt(float(head_dim));
     model_.embedding_scale = embedding_scale;
+    model_.norms_rotated = norms_rotated;
     add_rope(inverse_frequencies, rope_scaling);
     model_.embedding = model_.head = {};
     model_.final_norm = nullptr;
@@ -280,10 +281,11 @@ void bind_decoder(nb::module_& module) {
   nb::class_<ModelBuilder>(module, "ModelBuilder",
                            "The weights of a model by address, see csrc/bindings_decoder.cpp.")
       .def(nb::init<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t,
-                    std::int64_t, float, Activation, Address, float, std::int64_t, float, float>(),
+                    std::int64_t, float, Activation, Address, float, std::int64_t, float, float, bool>(),
            "hidden"_a, "intermediate"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "vocab"_a,
            "norm_epsilon"_a, "activation"_a, "inverse_frequencies"_a, "rope_scaling"_a = 1.0f,
-           "activation_group"_a = 0, "query_scale"_a = 0.0f, "embedding_scale"_a = 1.0f)
+           "activation_group"_a = 0, "query_scale"_a = 0.0f, "embedding_scale"_a = 1.0f,
+           "norms_rotated"_a = false)
       .def("add_rope", &ModelBuilder::add_rope, "inverse_frequencies"_a, "scaling"_a = 1.0f,
            "Another one, for blocks that say so; the first is the constructor's.")
       .def("set_embedding", &ModelBuilder::set_embedding, "table"_a)

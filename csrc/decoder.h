@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // A whole decoder step of the llama/qwen2 family over packed weights: embedding, blocks, final norm,
 // output head, and the key-value cache of many sequences. Also BitNet b1.58 (sub-norms, squared ReLU),
-// Gemma 3 (norms of what a block adds, two ropes) and BitNet-embedding (a norm before each product, which for
-// o and down is that of BitNet b1.58).
+// Gemma 3 (norms of what a block adds, two ropes), Hunyuan (norms of rotated heads) and BitNet-embedding (a
+// norm before each product, which for o and down is that of BitNet b1.58).
 //
 // Activations and the residual stream are float32; every linear of the blocks quantises its input per
 // token to int8 and accumulates in int32 (matmul.h). The transformers model with packed layers, in
@@ -48,6 +48,7 @@ struct Model {
   std::int64_t activation_group;     // of all matrices of the blocks, see Activations; 0: none
   std::vector<Rope> ropes;
   float query_scale;                 // multiplies the scores
+  bool norms_rotated = false;        // q_norm and k_norm are of rotated heads
   float embedding_scale;             // multiplies the embedding's rows
   Table embedding, head;             // the same table where they are tied
   const float* final_norm;           // [hidden]

@@ -38,20 +38,20 @@ void Decoder::State::rotate_and_append(const Block& block, std::int64_t layer,
     const std::int64_t position = segment.position + token - segment.first_row;
     const float* cosine = &rotation.cosines[position * half];
     const float* sine = &rotation.sines[position * half];
+    const auto turn = [&](float* head, const float* norm, float scale) {
+      const bool is_last = norm && model.norms_rotated;
+      if (is_last) kernels.vector.rotate(head, cosine, sine, half, 1.0f);
+      if (norm) kernels.vector.add_and_norm(head, nullptr, norm, model.norm_epsilon, head_dim, head);
+      if (!is_last) return kernels.vector.rotate(head, cosine, sine, half, scale);
+      for (std::int64_t i = 0; i < head_dim; ++i) head[i] *= scale;
+    };
     for (std::int64_t head = 0; head < model.heads; ++head) {
-      float* query = queries + token * q_width + head * head_dim;
-      if (block.q_norm) {
-        kernels.vector.add_and_norm(query, nullptr, block.q_norm, model.norm_epsilon, head_dim, query);
-      }
-      kernels.vector.rotate(query, cosine, sine, half, model.query_scale);
+      turn(queries + token * q_width + head * head_dim, block.q_norm, model.query_scale);
     }
     const std::int32_t page = cache.pages(segment.sequence)[position / page_tokens];
     for (std::int64_t head = 0; head < model.kv_heads; ++head) {
       float* key = keys + token * kv_width + head * head_dim;
-      if (block.k_norm) {
-        kernels.vector.add_and_norm(key, nullptr, block.k_norm, model.norm_epsilon, head_dim, key);
-      }
-      kernels.vector.rotate(key, cosine, sine, half, 1.0f);
+      turn(key, block.k_norm, 1.0f);
       kernels.vector.append(cache.type(), cache.view(page, layer, head), position % page_tokens, key,
                        values + token * kv_width + head * head_dim, head_dim);
     }

@@ -71,6 +71,8 @@ class DecoderInMemory:
         config, inner = model.config, model.model
         self.vocab = config.vocab_size
         is_gemma = self.is_gemma = config.model_type == "gemma3_text"
+        is_hunyuan = config.model_type == "hunyuan_v1_dense"
+        head_norms = ("query_layernorm", "key_layernorm") if is_hunyuan else ("q_norm", "k_norm")
         rotary = inner.rotary_emb
         self.layers = sparse_layers(model)
         self.weight_format = weight_format
@@ -94,6 +96,7 @@ class DecoderInMemory:
             activation_group=activation_group,
             query_scale=inner.layers[0].self_attn.scaling,
             embedding_scale=float(inner.embed_tokens.embed_scale) if is_gemma else 1.0,
+            norms_rotated=is_hunyuan,
         )
         if is_gemma:
             builder.add_rope(self.floats(rotary.sliding_attention_inv_freq))
@@ -127,8 +130,8 @@ class DecoderInMemory:
                 },
                 attention_sub_norm=self.weight_of(attention, "attn_sub_norm"),
                 ffn_sub_norm=self.weight_of(feed, "ffn_sub_norm"),
-                q_norm=self.weight_of(attention, "q_norm"),
-                k_norm=self.weight_of(attention, "k_norm"),
+                q_norm=self.weight_of(attention, head_norms[0]),
+                k_norm=self.weight_of(attention, head_norms[1]),
             )
         self.decoder = _cpu.Decoder(
             builder,

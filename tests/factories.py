@@ -39,6 +39,11 @@ GEMMA: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"],
 }
 
+HUNYUAN = {
+    "head_dim": 24,
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0},
+}
+
 
 def tiny_config(family: str, **changes: Any) -> Any:
     """A two-layer transformers config: hidden 64, ffn 96, vocabulary 96."""
@@ -65,6 +70,9 @@ def tiny_config(family: str, **changes: Any) -> Any:
             **(sizes | grouped | {"sliding_window": 7} | changes)
         ),
         "gemma3_text": lambda: transformers.Gemma3TextConfig(**(sizes | grouped | GEMMA | changes)),
+        "hunyuan_v1_dense": lambda: transformers.HunYuanDenseV1Config(
+            **(sizes | grouped | HUNYUAN | changes)
+        ),
         "gpt_neox": lambda: transformers.GPTNeoXConfig(**(sizes | changes)),
     }
     return families[family]()

@@ -16,7 +16,7 @@ from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.nn.convert import convert_
 from sparse_bitnet.nn.layer import SparseBitConfig
 
-FAMILIES = ("qwen2", "llama", "qwen3", "bitnet", "mistral", "gemma3_text")
+FAMILIES = ("qwen2", "llama", "qwen3", "bitnet", "mistral", "gemma3_text", "hunyuan_v1_dense")
 
 
 def tiny_model_config(family: str, **changes: Any) -> Any:

@@ -75,16 +75,19 @@ def test_a_run_with_another_engine(peers: ModuleType, tmp_path: Path) -> None:
         "--model tiny --pattern 6:8 --type --rounds 2 --prompt 5 --steps 2 --threads 1 --isa generic "
         f"--weight-format i2 nm-bitmap --models {tmp_path} --out {tmp_path}/rows.jsonl "
         f"--llama-bench {binary} --gguf some.gguf --llama-bench-args=-rtr=0 "
-        f"--llama-bench {binary} --gguf some.gguf --llama-bench-args=-rtr=1"
+        f"--llama-bench {binary} --gguf q2_0 --llama-bench-args=-rtr=1"
     )
+    made = tmp_path / "tiny-6of8-i2-int8-v1-gguf-q2_0" / "model-Q2_0.gguf"
+    made.parent.mkdir()
+    made.touch()
     console = Console(file=io.StringIO(), width=80)
     peers.run(peers.parse_arguments(options.split()), console, read_bytes=1 << 20)
     text = console.file.getvalue()
     assert "x the fastest peer" in text
     assert "nm-bitmap" in text
     assert "…" not in text, "nothing is cut off"
-    for argument in ("-rtr=0", "-rtr=1"):
-        assert f"some {argument}" in " ".join(text.split()), "a row of its own"
+    for row in ("some -rtr=0", "Q2_0 -rtr=1"):
+        assert row in " ".join(text.split()), "a row of its own"
     lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     rows = [line for line in lines if "engine" in line]
     assert len(rows) == 2 * 2 + 2 * 2

@@ -25,6 +25,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "bitnet": {},
     "mistral": {},
     "gemma3_text": {"num_hidden_layers": 3, "layer_types": ["sliding_attention"] * 2 + FULL},
+    "hunyuan_v1_dense": {},
     "odd": {
         "num_attention_heads": 14,
         "hidden_size": 140,

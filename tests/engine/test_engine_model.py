@@ -65,7 +65,10 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma"}, "bitnet, mistral, gemma3_text, not 'gemma'; use --engine"),
+        (
+            {"model_type": "gemma"},
+            "mistral, gemma3_text, hunyuan_v1_dense, not 'gemma'; use --engine",
+        ),
         ({"hidden_act": "gelu"}, "no activation 'gelu'; use --engine transformers"),
         ({"layer_types": ["sliding_attention"] * 2}, "sliding_window is not set"),
         ({"layer_types": ["linear_attention"] * 2}, "no layers but those with full or sliding"),

@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from factories import tiny_config
 from sparse_bitnet.engine.rope import read_rope
 from sparse_bitnet.errors import UserError
 
@@ -49,6 +50,21 @@ def test_frequencies(fields: dict[str, Any], theta: float) -> None:
             torch.from_numpy(rope.inverse_frequencies), expected.inv_freq, rtol=3e-7, atol=0
         )
         assert rope.scaling == pytest.approx(expected.attention_scaling, rel=1e-12)
+
+
+def test_the_frequencies_of_hunyuan() -> None:
+    """Whose rope is dynamic by name, with a base that `alpha` stretches."""
+    from transformers.models.hunyuan_v1_dense import modeling_hunyuan_v1_dense as hunyuan
+
+    config = tiny_config("hunyuan_v1_dense")
+    rope = read_rope(old_form(config.to_dict()), config.head_dim, "test")
+    expected = hunyuan.HunYuanDenseV1RotaryEmbedding(config).inv_freq
+    torch.testing.assert_close(
+        torch.from_numpy(rope.inverse_frequencies), expected, rtol=3e-7, atol=0
+    )
+    plain = config.to_dict() | {"model_type": "llama"}
+    with pytest.raises(UserError, match="'dynamic'; use --engine transformers"):
+        read_rope(plain, config.head_dim, "test")
 
 
 def old_form(config: dict[str, Any]) -> dict[str, Any]:

@@ -56,10 +56,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma3_text",
         GEMMA | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
+    "hunyuan": ("hunyuan_v1_dense", {"tie_word_embeddings": False}),
     "bitnet": ("bitnet", {"hidden_act": "silu"}),
     "bitnet 2B4T": ("bitnet", {"hidden_act": "relu2"}),
 }  # fmt: skip
-IN_LLAMA_CPP = ("qwen2", "qwen3", "llama", "mistral", "gemma3", "bitnet")
+IN_LLAMA_CPP = ("qwen2", "qwen3", "llama", "mistral", "gemma3", "hunyuan", "bitnet")
 
 
 @pytest.fixture
@@ -82,11 +83,13 @@ def written(folder: Path, out: Path, type: str) -> Path:
     return file
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_packed_model_comes_back_as_it_was(packed, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "type"), [*((name, "tq2_0") for name in MODELS), ("bitnet 2B4T", "i2_s")]
+)
+def test_a_packed_model_comes_back_as_it_was(packed, tmp_path: Path, name: str, type: str) -> None:
     """Codes, scales, pattern, all that the engine reads of config.json, tokens, and so its logits."""
     folder = packed(name)
-    file = written(folder, tmp_path / "out", "tq2_0")
+    file = written(folder, tmp_path / "out", type)
     result = import_checkpoint(file, tmp_path / "back", packed="auto", embeddings="float32")
     assert str(result.format.pattern) == "6:8"
     before, after = open_checkpoint(folder), open_checkpoint(tmp_path / "back")

@@ -123,9 +123,17 @@ def test_other_architectures_are_written(family: str, checkpoint: Path, tmp_path
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "llama, mistral, gemma3_text, bitnet, not gpt2"),
+        ({"model_type": "gpt2"}, "llama, mistral, gemma3_text, hunyuan_v1_dense, bitnet, not gpt2"),
         ({"model_type": "qwen3", "attention_bias": True}, "attention_bias=True"),
-        ({"use_sliding_window": True}, "use_sliding_window=True"),
+        (
+            {
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "layer_types": None,
+                "max_window_layers": 1,
+            },
+            "sliding_window=8",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act=gelu"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "of yarn are incomplete"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e6}}, "rope_type=dynamic"),

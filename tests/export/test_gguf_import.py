@@ -41,6 +41,8 @@ NAMES = {
     "post_attention_layernorm": "ffn_norm",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "self_attn.query_layernorm": "attn_q_norm",
+    "self_attn.key_layernorm": "attn_k_norm",
     "self_attn.attn_sub_norm": "attn_sub_norm",
     "mlp.ffn_sub_norm": "ffn_sub_norm",
 }
@@ -143,6 +145,19 @@ def by_our_layout(name: str, codes: int) -> Write:
     return write
 
 
+def sherry(writer: Any, name: str, values: np.ndarray) -> None:
+    """STQ1_0, of which any bytes are weights: the model gets theirs."""
+    block = next(each for each in READ_TYPES if (each.name, each.type_id) == ("STQ1_0", 43))
+    random = np.random.default_rng(values.size)
+    data = random.integers(0, 256, (values.size // 256, block.nbytes), np.uint8)
+    data[:, -2:] = random.uniform(0.02, 0.1, (len(data), 1)).astype("<f2").view(np.uint8)
+    codes, scales = block.unpack(data.reshape(-1), *values.shape)
+    values[:] = codes * np.repeat(scales.astype(np.float32), 256, 1)
+    kind = np.dtype(np.int8)
+    writer.add_tensor_info(name, values.shape, kind, data.nbytes, raw_dtype=block.type_id)
+    writer.tensors[-1][name].tensor = data.reshape(len(values), -1)
+
+
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         return model(torch.arange(1, 33)[None] * 7 % 392).logits[0]
@@ -156,13 +171,16 @@ def logits(model: Any) -> torch.Tensor:
         ("qwen3", "qwen3", 128, by_our_layout("Q2_0", 128)),
         ("bitnet", "bitnet-b1.58", 64, by_our_layout("Q2_0", 64)),
         ("qwen2", "qwen2", 32, quantised(Kind.F16)),
+        ("hunyuan_v1_dense", "hunyuan-dense", 256, sherry),
     ],
 )
 def test_the_weights_come_back(
     tmp_path: Path, family: str, architecture: str, group: int, write: Write
 ) -> None:
     """Every weight, and the logits of the folder in floats against those of the model."""
-    changes = {} if family == "bitnet" else {"num_attention_heads": 8}
+    changes: dict[str, Any] = {} if family == "bitnet" else {"num_attention_heads": 8}
+    if family == "hunyuan_v1_dense":
+        changes |= {"head_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     model = ternary_model(family, group, **changes)
     path = write_gguf(tmp_path / "model.gguf", model, architecture, write)
     source = open_checkpoint(path)

@@ -107,9 +107,12 @@ def test_masters_have_no_such_norms(tmp_path: Path) -> None:
     assert not (tmp_path / "no").exists()
 
 
-def test_gguf_has_such_norms(tmp_path: Path, checkpoint: Path) -> None:
-    """By bitnet.cpp's names, there and back."""
-    folder = write(tmp_path / "model", reference("qwen3", vocab_size=392), released=True)
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+def test_gguf_has_such_norms(tmp_path: Path, checkpoint: Path, family: str) -> None:
+    """By bitnet.cpp's names, there and back; of Gemma they are the ones without an offset."""
+    sizes = {"vocab_size": 392, "head_dim": 32, "query_pre_attn_scalar": 32}
+    model = reference(family, **(sizes if family == "gemma3_text" else {"vocab_size": 392}))
+    folder = write(tmp_path / "model", model, released=True)
     copy_files(checkpoint, folder, TOKENIZER_FILES)
     import_checkpoint(folder, tmp_path / "packed", packed="i2", embeddings="float32")
     config = ExportConfig(format="gguf-q2_0", embeddings="f32")
@@ -117,7 +120,11 @@ def test_gguf_has_such_norms(tmp_path: Path, checkpoint: Path) -> None:
         export(tmp_path / "packed", tmp_path / "out", config).warning
     )
     (file,) = (tmp_path / "out").glob("*.gguf")
-    assert "blk.1.ffn_down_norm_in.weight" in GgufFile(file).tensors
+    stored = GgufFile(file)
+    np.testing.assert_array_equal(
+        stored.floats("blk.1.ffn_down_norm_in.weight"),
+        model.model.layers[1].mlp.down_proj.rms_norm.weight.detach(),
+    )
     import_checkpoint(file, tmp_path / "back", packed="i2", embeddings="float32")
     np.testing.assert_array_equal(*(logits_of(tmp_path / name) for name in ("packed", "back")))
 

@@ -107,6 +107,7 @@ def test_a_format_that_has_the_scales_holds_them(
         ("bitnet", "per-group:size=32"),
         ("compressed-tensors-w8a8", "per-group:size=32"),
         ("gguf-tq2_0", "per-group:size=32"),
+        ("gguf-i2_s", "per-channel"),
     ],
 )
 def test_one_that_has_not_refuses(

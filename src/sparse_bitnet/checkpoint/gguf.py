@@ -171,8 +171,8 @@ class _Opened:
         """One of the other tensors, or some of its rows, float32."""
         if self._turned(name):
             return self._in_halves(name, self.file.floats(self.names[name]))[part]
-        values = self.file.floats(self.names[name], part)
-        return values - self.architecture.norm_offset if name.endswith("norm.weight") else values
+        values, offset = self.file.floats(self.names[name], part), self.architecture.offset_of(name)
+        return values - offset if offset else values
 
     def _format(self) -> SparseBitConfig:
         """Dense, unless it is an export of ours, which remembers its pattern."""

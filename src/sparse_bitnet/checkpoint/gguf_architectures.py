@@ -4,6 +4,8 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from sparse_bitnet.checkpoint.config_fields import GEMMA3, HUNYUAN
+
 Part = tuple[str, ...]
 """transformers' name of a tensor in its block, then which sizes its shape has."""
 
@@ -32,6 +34,10 @@ _HEAD_NORMS: dict[str, Part] = {
     "attn_q_norm": ("self_attn.q_norm", "head"),
     "attn_k_norm": ("self_attn.k_norm", "head"),
 }
+_ROTATED_NORMS: dict[str, Part] = {
+    "attn_q_norm": ("self_attn.query_layernorm", "head"),
+    "attn_k_norm": ("self_attn.key_layernorm", "head"),
+}
 _PLAIN = _ATTENTION | _FEED_FORWARD | _NORMS
 """Blocks are in the order of transformers' models."""
 _WITH_HEAD_NORMS = _ATTENTION | _HEAD_NORMS | _FEED_FORWARD | _NORMS
@@ -44,10 +50,11 @@ _WITH_SUB_NORMS = (
 )
 LINEAR_NORM = "_norm_in"
 """End of the file's names of norms that linears have of their inputs (BitNet-embedding)."""
-_WITH_LINEAR_NORMS = _WITH_HEAD_NORMS | {
+_LINEAR_NORMS = {
     f"{stored}{LINEAR_NORM}": (f"{name}.norm", columns)
     for stored, (name, _, columns) in (_ATTENTION | _FEED_FORWARD).items()
 }
+_GEMMA = _ATTENTION | _HEAD_NORMS | _FEED_FORWARD | _GEMMA_NORMS
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 """Tensors outside the blocks."""
 
@@ -73,11 +80,16 @@ class GgufArchitecture(NamedTuple):
     """Layers may see but the last tokens."""
     linear_norms: bool = False
     norm_offset: float = 0.0
-    """What norms have in the file on top of what they have in transformers."""
+    """What norms but those of linears have in the file on top of what they have in transformers."""
     note: str = ""
     """What becomes of such a file in llama.cpp, where that is not the same."""
     in_llama_cpp: bool = True
     """llama.cpp reads it."""
+
+    def offset_of(self, name: str) -> float:
+        """`norm_offset` of transformers' tensor."""
+        is_norm = name.endswith("norm.weight") and not name.endswith("proj.norm.weight")
+        return self.norm_offset if is_norm else 0.0
 
     def stored_name(self, name: str) -> str | None:
         """The file's name of transformers' tensor; None for one that the architecture has not."""
@@ -101,7 +113,7 @@ ARCHITECTURES = (
         "qwen3",
         "qwen3",
         _SILU,
-        _WITH_LINEAR_NORMS,
+        _WITH_HEAD_NORMS | _LINEAR_NORMS,
         linear_norms=True,
         note=_EMBEDDING,
         in_llama_cpp=False,
@@ -110,13 +122,20 @@ ARCHITECTURES = (
     GgufArchitecture(
         "llama", "mistral", _SILU, rotates_neighbours=True, windows=True, note=_NO_WINDOW
     ),
+    GgufArchitecture("gemma3", GEMMA3, _GELU, _GEMMA, windows=True, norm_offset=1.0),
     GgufArchitecture(
         "gemma3",
-        "gemma3_text",
+        GEMMA3,
         _GELU,
-        _ATTENTION | _HEAD_NORMS | _FEED_FORWARD | _GEMMA_NORMS,
+        _GEMMA | _LINEAR_NORMS,
         windows=True,
+        linear_norms=True,
         norm_offset=1.0,
+        note=_EMBEDDING,
+        in_llama_cpp=False,
+    ),
+    GgufArchitecture(
+        "hunyuan-dense", HUNYUAN, _SILU, _ATTENTION | _ROTATED_NORMS | _FEED_FORWARD | _NORMS
     ),
     GgufArchitecture(
         "bitnet-b1.58",

@@ -5,6 +5,15 @@ from typing import Any
 
 import numpy as np
 
+from sparse_bitnet.checkpoint.config_fields import (
+    FULL,
+    GEMMA3,
+    WINDOWED,
+    gemma_windows,
+    head_size,
+    rope_of,
+    windows_of,
+)
 from sparse_bitnet.checkpoint.gguf_architectures import (
     ARCHITECTURES,
     LINEAR_NORM,
@@ -36,9 +45,6 @@ _FIRST_LINEAR_NORM = f"blk.0.attn_q{LINEAR_NORM}.weight"
 _KINDS = ("linear", "yarn")
 _LLAMA3_CONTEXTS = (8192, 4096, 16384, 32768)
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-_WINDOWED, _FULL = "sliding_attention", "full_attention"
-_EVERY = 6
-"""Of Gemma's layers the sixth, twelfth and so on see everything, unless a file says otherwise."""
 _SHARED_SCALES = 62
 """Layers of the one Gemma (27B) whose scores are scaled by the share of a head in the hidden size."""
 
@@ -53,8 +59,11 @@ def architecture_of(file: GgufFile) -> GgufArchitecture:
             f"{file.path}: its architecture {name!r} is not covered; {', '.join(known)} are; `--engine "
             "transformers` may run the model that this file was made from"
         )
-    is_second = file.metadata.get(f"{name}.{_WINDOW}") or _FIRST_LINEAR_NORM in file.tensors
-    return found[-1 if is_second else 0]
+    has_norms = _FIRST_LINEAR_NORM in file.tensors
+    found = [row for row in found if row.linear_norms == has_norms]
+    if not found:
+        raise UserError(f"{file.path}: a norm in each linear of {name} is not covered")
+    return found[-1 if file.metadata.get(f"{name}.{_WINDOW}") else 0]
 
 
 def read_config(file: GgufFile, architecture: GgufArchitecture) -> dict[str, Any]:
@@ -93,25 +102,25 @@ class _Metadata:
             config[LINEAR_NORMS] = config["rms_norm_eps"]
         if self.architecture.windows:
             config["sliding_window"] = self._windowed()
-        if self.architecture.model_type == "gemma3_text":
+        if self.architecture.model_type == GEMMA3:
             config |= self._gemma(config)
         return config
 
     def _gemma(self, config: dict[str, Any]) -> dict[str, Any]:
         layers, window = config["num_hidden_layers"], config["sliding_window"]
-        pattern = self.file.metadata.get(f"{self.name}.{_PATTERN}", _EVERY)
+        pattern = self.file.metadata.get(f"{self.name}.{_PATTERN}")
         if not isinstance(pattern, list):
-            every = self._size(_PATTERN, _EVERY)
-            pattern = [bool((layer + 1) % every) for layer in range(min(layers, 1 << 16))]
+            every = () if pattern is None else (self._size(_PATTERN),)
+            pattern = gemma_windows(layers, *every)
         if len(pattern) != layers:
             raise UserError(
                 f"{self.file.path}: {self.name}.{_PATTERN} has {len(pattern)} layers, not {layers}"
             )
         local = {"rope_type": "default", "rope_theta": self._number(_LOCAL_ROPE_BASE, 10_000.0)}
         return {
-            "layer_types": [_WINDOWED if window and sees_some else _FULL for sees_some in pattern],
+            "layer_types": [WINDOWED if window and sees_some else FULL for sees_some in pattern],
             "query_pre_attn_scalar": _gemma_scores(config),
-            "rope_parameters": {_FULL: config["rope_parameters"], _WINDOWED: local},
+            "rope_parameters": {FULL: config["rope_parameters"], WINDOWED: local},
             "final_logit_softcapping": self.file.metadata.get(
                 f"{self.name}.final_logit_softcapping"
             ),
@@ -175,12 +184,9 @@ def metadata_of(config: dict[str, Any], where: str) -> tuple[GgufArchitecture, d
     """
     architecture = _architecture_for(config, where)
     name, heads = architecture.name, config["num_attention_heads"]
-    share = config["hidden_size"] // heads
-    head = config.get("head_dim") or (
-        128 if name == "qwen3" else 256 if name == "gemma3" else share
-    )
+    head = head_size(config)
     if not architecture.own_head_size:
-        _expect(where, "head_dim", head, share)
+        _expect(where, "head_dim", head, config["hidden_size"] // heads)
     if not architecture.biases:
         _expect(where, "attention_bias", bool(config.get("attention_bias")), False)
     if architecture.model_type == "bitnet":
@@ -193,42 +199,30 @@ def metadata_of(config: dict[str, Any], where: str) -> tuple[GgufArchitecture, d
     if architecture.own_head_size:
         values |= {**dict.fromkeys(_HEAD_SIZES, head), "vocab_size": config["vocab_size"]}
     values |= _windows(config, architecture, where)
-    rope = rope_of(config)
-    if architecture.model_type == "gemma3_text":
+    rope = _rope(config, where)
+    if architecture.model_type == GEMMA3:
         for off in ("attn_logit_softcapping", "final_logit_softcapping"):
             _expect(where, off, config.get(off), None)
         scores = config.get("query_pre_attn_scalar", 256)
         _expect(where, "query_pre_attn_scalar", scores, _gemma_scores({**config, "head_dim": head}))
-        local = _local_rope(config)
+        local = _rope(config, where, local=True)
         _expect(where, "rope_type of layers with a window", local["rope_type"], "default")
         values[_LOCAL_ROPE_BASE] = float(local["rope_theta"])
     values |= _rope_metadata(rope, where)
     return architecture, {f"{name}.{key}": value for key, value in values.items()}
 
 
-def rope_factors(config: dict[str, Any]) -> np.ndarray | None:
+def rope_factors(config: dict[str, Any], where: str) -> np.ndarray | None:
     """float32 [head_dim / 2]: what divides the frequencies of rope type llama3; None for others."""
-    rope = rope_of(config)
+    rope = _rope(config, where)
     if rope["rope_type"] != "llama3":
         return None
-    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    return _llama3_factors(rope["rope_theta"], head // 2, rope)
+    return _llama3_factors(rope["rope_theta"], head_size(config) // 2, rope)
 
 
-def rope_of(config: dict[str, Any]) -> dict[str, Any]:
-    """The rope of a config.json of any release, with `rope_type` and `rope_theta`: Gemma's of layers that
-    see everything."""
-    fields = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    fields = fields.get(_FULL, fields)
-    kind = fields.get("rope_type", fields.get("type", "default"))
-    return {"rope_theta": config.get("rope_theta") or 10_000.0, **fields, "rope_type": kind}
-
-
-def _local_rope(config: dict[str, Any]) -> dict[str, Any]:
-    both = config.get("rope_parameters") or {}
-    if _WINDOWED in both:
-        return rope_of({"rope_parameters": both[_WINDOWED]})
-    return rope_of({"rope_theta": config.get("rope_local_base_freq")})
+def _rope(config: dict[str, Any], where: str, *, local: bool = False) -> dict[str, Any]:
+    rope = rope_of(config, where, local=local)
+    return rope | {"rope_theta": rope["rope_theta"] or 10_000.0}
 
 
 def _architecture_for(config: dict[str, Any], where: str) -> GgufArchitecture:
@@ -263,24 +257,18 @@ def _expect(where: str, setting: str, found: object, expected: object) -> None:
 
 
 def _windows(config: dict[str, Any], architecture: GgufArchitecture, where: str) -> dict[str, Any]:
-    types, window = config.get("layer_types"), config.get("sliding_window")
+    windows = windows_of(config, where)
+    if not any(windows):
+        return {}
     if not architecture.windows:
-        _expect(where, "use_sliding_window", bool(config.get("use_sliding_window")), False)
-        _expect(where, "sliding_attention", _WINDOWED in (types or ()), False)
-        return {}
-    layers = config["num_hidden_layers"]
-    if architecture.model_type == "mistral":
-        sees_some = [kind == _WINDOWED for kind in types or ()] or [bool(window)] * layers
-        _expect(where, "layers without a window", layers - sum(sees_some), 0 if window else layers)
-        return {_WINDOW: window} if window else {}
-    every = config.get("sliding_window_pattern") or _EVERY
-    usual = [bool((layer + 1) % _EVERY) for layer in range(layers)]
-    sees_some = [kind == _WINDOWED for kind in types or ()] or [
-        bool((layer + 1) % every) for layer in range(layers)
-    ]
-    if not any(sees_some):
-        return {}
-    return {_WINDOW: window or 4096} | ({} if sees_some == usual else {_PATTERN: sees_some})
+        _expect(where, "sliding_window", max(windows), None)
+    has_window = [window > 0 for window in windows]
+    values: dict[str, Any] = {_WINDOW: max(windows)}
+    if architecture.model_type != GEMMA3:
+        _expect(where, "layers without a window", has_window.count(False), 0)
+    elif has_window != gemma_windows(len(windows)):
+        values[_PATTERN] = has_window
+    return values
 
 
 def _rope_metadata(rope: dict[str, Any], where: str) -> dict[str, Any]:

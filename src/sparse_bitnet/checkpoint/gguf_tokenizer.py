@@ -30,6 +30,14 @@ _LLAMA3 = _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 _TEKKEN = (
     rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}|{_SYMBOLS}[\r\n/]*|{_REST}"
 )
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9]")
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_REST}",
+)
 
 
 class PreTokenizer(NamedTuple):
@@ -37,25 +45,27 @@ class PreTokenizer(NamedTuple):
 
     names: tuple[str, ...]
     """llama.cpp's, of which the first is written."""
-    regex: str | None
-    """None: GPT-2's."""
+    regexes: tuple[str, ...]
+    """Each splits what those before have left; none: GPT-2's."""
     ignores_merges: bool = False
     """What is a token as a whole is one, whatever the merges give."""
 
 
 PRE_TOKENIZERS = (
-    PreTokenizer(("gpt-2", "default", "phi-2", "mpt", "olmo", "gigachat", "mellum"), None),
-    PreTokenizer(("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez"), _QWEN2),
+    PreTokenizer(("gpt-2", "default", "phi-2", "mpt", "olmo", "gigachat", "mellum"), ()),
+    PreTokenizer(("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez"), (_QWEN2,)),
     PreTokenizer(
         (
             *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0"),
             *("lfm2", "jina-v5-nano"),
         ),
-        _LLAMA3,
+        (_LLAMA3,),
         ignores_merges=True,
     ),
-    PreTokenizer(("dbrx", "smaug-bpe"), _LLAMA3),
-    PreTokenizer(("tekken",), _TEKKEN, ignores_merges=True),
+    PreTokenizer(("dbrx", "smaug-bpe"), (_LLAMA3,)),
+    PreTokenizer(("tekken",), (_TEKKEN,), ignores_merges=True),
+    PreTokenizer(("falcon_e",), _FALCON),
+    PreTokenizer(("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), _DEEPSEEK3),
 )
 """What is read and written; another name splits as the first."""
 
@@ -159,10 +169,9 @@ def _byte_level(fields: dict[str, Any]) -> "tuple[Tokenizer, _IsOwn]":
         )
     bpe = models.BPE(vocabulary, merges, fuse_unk=False, ignore_merges=pre.ignores_merges)
     tokenizer = Tokenizer(bpe)
+    splits = [Split(Regex(regex), behavior="isolated") for regex in pre.regexes]
     tokenizer.pre_tokenizer = (
-        ByteLevel(add_prefix_space=False)
-        if pre.regex is None
-        else Sequence([Split(Regex(pre.regex), behavior="isolated"), plain])
+        Sequence([*splits, plain]) if splits else ByteLevel(add_prefix_space=False)
     )
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer, is_own

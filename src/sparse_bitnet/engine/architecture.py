@@ -7,22 +7,34 @@ from typing import Any
 
 import numpy as np
 
+from sparse_bitnet.checkpoint.config_fields import (
+    FULL,
+    GEMMA3,
+    HUNYUAN,
+    MOST_POSITIONS,
+    WINDOWED,
+    Fields,
+    head_size,
+    windows_of,
+)
 from sparse_bitnet.checkpoint.model_folder import LINEAR_NORMS
-from sparse_bitnet.engine.rope import Fields, Rope, read_rope
+from sparse_bitnet.engine.rope import Rope, read_rope
 from sparse_bitnet.errors import EngineLacks, UserError
 
-GEMMA3 = "gemma3_text"
-MODEL_TYPES = ("qwen2", "llama", "qwen3", "bitnet", "mistral", GEMMA3)
+MODEL_TYPES = ("qwen2", "llama", "qwen3", "bitnet", "mistral", GEMMA3, HUNYUAN)
 """transformers' `model_type` of the families that the engine computes."""
 
 ACTIVATIONS = {"silu": 0, "swish": 0, "relu2": 1, "gelu_pytorch_tanh": 2}
 """transformers' names -> csrc/decoder.h's Activation."""
 
-MOST_FEATURES, MOST_HEAD_DIM, MOST_POSITIONS = 1 << 23, 1 << 10, 1 << 24
+MOST_FEATURES, MOST_HEAD_DIM = 1 << 23, 1 << 10
 """The largest sizes that csrc/bindings_decoder.cpp takes."""
 
-_MOST_LAYERS = 1 << 16
-"""Of models with windows, whose layers are counted out before their weights are looked at."""
+_HEAD_NORMS = {
+    "qwen3": ("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
+    GEMMA3: ("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
+    HUNYUAN: ("self_attn.query_layernorm.weight", "self_attn.key_layernorm.weight"),
+}
 
 BLOCK_LINEARS = (
     "self_attn.q_proj",
@@ -59,8 +71,10 @@ class Architecture:
     o_bias: bool
     sub_norms: bool
     """Norms before o_proj and down_proj (BitNet b1.58)."""
-    head_norms: bool
-    """Norms of queries and keys (Qwen3, Gemma 3)."""
+    head_norms: tuple[str, ...]
+    """Norms of queries and keys (Qwen3, Gemma 3, Hunyuan), by their names in the block; empty: none."""
+    norms_rotated: bool
+    """Those are of queries and keys that are rotated already (Hunyuan)."""
     out_norms: bool
     """Norms of what attention and feed-forward part add to the residual (Gemma 3)."""
     linear_norms: bool
@@ -114,9 +128,7 @@ class Architecture:
             lengths["mlp.ffn_sub_norm.weight"] = self.intermediate
         if self.linear_norms:
             lengths |= {f"{name}.norm.weight": shapes[name][1] for name in BLOCK_LINEARS}
-        if self.head_norms:
-            lengths |= {f"self_attn.{name}_norm.weight": self.head_dim for name in "qk"}
-        return lengths
+        return lengths | dict.fromkeys(self.head_norms, self.head_dim)
 
 
 def read_architecture(config: dict[str, Any], where: str) -> Architecture:
@@ -138,16 +150,13 @@ def read_architecture(config: dict[str, Any], where: str) -> Architecture:
     heads = fields.size("num_attention_heads", most=MOST_FEATURES)
     hidden = fields.size("hidden_size", most=MOST_FEATURES)
     kv_heads = fields.size("num_key_value_heads", heads)
-    # Qwen3's heads have 128 values unless it says otherwise, those of most others share out `hidden`.
-    default = {"qwen3": 128, GEMMA3: 256}.get(model_type, hidden // heads)
-    head_dim = fields.size("head_dim", default, most=MOST_HEAD_DIM)
+    head_dim = fields.size("head_dim", head_size(config), most=MOST_HEAD_DIM)
     if heads % kv_heads or head_dim % 2 or heads * head_dim > MOST_FEATURES:
         raise UserError(
             f"{where}: {heads} heads of {head_dim} values with {kv_heads} key-value heads make no model"
         )
     attention_bias = bool(config.get("attention_bias", False))
     is_gemma = model_type == GEMMA3
-    rope, local_rope = _ropes(config, head_dim, where)
     scores = fields.optional("query_pre_attn_scalar", 256) if is_gemma else head_dim
     return Architecture(
         model_type=model_type,
@@ -165,67 +174,22 @@ def read_architecture(config: dict[str, Any], where: str) -> Architecture:
         qkv_bias=model_type == "qwen2" or attention_bias,
         o_bias=model_type != "qwen2" and attention_bias,
         sub_norms=model_type == "bitnet",
-        head_norms=model_type == "qwen3" or is_gemma,
+        head_norms=_HEAD_NORMS.get(model_type, ()),
+        norms_rotated=model_type == HUNYUAN,
         out_norms=is_gemma,
         linear_norms=bool(config.get(LINEAR_NORMS)),
         norm_offset=1.0 if is_gemma else 0.0,
         query_scale=float(np.float32(1) / np.sqrt(np.float32(scores))),
         embedding_scale=math.sqrt(hidden) if is_gemma else 1.0,
-        rope=rope,
-        local_rope=local_rope,
-        windows=_windows(config, fields, where),
+        rope=read_rope(config, head_dim, where),
+        local_rope=read_rope(config, head_dim, where, local=True),
+        windows=windows_of(config, where),
     )
 
 
 def _activation(config: dict[str, Any]) -> Any:
     """Its name; Gemma's configs have another field for it."""
     return config.get("hidden_activation" if config.get("model_type") == GEMMA3 else "hidden_act")
-
-
-def _ropes(config: dict[str, Any], head_dim: int, where: str) -> tuple[Rope, Rope]:
-    """Of layers that see everything, and of those with a window."""
-    if config.get("model_type") != GEMMA3:
-        rope = read_rope(config, head_dim, where)
-        return rope, rope
-    both = config.get("rope_parameters")
-    if isinstance(both, dict) and "full_attention" in both:
-        kinds = [{"rope_parameters": both.get(f"{kind}_attention")} for kind in ("full", "sliding")]
-    else:
-        # As transformers 4 writes it.
-        kinds = [{}, {"rope_theta": config.get("rope_local_base_freq"), "rope_scaling": None}]
-    full, local = (read_rope(config | kind, head_dim, where) for kind in kinds)
-    return full, local
-
-
-def _windows(config: dict[str, Any], fields: Fields, where: str) -> tuple[int, ...]:
-    model_type, types = config["model_type"], config.get("layer_types")
-    # What transformers takes where a config does not say.
-    default = 4096 if model_type in ("mistral", GEMMA3) else None
-    if not config.get("sliding_window", default):
-        return ()
-    if types is None and model_type != GEMMA3:
-        # Mistral's window is every layer's, Qwen's that of the upper layers, if it is used at all.
-        is_used = model_type == "mistral" or config.get("use_sliding_window")
-        if not is_used:
-            return ()
-    elif isinstance(types, list) and "sliding_attention" not in types:
-        return ()
-    window = fields.size("sliding_window", default, most=MOST_POSITIONS)
-    layers = fields.size("num_hidden_layers", most=_MOST_LAYERS)
-    if types is not None:
-        if len(types) != layers:
-            raise UserError(f"{where}: layer_types are {len(types)}, num_hidden_layers is {layers}")
-        return tuple(window if kind == "sliding_attention" else 0 for kind in types)
-    if model_type == GEMMA3:
-        every = fields.size("sliding_window_pattern", 6)
-        return tuple(window if (layer + 1) % every else 0 for layer in range(layers))
-    first = 0 if model_type == "mistral" else config.get("max_window_layers") or 0
-    if type(first) is not int:
-        raise UserError(f"{where}: max_window_layers is {first!r}, not a number of layers")
-    return tuple(window if layer >= first else 0 for layer in range(layers))
-
-
-_ATTENTION = ("full_attention", "sliding_attention")
 
 
 def _refuse_variants(config: dict[str, Any], where: str) -> None:
@@ -245,9 +209,9 @@ def _refuse_variants(config: dict[str, Any], where: str) -> None:
         reason = "biases in the feed-forward part"
     elif layer_types is not None and not isinstance(layer_types, list):
         raise UserError(f"{where}: layer_types is {repr(layer_types)[:40]}, not a list")
-    elif layer_types and any(kind not in _ATTENTION for kind in layer_types):
+    elif layer_types and any(kind not in (FULL, WINDOWED) for kind in layer_types):
         reason = "layers but those with full or sliding attention"
-    elif "sliding_attention" in (layer_types or ()) and not config.get(
+    elif WINDOWED in (layer_types or ()) and not config.get(
         "sliding_window", config.get("model_type") == GEMMA3
     ):
         raise UserError(f"{where}: layers have sliding attention, and sliding_window is not set")

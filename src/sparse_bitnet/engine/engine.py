@@ -223,6 +223,7 @@ def _build(
         activation_group,
         architecture.query_scale,
         architecture.embedding_scale,
+        architecture.norms_rotated,
     )
     model.add_rope(frequencies[1].ctypes.data, architecture.local_rope.scaling)
     model.set_embedding(weights.embedding)
@@ -233,7 +234,7 @@ def _build(
     if architecture.linear_norms:
         q, k, v, o, gate, up, down = BLOCK_LINEARS
         sub_norms, own_norms = (f"{o}.norm.weight", f"{down}.norm.weight"), (q, k, v, gate, up)
-    out_norms = ("", "")
+    head_norms, out_norms = architecture.head_norms or ("", ""), ("", "")
     if architecture.out_norms:
         out_norms = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
     for layer in range(architecture.layers):
@@ -255,8 +256,8 @@ def _build(
             attention_sub_norm=vector(sub_norms[0]),
             ffn_sub_norm=vector(sub_norms[1]),
             linear_norms=[vector(f"{name}.norm.weight") for name in own_norms],
-            q_norm=vector("self_attn.q_norm.weight"),
-            k_norm=vector("self_attn.k_norm.weight"),
+            q_norm=vector(head_norms[0]),
+            k_norm=vector(head_norms[1]),
             attention_out_norm=vector(out_norms[0]),
             ffn_out_norm=vector(out_norms[1]),
             window=window,
@@ -268,7 +269,7 @@ def _build(
 def _cache_type(weights: Weights) -> str:
     """ "int8", unless something makes a few numbers of all keys so large, as in Qwen2.5, that their scale
     would hide the others."""
-    names = ("k_proj.bias", "k_norm.weight")
+    names = ("k_proj.bias", "k_norm.weight", "key_layernorm.weight")
     given = [values for name, values in weights.vectors.items() if name.endswith(names)]
     largest = max((float(np.abs(values).max()) for values in given), default=0.0)
     return "int8" if largest <= _LARGEST_OF_KEYS else "float16"

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from sparse_bitnet.checkpoint.config_fields import Fields, rope_of
 from sparse_bitnet.errors import EngineLacks, UserError
 
 KNOWN = ("default", "linear", "llama3", "yarn")
@@ -23,22 +24,18 @@ class Rope:
     """Multiplies cosine and sine."""
 
 
-def read_rope(config: dict[str, Any], head_dim: int, where: str) -> Rope:
-    """Rope of a config.json: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling`.
+def read_rope(config: dict[str, Any], head_dim: int, where: str, *, local: bool = False) -> Rope:
+    """Rope of a config.json; `local`: of its layers with a window.
 
     Raises `UserError`, beginning with `where`, for kinds not in `KNOWN` and for missing numbers.
     """
-    fields = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(fields, dict):
-        raise UserError(f"{where}: its rope parameters are not a table")
-    kind = fields.get("rope_type", fields.get("type", "default"))
+    fields = rope_of(config, where, local=local)
+    kind = fields["rope_type"]
     if kind not in KNOWN:
         raise EngineLacks(
             f"{where}: the CPU engine does not know rope type {kind!r}; use --engine transformers"
         )
-    numbers = Fields(
-        {"rope_theta": config.get("rope_theta"), **fields}, f"{where}: rope parameter "
-    )
+    numbers = Fields(fields, f"{where}: rope parameter ")
     if numbers.optional("partial_rotary_factor", 1.0) != 1:
         raise EngineLacks(
             f"{where}: the CPU engine rotates whole heads only; use --engine transformers"
@@ -60,7 +57,7 @@ def read_rope(config: dict[str, Any], head_dim: int, where: str) -> Rope:
     return rope
 
 
-def _frequencies(kind: str, head_dim: int, numbers: "Fields", config: dict[str, Any]) -> Rope:
+def _frequencies(kind: str, head_dim: int, numbers: Fields, config: dict[str, Any]) -> Rope:
     # torch's float32 power is correctly rounded nearly always, like this one.
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     powers = np.power(numbers["rope_theta"], exponents.astype(np.float64)).astype(np.float32)
@@ -72,41 +69,6 @@ def _frequencies(kind: str, head_dim: int, numbers: "Fields", config: dict[str, 
     if kind == "yarn":
         return _yarn(powers, head_dim, numbers, config)
     return Rope(inverse_frequencies=plain, scaling=1.0)
-
-
-class Fields:
-    """Numbers of a config.json, checked. Raises `UserError`, beginning with `where`, for what is none."""
-
-    def __init__(self, values: dict[str, Any], where: str) -> None:
-        self._values, self._where = values, where
-
-    def __getitem__(self, name: str) -> float:
-        """A number that is positive, and finite in float32."""
-        value = self._values.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _LARGEST:
-            return float(value)
-        raise UserError(f"{self._where}{name} is {repr(value)[:40]}, not a positive number")
-
-    def optional(self, name: str, default: float) -> float:
-        """The same of one that may be missing."""
-        return default if self._values.get(name) is None else self[name]
-
-    def is_set(self, name: str, default: bool = False) -> bool:
-        """Whether a field is there and neither false nor zero."""
-        return bool(self._values.get(name, default))
-
-    def size(self, name: str, default: int | None = None, most: int = (1 << 31) - 1) -> int:
-        """A whole number from 1 to `most`."""
-        value = self._values.get(name)
-        value = default if value is None else value
-        if type(value) is not int or value < 1:
-            raise UserError(f"{self._where}{name} is {value!r}, not a positive size")
-        if value > most:
-            raise UserError(f"{self._where}{name} is above {most:,}, the most that can be computed")
-        return value
-
-
-_LARGEST = float(np.finfo(np.float32).max)
 
 
 def _llama3(plain: np.ndarray, numbers: Fields) -> np.ndarray:

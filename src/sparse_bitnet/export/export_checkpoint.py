@@ -103,7 +103,7 @@ def export(
         raise UserError(f"--verify: {absent}; without --verify the export needs none")
     source = open_checkpoint(checkpoint, "trained", "packed")
     if config.verify and config.format.startswith("gguf"):
-        gguf_export.check_reader(source)
+        gguf_export.check_reader(source, _block(config))
     write(source, out, config, on_progress)
     verification = None
     if config.verify:

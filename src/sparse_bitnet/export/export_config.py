@@ -14,6 +14,7 @@ FormatName = Literal[
     "gguf-tq1_0",
     "gguf-tq2_0",
     "gguf-q2_0",
+    "gguf-i2_s",
     "dense",
 ]
 Precision = Literal["f32", "f16", "bf16", "q8_0"]
@@ -71,6 +72,12 @@ FORMATS: dict[str, FormatInfo] = {
         bits_per_weight=2.25,
         embeddings=_GGUF,
         readers="recent llama.cpp",
+    ),
+    "gguf-i2_s": FormatInfo(
+        summary="GGUF I2_S, 2 bits where rows fill blocks of 128; CPU",
+        bits_per_weight=2,
+        embeddings=_GGUF,
+        readers="bitnet.cpp, ik_llama.cpp",
     ),
     "dense": FormatInfo(
         summary="plain effective weights, 16 or 32 bits, for tools without a ternary format",

@@ -29,7 +29,7 @@ from sparse_bitnet.checkpoint.gguf_config import (
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.gguf_vocabulary import GgufVocabulary, add_vocabulary, read_vocabulary
 from sparse_bitnet.export.hf_folder import scale_groups
-from sparse_bitnet.packing.gguf_blocks import BlockType, block_for
+from sparse_bitnet.packing.gguf_blocks import I2_S, BlockType, block_for
 from sparse_bitnet.progress import OnProgress
 
 if TYPE_CHECKING:
@@ -69,10 +69,11 @@ def check(source: Checkpoint, block: BlockType, embeddings: str) -> GgufVocabula
     architecture(source)
     for name, group in scale_groups(source).items():
         fitting = block_for(source.layers[name][1], block)
-        if group and group % fitting.codes:
+        if group and (fitting is I2_S or group % fitting.codes):
+            own = "the matrix" if fitting is I2_S else str(fitting.codes)
             raise UserError(
                 f"layer {name} has a scale for every {group} weights of a row, {fitting.name} one for "
-                f"{fitting.codes}; use --format dense, or `sparse-bitnet pack`"
+                f"{own}; use --format dense, or `sparse-bitnet pack`"
             )
     for name, shape in source.others.items():
         if embeddings == "q8_0" and len(shape) > 1 and shape[-1] % _Q8_0_BLOCK:
@@ -88,9 +89,11 @@ def architecture(source: Checkpoint) -> GgufArchitecture:
     return metadata_of(source.config, f"{source.folder}/config.json")[0]
 
 
-def check_reader(source: Checkpoint) -> None:
+def check_reader(source: Checkpoint, block: BlockType) -> None:
     """Raise `UserError` for a model whose file llama.cpp does not read."""
     row = architecture(source)
+    if block is I2_S:
+        raise UserError("--verify: llama.cpp does not read I2_S; verify --format gguf-tq2_0")
     if not row.in_llama_cpp:
         raise UserError(f"--verify: llama.cpp does not read {row.name}: {row.note}")
 
@@ -108,7 +111,9 @@ def require_gguf() -> None:
 def notes(source: Checkpoint, wanted: BlockType) -> str | None:
     """What a user of the file must know."""
     row, metadata = metadata_of(source.config, f"{source.folder}/config.json")
-    applies = not row.windows or f"{row.name}.attention.sliding_window" in metadata
+    applies = (
+        not (row.windows and row.in_llama_cpp) or f"{row.name}.attention.sliding_window" in metadata
+    )
     found = [other_types(source, wanted), row.note if applies else ""]
     return "; ".join(note for note in found if note) or None
 
@@ -139,7 +144,7 @@ def plan(source: Checkpoint, block: BlockType, embeddings: str) -> list[GgufTens
     tensors = []
     for layer, (rows, columns) in source.layers.items():
         fitting = block_for(columns, block)
-        size = rows * columns // fitting.codes * fitting.nbytes
+        size = fitting.tensor_bytes(rows, columns)
         make = _ternary(source, row, layer, fitting)
         name = gguf_name(f"{layer}.weight")
         tensors.append(GgufTensor(name, fitting.type_id, (rows, columns), size, make))
@@ -148,7 +153,7 @@ def plan(source: Checkpoint, block: BlockType, embeddings: str) -> list[GgufTens
         tensors.append(_plain(source, row, name, gguf_name(name), shape, type_id))
     if row.biases == "always":
         tensors += _absent_biases(source, gguf_name)
-    if (factors := rope_factors(source.config)) is not None:
+    if (factors := rope_factors(source.config, f"{source.folder}/config.json")) is not None:
         make = partial(np.asarray, factors)
         tensors.append(GgufTensor(ROPE_FACTORS, F32, factors.shape, factors.nbytes, make))
     return tensors
@@ -160,7 +165,8 @@ def _ternary(
     def make() -> np.ndarray:
         codes, weight_scale = source.ternary(layer)
         scale = weight_scale.numpy()
-        if (far := abs(np.float16(scale) - scale) > _SCALE_TOLERANCE * scale).any():
+        far = abs(np.float16(scale) - scale) > _SCALE_TOLERANCE * scale
+        if block is not I2_S and far.any():
             raise UserError(
                 f"layer {layer}: its weight scale {scale[far][0]:.3g} is too far out for float16, in "
                 f"which {block.name} holds it; use --format bitnet"
@@ -196,8 +202,8 @@ def _plain(
 ) -> GgufTensor:
     def make() -> np.ndarray:
         tensor = source.read(name)
-        if row.norm_offset and name.endswith("norm.weight"):
-            tensor = tensor.float() + row.norm_offset
+        if offset := row.offset_of(name):
+            tensor = tensor.float() + offset
         elif row.rotates_neighbours and name.endswith((".bias", "proj.weight")):
             tensor = torch.from_numpy(_in_rotation_order(source, name, tensor.float().numpy()))
         return encode_plain(tensor, type_id)

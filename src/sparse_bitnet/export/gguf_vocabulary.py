@@ -133,7 +133,7 @@ def _pre_tokenizer_name(content: dict[str, Any], path: Path) -> str:
     relevant = [
         {key: value for key, value in step.items() if key != "trim_offsets"} for step in steps
     ]
-    same = [row for row in PRE_TOKENIZERS if relevant == _steps(row.regex)]
+    same = [row for row in PRE_TOKENIZERS if relevant == _steps(row.regexes)]
     if not same:
         raise UserError(
             f"{path}: its pre-tokenizer is not one of those that the GGUF export knows by llama.cpp's "
@@ -148,11 +148,14 @@ def _pre_tokenizer_name(content: dict[str, Any], path: Path) -> str:
     )
 
 
-def _steps(regex: str | None) -> list[dict[str, Any]]:
+def _steps(regexes: tuple[str, ...]) -> list[dict[str, Any]]:
     """A pre-tokenizer as tokenizer.json spells it."""
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": regex is None}
-    split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
-    return [byte_level] if regex is None else [split, byte_level]
+    split = {"type": "Split", "behavior": "Isolated", "invert": False}
+    splits: list[dict[str, Any]] = [split | {"pattern": {"Regex": regex}} for regex in regexes]
+    return [
+        *splits,
+        {"type": "ByteLevel", "add_prefix_space": False, "use_regex": not regexes},
+    ]
 
 
 def add_vocabulary(writer: "GGUFWriter", vocabulary: GgufVocabulary, folder: Path) -> None:

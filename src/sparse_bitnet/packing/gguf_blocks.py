@@ -2,8 +2,8 @@
 """Ternary codes as GGUF blocks, of llama.cpp and what is built on it.
 
 A block is a run of 32 to 256 codes of one row, with its scale d in float16. Written are TQ1_0, TQ2_0,
-Q2_0 and Q8_0, all blocks of a matrix with the same scale, so codes survive exactly and the scale to
-2**-11; all but Q8_0 are read. t = code + 1 below.
+Q2_0, Q8_0, all blocks of a matrix with the same scale, so codes survive exactly and the scale to
+2**-11, and I2_S; all but Q8_0 are read. t = code + 1 below.
 
     type   id  codes  bytes           layout
     TQ1_0  34  256    qs 48, qh 4, d  t of five places as one byte, ceil(256 V / 243) with
@@ -28,7 +28,7 @@ Q2_0 and Q8_0, all blocks of a matrix with the same scale, so codes survive exac
                       in one piece
 
 A row that does not fill the blocks of a type takes the next one of Q2_0, Q8_0 and F16: all hold codes
-exactly and the scale to 2**-11.
+exactly and the scale to 2**-11. Readers of I2_S know no Q2_0.
 """
 
 from collections.abc import Callable
@@ -104,6 +104,11 @@ class BlockType:
         scale = np.atleast_2d(np.asarray(weight_scale, "<f2"))
         if self is F16:
             return codes * np.repeat(scale, columns // scale.shape[1], 1)
+        if self is I2_S:
+            tail = np.zeros(8, "<f4")
+            tail[0] = np.asarray(weight_scale).item()
+            encoded = self.encode((codes.reshape(-1, self.codes) + 1).astype(np.uint8))
+            return np.concatenate([encoded.reshape(-1), tail.view(np.uint8)])
         assert columns % (self.codes * scale.shape[1]) == 0, (codes.shape, self.name)
         encoded = self.encode((codes.reshape(-1, self.codes) + 1).astype(np.uint8))
         blocks = np.repeat(scale, columns // self.codes // scale.shape[1], 1)
@@ -169,6 +174,10 @@ def _decode_q2_0(blocks: np.ndarray) -> np.ndarray:
     return _four_of_a_byte(blocks).swapaxes(1, 2).reshape(len(blocks), -1)
 
 
+def _encode_i2_s(t: np.ndarray) -> np.ndarray:
+    return _four_in_a_byte(t.reshape(len(t), 4, 32)[:, ::-1])
+
+
 def _decode_i2_s(blocks: np.ndarray) -> np.ndarray:
     return _four_of_a_byte(blocks)[:, ::-1].reshape(len(blocks), -1)
 
@@ -209,7 +218,10 @@ TQ2_0 = BlockType("TQ2_0", 35, 37, 256, 66, _encode_tq2_0, _decode_tq2_0)
 Q2_0 = BlockType("Q2_0", 42, 41, 64, 18, _encode_q2_0, _decode_q2_0, scale_first=True)
 Q8_0 = BlockType("Q8_0", 8, 7, 32, 34, lambda t: t - np.uint8(1), scale_first=True)
 F16 = BlockType("F16", 1, 1, 1, 2, lambda t: t)
-BLOCK_TYPES = {block.name: block for block in (TQ1_0, TQ2_0, Q2_0)}
+I2_S = BlockType(
+    "I2_S", 36, 40, 128, 32, _encode_i2_s, _decode_i2_s, scale_of="matrix", scale_dtype="<f4"
+)
+BLOCK_TYPES = {block.name: block for block in (TQ1_0, TQ2_0, Q2_0, I2_S)}
 
 READ_TYPES = (
     TQ1_0,
@@ -218,9 +230,7 @@ READ_TYPES = (
     BlockType("Q2_0", 42, 41, 128, 34, _encode_q2_0, _decode_q2_0, scale_first=True),
     BlockType("STQ1_0", 42, 0, 256, 42, _not_written, _decode_stq1_0),
     BlockType("STQ1_0", 43, 0, 256, 42, _not_written, _decode_stq1_0),
-    BlockType(
-        "I2_S", 36, 0, 128, 32, _not_written, _decode_i2_s, scale_of="matrix", scale_dtype="<f4"
-    ),
+    I2_S,
     BlockType("IQ1_BN", 134, 0, 64, 13, _not_written, _decode_iq1_bn, scale_of="row"),
     BlockType(
         "IQ2_BN", 135, 0, 64, 16, _not_written, _decode_iq2_bn, scale_of="row", scale_dtype="<f4"
@@ -231,5 +241,5 @@ READ_TYPES = (
 
 def block_for(columns: int, wanted: BlockType) -> BlockType:
     """The type in which rows of this many codes are stored where `wanted` is the choice."""
-    types = (wanted, Q2_0, Q8_0, F16)
+    types = (wanted, Q8_0, F16) if wanted is I2_S else (wanted, Q2_0, Q8_0, F16)
     return next(block for block in types if columns % block.codes == 0)
