@@ -2,21 +2,20 @@
 """Checkpoints: complete, pruned, refused when damaged, and never half-written."""
 
 import errno
-import json
 import os
 import shutil
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
 
 from sparse_bitnet.checkpoint.consolidate import read_tensors
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
+from sparse_bitnet.checkpoint.store_path import StorePath
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.training import run_checkpoint
-from sparse_bitnet.training.metrics import read_rows
 from sparse_bitnet.training.run_folder import Interrupted
 from sparse_bitnet.training.train_run import train
 
@@ -113,30 +112,6 @@ def test_leftovers_of_a_killed_save_are_ignored_and_removed(small_run):
     assert not leftover.exists()
 
 
-def as_version_1(run: Path) -> None:
-    """Turn the newest checkpoint into what one process of the first release wrote."""
-    newest = list_checkpoints(run)[-1]
-    everything = read_everything(newest)
-    shutil.rmtree(newest.path / "sharded")
-    shutil.rmtree(newest.path / "model")
-    save_file(
-        {name[6:]: one for name, one in everything.items() if name.startswith("model/")},
-        newest.path / "model.safetensors",
-    )
-    save_file(
-        {name: one for name, one in everything.items() if name.startswith("exp_")},
-        newest.path / "optimizer.safetensors",
-    )
-    bits = {
-        name: torch.zeros(one.numel(), dtype=torch.uint8)
-        for name, one in everything.items()
-        if name.startswith("mask/")
-    }
-    save_file(bits | {"rng/cpu": everything["rng/cpu"]}, newest.path / "state.safetensors")
-    state = json.loads((newest.path / "state.json").read_text())
-    (newest.path / "state.json").write_text(json.dumps(state | {"version": 1, "files": {}}))
-
-
 def read_everything(found) -> dict[str, torch.Tensor]:
     stored = dcp.FileSystemReader(found.path / "sharded").read_metadata().state_dict_metadata
     tensors = {
@@ -145,26 +120,6 @@ def read_everything(found) -> dict[str, torch.Tensor]:
     }
     read_tensors(found, tensors)
     return tensors
-
-
-def test_a_checkpoint_of_the_first_version_is_read_once_and_said_so(small_run, tmp_path, capsys):
-    whole = small_run(out=str(tmp_path / "whole"))
-    train(whole)
-    config = small_run()
-    interrupted(config, 4)
-    as_version_1(Path(config.out))
-    capsys.readouterr()
-    train(config)
-    said = capsys.readouterr().err
-    assert "written by an earlier release" in said
-    final = [Path(run) / "final" / "model.safetensors" for run in (whole.out, config.out)]
-    assert final[0].read_bytes() == final[1].read_bytes()
-    rows = [read_rows(Path(run) / "metrics.jsonl") for run in (whole.out, config.out)]
-    assert [row["loss"] for row in rows[0][:-1]] == [row["loss"] for row in rows[1][:-1]]
-    assert [number for number in range(6) if rows[0][number] != rows[1][number]] == [4]
-    assert rows[1][4]["flip_rate"] is None
-    train(config)
-    assert "earlier release" not in capsys.readouterr().err
 
 
 def test_a_mask_is_stored_as_the_words_of_its_layer(small_run):
@@ -179,9 +134,64 @@ def test_a_mask_is_stored_as_the_words_of_its_layer(small_run):
     assert set(kept.sum(-1).flatten().tolist()) == {6}
 
 
-def test_a_checkpoint_of_a_newer_version_is_refused(small_run):
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_checkpoint_of_another_version_is_refused(small_run, version):
     config = small_run()
     state = interrupted(config, 3) / "state.json"
-    state.write_text(state.read_text().replace('"version": 2', '"version": 3'))
-    with pytest.raises(UserError, match="checkpoint version 3, this release reads up to 2"):
+    state.write_text(state.read_text().replace('"version": 2', f'"version": {version}'))
+    with pytest.raises(UserError, match=f"checkpoint version {version}, this release reads 2"):
         train(config)
+
+
+def test_a_run_goes_on_from_a_store_where_nothing_is_left_of_its_folder(small_run, tmp_path):
+    fs, url = fsspec.filesystem("memory"), "memory://bucket/run"
+    whole = small_run(out=str(tmp_path / "whole"))
+    train(whole)
+    config = small_run(checkpoint_url=url, checkpoint_every=1, keep_checkpoints=2)
+    with pytest.raises(IndexError):
+        interrupted(config, 4)  # none in the folder
+    steps = f"{url}/checkpoints"
+    # A step without its state is one that was being written, or removed.
+    fs.rm(f"{steps}/step-00000004/state.json")
+    fs.copy(f"{steps}/step-00000003", f"{steps}/step-00000009", recursive=True)
+    fs.rm(f"{steps}/step-00000009/state.json")
+    assert [one.step for one in list_checkpoints(StorePath(url))] == [3]
+    shutil.rmtree(config.out)
+    train(config)
+    final = [Path(run) / "final" / "model.safetensors" for run in (whole.out, config.out)]
+    assert final[0].read_bytes() == final[1].read_bytes()
+    assert [one.step for one in list_checkpoints(StorePath(url))] == [5, 6]
+    assert not (Path(config.out) / "checkpoints").exists()
+    assert not fs.exists(f"{steps}/step-00000003")
+
+
+def test_a_damaged_step_of_a_store_is_left_behind(small_run, capsys):
+    fs, url = fsspec.filesystem("memory"), "memory://bucket/damaged"
+    config = small_run(checkpoint_url=url, checkpoint_every=2)
+    with pytest.raises(IndexError):
+        interrupted(config, 4)
+    fs.pipe_file(f"{url}/checkpoints/step-00000004/state.json", b"{")
+    train(config)
+    assert "quarantined, going on from step-00000002" in capsys.readouterr().err
+
+
+def test_a_store_that_fails_is_named(small_run, monkeypatch):
+    for url, why in (
+        ("ftq://x/y", r"checkpoint_url=ftq://x/y: Protocol not known: ftq"),
+        (
+            "s3://bucket/run",
+            r"checkpoint_url=s3://bucket/run: Install s3fs .*; pip install its pack",
+        ),
+    ):
+        config = small_run(checkpoint_url=url)
+        with pytest.raises(UserError, match=why):
+            train(config)
+    config = small_run(checkpoint_url="memory://bucket/failing")
+
+    def refuse(*arguments):
+        raise RuntimeError("no credentials")
+
+    monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "pipe_file", refuse)
+    with pytest.raises(UserError, match=r"cannot write .*step-0000000\d: no credentials"):
+        train(config)
+    assert list_checkpoints(StorePath("memory://bucket/failing")) == []

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from sparse_bitnet.checkpoint.saved_steps import FOLDER, MODEL_FOLDER, SavedStep, damage
+from sparse_bitnet.checkpoint.store_path import StorePath
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import NO_SPACE, atomic_folder
 
@@ -83,28 +84,25 @@ def read_tensors(
     Random states may be missing there.
 
     Args:
-        checkpoint: of today's format, or what a single process of version 1 has written (safetensors).
+        checkpoint: a listed one.
         state: by key.
         group: of the processes that read together.
         no_dist: whether this process reads alone.
 
     Raises `UserError` when the files are unreadable or lack a tensor.
     """
-    reader: dcp.StorageReader
+    shards = checkpoint.path / FOLDER
     try:
-        if checkpoint.is_sharded:
-            reader = dcp.FileSystemReader(checkpoint.path / FOLDER)
-            stored = reader.read_metadata().state_dict_metadata
-            for key in [key for key in state if key.startswith("rng/") and key not in stored]:
-                del state[key]
-        else:
-            reader = dcp.HuggingFaceStorageReader(str(checkpoint.path))
-            state = {key.removeprefix(MODEL_PREFIX): tensor for key, tensor in state.items()}
+        in_store = isinstance(shards, StorePath)
+        reader = (FsspecReader if in_store else dcp.FileSystemReader)(str(shards))
+        stored = reader.read_metadata().state_dict_metadata
+        for key in [key for key in state if key.startswith("rng/") and key not in stored]:
+            del state[key]
         with warnings.catch_warnings():
             # A single process may read alone.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             dcp.load(state, storage_reader=reader, process_group=group, no_dist=no_dist)
-    except (OSError, CheckpointException, RuntimeError, ValueError, SafetensorError) as error:
+    except (OSError, CheckpointException, RuntimeError, ValueError) as error:
         raise UserError(f"{checkpoint.path}: cannot be read ({first_reason(error)})") from error
 
 

@@ -10,7 +10,7 @@ from sparse_bitnet.checkpoint.model_folder import (
     read_config,
     read_json_if_there,
 )
-from sparse_bitnet.checkpoint.saved_steps import SavedStep, list_checkpoints
+from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.errors import UserError
 
 TRAINED_CONTEXT = "trained_context_length"
@@ -34,7 +34,9 @@ def resolve_checkpoint(path_or_id: str | Path) -> str:
     found = list_checkpoints(path) or list_checkpoints(path.parent.parent)
     named = [one for one in found if path in (one.path, one.path.parent.parent)]
     if named:
-        return str(_model_folder(named[-1]))
+        from sparse_bitnet.checkpoint.consolidate import consolidated
+
+        return str(consolidated(named[-1]))
     if _is_model_folder(path):
         return str(path)
     if path.exists():
@@ -45,14 +47,6 @@ def resolve_checkpoint(path_or_id: str | Path) -> str:
         is_file = ".gguf" in path.name
         return str(local_folder(path_or_id)) if is_file else str(path_or_id)
     raise UserError(f"no such checkpoint: no folder {path_or_id} (hub models are OWNER/NAME)")
-
-
-def _model_folder(checkpoint: SavedStep) -> Path:
-    if not checkpoint.is_sharded:
-        return checkpoint.path
-    from sparse_bitnet.checkpoint.consolidate import consolidated
-
-    return consolidated(checkpoint)
 
 
 def _is_model_folder(path: Path) -> bool:

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sparse_bitnet.checkpoint.store_path import StorePath
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import TEMPORARY_PREFIX, file_crc32, remove_leftovers
 
 CHECKPOINT_VERSION = 2
-"""Version 1 had files of safetensors where one process wrote it, and bits in place of a mask's words."""
 STATE = "state.json"
 FOLDER, MODEL_FOLDER = "sharded", "model"
 """Of a checkpoint: the shards, and what describes their model."""
@@ -27,18 +27,13 @@ FOLDER, MODEL_FOLDER = "sharded", "model"
 
 @dataclass(frozen=True)
 class SavedStep:
-    """A complete checkpoint on the disk."""
+    """A complete checkpoint on the disk, or at a `StorePath`."""
 
-    path: Path
+    path: Any
     step: int
 
-    @property
-    def is_sharded(self) -> bool:
-        """All are but those that one process of an earlier release wrote."""
-        return (self.path / FOLDER).is_dir()
 
-
-def list_checkpoints(run: Path) -> list[SavedStep]:
+def list_checkpoints(run: Path | StorePath) -> list[SavedStep]:
     """Complete checkpoints of a run, oldest first."""
     folder = run / "checkpoints"
     found = [
@@ -49,19 +44,29 @@ def list_checkpoints(run: Path) -> list[SavedStep]:
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
-def checkpoint_path(run: Path, step: int) -> Path:
+def checkpoint_path(run: Path | StorePath, step: int) -> Any:
     """Where the checkpoint after `step` belongs."""
     return run / "checkpoints" / f"step-{step:08d}"
 
 
-def drop_old(run: Path, keep: int) -> None:
+def drop_old(run: Path | StorePath, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints; 0 keeps all."""
     if keep:
         for old in list_checkpoints(run)[:-keep]:
             # Renamed first: whoever is killed in between leaves what `clean_run` removes.
-            doomed = old.path.with_name(f"{TEMPORARY_PREFIX}old-{old.path.name}")
-            os.rename(old.path, doomed)
-            shutil.rmtree(doomed)
+            doomed = old.path
+            if isinstance(doomed, Path):
+                doomed = doomed.with_name(f"{TEMPORARY_PREFIX}old-{doomed.name}")
+                os.rename(old.path, doomed)
+            remove(doomed)
+
+
+def remove(path: Path | StorePath) -> None:
+    """A folder, with all below, if it is there."""
+    if isinstance(path, StorePath):
+        path.remove()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def clean_run(run: Path) -> None:
@@ -77,27 +82,26 @@ def checksums(folder: Path, files: Iterable[Path]) -> dict[str, str]:
 
 
 def write_state(
-    folder: Path, step: int, data_identity: dict[str, Any], files: dict[str, str]
+    folder: Path | StorePath, step: int, data_identity: dict[str, Any], files: dict[str, str]
 ) -> None:
     """Write `state.json`, the last file of a checkpoint."""
     state = {"version": CHECKPOINT_VERSION, "step": step, "data": data_identity, "files": files}
     (folder / STATE).write_text(json.dumps(state, indent=2) + "\n")
 
 
-def check_state(checkpoint: SavedStep, data_identity: dict[str, Any]) -> int:
-    """The version of a checkpoint. Raises `UserError` for one that is newer, or of other data."""
+def check_state(checkpoint: SavedStep, data_identity: dict[str, Any]) -> None:
+    """Raises `UserError` for a checkpoint of another version, or of other data."""
     path = checkpoint.path
     state = json.loads((path / STATE).read_text())
-    if state["version"] > CHECKPOINT_VERSION:
+    if state["version"] != CHECKPOINT_VERSION:
         raise UserError(
-            f"{path}: checkpoint version {state['version']}, this release reads up to "
-            f"{CHECKPOINT_VERSION}; upgrade sparse-bitnet"
+            f"{path}: checkpoint version {state['version']}, this release reads {CHECKPOINT_VERSION}; "
+            "continue the run with the release that wrote it"
         )
     if state["data"] != data_identity:
         raise UserError(
             f"{path}: written while training on other data; use its data or a new --out"
         )
-    return state["version"]
 
 
 def damage(checkpoint: SavedStep, part: int = 0, parts: int = 1) -> str | None:
@@ -152,7 +156,9 @@ def newest_intact(
 
 
 def quarantine(checkpoint: SavedStep) -> None:
-    """Keep a damaged checkpoint under a name that is not listed."""
+    """Keep a damaged checkpoint under a name that is not listed; in a store, without its state."""
+    if isinstance(checkpoint.path, StorePath):
+        return (checkpoint.path / STATE).remove()
     kept = checkpoint.path.with_name(f"damaged-{checkpoint.path.name}")
     shutil.rmtree(kept, ignore_errors=True)
     os.rename(checkpoint.path, kept)

@@ -26,6 +26,7 @@ ADDED_LATER = {
     "relations_weight": 0.0,
     "relations_layer": -1,
     "sub_norms": False,
+    "checkpoint_url": None,
     "lora": 0,
 }
 """Fields that configs of older runs lack, with the value that says what those runs did."""
@@ -191,6 +192,10 @@ class TrainConfig:
     keep_checkpoints: int = 2
     """How many checkpoints to keep; 0: all."""
 
+    checkpoint_url: str | None = None
+    """Write checkpoints here instead of to OUT, and continue from here: s3://BUCKET/RUN or another URL
+    that fsspec knows (needs its package: s3fs, gcsfs)."""
+
     tensorboard: bool = False
     """Also write TensorBoard events to OUT/tensorboard."""
 
@@ -296,6 +301,7 @@ WITHOUT_EFFECT_ON_WEIGHTS = frozenset(
         "layer_metrics_every",
         "checkpoint_every",
         "keep_checkpoints",
+        "checkpoint_url",
         "tensorboard",
         "wandb",
     )

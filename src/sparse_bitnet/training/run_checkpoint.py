@@ -8,14 +8,15 @@
     train_config.json, state.json    the resolved TrainConfig; step, data, version, checksums
 
 The rows are copied to the CPU's memory and written while training goes on. The folder gets its name from
-the first process when every file is on the disk; only then are older checkpoints dropped.
+the first process when every file is on the disk; only then are older checkpoints dropped. In a store
+(`checkpoint_url`) it has its name at once and counts from state.json on, without checksums of ours.
 """
 
 import os
-import shutil
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
 from sparse_bitnet.checkpoint.consolidate import first_reason, read_tensors
@@ -39,8 +41,10 @@ from sparse_bitnet.checkpoint.saved_steps import (
     list_checkpoints,
     newest_intact,
     quarantine,
+    remove,
     write_state,
 )
+from sparse_bitnet.checkpoint.store_path import StorePath
 from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.files import TEMPORARY_PREFIX, sync_tree
 from sparse_bitnet.nn.layer import SparseBitLinear
@@ -103,11 +107,6 @@ class RunState:
                     (len(rows), layer.in_features // m), dtype=word_dtype(m)
                 )
 
-    def forget_masks_(self) -> None:
-        """The next step counts no flips."""
-        for layer in self.layers.values():
-            layer.mask_words = None
-
 
 def model_files(model: "PreTrainedModel") -> dict[str, str]:
     """The files that `save_pretrained` writes beside the weights, by name; of a model that is whole."""
@@ -124,14 +123,14 @@ class CheckpointWriter:
 
     def __init__(
         self,
-        run: Path,
+        run: Path | StorePath,
         world: World,
         config: TrainConfig,
         data_identity: dict[str, Any],
         files: dict[str, str],
         state: RunState,
     ) -> None:
-        """`files` are the `model_files`."""
+        """`run`: its folder, or the store in its place; `files` are the `model_files`."""
         self.run, self.world, self.config = run, world, config
         self.data_identity, self.files, self.state = data_identity, files, state
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -145,12 +144,16 @@ class CheckpointWriter:
         Raises what the previous save ended with, see `wait`.
         """
         self.wait()
-        path = checkpoint_path(self.run, step)
-        temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
+        path = temporary = checkpoint_path(self.run, step)
+        if isinstance(path, Path):
+            temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
         self.world.on_main(lambda: self._begin(path, temporary))
+        writer, to_disk = dcp.FileSystemWriter, isinstance(path, Path)
         written = dcp.async_save(
             self.state.tensors(),
-            storage_writer=dcp.FileSystemWriter(temporary / FOLDER, sync_files=True),
+            storage_writer=(writer if to_disk else FsspecWriter)(
+                str(temporary / FOLDER), sync_files=to_disk
+            ),
             process_group=self.world.background_group,
             no_dist=self.world.mesh is None,
         )
@@ -171,21 +174,22 @@ class CheckpointWriter:
         """End a save under way: of several processes some may be gone, and it goes on by itself."""
         self._thread.shutdown(wait=self.world.size == 1)
 
-    def _begin(self, path: Path, temporary: Path) -> None:
+    def _begin(self, path: Any, temporary: Any) -> None:
         with os_errors_as(f"cannot write {path}"):
-            shutil.rmtree(temporary, ignore_errors=True)
+            remove(temporary)
             (temporary / FOLDER).mkdir(parents=True)
             (temporary / MODEL_FOLDER).mkdir()
             for name, text in self.files.items():
                 (temporary / MODEL_FOLDER / name).write_text(text)
             (temporary / "train_config.json").write_text(self.config.to_json())
 
-    def _complete(self, step: int, path: Path, temporary: Path, written: "Future[Any]") -> None:
+    def _complete(self, step: int, path: Any, temporary: Any, written: "Future[Any]") -> None:
         main, shards = self.world.is_main, temporary / FOLDER
         try:
             self._together(path, written.result)
-            own = [*shards.glob(f"__{self.world.rank}_*")]
-            if main:
+            to_disk = isinstance(path, Path)
+            own = [*shards.glob(f"__{self.world.rank}_*")] if to_disk else []
+            if main and to_disk:
                 own += [*shards.glob(".metadata"), *(temporary / MODEL_FOLDER).iterdir()]
             sums = self._together(path, lambda: checksums(temporary, own))
             files = {name: crc for part in sums for name, crc in part.items()}
@@ -194,17 +198,19 @@ class CheckpointWriter:
             )
         except UserError:
             if main:
-                shutil.rmtree(temporary, ignore_errors=True)
+                with suppress(OSError):
+                    remove(temporary)
             raise
 
-    def _rename(self, temporary: Path, path: Path, step: int, files: dict[str, str]) -> None:
+    def _rename(self, temporary: Any, path: Any, step: int, files: dict[str, str]) -> None:
         write_state(temporary, step, self.data_identity, files)
-        sync_tree(temporary)
-        shutil.rmtree(path, ignore_errors=True)
-        os.rename(temporary, path)
+        if isinstance(path, Path):
+            sync_tree(temporary)
+            remove(path)
+            os.rename(temporary, path)
         drop_old(self.run, self.config.keep_checkpoints)
 
-    def _together(self, path: Path, function: Callable[[], T]) -> list[T]:
+    def _together(self, path: Path | StorePath, function: Callable[[], T]) -> list[T]:
         """What `function` returns in each process; the `UserError` of any is raised in all."""
         result, reason, where = None, None, self.world.rank
         try:
@@ -225,12 +231,19 @@ class CheckpointWriter:
         return [result for result, _, _ in outcomes]
 
 
-def restore(run: Path, state: RunState, world: World, data_identity: dict[str, Any]) -> int:
+def restore(
+    run: Path | StorePath, state: RunState, world: World, data_identity: dict[str, Any]
+) -> int:
     """Continue from the newest intact checkpoint; returns its step, 0 without one.
 
     Raises `UserError` when checkpoints are there but none is intact, or of other data or another model.
     """
-    listed = world.on_main(lambda: list_checkpoints(run))
+
+    def find() -> list[SavedStep]:
+        with os_errors_as(f"cannot read {run}"):
+            return list_checkpoints(run)
+
+    listed = world.on_main(find)
 
     def find_damage(checkpoint: SavedStep) -> str | None:
         parts = world.each(lambda: damage(checkpoint, world.rank, world.size))
@@ -255,17 +268,9 @@ def load(
 
     Raises `UserError` for other data, or when the files are unreadable or of another model.
     """
-    version = check_state(checkpoint, data_identity)
+    check_state(checkpoint, data_identity)
     state.allocate_(checkpoint.step)
     tensors = state.tensors()
-    if version == 1:
-        if world.is_main:
-            say(
-                f"{checkpoint.path}: written by an earlier release, read this once: the next "
-                "checkpoint has the new format; its next step counts no flips"
-            )
-        tensors = {key: one for key, one in tensors.items() if key.startswith(("model/", "exp_"))}
-        state.forget_masks_()
     read_tensors(checkpoint, tensors, world.background_group, no_dist=world.mesh is None)
     if "rng/cpu" in tensors:
         torch.set_rng_state(tensors["rng/cpu"])

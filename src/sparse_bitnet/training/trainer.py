@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
+from sparse_bitnet.checkpoint.store_path import open_store
 from sparse_bitnet.data.loader import TokenLoader
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
@@ -104,6 +105,8 @@ class Trainer:
     def _read_and_build(self) -> None:
         config, world = self.config, self.world
         metrics.check_sinks(config)
+        url = config.checkpoint_url
+        self.checkpoints = self.run if url is None else open_store(url)
         self.dataset = TokenDataset.open(
             config.data, "train", verify="changed" if world.is_main else "never"
         )
@@ -175,9 +178,9 @@ class Trainer:
         config, row = self.config, {}
         identity = self.dataset.identity()
         state = RunState(parameters=self.parameters, layers=self.layers, optimizer=self.optimizer)
-        start = restore(self.run, state, self.world, identity)
+        start = restore(self.checkpoints, state, self.world, identity)
         self.writer = CheckpointWriter(
-            self.run, self.world, config, identity, self.model_files, state
+            self.checkpoints, self.world, config, identity, self.model_files, state
         )
         self.sinks = self._open_sinks(start)
         try:
@@ -315,7 +318,7 @@ class Trainer:
         if math.isfinite(loss) and math.isfinite(norm):
             return
         self.writer.wait()
-        good = list_checkpoints(self.run)
+        good = list_checkpoints(self.checkpoints)
         kept = f"last good checkpoint {good[-1].path}" if good else "no checkpoint yet"
         self.world.fail(
             f"step {step}: loss {loss}, gradient norm {norm}, not finite; {kept}; batch "
