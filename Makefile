@@ -11,7 +11,7 @@ SANITIZED := build/sanitize/site
 SANITIZED_TESTS := $(addprefix tests/kernels/test_,cpu.py matmul.py repack.py thread_pool.py) \
 	$(addprefix tests/engine/test_,decoder.py engine.py kv_cache.py model_file.py)
 
-.PHONY: quickstart experiments docs test test-fast test-wheel sanitize cross lint format bench gpu wheel lock clean
+.PHONY: quickstart experiments docs test test-fast test-light test-wheel sanitize cross lint format bench gpu wheel lock clean
 
 quickstart: $(STAMP)
 	$(BIN)/sparse-bitnet quickstart
@@ -32,6 +32,16 @@ test: $(STAMP)
 
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest tests -n 2 --dist worksteal -m "not slow"
+
+# Without torch: what needs it is skipped.
+LIGHT := build/light-$(notdir $(PYTHON))
+test-light: $(LIGHT)/.installed
+	$(LIGHT)/bin/python -m pytest tests -n 2 --dist worksteal
+
+$(LIGHT)/.installed: $(SOURCES)
+	$(PYTHON) -m venv $(LIGHT)
+	$(LIGHT)/bin/pip install --quiet --constraint constraints.txt --editable ".[test,grammar]"
+	touch $@
 
 # The wheel alone in an empty environment; needs a package index.
 test-wheel: wheel

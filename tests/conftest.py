@@ -53,6 +53,11 @@ def pytest_configure(config: pytest.Config) -> None:
             ) from error
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if torch is None and item.get_closest_marker("train"):
+        pytest.skip("runs, in another process, what needs sparse-bitnet[train]")
+
+
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("project")
 

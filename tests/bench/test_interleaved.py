@@ -199,6 +199,7 @@ def test_the_table_and_the_records(tmp_path: Path, tiny_folder: Path) -> None:
     assert {"commit", "hardware", "versions", "date", "tokens_per_second"} <= lines[0].keys()
 
 
+@pytest.mark.train
 @pytest.mark.parametrize("config", [None, '{"model_type": "qwen2"}'])
 def test_a_model_that_is_neither_preset_nor_packed(tmp_path: Path, config: str | None) -> None:
     if config:

@@ -86,11 +86,13 @@ def test_help_of_every_command_needs_no_torch(told, command):
     assert "(default: None)" not in done.output
 
 
+@pytest.mark.train
 @pytest.mark.parametrize(("arguments", "words"), BAD_INPUT)
 def test_bad_input_is_one_line_and_exit_code_2(told, arguments, words):
     assert_one_line(told[tuple(arguments)], words)
 
 
+@pytest.mark.train
 def test_bad_input_ends_a_process_so(tmp_path):
     done = run("train", "--data", "nowhere", cwd=tmp_path)
     assert_one_line(Done(done.returncode, done.stdout, done.stderr), "nowhere")
@@ -104,6 +106,7 @@ def assert_one_line(done: Done, words: str) -> None:
     assert done.errors.count("\n") == 1
 
 
+@pytest.mark.train
 @pytest.mark.parametrize(("arguments", "words"), BAD_OPTIONS)
 def test_bad_options_say_which_and_exit_with_code_2(told, arguments, words):
     done = told[tuple(arguments)]
@@ -120,6 +123,7 @@ def test_recipe_is_taken_out_of_the_arguments():
         split_recipe(["--recipe"])
 
 
+@pytest.mark.train
 def test_env_names_versions_and_kernels(told):
     done = told["env",]
     assert done.code == 0, done.errors

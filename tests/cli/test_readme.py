@@ -175,6 +175,7 @@ def other_commands(done: list[str]) -> Iterator[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.train
 def test_own_text_becomes_a_model_that_runs_away_from_the_checkout(tmp_path):
     """The page's commands in their order, in a folder and a shell that know nothing of the project; then
     those of the other pages."""

@@ -217,6 +217,7 @@ def prepare_slowly(text: Path, out: Path) -> None:
     prepare(source, out, vocab_size=300, shard_tokens=2000)
 
 
+@pytest.mark.train
 def test_killed(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     process = forked_from_imports().Process(target=prepare_slowly, args=(text, out))
@@ -360,6 +361,7 @@ def test_command_line(
         main([str(text), out])
 
 
+@pytest.mark.train
 def test_command_line_error_is_one_line(tmp_path: Path) -> None:
     result = run_command(
         str(tmp_path / "absent.jsonl"), str(tmp_path / "out"), "--vocab-size", "300"

@@ -23,6 +23,7 @@ def test_hardware_names_cores_and_memory():
     assert "\n" not in hardware()
 
 
+@pytest.mark.train
 def test_versions():
     assert {"sparse-bitnet", "python", "torch", "transformers"} <= versions().keys()
 

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from sparse_bitnet.checkpoint import checkpoint as source_module
 from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
@@ -70,6 +72,25 @@ def test_the_folder_is_complete(trained: Trained, tmp_path: Path) -> None:
     assert (entry["version"], entry["packed_format"], entry["pattern"]) == (1, "nm-bitmap", "6:8")
     _, metadata = open_packed(tmp_path / "out" / "model.safetensors")
     assert metadata.format == SparseBitConfig()
+
+
+@pytest.mark.parametrize(
+    ("pair", "written"),
+    [(("b", "a"), "b a"), ((" b", "a"), [" b", "a"]), (("#version", "a"), ["#version", "a"])],
+)
+def test_the_tokenizer_is_the_same_in_the_order_that_is_read_fastest(
+    trained: Trained, tmp_path: Path, pair: tuple[str, str], written: object
+) -> None:
+    source, out = tmp_path / "source" / "tokenizer.json", tmp_path / "out" / "tokenizer.json"
+    shutil.copytree(trained(), source.parent)
+    words = {word: number for number, word in enumerate([*pair, "".join(pair)])}
+    before = Tokenizer(BPE(words, [pair]))
+    before.save(str(source))
+    pack_checkpoint(source.parent, out.parent)
+    assert Tokenizer.from_file(str(out)).to_str() == before.to_str()
+    model = json.loads(out.read_text())["model"]
+    assert [*model["vocab"]] == sorted(words)
+    assert model["merges"] == [written]
 
 
 @pytest.mark.parametrize("embeddings", ["bf16", "int8"])

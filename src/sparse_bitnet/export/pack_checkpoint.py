@@ -9,7 +9,7 @@ model.safetensors   <layer>.weight_packed  uint8 [rows, row_bytes], of nm-zstd [
                     bytes of i2 with scales [rows, groups]
                     biases, norms and linears that were left dense, as they were
 config.json         the model's, with quant_method "sparse_bitnet_packed"
-tokenizer and generation files, copied
+generation files, copied; the tokenizer, the same in an order that is read faster
 
 Importing this module imports no torch: what comes as arrays is packed without it.
 """
@@ -25,7 +25,7 @@ import numpy as np
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.checkpoint.locate import TRAINED_CONTEXT
-from sparse_bitnet.checkpoint.model_folder import TOKENIZER_FILES, copy_files
+from sparse_bitnet.checkpoint.model_folder import TOKENIZER_FILES, copy_files, read_json_if_there
 from sparse_bitnet.checkpoint.open_checkpoint import open_ternary
 from sparse_bitnet.checkpoint.packed import MODEL_FILE
 from sparse_bitnet.errors import UserError
@@ -124,6 +124,7 @@ def pack_checkpoint(
             checkpoint.write_tokenizer(folder)
         else:
             copy_files(checkpoint.folder, folder, COPIED)
+        _order_vocabulary(folder / "tokenizer.json")
         weight_bytes, embedding_bytes = _write_tensors(
             checkpoint, metadata, tables, folder / MODEL_FILE, progress
         )
@@ -285,3 +286,24 @@ def _specs(
 def _as_stored(checkpoint: Checkpoint) -> list[str]:
     """Tensors that are written as they were: biases, norms, linears that were left dense."""
     return [name for name in checkpoint.others if name not in checkpoint.embeddings]
+
+
+def _order_vocabulary(path: Path) -> None:
+    """Sorts the words of a byte-pair tokenizer and writes each merge as one string: `tokenizers`, which
+    makes a tree of the words, opens Qwen2.5's a fifth faster. Other tokenizers stay as they are."""
+    content = read_json_if_there(path)
+    match content.get("model"):
+        case {"type": "BPE", "vocab": dict(vocab), "merges": list(merges)}:
+            content["model"]["vocab"] = dict(sorted(vocab.items()))
+            if all(map(_is_plain, merges)):
+                content["model"]["merges"] = [" ".join(pair) for pair in merges]
+            text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+            path.write_text(text, encoding="utf-8")
+
+
+def _is_plain(pair: Any) -> bool:
+    """Whether a merge as a string is read as these two words: not with a space, nor as a file's head."""
+    match pair:
+        case [str(left), str(right)]:
+            return not (" " in left + right or left.startswith("#version"))
+    return False
