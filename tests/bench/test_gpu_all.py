@@ -29,6 +29,7 @@ def test_every_failure_is_a_row_and_is_tried_again(tmp_path, capsys):
         step("good", WRITES),
         step("broken", "import sys; print('x'); sys.exit('an illegal access')"),
         step("silent", "pass"),
+        step("halfway", f"{WRITES}; sys.stdout.flush(); sys.exit('no memory')"),
         step("slow", "import time; time.sleep(60)", seconds=1),
         Step("absent", (str(tmp_path / "no-program"),), 60),
         Step("counted", (sys.executable, "-c", "print('3 passed')"), 60, writes_rows=False),
@@ -39,10 +40,12 @@ def test_every_failure_is_a_row_and_is_tried_again(tmp_path, capsys):
         "good": "",
         "broken": "exit code 1: an illegal access",
         "silent": "it wrote no rows",
+        "halfway": "exit code 1: no memory",
         "slow": "it took more than 1 s",
         "absent": "it cannot be started: No such file or directory",
         "counted": "",
     }
+    assert (tmp_path / "out" / "halfway.jsonl").read_text().endswith('}\n{"seconds": 1}\n')
     row = json.loads((tmp_path / "out" / "broken.jsonl").read_text())
     assert {"commit", "hardware", "versions", "date"} <= row.keys()
     row = json.loads((tmp_path / "out" / "counted.jsonl").read_text())

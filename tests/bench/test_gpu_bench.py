@@ -37,7 +37,7 @@ def text_of(printable) -> str:
 
 def test_prefill(options):
     options.tokens = [5, 9]
-    rows = gpu_inference.run(options, "prefill")
+    rows = list(gpu_inference.run(options, "prefill"))
     assert [(row.variant, row.size) for row in rows] == [
         (variant, size) for size in (5, 9) for variant in ("bf16", "int8", "sparse", "chosen")
     ]
@@ -46,13 +46,13 @@ def test_prefill(options):
 
 def test_decode(options):
     options.batch = [2]
-    rows = gpu_inference.run(options, "decode")
+    rows = list(gpu_inference.run(options, "decode"))
     assert [row.variant for row in rows] == ["bf16", "int8", "sparse", "packed", "chosen"]
 
 
 def test_train(options):
     options.tokens, options.batch = [16], [2]
-    rows = gpu_train.run(options)
+    rows = list(gpu_train.run(options))
     assert [(row.variant, row.size) for row in rows] == [(name, 32) for name in gpu_train.VARIANTS]
     assert all(row.peak_bytes > 0 for row in rows)
 
@@ -83,7 +83,7 @@ def test_kernels_and_records(options, tmp_path, capsys):
 
 def test_a_profile_names_the_kernels(options, capsys):
     options.tokens = [1, 4]
-    rows = gpu_kernels.run_profile(options)
+    rows = list(gpu_kernels.run_profile(options))
     assert {row.size for row in rows} == {1, 4}
     assert any("rope_cache" in row.variant for row in rows)
     assert 0 < sum(row.share for row in rows if row.size == 4) <= 1.001
@@ -133,12 +133,12 @@ def test_what_finds_no_memory_becomes_a_row(options, monkeypatch):
 
     options.tokens = [4]
     monkeypatch.setattr(gpu_inference.SlotDecoder, "prompt", forward)
-    rows = gpu_inference.run(options, "prefill")
+    rows = list(gpu_inference.run(options, "prefill"))
     assert {row.failed for row in rows} == {"out of memory"}
     assert {row.tokens_per_second for row in rows} == {None}
     assert "out of memory" in text_of(table(rows, "title"))
     monkeypatch.setattr(gpu_kernels, "quantized", forward)
-    rows = gpu_kernels.run(options)
+    rows = list(gpu_kernels.run(options))
     assert {row.variant for row in rows if row.failed is None} == {"select", "bf16"}
 
 
@@ -165,7 +165,7 @@ def test_training_takes_the_largest_batch_that_all_have_memory_for(options, monk
         return lambda: None
 
     monkeypatch.setattr(gpu_train, "_training_step", step)
-    rows = gpu_train.run(options)
+    rows = list(gpu_train.run(options))
     assert [row.size // 2048 for row in rows] == [4, 4, 4, 2, 2, 2]
     assert [row.variant for row in rows if row.failed] == ["fake"]
 
@@ -185,7 +185,7 @@ def test_what_cannot_be_measured_is_refused(options):
         GpuBenchOptions(tokens=[0])
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="no CUDA device"):
-            gpu_train.run(GpuBenchOptions())
+            list(gpu_train.run(GpuBenchOptions()))
 
 
 def test_the_command_prints_and_records(tmp_path, capsys):

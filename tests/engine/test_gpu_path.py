@@ -8,6 +8,7 @@ from factories import make_layer, tiny_model
 from sparse_bitnet.engine.gpu.blocks import Block, Int8Head, int8_head_, prepare_, split_attention
 from sparse_bitnet.engine.gpu.decode import SlotDecoder
 from sparse_bitnet.engine.gpu.linear import RoutePolicy, TernaryLinear
+from sparse_bitnet.engine.gpu.measure import measure_, measured_policy, ternary_layers
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import convert_, selected
 from sparse_bitnet.nn.layer import SparseBitConfig
@@ -49,9 +50,7 @@ def test_the_table_decides_and_only_the_forms_it_uses_are_kept():
     trained = make_layer("ternary-6:8")
     chosen = trained.select()
     shape = LayerShape(20, 48, NMPattern(6, 8))
-    table = TuningCache(machine="")
-    table.add(shape, 1, {"dense": 3.0, "sparse": 4.0, "packed": 1.0})
-    table.add(shape, 128, {"dense": 3.0, "sparse": 1.0, "packed": 2.0})
+    table = TuningCache(fastest={shape: {1: "packed", 64: "packed", 128: "sparse"}})
     policy = RoutePolicy(table=table)
     layer = TernaryLinear(
         chosen.codes, chosen.weight_scale, trained.bias, shape.pattern, policy, name="up"
@@ -75,11 +74,22 @@ def test_the_table_decides_and_only_the_forms_it_uses_are_kept():
     assert layer.weight_packed is not None
 
 
+def test_a_models_own_shapes_are_measured_once():
+    model, table = prepare_(sparse_model(), RoutePolicy()), TuningCache()
+    assert measure_(table, model, (1, 70), 2)
+    assert table.fastest.keys() == ternary_layers(model).keys()
+    assert all(found.keys() == {1, 70} for found in table.fastest.values())
+    assert not measure_(table, model)
+
+
 def test_the_environment_can_force_a_product(monkeypatch):
-    table = TuningCache(machine="")
+    model = prepare_(sparse_model(), RoutePolicy())
     for kernel, always in (("auto", None), ("cusparselt", "sparse"), ("triton", "packed")):
         monkeypatch.setenv("SPARSE_BITNET_KERNEL", kernel)
-        assert RoutePolicy.from_environment(table).always == always
+        assert measured_policy(model).always == always
+        kept = model.model.layers[0].qkv
+        assert (kept.compressed is not None) == (always == "sparse")
+        assert (kept.weight_packed is not None) == (always == "packed")
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])

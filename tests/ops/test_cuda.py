@@ -100,7 +100,7 @@ def test_sparse_products(text: str, shape: tuple[int, int, int]) -> None:
         windows, quantize_windows_reference(x, pattern.n, pattern.m), strict=True
     ):
         same(ours, theirs)
-    expanded, _ = window_expand(codes, pattern, padded=True)
+    expanded = window_expand(codes, pattern)
     compressed = compress_windows(expanded.cuda())
     for dtype in DTYPES:
         tail = (scale.cuda(), bias.cuda(), dtype)

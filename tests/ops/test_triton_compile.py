@@ -32,7 +32,6 @@ scaled = dict(activation_scale=F, weight_scale=F, bias=F, y="*bf16", rows="i32")
 many = dict(x_codes=CODES, tokens="i32", **scaled)
 selection = dict(weight_scale=F, codes=CODES, mask=BYTES, words=BYTES, previous=BYTES, flips=WORDS,
                  groups="i32")
-wanted = dict(HAS_CODES=True, HAS_MASK=True, HAS_WORDS=True, HAS_PREVIOUS=True)
 tokens = dict(codes=CODES, scale=F, epsilon="fp32", features="i32", columns="i32")
 dot, matvec, quantise = int8_dot.i2_dot.fn, matvec.i2_matvec, quantize._quantize
 plain = dict(KIND=0, weight=None)
@@ -41,9 +40,9 @@ rope |= {name: "*bf16" for name in ("qkv", "cos", "sin", "query", "keys", "value
 of_heads = dict(HALF=64, LANES=64, HEADS=4)
 KERNELS = {
     "select 6:8": (select._select, 4, dict(weight=F, **selection),
-                   dict(N=6, M=8, LANES=8, GROUPS=128, **wanted)),
+                   dict(N=6, M=8, LANES=8, GROUPS=128)),
     "select 2:7": (select._select, 4, dict(weight="*i16", **selection),
-                   dict(N=2, M=7, LANES=8, GROUPS=128, **wanted)),
+                   dict(N=2, M=7, LANES=8, GROUPS=128)),
     "absmean": (select._sum_magnitudes, 8, dict(weight="*i16", partial="*fp64", count="i32"),
                 dict(BLOCK=8192)),
     # Tokens of 2,048 features, 16 a thread: 4 warps, of windows 2.

@@ -2,8 +2,8 @@
 """Everything there is to measure on a GPU, step by step, in a folder that can be taken up again.
 
 Each step is a process of its own, because an error on a GPU leaves its process unusable. It writes
-STEP.jsonl (the rows) and STEP.txt (what it printed); where it fails, the one row says why, and the next
-call tries again.
+STEP.jsonl (the rows) and STEP.txt (what it printed); where it fails, the first row says why, before those
+measured until then, and the next call tries again.
 """
 
 import html
@@ -135,8 +135,11 @@ def _run(folder: Path, step: Step) -> str:
         failure = f"exit code {error.returncode}: {_last_line(text)}"
     except OSError as error:
         failure = f"it cannot be started: {error.strerror}"
+    before = part.read_text(errors="replace") if part.is_file() else ""
     rows.unlink(missing_ok=True)
     append_records(rows, [{"step": step.name, "step_failed": failure}], provenance())
+    with open(rows, "a") as file:
+        file.write(before)
     return failure
 
 

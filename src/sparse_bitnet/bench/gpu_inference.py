@@ -3,7 +3,7 @@
 decode steps of a batch as CUDA graphs over a fixed cache."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -13,24 +13,24 @@ from sparse_bitnet.bench.gpu_record import GpuRow, rows_of
 from sparse_bitnet.bench.gpu_timing import give_back_memory, measured
 from sparse_bitnet.engine.gpu.decode import SlotDecoder, recorded
 from sparse_bitnet.engine.gpu.linear import RoutePolicy
-from sparse_bitnet.engine.gpu.measure import measured_table, set_policy_, ternary_layers
+from sparse_bitnet.engine.gpu.measure import measured_table, set_policy_
 
 RECORDED_TOKENS = 8192
 """Prompts up to here run as CUDA graphs: of short ones launching takes longer than computing. Of longer
 ones it does not, and each graph would hold its own memory."""
 
 
-def run(options: GpuBenchOptions, phase: str) -> list[GpuRow]:
+def run(options: GpuBenchOptions, phase: str) -> Iterator[GpuRow]:
     """One row a prompt length ("prefill") or batch ("decode") and variant. Every step of decoding attends
     to `context` tokens."""
-    device, rows = bench_device(options), []
+    device = bench_device(options)
     ternary, dense = ternary_model(options, device), dense_model(options, device)
     policies = {
         "bf16": None,
         "int8": RoutePolicy(always="dense"),
         "sparse": RoutePolicy(always="sparse"),
         "packed": RoutePolicy(always="packed"),
-        "chosen": RoutePolicy(table=measured_table(ternary_layers(ternary), device)),
+        "chosen": RoutePolicy(table=measured_table(ternary)),
     }
     sizes: Sequence[int] = options.batch or PAPER_DECODE
     if phase == "prefill":
@@ -61,6 +61,5 @@ def run(options: GpuBenchOptions, phase: str) -> list[GpuRow]:
             return recorded(call, device)[0] if count in range(2, RECORDED_TOKENS + 1) else call
 
         makers = {name: functools.partial(make, policy) for name, policy in policies.items()}
-        rows += rows_of(phase, size, measured(makers, device, options.rounds))
+        yield from rows_of(phase, size, measured(makers, device, options.rounds))
         give_back_memory(device)
-    return rows

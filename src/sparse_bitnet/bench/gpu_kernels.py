@@ -2,7 +2,7 @@
 """Every kernel at the shapes of a model, with its share of the roofline; and the kernels of one layer by
 the time that they take."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from sparse_bitnet.engine.gpu.linear import (
     possible_routes,
     quantized,
 )
-from sparse_bitnet.engine.gpu.measure import CacheFlush, ternary_layers
+from sparse_bitnet.engine.gpu.measure import cache_flush, ternary_layers
 from sparse_bitnet.ops.absmean import absmean
 from sparse_bitnet.ops.operands import word_dtype
 from sparse_bitnet.ops.tuning_cache import Route
@@ -32,22 +32,20 @@ MOST_KERNELS = 12
 """Lines of a profile."""
 
 
-def run(options: GpuBenchOptions) -> list[GpuRow]:
+def run(options: GpuBenchOptions) -> Iterator[GpuRow]:
     """Rows of every shape of the model's blocks (one block is built)."""
     device = bench_device(options)
     options.layers = 1
-    roofline, flush = measure_roofline(device, options.rounds), CacheFlush(device)
-    rows: list[GpuRow] = []
+    roofline, flush = measure_roofline(device, options.rounds), cache_flush(device)
     for layer in ternary_layers(ternary_model(options, device)).values():
         for tokens in (0, *(options.tokens or DEFAULT_TOKENS)):
             makers = _products(layer, tokens, device) if tokens else _selection(layer, device)
             found = measured(makers, device, options.rounds, flush)
             shape = f"{layer.out_features} x {layer.in_features}"
-            rows += rows_of("kernels", tokens, found, layer=shape, has_rate=False)
-            for row in rows[-len(found) :]:
+            for row in rows_of("kernels", tokens, found, layer=shape, has_rate=False):
                 least, row.bound = roofline_seconds(row.variant, layer, tokens, roofline)
                 row.share = row.seconds and least / row.seconds
-    return rows
+                yield row
 
 
 def _selection(layer: TernaryLinear, device: torch.device) -> dict[str, Callable[[], Any]]:
@@ -100,7 +98,7 @@ def roofline_seconds(
     rows, columns, m = layer.out_features, layer.in_features, layer.pattern.m
     width, operations, per_second = columns, 2.0 * tokens * rows * columns, roofline.int8_per_second
     if kernel in ("sparse", "quantise windows"):
-        width = window_layout(layer.pattern).padded_width(columns)
+        width = window_layout(layer.pattern).width(columns)
     weight_bytes: float = rows * columns
     if kernel == "bf16":
         weight_bytes, width, per_second = 2 * weight_bytes, 2 * columns, roofline.bf16_per_second
@@ -122,12 +120,12 @@ def roofline_seconds(
     return max(memory, compute), "memory" if memory >= compute else "compute"
 
 
-def run_profile(options: GpuBenchOptions) -> list[GpuRow]:
+def run_profile(options: GpuBenchOptions) -> Iterator[GpuRow]:
     """Kernels of one decoder layer and the head by the time they take, most first, as PyTorch's profiler
     also prints them; tokens at once."""
     device = bench_device(options)
     options.layers = 1
-    model, rows = ternary_model(options, device), []
+    model = ternary_model(options, device)
     kind = "cuda" if device.type == "cuda" else "cpu"
     for tokens in options.tokens or PROFILED_TOKENS:
         ids = torch.randint(0, model.config.vocab_size, (1, tokens), device=device)
@@ -144,5 +142,4 @@ def run_profile(options: GpuBenchOptions) -> list[GpuRow]:
         for name, time in sorted(times.items(), key=lambda pair: -pair[1])[:MOST_KERNELS]:
             row = GpuRow(phase="profile", variant=name, size=tokens, seconds=time / 1e6)
             row.share = time / total
-            rows.append(row)
-    return rows
+            yield row

@@ -6,22 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from sparse_bitnet.bench.gpu_options import PAPER_DECODE, PAPER_PREFILL
+
 if TYPE_CHECKING:
     from rich.table import Table
 
 # Speedup of 6:8 over dense in the paper's Table 3: prefill on an A100, decode on a B200.
+_PREFILL = (1.09, 1.05, 1.13, 1.28, 1.27, 1.29, 1.29, 1.30)
 PAPER_SPEEDUP = {
-    "prefill": {
-        512: 1.09,
-        1024: 1.05,
-        2048: 1.13,
-        4096: 1.28,
-        8192: 1.27,
-        16384: 1.29,
-        32768: 1.29,
-        65536: 1.30,
-    },
-    "decode": {64: 1.09, 128: 1.18, 256: 1.12, 512: 1.13},
+    "prefill": dict(zip(PAPER_PREFILL, _PREFILL, strict=True)),
+    "decode": dict(zip(PAPER_DECODE, (1.09, 1.18, 1.12, 1.13), strict=True)),
 }
 BASELINE = {"prefill": "int8", "decode": "int8", "train": "bf16"}
 
@@ -110,7 +104,7 @@ def _cell(row: GpuRow | None, base: GpuRow | None) -> str:
     return f"{row.tokens_per_second:,.0f}" + ("" if row is base else ratio)
 
 
-def records(rows: list[GpuRow], options: Any) -> list[dict[str, Any]]:
-    """Rows as JSON-able mappings, each with what was asked for."""
+def record(row: GpuRow, options: Any) -> dict[str, Any]:
+    """JSON-able, with what was asked for."""
     given = {name: getattr(options, name) for name in ("model", "pattern", "rounds", "layers")}
-    return [{**given, **dataclasses.asdict(row)} for row in rows]
+    return {**given, **dataclasses.asdict(row)}

@@ -2,7 +2,7 @@
 """Whole training steps: dense bf16, ternary with the int8 forward, and with the fake-quantised one."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ DEFAULT_BATCHES = (4, 2, 1)
 """Unless asked otherwise, the first that every variant has the memory for."""
 
 
-def run(options: GpuBenchOptions) -> list[GpuRow]:
+def run(options: GpuBenchOptions) -> Iterator[GpuRow]:
     """One row a variant and batch: forward, backward and AdamW with float32 masters under autocast,
     with the deterministic kernels of a training run.
 
@@ -34,8 +34,8 @@ def run(options: GpuBenchOptions) -> list[GpuRow]:
     device = bench_device(options)
     make_deterministic(device)
     length = (options.tokens or [DEFAULT_TOKENS])[0]
-    rows: list[GpuRow] = []
     for batch in options.batch or DEFAULT_BATCHES:
+        all_fit = True
         for variant in VARIANTS:
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
@@ -43,11 +43,11 @@ def run(options: GpuBenchOptions) -> list[GpuRow]:
             found = measured({variant: make}, device, options.rounds)
             (row,) = rows_of("train", batch * length, found)
             row.peak_bytes = peak_memory_bytes(device)
-            rows.append(row)
+            all_fit &= row.failed is None
+            yield row
             give_back_memory(device)
-        if not options.batch and all(row.failed is None for row in rows[-len(VARIANTS) :]):
+        if not options.batch and all_fit:
             break
-    return rows
 
 
 def training_model(variant: str, options: GpuBenchOptions, device: torch.device) -> Any:

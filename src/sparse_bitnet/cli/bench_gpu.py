@@ -48,27 +48,29 @@ def main(arguments: list[str]) -> None:
 
 
 def run(kind: str, options: GpuBenchOptions, out: Path | None) -> None:
-    """Measure one of `KINDS`, print the table, and append the rows to `out`.
+    """Measure one of `KINDS`, append the rows to `out` as they come, and print the table.
 
     Raises `UserError` for an unknown model, a pattern that does not fit, or no CUDA device.
     """
     from rich.console import Console
 
     from sparse_bitnet.bench import gpu_inference, gpu_kernels, gpu_train
-    from sparse_bitnet.bench.gpu_record import records, table
+    from sparse_bitnet.bench.gpu_record import record, table
     from sparse_bitnet.bench.record import append_records
     from sparse_bitnet.experiments.provenance import provenance
 
-    if kind in ("prefill", "decode"):
-        rows = gpu_inference.run(options, kind)
-    else:
-        measured = {
-            "train": gpu_train.run,
-            "kernels": gpu_kernels.run,
-            "profile": gpu_kernels.run_profile,
-        }
-        rows = measured[kind](options)
-    where, console = provenance(), Console()
+    measured = {
+        "prefill": lambda: gpu_inference.run(options, "prefill"),
+        "decode": lambda: gpu_inference.run(options, "decode"),
+        "train": lambda: gpu_train.run(options),
+        "kernels": lambda: gpu_kernels.run(options),
+        "profile": lambda: gpu_kernels.run_profile(options),
+    }
+    where, rows, console = provenance(), [], Console()
+    for row in measured[kind]():
+        rows.append(row)
+        if out is not None:
+            append_records(out, [record(row, options)], where)
     if not console.is_terminal:  # in a file or a pipe nothing of a row is to be cut off
         console = Console(width=200)
     layers = "" if options.layers is None else f", {options.layers} layers"
@@ -77,5 +79,4 @@ def run(kind: str, options: GpuBenchOptions, out: Path | None) -> None:
         console.print(table(rows, title))
     console.print(f"torch {where['versions']['torch']}, {where['date'][:10]}, {where['commit']}")
     if out is not None:
-        append_records(out, records(rows, options), where)
         console.print(f"written to {out}", soft_wrap=True)

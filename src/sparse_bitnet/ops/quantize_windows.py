@@ -7,7 +7,7 @@ from torch import Tensor
 from sparse_bitnet.ops.backends import define
 from sparse_bitnet.ops.operands import empty_tokens
 from sparse_bitnet.ops.quantize_int8 import quantize_int8_reference
-from sparse_bitnet.ops.windows import gather_index, layout_of
+from sparse_bitnet.ops.windows import gather_index, window_layout
 from sparse_bitnet.pattern import NMPattern
 
 
@@ -26,7 +26,7 @@ def quantize_windows(x: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor]:
 def quantize_windows_reference(x: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
     """`quantize_windows` in plain PyTorch: what every kernel returns, bit for bit."""
     codes, activation_scale = quantize_int8_reference(x)
-    index = gather_index(NMPattern(n, m), x.shape[-1], padded=True).to(x.device)
+    index = gather_index(NMPattern(n, m), x.shape[-1]).to(x.device)
     return torch.where(index < 0, 0, codes[..., index.clamp_min(0)]), activation_scale
 
 
@@ -42,8 +42,7 @@ def order_of(windows: NMPattern | None) -> tuple[int, int]:
 
 def empty_in_order(x: Tensor, features: int, n: int, m: int) -> tuple[Tensor, Tensor]:
     """Room for `features` of each token of `x`, quantised in the order of `quantize_in_order`."""
-    layout = layout_of(n, m)
-    return empty_tokens(x, features if layout is None else layout.padded_width(features))
+    return empty_tokens(x, window_layout(NMPattern(n, m)).width(features) if m else features)
 
 
 define(

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from sparse_bitnet.ops.backends import cusparselt_unavailable, define
 from sparse_bitnet.ops.int8_linear import int8_linear_reference
-from sparse_bitnet.ops.windows import check_two_of_four
 
 TOKEN_MULTIPLE = 16
 """Columns of a dense int8 operand of cuSPARSELt, our tokens, are a multiple of this."""
@@ -23,14 +22,11 @@ def compress_windows(expanded: Tensor) -> Tensor:
     """The weight operand of `sparse_int8_linear`, for the device that `expanded` is on.
 
     Args:
-        expanded: int8 [out_features, K'] in 2:4 form, K' a multiple of 32.
+        expanded: int8 [out_features, K'] of `window_expand`.
 
     Returns an opaque int8 matrix whose rows are out_features filled up to a multiple of 32. It depends
     on device and library: made on loading, never saved.
-
-    Raises `UserError` where four columns hold more than two non-zeros.
     """
-    check_two_of_four(expanded)
     return torch.ops.sparse_bitnet.compress_windows(F.pad(expanded, (0, 0, 0, -len(expanded) % 32)))
 
 

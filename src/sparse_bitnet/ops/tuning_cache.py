@@ -2,8 +2,8 @@
 """Tuning cache: which product a layer uses for how many tokens, by times measured on this machine.
 
 Paths: "dense" (int8 tensor cores, the baseline), "sparse" (2:4 sparse tensor cores), "packed" (packed
-weights, few tokens). A path other than dense is chosen only where it was clearly faster than dense at
-the measured token counts on both sides, so a choice is never slower than dense by more than noise, and
+weights, few tokens). A path other than dense is chosen only where it was clearly the fastest at the
+measured token counts on both sides, so a choice is never slower than dense by more than noise, and
 without a measurement everything is dense.
 """
 
@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Self, cast
+from typing import Literal, Self
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import write_atomic
@@ -23,7 +23,7 @@ from sparse_bitnet.pattern import NMPattern
 Route = Literal["dense", "sparse", "packed"]
 ROUTES: tuple[Route, ...] = ("dense", "sparse", "packed")
 
-VERSION = 1
+VERSION = 3
 GAIN = 0.97
 """A path takes over from dense below this share of dense's time: more than the noise of medians."""
 
@@ -32,8 +32,6 @@ WINS = 0.75
 
 TOKENS = (1, 8, 64, 256, 1024, 4096, 16384)
 """Token counts that are measured by default."""
-
-Times = Mapping[str, float]
 
 _DAMAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
@@ -49,63 +47,43 @@ class LayerShape:
 
 @dataclass(kw_only=True)
 class TuningCache:
-    """Median seconds of every path, by shape and token count, of one machine."""
+    """The fastest path of one machine, by shape and token count."""
 
-    machine: str
-    """GPU and library versions, see `machine_name`; times of another one say nothing."""
+    machine: str = ""
+    """GPU and library versions, see `machine_name`; what was fastest on another one says nothing."""
 
-    seconds: dict[LayerShape, dict[int, Times]] = field(default_factory=dict)
+    fastest: dict[LayerShape, dict[int, Route]] = field(default_factory=dict)
 
     def choose(self, shape: LayerShape, tokens: int) -> Route:
-        """The path for this many tokens: faster than dense at the nearest measured counts, or dense."""
-        measured = self.seconds.get(shape)
+        """The path for this many tokens: that of both nearest measured counts, or dense."""
+        measured = self.fastest.get(shape)
         if not measured:
             return "dense"
         below = max((count for count in measured if count <= tokens), default=min(measured))
         above = min((count for count in measured if count >= tokens), default=max(measured))
-        near = (measured[below], measured[above])
-        best, best_time = "dense", sum(times["dense"] for times in near)
-        for route in ROUTES[1:]:
-            if all(times.get(route, float("inf")) < GAIN * times["dense"] for times in near):
-                total = sum(times[route] for times in near)
-                if total < best_time:
-                    best, best_time = route, total
-        return cast(Route, best)
+        return measured[below] if measured[below] == measured[above] else "dense"
 
     def routes(self, shape: LayerShape) -> set[Route]:
-        """Every path that some measured token count uses: the forms of the weight to keep in memory."""
-        return {"dense", *(self.choose(shape, count) for count in self.seconds.get(shape, ()))}
+        """Every path that some token count uses: the forms of the weight to keep in memory."""
+        return {"dense", *self.fastest.get(shape, {}).values()}
 
-    def add(self, shape: LayerShape, tokens: int, times: Times) -> None:
-        """Store the median seconds of the paths; dense is always among them."""
-        assert "dense" in times, times
-        self.seconds.setdefault(shape, {})[tokens] = dict(times)
-
-    def add_rounds(
-        self, shape: LayerShape, tokens: int, taken: Mapping[str, Sequence[float]]
-    ) -> None:
-        """Store the medians of interleaved measurements of every path. One whose median is below dense's,
-        but which was not faster in most rounds, is left out: it is then never chosen."""
-        medians = {name: statistics.median(times) for name, times in taken.items()}
-        kept = {
-            name: seconds
-            for name, seconds in medians.items()
-            if seconds >= medians["dense"] or _share_won(taken[name], taken["dense"]) >= WINS
-        }
-        self.add(shape, tokens, kept)
+    def add(self, shape: LayerShape, tokens: int, taken: Mapping[Route, Sequence[float]]) -> None:
+        """Store the path with the least median of interleaved measurements; dense, one of them, where no
+        other has both a median clearly below and been faster in most rounds."""
+        dense = taken["dense"]
+        best: Route = "dense"
+        least = GAIN * statistics.median(dense)
+        for route, times in taken.items():
+            won = sum(a < b for a, b in zip(times, dense, strict=True))
+            if won >= WINS * len(dense) and (seconds := statistics.median(times)) < least:
+                best, least = route, seconds
+        self.fastest.setdefault(shape, {})[tokens] = best
 
     def save(self, path: Path) -> None:
         """Write as JSON, whole or not at all."""
         rows = [
-            {
-                "out_features": shape.out_features,
-                "in_features": shape.in_features,
-                "pattern": str(shape.pattern),
-                "tokens": tokens,
-                "seconds": dict(times),
-            }
-            for shape, by_tokens in self.seconds.items()
-            for tokens, times in sorted(by_tokens.items())
+            [shape.out_features, shape.in_features, str(shape.pattern), found]
+            for shape, found in self.fastest.items()
         ]
         entry = {"version": VERSION, "machine": self.machine, "rows": rows}
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,22 +102,16 @@ class TuningCache:
             entry = json.loads(path.read_text())
             if (entry["version"], entry["machine"]) != (VERSION, machine):
                 return table
-            for row in entry["rows"]:
-                pattern = NMPattern.parse(row["pattern"])
-                shape = LayerShape(int(row["out_features"]), int(row["in_features"]), pattern)
-                times = {name: float(value) for name, value in row["seconds"].items()}
-                if "dense" not in times or not all(value > 0 for value in times.values()):
-                    raise ValueError("times are positive and include dense")
-                table.add(shape, int(row["tokens"]), times)
+            for rows, columns, pattern, found in entry["rows"]:
+                shape = LayerShape(int(rows), int(columns), NMPattern.parse(pattern))
+                table.fastest[shape] = {
+                    int(tokens): ROUTES[ROUTES.index(route)] for tokens, route in found.items()
+                }
         except _DAMAGE as error:
             raise UserError(
                 f"{path} is not a tuning cache of kernels ({error}): delete it"
             ) from error
         return table
-
-
-def _share_won(times: Sequence[float], others: Sequence[float]) -> float:
-    return sum(a < b for a, b in zip(times, others, strict=True)) / len(times)
 
 
 def cache_path(machine: str) -> Path:

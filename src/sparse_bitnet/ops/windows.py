@@ -11,6 +11,7 @@ already hold at most two non-zeros (2:4, 2:8, 1:m) pass through as they are.
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sparse_bitnet.errors import UserError
@@ -34,12 +35,9 @@ class WindowLayout(NamedTuple):
     """Windows of a group; 1 where the pattern passes through."""
 
     def width(self, in_features: int) -> int:
-        """Expanded columns without filling up: K' of K."""
-        return -(-in_features // self.m) * self.windows * WINDOW
-
-    def padded_width(self, in_features: int) -> int:
-        """Expanded columns with zeros up to a multiple of 32."""
-        return -(-self.width(in_features) // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+        """Expanded columns, K' of K, with those that fill up."""
+        columns = -(-in_features // self.m) * self.windows * WINDOW
+        return -(-columns // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
 
 
 def window_layout(pattern: NMPattern) -> WindowLayout:
@@ -58,11 +56,6 @@ def window_layout(pattern: NMPattern) -> WindowLayout:
     )
 
 
-def layout_of(n: int, m: int) -> WindowLayout | None:
-    """The layout of a pattern's windows; None with m = 0, which is an order without windows."""
-    return window_layout(NMPattern(n, m)) if m else None
-
-
 def has_windows(pattern: NMPattern) -> bool:
     """Whether `window_layout` accepts the pattern."""
     try:
@@ -72,48 +65,37 @@ def has_windows(pattern: NMPattern) -> bool:
     return True
 
 
-def gather_index(pattern: NMPattern, in_features: int, *, padded: bool = False) -> Tensor:
+def gather_index(pattern: NMPattern, in_features: int) -> Tensor:
     """Source column of every expanded column: int64 [K'], -1 for columns that fill up.
 
     Args:
         pattern: one that `window_layout` accepts.
         in_features: K.
-        padded: fill up to a multiple of 32.
     """
     layout = window_layout(pattern)
-    columns = layout.padded_width(in_features) if padded else layout.width(in_features)
-    column = torch.arange(columns)
+    column = torch.arange(layout.width(in_features))
     window, lane = column // WINDOW, column % WINDOW
     source = window // layout.windows * layout.m + 2 * (window % layout.windows) + lane
-    return torch.where((column < layout.width(in_features)) & (source < in_features), source, -1)
+    return torch.where(source < in_features, source, -1)
 
 
-def window_expand(
-    codes: Tensor, pattern: NMPattern, *, padded: bool = False, name: str = "(unnamed)"
-) -> tuple[Tensor, Tensor]:
-    """Codes in 2:4 form: `expanded @ x[index]` equals `codes @ x`, exactly.
+def window_expand(codes: Tensor, pattern: NMPattern, *, name: str = "(unnamed)") -> Tensor:
+    """Codes in 2:4 form: `expanded @ x[gather_index]` equals `codes @ x`, exactly.
 
     Args:
         codes: int8 [rows, in_features], at most n non-zeros in every group of m.
         pattern: n:m of the codes.
-        padded: fill the rows up to a multiple of 32 columns with zeros.
         name: of the layer, for error messages.
 
-    Returns (int8 expanded [rows, K'], int64 index [K'], -1 where a column has no source).
+    Returns int8 [rows, K'], K' a multiple of 32.
 
     Raises `UserError` for a pattern without 2:4 form and for codes outside the pattern.
     """
     layout = window_layout(pattern)
     pattern.check_divides(codes.shape[1], name)
-    rows, in_features = codes.shape
-    groups = -(-in_features // layout.m)
-    grouped = codes.new_zeros(rows, groups * layout.m)
-    grouped[:, :in_features] = codes
-    grouped = grouped.view(rows, groups, layout.m)
-    width = layout.padded_width(in_features) if padded else layout.width(in_features)
-    expanded = codes.new_zeros(rows, width)
-    windows = expanded[:, : layout.width(in_features)].view(rows, groups, layout.windows, WINDOW)
-    used = torch.zeros(rows, groups, layout.windows, dtype=torch.int8, device=codes.device)
+    grouped = F.pad(codes, (0, -codes.shape[1] % layout.m)).unflatten(1, (-1, layout.m))
+    windows = codes.new_zeros(*grouped.shape[:2], layout.windows, WINDOW)
+    used = torch.zeros(windows.shape[:3], dtype=torch.int8, device=codes.device)
     for position in range(layout.m):
         # The code is zero once it has found its window.
         code = grouped[:, :, position]
@@ -126,13 +108,4 @@ def window_expand(
             raise UserError(
                 f"layer {name}: a group of {pattern.m} has more than {pattern.n} non-zero codes"
             )
-    return expanded, gather_index(pattern, in_features, padded=padded).to(codes.device)
-
-
-def check_two_of_four(expanded: Tensor) -> None:
-    """Raise `UserError` where four columns of a row hold more than two non-zeros, which the hardware's
-    compression would drop without a word."""
-    crowded = (expanded.unflatten(-1, (-1, WINDOW)) != 0).sum(-1) > 2
-    if crowded.any():
-        row, window = crowded.nonzero()[0].tolist()
-        raise UserError(f"row {row}: columns {4 * window}..{4 * window + 3} are not 2:4 sparse")
+    return F.pad(windows.flatten(1), (0, -windows[0].numel() % COLUMN_MULTIPLE))

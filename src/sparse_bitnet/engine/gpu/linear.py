@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparse_bitnet.ops.backends import choice_of_kernel
 from sparse_bitnet.ops.int8_linear import int8_linear
 from sparse_bitnet.ops.packed_int8_linear import MAX_TOKENS, pack_blocks, packed_int8_linear
 from sparse_bitnet.ops.quantize_int8 import quantize_int8
@@ -27,19 +26,9 @@ from sparse_bitnet.pattern import NMPattern
 class RoutePolicy:
     """How layers choose: always one product where it can be used, or by a table of measured times."""
 
-    table: TuningCache = field(default_factory=lambda: TuningCache(machine=""))
+    table: TuningCache = field(default_factory=TuningCache)
     always: Route | None = None
     """Not by the table: this product, and dense where it is impossible."""
-
-    @classmethod
-    def from_environment(cls, table: TuningCache) -> "RoutePolicy":
-        """By the table, or what SPARSE_BITNET_KERNEL=triton (packed) or cusparselt (sparse) asks for."""
-        always: dict[str, Route] = {
-            "triton": "packed",
-            "cusparselt": "sparse",
-            "reference": "dense",
-        }
-        return cls(table=table, always=always.get(choice_of_kernel()))
 
     def routes(self, shape: LayerShape) -> set[Route]:
         """The products that a layer may use."""
@@ -107,8 +96,7 @@ class TernaryLinear(nn.Module):
         """Choose by a policy from now on, and make the forms of the weight that it lacks."""
         self.policy, routes = policy, policy.routes(self.shape)
         if "sparse" in routes and self.compressed is None:
-            expanded, _ = window_expand(self.codes, self.pattern, padded=True, name=name)
-            self.compressed = compress_windows(expanded)
+            self.compressed = compress_windows(window_expand(self.codes, self.pattern, name=name))
         if "packed" in routes and self.weight_packed is None:
             self.weight_packed = pack_blocks(self.codes)
 

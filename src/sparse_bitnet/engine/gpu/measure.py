@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The product of each layer for each number of tokens, by times measured with the model's own layers."""
 
+import functools
+import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sparse_bitnet.engine.gpu.decode import WARM_UP, recorded
 from sparse_bitnet.engine.gpu.linear import RoutePolicy, TernaryLinear, possible_routes
+from sparse_bitnet.ops.backends import choice_of_kernel
 from sparse_bitnet.ops.tuning_cache import (
     TOKENS,
     LayerShape,
@@ -18,6 +22,10 @@ from sparse_bitnet.ops.tuning_cache import (
     machine_name,
 )
 
+ASKED_FOR: dict[str, Route] = {"triton": "packed", "cusparselt": "sparse", "reference": "dense"}
+"""The product that a value of SPARSE_BITNET_KERNEL names."""
+
+Name = TypeVar("Name", bound=str)
 _FLUSH_BYTES = 256 << 20
 
 
@@ -40,11 +48,9 @@ def set_policy_(model: nn.Module, policy: RoutePolicy) -> None:
 def measured_policy(model: nn.Module) -> RoutePolicy:
     """The policy of a prepared model on its GPU, which its layers then have, with the forms that they use
     and no others: what SPARSE_BITNET_KERNEL asks for, or by `measured_table`."""
-    layers = ternary_layers(model)
-    device = next(iter(layers.values())).codes.device
-    policy = RoutePolicy.from_environment(TuningCache(machine=""))
+    policy = RoutePolicy(always=ASKED_FOR.get(choice_of_kernel()))
     if policy.always is None:
-        policy = RoutePolicy(table=measured_table(layers, device))
+        policy = RoutePolicy(table=measured_table(model))
     set_policy_(model, policy)
     for module in model.modules():
         if isinstance(module, TernaryLinear):
@@ -52,55 +58,42 @@ def measured_policy(model: nn.Module) -> RoutePolicy:
     return policy
 
 
-def measured_table(
-    layers: dict[LayerShape, TernaryLinear], device: torch.device, rounds: int = 5
-) -> TuningCache:
-    """The stored times of this GPU, with those of the shapes that it lacks, measured and stored. Empty on
-    a CPU, where all products are one."""
+def measured_table(model: nn.Module) -> TuningCache:
+    """What is stored of this GPU; those of the model's shapes that it lacks are measured and stored too.
+    Empty on a CPU, where all products are one."""
     machine = machine_name()
-    if device.type != "cuda":
+    if next(model.parameters()).device.type != "cuda":
         return TuningCache(machine=machine)
     table = TuningCache.load(cache_path(machine), machine)
-    missing = {shape: layer for shape, layer in layers.items() if shape not in table.seconds}
-    for shape, layer in missing.items():
-        measure_layer(table, shape, layer, rounds, device)
-    if missing:
+    if measure_(table, model):
         table.save(cache_path(machine))
     return table
 
 
-def measure_layer(
-    table: TuningCache,
-    shape: LayerShape,
-    layer: TernaryLinear,
-    rounds: int,
-    device: torch.device,
-) -> None:
-    """Add the times of every product of a layer, quantisation included, to the table."""
-    flush = CacheFlush(device)
-    for tokens in TOKENS if device.type == "cuda" else TOKENS[:2]:
+@torch.no_grad()
+def measure_(
+    table: TuningCache, model: nn.Module, counts: Sequence[int] = TOKENS, rounds: int = 5
+) -> bool:
+    """Add the shapes of a prepared model that a table lacks, measured with a layer of each, quantisation
+    included, on its device; returns whether there were any."""
+    layers = ternary_layers(model)
+    missing = layers.keys() - table.fastest.keys()
+    for shape, tokens in itertools.product(missing, counts):
+        layer = layers[shape]
+        device = layer.codes.device
         x = torch.randn(tokens, shape.in_features, dtype=torch.bfloat16, device=device)
-
-        def product(route: Route, x: Tensor = x) -> Callable[[], object]:
+        graphs: dict[Route, Callable[[], object]] = {}
+        for route in possible_routes(shape.pattern, tokens):
             layer.set_policy_(RoutePolicy(always=route))
-            return recorded(lambda: layer(x), device)[0]
-
-        with torch.no_grad():
-            routes: dict[str, Callable[[], object]] = {}
-            for route in possible_routes(shape.pattern, tokens):
-                routes[route] = product(route)
-            table.add_rounds(shape, tokens, interleaved(routes, device, rounds, flush))
+            graphs[route] = recorded(functools.partial(layer, x), device)[0]
+        table.add(shape, tokens, interleaved(graphs, device, rounds, cache_flush(device)))
+    return bool(missing)
 
 
-class CacheFlush:
+def cache_flush(device: torch.device) -> Callable[[], object]:
     """Writes more bytes than any GPU's cache holds, so that the next kernel reads from memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        count = _FLUSH_BYTES if device.type == "cuda" else 1
-        self._bytes = torch.zeros(count, dtype=torch.uint8, device=device)
-
-    def __call__(self) -> None:
-        self._bytes.fill_(1)
+    count = _FLUSH_BYTES if device.type == "cuda" else 1
+    return functools.partial(torch.zeros(count, dtype=torch.uint8, device=device).fill_, 1)
 
 
 def seconds_of(function: Callable[[], object], device: torch.device) -> float:
@@ -118,11 +111,11 @@ def seconds_of(function: Callable[[], object], device: torch.device) -> float:
 
 
 def interleaved(
-    functions: Mapping[str, Callable[[], object]],
+    functions: Mapping[Name, Callable[[], object]],
     device: torch.device,
     rounds: int,
     before: Callable[[], object] = lambda: None,
-) -> dict[str, list[float]]:
+) -> dict[Name, list[float]]:
     """Seconds of each function in each round; in turn, so that drift of the clock meets all alike.
 
     Args:
@@ -134,7 +127,7 @@ def interleaved(
     for function in functions.values():
         for _ in range(WARM_UP):
             function()
-    taken: dict[str, list[float]] = {name: [] for name in functions}
+    taken: dict[Name, list[float]] = {name: [] for name in functions}
     for _ in range(rounds):
         for name, function in functions.items():
             before()

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from sparse_bitnet.ops.operands import SCALE_FLOOR, empty_tokens
 from sparse_bitnet.ops.triton.float_bits import float32_bits, readable
-from sparse_bitnet.ops.windows import WINDOW, WindowLayout, layout_of
+from sparse_bitnet.ops.windows import WINDOW, WindowLayout, window_layout
+from sparse_bitnet.pattern import NMPattern
 
 _PLAIN, _NORM, _SWIGLU = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
@@ -56,8 +57,8 @@ def _launch(
     m: int,
     kind: tl.constexpr,
 ) -> tuple[Tensor, Tensor]:
-    layout = layout_of(n, m) or WindowLayout(WINDOW, 1)
-    columns = layout.padded_width(features) if m else features
+    layout = window_layout(NMPattern(n, m)) if m else WindowLayout(WINDOW, 1)
+    columns = layout.width(features) if m else features
     codes, scale = empty_tokens(x, columns)
     quads = triton.next_power_of_2(triton.cdiv(max(features, columns // layout.windows), WINDOW))
     if scale.numel():

@@ -95,10 +95,6 @@ def _launch(
         M=m,
         LANES=lanes,
         GROUPS=tile,
-        HAS_CODES=codes is not None,
-        HAS_MASK=mask is not None,
-        HAS_WORDS=words is not None,
-        HAS_PREVIOUS=previous is not None,
         num_warps=4,
         enable_fp_fusion=False,
     )
@@ -149,10 +145,6 @@ def _select(
     M: tl.constexpr,
     LANES: tl.constexpr,
     GROUPS: tl.constexpr,
-    HAS_CODES: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_WORDS: tl.constexpr,
-    HAS_PREVIOUS: tl.constexpr,
 ):
     program = tl.program_id(0)
     group = program.to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
@@ -162,7 +154,7 @@ def _select(
     bits = float32_bits(tl.load(weight + at, mask=inside, other=0))
     value = bits.to(tl.float32, bitcast=True)
     keep = _kept((bits & _MAGNITUDE) - 1, lane, N, M, LANES)
-    if HAS_CODES:
+    if codes is not None:
         scale = tl.load(weight_scale)
         if scale >= _SMALLEST_SCALE:
             half = scale * 0.5
@@ -171,12 +163,12 @@ def _select(
             quotient = tl.div_rn(value, tl.zeros_like(value) + scale)
             code = (quotient > 0.5).to(tl.int32) - (quotient < -0.5).to(tl.int32)
         tl.store(codes + at, tl.where(keep, code, 0).to(tl.int8), mask=inside)
-    if HAS_MASK:
+    if mask is not None:
         tl.store(mask + at, keep.to(tl.uint8), mask=inside)
-    if HAS_WORDS:
+    if words is not None:
         word = tl.sum(keep.to(tl.int32) << lane[None, :], axis=1)
         tl.store(words + group, word.to(words.dtype.element_ty), mask=group < groups)
-    if HAS_PREVIOUS:
+    if previous is not None:
         before = tl.load(previous + group, mask=group < groups, other=0).to(tl.int32)
         was_kept = (before[:, None] >> lane[None, :]) & 1
         changed = tl.where(inside, was_kept ^ keep.to(tl.int32), 0)
