@@ -22,6 +22,8 @@ from sparse_bitnet.experiments.provenance import provenance
 from sparse_bitnet.files import write_atomic
 
 PAGE = "index.html"
+TESTS = tuple(f"tests/ops/test_{name}.py" for name in ("cuda", "rope_cache", "fused_inputs"))
+"""On a GPU they run compiled what they elsewhere interpret."""
 PATTERNS = ("6:8", "2:4")
 REHEARSAL = ("--model", "qwen2.5-0.3m", "--layers", "1", "--device", "cpu", "--rounds", "1")
 SMALL = {
@@ -46,15 +48,8 @@ def all_steps(folder: Path, rehearse: bool = False) -> list[Step]:
     """In the order of what they settle; all limits together are 40 minutes. What is trained lies in
     `folder`."""
     bench = (sys.executable, "-m", "sparse_bitnet", "bench")
-    tests = (
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "tests/ops/test_cuda.py",
-    )
+    files = TESTS[:1] if rehearse else TESTS
+    tests = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files)
     found = [Step("tests", tests, 240, writes_rows=False)]
     for kind, seconds in (("kernels", 210), ("decode", 240), ("prefill", 240)):
         for pattern in PATTERNS:

@@ -24,34 +24,21 @@ _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
 def select_ternary(weight: Tensor, weight_scale: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
     """See `select_ternary_reference`: (int8 masked codes, bool mask), bit for bit."""
-    weight = weight.contiguous()
-    codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    mask = torch.empty(weight.shape, dtype=torch.bool, device=weight.device)
-    _launch(weight, weight_scale, n, m, codes=codes, mask=mask)
+    codes, mask, _ = _launch(weight, weight_scale, n, m, words=False)
     return codes, mask
 
 
 def nm_mask(weight: Tensor, n: int, m: int) -> Tensor:
     """See `nm_mask_reference`."""
-    weight = weight.contiguous()
-    mask = torch.empty(weight.shape, dtype=torch.bool, device=weight.device)
-    _launch(weight, None, n, m, mask=mask)
-    return mask
+    return _launch(weight, None, n, m, words=False)[1]
 
 
 def select_ternary_bits(
     weight: Tensor, weight_scale: Tensor, n: int, m: int, previous: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `select_ternary_bits_reference`: (int8 codes, mask words, int64 flips)."""
-    weight = weight.contiguous()
-    codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    shape = (*weight.shape[:-1], weight.shape[-1] // m)
-    words = torch.empty(shape, dtype=word_dtype(m), device=weight.device)
-    assert previous is None or (previous.shape, previous.dtype) == (words.shape, words.dtype)
-    flips = _launch(weight, weight_scale, n, m, codes=codes, words=words, previous=previous)
-    if flips is None:
-        flips = torch.zeros((), dtype=torch.int64, device=weight.device)
-    return codes, words, flips
+    codes, words, flips = _launch(weight, weight_scale, n, m, words=True, previous=previous)
+    return codes, words, flips.sum(dtype=torch.int64)
 
 
 def absmean(weight: Tensor) -> Tensor:
@@ -69,25 +56,28 @@ def _launch(
     weight_scale: Tensor | None,
     n: int,
     m: int,
-    codes: Tensor | None = None,
-    mask: Tensor | None = None,
-    words: Tensor | None = None,
+    words: bool,
     previous: Tensor | None = None,
-) -> Tensor | None:
-    lanes = triton.next_power_of_2(m)
-    groups = weight.numel() // m
-    tile = max(1, TILE_WEIGHTS // lanes)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes (of a scale), mask as words or bools, flips of each program."""
+    weight, lanes = weight.contiguous(), triton.next_power_of_2(m)
+    codes = weight if weight_scale is None else torch.empty_like(weight, dtype=torch.int8)
+    grouped = (*weight.shape[:-1], weight.shape[-1] // m)
+    mask = weight.new_empty(
+        grouped if words else weight.shape, dtype=word_dtype(m) if words else torch.bool
+    )
+    groups, tile = weight.numel() // m, max(1, TILE_WEIGHTS // lanes)
     programs = triton.cdiv(groups, tile)
-    flips = None
+    flips = weight.new_empty(0 if previous is None else programs, dtype=torch.int32)
     if previous is not None:
+        assert (previous.shape, previous.dtype) == (mask.shape, mask.dtype)
         previous = previous.contiguous()
-        flips = torch.empty(programs, dtype=torch.int32, device=weight.device)
     _select[(programs,)](
         readable(weight),
         weight_scale,
-        codes,
-        mask.view(torch.uint8) if mask is not None else None,
-        words,
+        None if weight_scale is None else codes,
+        None if words else mask.view(torch.uint8),
+        mask if words else None,
         previous,
         flips,
         groups,
@@ -98,7 +88,7 @@ def _launch(
         num_warps=4,
         enable_fp_fusion=False,
     )
-    return None if flips is None else flips.sum(dtype=torch.int64)
+    return codes, mask, flips
 
 
 @triton.jit
