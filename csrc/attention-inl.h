@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// attend, merge, finish and append of isa.h, on top of float_vector-inl.h.
+// Attention over pages of floats, on top of float_vector-inl.h; merge and finish of isa.h.
 
 // The tile of a product: tile_rows x tile_vectors accumulators in registers, beside tile_vectors of the
 // second factor and one broadcast of the first.
@@ -82,49 +82,45 @@ TARGET static void multiply_rows(int rows, const float* a, std::int64_t a_stride
 #undef ROWS
 }
 
-// Scores [page_tokens] of one row -> probabilities relative to the row's running maximum; keys outside
-// [first, visible) get zero. Returns the factor for what has been summed before.
-INLINE float soften(float* scores, std::int64_t first, std::int64_t visible, const PageView& page,
-                    float* maximum, float* sum) {
-  constexpr int vectors = page_tokens / width;
-  Floats score[vectors];
-  Floats top = splat(-__builtin_inff());
-  UNROLL for (int v = 0; v < vectors; ++v) {
-    score[v] = load_floats(scores + v * width);
-    if (page.key_scales) score[v] *= load_floats(page.key_scales + v * width);
+// Scores of keys outside [first, visible) become minus infinity.
+INLINE void hide(Floats* score, std::int64_t first, std::int64_t visible) {
+  if (visible >= page_tokens && first <= 0) return;
+  Ints number;
+  UNROLL for (int i = 0; i < width; ++i) number[i] = i;
+  UNROLL for (int v = 0; v < page_tokens / width; ++v) {
+    const Ints key = number + std::int32_t(v * width);
+    const Ints seen = (key < std::int32_t(visible)) & (key >= std::int32_t(first));
+    score[v] = choose(seen, score[v], splat(-__builtin_inff()));
   }
-  if (visible < page_tokens || first > 0) {
-    Ints number;
-    UNROLL for (int i = 0; i < width; ++i) number[i] = i;
-    UNROLL for (int v = 0; v < vectors; ++v) {
-      const Ints key = number + std::int32_t(v * width);
-      const Ints seen = (key < std::int32_t(visible)) & (key >= std::int32_t(first));
-      score[v] = choose(seen, score[v], splat(-__builtin_inff()));
-    }
-  }
-  UNROLL for (int v = 0; v < vectors; ++v) top = larger(top, score[v]);
-  const float before = *maximum, now = largest_lane(top);
-  float factor = 1.0f;
-  if (now > before) {
-    *maximum = now;
-    factor = exponential(splat(before - now))[0];
-  }
-  const Floats shift = splat(*maximum);
-  Floats added = {};
-  UNROLL for (int v = 0; v < vectors; ++v) {
-    const Floats probability = exponential(score[v] - shift);
-    added += probability;
-    if (page.value_scales) {
-      // Scales of keys that were never written may be anything, also NaN.
-      const Floats scale = load_floats(page.value_scales + v * width);
-      store(scores + v * width, choose(probability > 0.0f, probability * scale, Floats{}));
-    } else {
-      store(scores + v * width, probability);
-    }
-  }
-  store(sum, FUSED(load_floats(sum), splat(factor), added));
-  return factor;
 }
+
+INLINE float largest_of_page(const Floats* of) {
+  Floats top = of[0];
+  UNROLL for (int v = 1; v < page_tokens / width; ++v) top = larger(top, of[v]);
+  return largest_lane(top);
+}
+
+// The running maxima of rows, given their largest scores against a page: factor is for what has been summed
+// before, part for what is relative to the largest of the page. For all rows at once, since one after the
+// other each would wait for its power.
+struct Advance {
+  float largest[score_rows], factor[score_rows], part[score_rows];
+
+  TARGET void run(int rows, float* maximum) {
+    float before[score_rows];
+    for (int r = 0; r < rows; ++r) before[r] = maximum[r];
+    for (int r = rows; r % width; ++r) before[r] = largest[r] = 0.0f;
+    NO_UNROLL for (int r = 0; r < rows; r += width) {
+      const Floats old = load_floats(before + r);
+      const Floats now = larger(load_floats(largest + r), splat(-1e30f)), top = larger(old, now);
+      store(largest + r, now);
+      store(before + r, top);
+      store(factor + r, power_of_two(old - top));
+      store(part + r, power_of_two(now - top));
+    }
+    for (int r = 0; r < rows; ++r) maximum[r] = before[r];
+  }
+};
 
 // Keys of the page that a row sees.
 INLINE std::int64_t keys_seen(const PageAttention& work, std::int64_t row) {
@@ -143,7 +139,7 @@ TARGET static void attend_rows(const PageAttention& work, const T* keys, const T
                                const void* next_keys, std::int64_t first, int rows) {
   const std::int64_t padded = padded_dim(work.head_dim);
   alignas(64) float scores[score_rows * page_tokens];
-  float factors[score_rows];
+  Advance advance;
   const int blocks = (rows + tile_rows - 1) / tile_rows;
   const std::ptrdiff_t to_values = reinterpret_cast<const char*>(values) -
                                    reinterpret_cast<const char*>(keys);
@@ -156,27 +152,47 @@ TARGET static void attend_rows(const PageAttention& work, const T* keys, const T
                      page_tokens, work.head_dim, scores + begin * page_tokens, page_tokens,
                      (seen + width - 1) / width * width, nullptr, to_values);
   }
+  constexpr int vectors = page_tokens / width;
   for (int r = 0; r < rows; ++r) {
-    const std::int64_t row = first + r;
-    factors[r] = soften(scores + r * page_tokens, first_seen(work, row), keys_seen(work, row),
-                        work.page, work.state.maximum + row, work.state.sum + row * most_lanes);
+    Floats score[vectors];
+    float* of = scores + r * page_tokens;
+    UNROLL for (int v = 0; v < vectors; ++v) score[v] = load_floats(of + v * width);
+    hide(score, first_seen(work, first + r), keys_seen(work, first + r));
+    UNROLL for (int v = 0; v < vectors; ++v) store(of + v * width, score[v]);
+    advance.largest[r] = largest_of_page(score);
+  }
+  advance.run(rows, work.state.maximum + first);
+  for (int r = 0; r < rows; ++r) {
+    float* sum = work.state.sum + (first + r) * most_lanes;
+    Floats added = {};
+    UNROLL for (int v = 0; v < vectors; ++v) {
+      float* score = scores + r * page_tokens + v * width;
+      const Floats probability = power_of_two(load_floats(score) - work.state.maximum[first + r]);
+      added += probability;
+      store(score, probability);
+    }
+    store(sum, FUSED(load_floats(sum), splat(advance.factor[r]), added));
   }
   for (int b = 0; b < blocks; ++b) {
     const int begin = rows * b / blocks, count = rows * (b + 1) / blocks - begin;
     // Later values may never have been written.
     const std::int64_t seen = keys_seen(work, first + begin + count - 1);
     multiply_rows<T>(count, scores + begin * page_tokens, page_tokens, values, padded, seen,
-                     work.state.out + (first + begin) * padded, padded, padded, factors + begin,
+                     work.state.out + (first + begin) * padded, padded, padded, advance.factor + begin,
                      to_next);
   }
+}
+
+// Rows of the first tokens may see nothing of a page that later ones see.
+INLINE std::int64_t hidden_rows(const PageAttention& work) {
+  return work.visible >= 1 ? 0 : (1 - work.visible) * work.group;
 }
 
 template <class T>
 TARGET static void attend_page(const PageAttention& work) {
   const T* keys = static_cast<const T*>(work.page.keys);
   const T* values = static_cast<const T*>(work.page.values);
-  // Rows of the first tokens may see nothing of a page that later ones see.
-  const std::int64_t hidden = work.visible >= 1 ? 0 : (1 - work.visible) * work.group;
+  const std::int64_t hidden = hidden_rows(work);
   if (sizeof(T) < sizeof(float) && work.rows - hidden >= rows_to_widen) {
     const std::int64_t key_count = page_tokens * work.head_dim;
     const std::int64_t value_count = page_tokens * padded_dim(work.head_dim);
@@ -204,19 +220,11 @@ TARGET static void attend_page(const PageAttention& work) {
   }
 }
 
-TARGET static void attend(const PageAttention& work) {
-  switch (work.type) {
-    case CacheType::float32: return attend_page<float>(work);
-    case CacheType::float16: return attend_page<std::uint16_t>(work);
-    case CacheType::int8: return attend_page<std::int8_t>(work);
-  }
-}
-
 TARGET static void merge(const AttentionState& into, const AttentionState& from,
                          std::int64_t rows, std::int64_t padded) {
   for (std::int64_t r = 0; r < rows; ++r) {
     const float a = into.maximum[r], b = from.maximum[r], top = a > b ? a : b;
-    const Floats keep = exponential(splat(a - top)), add = exponential(splat(b - top));
+    const Floats keep = power_of_two(splat(a - top)), add = power_of_two(splat(b - top));
     float* sum = into.sum + r * most_lanes;
     store(sum, load_floats(sum) * keep + load_floats(from.sum + r * most_lanes) * add);
     for (std::int64_t i = r * padded; i < (r + 1) * padded; i += width) {
@@ -235,35 +243,12 @@ TARGET static void finish(const AttentionState& state, std::int64_t row, std::in
   for (; i < head_dim; ++i) out[i] = from[i] / sum[0];
 }
 
-INLINE void narrow(const float* from, float* to, std::int64_t count, float* scale) {
-  (void)scale;
+INLINE void narrow(const float* from, float* to, std::int64_t count) {
   __builtin_memcpy(to, from, count * sizeof(float));
 }
 
-INLINE void narrow(const float* from, std::uint16_t* to, std::int64_t count, float* scale) {
-  (void)scale;
+INLINE void narrow(const float* from, std::uint16_t* to, std::int64_t count) {
   for (std::int64_t i = 0; i < count; i += width) NARROW_HALF(to + i, load_floats(from + i));
-}
-
-// Rounded half to even by an addition, see quantize-inl.h.
-INLINE void narrow(const float* from, std::int8_t* to, std::int64_t count, float* scale) {
-  constexpr float round_to_low_bits = 12582912.0f;
-  Floats top = {};
-  for (std::int64_t i = 0; i < count; i += width) {
-    const Floats v = load_floats(from + i);
-    top = larger(top, larger(v, -v));
-  }
-  float largest = largest_lane(top);
-  if (largest < 1e-20f) largest = 1e-20f;
-  if (largest > 1e30f) largest = 1e30f;
-  const Floats inverse = splat(127.0f / largest);
-  *scale = largest / 127.0f;
-  for (std::int64_t i = 0; i < count; i += width) {
-    const Floats scaled = load_floats(from + i) * inverse;
-    const Floats bounded = smaller(larger(scaled, splat(-127.0f)), splat(127.0f));
-    const Ints code = bit_cast<Ints>(bounded + round_to_low_bits) - 0x4b400000;
-    store(to + i, __builtin_convertvector(code, Vector<std::int8_t, VECTOR_BYTES / 4>));
-  }
 }
 
 constexpr std::int64_t largest_head_dim = 1024;
@@ -276,19 +261,9 @@ TARGET static void append_as(const PageView& page, std::int64_t slot, const floa
   T narrowed[largest_head_dim];
   for (std::int64_t i = head_dim; i < padded; ++i) zero_padded[i] = 0;
   for (std::int64_t i = 0; i < head_dim; ++i) zero_padded[i] = key[i];
-  narrow(zero_padded, narrowed, padded, page.key_scales + slot);
+  narrow(zero_padded, narrowed, padded);
   T* keys = static_cast<T*>(page.keys) + slot;
   for (std::int64_t i = 0; i < head_dim; ++i) keys[i * page_tokens] = narrowed[i];
   for (std::int64_t i = 0; i < head_dim; ++i) zero_padded[i] = value[i];
-  narrow(zero_padded, static_cast<T*>(page.values) + slot * padded, padded,
-         page.value_scales + slot);
-}
-
-TARGET static void append(CacheType type, const PageView& page, std::int64_t slot,
-                          const float* key, const float* value, std::int64_t head_dim) {
-  switch (type) {
-    case CacheType::float32: return append_as<float>(page, slot, key, value, head_dim);
-    case CacheType::float16: return append_as<std::uint16_t>(page, slot, key, value, head_dim);
-    case CacheType::int8: return append_as<std::int8_t>(page, slot, key, value, head_dim);
-  }
+  narrow(zero_padded, static_cast<T*>(page.values) + slot * padded, padded);
 }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 namespace sparse_bitnet {
 namespace {
@@ -32,6 +33,11 @@ AttentionPlan::AttentionPlan(const KvCache& cache, std::int64_t heads, std::int6
 
 std::int64_t AttentionPlan::state_floats(std::int64_t rows) const {
   return rows * (padded_ + most_lanes) + aligned_floats(rows);
+}
+
+// Queries; then what int8 needs of them, codes, scales and sums.
+std::int64_t AttentionPlan::query_floats(std::int64_t rows) const {
+  return aligned_floats(rows * head_dim_) + aligned_floats(rows * (four_dim(head_dim_) / 4 + 2));
 }
 
 AttentionState AttentionPlan::state_at(float* memory, std::int64_t rows) const {
@@ -85,8 +91,8 @@ void AttentionPlan::set(const Segment* segments, std::int64_t count) {
     left_.reset(new std::atomic<std::int64_t>[left_capacity_]);
   }
   for (std::size_t i = 0; i < merges_.size(); ++i) merges_[i].left = &left_[i];
-  const std::int64_t scratch = aligned_floats(largest_rows * head_dim_) +
-                               2 * page_tokens * padded_ + 2 * state_floats(largest_rows);
+  const std::int64_t scratch =
+      query_floats(largest_rows) + 2 * page_tokens * padded_ + 2 * state_floats(largest_rows);
   for (AlignedVector<float>& memory : scratch_) {
     if (std::int64_t(memory.size()) < scratch) memory.resize(scratch);
   }
@@ -117,7 +123,8 @@ void AttentionPlan::run_task(const VectorKernels& kernels, const Task& task, std
     std::memcpy(scratch + token * group_ * head_dim_, queries + from,
                 group_ * head_dim_ * sizeof(float));
   }
-  float* states = scratch + aligned_floats(rows * head_dim_) + 2 * page_tokens * padded_;
+  if (cache_.type() == CacheType::int8) quantize_queries(kernels, rows, scratch);
+  float* states = scratch + query_floats(rows) + 2 * page_tokens * padded_;
   const AttentionState own = state_at(states, rows);
   if (task.merge < 0) {
     for (std::int64_t first = 0; first < task.page_count; first += chunk_pages) {
@@ -143,6 +150,25 @@ void AttentionPlan::run_task(const VectorKernels& kernels, const Task& task, std
   write_rows(kernels, task, all, out, stride);
 }
 
+AttentionPlan::QueryCodes AttentionPlan::codes_of(float* scratch, std::int64_t rows) const {
+  float* scales = scratch + aligned_floats(rows * head_dim_);
+  std::int32_t* sums = reinterpret_cast<std::int32_t*>(scales + rows);
+  return {reinterpret_cast<std::int8_t*>(sums + rows), scales, sums};
+}
+
+void AttentionPlan::quantize_queries(const VectorKernels& kernels, std::int64_t rows,
+                                     float* scratch) const {
+  const QueryCodes queries = codes_of(scratch, rows);
+  const std::int64_t stride = four_dim(head_dim_);
+  std::fill_n(queries.codes, rows * stride, std::int8_t(0));
+  for (std::int64_t row = 0; row < rows; ++row) {
+    std::int8_t* codes = queries.codes + row * stride;
+    kernels.quantize_int8(scratch + row * head_dim_, Dtype::float32, 1, head_dim_, codes,
+                          queries.scales + row);
+    queries.sums[row] = std::accumulate(codes, codes + stride, 0);
+  }
+}
+
 void AttentionPlan::attend_pages(const VectorKernels& kernels, const Task& task,
                                  std::int64_t layer, std::int64_t window, std::int64_t first,
                                  std::int64_t count, float* scratch,
@@ -151,6 +177,7 @@ void AttentionPlan::attend_pages(const VectorKernels& kernels, const Task& task,
   std::fill_n(state.maximum, rows, nothing_seen);
   std::fill_n(state.sum, rows * most_lanes, 0.0f);
   std::fill_n(state.out, rows * padded_, 0.0f);
+  const QueryCodes queries = codes_of(scratch, rows);
   const std::int32_t* pages = pages_[task.segment];
   const std::int64_t position = segments_[task.segment].position + task.token;
   // What is before the first token's window, later tokens do not see either: nothing would be added.
@@ -160,7 +187,8 @@ void AttentionPlan::attend_pages(const VectorKernels& kernels, const Task& task,
     const bool is_last = page + 1 == first + count;
     const PageView next = is_last ? view : cache_.view(pages[page + 1], layer, task.kv_head);
     kernels.attend({cache_.type(), head_dim_, rows, group_, position + 1 - page * page_tokens,
-                    window, scratch, view, next.keys, scratch + aligned_floats(rows * head_dim_), state});
+                    window, scratch, queries.codes, queries.scales, queries.sums, view, next.keys,
+                    scratch + query_floats(rows), state});
   }
 }
 

@@ -23,6 +23,7 @@ namespace sparse_bitnet {
 constexpr std::int64_t query_block = 32;  // tokens of a task with many queries
 constexpr std::int64_t chunk_pages = 8;
 constexpr std::int64_t most_lanes = 16;  // floats of a vector
+constexpr float log2_e = 1.44269504f;  // powers of two are cheaper than those of e
 
 // The running softmax of `rows` rows.
 struct AttentionState {
@@ -38,10 +39,14 @@ struct PageAttention {
   std::int64_t visible;  // keys up to and with the first token's own, counted from the page's start; one
                          // more for each next token
   std::int64_t window;   // of those the last so many are seen
-  const float* queries;  // [rows, head_dim], row = token * group + head, scaled
+  const float* queries;  // [rows, head_dim], row = token * group + head, scaled, times log2_e
+  // Of those, with int8 only: [rows, four_dim] with a scale a row, and the sums of the rows.
+  const std::int8_t* query_codes;
+  const float* query_scales;
+  const std::int32_t* query_sums;
   PageView page;
   const void* next_keys;  // those that are read after this page, to be asked for early
-  float* wide;  // scratch [2, page_tokens * padded_dim]
+  float* wide;  // scratch [2, page_tokens * padded_dim], unused with int8
   AttentionState state;
 };
 
@@ -67,6 +72,11 @@ class AttentionPlan {
            const float* queries, float* out, std::int64_t stride);
 
  private:
+  struct QueryCodes {
+    std::int8_t* codes;   // [rows, four_dim]
+    float* scales;        // [rows]
+    std::int32_t* sums;   // [rows]
+  };
   // The queries of some tokens of a segment against all their pages, or one chunk of them.
   struct Task {
     std::int64_t segment, kv_head, token, tokens;
@@ -81,6 +91,8 @@ class AttentionPlan {
 
   void run_task(const VectorKernels& kernels, const Task& task, std::int64_t layer,
                 std::int64_t window, const float* queries, float* out, std::int64_t stride, int thread);
+  QueryCodes codes_of(float* scratch, std::int64_t rows) const;
+  void quantize_queries(const VectorKernels& kernels, std::int64_t rows, float* scratch) const;
   void attend_pages(const VectorKernels& kernels, const Task& task, std::int64_t layer,
                     std::int64_t window, std::int64_t first, std::int64_t count, float* scratch,
                     const AttentionState& state) const;
@@ -88,6 +100,7 @@ class AttentionPlan {
                   float* out, std::int64_t stride) const;
   AttentionState state_at(float* memory, std::int64_t rows) const;
   std::int64_t state_floats(std::int64_t rows) const;
+  std::int64_t query_floats(std::int64_t rows) const;
 
   const KvCache& cache_;
   std::int64_t group_, kv_heads_, head_dim_, padded_;
@@ -98,7 +111,7 @@ class AttentionPlan {
   std::unique_ptr<std::atomic<std::int64_t>[]> left_;
   std::int64_t left_capacity_ = 0;
   AlignedVector<float> states_;
-  std::vector<AlignedVector<float>> scratch_;  // per thread: queries, a page in floats, two states
+  std::vector<AlignedVector<float>> scratch_;  // per thread: queries and their codes, a page in floats, two states
   std::int64_t work_ = 0;                    // rows times keys
 };
 

@@ -46,7 +46,7 @@ void Decoder::State::rotate_and_append(const Block& block, std::int64_t layer,
       for (std::int64_t i = 0; i < head_dim; ++i) head[i] *= scale;
     };
     for (std::int64_t head = 0; head < model.heads; ++head) {
-      turn(queries + token * q_width + head * head_dim, block.q_norm, model.query_scale);
+      turn(queries + token * q_width + head * head_dim, block.q_norm, model.query_scale * log2_e);
     }
     const std::int32_t page = cache.pages(segment.sequence)[position / page_tokens];
     for (std::int64_t head = 0; head < model.kv_heads; ++head) {

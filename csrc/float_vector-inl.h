@@ -43,10 +43,6 @@ INLINE void narrow_half_in_software(std::uint16_t* to, const Floats& v) {
 
 INLINE Floats load_floats(const std::uint16_t* from) { return WIDEN_HALF(from); }
 
-INLINE Floats load_floats(const std::int8_t* from) {
-  return __builtin_convertvector(WIDEN_BYTES(from), Floats);
-}
-
 template <int STEP, std::int32_t... I>
 INLINE Floats exchanged(const Floats& v, std::integer_sequence<std::int32_t, I...>) {
   return PICK(std::int32_t, v, v, (I ^ STEP)...);
@@ -96,7 +92,18 @@ INLINE Floats bounded_exponential(const Floats& x) {
   return y * bit_cast<Floats>((bit_cast<Ints>(shifted) << 23) + 0x3f800000);
 }
 
-// e^x for x <= 0: zero below -87.
-INLINE Floats exponential(const Floats& x) {
-  return choose(x < -87.0f, Floats{}, bounded_exponential(x));
+// 2^x for x <= 0: zero below -126. Within 2e-7 of it: x = n + r with |r| <= 1/2, both exact, 2^r by its
+// Taylor polynomial of degree 6, whose remainder is below 2^-22.9.
+INLINE Floats power_of_two(const Floats& x) {
+  constexpr float round_to_low_bits = 12582912.0f;
+  const Floats shifted = larger(x, splat(-126.0f)) + round_to_low_bits;
+  const Floats r = larger(x, splat(-126.0f)) - (shifted - round_to_low_bits);
+  Floats y = FUSED(splat(1.54035304e-4f), r, splat(1.33335581e-3f));
+  y = FUSED(y, r, splat(9.61812911e-3f));
+  y = FUSED(y, r, splat(0.0555041087f));
+  y = FUSED(y, r, splat(0.240226507f));
+  y = FUSED(y, r, splat(0.693147181f));
+  y = FUSED(y, r, splat(1.0f));
+  const Floats power = y * bit_cast<Floats>((bit_cast<Ints>(shifted) << 23) + 0x3f800000);
+  return choose(x < -126.0f, Floats{}, power);
 }

@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// The body of isa_generic.cpp, isa_avx2.cpp and isa_avx512.cpp: VectorKernels (isa.h), compiled for one
+// The body of isa_generic.cpp, isa_avx2.cpp and isa_avx512*.cpp: VectorKernels (isa.h), compiled for one
 // instruction set. The including file defines
 //   ISA                  its name; the result is vector_<ISA>
 //   TARGET, VECTOR_BYTES
 //   FUSED(a, b, c)       a * b + c, rounded once where the instruction set can
 //   WIDEN_HALF(from)     a vector of float16 as floats
 //   NARROW_HALF(to, v)   floats to the nearest finite float16, half to even
-//   WIDEN_BYTES(from)    a vector of int8 as int32; what __builtin_convertvector gives is scalar code
 //   FLOAT_REGISTERS      vector registers
+// and, where it has better than plain C++ for codes from -127 to 127, four a lane of Ints,
+//   DOT_SIGNED(sum, a, b)    sum + the products of four codes, per lane; b is loaded, a is one for all
+//   DOT_UNSIGNED(sum, a, b)  the same where the codes of a are not negative
+//   DOT_OFFSET               if DOT_SIGNED adds it to b: 128
 //
 // Standard headers come first and contribute types only: an inline function of theirs, compiled here
 // for a newer instruction set, could be the copy the linker keeps for the whole program.
@@ -43,6 +46,7 @@ namespace JOIN(kernels_, ISA) {
 #include "int4_table-inl.h"
 #include "elementwise-inl.h"
 #include "attention-inl.h"
+#include "attention_int8-inl.h"
 
 static constexpr VectorKernels kernels = {
     nm_mask,       select_ternary, dense_ternary, sum_magnitudes, quantize_int8,

@@ -16,10 +16,10 @@ namespace {
 const Kernels table[] = {
 #if defined(__x86_64__)
 #if defined(SPARSE_BITNET_AMX)
-    {"amx_int8", cpu_has_amx_int8, vector_avx512, loading_avx512, matmul_amx_int8, roofline_amx_int8},
+    {"amx_int8", cpu_has_amx_int8, vector_avx512vnni, loading_avx512, matmul_amx_int8, roofline_amx_int8},
 #endif
-    {"avx512vbmi", cpu_has_avx512vbmi, vector_avx512, loading_avx512, matmul_avx512vbmi, roofline_avx512vnni},
-    {"avx512vnni", cpu_has_avx512vnni, vector_avx512, loading_avx512, matmul_avx512vnni, roofline_avx512vnni},
+    {"avx512vbmi", cpu_has_avx512vbmi, vector_avx512vnni, loading_avx512, matmul_avx512vbmi, roofline_avx512vnni},
+    {"avx512vnni", cpu_has_avx512vnni, vector_avx512vnni, loading_avx512, matmul_avx512vnni, roofline_avx512vnni},
     {"avx512", cpu_has_avx512, vector_avx512, loading_avx512, matmul_avx2, roofline_avx512},
 #if defined(SPARSE_BITNET_AVX_VNNI)
     {"avxvnni", cpu_has_avxvnni, vector_avx2, loading_avx2, matmul_avxvnni, roofline_avxvnni},

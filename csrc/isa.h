@@ -74,7 +74,7 @@ struct VectorKernels {
                  const float* value, std::int64_t head_dim);
 };
 
-extern const VectorKernels vector_generic, vector_avx2, vector_avx512;
+extern const VectorKernels vector_generic, vector_avx2, vector_avx512, vector_avx512vnni;
 
 // What reads a file (packed_rows.h, checksum.h).
 struct LoadingKernels {

@@ -11,9 +11,10 @@
 #define NARROW_HALF(to, v)                         \
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), \
                    _mm256_cvtps_ph(clamp_to_half(v), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
-#define WIDEN_BYTES(from)         \
-  bit_cast<Vector<std::int32_t>>( \
-      _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))))
+#define DOT_SIGNED(sum, a, b) \
+  DOT_UNSIGNED(sum, _mm256_abs_epi8(__m256i(b)), _mm256_sign_epi8(__m256i(a), __m256i(b)))
+#define DOT_UNSIGNED(sum, a, b)                                                      \
+  (sum + Ints(_mm256_madd_epi16(_mm256_maddubs_epi16(__m256i(a), __m256i(b)), _mm256_set1_epi16(1))))
 
 #include "isa-inl.h"
 

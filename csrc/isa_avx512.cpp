@@ -1,23 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #if defined(__x86_64__)
 
-// Conversions under a full mask are those that GCC 12 compiles without a false warning.
 #define ISA avx512
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
-#define VECTOR_BYTES 64
-#define FLOAT_REGISTERS 32
-#define FUSED(a, b, c) Vector<float>(_mm512_fmadd_ps(a, b, c))
-#define WIDEN_HALF(from)               \
-  Vector<float>(_mm512_maskz_cvtph_ps( \
-      __mmask16(-1), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))))
-#define NARROW_HALF(to, v)                                                   \
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),                        \
-                      _mm512_maskz_cvtps_ph(__mmask16(-1), clamp_to_half(v), \
-                                            _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
-#define WIDEN_BYTES(from)                                    \
-  bit_cast<Vector<std::int32_t>>(_mm512_maskz_cvtepi8_epi32( \
-      __mmask16(-1), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from))))
+#define DOT_SIGNED(sum, a, b)                                                                     \
+  DOT_UNSIGNED(sum, _mm512_abs_epi8(__m512i(b)),                                                  \
+               _mm512_mask_sub_epi8(__m512i(a), _mm512_movepi8_mask(__m512i(b)), __m512i{}, __m512i(a)))
+#define DOT_UNSIGNED(sum, a, b)                                                      \
+  (sum + Ints(_mm512_madd_epi16(_mm512_maddubs_epi16(__m512i(a), __m512i(b)), _mm512_set1_epi16(1))))
 
-#include "isa-inl.h"
+#include "isa_avx512-inl.h"
 
 #endif

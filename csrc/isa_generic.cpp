@@ -7,13 +7,15 @@
 #if defined(__aarch64__)
 #define FUSED(a, b, c) Vector<float>(vfmaq_f32(c, a, b))
 #define FLOAT_REGISTERS 32
+#define DOT_SIGNED(sum, a, b)                                                                   \
+  Ints(vpadalq_s16(sum, vpaddq_s16(vmull_s8(vget_low_s8(int8x16_t(a)), vget_low_s8(int8x16_t(b))), \
+                                   vmull_high_s8(int8x16_t(a), int8x16_t(b)))))
+#define DOT_UNSIGNED DOT_SIGNED
 #else
 #define FUSED(a, b, c) ((a) * (b) + (c))
 #define FLOAT_REGISTERS 16
 #endif
 #define WIDEN_HALF(from) widen_half_in_software(from)
 #define NARROW_HALF(to, v) narrow_half_in_software(to, v)
-#define WIDEN_BYTES(from) \
-  __builtin_convertvector((load<Vector<std::int8_t, VECTOR_BYTES / 4>>(from)), Vector<std::int32_t>)
 
 #include "isa-inl.h"

@@ -24,7 +24,7 @@ KvCache::KvCache(CacheType type, std::int64_t layers, std::int64_t kv_heads, std
                  std::int64_t cache_tokens)
     : type_(type), kv_heads_(kv_heads) {
   const std::int64_t element = element_bytes(type);
-  key_bytes_ = round_up(head_dim * page_tokens * element);
+  key_bytes_ = round_up(four_dim(head_dim) * page_tokens * element);
   value_bytes_ = round_up(page_tokens * padded_dim(head_dim) * element);
   scale_bytes_ = type == CacheType::int8 ? page_tokens * std::int64_t(sizeof(float)) : 0;
   head_bytes_ = key_bytes_ + value_bytes_ + 2 * scale_bytes_;

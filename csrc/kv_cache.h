@@ -6,7 +6,10 @@
 //   keys   [head_dim][64 tokens], transposed: a query's scores against 16 tokens are one chain of
 //          fused multiply-adds, without a horizontal sum;
 //   values [64 tokens][padded head_dim], zeros behind head_dim;
-//   key scales, value scales [64] float32, with int8 only.
+// with int8 four elements along the sum together, for products of integers:
+//   keys   [head_dim / 4, rounded up][64 tokens][4], zeros behind head_dim;
+//   values [16][padded head_dim][4], of tokens t, t + 16, t + 32 and t + 48;
+//   key scales, value scales [64] float32.
 
 #pragma once
 
@@ -26,6 +29,8 @@ constexpr std::int64_t dim_alignment = 16;
 constexpr std::int64_t padded_dim(std::int64_t head_dim) {
   return (head_dim + dim_alignment - 1) / dim_alignment * dim_alignment;
 }
+
+constexpr std::int64_t four_dim(std::int64_t head_dim) { return (head_dim + 3) / 4 * 4; }
 
 // One layer and head of a page.
 struct PageView {

@@ -123,6 +123,54 @@ def test_rounded_caches_are_close(name: str, cache_type: str, bound: float, isa:
     assert errors(logits, reference_logits(model, ids)).max() <= bound
 
 
+def codes_of(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Integers from -127 to 127 and the scale of each vector."""
+    largest = x.abs().amax(-1, keepdim=True).clamp(min=1e-5)
+    return torch.round(x * (127 / largest)), largest / 127
+
+
+def int8_attention(
+    module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **others: Any
+) -> tuple[torch.Tensor, None]:
+    """What the engine computes with int8 pages of 64 tokens, all at once: [1, heads, tokens, dim]."""
+    group, tokens, page = query.shape[1] // key.shape[1], query.shape[2], 64
+    (q, q_scale), (k, k_scale), (v, v_scale) = map(
+        codes_of,
+        (query * scaling * np.log2(np.e), *(x.repeat_interleave(group, 1) for x in (key, value))),
+    )
+    behind = torch.arange(tokens)[:, None] - torch.arange(tokens)
+    hidden = (behind < 0) | (behind >= (others.get("sliding_window") or tokens))
+    scores = ((q @ k.mT) * (q_scale * k_scale.mT)).masked_fill(hidden, -torch.inf)
+    out, sums = torch.zeros_like(query), torch.zeros_like(q_scale)
+    for start in range(0, tokens, page):
+        keys = slice(start, start + page)
+        largest = scores[..., keys].amax(-1, keepdim=True).clamp(min=-1e30)
+        probability = torch.exp2(scores[..., keys] - largest)
+        part = torch.exp2(largest - scores.amax(-1, keepdim=True))
+        scale = v_scale[..., keys, :].mT.expand_as(probability).masked_fill(hidden[:, keys], 0)
+        top = scale.amax(-1, keepdim=True).clamp(min=1e-30)
+        codes = torch.round(probability * (scale * (127 / top)))
+        out += codes @ v[..., keys, :] * (part * top / 127)
+        sums += probability.sum(-1, keepdim=True) * part
+    return (out / sums).transpose(1, 2).contiguous(), None
+
+
+@pytest.mark.parametrize("name", ["qwen2", "odd", "long", "windowed"])
+def test_int8_pages_equal_their_reference(name: str, isa: str) -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    long = {"long": long_model, "windowed": windowed_model}
+    model, ids = (long[name](), ids_of(600)) if name in long else (model_of(name), ids_of(64))
+    ALL_ATTENTION_FUNCTIONS.register("int8_pages", int8_attention)
+    before = model.config._attn_implementation
+    model.config._attn_implementation = "int8_pages"
+    try:
+        expected = reference_logits(model, ids)
+    finally:
+        model.config._attn_implementation = before
+    assert_close(DecoderInMemory(model, cache="int8", isa=isa).logits(ids), expected)
+
+
 @pytest.mark.parametrize("head", ["bfloat16", "int8", "int4"])
 def test_rounded_heads_equal_their_dequantised_weights(head: str, isa: str) -> None:
     """The head sees activations of 15 bits."""

@@ -316,8 +316,18 @@ void test_attention(Random& random, CacheType type, double tolerance, int head_d
   AlignedVector<float> maximum(rows, -1e30f), sum(rows * most_lanes), out(rows * padded);
   AlignedVector<float> wide(2 * page_tokens * padded, std::nanf(""));
   const AttentionState state = {maximum.data(), sum.data(), out.data()};
-  kernels.attend({type, head_dim, rows, group, visible, window, queries.data(), page, page.keys,
-                  wide.data(), state});
+  std::vector<float> of_two = queries, scales(rows);
+  for (float& q : of_two) q *= log2_e;
+  const std::int64_t stride = four_dim(head_dim);
+  std::vector<std::int8_t> codes(rows * stride);
+  std::vector<std::int32_t> sums(rows);
+  for (std::int64_t row = 0; row < rows; ++row) {
+    std::int8_t* of_row = &codes[row * stride];
+    kernels.quantize_int8(&of_two[row * head_dim], Dtype::float32, 1, head_dim, of_row, &scales[row]);
+    for (std::int64_t i = 0; i < stride; ++i) sums[row] += of_row[i];
+  }
+  kernels.attend({type, head_dim, rows, group, visible, window, of_two.data(), codes.data(),
+                  scales.data(), sums.data(), page, page.keys, wide.data(), state});
   for (std::int64_t row = 0; row < rows; ++row) {
     const std::int64_t seen = std::min(visible + row / group, page_tokens);
     std::vector<double> exact(head_dim);

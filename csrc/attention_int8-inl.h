@@ -1,0 +1,272 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention over int8 pages, whose products are of integers; attend and append of isa.h.
+//
+// A query is quantised once, with a scale; its probabilities against a page, relative to the largest of
+// them and times the scales of the values, are rounded to 0..127. Four codes along the sum lie in a
+// 32-bit lane (kv_cache.h). Sums are exact: what is rounded depends on a row and its page alone.
+
+#ifndef DOT_SIGNED
+#define DOT_SIGNED(sum, a, b) sum_of_fours(sum, a, b)
+#define DOT_UNSIGNED(sum, a, b) sum_of_fours(sum, a, b)
+INLINE Ints sum_of_fours(Ints sum, const Ints& a, const Ints& b) {
+  UNROLL for (int shift = 24; shift >= 0; shift -= 8) sum += (a << shift >> 24) * (b << shift >> 24);
+  return sum;
+}
+#endif
+#ifndef DOT_OFFSET
+#define DOT_OFFSET 0
+#endif
+
+// Tokens of a page lie in lanes of four so that codes of a row need no shuffle: t with t + 16, + 32, + 48.
+constexpr std::int64_t quarter = page_tokens / 4;
+
+// sums [ROWS][VECTORS] of a [ROWS, depth fours] and b [depth fours, columns], the codes of a from 0 to 127
+// if not SIGNED. For each line of b the one that lies `ahead` bytes from it is asked for, see multiply.
+template <int ROWS, int VECTORS, bool SIGNED>
+INLINE void multiply_codes(const std::int8_t* a, std::int64_t a_stride, const std::int32_t* sums,
+                           const std::int8_t* b, std::int64_t b_stride, std::int64_t depth,
+                           std::ptrdiff_t ahead, Ints (&sum)[ROWS][VECTORS]) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
+    UNROLL for (int v = 0; v < VECTORS; ++v) {
+      sum[r][v] = SIGNED && DOT_OFFSET ? splat(sums[r] * -DOT_OFFSET) : Ints{};
+    }
+  }
+  NO_UNROLL for (std::int64_t k = 0; k < depth; ++k) {
+    const std::int8_t* line = b + k * b_stride;
+    UNROLL for (int byte = 0; byte < VECTORS * VECTOR_BYTES; byte += 64) {
+      __builtin_prefetch(line + ahead + byte);
+    }
+    Ints vector[VECTORS];
+    UNROLL for (int v = 0; v < VECTORS; ++v) vector[v] = load<Ints>(line + v * VECTOR_BYTES);
+    UNROLL for (int r = 0; r < ROWS; ++r) {
+      std::int32_t four;
+      __builtin_memcpy(&four, a + r * a_stride + 4 * k, sizeof four);
+      const Ints factor = splat(four);
+      UNROLL for (int v = 0; v < VECTORS; ++v) {
+        sum[r][v] = SIGNED ? DOT_SIGNED(sum[r][v], factor, vector[v])
+                           : DOT_UNSIGNED(sum[r][v], factor, vector[v]);
+      }
+    }
+  }
+}
+
+// What both products of some rows read and write.
+struct Int8Rows {
+  const std::int8_t *keys, *values;
+  const std::int8_t* queries;        // [rows, four_dim]
+  const std::int32_t* query_sums;    // [rows]
+  std::int32_t* scores;              // [rows, page_tokens]
+  const std::int8_t* probabilities;  // [rows, page_tokens]
+  const float *factors, *scales;     // [rows]: of what has been summed before, of the probabilities
+  float* out;                        // [rows, padded]
+  std::int64_t head_dim, padded, seen;
+};
+
+template <int ROWS, int VECTORS>
+INLINE void score_tile(const Int8Rows& work, std::int64_t column, std::ptrdiff_t ahead) {
+  Ints sum[ROWS][VECTORS];
+  const std::int64_t stride = four_dim(work.head_dim);
+  multiply_codes<ROWS, VECTORS, true>(work.queries, stride, work.query_sums, work.keys + 4 * column,
+                                      4 * page_tokens, stride / 4, ahead, sum);
+  UNROLL for (int r = 0; r < ROWS; ++r) {
+    UNROLL for (int v = 0; v < VECTORS; ++v) {
+      store(work.scores + r * page_tokens + column + v * width, sum[r][v]);
+    }
+  }
+}
+
+template <int ROWS, int VECTORS>
+INLINE void value_tile(const Int8Rows& work, std::int64_t column, std::ptrdiff_t ahead) {
+  Ints sum[ROWS][VECTORS];
+  multiply_codes<ROWS, VECTORS, false>(work.probabilities, page_tokens, nullptr,
+                                       work.values + 4 * column, 4 * work.padded,
+                                       work.seen < quarter ? work.seen : quarter, ahead, sum);
+  UNROLL for (int r = 0; r < ROWS; ++r) {
+    UNROLL for (int v = 0; v < VECTORS; ++v) {
+      float* out = work.out + r * work.padded + column + v * width;
+      const Floats added = __builtin_convertvector(sum[r][v], Floats) * work.scales[r];
+      store(out, FUSED(load_floats(out), splat(work.factors[r]), added));
+    }
+  }
+}
+
+template <int ROWS>
+TARGET static void score_rows_of(const Int8Rows& work, std::ptrdiff_t ahead) {
+  std::int64_t i = 0;
+  for (; i + tile_vectors * width <= page_tokens && i < work.seen; i += tile_vectors * width) {
+    score_tile<ROWS, tile_vectors>(work, i, ahead);
+  }
+}
+
+template <int ROWS>
+TARGET static void value_rows_of(const Int8Rows& work, std::ptrdiff_t ahead) {
+  std::int64_t i = 0;
+  for (; i + tile_vectors * width <= work.padded; i += tile_vectors * width) {
+    value_tile<ROWS, tile_vectors>(work, i, ahead);
+  }
+  for (; i < work.padded; i += width) value_tile<ROWS, 1>(work, i, ahead);
+}
+
+#define FOR_ROWS(function, count, ...)           \
+  switch (count) {                               \
+    case 1: function<1>(__VA_ARGS__); break;     \
+    case 2: function<2>(__VA_ARGS__); break;     \
+    case 3: function<3>(__VA_ARGS__); break;     \
+    case 4: function<4>(__VA_ARGS__); break;     \
+    case 5: function<5>(__VA_ARGS__); break;     \
+    case 6: function<6>(__VA_ARGS__); break;     \
+  }
+
+// What turns probabilities against a page into codes: the scales of the values as multiples of 1/127 of
+// the largest.
+struct ValueScales {
+  Floats over_largest[page_tokens / width];
+  float largest;
+};
+
+// Those of the values in [first, visible); others may never have been written.
+INLINE ValueScales value_scales_of(const PageView& page, std::int64_t first, std::int64_t visible) {
+  ValueScales scales;
+  UNROLL for (int v = 0; v < page_tokens / width; ++v) {
+    scales.over_largest[v] = load_floats(page.value_scales + v * width);
+  }
+  hide(scales.over_largest, first, visible);
+  scales.largest = larger(splat(largest_of_page(scales.over_largest)), splat(1e-30f))[0];
+  UNROLL for (int v = 0; v < page_tokens / width; ++v) {
+    scales.over_largest[v] = larger(scales.over_largest[v], Floats{}) * (127.0f / scales.largest);
+  }
+  return scales;
+}
+
+// Sums of codes [page_tokens] of one row -> scores in floats, at the same place. Returns the largest.
+INLINE float scale_scores(const PageAttention& work, std::int64_t row, std::int32_t* scores) {
+  Floats score[page_tokens / width];
+  UNROLL for (int v = 0; v < page_tokens / width; ++v) {
+    const Floats scale = load_floats(work.page.key_scales + v * width) * work.query_scales[row];
+    score[v] = __builtin_convertvector(load<Ints>(scores + v * width), Floats) * scale;
+  }
+  hide(score, first_seen(work, row), keys_seen(work, row));
+  UNROLL for (int v = 0; v < page_tokens / width; ++v) store(scores + v * width, score[v]);
+  return largest_of_page(score);
+}
+
+// Scores in floats -> probabilities relative to the page's largest, times the values' scales, as codes.
+// Returns their lanes' sums, without the scales.
+INLINE Floats soften(const std::int32_t* scores, float largest, const ValueScales& values,
+                     std::int8_t* codes) {
+  constexpr int vectors = page_tokens / width;
+  Floats added = {};
+  Ints code[vectors];
+  UNROLL for (int v = 0; v < vectors; ++v) {
+    const Floats probability = power_of_two(load<Floats>(scores + v * width) - largest);
+    added += probability;
+    // Rounded half to even by an addition, see quantize-inl.h.
+    code[v] = bit_cast<Ints>(probability * values.over_largest[v] + 12582912.0f) & 0xff;
+  }
+  UNROLL for (int v = 0; v < vectors / 4; ++v) {
+    store(codes + 4 * v * width, code[v] | code[v + vectors / 4] << 8 | code[v + vectors / 2] << 16 |
+                                     code[v + vectors / 4 * 3] << 24);
+  }
+  return added;
+}
+
+// The same from a later row on, of whose keys `seen` are used.
+INLINE Int8Rows rows_from(const Int8Rows& work, int row, std::int64_t seen) {
+  return {work.keys,
+          work.values,
+          work.queries + row * four_dim(work.head_dim),
+          work.query_sums + row,
+          work.scores + row * page_tokens,
+          work.probabilities + row * page_tokens,
+          work.factors + row,
+          work.scales + row,
+          work.out + row * work.padded,
+          work.head_dim,
+          work.padded,
+          seen};
+}
+
+TARGET static void attend_int8(const PageAttention& work, std::int64_t first, int rows) {
+  alignas(64) std::int32_t scores[score_rows * page_tokens];
+  alignas(64) std::int8_t probabilities[score_rows * page_tokens];
+  float scales[score_rows];
+  Advance advance;
+  const std::int64_t padded = padded_dim(work.head_dim);
+  const std::int8_t* keys = static_cast<const std::int8_t*>(work.page.keys);
+  const std::int8_t* values = static_cast<const std::int8_t*>(work.page.values);
+  const std::ptrdiff_t to_next = static_cast<const std::int8_t*>(work.next_keys) - values;
+  const Int8Rows all = {keys,
+                        values,
+                        work.query_codes + first * four_dim(work.head_dim),
+                        work.query_sums + first,
+                        scores,
+                        probabilities,
+                        advance.factor,
+                        scales,
+                        work.state.out + first * padded,
+                        work.head_dim,
+                        padded,
+                        0};
+  const int blocks = (rows + tile_rows - 1) / tile_rows;
+  for (int b = 0; b < blocks; ++b) {
+    const int begin = rows * b / blocks, end = rows * (b + 1) / blocks;
+    const Int8Rows some = rows_from(all, begin, keys_seen(work, first + end - 1));
+    FOR_ROWS(score_rows_of, end - begin, some, values - keys)
+  }
+  for (int r = 0; r < rows; ++r) {
+    advance.largest[r] = scale_scores(work, first + r, scores + r * page_tokens);
+  }
+  advance.run(rows, work.state.maximum + first);
+  const ValueScales whole = value_scales_of(work.page, 0, page_tokens);
+  for (int r = 0; r < rows; ++r) {
+    const std::int64_t hidden = first_seen(work, first + r), seen = keys_seen(work, first + r);
+    ValueScales own;
+    if (hidden > 0 || seen < page_tokens) own = value_scales_of(work.page, hidden, seen);
+    const ValueScales& values = hidden > 0 || seen < page_tokens ? own : whole;
+    const Floats added = soften(scores + r * page_tokens, advance.largest[r], values,
+                                probabilities + r * page_tokens);
+    float* sum = work.state.sum + (first + r) * most_lanes;
+    store(sum, FUSED(load_floats(sum), splat(advance.factor[r]), added * advance.part[r]));
+    scales[r] = advance.part[r] * values.largest / 127.0f;
+  }
+  for (int b = 0; b < blocks; ++b) {
+    const int begin = rows * b / blocks, end = rows * (b + 1) / blocks;
+    const Int8Rows some = rows_from(all, begin, keys_seen(work, first + end - 1));
+    FOR_ROWS(value_rows_of, end - begin, some, to_next)
+  }
+}
+
+TARGET static void attend(const PageAttention& work) {
+  switch (work.type) {
+    case CacheType::float32: return attend_page<float>(work);
+    case CacheType::float16: return attend_page<std::uint16_t>(work);
+    case CacheType::int8: break;
+  }
+  for (std::int64_t row = hidden_rows(work); row < work.rows; row += score_rows) {
+    const std::int64_t left = work.rows - row;
+    attend_int8(work, row, int(left < score_rows ? left : score_rows));
+  }
+}
+
+TARGET static void append_int8(const PageView& page, std::int64_t slot, const float* key,
+                               const float* value, std::int64_t head_dim) {
+  const std::int64_t padded = padded_dim(head_dim);
+  std::int8_t codes[largest_head_dim] = {};
+  std::int8_t *keys = static_cast<std::int8_t*>(page.keys) + 4 * slot,
+              *values = static_cast<std::int8_t*>(page.values) + slot % quarter * 4 * padded + slot / quarter;
+  quantize_int8(key, Dtype::float32, 1, head_dim, codes, page.key_scales + slot);
+  for (std::int64_t i = 0; i < head_dim; i += 4) {
+    __builtin_memcpy(keys + i * page_tokens, codes + i, 4);
+  }
+  quantize_int8(value, Dtype::float32, 1, head_dim, codes, page.value_scales + slot);
+  for (std::int64_t i = 0; i < padded; ++i) values[4 * i] = codes[i];
+}
+
+TARGET static void append(CacheType type, const PageView& page, std::int64_t slot,
+                          const float* key, const float* value, std::int64_t head_dim) {
+  switch (type) {
+    case CacheType::float32: return append_as<float>(page, slot, key, value, head_dim);
+    case CacheType::float16: return append_as<std::uint16_t>(page, slot, key, value, head_dim);
+    case CacheType::int8: return append_int8(page, slot, key, value, head_dim);
+  }
+}
