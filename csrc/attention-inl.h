@@ -62,24 +62,24 @@ INLINE void multiply_columns(const float* a, std::int64_t a_stride, const T* b,
   }
 }
 
+// function<count>(...), count from 1 to tile_rows.
+#define FOR_ROWS(function, count, ...)           \
+  switch (count) {                               \
+    case 1: function<1>(__VA_ARGS__); break;     \
+    case 2: function<2>(__VA_ARGS__); break;     \
+    case 3: function<3>(__VA_ARGS__); break;     \
+    case 4: function<4>(__VA_ARGS__); break;     \
+    case 5: function<5>(__VA_ARGS__); break;     \
+    case 6: function<6>(__VA_ARGS__); break;     \
+  }
+
 template <class T>
 TARGET static void multiply_rows(int rows, const float* a, std::int64_t a_stride, const T* b,
                                  std::int64_t b_stride, std::int64_t depth, float* c,
                                  std::int64_t c_stride, std::int64_t columns,
                                  const float* factors, std::ptrdiff_t ahead) {
-#define ROWS(count)                                                                          \
-  case count:                                                                                \
-    return multiply_columns<count>(a, a_stride, b, b_stride, depth, c, c_stride, columns,    \
-                                   factors, ahead)
-  switch (rows) {
-    ROWS(1);
-    ROWS(2);
-    ROWS(3);
-    ROWS(4);
-    ROWS(5);
-    ROWS(6);
-  }
-#undef ROWS
+  FOR_ROWS(multiply_columns, rows, a, a_stride, b, b_stride, depth, c, c_stride, columns, factors,
+           ahead)
 }
 
 // Scores of keys outside [first, visible) become minus infinity.

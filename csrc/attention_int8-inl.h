@@ -107,16 +107,6 @@ TARGET static void value_rows_of(const Int8Rows& work, std::ptrdiff_t ahead) {
   for (; i < work.padded; i += width) value_tile<ROWS, 1>(work, i, ahead);
 }
 
-#define FOR_ROWS(function, count, ...)           \
-  switch (count) {                               \
-    case 1: function<1>(__VA_ARGS__); break;     \
-    case 2: function<2>(__VA_ARGS__); break;     \
-    case 3: function<3>(__VA_ARGS__); break;     \
-    case 4: function<4>(__VA_ARGS__); break;     \
-    case 5: function<5>(__VA_ARGS__); break;     \
-    case 6: function<6>(__VA_ARGS__); break;     \
-  }
-
 // What turns probabilities against a page into codes: the scales of the values as multiples of 1/127 of
 // the largest.
 struct ValueScales {
