@@ -10,8 +10,10 @@ from tokenizers import Tokenizer, decoders, models
 
 from packed_models import make_packed
 from scripted_engine import ScriptedEngine, logits_after
+from serving_thread import END, byte_tokenizer
 from sparse_bitnet.cli import generate
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.generation.grammar import Grammar, TokenGrammars
 from sparse_bitnet.generation.observer import Observer
 from sparse_bitnet.generation.request import GenerationRequest
 from sparse_bitnet.generation.sampling_options import SamplingOptions
@@ -20,6 +22,7 @@ from sparse_bitnet.generation.speculation import ForwardCosts, PromptLookup, Spe
 from sparse_bitnet.generation.text import TextTokenizer
 
 VOCAB = 40
+BYTES = byte_tokenizer()
 GREEDY = SamplingOptions(temperature=0)
 
 
@@ -104,6 +107,30 @@ def test_texts_are_those_without_guesses(request_of):
             assert found == expected
             assert 0 < done.accepted_tokens <= done.guessed_tokens
             assert done.decode_tokens == sum(map(len, found)) - len(found)
+
+
+def test_a_form_is_kept_whatever_is_guessed():
+    """Guesses that the form forbids among them: only a text's own tokens move its state on."""
+    pytest.importorskip("llguidance")
+    grammar = Grammar.regex(r"(\{\"(id|name)\": [0-9]{1,4}\}, ?)*end")
+    form = TokenGrammars(BYTES, 300, frozenset({END})).start(grammar)
+    for seed in range(4):
+        request = GenerationRequest(
+            prompt=BYTES.encode('{"id": 12}, {"id": 12}, '),
+            max_tokens=150,
+            tokenizer=BYTES,
+            sampling=SamplingOptions(seed=seed, temperature=0.2 * seed),
+            stop_tokens=frozenset({END}),
+            form=form,
+        )
+        texts = []
+        for guesses in (False, True):
+            engine = ScriptedEngine(vocab_size=300, logits=repeating)
+            ahead = speculation(engine) if guesses else None
+            [outputs], done = texts_of(engine, [request], ahead)
+            texts.append([output.token for output in outputs])
+        assert texts[0] == texts[1]
+        assert 0 < done.accepted_tokens < done.guessed_tokens
 
 
 def test_drawn_tokens_have_the_distribution_of_the_model(request_of):
