@@ -10,12 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from sparse_bitnet.bench.random_model import (
-    PUBLISHED,
-    cached_random_model,
-    config_of,
-    write_random_model,
-)
+from sparse_bitnet.bench.model_shapes import PUBLISHED, config_of
+from sparse_bitnet.bench.random_model import cached_random_model, write_random_model
 from sparse_bitnet.checkpoint.build_model import preset_config
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.packed_loading import open_packed, packed_layers

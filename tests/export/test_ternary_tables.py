@@ -115,15 +115,42 @@ def test_folders_of_ternary_floats_keep_them_too(tmp_path: Path) -> None:
     assert packed.metadata.embeddings == "ternary"
     for name in (EMBEDDING, HEAD):
         assert torch.equal(packed.read(name), model.state_dict()[name])
-    model.lm_head.weight.data[-1, 0] = 0.3
-    model.save_pretrained(tmp_path / "other")
-    import_checkpoint(tmp_path / "other", tmp_path / "bf16", packed="auto")
-    assert open_checkpoint(tmp_path / "bf16").metadata.embeddings == "bf16"
-    with pytest.raises(
-        UserError, match=r"tensor lm_head.weight is not ternary .* use --embeddings auto"
-    ):
-        import_checkpoint(tmp_path / "other", tmp_path / "no", packed="auto", embeddings="ternary")
-    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("ternary", [EMBEDDING, HEAD])
+def test_a_ternary_one_beside_one_that_is_not(tmp_path: Path, ternary: str) -> None:
+    model = with_ternary_tables(64, tie_word_embeddings=False)
+    (other,) = {EMBEDDING, HEAD} - {ternary}
+    table = model.get_parameter(other)
+    table.data = torch.randn_like(table).bfloat16().float()
+    model.save_pretrained(tmp_path / "hf")
+    import_checkpoint(tmp_path / "hf", tmp_path / "packed", packed="auto")
+    packed = open_checkpoint(tmp_path / "packed")
+    assert packed.metadata.embeddings == "ternary"
+    assert [packed.file.entries[name].dtype for name in (ternary, other)] == ["U8", "BF16"]
+    restored = from_pretrained(tmp_path / "packed", dtype=torch.float32)
+    for name in (EMBEDDING, HEAD):
+        assert torch.equal(packed.read(name), model.state_dict()[name])
+        assert torch.equal(restored.get_parameter(name), model.state_dict()[name])
+    import_checkpoint(tmp_path / "hf", tmp_path / "floats", packed="auto", embeddings="float32")
+    hidden = forward(tmp_path / "packed", "hidden", head="stored")
+    np.testing.assert_array_equal(hidden, forward(tmp_path / "floats", "hidden", head="stored"))
+    if ternary == EMBEDDING:
+        logits = forward(tmp_path / "packed", "all", head="stored")
+        expected = hidden @ model.lm_head.weight.detach().numpy().T
+        np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
+        table = model.get_parameter(ternary)
+        table.data[-1, 0] = 0.3
+        model.save_pretrained(tmp_path / "none")
+        import_checkpoint(tmp_path / "none", tmp_path / "bf16", packed="auto")
+        assert open_checkpoint(tmp_path / "bf16").metadata.embeddings == "bf16"
+        with pytest.raises(
+            UserError, match=r"tensor model.embed_tokens.weight is not ternary .* --embeddings auto"
+        ):
+            import_checkpoint(
+                tmp_path / "none", tmp_path / "no", packed="auto", embeddings="ternary"
+            )
+        assert not (tmp_path / "no").exists()
 
 
 def test_scales_of_a_table_are_as_few_and_as_short_as_hold_them() -> None:

@@ -18,8 +18,9 @@ from typing import Any
 from sparse_bitnet.bench.child import Child
 from sparse_bitnet.bench.contention import Contention
 from sparse_bitnet.bench.model import cache_tokens
+from sparse_bitnet.bench.model_shapes import PUBLISHED
 from sparse_bitnet.bench.options import BenchOptions
-from sparse_bitnet.bench.random_model import PUBLISHED, cached_random_model
+from sparse_bitnet.bench.random_model import cached_random_model
 from sparse_bitnet.bench.record import BenchRow
 from sparse_bitnet.bench.roofline import READ_BYTES, RooflineMeter, Work, work_of
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
-from sparse_bitnet.engine.runtime_weights import row_bytes
+from sparse_bitnet.engine.weight_forms import row_bytes
 from sparse_bitnet.packing.formats import needs_exact
 from sparse_bitnet.packing.tensor_file import TensorFile
 

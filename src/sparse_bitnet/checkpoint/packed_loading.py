@@ -84,8 +84,12 @@ def prepare_model_(model: "PreTrainedModel", file: TensorFile, metadata: PackedM
     if metadata.embeddings in ("int8", "ternary"):
         for name, module in _tables(model).items():
             rows, columns = module.weight.shape
+            entry = file.entries.get(f"{name}.weight")
+            form = metadata.table_form(entry.dtype if entry else None)
+            if form == "bf16":
+                continue
             stored, groups = (torch.int8, columns), 1
-            if metadata.embeddings == "ternary":
+            if form == "ternary":
                 stored = (torch.uint8, row_bytes("i2", NMPattern(1, 1), columns))
                 groups = _table_groups(file, f"{name}.weight_scale", rows, columns)
             weight = torch.empty(rows, stored[1], dtype=stored[0], device=module.weight.device)
@@ -102,6 +106,8 @@ def finish_model_(model: "PreTrainedModel", metadata: PackedMetadata) -> None:
     """
     if metadata.embeddings in ("int8", "ternary"):
         for name, module in _tables(model).items():
+            if not hasattr(module, "weight_scale"):
+                continue
             weight, scale = module.weight, module.weight_scale
             if metadata.embeddings == "int8":
                 weight = weight * scale

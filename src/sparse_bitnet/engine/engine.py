@@ -12,13 +12,8 @@ from sparse_bitnet.engine.architecture import BLOCK_LINEARS, Architecture
 from sparse_bitnet.engine.engine_model import EngineModel, open_engine_model
 from sparse_bitnet.engine.format_tuning import choose_format
 from sparse_bitnet.engine.protocol import CacheFull, EngineSequence, InferenceEngine, WhichLogits
-from sparse_bitnet.engine.runtime_weights import (
-    FORMATS,
-    Weights,
-    check_format,
-    choose_head,
-    load_weights,
-)
+from sparse_bitnet.engine.runtime_weights import Weights, load_weights
+from sparse_bitnet.engine.weight_forms import FORMATS, check_format, choose_head
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.host import available_cores
 from sparse_bitnet.layer_config import REGISTERED

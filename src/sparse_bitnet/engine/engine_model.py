@@ -164,11 +164,13 @@ def _wanted(model: EngineModel) -> dict[str, tuple[tuple[str, ...], tuple[int, .
     for name in model.table_names:
         shape = (architecture.vocab, architecture.hidden)
         columns = shape[1]
-        if metadata.embeddings == "ternary":
+        entry = model.file.entries.get(name)
+        form = metadata.table_form(entry.dtype if entry else None)
+        if form == "ternary":
             columns = row_bytes("i2", NMPattern(1, 1), shape[1])
             wanted[f"{name}_scale"] = (floats, (shape[0], shape[1] // _table_group(model, name)))
-        wanted[name] = ((_TABLE_DTYPES[metadata.embeddings],), (shape[0], columns))
-        if metadata.embeddings == "int8":
+        wanted[name] = ((_TABLE_DTYPES[form],), (shape[0], columns))
+        if form == "int8":
             wanted[f"{name}_scale"] = (("F32",), (architecture.vocab, 1))
     for name, shape in expected.items():
         if metadata.layers.get(name, shape) != shape:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from sparse_bitnet import __version__, _cpu
-from sparse_bitnet.engine.runtime_weights import FORMATS, row_bytes, row_stride
+from sparse_bitnet.engine.weight_forms import FORMATS, row_bytes, row_stride
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import write_atomic
 from sparse_bitnet.host import cache_folder, cpu_info

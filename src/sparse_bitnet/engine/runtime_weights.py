@@ -14,28 +14,23 @@ import numpy as np
 from sparse_bitnet import _cpu
 from sparse_bitnet.engine.architecture import BLOCK_LINEARS
 from sparse_bitnet.engine.engine_model import EngineModel
+from sparse_bitnet.engine.weight_forms import (
+    FORMATS,
+    INT4_GROUP,
+    STORED_NAMES,
+    TABLE_BITS,
+    aligned,
+    row_stride,
+)
 from sparse_bitnet.errors import UserError, os_errors_as
-from sparse_bitnet.packing.formats import coded_pattern, has_fixed_rows, holds_pattern
+from sparse_bitnet.packing.formats import coded_pattern, has_fixed_rows
 from sparse_bitnet.packing.tensor_file import DTYPES
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.progress import OnProgress
 
-FORMATS = {
-    "i2": _cpu.WeightFormat.i2,
-    "b3": _cpu.WeightFormat.b3,
-    "nm-bitmap": _cpu.WeightFormat.nm_bitmap,
-    "lookup": _cpu.WeightFormat.lookup,
-}
-"""Run-time formats of weights."""
-
-_STORED_NAMES = {"F32": "float32", "BF16": "bfloat16", "I8": "int8", "U8": "i2"}
-_TABLE_BITS = {"int8": 8, "int4": 4, "bfloat16": 16, "float32": 32}
-
 _ONE_INPUT = (BLOCK_LINEARS[:3], BLOCK_LINEARS[3:4], BLOCK_LINEARS[4:6], BLOCK_LINEARS[6:])
 """Linears of a block that multiply the same input; their scales have the same groups."""
 
-_INT4_GROUP = 64
-_ALIGNMENT = 64
 _SLACK = 512
 """Readable bytes behind the last row."""
 
@@ -55,56 +50,6 @@ class Weights:
     head_bytes: int
     """Bytes of the output head with its scales."""
     kept: list[Any] = field(default_factory=list)
-
-
-def choose_head(model: EngineModel, head: str) -> str:
-    """The form of the output head: int8, int4, bfloat16, float32 or i2, for an option of `Engine.load`.
-
-    Raises `UserError` for an unknown option, for int4 where the hidden size has no groups of 64, and for
-    another form of a head that is ternary.
-    """
-    stored = _STORED_NAMES[model.file.entries[model.table_names[-1]].dtype]
-    auto = stored if stored == "i2" else "int8"
-    choices = {"auto": auto, "stored": stored, "int8": "int8", "int4": "int4"}
-    if head not in choices:
-        raise UserError(f"head {head!r}: choose one of {', '.join(choices)}")
-    if stored == "i2" and choices[head] != stored:
-        raise UserError(
-            f"head {head}: the head of {model.folder} is ternary and stays so in memory; use auto, or "
-            "pack the model with --embeddings bf16"
-        )
-    if head == "int4" and model.architecture.hidden % _INT4_GROUP:
-        raise UserError(
-            f"head int4 needs a hidden size in groups of {_INT4_GROUP}, this model has "
-            f"{model.architecture.hidden}; use int8"
-        )
-    return choices[head]
-
-
-def check_format(model: EngineModel, weight_format: str) -> None:
-    """Raise `UserError` where the model cannot be multiplied in a format of `FORMATS`."""
-    if weight_format not in FORMATS:
-        known = ", ".join(FORMATS)
-        raise UserError(f"weight format {weight_format!r} is for files: choose one of {known}")
-    if weight_format == "lookup" and model.scale_groups() != {0}:
-        raise UserError("weight format lookup has no scales of groups; use i2")
-    if not holds_pattern(weight_format, model.metadata.pattern):
-        raise UserError(
-            f"weight format {weight_format} does not hold {model.metadata.pattern}; use i2"
-        )
-
-
-def row_bytes(weight_format: str, pattern: NMPattern, columns: int, exact: bool) -> int:
-    """Bytes of a row in a format of `FORMATS`; `exact`: every group has n non-zeros."""
-    coded = coded_pattern(pattern)
-    is_exact = exact and weight_format == "lookup"
-    return _cpu.bytes_per_row(FORMATS[weight_format], coded.n, coded.m, columns, is_exact)
-
-
-def row_stride(weight_format: str, pattern: NMPattern, columns: int, exact: bool) -> int:
-    """Bytes between rows: whole cache lines, but for lookup, of which strips take whole lines."""
-    size = row_bytes(weight_format, pattern, columns, exact)
-    return size if weight_format == "lookup" else _aligned(size)
 
 
 def load_weights(
@@ -295,7 +240,7 @@ class _Loader:
         name = self._model.table_names[0]
         if self._model.architecture.ties_head:
             return self._table(name, self._head_format)
-        return self._table(name, _STORED_NAMES[self._model.file.entries[name].dtype])
+        return self._table(name, STORED_NAMES[self._model.file.entries[name].dtype])
 
     def _table(self, name: str, table_format: str) -> tuple[_cpu.Table, int]:
         """A table in a form of `choose_head`, and its bytes."""
@@ -304,14 +249,14 @@ class _Loader:
         dtype = file.entries[name].dtype
         if table_format == "i2":
             return self._ternary_table(name, shape)
-        stride = _aligned(columns * _TABLE_BITS[table_format] // 8)
+        stride = aligned(columns * TABLE_BITS[table_format] // 8)
         buffer = self._buffer(rows * stride)
         stored_scales = scales = self._stored_scales(name) if dtype == "I8" else None
-        if table_format in ("int8", "int4") and table_format != _STORED_NAMES[dtype]:
-            groups = columns // _INT4_GROUP if table_format == "int4" else 1
+        if table_format in ("int8", "int4") and table_format != STORED_NAMES[dtype]:
+            groups = columns // INT4_GROUP if table_format == "int4" else 1
             scales = np.empty((rows, groups), np.float32)
         source = _cpu.StoredTable(
-            _cpu.TableType[_STORED_NAMES[dtype]],
+            _cpu.TableType[STORED_NAMES[dtype]],
             *shape,
             **self._in_file(name),
             scales=_address(stored_scales),
@@ -370,10 +315,6 @@ class _Loader:
         self._done += entry.end - entry.begin
         if self._progress is not None:
             self._progress(self._done, self._total)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def _in_strips(rows: int) -> int:

@@ -200,11 +200,15 @@ def _plain(
     shape: tuple[int, ...],
     type_id: int,
 ) -> GgufTensor:
+    is_turned = row.rotates_neighbours and name.endswith((".bias", "proj.weight"))
+
     def make() -> np.ndarray:
+        if len(shape) == 2 and not is_turned:
+            return np.concatenate([encode_plain(part, type_id) for part in source.pieces(name)])
         tensor = source.read(name)
         if offset := row.offset_of(name):
             tensor = tensor.float() + offset
-        elif row.rotates_neighbours and name.endswith((".bias", "proj.weight")):
+        elif is_turned:
             tensor = torch.from_numpy(_in_rotation_order(source, name, tensor.float().numpy()))
         return encode_plain(tensor, type_id)
 

@@ -153,19 +153,18 @@ def _auto(format: SparseBitConfig) -> str:
 
 
 def _ternary_tables(checkpoint: Checkpoint, embeddings: str) -> dict[str, TableScales]:
-    """Embedding and head with the scales that they have as ternary weights; none where one is not
-    ternary, or something else is asked for."""
+    """Of embedding and head those that are ternary, with their scales; none where something else is asked
+    for."""
     found: dict[str, TableScales] = {}
     for name in checkpoint.embeddings if embeddings in ("auto", "ternary") else ():
         scales = table_scales(checkpoint.ternary_pieces(name), checkpoint.others[name][1])
-        if scales is None and embeddings == "ternary":
-            raise UserError(
-                f"{checkpoint.folder}: tensor {name} is not ternary with a scale for some "
-                f"{', '.join(map(str, SCALE_GROUPS))} weights; use --embeddings auto"
-            )
-        if scales is None:
-            return {}
-        found[name] = scales
+        if scales is not None:
+            found[name] = scales
+    if embeddings == "ternary" and not found:
+        raise UserError(
+            f"{checkpoint.folder}: tensor {checkpoint.embeddings[0]} is not ternary with a scale for "
+            f"some {', '.join(map(str, SCALE_GROUPS))} weights; use --embeddings auto"
+        )
     return found
 
 
@@ -218,9 +217,9 @@ def _write_embedding(
         writer.write(name, _int8_pieces(checkpoint.pieces(name), scales))
         writer.write(f"{name}_scale", scales)
         return rows * (columns + 4)
-    stored = _rounded if embeddings == "bf16" else _floats
+    stored = _floats if embeddings == "float32" else _rounded
     writer.write(name, (stored(piece) for piece in checkpoint.pieces(name)))
-    return rows * columns * (2 if embeddings == "bf16" else 4)
+    return rows * columns * (4 if embeddings == "float32" else 2)
 
 
 def _ternary_pieces(
@@ -277,7 +276,7 @@ def _specs(
             yield TensorSpec(name, "int8", (rows, columns))
             yield TensorSpec(f"{name}_scale", "float32", (rows, 1))
         else:
-            dtype = "bfloat16" if metadata.embeddings == "bf16" else "float32"
+            dtype = "float32" if metadata.embeddings == "float32" else "bfloat16"
             yield TensorSpec(name, dtype, (rows, columns))
     for name in _as_stored(checkpoint):
         yield TensorSpec(name, DTYPES[checkpoint.dtypes[name]], checkpoint.others[name])

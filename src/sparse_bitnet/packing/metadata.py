@@ -13,7 +13,8 @@ QUANT_METHOD = "sparse_bitnet_packed"
 
 EMBEDDINGS = ("bf16", "int8", "float32", "ternary")
 """How embedding and output head are stored: int8 with a float32 scale for each row; ternary as rows of i2
-with a scale for every group of weights (`formats.SCALE_GROUPS`)."""
+with a scale for every group of weights (`formats.SCALE_GROUPS`), and beside one the other in bfloat16
+where it is not ternary."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,10 @@ class PackedMetadata:
     def pattern(self) -> NMPattern:
         """Of the packed codes."""
         return self.format.pattern
+
+    def table_form(self, dtype: str | None) -> str:
+        """Of `EMBEDDINGS`, that of an embedding or head whose dtype in the file is this."""
+        return "bf16" if (self.embeddings, dtype) == ("ternary", "BF16") else self.embeddings
 
     def to_json(self) -> dict[str, Any]:
         """The form in the tensor file."""
