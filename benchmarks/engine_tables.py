@@ -166,6 +166,23 @@ def masks() -> str:
     return filled(columns, rows, "python benchmarks/masks.py TOKENIZER")
 
 
+def installed() -> str:
+    rows = [row for row in read("installed") if "package" in row]
+    total = {name: sum(row[name] for row in rows) for name in ("code", "bytecode")}
+    lines = []
+    for row in [*rows, {"package": "all", **total}]:
+        sizes = (row["code"], row["bytecode"], row["code"] + row["bytecode"])
+        lines.append([row["package"], *(f"{size / 1e6:.1f}" for size in sizes)])
+    head = ["package", "MB", "bytecode, MB", "both"]
+    return markdown(head, lines, rows[0], "python benchmarks/installed.py WHEEL")
+
+
+def first_word() -> str:
+    columns = [("command", "{command}"), ("processor time, s", "{processor_seconds:.2f}")]
+    rows = [row for row in read("installed") if "command" in row]
+    return filled(columns, rows, "python benchmarks/installed.py WHEEL --model PACKED")
+
+
 def speculation() -> str:
     columns = [
         ("text", "{text}"),

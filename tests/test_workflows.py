@@ -11,6 +11,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+import sparse_bitnet
+from sparse_bitnet.cli.main import COMMANDS
+from sparse_bitnet.export.export_config import FORMATS as EXPORTS
+from sparse_bitnet.packing.formats import FORMATS
+
 ROOT = Path(__file__).resolve().parent.parent
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -75,11 +80,18 @@ def test_the_citation_has_the_version():
     assert all({"given-names", "family-names"} == author.keys() for author in paper["authors"])
 
 
+def test_the_changelog_names_what_there_is():
+    log = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    extras, public = PROJECT["optional-dependencies"], set(sparse_bitnet.__all__) - {"__version__"}
+    names = {*COMMANDS, *FORMATS, *EXPORTS, *extras, *public}
+    assert [name for name in names if f"`{name}" not in log] == []
+
+
 def test_every_source_names_its_license():
     """In one of its first lines; REUSE.toml does for texts and data."""
     sources = [ROOT / name for name in ("Makefile", "CMakeLists.txt", "pyproject.toml")]
     for folder in ("src", "csrc", "tests", "benchmarks", "examples", ".github", ".ci"):
-        sources += (ROOT / folder).rglob("*.*")
+        sources += (ROOT / folder).rglob("*")
     held = {
         ".py",
         ".cpp",

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
+from benchmark_scripts import load_script
 from one_process import run_commands
 from packed_models import make_packed
 from serving_thread import TEMPLATE
@@ -89,11 +90,7 @@ def test_the_wheel_alone_does_the_same(tmp_path_factory):
     install = [python, "-m", "pip", "install", "--quiet", "--no-compile"]
     subprocess.run([*install, "--constraint", ROOT / "constraints.txt", WHEEL], check=True)
     (packages,) = folder.glob("lib/python*/site-packages")
-    own = [path for path in packages.rglob("*") if path.is_file() and path.suffix != ".pyc"]
-    tools = ("pip", "setuptools", "pkg_resources", "_distutils_hack")
-    size = sum(
-        path.stat().st_size for path in own if path.relative_to(packages).parts[0] not in tools
-    )
+    size = sum(row["code"] for row in load_script("installed").sizes(packages))
     assert not (packages / "torch").exists()
     assert size < 120e6, size
     check_core(tmp_path_factory.mktemp("used"), python, ASK)

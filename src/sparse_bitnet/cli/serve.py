@@ -107,14 +107,6 @@ def run(
         speculation: what is guessed ahead of texts.
         engine: the engine.
     """
-    try:
-        import fastapi  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise UserError(
-            f"the server needs {error.name}: pip install 'sparse-bitnet[serve]'"
-        ) from error
     from sparse_bitnet.generation.chat_template import ChatTemplate
     from sparse_bitnet.generation.open_model import open_model
     from sparse_bitnet.generation.pooling import Pooling, read_pooling
