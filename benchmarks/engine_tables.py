@@ -76,49 +76,52 @@ def patterns() -> str:
 def batches() -> str:
     rows = read("bench", phase="decode")
     most = max(row["threads"] for row in rows)
-    several = {(r["pattern"], r["weight_format"], r["tokens"]) for r in rows if r["batch"] > 1}
-    rows = [
-        row
-        for row in rows
-        if row["threads"] == most
-        and row["kv_cache"] == "float16"
-        and (row["pattern"], row["weight_format"], row["tokens"]) in several
-    ]
-    sizes = sorted({row["batch"] for row in rows})
-    head = ["pattern", "weights", "context", *(f"batch {size}" for size in sizes)]
+    kinds = ("pattern", "weight_format", "kv_cache", "tokens")
+    several = {tuple(row[kind] for kind in kinds) for row in rows if row["batch"] > 1}
+    own: dict[tuple, dict[int, dict]] = {key: {} for key in sorted(several)}
+    for row in rows:
+        if row["threads"] == most and (key := tuple(row[kind] for kind in kinds)) in own:
+            own[key][row["batch"]] = row
+    sizes = sorted({size for cells in own.values() for size in cells})
+    head = ["pattern", "weights", "cache", "context", *(f"batch {size}" for size in sizes)]
     lines = []
-    for key in dict.fromkeys((r["pattern"], r["weight_format"], r["tokens"]) for r in rows):
-        own = {
-            r["batch"]: r for r in rows if (r["pattern"], r["weight_format"], r["tokens"]) == key
-        }
-        cells = (f"{own[s]['tokens_per_second']:.1f}" if s in own else "-" for s in sizes)
-        lines.append([key[0], key[1], str(key[2]), *cells])
+    for key, cells in own.items():
+        speeds = (f"{cells[s]['tokens_per_second']:.1f}" if s in cells else "-" for s in sizes)
+        lines.append([*map(str, key), *speeds])
     return markdown(head, lines, rows[0], "sparse-bitnet bench")
 
 
 def contexts() -> str:
-    rows = read("bench", phase="decode", batch=1)
+    rows = read("bench", batch=1)
     most = max(row["threads"] for row in rows)
     kinds = ("pattern", "weight_format", "kv_cache")
-    long = {tuple(row[kind] for kind in kinds) for row in rows if row["tokens"] > 2048}
+    long = {
+        tuple(r[k] for k in kinds) for r in rows if r["phase"] == "decode" and r["tokens"] > 2048
+    }
     if not long:
         raise NothingRecorded("bench with long contexts")
-    lengths = sorted({row["tokens"] for row in rows if tuple(row[kind] for kind in kinds) in long})
-    head = ["pattern", "weights", "cache", *(f"behind {length:,}" for length in lengths)]
-    head += [f"MB a token behind {lengths[-1]:,}"]
+    # The run with the long contexts is the last one of its kind.
+    own = {
+        (*(row[kind] for kind in kinds), row["phase"], row["tokens"]): row
+        for row in rows
+        if row["threads"] == most and tuple(row[kind] for kind in kinds) in long
+    }
+    prompts, lengths = (
+        sorted({tokens for *_, phase, tokens in own if phase == wanted and tokens != 128})
+        for wanted in ("prefill", "decode")
+    )
+    head = ["pattern", "weights", "cache", *(f"prompt of {length:,}" for length in prompts)]
+    head += [*(f"behind {length:,}" for length in lengths), f"MB a token behind {lengths[-1]:,}"]
     lines = []
     for key in sorted(long):
-        # The run with the long contexts is the last one of its kind.
-        own = {
-            row["tokens"]: row
-            for row in rows
-            if row["threads"] == most and tuple(row[kind] for kind in kinds) == key
-        }
-        cells = (f"{own[n]['tokens_per_second']:.1f}" if n in own else "-" for n in lengths)
-        largest = own[max(own)]
-        lines.append([*key, *cells, f"{largest['step_bytes'] / 1e6:,.0f}"])
-    command = "sparse-bitnet bench --contexts 0 8192 32000 --batches 1 --kv-cache C --out FILE"
-    return markdown(head, lines, rows[0], command)
+        cells = [own.get((*key, "prefill", n)) for n in prompts]
+        cells += [own.get((*key, "decode", n)) for n in lengths]
+        speeds = (f"{cell['tokens_per_second']:.1f}" if cell else "-" for cell in cells)
+        lines.append(
+            [*key, *speeds, f"{own[*key, 'decode', lengths[-1]]['step_bytes'] / 1e6:,.0f}"]
+        )
+    command = "sparse-bitnet bench --prefill 512 8192 --contexts 0 8192 32000 --batches 1 --kv-cache C"
+    return markdown(head, lines, rows[0], f"{command} --out FILE")
 
 
 def closeness() -> str:
