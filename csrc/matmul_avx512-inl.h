@@ -21,6 +21,11 @@ INLINE Bytes three_quarters(const Bytes& v) {
   return bit_cast<Bytes>(_mm512_avg_epu8(u, _mm512_avg_epu8(u, _mm512_setzero_si512())));
 }
 
+// As in matmul_groups-inl.h.
+INLINE void widen_halves(const std::uint16_t* from, Floats& out) {
+  out = bit_cast<Floats>(_mm512_maskz_cvtph_ps(__mmask16(-1), load<__m256i>(from)));
+}
+
 struct Bitmap {
   __mmask64 nonzero, negative;
 };

@@ -55,17 +55,29 @@ INLINE std::int64_t scale_index(const Matrix& matrix, std::int64_t row) {
   return row / strip_rows * (matrix.columns / matrix.group) * strip_rows + row % strip_rows;
 }
 
+// As many float16 as V has lanes; scales are finite.
+template <class V>
+INLINE void widen_halves(const std::uint16_t* from, V& out) {
+  using Bits = Vector<std::uint32_t, sizeof(V)>;
+  const Bits bits = __builtin_convertvector((load<Vector<std::uint16_t, sizeof(V) / 2>>(from)), Bits);
+  // Where float16's exponent and mantissa lie in float32 the exponent is 112 too small.
+  const V magnitude = bit_cast<V>((bits & 0x7fff) << 13) * 0x1p112f;
+  out = bit_cast<V>(bit_cast<Bits>(magnitude) | (bits & 0x8000) << 16);
+}
+
 // As many scales as V has lanes, of the rows that follow.
 template <class V>
 INLINE V scales_at(const Matrix& matrix, std::int64_t index) {
   if (matrix.scale_type == ScaleType::float32) return load<V>(static_cast<const float*>(matrix.group_scales) + index);
-  using Bits = Vector<std::uint32_t, sizeof(V)>;
   const auto* from = static_cast<const std::uint16_t*>(matrix.group_scales) + index;
-  const Bits bits = __builtin_convertvector((load<Vector<std::uint16_t, sizeof(V) / 2>>(from)), Bits);
-  if (matrix.scale_type == ScaleType::bfloat16) return bit_cast<V>(bits << 16);
-  // Where float16's exponent and mantissa lie in float32 the exponent is 112 too small.
-  const V magnitude = bit_cast<V>((bits & 0x7fff) << 13) * 0x1p112f;
-  return bit_cast<V>(bit_cast<Bits>(magnitude) | (bits & 0x8000) << 16);
+  V scales;
+  if (matrix.scale_type == ScaleType::bfloat16) {
+    using Bits = Vector<std::uint32_t, sizeof(V)>;
+    scales = bit_cast<V>(__builtin_convertvector((load<Vector<std::uint16_t, sizeof(V) / 2>>(from)), Bits) << 16);
+  } else {
+    widen_halves(from, scales);
+  }
+  return scales;
 }
 
 // Those of a group of rows from a multiple of the lanes on; where the matrix ends, of its last rows.
@@ -201,10 +213,14 @@ TARGET static void strip_sums(const Matrix& matrix, std::int64_t row, const Acti
   const std::int64_t to_next_scale = of.in_row * strip_rows;
   const std::uint8_t* words = matrix.data + row * matrix.row_stride;
   const std::uint8_t* ahead = words + S * strip_bytes;
+  // Codes of i2 are one too high.
+  const std::int64_t groups = of.in_row, excess_stride = of.parts * groups;
+  const std::int32_t* excess = of.code_sums + token * excess_stride;
+  const float* activation_scales = of.activation_scales ? of.activation_scales + token * groups : nullptr;
   TokenWords<T> tokens(x.codes + token * x.stride, x.stride);
-  for (std::int64_t g = 0; g < of.in_row; ++g) {
+  for (std::int64_t g = 0; g < groups; ++g) {
     Small small[T][vectors][chains] = {};
-    for (const std::uint8_t* end = words + 4 * of.group; words != end;) {
+    NO_UNROLL for (const std::uint8_t* end = words + 4 * of.group; words != end;) {
       UNROLL for (int i = 0; i < 2; ++i) {
         Bytes block[vectors];
         UNROLL for (int v = 0; v < vectors; ++v) {
@@ -231,8 +247,8 @@ TARGET static void strip_sums(const Matrix& matrix, std::int64_t row, const Acti
       UNROLL for (int t = 0; t < T; ++t) {
         Sums dots = {};
         UNROLL for (int k = 0; k < chains; ++k) dots = widen(dots, small[t][v][k]);
-        Floats value = __builtin_convertvector(dots - of.excess(token + t, 0, g), Floats) * scales;
-        if (of.activation_scales) value *= of.activation_scales[(token + t) * of.in_row + g];
+        Floats value = __builtin_convertvector(dots - excess[t * excess_stride + g], Floats) * scales;
+        if (activation_scales) value *= activation_scales[t * groups + g];
         float* to = sums + t * max_rows_a_call + v * row_lanes;
         store(to, (g == 0 ? Floats{} : load<Floats>(to)) + value);
       }
