@@ -120,7 +120,9 @@ def contexts() -> str:
         lines.append(
             [*key, *speeds, f"{own[*key, 'decode', lengths[-1]]['step_bytes'] / 1e6:,.0f}"]
         )
-    command = "sparse-bitnet bench --prefill 512 8192 --contexts 0 8192 32000 --batches 1 --kv-cache C"
+    command = (
+        "sparse-bitnet bench --prefill 512 8192 --contexts 0 8192 32000 --batches 1 --kv-cache C"
+    )
     return markdown(head, lines, rows[0], f"{command} --out FILE")
 
 
