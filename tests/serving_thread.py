@@ -55,7 +55,7 @@ class Running:
         return openai.OpenAI(base_url=f"{self.url}/v1", **options)
 
     def http(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=30)
+        return httpx.Client(base_url=self.url, timeout=120)
 
     def is_idle(self, seconds: float = 10) -> bool:
         """Whether nothing runs or waits, soon."""

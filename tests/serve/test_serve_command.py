@@ -69,7 +69,7 @@ def test_texts_are_those_of_the_engine_and_torch_stays_away(folder, engine_optio
     try:
         line = process.stdout.readline()
         assert line.startswith("numbers: http://127.0.0.1:"), line + process.stderr.read()
-        client = openai.OpenAI(base_url=line.split()[1], api_key="key", max_retries=0, timeout=30)
+        client = openai.OpenAI(base_url=line.split()[1], api_key="key", max_retries=0, timeout=120)
 
         def text(prompt, streamed):
             answer = client.completions.create(
@@ -86,7 +86,7 @@ def test_texts_are_those_of_the_engine_and_torch_stays_away(folder, engine_optio
         )
         assert answer.usage.prompt_tokens == 1
         process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=30)
+        output, errors = process.communicate(timeout=120)
     finally:
         process.kill()
         process.wait()

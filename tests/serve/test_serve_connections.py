@@ -83,7 +83,7 @@ def test_two_ends_of_one_body_are_refused():
 
 def connect(url):
     host, port = url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=30)
+    return socket.create_connection((host, int(port)), timeout=120)
 
 
 def is_closed(connection):

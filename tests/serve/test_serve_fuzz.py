@@ -47,7 +47,7 @@ def damaged_after(tokens, size):
 def served():
     engine = ScriptedEngine(vocab_size=257, context_length=64, logits=damaged_after)
     with server(engine, max_tokens=8, prefill_slice=5) as running:
-        with httpx.Client(base_url=running.url, timeout=30) as http:
+        with httpx.Client(base_url=running.url, timeout=120) as http:
             yield running, http
             assert http.get("/health").json()["status"] == "ok"
 
@@ -249,7 +249,7 @@ def test_hostile_bodies(served, body):
 def test_broken_http(served, sent):
     running, http = served
     host, port = running.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with socket.create_connection((host, int(port)), timeout=120) as connection:
         connection.sendall(sent)
         connection.shutdown(socket.SHUT_WR)
         answer = connection.makefile("rb").read()

@@ -102,7 +102,7 @@ def test_client_that_leaves_ends_its_generation(kind):
 def raw_request(url, head, body=b"", read=True):
     """Bytes as they are; returns the status of the answer."""
     host, port = url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
+    with socket.create_connection((host, int(port)), timeout=120) as connection:
         connection.sendall(head.replace(b"\n", b"\r\n") + b"\r\n\r\n" + body)
         if not read:
             return None
@@ -234,7 +234,7 @@ def _answers(url):
 @pytest.mark.parametrize(("signals", "grace"), [([signal.SIGTERM], 0), ([signal.SIGINT] * 2, 60)])
 def test_shutdown_ends_streams_with_an_event_and_exit_code_0(signals, grace):
     with child(grace) as (process, url):
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0, timeout=30)
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0, timeout=120)
         stream = start(client, stream=True)
         first_piece(stream)
         with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -248,7 +248,7 @@ def test_shutdown_ends_streams_with_an_event_and_exit_code_0(signals, grace):
             with pytest.raises(openai.APIStatusError, match="shutting down") as refused:
                 waiting.result()
             assert refused.value.status_code == 503
-        output, errors = process.communicate(timeout=30)
+        output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert output == "ended in order\n"
     assert "Traceback" not in errors
@@ -256,10 +256,10 @@ def test_shutdown_ends_streams_with_an_event_and_exit_code_0(signals, grace):
 
 def test_shutdown_lets_running_generations_end_within_the_grace_time():
     with child(60) as (process, url):
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0, timeout=30)
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0, timeout=120)
         stream = start(client, count=60, stream=True)
         first_piece(stream)
         process.terminate()
         assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
-        process.communicate(timeout=30)
+        process.communicate(timeout=120)
     assert process.returncode == 0
