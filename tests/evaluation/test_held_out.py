@@ -26,9 +26,15 @@ def checkpoint_folder(path, **more):
     return path
 
 
+def saved_step(run, name):
+    """A checkpoint of a run that has been put together; the folder in which it was."""
+    checkpoint_folder(run / "checkpoints" / name)
+    return checkpoint_folder(run / "consolidated" / name)
+
+
 def test_run_folder_stands_for_its_final_model(tmp_path):
-    checkpoint_folder(tmp_path / "checkpoints" / "step-00000010")
-    latest = checkpoint_folder(tmp_path / "checkpoints" / "step-00000200")
+    saved_step(tmp_path, "step-00000010")
+    latest = saved_step(tmp_path, "step-00000200")
     (tmp_path / "config.json").write_text('{"sequence_length": 128}')
     assert resolve_checkpoint(tmp_path) == str(latest)
     final = checkpoint_folder(tmp_path / "final")
@@ -43,8 +49,8 @@ def test_checkpoint_and_model_folders_stand_for_themselves(tmp_path):
 
 
 def test_unfinished_checkpoints_do_not_count(tmp_path):
-    done = checkpoint_folder(tmp_path / "checkpoints" / "step-00000010")
-    checkpoint_folder(tmp_path / "checkpoints" / ".tmp-1-step-00000020")
+    done = saved_step(tmp_path, "step-00000010")
+    saved_step(tmp_path, ".tmp-1-step-00000020")
     assert resolve_checkpoint(tmp_path) == str(done)
 
 

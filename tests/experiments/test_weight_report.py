@@ -76,9 +76,11 @@ def test_files_hold_every_layer_and_every_figure(ours, foreign, tmp_path):
 
 def test_a_run_folder_shows_its_checkpoints_over_time(ours, tmp_path):
     for step in (10, 20, 30):
-        folder = ours / "checkpoints" / f"step-{step:08d}"
-        save_pretrained(convert_(tiny_model(), SparseBitConfig.parse("ternary-6:8")), folder)
-        (folder / "state.json").write_text("{}")
+        name = f"step-{step:08d}"
+        model = convert_(tiny_model(), SparseBitConfig.parse("ternary-6:8"))
+        save_pretrained(model, ours / "consolidated" / name)
+        (ours / "checkpoints" / name).mkdir(parents=True)
+        (ours / "checkpoints" / name / "state.json").write_text("{}")
     checkpoint = read_checkpoint(str(ours), PATTERN)
     assert [step for step, _ in checkpoint.history] == [10, 20, 30]
     assert "over training" in weight_page([checkpoint], PATTERN)

@@ -13,8 +13,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from packed_models import make_packed
 from serving_thread import TEMPLATE
-from sparse_bitnet.cli.serve import ServeConfig, run
-from sparse_bitnet.cli.text_options import SpeculationOptions
+from sparse_bitnet.cli.serve import ServeConfig
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.open_model import open_model
@@ -93,12 +92,6 @@ def test_texts_are_those_of_the_engine_and_torch_stays_away(folder, engine_optio
     assert process.returncode == 0, errors
     assert errors == ""
     assert output == "False False\n"
-
-
-def test_missing_packages_are_named(monkeypatch, folder):
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    with pytest.raises(UserError, match=r"pip install 'sparse-bitnet\[serve\]'"):
-        run(str(folder), ServeConfig(), SpeculationOptions(), EngineOptions())
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def test_training_is_measured_with_the_kernels_of_a_run(monkeypatch):
 
     monkeypatch.setattr(gpu_train, "make_deterministic", stop)
     with pytest.raises(KeyboardInterrupt):
-        gpu_train.run(GpuBenchOptions(device="cpu"))
+        next(gpu_train.run(GpuBenchOptions(device="cpu")))
     assert chosen == ["cpu"]
 
 
