@@ -32,7 +32,7 @@ def peers(model: str = "qwen2.5-1.5b", options: str = "") -> str:
 
 
 def peers_bitnet() -> str:
-    return peers("bitnet-2b4t", " --model bitnet-2b4t --type --litespark --isa '' avxvnni avx2")
+    return peers("bitnet-2b4t", " --model bitnet-2b4t --type --litespark")
 
 
 def peers_qwen3_8b() -> str:
