@@ -35,10 +35,6 @@ def peers_bitnet() -> str:
     return peers("bitnet-2b4t", " --model bitnet-2b4t --type --litespark")
 
 
-def peers_qwen3_8b() -> str:
-    return peers("qwen3-8b", " --model qwen3-8b --scale-group 128 --type q2_0")
-
-
 def patterns() -> str:
     rows = read("bench", batch=1, kv_cache="float16")
     threads = sorted({row["threads"] for row in rows})
