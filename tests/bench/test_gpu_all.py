@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from sparse_bitnet.bench import gpu_all
 from sparse_bitnet.bench.gpu_all import PAGE, Step, all_steps, failure_of, run_all
@@ -111,9 +112,23 @@ def test_the_rehearsal_comes_to_its_end(tmp_path, monkeypatch):
     assert len(rows["forwards"]) == 5
 
 
-def test_what_cannot_be_done_is_refused(tmp_path):
+def test_what_cannot_be_done_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="say --all"):
         main(["gpu"])
+    with pytest.raises(UserError, match="no CUDA device; --rehearse"):
+        main(["gpu", "--all"])
+    assert not any(tmp_path.iterdir())
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write"):
         run_all(tmp_path / "file", steps=[])
+
+
+def test_a_step_that_failed_is_the_exit_code_and_a_rehearsal_lies_apart(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    broken = [step("broken", "raise SystemExit(3)")]
+    monkeypatch.setattr(gpu_all, "all_steps", lambda *_: broken)
+    with pytest.raises(SystemExit, match="1"):
+        main(["gpu", "--all", "--rehearse"])
+    assert [each.name for each in tmp_path.iterdir()] == ["gpu-rehearsal"]

@@ -25,9 +25,7 @@ def main(arguments: list[str]) -> None:
         """
         run(kind, options, out)
 
-    def everything(
-        all: bool = False, out: Path = Path("gpu-results"), rehearse: bool = False
-    ) -> None:
+    def everything(all: bool = False, out: Path | None = None, rehearse: bool = False) -> None:
         """Tests, kernels, prefill, decode, training and a profile on this GPU, in a folder with a page.
 
         Every step is a process of its own; one that fails is a row that says why. Called again it goes on
@@ -35,14 +33,20 @@ def main(arguments: list[str]) -> None:
 
         Args:
             all: every step; there is no other choice yet.
-            out: folder for rows and index.html.
+            out: folder for rows and index.html; gpu-results, or gpu-rehearsal.
             rehearse: the same steps on the CPU with a small model, to see that all is in place.
         """
+        import torch
+
         from sparse_bitnet.bench.gpu_all import run_all
 
         if not all:
             raise UserError("bench gpu: say --all, or take one of " + ", ".join(KINDS))
-        run_all(out, rehearse=rehearse)
+        if not (rehearse or torch.cuda.is_available()):
+            raise UserError("bench gpu: torch sees no CUDA device; --rehearse runs it on the CPU")
+        out = out or Path("gpu-rehearsal" if rehearse else "gpu-results")
+        if not run_all(out, rehearse=rehearse):
+            raise SystemExit(1)  # every step that failed has said why
 
     parse(everything if kind == "gpu" else entry, rest, prog=f"sparse-bitnet bench {kind}")
 
