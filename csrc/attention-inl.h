@@ -101,12 +101,12 @@ INLINE float largest_of_page(const Floats* of) {
 }
 
 // The running maxima of rows, given their largest scores against a page: factor is for what has been summed
-// before, part for what is relative to the largest of the page. For all rows at once, since one after the
-// other each would wait for its power.
+// before, `part`, if asked for, for what is relative to the largest of the page. For all rows at once, since
+// one after the other each would wait for its power.
 struct Advance {
-  float largest[score_rows], factor[score_rows], part[score_rows];
+  float largest[score_rows], factor[score_rows];
 
-  TARGET void run(int rows, float* maximum) {
+  TARGET void run(int rows, float* maximum, float* part = nullptr) {
     float before[score_rows];
     for (int r = 0; r < rows; ++r) before[r] = maximum[r];
     for (int r = rows; r % width; ++r) before[r] = largest[r] = 0.0f;
@@ -116,7 +116,7 @@ struct Advance {
       store(largest + r, now);
       store(before + r, top);
       store(factor + r, power_of_two(old - top));
-      store(part + r, power_of_two(now - top));
+      if (part) store(part + r, power_of_two(now - top));
     }
     for (int r = 0; r < rows; ++r) maximum[r] = before[r];
   }

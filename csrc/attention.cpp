@@ -2,6 +2,7 @@
 #include "attention.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <numeric>
 
@@ -22,6 +23,21 @@ constexpr std::int64_t work_for_threads = 1500;
 
 }  // namespace
 
+void hadamard(float* x, std::int64_t n) {
+  const std::int64_t run = n & -n;
+  for (std::int64_t half = 1; half < run; half *= 2) {
+    for (std::int64_t i = 0; i < n; i += 2 * half) {
+      for (std::int64_t k = i; k < i + half; ++k) {
+        const float a = x[k], b = x[k + half];
+        x[k] = a + b;
+        x[k + half] = a - b;
+      }
+    }
+  }
+  const float scale = 1 / std::sqrt(float(run));
+  for (std::int64_t i = 0; i < n; ++i) x[i] *= scale;
+}
+
 AttentionPlan::AttentionPlan(const KvCache& cache, std::int64_t heads, std::int64_t kv_heads,
                              std::int64_t head_dim, int threads)
     : cache_(cache),
@@ -35,7 +51,7 @@ std::int64_t AttentionPlan::state_floats(std::int64_t rows) const {
   return rows * (padded_ + most_lanes) + aligned_floats(rows);
 }
 
-// Queries; then what int8 needs of them, codes, scales and sums.
+// Queries; then what int8 and int4 need of them, codes, scales and sums.
 std::int64_t AttentionPlan::query_floats(std::int64_t rows) const {
   return aligned_floats(rows * head_dim_) + aligned_floats(rows * (four_dim(head_dim_) / 4 + 2));
 }
@@ -123,7 +139,7 @@ void AttentionPlan::run_task(const VectorKernels& kernels, const Task& task, std
     std::memcpy(scratch + token * group_ * head_dim_, queries + from,
                 group_ * head_dim_ * sizeof(float));
   }
-  if (cache_.type() == CacheType::int8) quantize_queries(kernels, rows, scratch);
+  if (has_codes(cache_.type())) quantize_queries(kernels, rows, scratch);
   float* states = scratch + query_floats(rows) + 2 * page_tokens * padded_;
   const AttentionState own = state_at(states, rows);
   if (task.merge < 0) {
@@ -163,6 +179,7 @@ void AttentionPlan::quantize_queries(const VectorKernels& kernels, std::int64_t 
   std::fill_n(queries.codes, rows * stride, std::int8_t(0));
   for (std::int64_t row = 0; row < rows; ++row) {
     std::int8_t* codes = queries.codes + row * stride;
+    if (cache_.type() == CacheType::int4) hadamard(scratch + row * head_dim_, head_dim_);
     kernels.quantize_int8(scratch + row * head_dim_, Dtype::float32, 1, head_dim_, codes,
                           queries.scales + row);
     queries.sums[row] = std::accumulate(codes, codes + stride, 0);
@@ -198,7 +215,9 @@ void AttentionPlan::write_rows(const VectorKernels& kernels, const Task& task,
   for (std::int64_t row = 0; row < task.tokens * group_; ++row) {
     const std::int64_t token = segments_[task.segment].first_row + task.token + row / group_;
     const std::int64_t head = task.kv_head * group_ + row % group_;
-    kernels.finish(state, row, head_dim_, out + token * stride + head * head_dim_);
+    float* to = out + token * stride + head * head_dim_;
+    kernels.finish(state, row, head_dim_, to);
+    if (cache_.type() == CacheType::int4) hadamard(to, head_dim_);
   }
 }
 

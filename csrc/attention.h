@@ -40,15 +40,20 @@ struct PageAttention {
                          // more for each next token
   std::int64_t window;   // of those the last so many are seen
   const float* queries;  // [rows, head_dim], row = token * group + head, scaled, times log2_e
-  // Of those, with int8 only: [rows, four_dim] with a scale a row, and the sums of the rows.
+  // Of those, with int8 and int4 only: [rows, four_dim] with a scale a row, and the sums of the rows.
   const std::int8_t* query_codes;
   const float* query_scales;
   const std::int32_t* query_sums;
   PageView page;
   const void* next_keys;  // those that are read after this page, to be asked for early
-  float* wide;  // scratch [2, page_tokens * padded_dim], unused with int8
+  float* wide;  // scratch [2, page_tokens * padded_dim]: a page in floats, or of int4 in int8
   AttentionState state;
 };
+
+// x [n] times the Hadamard matrix of each run of 2^k numbers, k as large as divides n; its own inverse. With
+// int4 queries, keys and values are multiplied so, and the output again: no product changes, but a few
+// large numbers of a head, which would take the scale from the others, become many small ones.
+void hadamard(float* x, std::int64_t n);
 
 // Tokens of one sequence within a batch whose keys and values are already in the cache.
 struct Segment {

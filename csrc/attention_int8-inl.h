@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention over int8 pages, whose products are of integers; attend and append of isa.h.
+// Attention over int8 pages, whose products are of integers, and over int4 ones, which are unpacked first;
+// attend and append of isa.h.
 //
 // A query is quantised once, with a scale; its probabilities against a page, relative to the largest of
 // them and times the scales of the values, are rounded to 0..127. Four codes along the sum lie in a
@@ -179,7 +180,7 @@ INLINE Int8Rows rows_from(const Int8Rows& work, int row, std::int64_t seen) {
 TARGET static void attend_int8(const PageAttention& work, std::int64_t first, int rows) {
   alignas(64) std::int32_t scores[score_rows * page_tokens];
   alignas(64) std::int8_t probabilities[score_rows * page_tokens];
-  float scales[score_rows];
+  float scales[score_rows], part[score_rows];
   Advance advance;
   const std::int64_t padded = padded_dim(work.head_dim);
   const std::int8_t* keys = static_cast<const std::int8_t*>(work.page.keys);
@@ -206,18 +207,21 @@ TARGET static void attend_int8(const PageAttention& work, std::int64_t first, in
   for (int r = 0; r < rows; ++r) {
     advance.largest[r] = scale_scores(work, first + r, scores + r * page_tokens);
   }
-  advance.run(rows, work.state.maximum + first);
+  advance.run(rows, work.state.maximum + first, part);
   const ValueScales whole = value_scales_of(work.page, 0, page_tokens);
   for (int r = 0; r < rows; ++r) {
     const std::int64_t hidden = first_seen(work, first + r), seen = keys_seen(work, first + r);
     ValueScales own;
-    if (hidden > 0 || seen < page_tokens) own = value_scales_of(work.page, hidden, seen);
-    const ValueScales& values = hidden > 0 || seen < page_tokens ? own : whole;
-    const Floats added = soften(scores + r * page_tokens, advance.largest[r], values,
+    const ValueScales* values = &whole;
+    if (hidden > 0 || seen < page_tokens) {
+      own = value_scales_of(work.page, hidden, seen);
+      values = &own;
+    }
+    const Floats added = soften(scores + r * page_tokens, advance.largest[r], *values,
                                 probabilities + r * page_tokens);
     float* sum = work.state.sum + (first + r) * most_lanes;
-    store(sum, FUSED(load_floats(sum), splat(advance.factor[r]), added * advance.part[r]));
-    scales[r] = advance.part[r] * values.largest / 127.0f;
+    store(sum, FUSED(load_floats(sum), splat(advance.factor[r]), added * part[r]));
+    scales[r] = part[r] * values->largest / 127.0f;
   }
   for (int b = 0; b < blocks; ++b) {
     const int begin = rows * b / blocks, end = rows * (b + 1) / blocks;
@@ -226,11 +230,45 @@ TARGET static void attend_int8(const PageAttention& work, std::int64_t first, in
   }
 }
 
+// int4 -> int8, see kv_cache.h; for each line of `from` the one that lies `ahead` bytes from it is asked for.
+template <std::int64_t RUN>
+INLINE void unpack(const std::uint8_t* from, std::int64_t bytes, std::ptrdiff_t ahead, std::int8_t* to) {
+  using Bytes = Vector<std::uint8_t, RUN < VECTOR_BYTES ? RUN : VECTOR_BYTES>;
+  for (std::int64_t i = 0; i < bytes; i += RUN) {
+    UNROLL for (std::int64_t k = 0; k < RUN; k += std::int64_t(sizeof(Bytes))) {
+      if ((i + k) % 64 == 0) __builtin_prefetch(from + i + k + ahead);
+      const Bytes both = load<Bytes>(from + i + k);
+      const Bytes low = both & 15, high = both >> 4;
+      store(to + 2 * i + k, low + low - 15);
+      store(to + 2 * i + k + RUN, high + high - 15);
+    }
+  }
+}
+
+// A page of int4 as one of int8, where floats are widened to else.
+TARGET static PageAttention unpacked(const PageAttention& work) {
+  const std::int64_t padded = padded_dim(work.head_dim);
+  const std::uint8_t *keys = static_cast<const std::uint8_t*>(work.page.keys),
+                     *values = static_cast<const std::uint8_t*>(work.page.values);
+  std::int8_t* wide_keys = reinterpret_cast<std::int8_t*>(work.wide);
+  std::int8_t* wide_values = wide_keys + page_tokens * padded;
+  unpack<key_run>(keys, (work.head_dim + 7) / 8 * key_run, values - keys, wide_keys);
+  const std::ptrdiff_t to_next = static_cast<const std::uint8_t*>(work.next_keys) - values;
+  unpack<value_run>(values, page_tokens / 2 * padded, to_next, wide_values);
+  PageAttention as_int8 = work;
+  as_int8.type = CacheType::int8;
+  as_int8.page.keys = wide_keys;
+  as_int8.page.values = wide_values;
+  as_int8.next_keys = wide_keys;
+  return as_int8;
+}
+
 TARGET static void attend(const PageAttention& work) {
   switch (work.type) {
     case CacheType::float32: return attend_page<float>(work);
     case CacheType::float16: return attend_page<std::uint16_t>(work);
     case CacheType::int8: break;
+    case CacheType::int4: return attend(unpacked(work));
   }
   for (std::int64_t row = hidden_rows(work); row < work.rows; row += score_rows) {
     const std::int64_t left = work.rows - row;
@@ -252,11 +290,38 @@ TARGET static void append_int8(const PageView& page, std::int64_t slot, const fl
   for (std::int64_t i = 0; i < padded; ++i) values[4 * i] = codes[i];
 }
 
+// x -> codes u from 0 to 15 for 2u - 15 times the scale, which is no number where one of x is none.
+INLINE void quantize_halves(const float* x, std::int64_t n, std::uint8_t* codes, float* scale) {
+  const std::int32_t key = largest_key(reinterpret_cast<const std::int32_t*>(x), n);
+  const float largest = to_float(key) < 1e-5f ? 1e-5f : to_float(key);
+  *scale = largest / 15.0f;
+  const bool is_finite = key < infinity_key<std::int32_t>;
+  const float inverse = 7.5f / largest;
+  for (std::int64_t i = 0; i < n; ++i) codes[i] = is_finite ? std::uint8_t(int(x[i] * inverse + 8.0f)) : 8;
+}
+
+TARGET static void append_int4(const PageView& page, std::int64_t slot, const float* key,
+                               const float* value, std::int64_t head_dim) {
+  const std::int64_t padded = padded_dim(head_dim);
+  std::uint8_t codes[largest_head_dim] = {};
+  std::uint8_t* keys = static_cast<std::uint8_t*>(page.keys) + 4 * slot;
+  std::uint8_t* values = static_cast<std::uint8_t*>(page.values) + slot % quarter * 2 * padded + slot / quarter;
+  quantize_halves(key, head_dim, codes, page.key_scales + slot);
+  for (std::int64_t i = 0; i < head_dim; i += 8) {
+    for (int k = 0; k < 4; ++k) keys[i / 8 * key_run + k] = codes[i + k] | codes[i + 4 + k] << 4;
+  }
+  quantize_halves(value, head_dim, codes, page.value_scales + slot);
+  for (std::int64_t i = 0; i < padded; i += 16) {
+    for (int k = 0; k < 8; ++k) values[2 * i + 4 * k] = codes[i + k] | codes[i + 8 + k] << 4;
+  }
+}
+
 TARGET static void append(CacheType type, const PageView& page, std::int64_t slot,
                           const float* key, const float* value, std::int64_t head_dim) {
   switch (type) {
     case CacheType::float32: return append_as<float>(page, slot, key, value, head_dim);
     case CacheType::float16: return append_as<std::uint16_t>(page, slot, key, value, head_dim);
     case CacheType::int8: return append_int8(page, slot, key, value, head_dim);
+    case CacheType::int4: return append_int4(page, slot, key, value, head_dim);
   }
 }

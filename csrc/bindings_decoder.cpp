@@ -272,7 +272,8 @@ void bind_decoder(nb::module_& module) {
   nb::enum_<CacheType>(module, "CacheType", "Keys and values of the cache.")
       .value("float32", CacheType::float32)
       .value("float16", CacheType::float16)
-      .value("int8", CacheType::int8);
+      .value("int8", CacheType::int8)
+      .value("int4", CacheType::int4);
   nb::enum_<Logits>(module, "Logits", "Of which tokens a step writes logits.")
       .value("none", Logits::none)
       .value("last", Logits::last)

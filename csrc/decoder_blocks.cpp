@@ -50,10 +50,14 @@ void Decoder::State::rotate_and_append(const Block& block, std::int64_t layer,
     }
     const std::int32_t page = cache.pages(segment.sequence)[position / page_tokens];
     for (std::int64_t head = 0; head < model.kv_heads; ++head) {
-      float* key = keys + token * kv_width + head * head_dim;
+      float *key = keys + token * kv_width + head * head_dim, *value = values + (key - keys);
       turn(key, block.k_norm, 1.0f);
-      kernels.vector.append(cache.type(), cache.view(page, layer, head), position % page_tokens, key,
-                       values + token * kv_width + head * head_dim, head_dim);
+      if (cache.type() == CacheType::int4) {
+        hadamard(key, head_dim);
+        hadamard(value, head_dim);
+      }
+      kernels.vector.append(cache.type(), cache.view(page, layer, head), position % page_tokens, key, value,
+                       head_dim);
     }
   });
 }

@@ -17,7 +17,7 @@ namespace sparse_bitnet {
 
 enum class Dtype : int { float32 = 0, bfloat16 = 1 };
 enum class Activation : int { silu = 0, relu_squared = 1, gelu_tanh = 2 };
-enum class CacheType : int { float32 = 0, float16 = 1, int8 = 2 };
+enum class CacheType : int { float32 = 0, float16 = 1, int8 = 2, int4 = 3 };
 struct PageView;
 struct PageAttention;
 struct AttentionState;

@@ -10,8 +10,8 @@
 namespace sparse_bitnet {
 namespace {
 
-std::int64_t element_bytes(CacheType type) {
-  return type == CacheType::float32 ? 4 : type == CacheType::float16 ? 2 : 1;
+std::int64_t element_bits(CacheType type) {
+  return type == CacheType::float32 ? 32 : type == CacheType::float16 ? 16 : type == CacheType::int8 ? 8 : 4;
 }
 
 std::int64_t pages_of(std::int64_t tokens) { return (tokens + page_tokens - 1) / page_tokens; }
@@ -23,10 +23,11 @@ std::int64_t round_up(std::int64_t bytes) { return (bytes + 63) / 64 * 64; }
 KvCache::KvCache(CacheType type, std::int64_t layers, std::int64_t kv_heads, std::int64_t head_dim,
                  std::int64_t cache_tokens)
     : type_(type), kv_heads_(kv_heads) {
-  const std::int64_t element = element_bytes(type);
-  key_bytes_ = round_up(four_dim(head_dim) * page_tokens * element);
-  value_bytes_ = round_up(page_tokens * padded_dim(head_dim) * element);
-  scale_bytes_ = type == CacheType::int8 ? page_tokens * std::int64_t(sizeof(float)) : 0;
+  const std::int64_t bits = element_bits(type);
+  const std::int64_t key_dim = type == CacheType::int4 ? (head_dim + 7) / 8 * 8 : four_dim(head_dim);
+  key_bytes_ = round_up(key_dim * page_tokens * bits / 8);
+  value_bytes_ = round_up(page_tokens * padded_dim(head_dim) * bits / 8);
+  scale_bytes_ = has_codes(type) ? page_tokens * std::int64_t(sizeof(float)) : 0;
   head_bytes_ = key_bytes_ + value_bytes_ + 2 * scale_bytes_;
   page_bytes_ = layers * kv_heads * head_bytes_;
   const std::int64_t count = pages_of(cache_tokens);
@@ -150,7 +151,7 @@ PageView KvCache::view(std::int32_t page, std::int64_t layer, std::int64_t kv_he
       data_->data() + page * page_bytes_ + (layer * kv_heads_ + kv_head) * head_bytes_;
   std::uint8_t* values = keys + key_bytes_;
   float* scales = reinterpret_cast<float*>(values + value_bytes_);
-  const bool has_scales = type_ == CacheType::int8;
+  const bool has_scales = has_codes(type_);
   return {keys, values, has_scales ? scales : nullptr,
           has_scales ? scales + page_tokens : nullptr};
 }

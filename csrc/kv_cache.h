@@ -9,7 +9,9 @@
 // with int8 four elements along the sum together, for products of integers:
 //   keys   [head_dim / 4, rounded up][64 tokens][4], zeros behind head_dim;
 //   values [16][padded head_dim][4], of tokens t, t + 16, t + 32 and t + 48;
-//   key scales, value scales [64] float32.
+//   key scales, value scales [64] float32;
+// with int4 the same in half the bytes, a code u from 0 to 15 standing for 2u - 15: of each `key_run` or
+// `value_run` bytes the low bits are as many bytes of int8, the high bits the next ones.
 
 #pragma once
 
@@ -32,10 +34,16 @@ constexpr std::int64_t padded_dim(std::int64_t head_dim) {
 
 constexpr std::int64_t four_dim(std::int64_t head_dim) { return (head_dim + 3) / 4 * 4; }
 
+// Bytes of int4 whose low bits are one run of int8: a line of keys; eight columns of values. The codes of a
+// token share no byte with those of another.
+constexpr std::int64_t key_run = 4 * page_tokens, value_run = 32;
+
+inline bool has_codes(CacheType type) { return type == CacheType::int8 || type == CacheType::int4; }
+
 // One layer and head of a page.
 struct PageView {
   void *keys, *values;
-  float *key_scales, *value_scales;  // null unless int8
+  float *key_scales, *value_scales;  // null unless int8 or int4
 };
 
 class KvCache {

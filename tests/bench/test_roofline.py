@@ -49,7 +49,9 @@ def test_the_head_costs_what_it_is_kept_in(
     assert work.head_bytes == 512 * bytes_a_row
 
 
-@pytest.mark.parametrize(("kv_cache", "vector"), [("float32", 256), ("float16", 128), ("int8", 68)])
+@pytest.mark.parametrize(
+    ("kv_cache", "vector"), [("float32", 256), ("float16", 128), ("int8", 68), ("int4", 36)]
+)
 def test_a_step_reads_weights_head_and_cache(tiny_folder: Path, kv_cache: str, vector: int) -> None:
     work = work_of(tiny_folder, "i2", "int8", kv_cache)
     token = 2 * 2 * 2 * vector  # keys and values, layers, heads

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decoder step against the transformers model with the same ternary layers, on every position."""
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -115,7 +115,9 @@ def test_a_window_equals_transformers_and_changes_no_bit_of_split_prompts(isa: s
     np.testing.assert_array_equal(np.concatenate(parts), whole[:720])
 
 
-@pytest.mark.parametrize(("cache_type", "bound"), [("float16", 2e-2), ("int8", 6e-2)])
+@pytest.mark.parametrize(
+    ("cache_type", "bound"), [("float16", 2e-2), ("int8", 6e-2), ("int4", 0.6)]
+)
 @pytest.mark.parametrize("name", ["qwen2", "odd", "bitnet"])
 def test_rounded_caches_are_close(name: str, cache_type: str, bound: float, isa: str) -> None:
     model, ids = model_of(name), ids_of(64)
@@ -123,20 +125,38 @@ def test_rounded_caches_are_close(name: str, cache_type: str, bound: float, isa:
     assert errors(logits, reference_logits(model, ids)).max() <= bound
 
 
-def codes_of(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Integers from -127 to 127 and the scale of each vector."""
+def codes_of(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Integers of each vector and their scale: from -127 to 127, or odd ones from -15 to 15."""
     largest = x.abs().amax(-1, keepdim=True).clamp(min=1e-5)
+    if bits == 4:
+        return torch.floor(x * (7.5 / largest) + 8) * 2 - 15, largest / 15
     return torch.round(x * (127 / largest)), largest / 127
 
 
-def int8_attention(
-    module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **others: Any
+def hadamard(n: int) -> torch.Tensor:
+    """Of each run of 2^k numbers, k as large as divides n: [n, n]."""
+    run = torch.ones(1, 1)
+    while n % (2 * len(run)) == 0:
+        run = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), run) / 2**0.5
+    return torch.block_diag(*[run] * (n // len(run)))
+
+
+def attention_of_codes(
+    bits: int,
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    scaling: float,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What the engine computes with int8 pages of 64 tokens, all at once: [1, heads, tokens, dim]."""
+    """What the engine computes with pages of 64 tokens in codes, all at once: [1, heads, tokens, dim]."""
     group, tokens, page = query.shape[1] // key.shape[1], query.shape[2], 64
-    (q, q_scale), (k, k_scale), (v, v_scale) = map(
-        codes_of,
-        (query * scaling * np.log2(np.e), *(x.repeat_interleave(group, 1) for x in (key, value))),
+    turn = hadamard(query.shape[-1]) if bits == 4 else torch.eye(query.shape[-1])
+    q, q_scale = codes_of(query * scaling * np.log2(np.e) @ turn, 8)
+    (k, k_scale), (v, v_scale) = (
+        codes_of(x.repeat_interleave(group, 1) @ turn, bits) for x in (key, value)
     )
     behind = torch.arange(tokens)[:, None] - torch.arange(tokens)
     hidden = (behind < 0) | (behind >= (others.get("sliding_window") or tokens))
@@ -152,23 +172,24 @@ def int8_attention(
         codes = torch.round(probability * (scale * (127 / top)))
         out += codes @ v[..., keys, :] * (part * top / 127)
         sums += probability.sum(-1, keepdim=True) * part
-    return (out / sums).transpose(1, 2).contiguous(), None
+    return (out / sums @ turn).transpose(1, 2).contiguous(), None
 
 
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("name", ["qwen2", "odd", "long", "windowed"])
-def test_int8_pages_equal_their_reference(name: str, isa: str) -> None:
+def test_pages_of_codes_equal_their_reference(name: str, bits: int, isa: str) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     long = {"long": long_model, "windowed": windowed_model}
     model, ids = (long[name](), ids_of(600)) if name in long else (model_of(name), ids_of(64))
-    ALL_ATTENTION_FUNCTIONS.register("int8_pages", int8_attention)
+    ALL_ATTENTION_FUNCTIONS.register("pages_of_codes", partial(attention_of_codes, bits))
     before = model.config._attn_implementation
-    model.config._attn_implementation = "int8_pages"
+    model.config._attn_implementation = "pages_of_codes"
     try:
         expected = reference_logits(model, ids)
     finally:
         model.config._attn_implementation = before
-    assert_close(DecoderInMemory(model, cache="int8", isa=isa).logits(ids), expected)
+    assert_close(DecoderInMemory(model, cache=f"int{bits}", isa=isa).logits(ids), expected)
 
 
 @pytest.mark.parametrize("head", ["bfloat16", "int8", "int4"])
@@ -192,7 +213,7 @@ def test_rounded_embeddings_equal_their_dequantised_weights(type: str) -> None:
     assert_close(decoder.logits(ids), reference_logits(model, ids))
 
 
-@pytest.mark.parametrize("cache_type", ["float32", "float16", "int8"])
+@pytest.mark.parametrize("cache_type", ["float32", "float16", "int8", "int4"])
 def test_split_of_a_prompt_changes_no_bit(cache_type: str, isa: str) -> None:
     model, ids = long_model(), ids_of(700)
     whole = DecoderInMemory(model, isa=isa, cache=cache_type).logits(ids)

@@ -195,7 +195,7 @@ def test_activations_share_a_scale_by_token_or_by_group(tmp_path: Path, qwen: Pa
 
 def test_caches_are_close(qwen: Path) -> None:
     expected = reference_logits(qwen, TOKENS)
-    for kv_cache, bound in (("float16", 2e-2), ("int8", 0.1)):
+    for kv_cache, bound in (("float16", 2e-2), ("int8", 0.1), ("int4", 0.5)):
         engine = Engine.load(qwen, kv_cache=kv_cache, head="stored", threads=1)
         assert relative_error(all_logits(engine, TOKENS), expected) < bound
 
@@ -278,7 +278,7 @@ def test_limits_and_misuse(qwen: Path) -> None:
         ({"threads": 0}, "threads 0"),
         ({"weight_format": "nm-enum"}, "weight format 'nm-enum': choose one of"),
         ({"head": "int2"}, "head 'int2': choose one of"),
-        ({"kv_cache": "int4"}, "kv-cache 'int4': choose one of"),
+        ({"kv_cache": "int2"}, "kv-cache 'int2': choose one of"),
         ({"context_length": 257}, "context length 257: .* up to 256 tokens"),
         ({"context_length": 0}, "context length 0"),
         ({"cache_tokens": 0}, "cache tokens 0: must be within 1.."),
@@ -429,7 +429,7 @@ print("fine")
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38, -1e-45])
-@pytest.mark.parametrize("kv_cache", ["float32", "float16", "int8"])
+@pytest.mark.parametrize("kv_cache", ["float32", "float16", "int8", "int4"])
 def test_activations_that_are_no_numbers_harm_nobody(qwen: Path, bad: float, kv_cache: str) -> None:
     """Damaged memory, say: nothing crashes, what does not pass through it stays the same."""
     engine = Engine.load(qwen, kv_cache=kv_cache, threads=2)

@@ -24,7 +24,7 @@ def ids_of(count: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, 96, count).tolist()
 
 
-@pytest.mark.parametrize("cache_type", ["float32", "float16", "int8"])
+@pytest.mark.parametrize("cache_type", ["float32", "float16", "int8", "int4"])
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 128, 150])
 def test_a_fork_continues_like_a_sequence_of_its_own(length: int, cache_type: str) -> None:
     text, other = ids_of(150), ids_of(90, 1)

@@ -303,7 +303,7 @@ void test_attention(Random& random, CacheType type, double tolerance, int head_d
   const std::int64_t visible = 40, window = tokens > 1 ? 25 : visible;
   Memory keys(4 * page_tokens * padded, poison), values = keys;
   std::vector<float> key_scales(page_tokens, -1), value_scales = key_scales;
-  const bool scaled = type == CacheType::int8;
+  const bool scaled = has_codes(type);
   const PageView page = {keys.data(), values.data(), scaled ? key_scales.data() : nullptr,
                          scaled ? value_scales.data() : nullptr};
   const std::int64_t stored = std::min<std::int64_t>(page_tokens, visible + tokens - 1);
@@ -371,6 +371,7 @@ int main() {
       test_attention(random, CacheType::float32, 1e-5, head_dim, tokens);
       test_attention(random, CacheType::float16, 5e-3, head_dim, tokens);
       test_attention(random, CacheType::int8, 0.1, head_dim, tokens);
+      test_attention(random, CacheType::int4, 1.0, head_dim, tokens);
     }
   }
   std::printf("%d differences\n", failures);

@@ -36,7 +36,7 @@ class BenchOptions:
     head: Literal["auto", "stored", "int8", "int4"] = "auto"
     """Run-time format of the output head."""
 
-    kv_cache: Literal["float32", "float16", "int8"] = "float16"
+    kv_cache: Literal["float32", "float16", "int8", "int4"] = "float16"
     """Cached keys and values."""
 
     isa: list[str] = field(default_factory=lambda: [""])

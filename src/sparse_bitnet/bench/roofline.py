@@ -23,7 +23,7 @@ PREFETCH_BYTES = (0, 2048, 4096, 16384)
 """Distances of the software prefetch that are tried; 0 leaves it to the hardware."""
 
 _LOOP_SECONDS = 0.02
-_CACHE_VALUE_BYTES = {"float32": 4, "float16": 2, "int8": 1}
+_CACHE_VALUE_BITS = {"float32": 32, "float16": 16, "int8": 8, "int4": 4}
 _INT4_GROUP = 64
 
 
@@ -106,7 +106,7 @@ def work_of(folder: Path, weight_format: str, head: str, kv_cache: str) -> Work:
         folder: packed.
         weight_format: the run-time format, "stored" or a name of `runtime_weights.FORMATS`.
         head: "auto", "stored", "int8" or "int4".
-        kv_cache: "float32", "float16" or "int8".
+        kv_cache: "float32", "float16", "int8" or "int4".
 
     Raises `UserError` for a folder that is not packed.
     """
@@ -124,7 +124,8 @@ def work_of(folder: Path, weight_format: str, head: str, kv_cache: str) -> Work:
     )
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
-    vector_bytes = head_dim * _CACHE_VALUE_BYTES[kv_cache] + (4 if kv_cache == "int8" else 0)
+    scale_bytes = 4 if kv_cache.startswith("int") else 0
+    vector_bytes = head_dim * _CACHE_VALUE_BITS[kv_cache] / 8 + scale_bytes
     return Work(
         weight_bytes=weight_bytes,
         head_bytes=_head_bytes(file, config, head),

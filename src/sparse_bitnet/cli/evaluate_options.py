@@ -57,7 +57,7 @@ class EvaluateConfig:
     head: Literal["stored", "int8", "int4"] = "stored"
     """Form of the output head in the CPU engine."""
 
-    kv_cache: Literal["float32", "float16", "int8"] = "float32"
+    kv_cache: Literal["float32", "float16", "int8", "int4"] = "float32"
     """Form of cached keys and values in the CPU engine."""
 
     activations: Literal["auto", "token", "group"] = "auto"

@@ -20,7 +20,7 @@ from sparse_bitnet.layer_config import REGISTERED
 from sparse_bitnet.progress import OnProgress
 
 WEIGHT_FORMATS = ("auto", "stored", *FORMATS)
-CACHE_TYPES = {name: _cpu.CacheType[name] for name in ("float32", "float16", "int8")}
+CACHE_TYPES = {name: _cpu.CacheType[name] for name in ("float32", "float16", "int8", "int4")}
 
 
 _LARGEST_OF_KEYS = 16.0
@@ -36,7 +36,7 @@ class Engine(InferenceEngine):
         threads: that compute.
         weight_format: "i2", "b3" or "nm-bitmap": the weights in memory.
         head_format: "int8", "int4", "bfloat16" or "float32": the output head in memory.
-        kv_cache: "int8", "float16" or "float32": keys and values in memory.
+        kv_cache: "int8", "int4", "float16" or "float32": keys and values in memory.
         weight_bytes, head_bytes: what a token reads of them.
         isa: name of the kernels in use.
         load_seconds: from the call of `load` to its return.
@@ -85,8 +85,8 @@ class Engine(InferenceEngine):
                 weights have a scale for every group.
             head: form of the output head in memory: "stored", "int8", "int4", "auto" int8. Of a head
                 that is tied to it, also of the embedding.
-            kv_cache: form of keys and values: "float32", "float16", "int8", or "auto" int8, but float16
-                where keys have a bias or a norm above 16, as Qwen2.5's.
+            kv_cache: form of keys and values: "float32", "float16", "int8", "int4", or "auto" int8, but
+                float16 where keys have a bias or a norm above 16, as Qwen2.5's.
             activations: what shares a scale of the int8 activations: "token", "group" as many as the
                 weights that share one, "auto" group where those of another tool have one size of groups.
             context_length: most tokens of one sequence; by default what the model was made for.

@@ -33,7 +33,7 @@ class EngineOptions:
     head: Literal["auto", "stored", "int8", "int4"] = "auto"
     """Form of the output head in memory (cpu). auto: int8 where the file has floats."""
 
-    kv_cache: Literal["auto", "float32", "float16", "int8"] = "auto"
+    kv_cache: Literal["auto", "float32", "float16", "int8", "int4"] = "auto"
     """Form of cached keys and values (cpu). auto: int8, but float16 where keys have a
     bias or a norm above 16."""
 
