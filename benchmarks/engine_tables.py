@@ -180,6 +180,7 @@ def installed() -> str:
 
 def first_word() -> str:
     columns = [("command", "{command}"), ("processor time, s", "{processor_seconds:.2f}")]
+    columns += [("time, s", "{seconds:.2f}")]
     rows = [row for row in read("installed") if "command" in row]
     return filled(columns, rows, "python benchmarks/installed.py WHEEL --model PACKED")
 

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The light core in an empty environment: bytes of its packages, and processor time of commands there.
+"""The light core in an empty environment: bytes of its packages, and how long commands take there.
 
-    python benchmarks/installed.py dist/sparse_bitnet-*.whl --model PACKED      # needs a package index
+    python benchmarks/installed.py dist/sparse_bitnet-*.whl --model PACKED...   # needs a package index
 
-Processor time, because it depends less on what else a machine does; the least of several runs.
+Processor time too, because it depends less on what else a machine does; the least of several runs each.
 """
 
 import argparse
+import json
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -20,6 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("pip", "setuptools", "pkg_resources", "_distutils_hack")
 SMALL = 2e6
 """Bytes; packages below this are counted together."""
+ROUNDS = 15
+PROMPT = "hello"
 
 
 def sizes(packages: Path) -> list[dict]:
@@ -36,21 +40,34 @@ def sizes(packages: Path) -> list[dict]:
     return sorted(rows, key=lambda row: -row["code"] - row["bytecode"])
 
 
-def processor_seconds(command: list[str], rounds: int = 1) -> float:
-    """Of a command and its children, the least of some runs; fails where the command does."""
-    seconds = []
+def timed(command: list[str], rounds: int = 1, *, shows: int | None = None) -> dict:
+    """Seconds and processor seconds of a command and its children, the least of some runs; with `shows`
+    only until it has printed more than so many bytes. Fails where the command does."""
+    runs = []
     for _ in range(rounds):
-        before = os.times()
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        after = os.times()
-        seconds.append(sum(after[2:4]) - sum(before[2:4]))
-    return min(seconds)
+        begin, printed = time.perf_counter(), 0
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            while shows is None or printed <= shows:
+                if not (part := os.read(process.stdout.fileno(), 4096)):
+                    break
+                printed += len(part)
+            seconds = time.perf_counter() - begin
+            if shows is not None:
+                process.kill()
+            _, status, used = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 0 if shows is None else printed > shows, command
+        runs.append((seconds, used.ru_utime + used.ru_stime))
+    least = map(min, zip(*runs, strict=True))
+    return dict(zip(("seconds", "processor_seconds"), least, strict=True))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("wheel", type=Path)
-    parser.add_argument("--model", type=Path, help="packed model for a first token")
+    parser.add_argument(
+        "--model", type=Path, nargs="*", default=[], help="packed, for a first token"
+    )
     parser.add_argument("--python", default=sys.executable, help="that the wheel is for")
     parser.add_argument("--out", type=Path, help="JSON lines; benchmarks/results/ by default")
     options = parser.parse_args()
@@ -61,13 +78,14 @@ def main() -> None:
         commands = {"pip install": [*install, str(ROOT / "constraints.txt"), str(options.wheel)]}
         program = [python, "-m", "sparse_bitnet"]
         commands |= {word: [*program, word] for word in ("--help", "models")}
-        if options.model:
-            one = ["--prompt", "hello", "--max-tokens", "1", "--threads", "1"]
-            commands["generate, one token"] = [*program, "generate", str(options.model), *one]
         rows = []
         for name, command in commands.items():
-            rounds = 1 if name == "pip install" else 7
-            rows.append({"command": name, "processor_seconds": processor_seconds(command, rounds)})
+            rows.append({"command": name, **timed(command, 1 if name == "pip install" else ROUNDS)})
+        for model in options.model:
+            words = json.loads((model / "config.json").read_text())["vocab_size"]
+            one = [*program, "generate", str(model), "--prompt", PROMPT, "--threads", "1"]
+            name = f"generate, first token, {words:,} words"
+            rows.append({"command": name, **timed(one, ROUNDS, shows=len(PROMPT))})
         (packages,) = Path(folder).glob("lib/python*/site-packages")
         rows += sizes(packages)
     for row in rows:

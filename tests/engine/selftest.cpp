@@ -144,7 +144,7 @@ int run(const char* plan, const char* file, const char* isa) {
   std::vector<std::int32_t> tokens(from.next<std::size_t>());
   for (std::int32_t& token : tokens) token = from.next<std::int32_t>();
   const Kernels& kernels = choose_kernels(isa);
-  Decoder decoder(model, {2, CacheType::float16, 256, 256, kernels});
+  Decoder decoder(model, {2, CacheType(from.next<int>()), 256, 256, kernels});
   std::fprintf(stderr, "%s\n", kernels.isa);
   const int sequence = decoder.open();
   std::vector<float> logits(model.vocab);

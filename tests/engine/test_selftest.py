@@ -19,6 +19,7 @@ pytestmark = pytest.mark.slow
 PROMPT, STEPS = [5, 17, 3, 60, 44], 24
 TABLES = {"F32": 0, "BF16": 1}
 STORED = ("i2", "b3", "nm-bitmap", "nm-enum")
+CACHES = ("float32", "float16", "int8")
 VECTORS = (
     *(f"self_attn.{name}_proj.bias" for name in "qkvo"),
     "input_layernorm.weight",
@@ -30,8 +31,8 @@ VECTORS = (
 )
 
 
-def plan_of(folder: Path) -> str:
-    """What selftest.cpp reads, in its order: sizes, and where in the file each tensor lies."""
+def plan_of(folder: Path, kv_cache: str) -> str:
+    """What selftest.cpp reads, in its order: sizes, where in the file each tensor lies, what to write."""
     model = open_engine_model(folder)
     shape, file, pattern = model.architecture, model.file, model.metadata.pattern
 
@@ -60,11 +61,13 @@ def plan_of(folder: Path) -> str:
             words += place(f"{block}{linear}.weight_scale")
         for vector in VECTORS:
             words += place(block + vector)
-    return " ".join(map(str, [*words, len(PROMPT), *PROMPT, STEPS]))
+    words += [len(PROMPT), *PROMPT, CACHES.index(kv_cache), STEPS]
+    return " ".join(map(str, words))
 
 
 FAMILIES = pytest.mark.parametrize(
-    ("family", "packed_format"), [("qwen2", "nm-bitmap"), ("bitnet", "b3")]
+    ("family", "packed_format", "kv_cache"),
+    [("qwen2", "nm-bitmap", "float16"), ("bitnet", "b3", "int8")],
 )
 RUNNERS = {
     "x86_64-linux-musl": [],
@@ -74,23 +77,25 @@ RUNNERS = {
 """Targets of .ci/cross that can run here, each by what."""
 
 
-def made(tmp_path: Path, family: str, packed_format: str) -> tuple[list[str], list[str]]:
+def made(
+    tmp_path: Path, family: str, packed_format: str, kv_cache: str
+) -> tuple[list[str], list[str]]:
     """Arguments of the self-test, and the ids that it has to print."""
     folder = make_packed(tmp_path, family, packed_format=packed_format, vocab_size=96)
-    engine = Engine.load(folder, threads=1)
+    engine = Engine.load(folder, threads=1, kv_cache=kv_cache)
     sequence, tokens, expected = engine.new_sequence(), PROMPT, []
     for _ in range(STEPS):
         (logits,) = engine.forward([(sequence, tokens)])
         tokens = [int(logits.argmax())]
         expected += tokens
     engine.close()
-    (tmp_path / "plan").write_text(plan_of(folder))
+    (tmp_path / "plan").write_text(plan_of(folder, kv_cache))
     return [str(tmp_path / "plan"), str(folder / "model.safetensors")], list(map(str, expected))
 
 
 @FAMILIES
-def test_ids_are_those_of_the_engine(tmp_path, tmp_path_factory, family, packed_format):
-    arguments, expected = made(tmp_path, family, packed_format)
+def test_ids_are_those_of_the_engine(tmp_path, tmp_path_factory, family, packed_format, kv_cache):
+    arguments, expected = made(tmp_path, family, packed_format, kv_cache)
     source = Path(__file__).parent / "selftest.cpp"
     assert emulated(source, tmp_path_factory, *arguments).split() == expected
 
@@ -98,13 +103,15 @@ def test_ids_are_those_of_the_engine(tmp_path, tmp_path_factory, family, packed_
 @FAMILIES
 @pytest.mark.parametrize("target", RUNNERS)
 @pytest.mark.skipif("SPARSE_BITNET_CROSS" not in os.environ, reason="run by `make cross`")
-def test_cross_compiled_ids_are_those_of_the_engine(tmp_path, family, packed_format, target):
+def test_cross_compiled_ids_are_those_of_the_engine(
+    tmp_path, family, packed_format, kv_cache, target
+):
     program = Path(os.environ["SPARSE_BITNET_CROSS"], target, "selftest.exe")
     if not program.exists():
         pytest.skip(f"{target} was not compiled")
     for runner in RUNNERS[target]:
         if shutil.which(runner) is None:
             pytest.skip(f"{target} needs {runner}")
-    arguments, expected = made(tmp_path, family, packed_format)
+    arguments, expected = made(tmp_path, family, packed_format, kv_cache)
     for isa in ("", "generic"):
         assert run([*RUNNERS[target], str(program), *arguments, isa]).split() == expected

@@ -54,12 +54,13 @@ def run(
         engine: what computes it.
     """
     from sparse_bitnet.generation.open_model import open_model
-    from sparse_bitnet.generation.text_batches import generate
 
     options, grammar = text.generate_options(config.max_tokens), text.grammar()
     if config.prompt is not None and config.prompt_file is not None:
         raise UserError("give either --prompt or --prompt-file")
     model = open_model(checkpoint, engine)
+    from sparse_bitnet.generation.text_batches import generate
+
     if model.note:
         print(f"through transformers: {model.note}", file=sys.stderr)
     guesses = speculation.open(model, engine)

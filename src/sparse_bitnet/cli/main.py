@@ -78,6 +78,8 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    # Idle threads of numpy's BLAS are to sleep: by default each spins for 2^26 cycles first.
+    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
     if verb in ONLY_WITH_TRAIN and not {"-h", "--help"} & set(rest):
         # First: nothing is to be left half-written.
         for package in OF_TRAIN:

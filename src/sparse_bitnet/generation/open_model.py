@@ -2,6 +2,7 @@
 """A checkpoint as people name it becomes an engine, a tokenizer and the tokens that end a text."""
 
 import importlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,15 +13,14 @@ from sparse_bitnet.checkpoint.model_folder import (
     read_config,
     read_json_if_there,
 )
-from sparse_bitnet.engine.architecture import read_architecture
 from sparse_bitnet.engine.engine_options import EngineOptions
-from sparse_bitnet.engine.protocol import InferenceEngine
 from sparse_bitnet.errors import EngineLacks, UserError
 from sparse_bitnet.generation.stop import end_tokens
 from sparse_bitnet.generation.text import TOKENIZER_FILE, TextTokenizer
 from sparse_bitnet.packing.metadata import QUANT_METHOD
 
 if TYPE_CHECKING:
+    from sparse_bitnet.engine.protocol import InferenceEngine
     from sparse_bitnet.generation.grammar import TokenGrammars
 
 
@@ -31,7 +31,7 @@ class OpenEngine:
     folder: str
     """The resolved folder or hub id."""
 
-    engine: InferenceEngine
+    engine: "InferenceEngine"
     engine_name: str
     """ "cpu", "gpu" or "transformers"."""
 
@@ -64,9 +64,15 @@ def open_model(checkpoint: str | Path, options: EngineOptions) -> OpenModel:
 
     Raises `UserError` for what cannot be loaded, and for a choice that cannot be honoured.
     """
-    # A packed folder's before its weights: parsing takes memory for a moment, which these then use.
     checkpoint = _packed_if_ternary(checkpoint, options)
-    early = _tokenizer(str(checkpoint)) if is_packed(checkpoint) else None
+    early = None
+    if is_packed(checkpoint):
+        # Beside the import of numpy and of most of the engine; before the weights, which use the memory
+        # that parsing takes for a moment.
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(_tokenizer, str(checkpoint))
+            importlib.import_module("sparse_bitnet.engine.engine_model")
+        early = reading.result()
     opened = _open_engine(checkpoint, options)
     try:
         tokenizer = early or _tokenizer(opened.folder)
@@ -154,6 +160,8 @@ def _check_extension() -> None:
 
 def _architecture_lacks(checkpoint: str | Path) -> str | None:
     """What the CPU engine lacks of a folder's architecture, packed or not: experts, other layers."""
+    from sparse_bitnet.engine.architecture import read_architecture
+
     path = Path(checkpoint) / CONFIG_FILE
     if not path.is_file():
         return None
