@@ -220,26 +220,23 @@ TARGET static void strip_sums(const Matrix& matrix, std::int64_t row, const Acti
   TokenWords<T> tokens(x.codes + token * x.stride, x.stride);
   for (std::int64_t g = 0; g < groups; ++g) {
     Small small[T][vectors][chains] = {};
-    NO_UNROLL for (const std::uint8_t* end = words + 4 * of.group; words != end;) {
-      UNROLL for (int i = 0; i < 2; ++i) {
-        Bytes block[vectors];
-        UNROLL for (int v = 0; v < vectors; ++v) {
-          block[v] = load_bytes(words + v / of_strip * strip_bytes + v % of_strip * VECTOR_BYTES);
-        }
-        UNROLL for (int k = 0; k < S; ++k, ahead += 64) __builtin_prefetch(ahead, 0, 2);
-        UNROLL for (int p = 0; p < I2Planes::count; ++p) {
-          Bytes codes[vectors];
-          UNROLL for (int v = 0; v < vectors; ++v) codes[v] = plane(block[v], p);
-          UNROLL for (int t = 0; t < T; ++t) {
-            const Bytes four = tokens.at(t, 4 * p);
-            UNROLL for (int v = 0; v < vectors; ++v) {
-              small[t][v][p % chains] = dot_codes(small[t][v][p % chains], codes[v], four);
-            }
+    NO_UNROLL for (const std::uint8_t* end = words + 4 * of.group; words != end; words += 64) {
+      Bytes block[vectors];
+      UNROLL for (int v = 0; v < vectors; ++v) {
+        block[v] = load_bytes(words + v / of_strip * strip_bytes + v % of_strip * VECTOR_BYTES);
+      }
+      UNROLL for (int k = 0; k < S; ++k, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+      UNROLL for (int p = 0; p < I2Planes::count; ++p) {
+        Bytes codes[vectors];
+        UNROLL for (int v = 0; v < vectors; ++v) codes[v] = plane(block[v], p);
+        UNROLL for (int t = 0; t < T; ++t) {
+          const Bytes four = tokens.at(t, 4 * p);
+          UNROLL for (int v = 0; v < vectors; ++v) {
+            small[t][v][p % chains] = dot_codes(small[t][v][p % chains], codes[v], four);
           }
         }
-        words += 64;
-        tokens.advance(strip_columns);
       }
+      tokens.advance(strip_columns);
     }
     UNROLL for (int v = 0; v < vectors; ++v) {
       const std::int64_t index = scale + v / of_strip * to_next_scale + v % of_strip * row_lanes;
@@ -291,26 +288,26 @@ INLINE void scales_of_tile(const Matrix& matrix, std::int64_t begin, std::int64_
   }
 }
 
-// One group of T tokens: the sums of a tile's rows.
+// One group of T tokens, onto the sums of a tile's rows.
 template <int T>
 INLINE void tile_group(const std::uint8_t* tile, const std::int8_t* x, std::int64_t stride, std::int64_t words,
                        std::int64_t most, Sums (&sums)[T][tile_vectors]) {
-  UNROLL for (int t = 0; t < T; ++t) {
-    UNROLL for (int v = 0; v < tile_vectors; ++v) sums[t][v] = Sums{};
-  }
-  for (std::int64_t w = 0; w < words; w += most) {
-    Small small[T][tile_vectors] = {};
-    tile_words<T>(tile + w * (4 * tile_rows), x + 4 * w, stride, words - w < most ? words - w : most, small);
-    UNROLL for (int t = 0; t < T; ++t) {
-      UNROLL for (int v = 0; v < tile_vectors; ++v) {
-        sums[t][v] = widen(sums[t][v], small[t][v]);
+  if constexpr (std::is_same_v<Small, Sums>) {
+    tile_words<T>(tile, x, stride, words, sums);
+  } else {
+    for (std::int64_t w = 0; w < words; w += most) {
+      Small small[T][tile_vectors] = {};
+      tile_words<T>(tile + w * (4 * tile_rows), x + 4 * w, stride, words - w < most ? words - w : most, small);
+      UNROLL for (int t = 0; t < T; ++t) {
+        UNROLL for (int v = 0; v < tile_vectors; ++v) sums[t][v] = widen(sums[t][v], small[t][v]);
       }
     }
   }
 }
 
 // sums [T, max_rows_a_call] of a tile's rows over groups [first, first + groups) of a column block, added to what
-// is there but for first = 0, of tokens from `token` on. scales [groups, tile_rows].
+// is there but for first = 0, of tokens from `token` on. scales [groups, tile_rows]. With fine codes the integers
+// are 128 times as large, which float32 holds for groups of 32.
 template <int T>
 TARGET static void tile_groups(const std::uint8_t* tile, const std::int8_t* codes, const std::int8_t* fine,
                                std::int64_t stride, const GroupSums& of, std::int64_t token, std::int64_t first,
@@ -319,29 +316,26 @@ TARGET static void tile_groups(const std::uint8_t* tile, const std::int8_t* code
   for (std::int64_t g = 0; g < groups; ++g) {
     const std::uint8_t* group = tile + g * of.group * tile_rows;
     Sums dots[T][tile_vectors];
-    Floats value[T][tile_vectors];
-    tile_group<T>(group, codes + g * of.group, stride, words, most, dots);
     UNROLL for (int t = 0; t < T; ++t) {
-      const std::int32_t excess = of.excess(token + t, 0, first + g);
-      UNROLL for (int v = 0; v < tile_vectors; ++v) {
-        value[t][v] = __builtin_convertvector(dots[t][v] - excess, Floats);
-      }
+      UNROLL for (int v = 0; v < tile_vectors; ++v) dots[t][v] = Sums{} - of.excess(token + t, 0, first + g);
     }
+    tile_group<T>(group, codes + g * of.group, stride, words, most, dots);
     if (fine) {
-      tile_group<T>(group, fine + g * of.group, stride, words, most, dots);
       UNROLL for (int t = 0; t < T; ++t) {
-        const std::int32_t excess = of.excess(token + t, 1, first + g);
         UNROLL for (int v = 0; v < tile_vectors; ++v) {
-          value[t][v] += __builtin_convertvector(dots[t][v] - excess, Floats) * (1.0f / 128.0f);
+          dots[t][v] = dots[t][v] * 128 - of.excess(token + t, 1, first + g);
         }
       }
+      tile_group<T>(group, fine + g * of.group, stride, words, most, dots);
     }
     UNROLL for (int t = 0; t < T; ++t) {
+      float factor = fine ? 1.0f / 128.0f : 1.0f;
+      if (of.activation_scales) factor *= of.activation_scales[(token + t) * of.in_row + first + g];
       UNROLL for (int v = 0; v < tile_vectors; ++v) {
         float* to = sums + t * max_rows_a_call + v * row_lanes;
-        value[t][v] *= load<Floats>(scales + g * tile_rows + v * row_lanes);
-        if (of.activation_scales) value[t][v] *= of.activation_scales[(token + t) * of.in_row + first + g];
-        store(to, (first + g == 0 ? Floats{} : load<Floats>(to)) + value[t][v]);
+        const Floats value = __builtin_convertvector(dots[t][v], Floats) *
+                             load<Floats>(scales + g * tile_rows + v * row_lanes) * factor;
+        store(to, (first + g == 0 ? Floats{} : load<Floats>(to)) + value);
       }
     }
   }
