@@ -174,15 +174,19 @@ def installed() -> str:
     for row in [*rows, {"package": "all", **total}]:
         sizes = (row["code"], row["bytecode"], row["code"] + row["bytecode"])
         lines.append([row["package"], *(f"{size / 1e6:.1f}" for size in sizes)])
-    head = ["package", "MB", "bytecode, MB", "both"]
-    return markdown(head, lines, rows[0], "python benchmarks/installed.py WHEEL")
+    return _of_wheel(["package", "MB", "bytecode, MB", "both"], lines, rows[0])
 
 
 def first_word() -> str:
-    columns = [("command", "{command}"), ("processor time, s", "{processor_seconds:.2f}")]
-    columns += [("time, s", "{seconds:.2f}")]
     rows = [row for row in read("installed") if "command" in row]
-    return filled(columns, rows, "python benchmarks/installed.py WHEEL --model PACKED")
+    times = ("processor_seconds", "seconds")
+    lines = [[row["command"], *(f"{row[time]:.2f}" for time in times)] for row in rows]
+    return _of_wheel(["command", "processor time, s", "time, s"], lines, rows[0])
+
+
+def _of_wheel(head: list[str], lines: list[list[str]], row: dict) -> str:
+    note = f"Python {row['versions']['python']}, "
+    return markdown(head, lines, row, "python benchmarks/installed.py WHEEL --model PACKED", note)
 
 
 def speculation() -> str:

@@ -71,6 +71,9 @@ def main() -> None:
     parser.add_argument("--python", default=sys.executable, help="that the wheel is for")
     parser.add_argument("--out", type=Path, help="JSON lines; benchmarks/results/ by default")
     options = parser.parse_args()
+    where, ask = where_measured(), "import platform; print(platform.python_version())"
+    told = subprocess.run([options.python, "-c", ask], check=True, capture_output=True, text=True)
+    where["versions"]["python"] = told.stdout.strip()
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([options.python, "-m", "venv", folder], check=True)
         python = f"{folder}/bin/python"
@@ -90,7 +93,6 @@ def main() -> None:
         rows += sizes(packages)
     for row in rows:
         print(*row.values())
-    where = where_measured()
     append_records(
         options.out or result_file(ROOT / "benchmarks/results", "installed", where), rows, where
     )
