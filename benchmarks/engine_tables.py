@@ -189,6 +189,17 @@ def _of_wheel(head: list[str], lines: list[list[str]], row: dict) -> str:
     return markdown(head, lines, row, "python benchmarks/installed.py WHEEL --model PACKED", note)
 
 
+def first_token() -> str:
+    columns = [
+        ("weights in memory", "{weight_format}"),
+        ("head", "{head}"),
+        ("seconds", "{seconds:.2f}"),
+        ("processor time, s", "{processor_seconds:.2f}"),
+        ("of that the system's, s", "{system_seconds:.2f}"),
+    ]
+    return filled(columns, read("first-token"), "python benchmarks/first_token.py PACKED")
+
+
 def speculation() -> str:
     columns = [
         ("text", "{text}"),

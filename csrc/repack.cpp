@@ -31,6 +31,7 @@ class Repacking {
         stored_(stored),
         out_(out),
         is_same_(int(stored.format) == int(out.format) && !out.in_strips()),
+        is_there_(is_same_ && out.data == stored.bytes.data),
         strip_rows_(lookup::shape_of(out.pattern).rows()),
         row_bytes_(Matrix::bytes_per_row(out.format, stored.pattern, stored.columns)),
         limit_(stored.pattern) {
@@ -41,7 +42,7 @@ class Repacking {
 
   const char* row(std::int64_t index, const std::uint8_t* from, std::uint8_t* digits) const {
     auto* to = const_cast<std::uint8_t*>(out_.data) + index * out_.row_stride;
-    if (is_same_) std::memcpy(to, from, std::size_t(row_bytes_));
+    if (is_same_ && !is_there_) std::memcpy(to, from, std::size_t(row_bytes_));
     if (is_same_ && out_.format == WeightFormat::nm_bitmap) {
       return check_nm_bitmap(limit_, from, stored_.columns);
     }
@@ -105,7 +106,8 @@ class Repacking {
   const LoadingKernels& loading_;
   const StoredMatrix stored_;
   const Matrix out_;
-  const bool is_same_;  // rows lie as they are stored
+  const bool is_same_;   // rows lie as they are stored
+  const bool is_there_;  // and where they are
   const int strip_rows_;  // of lookup
   const std::int64_t row_bytes_;
   const GroupLimit limit_;

@@ -26,7 +26,8 @@ struct StoredMatrix {
 };
 
 // Writes the rows of `out`, a matrix of ternary weights; what lies between rows is left alone. A
-// damaged matrix is written somehow, within its bounds.
+// damaged matrix is written somehow, within its bounds. Where `out` is the stored bytes themselves, in a mapped
+// file, they are checked alone.
 Loaded repack(const Kernels& kernels, ThreadPool& pool, const StoredMatrix& stored, const Matrix& out);
 
 }  // namespace sparse_bitnet

@@ -28,7 +28,7 @@ Loaded copy_table(const Kernels& kernels, ThreadPool& pool, const StoredTable& t
   const std::int64_t row_bytes = Table::bytes_per_row(table.type, table.columns);
   return load_rows(kernels, pool, table.bytes, table.rows, row_bytes, 0,
                    [&](std::int64_t row, const std::uint8_t* from, int) -> const char* {
-                     std::memcpy(out + row * row_stride, from, std::size_t(row_bytes));
+                     if (out != table.bytes.data) std::memcpy(out + row * row_stride, from, std::size_t(row_bytes));
                      return nullptr;
                    });
 }

@@ -22,10 +22,12 @@ from packed_models import (
 from sparse_bitnet.bench.random_model import write_random_model
 from sparse_bitnet.engine.protocol import CacheFull, ContextFull
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.packing.tensor_file import TensorFile
 from sparse_bitnet.pattern import NMPattern
 
 pytest.importorskip("sparse_bitnet._cpu")
 from sparse_bitnet.engine.engine import Engine, _cache_type
+from sparse_bitnet.engine.runtime_weights import _Loader
 
 TOKENS = [int(token) for token in np.random.default_rng(5).integers(0, 96, 60)]
 EXACT = {"kv_cache": "float32", "head": "stored", "threads": 1}
@@ -124,6 +126,27 @@ def test_binary_weights_in_every_form(tmp_path: Path, pattern: str) -> None:
     assert all(np.array_equal(found[0], logits) for logits in found)
     assert relative_error(found[0], reference_logits(folder, TOKENS)) < 1e-3
     with pytest.raises(UserError, match=r"nm-sign.* is for files: choose one of i2"):
+        Engine.load(folder, weight_format="stored", threads=1)
+
+
+def test_rows_of_whole_cache_lines_are_multiplied_in_the_mapped_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+    folder = make_packed(tmp_path, embeddings="int8", num_hidden_layers=2, **sizes)
+    copied = all_logits(Engine.load(folder, weight_format="i2", **EXACT), TOKENS)
+    found, in_place = [], _Loader._in_place
+    monkeypatch.setattr(_Loader, "_in_place", lambda *a: found.append(in_place(*a)) or found[-1])
+    engine = Engine.load(folder, weight_format="stored", **EXACT)
+    # Behind the last one the file has no bytes to be read ahead.
+    assert [place is None for place in found] == [False] * 14 + [True]
+    np.testing.assert_array_equal(all_logits(engine, TOKENS), copied)
+    engine.close()
+    path = folder / "model.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[TensorFile(path).entries["model.layers.1.mlp.up_proj.weight_packed"].begin] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(UserError, match=r"up_proj\.weight_packed"):
         Engine.load(folder, weight_format="stored", threads=1)
 
 

@@ -81,8 +81,9 @@ class Engine(InferenceEngine):
             folder: the packed model.
             threads: to compute with; by default one for each processor this process may use.
             weight_format: form of the weights in memory: "i2", "b3" or "nm-bitmap", "stored" as in the
-                file, "auto" the fastest here, by a short measurement (format_tuning.py); i2 where the
-                weights have a scale for every group.
+                file and, where rows lie on whole cache lines, the mapped file itself, "auto" the fastest
+                here, by a short measurement (format_tuning.py); i2 where the weights have a scale for
+                every group.
             head: form of the output head in memory: "stored", "int8", "int4", "auto" int8. Of a head
                 that is tied to it, also of the embedding.
             kv_cache: form of keys and values: "float32", "float16", "int8", "int4", or "auto" int8, but
@@ -115,6 +116,7 @@ class Engine(InferenceEngine):
             raise UserError(str(error)) from error
         pool = _cpu.ThreadPool(threads)
         groups = model.scale_groups()
+        is_mapped = weight_format == "stored"
         if weight_format == "auto":
             has_groups = groups != {0}
             weight_format = "i2"
@@ -131,6 +133,7 @@ class Engine(InferenceEngine):
                 pool,
                 weight_format=weight_format,
                 head_format=head_format,
+                is_mapped=is_mapped,
                 progress=progress,
             )
             if kv_cache == "auto":

@@ -2,9 +2,11 @@
 """Weights of a packed model in the form in which they are multiplied, in memory of their own. No torch.
 
 Every byte of the file is read once: its checksum is computed, its encoding checked and its run-time
-form written in the same pass, piece by piece, so that the file takes no memory of its own.
+form written in the same pass, piece by piece, so that the file takes no memory of its own. What is run as
+it is stored can instead be mapped, and is only checked: the system's copy of the file is the memory then.
 """
 
+import mmap
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +17,7 @@ from sparse_bitnet import _cpu
 from sparse_bitnet.engine.architecture import BLOCK_LINEARS
 from sparse_bitnet.engine.engine_model import EngineModel
 from sparse_bitnet.engine.weight_forms import (
+    ALIGNMENT,
     FORMATS,
     INT4_GROUP,
     STORED_NAMES,
@@ -59,6 +62,7 @@ def load_weights(
     *,
     weight_format: str,
     head_format: str,
+    is_mapped: bool = False,
     progress: OnProgress | None = None,
 ) -> Weights:
     """Read all of a model's tensors.
@@ -69,6 +73,7 @@ def load_weights(
         pool: threads to do it with.
         weight_format: a key of `FORMATS`, accepted by `check_format`.
         head_format: what `choose_head` returned.
+        is_mapped: whether rows that lie in the file as they would in memory stay there.
 
     Raises `UserError`, naming the tensor, where one is damaged; `MemoryError`.
     """
@@ -76,7 +81,7 @@ def load_weights(
         descriptor = os.open(model.file.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
     try:
         return _Loader(
-            model, descriptor, kernels, pool, weight_format, head_format, progress
+            model, descriptor, kernels, pool, weight_format, head_format, is_mapped, progress
         ).load()
     finally:
         os.close(descriptor)
@@ -91,6 +96,7 @@ class _Loader:
         pool: _cpu.ThreadPool,
         weight_format: str,
         head_format: str,
+        is_mapped: bool,
         progress: OnProgress | None,
     ) -> None:
         self._model, self._descriptor = model, descriptor
@@ -100,6 +106,12 @@ class _Loader:
         self._done = 0
         self._total = sum(entry.end - entry.begin for entry in model.file.entries.values())
         self._kept: list[Any] = []
+        self._mapped: np.ndarray | None = None
+        if is_mapped:
+            self._mapped = np.frombuffer(
+                mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ), np.uint8
+            )
+            self._kept.append(self._mapped)
 
     def load(self) -> Weights:
         architecture = self._model.architecture
@@ -127,6 +139,7 @@ class _Loader:
     def _matrices(self, blocks: list[str]) -> tuple[dict[str, _cpu.Matrix], int]:
         shapes = self._model.architecture.linear_shapes()
         format, n, m = FORMATS[self._weight_format], self._pattern.n, self._pattern.m
+        stored_format = self._model.metadata.packed_format
         exact = self._model.exact and self._weight_format == "lookup"
         strides = {
             name: row_stride(self._weight_format, self._pattern, columns, self._model.exact)
@@ -140,6 +153,12 @@ class _Loader:
         for block in blocks:
             for linear, (rows, columns) in shapes.items():
                 name = f"{block}.{linear}"
+                scales = self._scales(
+                    f"{name}.weight_scale", (rows, columns), self._scale_group(block, linear)
+                )
+                in_place = None
+                if stored_format == self._weight_format and "group" not in scales:
+                    in_place = self._in_place(f"{name}.weight_packed", rows, strides[linear])
                 matrices[name] = _cpu.Matrix(
                     format,
                     n,
@@ -147,14 +166,14 @@ class _Loader:
                     rows,
                     columns,
                     strides[linear],
-                    address,
-                    **self._scales(
-                        f"{name}.weight_scale", (rows, columns), self._scale_group(block, linear)
-                    ),
+                    in_place or address,
+                    **scales,
                     exact=exact,
                 )
-                stored = (self._model.metadata.packed_format, self._model.metadata.pattern)
-                self._fill(f"{name}.weight_packed", *stored, matrices[name], (rows, columns))
+                stored = (stored_format, self._model.metadata.pattern)
+                self._fill(
+                    f"{name}.weight_packed", *stored, matrices[name], (rows, columns), in_place
+                )
                 address += sizes[linear]
         return matrices, block_bytes * len(blocks)
 
@@ -197,8 +216,9 @@ class _Loader:
         pattern: NMPattern,
         matrix: _cpu.Matrix,
         shape: tuple[int, int],
+        in_place: int | None = None,
     ) -> None:
-        """Write the rows of a packed tensor to the address of its matrix."""
+        """Write the rows of a packed tensor to the address of its matrix, if they are not `in_place`."""
         codes = None if has_fixed_rows(packed_format) else self._decoded(name, shape)
         stored = "codes" if codes is not None else packed_format.replace("-", "_")
         coded = coded_pattern(pattern)
@@ -207,7 +227,7 @@ class _Loader:
             coded.n,
             coded.m,
             *shape,
-            **(self._in_file(name) if codes is None else _in_memory(codes)),
+            **(self._in_file(name, in_place) if codes is None else _in_memory(codes)),
         )
         crc32, is_readable, damage = self._kernels.repack(self._pool, source, matrix)
         if not is_readable:
@@ -250,7 +270,10 @@ class _Loader:
         if table_format == "i2":
             return self._ternary_table(name, shape)
         stride = aligned(columns * TABLE_BITS[table_format] // 8)
-        buffer = self._buffer(rows * stride)
+        in_place = None
+        if table_format == STORED_NAMES[dtype]:
+            in_place = self._in_place(name, rows, stride)
+        address = in_place or self._buffer(rows * stride).address
         stored_scales = scales = self._stored_scales(name) if dtype == "I8" else None
         if table_format in ("int8", "int4") and table_format != STORED_NAMES[dtype]:
             groups = columns // INT4_GROUP if table_format == "int4" else 1
@@ -258,12 +281,10 @@ class _Loader:
         source = _cpu.StoredTable(
             _cpu.TableType[STORED_NAMES[dtype]],
             *shape,
-            **self._in_file(name),
+            **self._in_file(name, in_place),
             scales=_address(stored_scales),
         )
-        table = _cpu.Table(
-            _cpu.TableType[table_format], *shape, stride, buffer.address, _address(scales)
-        )
+        table = _cpu.Table(_cpu.TableType[table_format], *shape, stride, address, _address(scales))
         crc32, is_readable, damage = self._kernels.load_table(self._pool, source, table)
         if not is_readable:
             raise UserError(f"{file.path}: tensor {name} cannot be read")
@@ -299,10 +320,21 @@ class _Loader:
         self._finish(name)
         return vector
 
-    def _in_file(self, name: str) -> dict[str, int]:
+    def _in_place(self, name: str, rows: int, stride: int) -> int | None:
+        """The address of a tensor in the mapped file, if its rows lie there as they would in memory."""
+        entry, mapped = self._model.file.entries[name], self._mapped
+        fits = entry.end - entry.begin == rows * stride and entry.begin % ALIGNMENT == 0
+        read = entry.begin + _in_strips(rows) * stride + _SLACK
+        if mapped is None or not fits or read > mapped.size:
+            return None
+        return mapped.ctypes.data + entry.begin
+
+    def _in_file(self, name: str, in_place: int | None = None) -> dict[str, int]:
         """Where the bytes of a tensor are, for `_cpu`, and how many."""
         entry = self._model.file.entries[name]
         size = entry.end - entry.begin
+        if in_place is not None:
+            return {"bytes": size, "address": in_place}
         return {"bytes": size, "descriptor": self._descriptor, "offset": entry.begin}
 
     def _buffer(self, size: int) -> _cpu.HugeBuffer:

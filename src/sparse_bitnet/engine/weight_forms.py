@@ -19,7 +19,7 @@ STORED_NAMES = {"F32": "float32", "BF16": "bfloat16", "I8": "int8", "U8": "i2"}
 TABLE_BITS = {"int8": 8, "int4": 4, "bfloat16": 16, "float32": 32}
 
 INT4_GROUP = 64
-_ALIGNMENT = 64
+ALIGNMENT = 64
 
 
 def choose_head(model: EngineModel, head: str) -> str:
@@ -74,4 +74,4 @@ def row_stride(weight_format: str, pattern: NMPattern, columns: int, exact: bool
 
 def aligned(size: int) -> int:
     """Whole cache lines."""
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+    return -(-size // ALIGNMENT) * ALIGNMENT

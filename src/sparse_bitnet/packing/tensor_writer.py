@@ -32,7 +32,11 @@ Piece = Union["torch.Tensor", np.ndarray]
 _KEYS = {name: key for key, name in DTYPES.items()}
 _LONGEST_KEY = "BF16"
 
-_HEADER_ALIGNMENT = 64
+_ALIGNMENT = 64
+"""Of the first tensor of one byte a value, and so of those behind it that have whole cache lines: an
+engine can multiply them where they lie (runtime_weights.py)."""
+
+_HEADER_ALIGNMENT = 8
 
 
 class TensorSpec(NamedTuple):
@@ -53,8 +57,8 @@ class TensorSpec(NamedTuple):
 class TensorFileWriter:
     """Writes tensors in any order, a piece at a time, without holding them.
 
-    Tensors of wider types lie first, each at the place its shape gives; those of one byte a value, and
-    those whose type is not announced, follow in the order in which they are written, and their shape is
+    Tensors of wider types lie first and then int8, each at the place its shape gives; uint8, and those
+    whose type is not announced, follow in the order in which they are written, and their shape is
     settled only then. So all of announced types are aligned to them, as the format wants, and memory and
     passes over the data stay at one.
     """
@@ -70,11 +74,17 @@ class TensorFileWriter:
             spec.name: Entry(spec.key, spec.shape, 10**15, 10**15) for spec in self._specs.values()
         }
         used = LENGTH_BYTES + len(self._header(largest, 0))
-        self._begin = -(-used // _HEADER_ALIGNMENT) * _HEADER_ALIGNMENT
-        self._end = self._begin
-        for spec in sorted(self._specs.values(), key=lambda spec: -ITEM_BYTES[spec.key]):
-            if spec.dtype is not None and ITEM_BYTES[spec.key] > 1:
-                self._place(spec, spec.shape)
+        placed = [
+            spec for spec in self._specs.values() if spec.dtype is not None and spec.key != "U8"
+        ]
+        placed.sort(key=lambda spec: -ITEM_BYTES[spec.key])
+        wide = sum(
+            math.prod(spec.shape) * ITEM_BYTES[spec.key] for spec in placed if spec.key != "I8"
+        )
+        wide -= wide % _HEADER_ALIGNMENT
+        self._begin = self._end = -(-(used + wide) // _ALIGNMENT) * _ALIGNMENT - wide
+        for spec in placed:
+            self._place(spec, spec.shape)
         self._file: BinaryIO = open(path, "wb")
 
     def __enter__(self) -> "TensorFileWriter":
