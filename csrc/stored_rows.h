@@ -40,11 +40,16 @@ Loaded load_rows(const Kernels& kernels, ThreadPool& pool, const ByteSource& byt
     const std::int64_t size = (end - begin) * row_bytes;
     std::uint8_t* buffer = buffers[std::size_t(thread)].data();
     Loaded& piece = pieces[std::size_t(begin / piece_rows)];
-    piece.is_readable = bytes.read(begin * row_bytes, size, buffer);
+    const std::uint8_t* from = buffer;
+    if (bytes.data != nullptr && (rows - end) * row_bytes >= slack) {
+      from = bytes.data + begin * row_bytes;
+    } else {
+      piece.is_readable = bytes.read(begin * row_bytes, size, buffer);
+    }
     if (!piece.is_readable) return;
-    piece.crc32 = kernels.loading.crc32(buffer, size);
+    piece.crc32 = kernels.loading.crc32(from, size);
     for (std::int64_t row = begin; row < end; ++row) {
-      const char* damage = work(row, buffer + (row - begin) * row_bytes, thread);
+      const char* damage = work(row, from + (row - begin) * row_bytes, thread);
       if (piece.damage == nullptr) piece.damage = damage;
     }
   });
