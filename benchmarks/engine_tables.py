@@ -193,8 +193,8 @@ def first_token() -> str:
     columns = [
         ("weights in memory", "{weight_format}"),
         ("head", "{head}"),
-        ("seconds", "{seconds:.2f}"),
-        ("processor time, s", "{processor_seconds:.2f}"),
+        ("until the token, s", "{seconds:.2f}"),
+        ("processor time in all, s", "{processor_seconds:.2f}"),
         ("of that the system's, s", "{system_seconds:.2f}"),
     ]
     return filled(columns, read("first-token"), "python benchmarks/first_token.py PACKED")

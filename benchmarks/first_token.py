@@ -23,12 +23,18 @@ PROMPT = "The first token of this text"
 
 
 def run_once(folder: Path, weight_format: str, head: str) -> dict[str, float]:
-    """Seconds of one command: its own, its processor time, and the system's part of that."""
+    """Seconds until the token is printed, processor time of the command, the system's part of that."""
     command = [sys.executable, "-m", "sparse_bitnet", "generate", str(folder), "--prompt", PROMPT]
     command += ["--max-tokens", "1", "--weight-format", weight_format, "--head", head]
     before, started = os.times(), time.perf_counter()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    seconds, after = time.perf_counter() - started, os.times()
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.read(len(PROMPT) + 1)
+        seconds = time.perf_counter() - started
+        process.stdout.read()
+    if process.returncode:
+        sys.exit(process.returncode)
+    after = os.times()
     system = after.children_system - before.children_system
     user = after.children_user - before.children_user
     return {"seconds": seconds, "processor_seconds": user + system, "system_seconds": system}
