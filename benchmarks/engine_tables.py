@@ -8,8 +8,10 @@ def peers(model: str = "qwen2.5-1.5b", options: str = "") -> str:
     rows = read("peers", model=model)
     speeds = [row for row in rows if "tokens_per_second" in row]
     kinds = ("type", "isa", "threads", "phase")
-    ratios = [row["ratio"] for row in rows if "ratio" in row]
-    over = {tuple(ratio[kind] for kind in kinds): ratio["over_fastest_peer"] for ratio in ratios}
+    best: dict[tuple[str, str], float] = {}
+    for row in speeds:
+        key = (row["isa"] if row["engine"] == "sparse-bitnet" else "others", row["phase"])
+        best[key] = max(row["tokens_per_second"], best.get(key, 0))
     threads = sorted({row["threads"] for row in speeds})
     cells = {(row["engine"], *(row[kind] for kind in kinds)): row for row in speeds}
     head = ["engine", "weights"]
@@ -18,14 +20,13 @@ def peers(model: str = "qwen2.5-1.5b", options: str = "") -> str:
         head += threads_heads(f"prefill {length}" if phase == "prefill" else "decode", threads)
     lines = []
     for engine, type, isa in dict.fromkeys((r["engine"], r["type"], r["isa"]) for r in speeds):
-        line = [engine + (f" ({isa})" if isa else ""), type]
+        line = [engine + (f" ({isa})" if isa else ""), type.removeprefix(f"{model}-")]
         for phase in ("prefill", "decode"):
             for count in threads:
                 row = cells.get((engine, type, isa, count, phase))
-                ratio = over.get((type, isa, count, phase))
                 text = "-" if row is None else f"{row['tokens_per_second']:.1f}"
-                if row is not None and ratio is not None and engine == "sparse-bitnet":
-                    text += f" ({ratio:.2f}x)"
+                if row is not None and row["tokens_per_second"] == best.get((isa, phase)):
+                    text += f" ({best[isa, phase] / best['others', phase]:.2f}x)"
                 line.append(text)
         lines.append(line)
     return markdown(head, lines, speeds[0], f"python benchmarks/peers.py{options}")
@@ -33,6 +34,12 @@ def peers(model: str = "qwen2.5-1.5b", options: str = "") -> str:
 
 def peers_bitnet() -> str:
     return peers("bitnet-2b4t", " --model bitnet-2b4t --type --litespark")
+
+
+def peers_groups() -> str:
+    return peers(
+        "qwen3-8b", " --model qwen3-8b --scale-group 128 --type q2_0 --prompt 32 --steps 4"
+    )
 
 
 def patterns() -> str:

@@ -264,23 +264,20 @@ def rows_of(
 
 
 def ratios(rows: list[Row]) -> list[dict[str, Any]]:
-    """For each phase, thread count and instruction set of ours: over the fastest peer and each type."""
+    """Of each row of ours: over the fastest peer, and over each type, at its best number of threads."""
     found = []
     for ours in rows:
-        peers = [
-            row
-            for row in rows
-            if row.engine != OURS and (row.phase, row.threads) == (ours.phase, ours.threads)
-        ]
+        peers = [row for row in rows if row.engine != OURS and row.phase == ours.phase]
         if ours.engine == OURS and peers:
-            fastest = max(peers, key=lambda row: row.tokens_per_second)
+            peers.sort(key=lambda row: row.tokens_per_second)
+            fastest = peers[-1]
             found.append(
                 {
                     "phase": ours.phase,
                     "threads": ours.threads,
                     "type": ours.type,
                     "isa": ours.isa,
-                    "fastest_peer": f"{fastest.engine} {fastest.type}",
+                    "fastest_peer": f"{fastest.engine} {fastest.type}, {fastest.threads} threads",
                     "over_fastest_peer": ours.tokens_per_second / fastest.tokens_per_second,
                     "over": {
                         f"{row.engine} {row.type}": ours.tokens_per_second / row.tokens_per_second

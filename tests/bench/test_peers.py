@@ -42,7 +42,7 @@ def test_a_binary_that_is_no_llama_bench(peers: ModuleType, tmp_path: Path, outp
         peers.llama_bench([str(tmp_path / "absent")], "decode", 32)
 
 
-def test_ratios_are_over_the_fastest_peer_of_the_same_measurement(peers: ModuleType) -> None:
+def test_ratios_are_over_the_best_of_the_fastest_peer(peers: ModuleType) -> None:
     def row(engine: str, type: str, threads: int, rate: float):
         return peers.Row(
             engine=engine,
@@ -60,12 +60,12 @@ def test_ratios_are_over_the_fastest_peer_of_the_same_measurement(peers: ModuleT
         row(peers.OURS, "i2", 2, 40.0),
         row("llama.cpp", "TQ2_0", 2, 20.0),
         row("llama.cpp", "TQ1_0", 2, 16.0),
-        row("llama.cpp", "TQ2_0", 1, 400.0),
+        row("llama.cpp", "TQ2_0", 1, 25.0),
     ]
     (ratio,) = peers.ratios(rows)
-    assert ratio["fastest_peer"] == "llama.cpp TQ2_0"
-    assert ratio["over_fastest_peer"] == 2
-    assert ratio["over"] == {"llama.cpp TQ2_0": 2.0, "llama.cpp TQ1_0": 2.5}
+    assert ratio["fastest_peer"] == "llama.cpp TQ2_0, 1 threads"
+    assert ratio["over_fastest_peer"] == 1.6
+    assert ratio["over"] == {"llama.cpp TQ2_0": 1.6, "llama.cpp TQ1_0": 2.5}
 
 
 def test_a_run_with_another_engine(peers: ModuleType, tmp_path: Path) -> None:
