@@ -15,8 +15,8 @@ class BenchOptions:
     """What to measure."""
 
     model: str = "qwen2.5-1.5b"
-    """A preset or a published shape (bitnet-2b4t, qwen3-1.7b, qwen3-8b, llama3-8b), which gets random
-    weights, or a packed folder."""
+    """A preset or a published shape (bitnet-2b4t, qwen3-1.7b, qwen3-8b, falcon-e-3b, llama3-8b), which
+    gets random weights, or a packed folder."""
 
     pattern: str = "6:8"
     """n:m of the random weights; 8:8 is dense."""
