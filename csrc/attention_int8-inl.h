@@ -4,7 +4,8 @@
 //
 // A query is quantised once, with a scale; its probabilities against a page, relative to the largest of
 // them and times the scales of the values, are rounded to 0..127. Four codes along the sum lie in a
-// 32-bit lane (kv_cache.h). Sums are exact: what is rounded depends on a row and its page alone.
+// 32-bit lane (kv_cache.h), which is also how a matrix unit reads them (matrix_unit.h). Sums are exact: what
+// is rounded depends on a row and its page alone.
 
 #ifndef DOT_SIGNED
 #define DOT_SIGNED(sum, a, b) sum_of_fours(sum, a, b)
@@ -76,6 +77,13 @@ INLINE void score_tile(const Int8Rows& work, std::int64_t column, std::ptrdiff_t
   }
 }
 
+// The sums of probabilities and values, in codes, onto what has been summed before.
+INLINE void add_values(const Int8Rows& work, std::int64_t row, std::int64_t column, const Ints& sums) {
+  float* out = work.out + row * work.padded + column;
+  const Floats added = __builtin_convertvector(sums, Floats) * work.scales[row];
+  store(out, FUSED(load_floats(out), splat(work.factors[row]), added));
+}
+
 template <int ROWS, int VECTORS>
 INLINE void value_tile(const Int8Rows& work, std::int64_t column, std::ptrdiff_t ahead) {
   Ints sum[ROWS][VECTORS];
@@ -84,9 +92,7 @@ INLINE void value_tile(const Int8Rows& work, std::int64_t column, std::ptrdiff_t
                                        work.seen < quarter ? work.seen : quarter, ahead, sum);
   UNROLL for (int r = 0; r < ROWS; ++r) {
     UNROLL for (int v = 0; v < VECTORS; ++v) {
-      float* out = work.out + r * work.padded + column + v * width;
-      const Floats added = __builtin_convertvector(sum[r][v], Floats) * work.scales[r];
-      store(out, FUSED(load_floats(out), splat(work.factors[r]), added));
+      add_values(work, r, column + v * width, sum[r][v]);
     }
   }
 }
@@ -128,6 +134,43 @@ INLINE ValueScales value_scales_of(const PageView& page, std::int64_t first, std
   }
   return scales;
 }
+
+// Scores of `rows` rows, a multiple of unit_tile, on a matrix unit: of a page, keys and values both lie as its
+// tiles of B are read.
+template <class Unit>
+INLINE void unit_scores(Unit& unit, const Int8Rows& work, std::int64_t rows) {
+  const std::int64_t stride = four_dim(work.head_dim), line = 4 * page_tokens;
+  for (std::int64_t r = 0; r < rows; r += 2 * unit_tile) {
+    const UnitTiles queries = {work.queries + r * stride, stride, 64, unit_tile * stride};
+    for (std::int64_t i = 0; i < work.seen; i += 2 * unit_tile) {
+      const UnitTiles keys = {work.keys + 4 * i, line, unit_tile * line, 4 * unit_tile};
+      unit_sums<BytesOf::signed_b>(unit, rows - r, 2 * unit_tile, queries, keys, stride / 64, true,
+                                   work.scores + r * page_tokens + i, page_tokens);
+    }
+  }
+}
+
+// The values of the same rows, whose scores are not needed any more: their place takes the sums.
+template <class Unit>
+INLINE void unit_values(Unit& unit, const Int8Rows& work, std::int64_t rows) {
+  const std::int64_t line = 4 * work.padded;
+  for (std::int64_t first = 0; first < rows; first += 2 * unit_tile) {
+    const std::int64_t left = rows - first, m = left < 2 * unit_tile ? left : 2 * unit_tile;
+    const UnitTiles probabilities = {work.probabilities + first * page_tokens, page_tokens, 0,
+                                     unit_tile * page_tokens};
+    for (std::int64_t i = 0; i < work.padded; i += 2 * unit_tile) {
+      const std::int64_t after = work.padded - i, n = after < 2 * unit_tile ? after : 2 * unit_tile;
+      const UnitTiles values = {work.values + 4 * i, line, 0, 4 * unit_tile};
+      unit_sums<BytesOf::signed_b>(unit, m, n, probabilities, values, 1, true, work.scores, page_tokens);
+      for (std::int64_t r = 0; r < m; ++r) {
+        for (std::int64_t k = 0; k < n; k += width) {
+          add_values(work, first + r, i + k, load<Ints>(work.scores + r * page_tokens + k));
+        }
+      }
+    }
+  }
+}
+static_assert(page_tokens == 64 && score_rows % unit_tile == 0);
 
 // Sums of codes [page_tokens] of one row -> scores in floats, at the same place. Returns the largest.
 INLINE float scale_scores(const PageAttention& work, std::int64_t row, std::int32_t* scores) {
@@ -177,6 +220,7 @@ INLINE Int8Rows rows_from(const Int8Rows& work, int row, std::int64_t seen) {
           seen};
 }
 
+template <class Unit>
 TARGET static void attend_int8(const PageAttention& work, std::int64_t first, int rows) {
   alignas(64) std::int32_t scores[score_rows * page_tokens];
   alignas(64) std::int8_t probabilities[score_rows * page_tokens];
@@ -198,9 +242,18 @@ TARGET static void attend_int8(const PageAttention& work, std::int64_t first, in
                         work.head_dim,
                         padded,
                         0};
-  const int blocks = (rows + tile_rows - 1) / tile_rows;
+  Unit unit;
+  int on_unit = 0;  // rows, the first ones
+  if constexpr (Unit::is_there) {
+    if (four_dim(work.head_dim) % 64 == 0) on_unit = rows / unit_tile * unit_tile;
+    if (on_unit) {
+      unit.begin();
+      unit_scores(unit, rows_from(all, 0, keys_seen(work, first + on_unit - 1)), on_unit);
+    }
+  }
+  const int left = rows - on_unit, blocks = (left + tile_rows - 1) / tile_rows;
   for (int b = 0; b < blocks; ++b) {
-    const int begin = rows * b / blocks, end = rows * (b + 1) / blocks;
+    const int begin = on_unit + left * b / blocks, end = on_unit + left * (b + 1) / blocks;
     const Int8Rows some = rows_from(all, begin, keys_seen(work, first + end - 1));
     FOR_ROWS(score_rows_of, end - begin, some, values - keys)
   }
@@ -223,8 +276,14 @@ TARGET static void attend_int8(const PageAttention& work, std::int64_t first, in
     store(sum, FUSED(load_floats(sum), splat(advance.factor[r]), added * part[r]));
     scales[r] = part[r] * values->largest / 127.0f;
   }
+  if constexpr (Unit::is_there) {
+    if (on_unit) {
+      unit_values(unit, all, on_unit);
+      unit.end();
+    }
+  }
   for (int b = 0; b < blocks; ++b) {
-    const int begin = rows * b / blocks, end = rows * (b + 1) / blocks;
+    const int begin = on_unit + left * b / blocks, end = on_unit + left * (b + 1) / blocks;
     const Int8Rows some = rows_from(all, begin, keys_seen(work, first + end - 1));
     FOR_ROWS(value_rows_of, end - begin, some, to_next)
   }
@@ -263,16 +322,17 @@ TARGET static PageAttention unpacked(const PageAttention& work) {
   return as_int8;
 }
 
+template <class Unit>
 TARGET static void attend(const PageAttention& work) {
   switch (work.type) {
     case CacheType::float32: return attend_page<float>(work);
     case CacheType::float16: return attend_page<std::uint16_t>(work);
     case CacheType::int8: break;
-    case CacheType::int4: return attend(unpacked(work));
+    case CacheType::int4: return attend<Unit>(unpacked(work));
   }
   for (std::int64_t row = hidden_rows(work); row < work.rows; row += score_rows) {
     const std::int64_t left = work.rows - row;
-    attend_int8(work, row, int(left < score_rows ? left : score_rows));
+    attend_int8<Unit>(work, row, int(left < score_rows ? left : score_rows));
   }
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The body of isa_generic.cpp, isa_avx2.cpp and isa_avx512*.cpp: VectorKernels (isa.h), compiled for one
-// instruction set. The including file defines
+// The body of isa_generic.cpp and isa_avx*.cpp: VectorKernels (isa.h), compiled for one instruction set. The
+// including file defines
 //   ISA                  its name; the result is vector_<ISA>
 //   TARGET, VECTOR_BYTES
 //   FUSED(a, b, c)       a * b + c, rounded once where the instruction set can
@@ -28,6 +28,7 @@
 #include "attention.h"
 #include "isa.h"
 #include "matmul.h"
+#include "matrix_unit.h"
 
 #if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "the kernels assume a little-endian machine"
@@ -48,14 +49,17 @@ namespace JOIN(kernels_, ISA) {
 #include "attention-inl.h"
 #include "attention_int8-inl.h"
 
-static constexpr VectorKernels kernels = {
-    nm_mask,       select_ternary, dense_ternary, sum_magnitudes, quantize_int8,
-    quantize_int4, add_and_norm,   gated,         rotate,         attend,
-    merge,         finish,         append,
-};
+template <class Unit>
+constexpr VectorKernels kernels_on() {
+  return {
+      nm_mask,       select_ternary, dense_ternary, sum_magnitudes, quantize_int8,
+      quantize_int4, add_and_norm,   gated,         rotate,         attend<Unit>,
+      merge,         finish,         append,
+  };
+}
 
 }  // namespace JOIN(kernels_, ISA)
 
-const VectorKernels JOIN(vector_, ISA) = JOIN(kernels_, ISA)::kernels;
+const VectorKernels JOIN(vector_, ISA) = JOIN(kernels_, ISA)::kernels_on<NoUnit>();
 
 }  // namespace sparse_bitnet

@@ -74,7 +74,8 @@ struct VectorKernels {
                  const float* value, std::int64_t head_dim);
 };
 
-extern const VectorKernels vector_generic, vector_avx2, vector_avx512, vector_avx512vnni;
+extern const VectorKernels vector_generic, vector_avx2, vector_avxvnni, vector_avx512, vector_avx512vnni,
+    vector_amx_int8, vector_emulated_unit;
 
 // What reads a file (packed_rows.h, checksum.h).
 struct LoadingKernels {

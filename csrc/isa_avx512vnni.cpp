@@ -9,4 +9,10 @@
 
 #include "isa_avx512-inl.h"
 
+#if defined(SPARSE_BITNET_AMX)
+namespace sparse_bitnet {
+const VectorKernels vector_amx_int8 = kernels_avx512vnni::kernels_on<AmxUnit>();
+}
+#endif
+
 #endif

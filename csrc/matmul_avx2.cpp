@@ -55,8 +55,8 @@ INLINE void widen_words(const Bytes& words, Bytes* first, Bytes* second) {
 
 }  // namespace avx2_matmul
 
-const MatmulKernels matmul_avx2 = avx2_matmul::kernels_on<avx2_matmul::NoUnit>(0);
-const MatmulKernels matmul_emulated_unit = avx2_matmul::kernels_on<avx2_matmul::EmulatedUnit>(2);
+const MatmulKernels matmul_avx2 = avx2_matmul::kernels_on<NoUnit>(0);
+const MatmulKernels matmul_emulated_unit = avx2_matmul::kernels_on<EmulatedUnit>(2);
 
 }  // namespace sparse_bitnet
 

@@ -24,35 +24,11 @@ INLINE Bytes look_up(const LookupTable& table, const Bytes& codes) {
 
 #include "matmul-inl.h"
 
-#if defined(SPARSE_BITNET_AMX)
-// Assembly, since the compilers' own functions do not say that they touch memory.
-struct AmxUnit : AmxTiles {
-  static constexpr bool is_there = true;
-
-  template <int C>
-  void zero() {
-    __asm__ volatile("tilezero %%tmm%c0" : : "i"(C));
-  }
-  template <int I>
-  void load(const void* from, std::int64_t stride) {
-    __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(I) : "memory");
-  }
-  template <int C>
-  void store(void* to, std::int64_t stride) {
-    __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(C) : "memory");
-  }
-  template <int C, int A, int B>
-  void multiply() {
-    __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
-  }
-};
-#endif
-
 }  // namespace avx512vbmi_matmul
 
-const MatmulKernels matmul_avx512vbmi = avx512vbmi_matmul::kernels_on<avx512vbmi_matmul::NoUnit>(0);
+const MatmulKernels matmul_avx512vbmi = avx512vbmi_matmul::kernels_on<NoUnit>(0);
 #if defined(SPARSE_BITNET_AMX)
-const MatmulKernels matmul_amx_int8 = avx512vbmi_matmul::kernels_on<avx512vbmi_matmul::AmxUnit>(12);
+const MatmulKernels matmul_amx_int8 = avx512vbmi_matmul::kernels_on<AmxUnit>(12);
 #endif
 
 }  // namespace sparse_bitnet

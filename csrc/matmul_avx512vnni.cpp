@@ -38,7 +38,7 @@ INLINE Bytes look_up(const LookupTable& table, const Bytes& codes) {
 
 }  // namespace avx512vnni_matmul
 
-const MatmulKernels matmul_avx512vnni = avx512vnni_matmul::kernels_on<avx512vnni_matmul::NoUnit>(0);
+const MatmulKernels matmul_avx512vnni = avx512vnni_matmul::kernels_on<NoUnit>(0);
 
 }  // namespace sparse_bitnet
 

@@ -25,7 +25,7 @@ INLINE Sums dot_codes(const Sums& sums, const Bytes& codes, const Bytes& x) {
 
 }  // namespace avxvnni_matmul
 
-const MatmulKernels matmul_avxvnni = avxvnni_matmul::kernels_on<avxvnni_matmul::NoUnit>(0);
+const MatmulKernels matmul_avxvnni = avxvnni_matmul::kernels_on<NoUnit>(0);
 
 }  // namespace sparse_bitnet
 

@@ -34,7 +34,7 @@ INLINE Sums dot_pairs(Sums sums, const Bytes& rows, const Bytes& tokens) {
 
 }  // namespace i8mm_matmul
 
-const MatmulKernels matmul_i8mm = i8mm_matmul::kernels_on<i8mm_matmul::NoUnit>(0);
+const MatmulKernels matmul_i8mm = i8mm_matmul::kernels_on<NoUnit>(0);
 
 }  // namespace sparse_bitnet
 

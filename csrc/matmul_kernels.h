@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "matmul.h"
+#include "matrix_unit.h"
 
 namespace sparse_bitnet {
 

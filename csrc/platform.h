@@ -64,21 +64,6 @@ OpenmpParallel find_openmp();
 #endif
 #endif
 
-#if defined(SPARSE_BITNET_AMX)
-// The state of a thread's tiles, eight of 16 lines of 64 bytes, from begin to end.
-struct AmxTiles {
-  static void begin() {
-    struct alignas(64) {
-      std::uint8_t palette = 1, start_line = 0, reserved[14] = {};
-      std::uint16_t line_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-      std::uint8_t lines[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    } shape;
-    __asm__ volatile("ldtilecfg %0" : : "m"(shape));
-  }
-  static void end() { __asm__ volatile("tilerelease"); }
-};
-#endif
-
 // Why amx_int8 is not among the instruction sets; empty where it is.
 const char* amx_refusal();
 

@@ -11,6 +11,8 @@
 #include <arm_neon.h>
 #endif
 
+#include "matrix_unit.h"
+
 namespace sparse_bitnet {
 namespace {
 
@@ -157,13 +159,13 @@ LOOP(AVX2, float32_avx2, __m256, _mm256_set1_ps, 0.5f, 0.25f, _mm256_fmadd_ps(su
 constexpr std::int64_t amx_ops = 4 * 2 * 16 * 16 * 64;
 
 void int8_amx(std::int64_t count) {
-  AmxTiles::begin();
+  AmxUnit::begin();
   for (std::int64_t n = 0; n < count; ++n) {
     __asm__ volatile(
         "tdpbsud %tmm6, %tmm4, %tmm0\n\ttdpbsud %tmm7, %tmm4, %tmm1\n\t"
         "tdpbsud %tmm6, %tmm5, %tmm2\n\ttdpbsud %tmm7, %tmm5, %tmm3");
   }
-  AmxTiles::end();
+  AmxUnit::end();
 }
 
 #endif

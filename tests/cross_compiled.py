@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""csrc/ compiled for aarch64, once a session, and programs on top of it under an emulator."""
+"""csrc/ compiled without Python, once a session, for aarch64 and its emulator or for this machine."""
 
 import importlib.util
 import os
@@ -32,9 +32,10 @@ def compiler() -> list[str]:
     pytest.skip("no compiler for aarch64: neither aarch64-linux-gnu-g++ nor ziglang")
 
 
-def program(source: Path, shared: Path) -> str:
+def program(source: Path, temporary: pytest.TempPathFactory, name: str, command: list[str]) -> str:
     """A program of one source and csrc/, whose objects are made once in a folder that processes share."""
-    folder, command = shared / "aarch64", compiler()
+    own = temporary.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / name
     sources = [
         path for path in sorted(SOURCES.glob("*.cpp")) if not path.name.startswith("bindings")
     ]
@@ -49,7 +50,7 @@ def program(source: Path, shared: Path) -> str:
             with ThreadPoolExecutor(2) as pool:
                 list(pool.map(compile_one, sources, objects))
         out = str(folder / source.stem)
-        run([*command, *FLAGS, "-static", "-pthread", "-o", out, str(source), *objects])
+        run([*command, *FLAGS, "-pthread", "-o", out, str(source), *objects])
     return out
 
 
@@ -58,6 +59,13 @@ def emulated(source: Path, temporary: pytest.TempPathFactory, *arguments: str) -
     emulator = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
     if emulator is None:
         pytest.skip("no emulator of aarch64: qemu-aarch64 is not installed")
-    own = temporary.getbasetemp()
-    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
-    return run([emulator, program(source, shared), *arguments])
+    return run(
+        [emulator, program(source, temporary, "aarch64", [*compiler(), "-static"]), *arguments]
+    )
+
+
+def native(source: Path, temporary: pytest.TempPathFactory) -> str:
+    """What the program of a source prints on this machine; skips the test where there is no compiler."""
+    if gcc := shutil.which("g++"):
+        return run([program(source, temporary, "native", [gcc])])
+    pytest.skip("no compiler: g++ is not installed")

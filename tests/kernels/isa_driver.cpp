@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The aarch64 kernels without Python, for an emulator: products, quantisation and float tables of
-// "neon" and "i8mm" against "generic", and the decoder's float kernels against plain loops in double precision.
-// Memory starts as poison. Exits with 1 after printing what differs.
+// Kernels without Python, for an emulator: products, quantisation and float tables of "neon", "i8mm" and
+// AMX against "generic", and the decoder's float kernels against plain loops in double precision. On x86-64
+// the program emulates AMX itself. Memory starts as poison. Exits with 1 after printing what differs.
 
 #include <algorithm>
 #include <cmath>
@@ -17,6 +17,12 @@
 #include "isa.h"
 #include "matmul.h"
 #include "packed_rows.h"
+
+#if defined(__x86_64__)
+#include "amx_trap.h"
+#include "matmul_kernels.h"
+#include "roofline.h"
+#endif
 
 using namespace sparse_bitnet;
 
@@ -148,7 +154,7 @@ std::vector<float> product(const Kernels& kernels, ThreadPool& pool, const Weigh
 
 struct Rows {
   const Kernels& generic = choose_kernels("generic");
-  const Kernels& neon;
+  const Kernels& ours;
 };
 
 constexpr packed::Pattern dense = {1, 1};
@@ -165,10 +171,10 @@ constexpr std::pair<WeightFormat, packed::Pattern> layouts[] = {
 void compare(const Rows& kernels, ThreadPool& pool, const Weights& weights,
              const std::vector<float>& x, std::int64_t tokens, bool fine, const float* bias,
              std::int64_t group = 0) {
-  const Tokens theirs(kernels.generic, x, tokens, fine, group), ours(kernels.neon, x, tokens, fine, group);
+  const Tokens theirs(kernels.generic, x, tokens, fine, group), ours(kernels.ours, x, tokens, fine, group);
   expect(theirs == ours, "quantised activations: %d columns", int(weights.matrix.columns));
   const auto a = product(kernels.generic, pool, weights, theirs, bias);
-  const auto b = product(kernels.neon, pool, weights, ours, bias);
+  const auto b = product(kernels.ours, pool, weights, ours, bias);
   expect(!std::memcmp(a.data(), b.data(), 4 * a.size()),
          "format %d, pattern %d:%d, %d rows, %d columns, %d tokens, fine %d",
          int(weights.matrix.format), weights.matrix.pattern.n, weights.matrix.pattern.m,
@@ -232,7 +238,7 @@ void test_quantize(const Rows& kernels, Random& random) {
     x[4 * columns] = infinity;
     x[6 * columns - 1] = std::nanf("");
     for (bool fine : {false, true}) {
-      expect(Tokens(kernels.generic, x, 7, fine) == Tokens(kernels.neon, x, 7, fine),
+      expect(Tokens(kernels.generic, x, 7, fine) == Tokens(kernels.ours, x, 7, fine),
              "quantisation of %d columns, fine %d", columns, int(fine));
     }
   }
@@ -256,7 +262,7 @@ void test_tables(const Rows& kernels, Random& random) {
       for (int tokens : {1, 2, 5}) {
         const std::vector<float> x = random.floats(tokens * columns);
         std::vector<float> y(tokens * rows);
-        matmul_table(kernels.neon, pool, x.data(), tokens, columns, table, y.data(), rows);
+        matmul_table(kernels.ours, pool, x.data(), tokens, columns, table, y.data(), rows);
         for (int i = 0; i < tokens * rows; ++i) {
           double exact = 0, bound = 0;
           for (int c = 0; c < columns; ++c) {
@@ -272,8 +278,7 @@ void test_tables(const Rows& kernels, Random& random) {
   }
 }
 
-void test_elementwise(Random& random) {
-  const VectorKernels& kernels = choose_kernels("neon").vector;
+void test_elementwise(const VectorKernels& kernels, Random& random) {
   for (int n : {2, 14, 64, 898}) {
     const std::vector<float> x = random.floats(n), delta = random.floats(n), weight = random.floats(n);
     std::vector<float> residual = x, out(n), gate = x, turned = x;
@@ -297,8 +302,8 @@ void test_elementwise(Random& random) {
 }
 
 // One page, several queries of two heads, each token seeing one key more.
-void test_attention(Random& random, CacheType type, double tolerance, int head_dim, int tokens) {
-  const VectorKernels& kernels = choose_kernels("neon").vector;
+void test_attention(const VectorKernels& kernels, Random& random, CacheType type, double tolerance,
+                    int head_dim, int tokens, std::vector<float>& results) {
   const std::int64_t padded = padded_dim(head_dim), group = 2, rows = group * tokens;
   const std::int64_t visible = 40, window = tokens > 1 ? 25 : visible;
   Memory keys(4 * page_tokens * padded, poison), values = keys;
@@ -343,6 +348,7 @@ void test_attention(Random& random, CacheType type, double tolerance, int head_d
     }
     std::vector<float> ours(head_dim);
     kernels.finish(state, row, head_dim, ours.data());
+    results.insert(results.end(), ours.begin(), ours.end());
     for (int i = 0; i < head_dim; ++i) {
       expect(std::abs(ours[i] - exact[i] / total) <= tolerance,
              "attention: cache type %d, head_dim %d, row %d: %g, not %g", int(type), head_dim,
@@ -351,29 +357,45 @@ void test_attention(Random& random, CacheType type, double tolerance, int head_d
   }
 }
 
-}  // namespace
-
-int main() {
+// All that the kernels return.
+std::vector<float> test_attention(const VectorKernels& kernels) {
   Random random;
-  const Rows kernels{choose_kernels("generic"), choose_kernels("neon")};
+  std::vector<float> results;
+  for (int tokens : {1, 30}) {
+    for (int head_dim : {20, 64, 80, 128}) {
+      test_attention(kernels, random, CacheType::float32, 1e-5, head_dim, tokens, results);
+      test_attention(kernels, random, CacheType::float16, 5e-3, head_dim, tokens, results);
+      test_attention(kernels, random, CacheType::int8, 0.1, head_dim, tokens, results);
+      test_attention(kernels, random, CacheType::int4, 0.8, head_dim, tokens, results);
+    }
+  }
+  return results;
+}
+
+// Attention to the bit as with `base`, which has no matrix unit.
+void test(const Kernels& ours, const VectorKernels& base) {
+  Random random;
+  const Rows kernels{choose_kernels("generic"), ours};
   test_groups(kernels, random);
   test_quantize(kernels, random);
   test_products(kernels, random);
-  for (const char* isa : {"i8mm", "emulated_unit"}) {
-    const Rows others{choose_kernels("generic"), choose_kernels(isa)};
-    test_products(others, random);
-    test_groups(others, random);
-  }
   test_tables(kernels, random);
-  test_elementwise(random);
-  for (int tokens : {1, 30}) {
-    for (int head_dim : {20, 64}) {
-      test_attention(random, CacheType::float32, 1e-5, head_dim, tokens);
-      test_attention(random, CacheType::float16, 5e-3, head_dim, tokens);
-      test_attention(random, CacheType::int8, 0.1, head_dim, tokens);
-      test_attention(random, CacheType::int4, 0.6, head_dim, tokens);
-    }
-  }
+  test_elementwise(ours.vector, random);
+  const std::vector<float> a = test_attention(ours.vector), b = test_attention(base);
+  expect(!std::memcmp(a.data(), b.data(), 4 * a.size()), "attention of %s", ours.isa);
+}
+
+}  // namespace
+
+int main() {
+#if defined(__x86_64__)
+  emulate_amx();
+  test({"amx_int8", nullptr, vector_amx_int8, loading_avx512, matmul_amx_int8, roofline_amx_int8},
+       vector_avx512vnni);
+  for (const char* name : {"tdpbssd", "tdpbsud"}) expect(amx_products(name) > 0, "no %s was met", name);
+#else
+  for (const char* isa : {"neon", "i8mm", "emulated_unit"}) test(choose_kernels(isa), vector_generic);
+#endif
   std::printf("%d differences\n", failures);
   return failures ? 1 : 0;
 }
