@@ -76,6 +76,23 @@ def patterns() -> str:
     return markdown(head, lines, rows[0], command)
 
 
+def layouts() -> str:
+    rows = read("layouts")
+    threads = sorted({row["threads"] for row in rows})
+    head = ["pattern", "weights", "bits a weight", "cycles a weight, in cache"]
+    head += threads_heads("G weights/s from memory", threads)
+    lines = []
+    for pattern, layout in dict.fromkeys((r["pattern"], r["layout"]) for r in rows):
+        own = [r for r in rows if (r["pattern"], r["layout"]) == (pattern, layout)]
+        line = [pattern, layout, f"{own[0]['bits']:.2f}", f"{own[0]['cycles']:.4f}"]
+        for count in threads:
+            row = next(r for r in own if r["threads"] == count)
+            line.append(f"{row['weights_per_second'] / 1e9:.0f} ({row['over_i2']:.2f}x)")
+        lines.append(line)
+    note = f"{rows[0]['isa']}, {rows[0]['clock_rate'] / 1e9:.2f} GHz, one thread in cache; "
+    return markdown(head, lines, rows[0], "python benchmarks/layouts.py", note)
+
+
 def batches() -> str:
     rows = read("bench", phase="decode")
     most = max(row["threads"] for row in rows)

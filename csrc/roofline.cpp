@@ -271,4 +271,23 @@ double float32_rate(const RooflineLoops& loops, ThreadPool& pool, double seconds
   return rate(pool, loops.float32, loops.float32_ops, seconds);
 }
 
+double clock_rate(ThreadPool& pool, double seconds) {
+  constexpr int chain = 64;
+  const auto wait = [](std::int64_t count) {
+    std::uint64_t sum = 0, one = 1;
+    for (std::int64_t n = 0; n < count; ++n) {
+#pragma GCC unroll 64
+      for (int i = 0; i < chain; ++i) {
+#if defined(__x86_64__)
+        __asm__ volatile("add %1, %0" : "+r"(sum) : "r"(one));
+#elif defined(__aarch64__)
+        __asm__ volatile("add %0, %0, %1" : "+r"(sum) : "r"(one));
+#endif
+      }
+    }
+    keep(&sum, sizeof sum);
+  };
+  return rate(pool, wait, chain, seconds) / pool.threads();
+}
+
 }  // namespace sparse_bitnet

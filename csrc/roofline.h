@@ -38,10 +38,14 @@ double read_rate(const RooflineLoops& loops, ThreadPool& pool, const HugeBuffer&
 
 // Operations a second, a multiply-add counting as two, of a loop that keeps everything in registers
 // and runs about `seconds`.
-//   int8: amx_int8 tdpbsud; avx512vnni and avxvnni vpdpbusd; neon sdot; i8mm usmmla; avx2 and avx512 vpmaddubsw with 16-bit additions, the most that
-//         a ternary product needs; generic whatever the compiler makes of an int32 sum of products.
+//   int8: amx_int8 tdpbsud; avx512vnni and avxvnni vpdpbusd; neon sdot; i8mm usmmla; avx2 and avx512
+//         vpmaddubsw with 16-bit additions, the most that a ternary product needs; generic whatever the
+//         compiler makes of an int32 sum of products.
 //   float32: fused multiply-adds; generic a multiplication and an addition.
 double int8_rate(const RooflineLoops& loops, ThreadPool& pool, double seconds);
 double float32_rate(const RooflineLoops& loops, ThreadPool& pool, double seconds);
+
+// Cycles a second: additions of registers, each of which waits for the one before.
+double clock_rate(ThreadPool& pool, double seconds);
 
 }  // namespace sparse_bitnet

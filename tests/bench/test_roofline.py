@@ -87,6 +87,7 @@ def test_the_roofline_is_measured(threads: int) -> None:
     if "avx2" in _cpu.supported_isas():
         roofline = _cpu.Roofline(threads, 1)
         assert roofline.int8_rate("avx2", 0.01) > found.int8_ops_per_second
+    assert 1e8 < _cpu.Roofline(threads, 1).clock_rate(0.01) < 1e11
 
 
 @pytest.mark.parametrize(

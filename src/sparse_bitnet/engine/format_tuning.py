@@ -58,11 +58,19 @@ def choose_format(
 
 
 def measure_formats(
-    pattern: NMPattern, pool: _cpu.ThreadPool, kernels: _cpu.Kernels, *, exact: bool = False
+    pattern: NMPattern,
+    pool: _cpu.ThreadPool,
+    kernels: _cpu.Kernels,
+    *,
+    exact: bool = False,
+    size: int = _BYTES,
 ) -> dict[str, float]:
-    """Seconds a weight of every format that holds the pattern, the least of several interleaved."""
+    """Seconds a weight of every format that holds the pattern, the least of several interleaved.
+
+    `size`: bytes of the weights, which are read again and again until as many were read as by default.
+    """
     coded = coded_pattern(pattern)
-    memory = _cpu.HugeBuffer(_BYTES + 512)
+    memory = _cpu.HugeBuffer(size + 512)
     _fill(memory)
     x = np.random.default_rng(0).standard_normal(_COLUMNS, np.float32)
     codes = np.zeros(_COLUMNS + _cpu.ACTIVATION_SLACK, np.int8)
@@ -75,7 +83,7 @@ def measure_formats(
     for name in _candidates(pattern, kernels.isa):
         format = FORMATS[name]
         stride = row_stride(name, pattern, _COLUMNS, exact)
-        rows = _BYTES // stride // _cpu.STRIP_ROWS * _cpu.STRIP_ROWS
+        rows = size // stride // _cpu.STRIP_ROWS * _cpu.STRIP_ROWS
         y = np.empty(rows, np.float32)
         outputs.append(y)
         weights[name] = rows * _COLUMNS
@@ -85,11 +93,12 @@ def measure_formats(
         )
         products[name] = _cpu.Product(matrix, 0, y.ctypes.data, rows)
     seconds = dict.fromkeys(products, float("inf"))
+    repeats = -(-_BYTES // size)
     for _ in range(_REPEATS):
         for name, product in products.items():
             started = time.perf_counter()
-            kernels.matmul(pool, activations, [product])
-            taken = (time.perf_counter() - started) / weights[name]
+            kernels.matmul(pool, activations, [product], repeats)
+            taken = (time.perf_counter() - started) / (weights[name] * repeats)
             seconds[name] = min(seconds[name], taken)
     return seconds
 

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a weight costs in each run-time layout: cycles in a cache, and time from memory.
+
+    python benchmarks/layouts.py
+
+One token times a matrix, as in decoding, without the rest of a model. Layouts are measured in turns,
+each pattern several times; the least counts. Appends rows to benchmarks/results/.
+"""
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from sparse_bitnet import _cpu
+from sparse_bitnet.bench.record import append_records, result_file, where_measured
+from sparse_bitnet.engine.format_tuning import measure_formats
+from sparse_bitnet.engine.weight_forms import row_bytes
+from sparse_bitnet.pattern import NMPattern
+
+RESULTS = Path(__file__).parent / "results"
+PATTERNS = {"8:8": False, "6:8": False, "2:4": False, "2:8": False, "3:4": True}
+"""And whether each group has exactly n non-zeros."""
+SIZES = {"cache": 256 << 10, "memory": 64 << 20}
+COLUMNS = 3840
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--isa", default="", help="the best by default")
+    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--out", type=Path, help="JSON lines; benchmarks/results/ by default")
+    options = parser.parse_args()
+    kernels, where, rows = _cpu.Kernels.choose(options.isa), where_measured(), []
+    for threads in options.threads:
+        pool, roofline = _cpu.ThreadPool(threads), _cpu.Roofline(threads, SIZES["memory"])
+        best: dict[tuple[str, str, str], float] = {}
+        clock = bytes_per_second = 0.0
+        for _ in range(options.turns):
+            clock = max(clock, roofline.clock_rate(0.05))
+            bytes_per_second = max(bytes_per_second, *map(roofline.read_rate, (0, 4096)))
+            for name, exact in PATTERNS.items():
+                pattern = NMPattern.parse(name)
+                for place, size in SIZES.items():
+                    found = measure_formats(pattern, pool, kernels, exact=exact, size=size)
+                    for format, seconds in found.items():
+                        key = (name, format, place)
+                        best[key] = min(seconds, best.get(key, seconds))
+        for name, format in dict.fromkeys(key[:2] for key in best):
+            pattern, exact = NMPattern.parse(name), PATTERNS[name]
+            rows.append(
+                {
+                    "isa": kernels.isa,
+                    "threads": threads,
+                    "pattern": name + " exactly" * exact,
+                    "layout": format,
+                    "bits": 8 * row_bytes(format, pattern, COLUMNS, exact) / COLUMNS,
+                    "cycles": best[name, format, "cache"] * clock * threads,
+                    "weights_per_second": 1 / best[name, format, "memory"],
+                    "over_i2": best[name, "i2", "memory"] / best[name, format, "memory"],
+                    "clock_rate": clock,
+                    "read_bytes_per_second": bytes_per_second,
+                }
+            )
+    append_records(options.out or result_file(RESULTS, "layouts", where), rows, where)
+    Console().print(rows)
+
+
+if __name__ == "__main__":
+    main()
