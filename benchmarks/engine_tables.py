@@ -108,7 +108,8 @@ def batches() -> str:
     for key, cells in own.items():
         speeds = (f"{cells[s]['tokens_per_second']:.1f}" if s in cells else "-" for s in sizes)
         lines.append([*map(str, key), *speeds])
-    return markdown(head, lines, rows[0], "sparse-bitnet bench")
+    command = "sparse-bitnet bench --weight-format i2 lookup --kv-cache int8"
+    return markdown(head, lines, rows[0], command)
 
 
 def contexts() -> str:
@@ -140,9 +141,7 @@ def contexts() -> str:
         lines.append(
             [*key, *speeds, f"{own[*key, 'decode', lengths[-1]]['step_bytes'] / 1e6:,.0f}"]
         )
-    command = (
-        "sparse-bitnet bench --prefill 512 8192 --contexts 0 8192 32000 --batches 1 --kv-cache C"
-    )
+    command = "sparse-bitnet bench --prefill 512 8192 --contexts 0 8192 --batches 1 --kv-cache C"
     return markdown(head, lines, rows[0], f"{command} --out FILE")
 
 

@@ -7,6 +7,7 @@ import json
 import runpy
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,27 @@ from sparse_bitnet.bench.gpu_all import PAGE, Step, all_steps, failure_of, run_a
 from sparse_bitnet.cli.bench_gpu import main
 from sparse_bitnet.errors import UserError
 
-OUTSIDE = subprocess.run
+OUTSIDE = gpu_all.run_command
 WRITES = "import sys; print('a table'); open(sys.argv[1], 'w').write('{\"seconds\": 1}\\n')"
+
+
+SLOW = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], stdin=subprocess.PIPE)
+print(child.pid, flush=True)
+child.wait()
+"""
 
 
 def step(name: str, code: str, seconds: int = 60) -> Step:
     return Step(name, (sys.executable, "-c", code), seconds)
+
+
+def is_running(process: str) -> bool:
+    try:
+        return ") Z" not in Path("/proc", process, "stat").read_text()
+    except OSError:
+        return False
 
 
 def test_every_failure_is_a_row_and_is_tried_again(tmp_path, capsys):
@@ -31,7 +47,7 @@ def test_every_failure_is_a_row_and_is_tried_again(tmp_path, capsys):
         step("broken", "import sys; print('x'); sys.exit('an illegal access')"),
         step("silent", "pass"),
         step("halfway", f"{WRITES}; sys.stdout.flush(); sys.exit('no memory')"),
-        step("slow", "import time; time.sleep(60)", seconds=1),
+        step("slow", SLOW, seconds=1),
         Step("absent", (str(tmp_path / "no-program"),), 60),
         Step("counted", (sys.executable, "-c", "print('3 passed')"), 60, writes_rows=False),
     ]
@@ -46,6 +62,10 @@ def test_every_failure_is_a_row_and_is_tried_again(tmp_path, capsys):
         "absent": "it cannot be started: No such file or directory",
         "counted": "",
     }
+    child, deadline = (tmp_path / "out" / "slow.txt").read_text().strip(), time.monotonic() + 50
+    while is_running(child):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     assert (tmp_path / "out" / "halfway.jsonl").read_text().endswith('}\n{"seconds": 1}\n')
     row = json.loads((tmp_path / "out" / "broken.jsonl").read_text())
     assert {"commit", "hardware", "versions", "date"} <= row.keys()
@@ -77,10 +97,10 @@ def test_the_steps_are_commands_that_exist_and_end_in_time(rehearse):
             assert (options.device == "cpu") == rehearse
 
 
-def in_this_process(command, **options):
-    """Stands for `subprocess.run`: Python imports nothing anew."""
+def in_this_process(command, seconds, **options):
+    """Stands for `run_command`: Python imports nothing anew."""
     if command[0] != sys.executable:
-        return OUTSIDE(command, **options)
+        return OUTSIDE(command, seconds, **options)
     sys.argv, stdout = [str(word) for word in command[1:]], options["stdout"]
     run = runpy.run_path
     if sys.argv[0] == "-m":
@@ -99,7 +119,7 @@ def test_the_rehearsal_comes_to_its_end(tmp_path, monkeypatch):
     """On a CPU, from the tests to the runs of training, each with its rows."""
     monkeypatch.chdir(Path(__file__).parents[2])
     monkeypatch.setattr(sys, "argv", [])
-    monkeypatch.setattr(gpu_all.subprocess, "run", in_this_process)
+    monkeypatch.setattr(gpu_all, "run_command", in_this_process)
     for page in Path("docs").glob("[a-e]*.md"):
         (tmp_path / f"{page.stem}.txt").write_bytes(page.read_bytes())
     out = tmp_path / "out"
@@ -121,6 +141,8 @@ def test_what_cannot_be_done_is_refused(tmp_path, monkeypatch):
         main(["gpu", "--all"])
     assert not any(tmp_path.iterdir())
     (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="in the root of a checkout"):
+        main(["gpu", "--all", "--rehearse"])
     with pytest.raises(UserError, match="cannot write"):
         run_all(tmp_path / "file", steps=[])
 

@@ -9,15 +9,17 @@ measured until then, and the next call tries again.
 import html
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sparse_bitnet.bench.record import append_records
-from sparse_bitnet.errors import os_errors_as
+from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.experiments.provenance import provenance
 from sparse_bitnet.files import write_atomic
 
@@ -46,7 +48,9 @@ class Step:
 
 def all_steps(folder: Path, rehearse: bool = False) -> list[Step]:
     """In the order of what they settle; all limits together are 40 minutes. What is trained lies in
-    `folder`."""
+    `folder`. Raises `UserError` outside a checkout of the repository."""
+    if not Path(TESTS[0]).is_file():
+        raise UserError(f"no {TESTS[0]} here: call it in the root of a checkout of the repository")
     bench = (sys.executable, "-m", "sparse_bitnet", "bench")
     files = TESTS[:1] if rehearse else TESTS
     tests = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files)
@@ -74,7 +78,8 @@ def all_steps(folder: Path, rehearse: bool = False) -> list[Step]:
 def run_all(folder: Path, *, rehearse: bool = False, steps: Sequence[Step] | None = None) -> bool:
     """Run what is missing or failed; returns whether all steps have their rows now.
 
-    Raises `UserError` where the folder cannot be written. Ctrl-C ends it between steps' files.
+    Raises `UserError` where the folder cannot be written, and as `all_steps`. Ctrl-C ends it between
+    steps' files.
     """
     with os_errors_as(f"cannot write {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -89,6 +94,18 @@ def run_all(folder: Path, *, rehearse: bool = False, steps: Sequence[Step] | Non
         _write_page(folder, steps)
     print(f"{folder / PAGE}")
     return all(failure_of(folder, step) == "" for step in steps)
+
+
+def run_command(command: list[Any], seconds: float, **options: Any) -> None:
+    """`subprocess.run` with `check`, but whatever the command has started ends with it."""
+    with subprocess.Popen(command, start_new_session=True, **options) as process:
+        try:
+            process.wait(seconds)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
 
 
 def failure_of(folder: Path, step: Step) -> str | None:
@@ -109,13 +126,12 @@ def _run(folder: Path, step: Step) -> str:
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "140"}
     try:
         with open(text, "w") as output:
-            subprocess.run(
+            run_command(
                 [*step.command, *([part] if step.writes_rows else [])],
+                step.seconds,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                timeout=step.seconds,
-                check=True,
                 env=environment,
             )
         if not step.writes_rows:

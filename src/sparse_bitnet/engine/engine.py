@@ -12,6 +12,7 @@ from sparse_bitnet.engine.architecture import BLOCK_LINEARS, Architecture
 from sparse_bitnet.engine.engine_model import EngineModel, open_engine_model
 from sparse_bitnet.engine.format_tuning import choose_format
 from sparse_bitnet.engine.protocol import CacheFull, EngineSequence, InferenceEngine, WhichLogits
+from sparse_bitnet.engine.recycled import RecycledArrays
 from sparse_bitnet.engine.runtime_weights import Weights, load_weights
 from sparse_bitnet.engine.weight_forms import FORMATS, check_format, choose_head
 from sparse_bitnet.errors import UserError
@@ -58,6 +59,7 @@ class Engine(InferenceEngine):
         self.load_seconds = 0.0
         self.isa: str = decoder.isa
         self._weights: Weights | None = weights
+        self._arrays = RecycledArrays()
         self._decoder: Any = decoder
 
     @classmethod
@@ -168,7 +170,7 @@ class Engine(InferenceEngine):
         counts = [len(tokens) for _, tokens in batch]
         rows = {"none": 0, "last": len(batch)}.get(logits, sum(counts))
         columns = self.hidden_size if logits == "hidden" else self.vocab_size
-        values = np.empty((rows, columns), np.float32)
+        values = self._arrays.empty(rows, columns)
         requests = [(sequence.cache, tokens.ctypes.data, len(tokens)) for sequence, tokens in batch]
         try:
             self._decoder.forward(requests, _cpu.Logits[logits], values.ctypes.data if rows else 0)
