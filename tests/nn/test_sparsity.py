@@ -260,3 +260,9 @@ class TestMaskWords:
         mask = torch.rand(3, 48) < 0.5
         expected = np.packbits(mask.numpy(), axis=-1, bitorder="little")
         assert np.array_equal(pack_mask(mask, 8).numpy(), expected)
+        every = unpack_mask(torch.arange(256, dtype=torch.uint8).view(4, 64), 8)
+        assert torch.equal(pack_mask(every, 8).flatten(), torch.arange(256, dtype=torch.uint8))
+        assert torch.equal(pack_mask(every[:, 8:], 8), pack_mask(every, 8)[:, 1:])
+        assert torch.equal(
+            pack_mask(every.flatten()[3:27], 8), pack_mask(every.flatten()[3:27].clone(), 8)
+        )
