@@ -135,6 +135,10 @@ INLINE ValueScales value_scales_of(const PageView& page, std::int64_t first, std
   return scales;
 }
 
+INLINE void ask_for(const std::int8_t* from, std::int64_t bytes) {
+  for (std::int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
+}
+
 // Scores of `rows` rows, a multiple of unit_tile, on a matrix unit: of a page, keys and values both lie as its
 // tiles of B are read.
 template <class Unit>
@@ -220,8 +224,9 @@ INLINE Int8Rows rows_from(const Int8Rows& work, int row, std::int64_t seen) {
           seen};
 }
 
+// `unit`: where it may be used, or null.
 template <class Unit>
-TARGET static void attend_int8(const PageAttention& work, std::int64_t first, int rows) {
+TARGET static void attend_int8(const PageAttention& work, Unit* unit, std::int64_t first, int rows) {
   alignas(64) std::int32_t scores[score_rows * page_tokens];
   alignas(64) std::int8_t probabilities[score_rows * page_tokens];
   float scales[score_rows], part[score_rows];
@@ -242,13 +247,11 @@ TARGET static void attend_int8(const PageAttention& work, std::int64_t first, in
                         work.head_dim,
                         padded,
                         0};
-  Unit unit;
-  int on_unit = 0;  // rows, the first ones
+  const int on_unit = unit ? rows / unit_tile * unit_tile : 0;  // the first ones
   if constexpr (Unit::is_there) {
-    if (four_dim(work.head_dim) % 64 == 0) on_unit = rows / unit_tile * unit_tile;
     if (on_unit) {
-      unit.begin();
-      unit_scores(unit, rows_from(all, 0, keys_seen(work, first + on_unit - 1)), on_unit);
+      ask_for(values, page_tokens * padded);
+      unit_scores(*unit, rows_from(all, 0, keys_seen(work, first + on_unit - 1)), on_unit);
     }
   }
   const int left = rows - on_unit, blocks = (left + tile_rows - 1) / tile_rows;
@@ -278,8 +281,8 @@ TARGET static void attend_int8(const PageAttention& work, std::int64_t first, in
   }
   if constexpr (Unit::is_there) {
     if (on_unit) {
-      unit_values(unit, all, on_unit);
-      unit.end();
+      ask_for(values + to_next, page_tokens * four_dim(work.head_dim));
+      unit_values(*unit, all, on_unit);
     }
   }
   for (int b = 0; b < blocks; ++b) {
@@ -330,9 +333,21 @@ TARGET static void attend(const PageAttention& work) {
     case CacheType::int8: break;
     case CacheType::int4: return attend<Unit>(unpacked(work));
   }
-  for (std::int64_t row = hidden_rows(work); row < work.rows; row += score_rows) {
+  const std::int64_t hidden = hidden_rows(work);
+  Unit unit;
+  Unit* used = nullptr;
+  if constexpr (Unit::is_there) {
+    if (work.rows - hidden >= unit_tile && four_dim(work.head_dim) % 64 == 0) {
+      used = &unit;
+      unit.begin();
+    }
+  }
+  for (std::int64_t row = hidden; row < work.rows; row += score_rows) {
     const std::int64_t left = work.rows - row;
-    attend_int8<Unit>(work, row, int(left < score_rows ? left : score_rows));
+    attend_int8(work, used, row, int(left < score_rows ? left : score_rows));
+  }
+  if constexpr (Unit::is_there) {
+    if (used) unit.end();
   }
 }
 
