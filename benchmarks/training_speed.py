@@ -23,9 +23,17 @@ from sparse_bitnet.experiments.scales import cpu_paper
 
 ROOT = Path(__file__).resolve().parent.parent
 CHILD = """
-import json, sys, time
+import importlib.util, json, sys, time
+if not importlib.util.find_spec("sparse_bitnet").origin.startswith(sys.argv[2]):
+    # What an editable install puts in front of PYTHONPATH.
+    sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in type(each).__module__]
+import sparse_bitnet._cpu
+assert sparse_bitnet.__file__.startswith(sys.argv[2]), sparse_bitnet.__file__
 from sparse_bitnet.training.config import TrainConfig
-from sparse_bitnet.training.train_run import train
+try:
+    from sparse_bitnet.training.train_run import train
+except ImportError:  # its name before
+    from sparse_bitnet.training.train import train
 config = TrainConfig(**json.loads(sys.argv[1]))
 began = 0.0
 def on_step(row):
@@ -43,7 +51,7 @@ class Child:
 
     def __init__(self, source: Path, config: dict[str, Any]) -> None:
         paths = {"PYTHONPATH": str(source / "src"), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-c", CHILD, json.dumps(config)]
+        command = [sys.executable, "-c", CHILD, json.dumps(config), str(source.resolve())]
         pipe = {name: subprocess.PIPE for name in ("stdin", "stderr")}
         self.process = subprocess.Popen(
             command, env=os.environ | paths, text=True, stdout=subprocess.DEVNULL, **pipe

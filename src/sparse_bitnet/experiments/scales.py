@@ -198,7 +198,7 @@ def cpu_paper() -> Scale:
             "schedule": 5,
             "search": 1,
             "own-rates": 5,
-            "recipe": 5,
+            "recipe": 2,
             "near-zero": 1,
         },
         recipe=dataclasses.replace(cpu().recipe, learning_rate=6e-3, compile="on"),
