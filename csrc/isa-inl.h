@@ -47,6 +47,7 @@ namespace JOIN(kernels_, ISA) {
 #include "int4_table-inl.h"
 #include "elementwise-inl.h"
 #include "attention-inl.h"
+#include "attention_int4-inl.h"
 #include "attention_int8-inl.h"
 
 template <class Unit>
