@@ -12,11 +12,11 @@ import sys
 from pathlib import Path
 
 from installed import timed
+from recorded import RESULTS
 from rich.console import Console
 
 from sparse_bitnet.bench.record import append_records, result_file, where_measured
 
-RESULTS = Path(__file__).parent / "results"
 PROMPT = "The first token of this text"
 
 

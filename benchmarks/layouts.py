@@ -10,19 +10,18 @@ each pattern several times; the least counts. Appends rows to benchmarks/results
 import argparse
 from pathlib import Path
 
+from recorded import RESULTS
 from rich.console import Console
 
 from sparse_bitnet import _cpu
 from sparse_bitnet.bench.record import append_records, result_file, where_measured
-from sparse_bitnet.engine.format_tuning import measure_formats
+from sparse_bitnet.engine.format_tuning import COLUMNS, measure_formats
 from sparse_bitnet.engine.weight_forms import row_bytes
 from sparse_bitnet.pattern import NMPattern
 
-RESULTS = Path(__file__).parent / "results"
 PATTERNS = {"8:8": False, "6:8": False, "2:4": False, "2:8": False, "3:4": True}
 """And whether each group has exactly n non-zeros."""
 SIZES = {"cache": 256 << 10, "memory": 64 << 20}
-COLUMNS = 3840
 
 
 def main() -> None:

@@ -30,4 +30,6 @@ def test_what_is_too_small_or_too_large_is_not_kept():
     large = arrays.empty(1, 17 << 20)
     del large
     assert not any(memory.size > 16 << 20 for memory in arrays._left)
+    kept = len(arrays._left)
     assert arrays.empty(0, 7).shape == (0, 7)
+    assert len(arrays._left) == kept == 1

@@ -21,7 +21,7 @@ from sparse_bitnet.packing.formats import coded_pattern, holds_pattern
 from sparse_bitnet.pattern import NMPattern
 
 _BYTES = 64 << 20
-_COLUMNS = 3840
+COLUMNS = 3840
 """Whole blocks of every format."""
 _REPEATS = 6
 _LOOK_UP = ("amx_int8", "avx512vbmi", "i8mm", "neon")
@@ -63,32 +63,33 @@ def measure_formats(
     kernels: _cpu.Kernels,
     *,
     exact: bool = False,
-    size: int = _BYTES,
+    size: int | None = None,
 ) -> dict[str, float]:
     """Seconds a weight of every format that holds the pattern, the least of several interleaved.
 
     `size`: bytes of the weights, which are read again and again until as many were read as by default.
     """
+    size = size or _BYTES
     coded = coded_pattern(pattern)
     memory = _cpu.HugeBuffer(size + 512)
     _fill(memory)
-    x = np.random.default_rng(0).standard_normal(_COLUMNS, np.float32)
-    codes = np.zeros(_COLUMNS + _cpu.ACTIVATION_SLACK, np.int8)
+    x = np.random.default_rng(0).standard_normal(COLUMNS, np.float32)
+    codes = np.zeros(COLUMNS + _cpu.ACTIVATION_SLACK, np.int8)
     scales, sums = np.zeros(1, np.float32), np.zeros(1, np.int32)
     activations = _cpu.Activations(
-        1, _COLUMNS, codes.ctypes.data, 0, scales.ctypes.data, sums.ctypes.data, 0
+        1, COLUMNS, codes.ctypes.data, 0, scales.ctypes.data, sums.ctypes.data, 0
     )
     kernels.quantize(pool, x.ctypes.data, activations)
     products, weights, outputs = {}, {}, []
     for name in _candidates(pattern, kernels.isa):
         format = FORMATS[name]
-        stride = row_stride(name, pattern, _COLUMNS, exact)
+        stride = row_stride(name, pattern, COLUMNS, exact)
         rows = size // stride // _cpu.STRIP_ROWS * _cpu.STRIP_ROWS
         y = np.empty(rows, np.float32)
         outputs.append(y)
-        weights[name] = rows * _COLUMNS
+        weights[name] = rows * COLUMNS
         matrix = _cpu.Matrix(
-            *(format, coded.n, coded.m, rows, _COLUMNS, stride, memory.address),
+            *(format, coded.n, coded.m, rows, COLUMNS, stride, memory.address),
             exact=exact and name == "lookup",
         )
         products[name] = _cpu.Product(matrix, 0, y.ctypes.data, rows)
@@ -115,7 +116,7 @@ def _candidates(pattern: NMPattern, isa: str) -> list[str]:
 def _fastest(seconds: dict[str, float], pattern: NMPattern, exact: bool) -> str:
     bound = min(seconds.values()) * _TIE
     close = [name for name, taken in seconds.items() if taken <= bound]
-    return min(close, key=lambda name: (row_bytes(name, pattern, _COLUMNS, exact), seconds[name]))
+    return min(close, key=lambda name: (row_bytes(name, pattern, COLUMNS, exact), seconds[name]))
 
 
 def _fill(memory: _cpu.HugeBuffer) -> None:

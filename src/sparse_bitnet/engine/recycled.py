@@ -19,11 +19,11 @@ class RecycledArrays:
     def empty(self, rows: int, columns: int) -> np.ndarray:
         """float32 [rows, columns] of any content."""
         count = rows * columns
+        if not 0 < 4 * count <= _MOST_BYTES:
+            return np.empty((rows, columns), np.float32)
         memory = self._left.pop() if self._left else None
         if memory is None or memory.size < count:
             memory = np.empty(count, np.float32)
-        if not count or memory.nbytes > _MOST_BYTES:
-            return memory[:count].reshape(rows, columns)
         # Views refer to this array, which owns no memory and tells when the last of them is gone.
         lent = np.frombuffer(memory.data, np.float32, count)
         weakref.finalize(lent, self._take_back, memory).atexit = False
