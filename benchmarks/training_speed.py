@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training speed of this checkout and of another one, step by step in turn, on one thread.
+"""Training speed of this checkout and of another one, some steps of each in turn, on one thread.
 
     python benchmarks/training_speed.py DATA OTHER [SIZE...]     # OTHER: a built checkout of other code
 
@@ -20,6 +20,9 @@ from typing import Any
 
 from sparse_bitnet.bench.record import append_records, result_file, where_measured
 from sparse_bitnet.experiments.scales import cpu_paper
+
+TURN, WARM = 15, 3
+"""Steps of a turn, and those at its beginning that do not count: the other's data fill the caches."""
 
 ROOT = Path(__file__).resolve().parent.parent
 CHILD = """
@@ -75,7 +78,7 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("other", type=Path)
     parser.add_argument("sizes", nargs="*")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--turns", type=int, default=8)
     options = parser.parse_args()
     scale = cpu_paper()
     common = dict(
@@ -98,19 +101,23 @@ def main() -> None:
                 "other": Child(options.other, {**config, "out": f"{folder}/other"}),
             }
             found = {name: [] for name in children}
-            for _ in range(options.steps):
+            for _ in range(options.turns):
                 for name, child in children.items():
-                    found[name].append(child.step())
+                    turn = [child.step() for _ in range(TURN)]
+                    found[name].append(turn[WARM:])
             for child in children.values():
                 child.process.kill()
-        taken = {n: statistics.median(s for s, _ in each[5:]) for n, each in found.items()}
+        taken = {
+            name: statistics.median(seconds for turn in each[1:] for seconds, _ in turn)
+            for name, each in found.items()
+        }
         head = subprocess.check_output(["git", "-C", options.other, "rev-parse", "HEAD"], text=True)
         row = {
             "model": size.model,
             "other_commit": head[:12],
             "tokens_per_second": {name: 2048 / seconds for name, seconds in taken.items()},
             "times_as_fast": taken["other"] / taken["here"],
-            "last_losses": {name: each[-1][1] for name, each in found.items()},
+            "last_losses": {name: each[-1][-1][1] for name, each in found.items()},
         }
         where = where_measured()
         append_records(

@@ -183,14 +183,20 @@ def test_the_published_recipe_is_a_matter_of_options(small_run):
     assert [group["weight_decay"] for group in trainer.optimizer.param_groups] == [0.0, 0.0]
 
 
-def test_compiled_blocks_use_plain_attention_and_validate_uncompiled(small_run, monkeypatch):
+@pytest.mark.parametrize("at_once", [True, False])
+def test_compiled_blocks_use_plain_attention_and_validate_uncompiled(
+    small_run, monkeypatch, at_once
+):
     compiled, stances = [], []
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compiled.append(self))
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, options: compiled.append(self))
+    if not at_once:
+        monkeypatch.setattr("sparse_bitnet.training.device.MOST_BLOCKS_AT_ONCE", 1)
     set_stance = torch.compiler.set_stance
     monkeypatch.setattr(torch.compiler, "set_stance", lambda s: stances.append(s) or set_stance(s))
     trainer = Trainer(small_run(compile="on", steps=1), Path(small_run().out))
     trainer.run.mkdir()
-    assert compiled == list(trainer.model.get_decoder().layers)
+    decoder = trainer.model.get_decoder()
+    assert compiled == ([decoder] if at_once else list(decoder.layers))
     assert trainer.model.config._attn_implementation == "causal_blocks"
     trainer.run_to_end()
     assert stances == ["force_eager"]

@@ -140,10 +140,16 @@ def test_ablations_and_activation_checkpointing(worlds, run_config):
 @pytest.mark.slow
 def test_compiled_blocks_give_the_losses_of_eager_ones(worlds, run_config):
     options = {"steps": 2, "checkpoint_every": 0}
-    alone, compiled = run_config("alone", **options), run_config("pair", compile="on", **options)
+    alone, at_once, blocks = (
+        run_config("alone", **options),
+        run_config("at-once", compile="on", **options),
+        run_config("pair", compile="on", **options),
+    )
     train(alone)
-    finish(worlds, compiled, size=2)
-    assert_same_curves(alone, compiled, tolerance=1e-4)
+    train(at_once)
+    finish(worlds, blocks, size=2)
+    assert_same_curves(alone, at_once, tolerance=1e-4)
+    assert_same_curves(alone, blocks, tolerance=1e-4)
 
 
 def test_a_run_goes_on_with_other_numbers_of_processes(worlds, run_config):

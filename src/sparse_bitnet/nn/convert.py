@@ -222,10 +222,10 @@ def end_step_(
             layer.end_step_(reduce)
 
 
-def set_phase_(model: nn.Module, kept: int | None, blend: float) -> None:
+def set_phase_(layers: Iterable[SparseBitLinear], kept: int | None, blend: float) -> None:
     """How many weights of a group the next steps keep (None: the pattern's), and the share of quantised
     values in their forwards."""
-    for layer in sparse_layers(model).values():
+    for layer in layers:
         layer.kept, layer.blend = kept, blend
 
 

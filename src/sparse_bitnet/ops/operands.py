@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the ops exchange: masks as one integer a group, ternary codes as two bits each, int8 tokens."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,6 +49,8 @@ def count_flips(previous: Tensor, current: Tensor) -> Tensor:
     """Positions where two masks of `pack_mask` differ, int64 scalar."""
     assert (previous.shape, previous.dtype) == (current.shape, current.dtype)
     bits = (previous ^ current).contiguous().view(torch.uint8)
+    if bits.device.type == "cpu":
+        return torch.tensor(int(np.bitwise_count(bits.numpy()).sum(dtype=np.int64)))
     # Ones of each byte: of pairs of bits, of fours, of all eight.
     bits = bits - (bits >> 1 & 0x55)
     bits = (bits & 0x33) + (bits >> 2 & 0x33)

@@ -20,6 +20,9 @@ CPU_FLAGS_WITH_FAST_BF16 = ("avx512_bf16", "amx_bf16")
 LONGEST_PLAIN_ATTENTION = 512
 """Tokens of a sequence whose attention scores, all of them, are no burden."""
 
+MOST_BLOCKS_AT_ONCE = 8
+"""Of a model that is compiled as a whole: the time that takes grows with them."""
+
 WORTH_COMPILING = 5e12
 """Tokens times weights of a run that takes some ten minutes on one core."""
 
@@ -87,17 +90,23 @@ def compiles(config: TrainConfig, device: torch.device, weights: int) -> bool:
     return device.type == "cpu" and has_compiler and work >= WORTH_COMPILING
 
 
-def compile_blocks_(model: "PreTrainedModel", config: TrainConfig, device: torch.device) -> None:
-    """Have each block compiled when it is first called; on a CPU with plain attention where it fits."""
+def compile_decoder_(
+    model: "PreTrainedModel", config: TrainConfig, device: torch.device, processes: int
+) -> None:
+    """Have the blocks compiled when they are first called; on a CPU with plain attention where it fits,
+    and a shallow model as one, since what lies between its blocks takes as long as a loop of theirs."""
     # Code is cached by the process for some variants of a function only, and on the disk for all.
     torch._dynamo.reset()
-    if device.type == "cpu" and config.sequence_length <= LONGEST_PLAIN_ATTENTION:
+    decoder, on_cpu = model.get_decoder(), device.type == "cpu"
+    if on_cpu and config.sequence_length <= LONGEST_PLAIN_ATTENTION:
         # Compiled, the plain products are faster than the CPU's flash attention.
         from sparse_bitnet.training.causal_blocks import NAME
 
         model.set_attn_implementation(NAME)
-    for block in model.get_decoder().layers:
-        block.compile()
+    shallow = on_cpu and len(decoder.layers) <= MOST_BLOCKS_AT_ONCE
+    at_once = shallow and processes == 1 and not config.activation_checkpointing
+    for part in [decoder] if at_once else decoder.layers:
+        part.compile(options={"cpp_wrapper": True} if on_cpu else None)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -194,13 +194,10 @@ def selected_shards(
     add up to the float32 scale of the whole matrix (see `absmean`). Registered quantisers reduce by
     themselves; `reduce_inputs` sums over all processes of the run.
     """
-    for layer in sharded_layers(model):
+    shards = sharded_layers(model)
+    for layer in shards:
         layer.reduce = reduce
-    layers = [
-        layer
-        for layer in sharded_layers(model)
-        if layer.config.weight == "ternary" and layer.config.is_plain
-    ]
+    layers = [each for each in shards if each.config.weight == "ternary" and each.config.is_plain]
     if layers:
         parts = reduce(torch.stack([layer.scale_parts() for layer in layers]))
         for layer, scale in zip(layers, mean_to_scale(parts[:, 0], parts[:, 1]), strict=True):

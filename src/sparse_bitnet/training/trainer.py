@@ -31,7 +31,7 @@ from sparse_bitnet.training.adapters import add_adapters_, merged
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import (
     autocast,
-    compile_blocks_,
+    compile_decoder_,
     compiles,
     peak_memory_bytes,
     prepare_device,
@@ -97,7 +97,7 @@ class Trainer:
             world.each(self._add_teacher)
         reduction = torch.bfloat16 if config.gradient_reduction == "bf16" else None
         place_(self.loss, world, self.device, self.dtype, reduction, self.__dict__.pop("whole"))
-        self.layers = sparse_layers(self.model)
+        self.layers, self.shards = sparse_layers(self.model), sharded_layers(self.model)
         self.parameters = dict(self.model.named_parameters())
         self.optimizer = build_optimizer(self.model, config)
         self.stop = StopSignal()
@@ -133,7 +133,7 @@ class Trainer:
         self.compiles = compiles(config, self.device, self.model.num_parameters())
         self.compiles = self.compiles and not config.relations_weight
         if self.compiles:
-            compile_blocks_(self.model, config, self.device)
+            compile_decoder_(self.model, config, self.device, world.size)
 
     def _add_teacher(self) -> None:
         config = self.config
@@ -235,7 +235,7 @@ class Trainer:
         decay = config.weight_decay * weight_decay_factor(config, step)
         self.optimizer.param_groups[0]["weight_decay"] = decay  # the others have none
         kept, blend = phase(config, self.format, step)
-        set_phase_(self.model, kept, blend)
+        set_phase_(self.layers.values(), kept, blend)
         with selected_shards(self.model, self.world.sum_shards, self.world.sum):
             counts = metrics.selection_counts(self.layers, self.world.sum_shards)
             total = self._forward_backward(step)
@@ -307,7 +307,7 @@ class Trainer:
             # Gradients are averaged over the processes.
             (loss / learnt * self.world.size).backward()
             total += loss.detach()
-        for layer in sharded_layers(self.model):
+        for layer in self.shards:
             layer.mask_gradient_()
         stop = torch.full_like(total, float(self.stop.received))
         sums = self.world.sum(torch.stack([total, stop]))
