@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("other", type=Path)
     parser.add_argument("sizes", nargs="*")
-    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=16)
     options = parser.parse_args()
     scale = cpu_paper()
     common = dict(
@@ -107,16 +107,20 @@ def main() -> None:
                     found[name].append(turn[WARM:])
             for child in children.values():
                 child.process.kill()
+        # A median a turn; the first is of a cold start.
         taken = {
-            name: statistics.median(seconds for turn in each[1:] for seconds, _ in turn)
-            for name, each in found.items()
+            name: [statistics.median(seconds for seconds, _ in turn) for turn in turns[1:]]
+            for name, turns in found.items()
         }
+        ratios = [old / new for old, new in zip(taken["other"], taken["here"], strict=True)]
         head = subprocess.check_output(["git", "-C", options.other, "rev-parse", "HEAD"], text=True)
         row = {
             "model": size.model,
             "other_commit": head[:12],
-            "tokens_per_second": {name: 2048 / seconds for name, seconds in taken.items()},
-            "times_as_fast": taken["other"] / taken["here"],
+            "tokens_per_second": {
+                name: 2048 / statistics.median(seconds) for name, seconds in taken.items()
+            },
+            "times_as_fast": statistics.median(ratios),
             "last_losses": {name: each[-1][-1][1] for name, each in found.items()},
         }
         where = where_measured()
