@@ -13,6 +13,7 @@ which keeps it a bijection. Nothing of the size of the data is ever stored.
 """
 
 import hashlib
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 _ROUNDS = 8
+_AT_ONCE = 512
 
 # Smaller halves have too few bits to mix; walking through 64 values costs little.
 _SMALLEST_HALF = 3
@@ -128,12 +130,22 @@ class TokenLoader:
         assert step >= 0
         size = self.batch_size // self.world_size
         first = step * self.batch_size + (self.rank if rank is None else rank) * size
-        epochs, positions = np.divmod(np.arange(first, first + size), self.windows)
-        windows = np.empty_like(positions)
-        for epoch in np.unique(epochs).tolist():
-            chosen = epochs == epoch
-            windows[chosen] = permuted(positions[chosen], self.windows, seed=self.seed, epoch=epoch)
-        return epochs, windows
+        samples = np.arange(first, first + size)
+        runs = range(first // _AT_ONCE, (first + size - 1) // _AT_ONCE + 1)
+        shuffled = np.concatenate([_shuffled(run, self.windows, self.seed) for run in runs])
+        return samples // self.windows, shuffled[samples - runs.start * _AT_ONCE]
+
+
+@lru_cache(maxsize=8)
+def _shuffled(run: int, windows: int, seed: int) -> np.ndarray:
+    """The windows of `_AT_ONCE` samples in a row; those of one step alone would take as long."""
+    first = run * _AT_ONCE
+    epochs, positions = np.divmod(np.arange(first, first + _AT_ONCE), windows)
+    found = np.empty_like(positions)
+    for epoch in np.unique(epochs).tolist():
+        chosen = epochs == epoch
+        found[chosen] = permuted(positions[chosen], windows, seed=seed, epoch=epoch)
+    return found
 
 
 def permuted(positions: np.ndarray, size: int, *, seed: int, epoch: int) -> np.ndarray:

@@ -8,7 +8,8 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 NAME = "causal_blocks"
-_BLOCKS, _LEAST = 4, 64
+_WIDTH = 128
+"""Queries of a block."""
 
 
 def causal_blocks(
@@ -30,17 +31,18 @@ def causal_blocks(
 
     Returns [batch, sequence, heads, head_dim].
     """
-    groups, length = query.shape[1] // key.shape[1], query.shape[2]
-    key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
-    width = max(_LEAST, -(-length // _BLOCKS))
-    parts = []
-    for start in range(0, length, width):
-        end = min(start + width, length)
-        scores = query[:, :, start:end] @ key[:, :, :end].transpose(2, 3) * scaling
-        scores = scores + attention_mask[..., start:end, :end]
+    # The heads that share keys are rows of one product.
+    shared = query.unflatten(1, (key.shape[1], -1))
+    length, parts = query.shape[2], []
+    for start in range(0, length, _WIDTH):
+        end = min(start + _WIDTH, length)
+        rows = shared[:, :, :, start:end].flatten(2, 3)
+        scores = (rows @ key[:, :, :end].transpose(2, 3) * scaling).unflatten(2, (-1, end - start))
+        scores = scores + attention_mask[:, :, None, start:end, :end]
         weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
-        parts.append(F.dropout(weights, dropout, module.training) @ value[:, :, :end])
-    return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
+        weights = F.dropout(weights, dropout, module.training).flatten(2, 3)
+        parts.append((weights @ value[:, :, :end]).unflatten(2, (-1, end - start)))
+    return torch.cat(parts, 3).flatten(1, 2).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(NAME, causal_blocks)
