@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from recorded import RESULTS
 
 from sparse_bitnet.bench.record import append_records, result_file, where_measured
 from sparse_bitnet.checkpoint.build_model import build_model
@@ -28,7 +29,6 @@ from sparse_bitnet.training.loss import SummedLoss
 from sparse_bitnet.training.train_run import train
 from sparse_bitnet.training.validation import validation_loss
 
-RESULTS = Path(__file__).parent / "results"
 PATTERNS = ("8:8", "6:8", "2:4")
 SEEDS = 3
 ONE_SHOT = (

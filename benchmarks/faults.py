@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from faults_lab import CHECKPOINT_EVERY, LOST, STEPS, Lab, Trial
+from recorded import RESULTS
 from two_machines import INTERFACE, TwoMachines
 
 from sparse_bitnet.bench.record import append_records, result_file, where_measured
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 
-RESULTS = Path(__file__).parent / "results"
 SHORT_SECONDS = 12.0
 """Limit of a wait where the wait itself is tried; the start of a process has to fit into it."""
 QUICK_ELASTIC = "join_timeout=60,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from recorded import RESULTS
 from rich.console import Console
 
 from sparse_bitnet.bench.record import append_records, result_file
@@ -28,7 +29,6 @@ from sparse_bitnet.training.device import resolve_device, resolve_dtype
 from sparse_bitnet.training.metrics import METRICS_FILE, read_rows
 from sparse_bitnet.training.train_run import train
 
-RESULTS = Path(__file__).parent / "results"
 FORWARDS = ("fake", "int8")
 WINDOWS = 20
 

@@ -16,6 +16,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from recorded import RESULTS
+
 from sparse_bitnet.bench.record import append_records, result_file, where_measured
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -93,9 +95,7 @@ def main() -> None:
         rows += sizes(packages)
     for row in rows:
         print(*row.values())
-    append_records(
-        options.out or result_file(ROOT / "benchmarks/results", "installed", where), rows, where
-    )
+    append_records(options.out or result_file(RESULTS, "installed", where), rows, where)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from recorded import RESULTS
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -32,7 +33,6 @@ from sparse_bitnet.ops.cpu import Kernels
 from sparse_bitnet.ops.select_ternary import select_ternary_reference
 from sparse_bitnet.progress import Progress
 
-RESULTS = Path(__file__).parent / "results"
 STEP_TOKENS = 65_536
 TARGET = 1 / 3
 PATTERN = (6, 8)

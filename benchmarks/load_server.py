@@ -33,6 +33,7 @@ import httpx
 import numpy as np
 import tyro
 from load_jobs import KINDS, Job, make_jobs
+from recorded import RESULTS
 from rich.console import Console
 from server_processes import llama_server, started_server
 
@@ -40,7 +41,6 @@ from sparse_bitnet.bench.record import append_records, result_file, where_measur
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.host import available_cores
 
-RESULTS = Path(__file__).parent / "results"
 LEAVING = 0.05
 """Share of the clients that leave halfway."""
 PERCENTILES = (50, 90, 99)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 from load_jobs import SCHEMA
+from recorded import RESULTS
 from rich.console import Console
 from rich.progress import track
 
@@ -20,7 +21,6 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.grammar import Grammar, TokenGrammars
 from sparse_bitnet.generation.text import TextTokenizer
 
-RESULTS = Path(__file__).parent / "results"
 ADDRESS = {
     "type": "object",
     "properties": {

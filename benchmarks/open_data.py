@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from recorded import RESULTS
+
 from sparse_bitnet.bench.record import append_records, result_file, where_measured
 from sparse_bitnet.data.checksums import record_written
 from sparse_bitnet.data.loader import TokenLoader
@@ -22,7 +24,6 @@ from sparse_bitnet.data.manifest import Manifest, Shard, SplitManifest
 from sparse_bitnet.data.shards import TokenDataset
 
 SHARD_TOKENS = 1 << 27
-RESULTS = Path(__file__).parent / "results"
 
 
 def write_sparse(folder: Path, tokens: int) -> int:

@@ -14,12 +14,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+from recorded import RESULTS
+
 from sparse_bitnet.bench.record import append_records, result_file, where_measured
 from sparse_bitnet.data.preparation import prepare
 from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.training.metrics import METRICS_FILE, read_rows
 
-RESULTS = Path(__file__).parent / "results"
 BATCH = 12
 ORDERS = [(1, 12), (1, 6), (1, 4), (1, 2), (2, 6), (3, 4)]
 """Processes, sequences a forward. The first is what the others are compared with."""

@@ -33,6 +33,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from recorded import RESULTS
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -49,7 +50,6 @@ from sparse_bitnet.host import available_cores
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.progress import Progress
 
-RESULTS = Path(__file__).parent / "results"
 OURS = "sparse-bitnet"
 TYPES = ("tq1_0", "tq2_0", "q2_0", "i2_s")
 """Of blocks of the exported model."""

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from recorded import RESULTS
 from world_processes import MEASURED, Worlds, collectives, memory
 
 from sparse_bitnet.bench.record import append_records, result_file, where_measured
@@ -22,7 +23,6 @@ from sparse_bitnet.presets import PRESETS
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.run_estimate import Job, plan
 
-RESULTS = Path(__file__).parent / "results"
 RUNS: list[tuple[str, int, int | None, int]] = [
     (format, processes, shard, micro_batch_size)
     for format in ("ternary-6:8", "full-6:8")

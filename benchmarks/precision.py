@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from recorded import RESULTS
 from rich.console import Console
 
 from sparse_bitnet.bench.record import append_records, result_file, where_measured
@@ -24,7 +25,6 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.engine_perplexity import engine_perplexity
 from sparse_bitnet.generation.text import TextTokenizer
 
-RESULTS = Path(__file__).parent / "results"
 HEADS = ("stored", "int8", "int4")
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 32, 200
 

@@ -13,6 +13,7 @@ import argparse
 import time
 from pathlib import Path
 
+from recorded import RESULTS
 from rich.console import Console
 
 from sparse_bitnet.bench.record import append_records, result_file, where_measured
@@ -22,8 +23,6 @@ from sparse_bitnet.generation.sampling_options import SamplingOptions
 from sparse_bitnet.generation.speculation import Speculation
 from sparse_bitnet.generation.text import TextTokenizer
 from sparse_bitnet.generation.text_batches import GenerateOptions, generate
-
-RESULTS = Path(__file__).parent / "results"
 
 
 def follow(engine: Engine, text: list[int]) -> None:

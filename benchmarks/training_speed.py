@@ -18,6 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from recorded import RESULTS
+
 from sparse_bitnet.bench.record import append_records, result_file, where_measured
 from sparse_bitnet.experiments.scales import cpu_paper
 
@@ -124,9 +126,7 @@ def main() -> None:
             "last_losses": {name: each[-1][-1][1] for name, each in found.items()},
         }
         where = where_measured()
-        append_records(
-            result_file(ROOT / "benchmarks/results", "training-speed", where), [row], where
-        )
+        append_records(result_file(RESULTS, "training-speed", where), [row], where)
         print(row, flush=True)
 
 
