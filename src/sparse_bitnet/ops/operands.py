@@ -50,7 +50,7 @@ def count_flips(previous: Tensor, current: Tensor) -> Tensor:
     assert (previous.shape, previous.dtype) == (current.shape, current.dtype)
     bits = (previous ^ current).contiguous().view(torch.uint8)
     if bits.device.type == "cpu":
-        return torch.tensor(int(np.bitwise_count(bits.numpy()).sum(dtype=np.int64)))
+        return torch.tensor(int(np.count_nonzero(np.unpackbits(bits.numpy()))))
     # Ones of each byte: of pairs of bits, of fours, of all eight.
     bits = bits - (bits >> 1 & 0x55)
     bits = (bits & 0x33) + (bits >> 2 & 0x33)
