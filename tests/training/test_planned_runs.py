@@ -114,4 +114,5 @@ def test_the_plan_says_what_is_held(worlds, run_config, monkeypatch, format, siz
     )
     for _, output in outcomes:
         held = planned.memory_bytes - planned.memory["runtime"]
-        assert held == pytest.approx(memory(output), rel=0.1)
+        # How much of a split model is on its way at a time depends on the processes' speed.
+        assert held == pytest.approx(memory(output), rel=0.1 if size == 1 else 0.15)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from factories import tiny_model
-from sparse_bitnet.nn.convert import convert_
+from sparse_bitnet.nn.convert import convert_, sparse_layers
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.training.sharded_linear import prepare_linears_, selected_shards
 
@@ -39,7 +39,7 @@ def test_a_sharded_block_is_one_graph_for_all_steps(text: str, mesh: DeviceMesh)
         ids = torch.arange(32).view(2, 16) * 5 % 96
         found = []
         for _ in range(3):
-            with selected_shards(model, lambda parts: parts):
+            with selected_shards(sparse_layers(model).values(), lambda parts: parts):
                 loss = model(input_ids=ids, labels=ids).loss
                 loss.backward()
             optimizer.step()

@@ -202,7 +202,16 @@ def selected(model: nn.Module, reduce: Callable[[Tensor], Tensor] | None = None)
     What a score adds to the gradient, and the norms of inputs that it follows, are reckoned where the
     block ends; `reduce` sums the latter over processes with other inputs.
     """
-    layers = [layer for layer in sparse_layers(model).values() if not layer.is_selected]
+    with selected_layers(sparse_layers(model).values(), reduce):
+        yield
+
+
+@contextmanager
+def selected_layers(
+    layers: Iterable[SparseBitLinear], reduce: Callable[[Tensor], Tensor] | None = None
+) -> Iterator[None]:
+    """`selected` of these layers."""
+    layers = [layer for layer in layers if not layer.is_selected]
     try:
         for layer in layers:
             layer.select_()

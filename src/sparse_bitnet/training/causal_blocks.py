@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plain attention that skips most of what a causal mask hides: for compiled training on a CPU."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -45,5 +47,25 @@ def causal_blocks(
     return torch.cat(parts, 3).flatten(1, 2).transpose(1, 2).contiguous(), None
 
 
+def stored(values: Tensor) -> Tensor:
+    """The same values. Compiled, they are computed once and kept in memory, as inductor does with what is
+    read by given strides, and not again by every kernel that needs them."""
+    return values.as_strided(values.shape, values.stride())
+
+
+def _mask(*args: Any, **kwargs: Any) -> Tensor:
+    return stored(eager_mask(*args, **kwargs))
+
+
+def store_rotations_(decoder: nn.Module) -> None:
+    """Have the cosines and sines of the positions `stored`."""
+
+    def hook(module: nn.Module, args: Any, result: Any) -> Any:
+        return tuple(map(stored, result)) if isinstance(result, tuple) else result
+
+    if isinstance(rotary := getattr(decoder, "rotary_emb", None), nn.Module):
+        rotary.register_forward_hook(hook)
+
+
 AttentionInterface.register(NAME, causal_blocks)
-AttentionMaskInterface.register(NAME, eager_mask)
+AttentionMaskInterface.register(NAME, _mask)

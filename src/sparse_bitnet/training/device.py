@@ -114,9 +114,10 @@ def compile_decoder_(
     decoder, on_cpu = model.get_decoder(), device.type == "cpu"
     if on_cpu and config.sequence_length <= LONGEST_PLAIN_ATTENTION:
         # Compiled, the plain products are faster than the CPU's flash attention.
-        from sparse_bitnet.training.causal_blocks import NAME
+        from sparse_bitnet.training.causal_blocks import NAME, store_rotations_
 
         model.set_attn_implementation(NAME)
+        store_rotations_(decoder)
     shallow = on_cpu and len(decoder.layers) <= MOST_BLOCKS_AT_ONCE
     at_once = shallow and processes == 1 and not config.activation_checkpointing
     for part in [decoder] if at_once else decoder.layers:

@@ -232,20 +232,20 @@ def mean_token_loss(
     restored.
     """
     loss = SummedLoss(model, chunk_tokens)
-    with selected_for_evaluation(loss, selected):
+    with selected_for_evaluation(loss, selected(model)):
         return mean_of(*token_loss_sum(loss, batches, device=device, dtype=dtype).tolist())
 
 
 @contextmanager
 def selected_for_evaluation(
-    loss: SummedLoss, selection: Callable[[torch.nn.Module], AbstractContextManager[None]]
+    loss: SummedLoss, selection: AbstractContextManager[None]
 ) -> Iterator[None]:
     """The model in evaluation mode inside of `selection`; then back in its own."""
     model = loss.model
     was_training = model.training
     model.eval()
     try:
-        with selection(model):
+        with selection:
             yield
     finally:
         model.train(was_training)

@@ -10,7 +10,7 @@ stay whole, so mask and codes are computed where the master rows are; only the t
 shards. `selected_shards` computes it for all layers with one sum per step.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import cast
 
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from sparse_bitnet.nn.convert import selected, sparse_layers
+from sparse_bitnet.nn.convert import selected_layers, sparse_layers
 from sparse_bitnet.nn.layer import SparseBitLinear
 from sparse_bitnet.nn.selection import Selection
 from sparse_bitnet.nn.straight_through import straight_through, ternary_int8_linear
@@ -175,46 +175,43 @@ def prepare_linears_(module: nn.Module, shards: int, compute_dtype: torch.dtype)
         )
 
 
-def sharded_layers(model: nn.Module) -> list[ShardedSparseBitLinear]:
-    """The sharded layers of a model, in the order of its modules."""
-    return [
-        layer
-        for layer in sparse_layers(model).values()
-        if isinstance(layer, ShardedSparseBitLinear)
-    ]
+def sharded(layers: Iterable[SparseBitLinear]) -> list[ShardedSparseBitLinear]:
+    """Those of a model's layers that are, in their order."""
+    return [layer for layer in layers if isinstance(layer, ShardedSparseBitLinear)]
 
 
 @contextmanager
 def selected_shards(
-    model: nn.Module, reduce: Reduce, reduce_inputs: Reduce | None = None
+    layers: Collection[SparseBitLinear], reduce: Reduce, reduce_inputs: Reduce | None = None
 ) -> Iterator[None]:
-    """`selected` for a sharded model: every process selects on its rows, with one common scale.
+    """`selected_layers` of a model that may be sharded: then every process selects on its rows, with one
+    common scale.
 
     The sums and counts of all layers are reduced together, once; float64, so that parts of any size
     add up to the float32 scale of the whole matrix (see `absmean`). Registered quantisers reduce by
     themselves; `reduce_inputs` sums over all processes of the run.
     """
-    shards = sharded_layers(model)
+    shards = sharded(layers)
     for layer in shards:
         layer.reduce = reduce
-    layers = [each for each in shards if each.config.weight == "ternary" and each.config.is_plain]
-    if layers:
-        parts = reduce(torch.stack([layer.scale_parts() for layer in layers]))
-        for layer, scale in zip(layers, mean_to_scale(parts[:, 0], parts[:, 1]), strict=True):
+    scaled = [each for each in shards if each.config.weight == "ternary" and each.config.is_plain]
+    if scaled:
+        parts = reduce(torch.stack([layer.scale_parts() for layer in scaled]))
+        for layer, scale in zip(scaled, mean_to_scale(parts[:, 0], parts[:, 1]), strict=True):
             layer.shared_scale = scale
     try:
-        with selected(model, reduce_inputs):
+        with selected_layers(layers, reduce_inputs):
             yield
     finally:
-        for layer in layers:
+        for layer in scaled:
             layer.shared_scale = None
 
 
-def gathered_bytes(model: nn.Module) -> tuple[int, int]:
-    """What this process received of the linear layers since the last call, and what it would have
+def gathered_bytes(layers: Iterable[ShardedSparseBitLinear]) -> tuple[int, int]:
+    """What this process received of these layers since the last call, and what it would have
     been in bfloat16. Starts the count anew."""
     received = dense = 0
-    for layer in sharded_layers(model):
+    for layer in layers:
         width = (
             layer.gathered.shape[1] * layer.gathered.itemsize if layer.gathered is not None else 1
         )

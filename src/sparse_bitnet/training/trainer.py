@@ -44,7 +44,7 @@ from sparse_bitnet.training.optimizer import build_optimizer
 from sparse_bitnet.training.run_checkpoint import CheckpointWriter, RunState, model_files, restore
 from sparse_bitnet.training.run_folder import Interrupted, StopSignal, say
 from sparse_bitnet.training.schedule import is_sparse, learning_rate, phase, weight_decay_factor
-from sparse_bitnet.training.sharded_linear import gathered_bytes, selected_shards, sharded_layers
+from sparse_bitnet.training.sharded_linear import gathered_bytes, selected_shards, sharded
 from sparse_bitnet.training.sharding import gather_once_, place_, reshard_, whole_model
 from sparse_bitnet.training.teacher_loss import DistillationLoss, Teacher, check_finite
 from sparse_bitnet.training.validation import validation_loss
@@ -97,7 +97,8 @@ class Trainer:
             world.each(self._add_teacher)
         reduction = torch.bfloat16 if config.gradient_reduction == "bf16" else None
         place_(self.loss, world, self.device, self.dtype, reduction, self.__dict__.pop("whole"))
-        self.layers, self.shards = sparse_layers(self.model), sharded_layers(self.model)
+        self.layers = sparse_layers(self.model)
+        self.shards = sharded(self.layers.values())
         self.parameters = dict(self.model.named_parameters())
         self.optimizer = build_optimizer(self.model, config)
         self.stop = StopSignal()
@@ -236,7 +237,7 @@ class Trainer:
         self.optimizer.param_groups[0]["weight_decay"] = decay  # the others have none
         kept, blend = phase(config, self.format, step)
         set_phase_(self.layers.values(), kept, blend)
-        with selected_shards(self.model, self.world.sum_shards, self.world.sum):
+        with selected_shards(self.layers.values(), self.world.sum_shards, self.world.sum):
             counts = metrics.selection_counts(self.layers, self.world.sum_shards)
             total = self._forward_backward(step)
         norm = torch.nn.utils.clip_grad_norm_(
@@ -272,7 +273,7 @@ class Trainer:
             "peak_memory_bytes": peak_memory_bytes(self.device),
         }
         if self.world.size > 1:
-            received, dense = gathered_bytes(self.model)
+            received, dense = gathered_bytes(self.shards)
             timing.update(gathered_bytes=received, gathered_bytes_as_bf16=dense)
         if self.world.is_main:
             self.timing.write(timing)
@@ -332,7 +333,7 @@ class Trainer:
                 self.loss, self.config, device=self.device, dtype=self.dtype, world=self.world
             )
         reshard_(self.loss)
-        gathered_bytes(self.model)
+        gathered_bytes(self.shards)
         perplexity = float(torch.tensor(loss, dtype=torch.float64).exp())
         return {
             "step": step,

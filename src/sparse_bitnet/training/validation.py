@@ -10,6 +10,7 @@ from torch import Tensor
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.data.windows import Windows
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.nn.convert import sparse_layers
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.distributed import World
 from sparse_bitnet.training.loss import (
@@ -70,6 +71,7 @@ def validation_loss(
                 input_ids, labels, *positions = batch(start)
                 yield input_ids, torch.full_like(labels, -100), *positions
 
-    with selected_for_evaluation(loss, lambda model: selected_shards(model, world.sum_shards)):
+    layers = sparse_layers(loss.model).values()
+    with selected_for_evaluation(loss, selected_shards(layers, world.sum_shards)):
         sums = token_loss_sum(loss, batches(), device=device, dtype=dtype)
     return mean_of(*world.sum(sums).tolist())
