@@ -19,7 +19,7 @@ from sparse_bitnet.training.recipes import RECIPES
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sparse_bitnet.training.trainer import RunResult
+    from sparse_bitnet.training.run_folder import RunResult
 
 
 PLAIN_LINES = 20

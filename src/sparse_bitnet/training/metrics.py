@@ -129,6 +129,16 @@ def check_sinks(config: TrainConfig) -> None:
             raise UserError(f"--{package}: the package is missing; pip install '{extra}'")
 
 
+def open_sinks(config: TrainConfig, run: Path, after_step: int) -> list[RowSink]:
+    """All that the rows of a run go to from this step on."""
+    sinks: list[RowSink] = [JsonLines(run / METRICS_FILE, after_step)]
+    if config.tensorboard:
+        sinks.append(TensorBoard(run / "tensorboard", after_step))
+    if config.wandb:
+        sinks.append(WeightsAndBiases(config))
+    return sinks
+
+
 class TensorBoard(RowSink):
     """Scalars of every row as TensorBoard events."""
 

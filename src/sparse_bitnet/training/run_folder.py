@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,26 @@ from sparse_bitnet.training.config import TrainConfig, read_config
 from sparse_bitnet.training.schedule import learning_rate
 
 RESULT = "result.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """What a finished (or interrupted) run amounts to; `result.json` of the run folder."""
+
+    run: str
+    format: str
+    steps: int
+    tokens: int
+    training_loss: float
+    validation_loss: float
+    validation_perplexity: float
+    validation_tokens: int
+    flip_rate: float | None
+    zero_fraction: float
+
+    def write(self, run: Path) -> None:
+        """Beside the checkpoints: from then on the run is finished."""
+        write_atomic(run / RESULT, json.dumps(asdict(self), indent=2) + "\n")
 
 
 class Interrupted(Exception):

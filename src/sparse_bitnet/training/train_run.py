@@ -11,8 +11,8 @@ from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import resolve_device
 from sparse_bitnet.training.distributed import Launch, open_world
-from sparse_bitnet.training.run_folder import Interrupted, check_run, open_run
-from sparse_bitnet.training.trainer import OnStep, RunResult, Trainer
+from sparse_bitnet.training.run_folder import Interrupted, RunResult, check_run, open_run
+from sparse_bitnet.training.trainer import OnStep, Trainer
 from sparse_bitnet.training.validation import check_validation_data
 
 __all__ = ["Interrupted", "OnStep", "RunResult", "train"]

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -22,10 +21,8 @@ from sparse_bitnet.checkpoint.store_path import open_store
 from sparse_bitnet.data.loader import TokenLoader
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.files import write_atomic
 from sparse_bitnet.nn.convert import set_phase_, sparse_layers
 from sparse_bitnet.nn.layer import SparseBitConfig
-from sparse_bitnet.progress import Progress
 from sparse_bitnet.training import metrics
 from sparse_bitnet.training.adapters import add_adapters_, merged
 from sparse_bitnet.training.config import TrainConfig
@@ -36,39 +33,24 @@ from sparse_bitnet.training.device import (
     peak_memory_bytes,
     prepare_device,
 )
+from sparse_bitnet.training.distillation import distillation, fill
 from sparse_bitnet.training.distributed import World
 from sparse_bitnet.training.initial_model import initial_model
 from sparse_bitnet.training.logit_cache import LogitCache
 from sparse_bitnet.training.loss import SummedLoss
 from sparse_bitnet.training.optimizer import build_optimizer
 from sparse_bitnet.training.run_checkpoint import CheckpointWriter, RunState, model_files, restore
-from sparse_bitnet.training.run_folder import Interrupted, StopSignal, say
+from sparse_bitnet.training.run_folder import Interrupted, RunResult, StopSignal, say
 from sparse_bitnet.training.schedule import is_sparse, learning_rate, phase, weight_decay_factor
 from sparse_bitnet.training.sharded_linear import gathered_bytes, selected_shards, sharded
 from sparse_bitnet.training.sharding import gather_once_, place_, reshard_, whole_model
-from sparse_bitnet.training.teacher_loss import DistillationLoss, Teacher, check_finite
+from sparse_bitnet.training.teacher_loss import check_finite
 from sparse_bitnet.training.validation import validation_loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 OnStep = Callable[[dict[str, Any]], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunResult:
-    """What a finished (or interrupted) run amounts to; `result.json` of the run folder."""
-
-    run: str
-    format: str
-    steps: int
-    tokens: int
-    training_loss: float
-    validation_loss: float
-    validation_perplexity: float
-    validation_tokens: int
-    flip_rate: float | None
-    zero_fraction: float
 
 
 class Trainer:
@@ -137,39 +119,11 @@ class Trainer:
             compile_decoder_(self.model, config, self.device, world.size)
 
     def _add_teacher(self) -> None:
-        config = self.config
-        assert config.teacher is not None
-        rows = self.model.get_output_embeddings().weight.shape[0]
         if self.whole is not None:
-            check_finite(self.whole, config.init or config.model)
-        teacher = None
-        if config.logit_cache is None:
-            teacher = Teacher(config.teacher, self.dtype, self.device, rows)
-        else:
-            self.cache = LogitCache(
-                Path(config.logit_cache),
-                config.teacher,
-                self.loader,
-                config.steps,
-                k=min(config.top_logits, rows),
-                vocab=rows,
-            )
-        self.loss = DistillationLoss(self.model, config, teacher)
-
-    def _fill_cache(self) -> None:
-        cache, config = self.cache, self.config
-        assert cache is not None
-        assert config.teacher is not None
-        if not cache.is_complete:
-            say(
-                f"{cache.folder}: {cache.bytes_per_token} bytes a token, {cache.bytes / 1e6:,.1f} MB of "
-                f"the teacher's logits, {cache.parts - len(cache.checksums)} parts to write"
-            )
-            teacher = Teacher(config.teacher, self.dtype, self.device, cache.vocab_size)
-            with Progress(plain_lines=10) as progress:
-                line = progress.line("teacher's logits", "tokens")
-                cache.fill(teacher, config.micro_batch_size or config.batch_size, line)
-        cache.verify()
+            check_finite(self.whole, self.config.init or self.config.model)
+        self.loss, self.cache = distillation(
+            self.config, self.model, self.loader, self.dtype, self.device
+        )
 
     def run_to_end(self) -> RunResult:
         """Continue from the newest intact checkpoint, or begin; the run folder is this process's.
@@ -183,10 +137,14 @@ class Trainer:
         self.writer = CheckpointWriter(
             self.checkpoints, self.world, config, identity, self.model_files, state
         )
-        self.sinks = self._open_sinks(start)
+        self.sinks: list[metrics.RowSink] = []
+        if self.world.is_main:
+            self.timing = metrics.JsonLines(self.run / metrics.TIMING_FILE, start)
+            self.sinks = metrics.open_sinks(config, self.run, start)
         try:
             if self.cache is not None:
-                self.world.on_main(self._fill_cache)
+                filled = partial(fill, self.cache, config, self.dtype, self.device)
+                self.world.on_main(filled)
             if config.teacher is not None and start == 0:
                 self._write(untrained := self._validate(0))
                 if self.world.is_main:
@@ -216,17 +174,6 @@ class Trainer:
             self.writer.close()
             for sink in self.sinks:
                 sink.close()
-
-    def _open_sinks(self, start: int) -> list[metrics.RowSink]:
-        if not self.world.is_main:
-            return []
-        self.timing = metrics.JsonLines(self.run / metrics.TIMING_FILE, start)
-        sinks: list[metrics.RowSink] = [metrics.JsonLines(self.run / metrics.METRICS_FILE, start)]
-        if self.config.tensorboard:
-            sinks.append(metrics.TensorBoard(self.run / "tensorboard", start))
-        if self.config.wandb:
-            sinks.append(metrics.WeightsAndBiases(self.config))
-        return sinks
 
     def _step(self, step: int) -> dict[str, Any]:
         config, began = self.config, time.perf_counter()
@@ -391,5 +338,5 @@ class Trainer:
             zero_fraction=row["zero_fraction"],
         )
         if self.world.is_main:
-            write_atomic(self.run / "result.json", json.dumps(asdict(result), indent=2) + "\n")
+            result.write(self.run)
         return result
