@@ -298,14 +298,15 @@ def effort_table(results: Results) -> Table:
                 f"{one.steps:,}",
                 f"{one.tokens:,}",
                 f"{one.tokens_per_weight:.1f}",
+                f"{one.tokens / PRESETS[model].block_weights:.1f}",
                 f"{one.epochs:.2f}",
                 f"{statistics.median(row.tokens_per_second for row in rows):,.0f}",
                 _share_used(results, rows),
                 f"{sum(row.seconds for row in rows) / 60:.0f}",
             )
         )
-    tokens = ("tokens a run", "tokens per weight", "epochs", "tokens/s", "of the product rate")
-    head = ("model", "runs", "steps", *tokens, "minutes")
+    tokens = ("tokens a run", "tokens per weight", "per block weight", "epochs", "tokens/s")
+    head = ("model", "runs", "steps", *tokens, "of the product rate", "minutes")
     note = (
         "Of the product rate: operations a second of the model (dense products, forward and backward) "
         "over those of large matrix products of the same type on as many threads."
