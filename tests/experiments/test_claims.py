@@ -264,14 +264,15 @@ def test_the_search_marks_the_rate_in_use_and_each_formats_best(tmp_path):
     results = result_set(tmp_path, lambda config: 20 + 1000 * config.learning_rate, seeds=1)
     rows = search_table(results).lines
     used = [row[0] for row in rows if "used" in row[0]]
-    assert used == [f"{results.learning_rate:g} (used)"]
+    assert used == [f"{SCALE.main}, {results.learning_rate:g} (used)"]
     assert len(rows) == len(SCALE.search)
     best = own_rates_table(results)
     lowest = f"{min(SCALE.search):g}, the outermost"
     assert [row[:2] for row in best.lines] == [
-        (label, lowest) for label in ("full, dense", "full, 6:8", "ternary, dense", "ternary, 6:8")
+        (f"{SCALE.main}, {label}", lowest)
+        for label in ("full, dense", "full, 6:8", "ternary, dense", "ternary, 6:8")
     ]
-    assert best.notes == ["Full minus ternary: +0.00 points (1 seed)."]
+    assert best.notes == [f"{SCALE.main}, full minus ternary: +0.00 points (1 seed)."]
 
 
 @pytest.fixture(scope="module")
@@ -294,10 +295,13 @@ def paper_set(tmp_path_factory):
 def test_each_model_has_its_own_rate_inside_the_grid(paper_set):
     table = own_rates_table(paper_set)
     lines = {line[0]: line[1:] for line in table.lines}
-    assert lines["full, 6:8"][0] == "0.006"
-    assert lines["full, 6:8"][2].startswith("+10.0")
-    assert lines["ternary, dense"][2] == "-"
-    assert table.notes[0].startswith("Full minus ternary: +9.53 points [")
+    assert lines["qwen2.5-0.3m, full, 6:8"][0] == "0.006"
+    assert lines["qwen2.5-1m, full, 6:8"][0] == "0.006, the outermost"
+    assert lines["qwen2.5-0.3m, full, 6:8"][2].startswith("+10.0")
+    assert lines["qwen2.5-0.3m, ternary, dense"][2] == "-"
+    assert [note.partition(" points [")[0] for note in table.notes] == [
+        f"{model}, full minus ternary: +9.53" for model in ("qwen2.5-0.3m", "qwen2.5-1m")
+    ]
 
 
 def test_the_published_recipe_stands_beside_ours(paper_set):

@@ -162,17 +162,25 @@ def test_a_search_goes_on_until_the_best_rate_is_inside():
     losses: dict[str, float] = {}
     asked = []
     while new := [run for run in plan(scale, ["search"], None, losses) if run.name not in losses]:
-        asked.append({run.config.learning_rate for run in new if run.config.format == "full-8:8"})
+        found = [run.config for run in new if run.config.format == "full-8:8"]
+        asked.append({(config.model[8:], config.learning_rate) for config in found})
         for run in new:
             # Full precision is best at 2.4e-2, the ternary models in the middle of the grid.
             best = 2.4e-2 if run.config.format.startswith("full") else 6e-3
             losses[run.name] = abs(run.config.learning_rate - best)
-    assert asked == [{3e-3, 6e-3, 1.2e-2}, {2.4e-2}, {4.8e-2}]
+    assert asked == [
+        {*(("0.3m", rate) for rate in (3e-3, 6e-3, 1.2e-2))}
+        | {*(("1m", rate) for rate in (1.5e-3, 3e-3, 6e-3))},
+        {("0.3m", 2.4e-2), ("1m", 1.2e-2)},
+        {("0.3m", 4.8e-2), ("1m", 2.4e-2)},
+        {("1m", 4.8e-2)},
+    ]
     own = plan(scale, ["own-rates"], None, losses)
     assert {(run.config.format[:4], run.config.learning_rate) for run in own} == {
         ("full", 2.4e-2),
         ("tern", 6e-3),
     }
+    assert len(own) == 2 * 4 * scale.seeds["own-rates"]
     assert not plan(scale, ["own-rates"])
 
 

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from sparse_bitnet.experiments.scales import Scale, four_formats
+from sparse_bitnet.experiments.scales import Scale, Size, four_formats
 from sparse_bitnet.experiments.training_run import Run, run_of
 
 Losses = Mapping[str, float]
@@ -38,21 +38,22 @@ IDEAS = {
 def search(scale: Scale, losses: Losses = NO_LOSSES) -> list[Run]:
     """The four models at other learning rates, for each as far as its best is not the outermost."""
     return [
-        _at_rate(scale, format, rate, seed)
+        _at_rate(scale, size.model, format, rate, seed)
+        for size in scale.sizes
         for seed in range(scale.seeds["search"])
         for format in four_formats(scale.pattern)
-        for rate in _rates(scale, format, losses)[0]
+        for rate in _rates(scale, size, format, losses)[0]
     ]
 
 
 def own_rates(scale: Scale, losses: Losses = NO_LOSSES) -> list[Run]:
-    """Table 2 at the main size, each of the four models at its own best rate; after the search."""
-    best = {format: _rates(scale, format, losses)[1] for format in four_formats(scale.pattern)}
+    """Table 2 with each of the four models at its own best rate, at the sizes of the search; after it."""
     return [
-        _at_rate(scale, format, rate, seed)
+        _at_rate(scale, size.model, format, rate, seed)
+        for size in scale.sizes
         for seed in range(scale.seeds.get("own-rates", 0))
-        for format, rate in best.items()
-        if rate is not None
+        for format in four_formats(scale.pattern)
+        if (rate := _rates(scale, size, format, losses)[1]) is not None
     ]
 
 
@@ -111,16 +112,18 @@ def ideas(scale: Scale, losses: Losses = NO_LOSSES) -> list[Run]:
     ]
 
 
-def _at_rate(scale: Scale, format: str, rate: float, seed: int) -> Run:
-    return run_of(scale, scale.main, format, seed, f"search, {rate:g}", learning_rate=rate)
+def _at_rate(scale: Scale, model: str, format: str, rate: float, seed: int) -> Run:
+    return run_of(scale, model, format, seed, f"search, {rate:g}", learning_rate=rate)
 
 
-def _rates(scale: Scale, format: str, losses: Losses) -> tuple[list[float], float | None]:
+def _rates(
+    scale: Scale, size: Size, format: str, losses: Losses
+) -> tuple[list[float], float | None]:
     """Rates to try for a format, ascending, and the best of them; None before all have been tried."""
-    rates = sorted(scale.search)
+    rates = sorted(scale.search if size.model == scale.main else size.search)
     for added in range(scale.wider + 1):
-        found = [losses.get(_at_rate(scale, format, rate, 0).name) for rate in rates]
-        known = [loss for loss in found if loss is not None]
+        names = [_at_rate(scale, size.model, format, rate, 0).name for rate in rates]
+        known = [losses[name] for name in names if name in losses]
         if not rates or len(known) < len(rates):
             break
         best = known.index(min(known))

@@ -21,47 +21,53 @@ BySeed = Mapping[int, ResultRow]
 
 def search_table(results: Results) -> Table | None:
     """Perplexity of the four models at each learning rate tried, and the one that all share."""
-    tried = {format: _tried(results, format) for format in results.four_formats}
-    rates = sorted(set().union(*tried.values()))
-    if len(rates) < 2:
-        return None
     body = []
-    for rate in rates:
-        first = {format: found[rate][0] for format, found in tried.items() if rate in found}
-        losses = [first[format].loss for format in _DENSE if format in first]
-        body.append(
-            (
-                f"{rate:g}{' (used)' * (rate == results.learning_rate)}",
-                *(f"{first[f].perplexity:.2f}" if f in first else NOTHING for f in tried),
-                f"{statistics.fmean(losses):.4f}" if len(losses) == len(_DENSE) else NOTHING,
+    for model in results.models:
+        tried = {format: _tried(results, format, model) for format in results.four_formats}
+        rates = sorted(set().union(*tried.values()))
+        for rate in rates if len(rates) > 1 else []:
+            first = {format: found[rate][0] for format, found in tried.items() if rate in found}
+            losses = [first[format].loss for format in _DENSE if format in first]
+            body.append(
+                (
+                    f"{model}, {rate:g}{' (used)' * (rate == results.learning_rate)}",
+                    *(f"{first[f].perplexity:.2f}" if f in first else NOTHING for f in tried),
+                    f"{statistics.fmean(losses):.4f}" if len(losses) == len(_DENSE) else NOTHING,
+                )
             )
-        )
     note = (
-        f"Seed 0 of {results.main}, as many steps as all its runs. Every other table but the next uses "
-        "one rate for all models, as the paper does."
+        "Seed 0, as many steps as all runs of the size. Every other table but the next uses one rate for "
+        "all models, as the paper does."
     )
-    head = ("learning rate", *map(_label, tried), "mean loss of the dense two")
-    return Table(head, body, notes=[note])
+    head = ("learning rate", *map(_label, results.four_formats), "mean loss of the dense two")
+    return Table(head, body, notes=[note]) if body else None
 
 
 def own_rates_table(results: Results) -> Table | None:
-    """Table 2 at the main size with the best of the rates tried for each model by itself."""
-    tried = {format: _tried(results, format) for format in results.four_formats}
-    if min(map(len, tried.values())) < 2:
-        return None
-    best = {
-        format: min(found, key=lambda rate: found[rate][0].loss) for format, found in tried.items()
-    }
-    own = {format: found[best[format]] for format, found in tried.items()}
-    body = []
-    for format, rows in own.items():
-        edge = "" if min(tried[format]) < best[format] < max(tried[format]) else ", the outermost"
-        dense = own[f"{format.partition('-')[0]}-{DENSE_PATTERN}"]
-        change = NOTHING if dense is rows else percent_over(rows, dense, "+.1f")
-        body.append((_label(format), f"{best[format]:g}{edge}", perplexities(rows), change))
-    cost = cost_estimate(own)
-    notes = [f"Full minus ternary: {cost.text('+.2f', 'points')}."] if cost.values else []
-    return Table(("model", "best rate", "PPL", "Δ %"), body, notes=notes)
+    """Table 2 with the best of the rates tried for each model by itself, at the sizes with a search."""
+    body: list[tuple[str, ...]] = []
+    notes = []
+    for model in results.models:
+        tried = {format: _tried(results, format, model) for format in results.four_formats}
+        if min(map(len, tried.values())) < 2:
+            continue
+        best = {
+            format: min(found, key=lambda rate: found[rate][0].loss)
+            for format, found in tried.items()
+        }
+        own = {format: found[best[format]] for format, found in tried.items()}
+        for format, rows in own.items():
+            edge = (
+                "" if min(tried[format]) < best[format] < max(tried[format]) else ", the outermost"
+            )
+            dense = own[f"{format.partition('-')[0]}-{DENSE_PATTERN}"]
+            change = NOTHING if dense is rows else percent_over(rows, dense, "+.1f")
+            name = f"{model}, {_label(format)}"
+            body.append((name, f"{best[format]:g}{edge}", perplexities(rows), change))
+        cost = cost_estimate(own)
+        if cost.values:
+            notes.append(f"{model}, full minus ternary: {cost.text('+.2f', 'points')}.")
+    return Table(("model", "best rate", "PPL", "Δ %"), body, notes=notes) if body else None
 
 
 def recipe_table(results: Results) -> Table | None:
@@ -130,10 +136,14 @@ def ideas_table(results: Results) -> Table | None:
     return Table(head, body) if len(body) > 1 else None
 
 
-def _tried(results: Results, format: str, **changes: Any) -> dict[float, BySeed]:
-    """Runs of the main size by learning rate, of rates that seed 0 has."""
+def _tried(
+    results: Results, format: str, model: str | None = None, **changes: Any
+) -> dict[float, BySeed]:
+    """Runs of a size, by default the main one, by learning rate: those of the rates that seed 0 has."""
     rates = {row.config["learning_rate"] for row in results.rows if row.variant == format}
-    found = {rate: results.by_seed(format, learning_rate=rate, **changes) for rate in rates}
+    found = {
+        rate: results.by_seed(format, model=model, learning_rate=rate, **changes) for rate in rates
+    }
     return {rate: rows for rate, rows in found.items() if 0 in rows}
 
 

@@ -41,6 +41,9 @@ class Size:
     seeds: int
     """Of the four models of table 2 at this size."""
 
+    search: tuple[float, ...] = ()
+    """As `Scale.search`, of another size than the main one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TextSource:
@@ -80,7 +83,8 @@ class Scale:
     """What all runs share: batch, sequence length, learning rate and schedule, optimiser."""
 
     search: tuple[float, ...]
-    """Learning rates tried for each of the four models, `recipe.learning_rate` among them."""
+    """Learning rates tried for each of the four models of the main size, `recipe.learning_rate` among
+    them."""
 
     wider: int = 0
     """So many rates may be added on either side for a model whose best is the outermost one."""
@@ -119,7 +123,7 @@ class Scale:
         return next(size for size in self.sizes if size.model == model)
 
     def __post_init__(self) -> None:
-        assert self.main in [size.model for size in self.sizes]
+        assert self.main in [size.model for size in self.sizes if not size.search]
         assert not self.search or self.recipe.learning_rate in self.search
 
 
@@ -189,7 +193,7 @@ def cpu_paper() -> Scale:
         sizes=(
             Size(model="qwen2.5-0.3m", steps=13440, seeds=12),
             Size(model="qwen2.5-0.5m", steps=6840, seeds=5),
-            Size(model="qwen2.5-1m", steps=6480, seeds=5),
+            Size(model="qwen2.5-1m", steps=6480, seeds=5, search=(1.5e-3, 3e-3, 6e-3)),
         ),
         main="qwen2.5-0.3m",
         seeds={
