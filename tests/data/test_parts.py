@@ -11,12 +11,13 @@ from texts import some_texts, write_jsonl
 
 from benchmark_scripts import load_script
 from sparse_bitnet.cli.prepare import main
+from sparse_bitnet.data.hub_source import HubSource
 from sparse_bitnet.data.loader import TokenLoader
 from sparse_bitnet.data.manifest import MANIFEST, Manifest
 from sparse_bitnet.data.parts import part_folder, prepare_part
 from sparse_bitnet.data.preparation import prepare
 from sparse_bitnet.data.shards import TokenDataset
-from sparse_bitnet.data.sources import HubSource, parse_source, part_of
+from sparse_bitnet.data.sources import parse_source, part_of
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.experiments.workers import forked_from_imports
 

@@ -19,8 +19,9 @@ from sparse_bitnet.data.documents import (
     TextSource,
     pieces,
 )
+from sparse_bitnet.data.hub_source import HubSource
 from sparse_bitnet.data.near_duplicates import ReadOnceSource
-from sparse_bitnet.data.sources import HubSource, parse_source
+from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.errors import UserError
 
 

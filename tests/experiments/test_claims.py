@@ -30,6 +30,11 @@ from sparse_bitnet.experiments.judge import (
 )
 from sparse_bitnet.experiments.page import Code, Section
 from sparse_bitnet.experiments.paper_runs import ABLATIONS, EXPERIMENTS, plan
+from sparse_bitnet.experiments.perplexity_tables import (
+    other_text_table,
+    perplexity_table,
+    seed_table,
+)
 from sparse_bitnet.experiments.rate_runs import IDEAS
 from sparse_bitnet.experiments.rate_tables import (
     ideas_table,
@@ -46,10 +51,7 @@ from sparse_bitnet.experiments.setting import make_setting
 from sparse_bitnet.experiments.tables import (
     ablation_table,
     effort_table,
-    other_text_table,
-    perplexity_table,
     schedule_table,
-    seed_table,
     sweep_table,
 )
 from sparse_bitnet.training.config import TrainConfig

@@ -17,8 +17,8 @@ from sparse_bitnet.experiments.page import (
     html,
     markdown,
 )
+from sparse_bitnet.experiments.perplexity_tables import comparison_table, verdict
 from sparse_bitnet.experiments.table import Table
-from sparse_bitnet.experiments.tables import comparison_table, verdict
 
 NASTY = "<script>alert('&')</script>"
 

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from sparse_bitnet.experiments.cells import cells, model_label
 from sparse_bitnet.experiments.page import html as page_html
+from sparse_bitnet.experiments.perplexity_tables import comparison_table, verdict
 from sparse_bitnet.experiments.table import print_table, to_markdown
-from sparse_bitnet.experiments.tables import comparison_table, verdict
 
 
 def printed(rows, width, pattern="6:8"):

@@ -17,7 +17,7 @@ def run(config: QuickstartConfig) -> None:
     """Print progress, the table and where everything is; exit code 130 when stopped."""
     from rich.console import Console
 
-    from sparse_bitnet.experiments import tables
+    from sparse_bitnet.experiments import perplexity_tables
     from sparse_bitnet.experiments.four_models import quickstart
     from sparse_bitnet.experiments.table import print_table
     from sparse_bitnet.training.run_folder import Interrupted
@@ -31,8 +31,13 @@ def run(config: QuickstartConfig) -> None:
         print(f"\n{reason}; the same command continues from there", file=sys.stderr)
         sys.exit(130)
     title = f"Held-out perplexity, {config.model}, {config.source}"
-    print_table(tables.comparison_table(found.cells), console, title, "The paper's Qwen2.5 models")
-    console.print(f"\n{tables.verdict(found.cells)}", highlight=False)
+    print_table(
+        perplexity_tables.comparison_table(found.cells),
+        console,
+        title,
+        "The paper's Qwen2.5 models",
+    )
+    console.print(f"\n{perplexity_tables.verdict(found.cells)}", highlight=False)
     sparse_ternary = f"ternary-{config.pattern}"
     console.print(f"\n{sparse_ternary} continues {config.prompt!r}:", style="bold", highlight=False)
     console.print(f"{config.prompt}{found.sample}", highlight=False, markup=False)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sparse_bitnet.checkpoint.load import load_tokenizer
+from sparse_bitnet.data.file_source import FileSource
 from sparse_bitnet.data.shards import TokenDataset
-from sparse_bitnet.data.sources import FileSource
 from sparse_bitnet.data.tokenizer import tokenizer_hash, vocabulary_size
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.text_windows import TokenSequence

@@ -13,7 +13,7 @@ from rich.console import Console
 from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.sample_text import continue_text
-from sparse_bitnet.experiments import drawings, tables
+from sparse_bitnet.experiments import drawings, perplexity_tables
 from sparse_bitnet.experiments.cells import Cell, cells_of, model_label
 from sparse_bitnet.experiments.page import (
     Block,
@@ -102,8 +102,8 @@ def quickstart_blocks(config: QuickstartConfig, results: Results, sample: str) -
             f"{made['date'][:10]} · {made['hardware']} · commit {made['commit'] or 'release'}",
             "meta",
         ),
-        Paragraph(tables.verdict(cells), "verdict"),
-        tables.comparison_table(cells),
+        Paragraph(perplexity_tables.verdict(cells), "verdict"),
+        perplexity_tables.comparison_table(cells),
         Section("Curves and weights"),
         drawings.cost_figure(results),
         *drawings.course_figures(results),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.experiments import drawings, rate_tables, tables
+from sparse_bitnet.experiments import drawings, perplexity_tables, rate_tables, tables
 from sparse_bitnet.experiments.claims import claims
 from sparse_bitnet.experiments.downstream import downstream_table
 from sparse_bitnet.experiments.judge import RULE, Claim, judged
@@ -171,9 +171,9 @@ def _parts(results: Results, name: str) -> list[Block]:
         (
             "Perplexity of the four models (table 2)",
             [
-                tables.perplexity_table(results),
-                tables.seed_table(results),
-                tables.other_text_table(results),
+                perplexity_tables.perplexity_table(results),
+                perplexity_tables.seed_table(results),
+                perplexity_tables.other_text_table(results),
             ],
         ),
         (

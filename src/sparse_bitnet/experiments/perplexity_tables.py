@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Table 2: the four models side by side, with the paper's beside them, and what it says in words."""
+
+from collections.abc import Sequence
+
+from sparse_bitnet.experiments.cells import Cell, cells_of, model_label, paper_cells
+from sparse_bitnet.experiments.claims import cost_estimate
+from sparse_bitnet.experiments.results import Results
+from sparse_bitnet.experiments.spread import Spread, spread_text
+from sparse_bitnet.experiments.table import NOTHING, Table
+
+DECIDED_POINTS = 2.0
+"""What sparsity costs full precision more than ternary weights, for the seeds that would decide it."""
+
+_PAIRS_NOTE = (
+    "Over several seeds: mean, then least..greatest. Δ and percentages pair models of one seed, which "
+    "share initial weights and batches."
+)
+
+
+def comparison_table(ours: Sequence[Cell]) -> Table:
+    """Table 2 for one size, beside the paper's own numbers for that pattern."""
+    columns = [
+        [_text(cell.perplexity, ".2f") for cell in ours],
+        [_text(cell.delta, "+.2f") for cell in ours],
+        [_text(cell.relative, "+.1f") for cell in ours],
+        # The mean alone: seeds hardly differ in shares of weights.
+        [_percent(cell.zero_fraction, 1) for cell in ours],
+        [_percent(cell.flip_rate, 3) for cell in ours],
+    ]
+    notes = [
+        "full and ternary are the paper's BF16 and BitNet. PPL: held-out perplexity. Δ: minus that "
+        "of the dense model of the same format, Δ % in percent of it. zeros: share of zero weights "
+        "in the forward. flips: share of mask positions that changed at the last step."
+    ]
+    if (seeds := len(ours[0].perplexity.values)) > 1:
+        notes.append(
+            f"Mean of {seeds} seeds, below it least..greatest; Δ pairs models of one seed."
+        )
+    groups = [("this run", ("PPL", "Δ", "Δ %", "zeros", "flips"))]
+    return _beside_paper(ours, groups, columns, notes)
+
+
+def perplexity_table(results: Results) -> Table | None:
+    """Table 2 at every size that has all four models for a seed; None where there is none."""
+    ours = {model: found for model in results.models if (found := cells_of(results, model))}
+    if not ours:
+        return None
+    columns = []
+    for column in ours.values():
+        columns += [
+            [_text(cell.perplexity, ".2f") for cell in column],
+            [_text(cell.delta, "+.2f") for cell in column],
+            [_text(cell.relative, "+.1f") for cell in column],
+        ]
+    groups = [(model, ("PPL", "Δ", "Δ %")) for model in ours]
+    seeds = ", ".join(f"{model} {len(c[0].perplexity.values)}" for model, c in ours.items())
+    first = next(iter(ours.values()))
+    return _beside_paper(first, groups, columns, [f"Seeds: {seeds}. {_PAIRS_NOTE}"])
+
+
+def seed_table(results: Results) -> Table | None:
+    """How many seeds decide the paper's main claim; None before a second one."""
+    body = []
+    for model in results.models:
+        rows = {format: results.by_seed(format, model=model) for format in results.four_formats}
+        cost = cost_estimate(rows)
+        if len(cost.values) > 1 and cost.residual is not None:
+            deviation, needed = cost.residual.deviation, cost.seeds_needed(DECIDED_POINTS)
+            there = len(cost.values)
+            spreads = (f"{100 * deviation:.2f} %", f"{cost.deviation:.2f}")
+            body.append((model, f"{there}", *spreads, f"{needed}", f"{max(0, needed - there)}"))
+    wanted = f"seeds for {DECIDED_POINTS:g} points"
+    head = ("size", "seeds", "deviation of a model", "of the comparison, points", wanted, "still")
+    note = (
+        "Deviation: what a mean for each model and a shift for each seed leave. So many seeds show a "
+        f"difference of {DECIDED_POINTS:g} points four times in five."
+    )
+    return Table(head, body, notes=[note]) if body else None
+
+
+def other_text_table(results: Results) -> Table | None:
+    """The four models on the other held-out text; None where none was given."""
+    names = {row.other_text["name"] for row in results.rows if row.other_text}
+    body = []
+    for model in results.models:
+        for format in results.four_formats:
+            rows = results.by_seed(format, model=model).values()
+            found = [row.other_text["perplexity"] for row in rows if row.other_text]
+            if found:
+                label = model_label(*format.split("-"))
+                body.append((f"{model}, {label}", f"{len(found)}", spread_text(found, ".2f")))
+    return Table(("model", "seeds", f"PPL of {', '.join(sorted(names))}"), body) if body else None
+
+
+def _beside_paper(
+    ours: Sequence[Cell],
+    groups: Sequence[tuple[str, Sequence[str]]],
+    columns: Sequence[Sequence[str]],
+    notes: Sequence[str],
+) -> Table:
+    """Columns of the four models under their titles, then the paper's at each of its sizes."""
+    paper = paper_cells(ours[1].pattern)
+    groups = [*groups, *((f"paper {size}", ("PPL", "Δ %")) for size in paper)]
+    columns = list(columns)
+    for column in paper.values():
+        columns.append([_text(cell.perplexity, ".2f") for cell in column])
+        columns.append([_text(cell.relative, "+.1f") for cell in column])
+    return Table(
+        head=("model", *(name for _, names in groups for name in names)),
+        lines=list(zip([cell.label for cell in ours], *columns, strict=True)),
+        groups=[(title, len(names)) for title, names in groups],
+        notes=notes,
+    )
+
+
+def verdict(ours: Sequence[Cell]) -> str:
+    """What `comparison_table` says in one sentence, and how far to trust it in a second."""
+    pattern = ours[1].pattern
+    full, ternary = ours[1].relative, ours[3].relative
+    assert full is not None
+    assert ternary is not None
+    text = (
+        f"{pattern} sparsity changes the perplexity of the full-precision model by "
+        f"{_in_words(full)} and that of the ternary model by {_in_words(ternary)}"
+    )
+    if theirs := paper_cells(pattern).get("0.5B"):
+        values = " and ".join(_in_words(cell.relative) for cell in theirs if cell.relative)
+        text += f" (the paper's 0.5B model: {values})"
+    texts = [f"{text}."]
+    if min(full.mean, ternary.mean) < 0:
+        texts.append(
+            "A sparse model that beats its dense twin has not been trained long enough to miss what "
+            "the mask removes."
+        )
+    if len(full.values) == 1:
+        texts.append(
+            "One seed of a model this small: the deltas are indicative, another seed can change "
+            "their order (--seeds 3 shows by how much)."
+        )
+    else:
+        margins = [a - b for a, b in zip(full.values, ternary.values, strict=True)]
+        texts.append(
+            f"The ternary model loses less for {sum(margin > 0 for margin in margins)} of "
+            f"{len(margins)} seeds; at this size the deltas are indicative."
+        )
+    return " ".join(texts)
+
+
+def _in_words(spread: Spread) -> str:
+    mean, _, rest = spread.text("+.1f").partition("\n")
+    return f"{mean} %" + (f" ({rest})" if rest else "")
+
+
+def _text(spread: Spread | None, form: str) -> str:
+    return NOTHING if spread is None else spread.text(form)
+
+
+def _percent(share: Spread | None, digits: int) -> str:
+    return NOTHING if share is None else f"{100 * share.mean:.{digits}f} %"
