@@ -2,33 +2,23 @@
 """Curves and histograms as SVG text for a page.
 
 Colour says the weight format and line style the pattern, so nothing depends on telling hues apart.
-Text and axes take the colour of the page around them (`currentColor`), series the CSS variables
-`--full` and `--ternary`, so one figure serves a light and a dark page; standing alone, the defaults
-apply. matplotlib is imported when a figure is drawn, without pyplot and its global state.
+matplotlib is imported when a figure is drawn, without pyplot and its global state.
 """
 
-import io
 import math
-import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from xml.sax.saxutils import escape
 
 import numpy as np
 
+from sparse_bitnet.analysis.svg import COLOURS, INK, SIZE, single, style_sheet, svg_text
 from sparse_bitnet.analysis.weights import NEAR_ZERO, WeightStatistics, bin_centres
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
-# Two colours of Okabe and Ito's palette, distinct under every common colour-vision deficiency.
-COLOURS = {"full": "#0072b2", "ternary": "#d55e00"}
 LABELS = {"full": "full precision", "ternary": "ternary"}
-INK = "#123456"
-_SIZE = (5.4, 3.6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +60,7 @@ def cost_bars(bars: Sequence[Bar], *, x_label: str) -> str:
     least, greatest = min([*edges, 0.0]), max([*edges, 0.0])
     span = greatest - least or 1.0
     with style_sheet("cost-bars"):
-        figure = Figure(figsize=(_SIZE[0], 1.0 + 0.6 * len(groups)), layout="constrained")
+        figure = Figure(figsize=(SIZE[0], 1.0 + 0.6 * len(groups)), layout="constrained")
         axes = figure.subplots()
         for weight, offset in (("full", -0.19), ("ternary", 0.19)):
             mine = [bar for bar in bars if bar.weight == weight]
@@ -185,7 +175,7 @@ def weight_histograms(models: Sequence[tuple[str, str, WeightStatistics]]) -> st
     columns = min(2, len(models))
     rows = math.ceil(len(models) / columns)
     with style_sheet("weights"):
-        figure = Figure(figsize=(_SIZE[0], 0.9 + 1.5 * rows), layout="constrained")
+        figure = Figure(figsize=(SIZE[0], 0.9 + 1.5 * rows), layout="constrained")
         grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
         for axes in grid.flat[len(models) :]:
             axes.set_axis_off()
@@ -247,82 +237,3 @@ def _figure(name: str, title: str, draw: Callable[["Axes"], None]) -> str:
         axes.legend()
 
     return single(name, title, over_steps)
-
-
-def single(name: str, title: str, draw: Callable[["Axes"], None]) -> str:
-    """A figure of one panel, filled by `draw`; see `svg_text`."""
-    from matplotlib.figure import Figure
-
-    with style_sheet(name):
-        figure = Figure(figsize=_SIZE, layout="constrained")
-        draw(figure.subplots())
-        return svg_text(figure, name, title)
-
-
-@contextmanager
-def style_sheet(name: str) -> Iterator[None]:
-    """matplotlib's settings for every figure; `name` makes the ids inside reproducible."""
-    import matplotlib
-
-    style: Any = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": name,
-        "font.family": "sans-serif",
-        "font.size": 9,
-        "axes.titlesize": 9,
-        "axes.titlelocation": "left",
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "axes.grid.which": "major",
-        "axes.axisbelow": True,
-        "axes.edgecolor": INK,
-        "axes.labelcolor": INK,
-        "axes.titlecolor": INK,
-        "text.color": INK,
-        "xtick.color": INK,
-        "ytick.color": INK,
-        "grid.color": INK,
-        "grid.alpha": 0.13,
-        "grid.linewidth": 0.7,
-        "lines.linewidth": 1.7,
-        "legend.frameon": False,
-        "legend.handlelength": 2.6,
-        "figure.facecolor": "none",
-        "axes.facecolor": "none",
-        "savefig.facecolor": "none",
-    }
-    with matplotlib.rc_context(style):
-        yield
-
-
-def svg_text(figure: "Figure", name: str, title: str) -> str:
-    """A drawn figure as SVG that takes its colours and its width from the page.
-
-    Args:
-        figure: what to draw.
-        name: prefix of all ids, unique in a page.
-        title: read out in place of the drawing.
-    """
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    # Several figures share one page: ids must differ, and the page sets the size.
-    text = prefix_ids(text, name)
-    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
-    label = escape(title, {'"': "&quot;"})
-    text = text.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
-    text = re.sub(r"font-family: [^;\"]*;? ?", "", text)
-    text = text.replace(INK, "currentColor")
-    for key, colour in COLOURS.items():
-        text = text.replace(colour, f"var(--{key}, {colour})")
-    return text
-
-
-def prefix_ids(svg: str, prefix: str) -> str:
-    """The same figure with `prefix` before every id in it."""
-    svg = re.sub(r'\bid="', f'id="{prefix}-', svg)
-    return re.sub(r'(url\(|href=")#', rf"\g<1>#{prefix}-", svg)

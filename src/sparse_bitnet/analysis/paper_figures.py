@@ -6,15 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sparse_bitnet.analysis.figures import (
-    COLOURS,
-    INK,
-    LABELS,
-    Curve,
-    single,
-    style_sheet,
-    svg_text,
-)
+from sparse_bitnet.analysis.figures import LABELS, Curve
+from sparse_bitnet.analysis.svg import COLOURS, INK, single, style_sheet, svg_text
 from sparse_bitnet.analysis.weights import BIN_WIDTH, NEAR_ZERO, WeightStatistics
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from sparse_bitnet.analysis.figures import prefix_ids
+from sparse_bitnet.analysis.svg import prefix_ids
 from sparse_bitnet.experiments.judge import EXCLUDED, HOLDS, OPEN, OPPOSITE
 from sparse_bitnet.experiments.table import NOTHING, Table, to_markdown
 

@@ -23,8 +23,9 @@ from sparse_bitnet.engine.protocol import (
     WhichLogits,
 )
 from sparse_bitnet.generation.observer import Observer, Throughput
+from sparse_bitnet.generation.output import FinishReason, Output
 from sparse_bitnet.generation.prefix_cache import PrefixCache, shared_length
-from sparse_bitnet.generation.request import FinishReason, Generation, GenerationRequest, Output
+from sparse_bitnet.generation.request import Generation, GenerationRequest
 from sparse_bitnet.generation.shares import shares
 from sparse_bitnet.generation.speculation import Speculation
 

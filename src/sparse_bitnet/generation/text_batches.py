@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from sparse_bitnet.engine.protocol import ContextFull, InferenceEngine
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.observer import Throughput
+from sparse_bitnet.generation.output import Output
 from sparse_bitnet.generation.prefix_cache import PrefixCache
-from sparse_bitnet.generation.request import Generation, GenerationRequest, Output
+from sparse_bitnet.generation.request import Generation, GenerationRequest
 from sparse_bitnet.generation.sampling_options import SamplingOptions
 from sparse_bitnet.generation.scheduler import Scheduler
 from sparse_bitnet.generation.speculation import Speculation

@@ -12,7 +12,8 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from sparse_bitnet.engine.protocol import ContextFull
-from sparse_bitnet.generation.request import Generation, GenerationRequest, Output
+from sparse_bitnet.generation.output import Output
+from sparse_bitnet.generation.request import Generation, GenerationRequest
 from sparse_bitnet.generation.scheduler_thread import QueueFull, Stopping, ThreadedScheduler
 from sparse_bitnet.generation.token_score import TokenScore
 from sparse_bitnet.serve.api_error import ApiError

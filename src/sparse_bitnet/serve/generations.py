@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.chat_template import ChatTemplate
 from sparse_bitnet.generation.grammar import Form, TokenGrammars
+from sparse_bitnet.generation.output import Output
 from sparse_bitnet.generation.pooling import Pooling
-from sparse_bitnet.generation.request import Generation, GenerationRequest, Output
+from sparse_bitnet.generation.request import Generation, GenerationRequest
 from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
 from sparse_bitnet.generation.text import TextTokenizer
 from sparse_bitnet.serve.api_error import ApiError
