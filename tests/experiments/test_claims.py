@@ -294,6 +294,25 @@ def paper_set(tmp_path_factory):
     return result_set(tmp_path_factory.mktemp("paper"), value, scale=scale, names=names)
 
 
+def test_the_main_claim_is_judged_at_each_models_own_rate_too(tmp_path):
+    def value(config):
+        # Dense full precision is best at twice the shared rate, and better than the others then.
+        own = config.format == "full-8:8" and config.learning_rate == 6e-3
+        return 18.0 if own else paper_perplexity(config)
+
+    found = {
+        claim.text: claim
+        for claim in claims(result_set(tmp_path, value))
+        if claim.model == SCALE.main and claim.text.startswith("6:8")
+    }
+    shared, own = found.values()
+    first, second = found
+    assert second == f"{first}, each at its own learning rate"
+    more = 100 * math.log(21.91 / 18.0)
+    assert own.estimate.mean == pytest.approx(shared.estimate.mean + more, abs=0.01)
+    assert len(own.estimate.values) == 3
+
+
 def test_each_model_has_its_own_rate_inside_the_grid(paper_set):
     table = own_rates_table(paper_set)
     lines = {line[0]: line[1:] for line in table.lines}

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The paper's claims as numbers per seed; `judge.RULE` says what follows from them."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -50,17 +51,21 @@ def _robustness(results: Results) -> Iterator[Claim]:
     paper = {"full": "+5.5 / +3.3 / +2.8", "ternary": "+1.2 / +1.2 / +1.0"}
     theirs = {model: _paper_costs(results, model) for model in results.models}
     for model in reversed(results.models):
-        yield Claim(
+        rows = {format: results.by_seed(format, model=model) for format in results.four_formats}
+        claim = Claim(
             text="6:8 sparsity costs the ternary model less than the full-precision one",
             measure="100 log of perplexity over that of the own dense model, full minus ternary",
             model=model,
             paper=f"{paper['full']} against {paper['ternary']} % (0.5B / 1.5B / 3B)",
             expected=None if (cost := theirs[model]) is None else cost["full"] - cost["ternary"],
-            estimate=cost_estimate(
-                {f: results.by_seed(f, model=model) for f in results.four_formats}
-            ),
+            estimate=cost_estimate(rows),
             unit="points",
         )
+        yield claim
+        own = results.at_own_rates(model)
+        if own not in ({}, rows) and len((estimate := cost_estimate(own)).values) > 1:
+            text = f"{claim.text}, each at its own learning rate"
+            yield dataclasses.replace(claim, text=text, estimate=estimate)
     if len(results.models) > 1:
         small, large = results.models[0], results.models[-1]
         costs = (theirs[small], theirs[large])

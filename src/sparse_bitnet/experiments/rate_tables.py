@@ -3,7 +3,6 @@
 
 import statistics
 from collections.abc import Mapping
-from typing import Any
 
 from sparse_bitnet.experiments.cells import model_label
 from sparse_bitnet.experiments.claims import cost_estimate
@@ -23,7 +22,7 @@ def search_table(results: Results) -> Table | None:
     """Perplexity of the four models at each learning rate tried, and the one that all share."""
     body = []
     for model in results.models:
-        tried = {format: _tried(results, format, model) for format in results.four_formats}
+        tried = {format: results.by_rate(format, model=model) for format in results.four_formats}
         rates = sorted(set().union(*tried.values()))
         for rate in rates if len(rates) > 1 else []:
             first = {format: found[rate][0] for format, found in tried.items() if rate in found}
@@ -48,24 +47,16 @@ def own_rates_table(results: Results) -> Table | None:
     body: list[tuple[str, ...]] = []
     notes = []
     for model in results.models:
-        tried = {format: _tried(results, format, model) for format in results.four_formats}
-        if min(map(len, tried.values())) < 2:
-            continue
-        best = {
-            format: min(found, key=lambda rate: found[rate][0].loss)
-            for format, found in tried.items()
-        }
-        own = {format: found[best[format]] for format, found in tried.items()}
+        own = results.at_own_rates(model)
         for format, rows in own.items():
-            edge = (
-                "" if min(tried[format]) < best[format] < max(tried[format]) else ", the outermost"
-            )
+            best, tried = rows[0].config["learning_rate"], results.by_rate(format, model=model)
+            edge = "" if min(tried) < best < max(tried) else ", the outermost"
             dense = own[f"{format.partition('-')[0]}-{DENSE_PATTERN}"]
             change = NOTHING if dense is rows else percent_over(rows, dense, "+.1f")
-            name = f"{model}, {_label(format)}"
-            body.append((name, f"{best[format]:g}{edge}", perplexities(rows), change))
-        cost = cost_estimate(own)
-        if cost.values:
+            body.append(
+                (f"{model}, {_label(format)}", f"{best:g}{edge}", perplexities(rows), change)
+            )
+        if own and (cost := cost_estimate(own)).values:
             notes.append(f"{model}, full minus ternary: {cost.text('+.2f', 'points')}.")
     return Table(("model", "best rate", "PPL", "Δ %"), body, notes=notes) if body else None
 
@@ -95,7 +86,7 @@ def near_zero_table(results: Results) -> Table | None:
     falls: list[str] = []
     rises: list[str] = []
     for initial in ("normal", "uniform"):
-        found = {f: _tried(results, f, initial_weights=initial) for f in _DENSE}
+        found = {f: results.by_rate(f, initial_weights=initial) for f in _DENSE}
         for rate in sorted(set().union(*found.values())):
             line = [f"{initial}, {rate:g}"]
             for format, tried in found.items():
@@ -134,17 +125,6 @@ def ideas_table(results: Results) -> Table | None:
             body.append((name, format, perplexities(rows), change, zeros))
     head = ("idea", "format", "PPL", "% over the paper's", "zeros, %")
     return Table(head, body) if len(body) > 1 else None
-
-
-def _tried(
-    results: Results, format: str, model: str | None = None, **changes: Any
-) -> dict[float, BySeed]:
-    """Runs of a size, by default the main one, by learning rate: those of the rates that seed 0 has."""
-    rates = {row.config["learning_rate"] for row in results.rows if row.variant == format}
-    found = {
-        rate: results.by_seed(format, model=model, learning_rate=rate, **changes) for rate in rates
-    }
-    return {rate: rows for rate, rows in found.items() if 0 in rows}
 
 
 def _label(format: str) -> str:

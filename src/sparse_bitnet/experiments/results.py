@@ -174,6 +174,30 @@ class Results:
         }
         return dict(sorted(found.items()))
 
+    def by_rate(
+        self, format: str, *, model: str | None = None, **changes: Any
+    ) -> dict[float, dict[int, ResultRow]]:
+        """As `by_seed`, by learning rate: of the rates that seed 0 has."""
+        rates = {row.config["learning_rate"] for row in self.rows if row.variant == format}
+        found = {
+            rate: self.by_seed(format, model=model, learning_rate=rate, **changes)
+            for rate in sorted(rates)
+        }
+        return {rate: rows for rate, rows in found.items() if 0 in rows}
+
+    def at_own_rates(self, model: str) -> dict[str, dict[int, ResultRow]]:
+        """Runs of the four models by seed, each at the rate that is best for seed 0; none before all have
+        tried two."""
+        tried = {format: self.by_rate(format, model=model) for format in self.four_formats}
+        if min(map(len, tried.values())) < 2:
+            return {}
+        return {
+            format: by_rate[
+                min(by_rate, key=lambda r: (by_rate[r][0].loss, r != self.learning_rate))
+            ]
+            for format, by_rate in tried.items()
+        }
+
     def relative(self, format: str, *, model: str | None = None) -> dict[int, float]:
         """NormPPL of a format by seed: perplexity over that of its own dense model (paper, 4.2)."""
         dense = self.by_seed(f"{format.partition('-')[0]}-{DENSE_PATTERN}", model=model)
