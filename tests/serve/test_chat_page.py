@@ -63,7 +63,8 @@ def opened(browser):
 
 @pytest.mark.parametrize("width", [1280, 400])
 def test_a_conversation(opened, width):
-    with server(engine(ANSWER), template=TEMPLATE) as running:
+    # Slow enough for the page's clock to see time go by.
+    with server(engine(ANSWER, delay=0.005), template=TEMPLATE) as running:
         page = opened(running.url, width)
         asked = []
         page.on("request", lambda r: asked.append(r.post_data_json) if r.method == "POST" else 0)
