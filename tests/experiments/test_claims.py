@@ -57,6 +57,7 @@ from sparse_bitnet.experiments.tables import (
 from sparse_bitnet.training.config import TrainConfig
 
 SCALE = find_scale("cpu")
+SEARCH = SCALE.size(SCALE.main).search
 SIZES = dict(zip((size.model for size in SCALE.sizes), ("0.5B", "1.5B", "3B"), strict=True))
 NOISE = (0.0, 0.004, -0.003)
 
@@ -238,7 +239,9 @@ def test_other_learning_rates_and_schedules_stay_out_of_the_comparisons(tmp_path
     results = result_set(tmp_path)
     rows = results.by_seed("ternary-6:8")
     assert list(rows) == [0, 1, 2]
-    assert {row.config["learning_rate"] for row in rows.values()} == {results.learning_rate}
+    assert {row.config["learning_rate"] for row in rows.values()} == {
+        results.learning_rate(SCALE.main)
+    }
     assert {row.sparse_percent for row in rows.values()} == {100}
     assert {r.sparse_percent for r in results.by_seed("ternary-8:8").values()} == {0}
     halves = results.by_seed("ternary-6:8", sparse_percent=50)
@@ -266,10 +269,10 @@ def test_the_search_marks_the_rate_in_use_and_each_formats_best(tmp_path):
     results = result_set(tmp_path, lambda config: 20 + 1000 * config.learning_rate, seeds=1)
     rows = search_table(results).lines
     used = [row[0] for row in rows if "used" in row[0]]
-    assert used == [f"{SCALE.main}, {results.learning_rate:g} (used)"]
-    assert len(rows) == len(SCALE.search)
+    assert used == [f"{SCALE.main}, {results.learning_rate(SCALE.main):g} (used)"]
+    assert len(rows) == len(SEARCH)
     best = own_rates_table(results)
-    lowest = f"{min(SCALE.search):g}, the outermost"
+    lowest = f"{min(SEARCH):g}, the outermost"
     assert [row[:2] for row in best.lines] == [
         (f"{SCALE.main}, {label}", lowest)
         for label in ("full, dense", "full, 6:8", "ternary, dense", "ternary, 6:8")
@@ -325,6 +328,18 @@ def test_each_model_has_its_own_rate_inside_the_grid(paper_set):
     ]
 
 
+def test_a_size_may_have_a_rate_of_its_own_and_rates_of_several_seeds_are_compared(paper_set):
+    table = search_table(paper_set)
+    used = [line[0] for line in table.lines if "used" in line[0]]
+    assert used == ["qwen2.5-0.3m, 0.006 (used)", "qwen2.5-1m, 0.003 (used)"]
+    assert [note.partition(", full minus ternary: +9.53")[0] for note in table.notes[1:]] == [
+        *(f"qwen2.5-0.3m, {rate}" for rate in ("0.003", "0.006", "0.012")),
+        *(f"qwen2.5-1m, {rate}" for rate in ("0.0015", "0.003", "0.006")),
+    ]
+    rows = paper_set.by_seed("full-8:8", model="qwen2.5-1m")
+    assert {row.config["learning_rate"] for row in rows.values()} == {3e-3}
+
+
 def test_the_published_recipe_stands_beside_ours(paper_set):
     lines = {line[0]: line[1:] for line in recipe_table(paper_set).lines}
     assert next(iter(lines)) == "ours"
@@ -371,7 +386,7 @@ def test_sets_beside_the_paper_have_chapters_of_their_tables_alone(tmp_path):
 
 
 def test_seeds_that_decide_two_points_follow_from_the_residual(tmp_path, paper_set):
-    assert [line[-1] for line in seed_table(paper_set).lines] == ["0", "0", "0"]
+    assert [line[-1] for line in seed_table(paper_set).lines] == ["0"] * 4
     swing = {0: 0.9, 1: 1.0, 2: 1.1}
 
     def noisy(config):

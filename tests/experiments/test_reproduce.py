@@ -137,13 +137,23 @@ def test_a_folder_of_another_setting_is_refused(smoke):
         reproduce(other, ["table2"], smoke, console=QUIET)
 
 
-def test_more_patterns_and_rates_may_be_asked_for_later(smoke, tmp_path):
-    scale = small_scale(patterns=("8:8",), search=(3e-3,))
+def test_more_patterns_rates_and_sizes_may_be_asked_for_later(smoke, tmp_path):
+    scale = small_scale(patterns=("8:8",))
     options = {"data": smoke / "data", "budget_minutes": 0, "console": QUIET}
     reproduce(scale, ["sweep"], tmp_path, **options)
-    wider = dataclasses.replace(scale, patterns=("8:8", "2:8"), search=(3e-3, 9e-3))
-    assert reproduce(wider, ["sweep", "search"], tmp_path, **options).left == 4 + 6
-    assert Results(tmp_path).setting["patterns"] == ["8:8", "2:8"]
+    main = dataclasses.replace(scale.sizes[0], search=(3e-3, 9e-3))
+    second = Size(model="qwen2.5-0.5m", steps=4, seeds=1, learning_rate=9e-3)
+    wider = dataclasses.replace(scale, sizes=(main, second), patterns=("8:8", "2:8"))
+    assert (
+        reproduce(wider, ["table2", "sweep", "search"], tmp_path, **options).left == 4 + 4 + 2 + 4
+    )
+    results = Results(tmp_path)
+    assert results.setting["patterns"] == ["8:8", "2:8"]
+    assert results.learning_rate(second.model) == 9e-3
+    assert results.learning_rate(main.model) == 3e-3
+    shorter = dataclasses.replace(scale, sizes=(dataclasses.replace(main, steps=2),))
+    with pytest.raises(UserError, match=r"0.3m 4 -> 2; sizes.qwen2.5-0.5m 4 -> null"):
+        reproduce(shorter, ["sweep"], tmp_path, **options)
 
 
 def test_a_row_trained_with_another_config_is_refused(smoke, tmp_path):

@@ -88,7 +88,6 @@ class QuickstartConfig(DenseLayersOption):
             main=self.model,
             seeds={},
             recipe=recipe,
-            search=(),
             pattern=self.pattern,
             dense_layers=self.dense_globs,
             patterns=(),

@@ -86,6 +86,7 @@ def published_recipe(ours: Mapping[str, Any], steps: int) -> dict[str, dict[str,
 
 def near_zero(scale: Scale, losses: Losses = NO_LOSSES) -> list[Run]:
     """The dense models from both initial distributions at every rate: where near-zero mass falls."""
+    rates = scale.size(scale.main).search
     return [
         run_of(
             scale,
@@ -98,7 +99,7 @@ def near_zero(scale: Scale, losses: Losses = NO_LOSSES) -> list[Run]:
         )
         for seed in range(scale.seeds.get("near-zero", 0))
         for initial in ("normal", "uniform")
-        for rate in (scale.search[0] / 10, *scale.search)
+        for rate in (rates[0] / 10, *rates)
         for format in ("full-8:8", "ternary-8:8")
     ]
 
@@ -120,7 +121,7 @@ def _rates(
     scale: Scale, size: Size, format: str, losses: Losses
 ) -> tuple[list[float], float | None]:
     """Rates to try for a format, ascending, and the best of them; None before all have been tried."""
-    rates = sorted(scale.search if size.model == scale.main else size.search)
+    rates = sorted(size.search)
     for added in range(scale.wider + 1):
         names = [_at_rate(scale, size.model, format, rate, 0).name for rate in rates]
         known = [losses[name] for name in names if name in losses]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from sparse_bitnet.experiments.cells import model_label
 from sparse_bitnet.experiments.claims import cost_estimate
+from sparse_bitnet.experiments.judge import Estimate
 from sparse_bitnet.experiments.rate_runs import IDEAS, published_recipe
 from sparse_bitnet.experiments.result_row import ResultRow
 from sparse_bitnet.experiments.results import Results
@@ -21,25 +22,28 @@ BySeed = Mapping[int, ResultRow]
 def search_table(results: Results) -> Table | None:
     """Perplexity of the four models at each learning rate tried, and the one that all share."""
     body = []
+    notes = [
+        "Seed 0, as many steps as all runs of the size. Every other table but the next uses one rate for "
+        "all models of a size, as the paper does."
+    ]
     for model in results.models:
         tried = {format: results.by_rate(format, model=model) for format in results.four_formats}
         rates = sorted(set().union(*tried.values()))
         for rate in rates if len(rates) > 1 else []:
+            cost = cost_estimate({format: found.get(rate, {}) for format, found in tried.items()})
+            if len(cost.values) > 1:
+                notes.append(_full_minus_ternary(f"{model}, {rate:g}", cost))
             first = {format: found[rate][0] for format, found in tried.items() if rate in found}
             losses = [first[format].loss for format in _DENSE if format in first]
             body.append(
                 (
-                    f"{model}, {rate:g}{' (used)' * (rate == results.learning_rate)}",
+                    f"{model}, {rate:g}{' (used)' * (rate == results.learning_rate(model))}",
                     *(f"{first[f].perplexity:.2f}" if f in first else NOTHING for f in tried),
                     f"{statistics.fmean(losses):.4f}" if len(losses) == len(_DENSE) else NOTHING,
                 )
             )
-    note = (
-        "Seed 0, as many steps as all runs of the size. Every other table but the next uses one rate for "
-        "all models, as the paper does."
-    )
     head = ("learning rate", *map(_label, results.four_formats), "mean loss of the dense two")
-    return Table(head, body, notes=[note]) if body else None
+    return Table(head, body, notes=notes) if body else None
 
 
 def own_rates_table(results: Results) -> Table | None:
@@ -57,7 +61,7 @@ def own_rates_table(results: Results) -> Table | None:
                 (f"{model}, {_label(format)}", f"{best:g}{edge}", perplexities(rows), change)
             )
         if own and (cost := cost_estimate(own)).values:
-            notes.append(f"{model}, full minus ternary: {cost.text('+.2f', 'points')}.")
+            notes.append(_full_minus_ternary(model, cost))
     return Table(("model", "best rate", "PPL", "Δ %"), body, notes=notes) if body else None
 
 
@@ -125,6 +129,10 @@ def ideas_table(results: Results) -> Table | None:
             body.append((name, format, perplexities(rows), change, zeros))
     head = ("idea", "format", "PPL", "% over the paper's", "zeros, %")
     return Table(head, body) if len(body) > 1 else None
+
+
+def _full_minus_ternary(what: str, cost: Estimate) -> str:
+    return f"{what}, full minus ternary: {cost.text('+.2f', 'points')}."
 
 
 def _label(format: str) -> str:

@@ -138,10 +138,9 @@ class Results:
         trained = {row.model for row in self.rows}
         return [model for model in self.setting["sizes"] if model in trained]
 
-    @property
-    def learning_rate(self) -> float:
-        """The one that all runs but those of the search have."""
-        return self.setting["recipe"]["learning_rate"]
+    def learning_rate(self, model: str) -> float:
+        """The one that all runs of a size have but those of the search."""
+        return self.setting["learning_rates"].get(model, self.setting["recipe"]["learning_rate"])
 
     def by_seed(
         self,
@@ -159,15 +158,17 @@ class Results:
             sparse_percent: of the steps; by default all of them, none of a dense format.
             changes: fields in which the runs' recipe is not that of the set.
         """
-        recipe = as_written_now(self.setting["recipe"]) | changes
-        steps = changes.get("steps", self.setting["sizes"].get(model or self.main))
+        model = model or self.main
+        shared = {"learning_rate": self.learning_rate(model)}
+        recipe = as_written_now(self.setting["recipe"]) | shared | changes
+        steps = changes.get("steps", self.setting["sizes"].get(model))
         dense = format.endswith(f"-{DENSE_PATTERN}")
         percent = (0 if dense else 100) if sparse_percent is None else sparse_percent
         found = {
             row.seed: row
             for row in self.rows
             if row.variant == format
-            and row.model == (model or self.main)
+            and row.model == model
             and row.sparse_percent == percent
             and row.steps == steps
             and all(as_written_now(row.config)[name] == recipe[name] for name in VARIED)
@@ -191,10 +192,9 @@ class Results:
         tried = {format: self.by_rate(format, model=model) for format in self.four_formats}
         if min(map(len, tried.values())) < 2:
             return {}
+        shared = self.learning_rate(model)
         return {
-            format: by_rate[
-                min(by_rate, key=lambda r: (by_rate[r][0].loss, r != self.learning_rate))
-            ]
+            format: by_rate[min(by_rate, key=lambda r: (by_rate[r][0].loss, r != shared))]
             for format, by_rate in tried.items()
         }
 

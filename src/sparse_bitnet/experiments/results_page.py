@@ -142,7 +142,7 @@ def _setting(results: Results) -> list[Block]:
                 f"{text['train']['vocab_size']:,}.",
                 f"Recipe of every run: {recipe['batch_size']} sequences of "
                 f"{recipe['sequence_length']} tokens a step, learning rate "
-                f"{recipe['learning_rate']:g} ({recipe['schedule']}, warm-up "
+                f"{_rates(results)} ({recipe['schedule']}, warm-up "
                 f"{100 * recipe['warmup_fraction']:g} %), weight decay {recipe['weight_decay']:g}, "
                 f"AdamW ({recipe['beta1']:g}, {recipe['beta2']:g}, {recipe['epsilon']:g}), "
                 f"{setting['precision']} with float32 masters.",
@@ -158,6 +158,14 @@ def _setting(results: Results) -> list[Block]:
             f"--scale {setting['scale']}"
         ),
     ]
+
+
+def _rates(results: Results) -> str:
+    """The learning rate of the main size, and those that differ from it."""
+    main = results.learning_rate(results.main)
+    found = {model: results.learning_rate(model) for model in results.models}
+    others = [f"{rate:g} at {model}" for model, rate in found.items() if rate != main]
+    return ", ".join((f"{main:g}", *others))
 
 
 def _parts(results: Results, name: str) -> list[Block]:

@@ -14,11 +14,14 @@ from sparse_bitnet.training.config import TrainConfig, as_written_now
 SETTING = "setting.json"
 SETTING_VERSION = 1
 
-MAY_CHANGE = ("summary", "search", "wider", "patterns", "sparse_percents")
+MAY_CHANGE = ("summary", "learning_rates", "patterns", "sparse_percents")
 """What of a setting says which runs are wanted, and nothing about those that are there."""
 
-ADDED_LATER: dict[str, Any] = {"pattern": "6:8", "dense_layers": []}
+ADDED_LATER: dict[str, Any] = {"pattern": "6:8", "dense_layers": [], "learning_rates": {}}
 """Of settings; those written before have these."""
+
+_WHICH_RUNS = ("seeds", "wider", "workers", "size_by_size", "plain_names", "needs_gpu")
+"""Of a scale; in no setting."""
 
 
 def make_setting(
@@ -27,19 +30,19 @@ def make_setting(
     """Everything that all results of one folder have in common, as JSON.
 
     Args:
-        scale: its numbers; seeds, which may be added later, names and workers do not count.
+        scale: its numbers; seeds, sizes and rates, which may be added later, names and workers do not
+            count.
         data: identity of the training and of the validation text.
         device: "cpu" or "cuda".
         precision: resolved compute type.
     """
-    values = dataclasses.asdict(scale)
-    for name in ("seeds", "workers", "size_by_size", "plain_names", "needs_gpu"):
-        del values[name]
-    values["sizes"] = {size["model"]: size["steps"] for size in values["sizes"]}
+    values = {n: v for n, v in dataclasses.asdict(scale).items() if n not in _WHICH_RUNS}
     return {
         "version": SETTING_VERSION,
         "scale": values.pop("name"),
         **values,
+        "sizes": {size.model: size.steps for size in scale.sizes},
+        "learning_rates": {s.model: s.learning_rate for s in scale.sizes if s.learning_rate},
         "recipe": _shared(scale.recipe),
         "data": data,
         "device": device,
@@ -59,7 +62,8 @@ def read_setting(path: Path) -> dict[str, Any]:
 
 def setting_changes(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
     """In words what makes results of two settings incomparable."""
-    there = {**stored, **{name: wanted[name] for name in MAY_CHANGE}}
+    there: dict[str, Any] = {n: wanted[n] if n in MAY_CHANGE else stored.get(n) for n in wanted}
+    there["sizes"] = wanted["sizes"] | there["sizes"]
     # Fields of the recipe that did not exist when it was written have their defaults.
     there["recipe"] = _shared(TrainConfig()) | as_written_now(there["recipe"])
     return _differences(there, wanted)

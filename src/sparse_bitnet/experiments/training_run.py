@@ -79,6 +79,7 @@ def config_hash(config: TrainConfig) -> str:
 
 def run_of(scale: Scale, model: str, format: str, seed: int, purpose: str, **changes: Any) -> Run:
     """A run of the scale's recipe, but for `changes` of its fields."""
+    changes = {"learning_rate": scale.learning_rate(model)} | changes
     steps = changes.pop("steps", scale.size(model).steps)
     # Cadence follows from the format, so that every experiment asks for the very same dense run.
     parsed = SparseBitConfig.parse(format)
