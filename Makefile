@@ -18,7 +18,7 @@ quickstart: $(STAMP)
 
 # The repository's page, from the committed results; docs/experiments.html is the same page, not tracked.
 experiments: $(STAMP)
-	$(BIN)/sparse-bitnet report docs/results/cpu docs/results/cpu-paper docs/results/cpu-ideas \
+	$(BIN)/sparse-bitnet report docs/results/cpu-paper docs/results/cpu docs/results/cpu-ideas \
 		--engine $(lastword $(sort $(wildcard benchmarks/results/*_bench.jsonl))) \
 		--document docs/experiments.md --page docs/experiments.html
 

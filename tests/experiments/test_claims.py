@@ -51,6 +51,7 @@ from sparse_bitnet.experiments.setting import make_setting
 from sparse_bitnet.experiments.tables import (
     ablation_table,
     effort_table,
+    overview_table,
     schedule_table,
     sweep_table,
 )
@@ -383,6 +384,17 @@ def test_sets_beside_the_paper_have_chapters_of_their_tables_alone(tmp_path):
     ]
     commands = {block.text for block in blocks if isinstance(block, Code)}
     assert commands == {"sparse-bitnet reproduce ideas --scale cpu-paper"}
+
+
+def test_the_overview_has_the_verdicts_of_each_set_side_by_side(tmp_path):
+    found = judged(claims(result_set(tmp_path)))
+    table = overview_table({"one": found, "two": found[1:3]})
+    assert list(table.head) == ["claim", "one", "two"]
+    assert len(table.lines) == len({claim.text for claim in found})
+    costs = next(line for line in table.lines if line[0] == found[2].text)
+    assert costs[1].split("; ")[-1] == "0.3m: holds, +4.11 points"
+    assert costs[2].count("points") == 2
+    assert {line[2] for line in table.lines if line[0] != found[2].text} == {"-"}
 
 
 def test_seeds_that_decide_two_points_follow_from_the_residual(tmp_path, paper_set):

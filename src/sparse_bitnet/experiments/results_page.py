@@ -95,12 +95,17 @@ def report_blocks(sets: Sequence[Results], engine: Path | None = None) -> list[B
             raise UserError(
                 f"{results.path}: no finished run of {scale} yet; `reproduce` trains them"
             )
+    names = [s if scales.count(s) == 1 else r.path.name for r, s in zip(sets, scales, strict=True)]
     found = [claims(results) if _is_of_the_paper(results) else [] for results in sets]
     # Holm's correction runs over the whole page.
     verdicts = iter(judged([claim for chapter in found for claim in chapter]))
-    for results, scale, own in zip(sets, scales, found, strict=True):
-        name = scale if scales.count(scale) == 1 else results.path.name
-        blocks += _chapter(results, name, list(itertools.islice(verdicts, len(own))))
+    chapters = {
+        n: list(itertools.islice(verdicts, len(f))) for n, f in zip(names, found, strict=True)
+    }
+    if len(with_claims := {name: own for name, own in chapters.items() if own}) > 1:
+        blocks += [Section("All verdicts"), tables.overview_table(with_claims)]
+    for results, (name, own) in zip(sets, chapters.items(), strict=True):
+        blocks += _chapter(results, name, own)
     return blocks + (throughput_blocks(engine) if engine else [])
 
 

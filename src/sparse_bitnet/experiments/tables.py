@@ -3,7 +3,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from sparse_bitnet.experiments.cells import paper_results, paper_sweep
 from sparse_bitnet.experiments.flips import flips_by_tenth
@@ -25,6 +25,25 @@ def claim_table(claims: Sequence[Claim]) -> Table:
         for claim in claims
     ]
     return Table(head, body, numeric=False)
+
+
+def overview_table(chapters: Mapping[str, Sequence[Claim]]) -> Table:
+    """A line per claim, a column per set of results, by its name."""
+    texts = dict.fromkeys(claim.text for found in chapters.values() for claim in found)
+    body = [(text, *(_verdicts(text, found) for found in chapters.values())) for text in texts]
+    return Table(("claim", *chapters), body, numeric=False)
+
+
+def _verdicts(text: str, claims: Sequence[Claim]) -> str:
+    return (
+        "; ".join(
+            f"{claim.model.removeprefix('qwen2.5-')}: {claim.verdict.partition(',')[0]}, "
+            f"{claim.result.partition(' [')[0]}"
+            for claim in claims
+            if claim.text == text
+        )
+        or NOTHING
+    )
 
 
 def sweep_table(results: Results) -> Table:
