@@ -27,7 +27,7 @@ from sparse_bitnet.pattern import NMPattern
 
 pytest.importorskip("sparse_bitnet._cpu")
 from sparse_bitnet.engine.engine import Engine, _cache_type
-from sparse_bitnet.engine.runtime_weights import _Loader
+from sparse_bitnet.engine.weight_memory import WeightMemory
 
 TOKENS = [int(token) for token in np.random.default_rng(5).integers(0, 96, 60)]
 EXACT = {"kv_cache": "float32", "head": "stored", "threads": 1}
@@ -135,8 +135,10 @@ def test_rows_of_whole_cache_lines_are_multiplied_in_the_mapped_file(
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
     folder = make_packed(tmp_path, embeddings="int8", num_hidden_layers=2, **sizes)
     copied = all_logits(Engine.load(folder, weight_format="i2", **EXACT), TOKENS)
-    found, in_place = [], _Loader._in_place
-    monkeypatch.setattr(_Loader, "_in_place", lambda *a: found.append(in_place(*a)) or found[-1])
+    found, in_place = [], WeightMemory.in_place
+    monkeypatch.setattr(
+        WeightMemory, "in_place", lambda *a: found.append(in_place(*a)) or found[-1]
+    )
     engine = Engine.load(folder, weight_format="stored", **EXACT)
     # Behind the last one the file has no bytes to be read ahead.
     assert [place is None for place in found] == [False] * 14 + [True]

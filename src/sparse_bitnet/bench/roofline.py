@@ -104,7 +104,7 @@ def work_of(folder: Path, weight_format: str, head: str, kv_cache: str) -> Work:
 
     Args:
         folder: packed.
-        weight_format: the run-time format, "stored" or a name of `runtime_weights.FORMATS`.
+        weight_format: the run-time format, "stored" or a name of `weight_forms.FORMATS`.
         head: "auto", "stored", "int8" or "int4".
         kv_cache: "float32", "float16", "int8" or "int4".
 

@@ -34,7 +34,7 @@ _LONGEST_KEY = "BF16"
 
 _ALIGNMENT = 64
 """Of the first tensor of one byte a value, and so of those behind it that have whole cache lines: an
-engine can multiply them where they lie (runtime_weights.py)."""
+engine can multiply them where they lie (weight_memory.py)."""
 
 _HEADER_ALIGNMENT = 8
 
