@@ -21,7 +21,8 @@ from sparse_bitnet.data.preparation import prepare
 from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.presets import PRESETS
 from sparse_bitnet.training.config import TrainConfig
-from sparse_bitnet.training.run_estimate import Job, plan
+from sparse_bitnet.training.job import Job
+from sparse_bitnet.training.run_estimate import plan
 
 RUNS: list[tuple[str, int, int | None, int]] = [
     (format, processes, shard, micro_batch_size)

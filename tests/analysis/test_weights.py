@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from factories import tiny_model
+from sparse_bitnet.analysis.weight_statistics import bin_centres, pool
 from sparse_bitnet.analysis.weights import (
-    bin_centres,
     checkpoint_statistics,
     model_statistics,
-    pool,
     weight_statistics,
 )
 from sparse_bitnet.checkpoint.build_model import build_model

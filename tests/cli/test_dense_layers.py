@@ -17,7 +17,7 @@ from sparse_bitnet.experiments.results import Results
 from sparse_bitnet.experiments.setting import make_setting
 from sparse_bitnet.presets import PRESETS
 from sparse_bitnet.training.footprint import converted_weights
-from sparse_bitnet.training.run_estimate import Job
+from sparse_bitnet.training.job import Job
 from sparse_bitnet.training.run_estimate import plan as estimate
 
 DOWN = ["--dense-layers", "down_proj"]

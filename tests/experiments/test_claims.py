@@ -11,11 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_bitnet.experiments.cells import paper_results
-from sparse_bitnet.experiments.claims import (
-    claims,
-    collapse_density,
-    density,
-)
+from sparse_bitnet.experiments.claims import claims
 from sparse_bitnet.experiments.flips import flips_by_tenth
 from sparse_bitnet.experiments.judge import (
     EXCLUDED,
@@ -48,6 +44,7 @@ from sparse_bitnet.experiments.results import Results
 from sparse_bitnet.experiments.results_page import report_blocks
 from sparse_bitnet.experiments.scales import find_scale
 from sparse_bitnet.experiments.setting import make_setting
+from sparse_bitnet.experiments.sweep_claims import collapse_density, density
 from sparse_bitnet.experiments.tables import (
     ablation_table,
     effort_table,

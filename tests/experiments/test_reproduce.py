@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sparse_bitnet.analysis.weights import model_statistics, pool
+from sparse_bitnet.analysis.weight_statistics import pool
+from sparse_bitnet.analysis.weights import model_statistics
 from sparse_bitnet.checkpoint.build_model import build_model
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.cli import report as report_cli

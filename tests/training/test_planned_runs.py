@@ -8,7 +8,8 @@ import pytest
 from world_processes import MEASURED, TINY, Worlds, collectives, memory
 
 from sparse_bitnet.presets import PRESETS
-from sparse_bitnet.training.run_estimate import Job, plan
+from sparse_bitnet.training.job import Job
+from sparse_bitnet.training.run_estimate import plan
 
 BLOCKS = TINY.num_hidden_layers
 

@@ -15,9 +15,10 @@ from sparse_bitnet.ops.operands import pack_codes, unpack_codes
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import autocast
 from sparse_bitnet.training.footprint import activation_bytes, state_bytes
+from sparse_bitnet.training.job import GPUS, Job
 from sparse_bitnet.training.loss import causal_lm_loss
 from sparse_bitnet.training.optimizer import build_optimizer
-from sparse_bitnet.training.run_estimate import GPUS, UNPACKING_BYTES, Job, fitted, plan
+from sparse_bitnet.training.run_estimate import UNPACKING_BYTES, fitted, plan
 
 SMALL = Shape(
     hidden_size=64,

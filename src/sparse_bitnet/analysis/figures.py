@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparse_bitnet.analysis.svg import COLOURS, INK, SIZE, single, style_sheet, svg_text
-from sparse_bitnet.analysis.weights import NEAR_ZERO, WeightStatistics, bin_centres
+from sparse_bitnet.analysis.weight_statistics import NEAR_ZERO, WeightStatistics, bin_centres
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,7 +8,7 @@ import numpy as np
 
 from sparse_bitnet.analysis.figures import LABELS, Curve
 from sparse_bitnet.analysis.svg import COLOURS, INK, single, style_sheet, svg_text
-from sparse_bitnet.analysis.weights import BIN_WIDTH, NEAR_ZERO, WeightStatistics
+from sparse_bitnet.analysis.weight_statistics import BIN_WIDTH, NEAR_ZERO, WeightStatistics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Statistics of master weights that explain why a format tolerates sparsity (paper, section 4.3).
 
-Everything is counted per layer on W / mean|W|, so that layers of different scales can be pooled.
 From safetensors files one layer is in memory at a time.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sparse_bitnet.analysis.weight_statistics import (
+    BIN_WIDTH,
+    NEAR_ZERO,
+    RANGE,
+    WeightStatistics,
+)
 from sparse_bitnet.checkpoint.hub import read_format
 from sparse_bitnet.checkpoint.model_folder import CONFIG_FILE
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, open_checkpoint
@@ -26,129 +28,8 @@ from sparse_bitnet.nn.selection import select, spread_scale
 from sparse_bitnet.ops.absmean import absmean
 from sparse_bitnet.pattern import NMPattern
 
-BIN_WIDTH = 0.05
-RANGE = 4.0
-"""Histograms cover |W| / mean|W| < 4; what lies outside is in `weights` but in no bin."""
-
-NEAR_ZERO = 0.5
-"""Below this |W| / mean|W| a weight rounds to the code 0."""
-
 _BLOCK_WEIGHTS = 1 << 22
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightStatistics:
-    """Counts over one layer or over several pooled ones; every field adds up exactly."""
-
-    name: str
-    block: int | None
-    """Index of the decoder block, None when the name holds none or blocks are pooled."""
-
-    weights: int
-    """Number of weights counted."""
-
-    absolute_sum: float
-    """sum |W|."""
-
-    near_zero: int
-    """Weights with |W| / mean|W| < 0.5."""
-
-    code_zeros: int
-    """Zeros among the ternary codes before the mask; for full-precision weights, as if rounded."""
-
-    zeros: int
-    """Zeros of the weight that the forward uses, mask included."""
-
-    histogram: np.ndarray
-    """int64 [160]: W / mean|W| in bins of 0.05 from -4 to 4."""
-
-    groups: int
-    """Groups of m weights that have a threshold; 0 with a dense pattern."""
-
-    thresholds: np.ndarray
-    """int64 [80]: (n+1)-th largest |W| of each group, over mean|W|, in bins of 0.05 from 0 to 4."""
-
-    @property
-    def weight_scale(self) -> float:
-        """mean |W|."""
-        return self.absolute_sum / self.weights
-
-    @property
-    def near_zero_mass(self) -> float:
-        """P(|W| / mean|W| < 0.5)."""
-        return self.near_zero / self.weights
-
-    @property
-    def code_zero_fraction(self) -> float:
-        """Share of zero codes before the mask."""
-        return self.code_zeros / self.weights
-
-    @property
-    def zero_fraction(self) -> float:
-        """Share of zeros in the weight that the forward uses."""
-        return self.zeros / self.weights
-
-    @property
-    def density(self) -> np.ndarray:
-        """float64 [160]: probability density of W / mean|W| at `bin_centres()`."""
-        return self.histogram / (self.weights * BIN_WIDTH)
-
-    @property
-    def magnitude_density(self) -> np.ndarray:
-        """float64 [80]: probability density of |W| / mean|W| at the positive bin centres."""
-        half = len(self.histogram) // 2
-        return (self.histogram[half:] + self.histogram[half - 1 :: -1]) / (self.weights * BIN_WIDTH)
-
-    @property
-    def threshold_density(self) -> np.ndarray:
-        """float64 [80]: probability density of the group thresholds; zeros with a dense pattern."""
-        return self.thresholds / (max(self.groups, 1) * BIN_WIDTH)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able: the shares and both histograms as counts."""
-        return {
-            "name": self.name,
-            "block": self.block,
-            "weights": self.weights,
-            "weight_scale": self.weight_scale,
-            "near_zero_mass": self.near_zero_mass,
-            "code_zero_fraction": self.code_zero_fraction,
-            "zero_fraction": self.zero_fraction,
-            "bin_width": BIN_WIDTH,
-            "histogram": self.histogram.tolist(),
-            "groups": self.groups,
-            "thresholds": self.thresholds.tolist(),
-        }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Inverse of `to_dict`."""
-        weights = values["weights"]
-        counts = {
-            count: round(values[share] * weights)
-            for count, share in (
-                ("near_zero", "near_zero_mass"),
-                ("code_zeros", "code_zero_fraction"),
-                ("zeros", "zero_fraction"),
-            )
-        }
-        return cls(
-            name=values["name"],
-            block=values["block"],
-            weights=weights,
-            absolute_sum=values["weight_scale"] * weights,
-            histogram=np.array(values["histogram"]),
-            groups=values["groups"],
-            thresholds=np.array(values["thresholds"]),
-            **counts,
-        )
-
-
-def bin_centres() -> np.ndarray:
-    """float64 [160]: W / mean|W| at the middle of each histogram bin."""
-    count = round(2 * RANGE / BIN_WIDTH)
-    return (np.arange(count) + 0.5) * BIN_WIDTH - RANGE
 
 
 def weight_statistics(
@@ -202,24 +83,6 @@ def weight_statistics(
         histogram=counts.cpu().numpy(),
         groups=groups,
         thresholds=thresholds.cpu().numpy(),
-    )
-
-
-def pool(layers: Iterable[WeightStatistics], name: str = "all layers") -> WeightStatistics:
-    """Several layers as one; every weight keeps the mean of its own layer as its unit."""
-    parts = list(layers)
-    assert parts
-    return WeightStatistics(
-        name=name,
-        block=None,
-        weights=sum(part.weights for part in parts),
-        absolute_sum=sum(part.absolute_sum for part in parts),
-        near_zero=sum(part.near_zero for part in parts),
-        code_zeros=sum(part.code_zeros for part in parts),
-        zeros=sum(part.zeros for part in parts),
-        histogram=np.sum([part.histogram for part in parts], axis=0),
-        groups=sum(part.groups for part in parts),
-        thresholds=np.sum([part.thresholds for part in parts], axis=0),
     )
 
 

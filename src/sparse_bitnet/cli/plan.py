@@ -2,13 +2,12 @@
 """`sparse-bitnet plan`: what a run would take on some GPUs."""
 
 from sparse_bitnet.cli.arguments import parse
+from sparse_bitnet.training.job import GPUS, Job
 from sparse_bitnet.training.run_estimate import (
     COLLECTIVE_LATENCY,
-    GPUS,
     LINK_EFFICIENCY,
     MEMORY_EFFICIENCY,
     UTILISATION,
-    Job,
     fitted,
     plan,
 )

@@ -26,7 +26,7 @@ from sparse_bitnet.analysis.paper_figures import (
     norm_ppl,
     threshold_overlay,
 )
-from sparse_bitnet.analysis.weights import WeightStatistics
+from sparse_bitnet.analysis.weight_statistics import WeightStatistics
 from sparse_bitnet.experiments.cells import (
     cells_of,
     model_label,

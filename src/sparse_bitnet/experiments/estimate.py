@@ -12,13 +12,15 @@ from sparse_bitnet.experiments.training_run import Run
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.presets import PRESETS
 from sparse_bitnet.progress import duration
-from sparse_bitnet.training import run_estimate
 from sparse_bitnet.training.config import TrainConfig
+from sparse_bitnet.training.footprint import flops_per_token, parameter_counts
+from sparse_bitnet.training.job import GPUS as PLANNED_GPUS
+from sparse_bitnet.training.run_estimate import UTILISATION
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-GPUS = {name.upper(): gpu.flops for name, gpu in run_estimate.GPUS.items()}
+GPUS = {name.upper(): gpu.flops for name, gpu in PLANNED_GPUS.items()}
 """Dense bfloat16 FLOP/s of the SXM boards, from the makers' data sheets."""
 
 OVERHEAD = 1.1
@@ -94,14 +96,12 @@ def timed_seconds(config: TrainConfig, vocab_size: int | None) -> float:
 
 def parameters(config: TrainConfig, vocab_size: int | None = None) -> int:
     """Weights of the blocks and of the embedding."""
-    return sum(run_estimate.parameter_counts(PRESETS[config.model], vocab_size)[:2])
+    return sum(parameter_counts(PRESETS[config.model], vocab_size)[:2])
 
 
 def flops(config: TrainConfig, vocab_size: int | None = None) -> float:
     """Of a whole run; the mask is simulated with dense products, so it is the same for all formats."""
-    a_token = run_estimate.flops_per_token(
-        PRESETS[config.model], config.sequence_length, vocab_size
-    )
+    a_token = flops_per_token(PRESETS[config.model], config.sequence_length, vocab_size)
     return float(config.steps * config.tokens_per_step) * a_token
 
 
@@ -109,7 +109,7 @@ def gpu_hours(
     config: TrainConfig,
     gpu: str,
     vocab_size: int | None = None,
-    share: float = run_estimate.UTILISATION,
+    share: float = UTILISATION,
 ) -> float:
     """On one GPU that reaches this share of its rate; n of them take the n-th part as long as
     communication stays hidden."""
@@ -163,7 +163,7 @@ def print_plan(
         head = ("model", *(f"{gpu} h" for gpu in GPUS))
         print_table(Table(head, body), console, "Hours of what is left on one GPU")
         note = (
-            f"At {100 * run_estimate.UTILISATION:.0f} % of the dense bfloat16 rate; `sparse-bitnet plan` "
+            f"At {100 * UTILISATION:.0f} % of the dense bfloat16 rate; `sparse-bitnet plan` "
             "says what a run needs of memory and network."
         )
     else:

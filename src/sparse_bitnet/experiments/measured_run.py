@@ -12,12 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from sparse_bitnet.analysis.weights import (
-    WeightStatistics,
-    checkpoint_statistics,
-    model_statistics,
-    pool,
-)
+from sparse_bitnet.analysis.weight_statistics import WeightStatistics, pool
+from sparse_bitnet.analysis.weights import checkpoint_statistics, model_statistics
 from sparse_bitnet.checkpoint.build_model import build_model
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints

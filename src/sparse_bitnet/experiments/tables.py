@@ -14,7 +14,7 @@ from sparse_bitnet.experiments.results import Results
 from sparse_bitnet.experiments.spread import percent_over, perplexities, spread_text
 from sparse_bitnet.experiments.table import NOTHING, Table
 from sparse_bitnet.presets import PRESETS
-from sparse_bitnet.training.run_estimate import flops_per_token
+from sparse_bitnet.training.footprint import flops_per_token
 
 
 def claim_table(claims: Sequence[Claim]) -> Table:

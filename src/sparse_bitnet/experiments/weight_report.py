@@ -15,7 +15,8 @@ from sparse_bitnet.analysis.paper_figures import (
     near_zero_heat_maps,
     threshold_overlay,
 )
-from sparse_bitnet.analysis.weights import WeightStatistics, checkpoint_statistics, pool
+from sparse_bitnet.analysis.weight_statistics import WeightStatistics, pool
+from sparse_bitnet.analysis.weights import checkpoint_statistics
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.experiments.measured_run import depth_parts

@@ -21,20 +21,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.checkpoint.locate import TRAINED_CONTEXT
 from sparse_bitnet.checkpoint.model_folder import TOKENIZER_FILES, copy_files, read_json_if_there
 from sparse_bitnet.checkpoint.open_checkpoint import open_ternary
 from sparse_bitnet.checkpoint.packed import MODEL_FILE
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.export.packed_tables import table_specs, ternary_tables, write_table
 from sparse_bitnet.files import atomic_folder
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.packing.codec import pack
 from sparse_bitnet.packing.formats import (
-    SCALE_FLOOR,
-    SCALE_GROUPS,
     auto_format,
     check_format,
     check_layout,
@@ -44,8 +41,7 @@ from sparse_bitnet.packing.formats import (
 from sparse_bitnet.packing.metadata import EMBEDDINGS, PackedMetadata
 from sparse_bitnet.packing.tensor_file import DTYPES
 from sparse_bitnet.packing.tensor_writer import TensorFileWriter, TensorSpec
-from sparse_bitnet.packing.ternary import TableScales, scales_of_groups, table_scales
-from sparse_bitnet.pattern import NMPattern
+from sparse_bitnet.packing.ternary import TableScales
 from sparse_bitnet.progress import OnProgress
 
 COPIED = (
@@ -107,7 +103,7 @@ def pack_checkpoint(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not an empty folder: choose another one or remove it")
     checkpoint = source if isinstance(source, Checkpoint) else open_ternary(source)
-    tables = _ternary_tables(checkpoint, embeddings)
+    tables = ternary_tables(checkpoint, embeddings)
     if embeddings == "auto":
         embeddings = "ternary" if tables else "bf16"
     metadata = PackedMetadata(
@@ -152,22 +148,6 @@ def _auto(format: SparseBitConfig) -> str:
     return auto_format(format.pattern, exact=format.quantizer == "binary")
 
 
-def _ternary_tables(checkpoint: Checkpoint, embeddings: str) -> dict[str, TableScales]:
-    """Of embedding and head those that are ternary, with their scales; none where something else is asked
-    for."""
-    found: dict[str, TableScales] = {}
-    for name in checkpoint.embeddings if embeddings in ("auto", "ternary") else ():
-        scales = table_scales(checkpoint.ternary_pieces(name), checkpoint.others[name][1])
-        if scales is not None:
-            found[name] = scales
-    if embeddings == "ternary" and not found:
-        raise UserError(
-            f"{checkpoint.folder}: tensor {checkpoint.embeddings[0]} is not ternary with a scale for "
-            f"some {', '.join(map(str, SCALE_GROUPS))} weights; use --embeddings auto"
-        )
-    return found
-
-
 def _weights(metadata: PackedMetadata) -> int:
     return sum(rows * in_features for rows, in_features in metadata.layers.values())
 
@@ -197,61 +177,10 @@ def _write_tensors(
                 progress(done, total)
         for name in checkpoint.embeddings:
             form = tables.get(name, metadata.embeddings)
-            embedding_bytes += _write_embedding(checkpoint, name, form, writer)
+            embedding_bytes += write_table(checkpoint, name, form, writer)
         for name in _as_stored(checkpoint):
             writer.write(name, [checkpoint.read(name)])
     return weight_bytes, embedding_bytes
-
-
-def _write_embedding(
-    checkpoint: Checkpoint, name: str, embeddings: str | TableScales, writer: TensorFileWriter
-) -> int:
-    rows, columns = checkpoint.others[name]
-    if isinstance(embeddings, TableScales):
-        kept = list(_ternary_pieces(checkpoint, name, embeddings))
-        for end, pieces in zip(("", "_scale"), zip(*kept, strict=True), strict=True):
-            writer.write(f"{name}{end}", pieces)
-        return sum(piece.nbytes for pieces in kept for piece in pieces)
-    if embeddings == "int8":
-        scales: list[np.ndarray] = []
-        writer.write(name, _int8_pieces(checkpoint.pieces(name), scales))
-        writer.write(f"{name}_scale", scales)
-        return rows * (columns + 4)
-    stored = _floats if embeddings == "float32" else _rounded
-    writer.write(name, (stored(piece) for piece in checkpoint.pieces(name)))
-    return rows * columns * (4 if embeddings == "float32" else 2)
-
-
-def _ternary_pieces(
-    checkpoint: Checkpoint, name: str, kept: TableScales
-) -> Iterator[tuple[Any, np.ndarray]]:
-    """Rows of i2, and their scales."""
-    for piece in checkpoint.ternary_pieces(name):
-        assert piece is not None
-        yield pack(piece.codes, "i2", NMPattern(1, 1), name=name), scales_of_groups(piece, kept)
-
-
-def _int8_pieces(pieces: Iterator[Any], scales: list[np.ndarray]) -> Iterator[np.ndarray]:
-    """int8 codes [rows, columns], a row's as `quantize_int8` makes a token's; appends the float32
-    scales [rows, 1] to `scales`."""
-    for piece in pieces:
-        values = _floats(piece)
-        largest = np.maximum(np.abs(values).max(-1, keepdims=True), np.float32(SCALE_FLOOR))
-        scales.append(largest / np.float32(127))
-        yield np.rint(values * (np.float32(127) / largest)).clip(-128, 127).astype(np.int8)
-
-
-def _floats(piece: Any) -> np.ndarray:
-    """A tensor's or an array's values, float32."""
-    return piece if isinstance(piece, np.ndarray) else piece.float().numpy()
-
-
-def _rounded(piece: Any) -> np.ndarray:
-    """The nearest bfloat16: its bits, as uint16."""
-    values = _floats(piece)
-    bits = values.view(np.uint32)
-    rounded = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
-    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
 
 
 def _specs(
@@ -266,18 +195,7 @@ def _specs(
         # Of several, shape and type are settled when they are written.
         scales = ("float32", (1,)) if checkpoint.has_one_scale else (None, (10**15,))
         yield TensorSpec(f"{name}.weight_scale", *scales)
-    for name in checkpoint.embeddings:
-        rows, columns = checkpoint.others[name]
-        if name in tables:
-            yield TensorSpec(name, "uint8", (rows, row_bytes("i2", NMPattern(1, 1), columns)))
-            groups = columns // tables[name].group
-            yield TensorSpec(f"{name}_scale", tables[name].dtype, (rows, groups))
-        elif metadata.embeddings == "int8":
-            yield TensorSpec(name, "int8", (rows, columns))
-            yield TensorSpec(f"{name}_scale", "float32", (rows, 1))
-        else:
-            dtype = "float32" if metadata.embeddings == "float32" else "bfloat16"
-            yield TensorSpec(name, dtype, (rows, columns))
+    yield from table_specs(checkpoint, metadata.embeddings, tables)
     for name in _as_stored(checkpoint):
         yield TensorSpec(name, DTYPES[checkpoint.dtypes[name]], checkpoint.others[name])
 
