@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from statistics import fmean
 from typing import Any
 
 from sparse_bitnet.errors import UserError
@@ -128,6 +129,17 @@ def _paper_column(pattern: str, values: Sequence[float]) -> list[Cell]:
         _cell(format, [value], [values[index - index % 2]])
         for index, (format, value) in enumerate(zip(four_formats(pattern), values, strict=True))
     ]
+
+
+def paper_accuracies(tasks: Iterable[str]) -> dict[str, list[float]]:
+    """By size the paper's average accuracy on those of its tasks, of its four models in percent."""
+    table = paper_results()["downstream_accuracy_percent"]
+    places = [table["tasks"].index(task) for task in tasks if task in table["tasks"]]
+    sizes = [name for name in table if name.endswith("B")] if places else []
+    return {
+        size: [fmean(model[place] for place in places) for model in table[size].values()]
+        for size in sizes
+    }
 
 
 def average_accuracy(scores: Mapping[str, Mapping[str, float]]) -> float:

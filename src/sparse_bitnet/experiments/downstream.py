@@ -2,13 +2,12 @@
 """Table 1: zero-shot tasks on the models that table 2 trained."""
 
 import json
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.harness import accuracies, evaluate_tasks
-from sparse_bitnet.experiments.cells import average_accuracy, model_label, paper_results
+from sparse_bitnet.experiments.cells import average_accuracy, model_label, paper_accuracies
 from sparse_bitnet.experiments.judge import holm
 from sparse_bitnet.experiments.paper_runs import table2
 from sparse_bitnet.experiments.provenance import provenance
@@ -84,8 +83,8 @@ def score(
 def downstream_table(results: Results) -> Table | None:
     """Table 1: accuracy on each task, the average and its change; None without scores.
 
-    The average is the paper's, of the accuracies of all tasks; acc_norm stands below where there is one.
-    The paper's own average is that of its model of the same place among the sizes.
+    The average is of the accuracies of all tasks, as the paper's; acc_norm stands below where there is
+    one. The paper's own average is over the same tasks, of its model of the same place among the sizes.
     """
     scores = results.downstream()
     if not scores:
@@ -102,7 +101,7 @@ def downstream_table(results: Results) -> Table | None:
                 *(_accuracy(found.get(task)) for task in tasks),
                 f"{average:.2f}",
                 NOTHING if dense is None or row.pattern == "8:8" else f"{average - dense:+.2f}",
-                *_paper_average(results, row),
+                *_paper_average(results, row, tasks),
             )
         )
     head = ("model", *tasks, "average acc", "Δ", "paper average", "paper Δ")
@@ -131,18 +130,15 @@ def _beside_chance(results: Results) -> str:
     )
 
 
-def _paper_average(results: Results, row: ResultRow) -> tuple[str, str]:
-    table = paper_results()["downstream_accuracy_percent"]
-    sizes = [name for name in table if name.endswith("B")]
+def _paper_average(results: Results, row: ResultRow, tasks: Sequence[str]) -> tuple[str, str]:
+    paper = list(paper_accuracies(tasks).items())
     place = list(results.setting["sizes"]).index(row.model)
-    if place >= len(sizes) or row.variant not in results.four_formats:
+    if place >= len(paper) or row.variant not in results.four_formats:
         return NOTHING, NOTHING
-    cells_of_size = list(table[sizes[place]].values())
+    size, averages = paper[place]
     index = results.four_formats.index(row.variant)
-    average = statistics.fmean(cells_of_size[index])
-    dense = statistics.fmean(cells_of_size[index - index % 2])
-    change = NOTHING if index % 2 == 0 else f"{average - dense:+.2f}"
-    return f"{average:.2f} ({sizes[place]})", change
+    change = averages[index] - averages[index - index % 2]
+    return f"{averages[index]:.2f} ({size})", f"{change:+.2f}" if index % 2 else NOTHING
 
 
 def _accuracy(values: Mapping[str, float] | None) -> str:

@@ -166,6 +166,7 @@ def ablation_figures(results: Results) -> list[Figure]:
         flips.append(_curve_band(results, rows, name, "flip_rate", lambda rate: 100 * rate))
     if len(perplexity) < 2:
         return []
+    tokens = results.setting["recipe"]["validation_tokens"]
     where = f"{results.main}, 6:8; bands are the range of the seeds."
     return [
         Figure(
@@ -177,7 +178,7 @@ def ablation_figures(results: Results) -> list[Figure]:
                 title="Validation perplexity of the four training designs over the steps",
                 skip=0.15,
             ),
-            f"Validation perplexity of the four training designs. {where}",
+            f"Perplexity of the four training designs on the first {tokens:,} held-out tokens. {where}",
         ),
         Figure(
             _name(results, "ablation-flips"),
@@ -215,26 +216,27 @@ def dense_figures(results: Results) -> list[Figure]:
         Figure(
             _name(results, "layer-profile"),
             layer_profile(profiles),
-            f"Near-zero mass of every linear layer of {model} after dense training, from the first block "
-            "to the last; `sparse-bitnet analyze CHECKPOINT...` draws it of any BitNet checkpoint.",
+            f"Near-zero mass of every linear layer of {model}, seed 0, after dense training, from the "
+            "first block to the last; `sparse-bitnet analyze CHECKPOINT...` draws it of any BitNet "
+            "checkpoint.",
         ),
         Figure(
             _name(results, "near-zero"),
             near_zero_heat_maps(maps, layers),
-            f"Near-zero mass P(|W| / mean|W| < 0.5) of every linear layer of {model} over dense "
+            f"Near-zero mass P(|W| / mean|W| < 0.5) of every linear layer of {model}, seed 0, over dense "
             f"training; within a block from the top: {_layers_of_a_block(layers)}.",
         ),
         Figure(
             _name(results, "histogram"),
             weight_histograms(histograms),
-            f"Master weights of all block layers of {model} after dense training. In the shaded band a "
-            "weight rounds to the code 0.",
+            f"Master weights of all block layers of {model}, seed 0, after dense training. In the "
+            "shaded band a weight rounds to the code 0.",
         ),
         Figure(
             name,
             threshold_overlay(thresholds, name=name),
-            f"Density of |W| / mean|W| of {model} after dense training, and (line) of the largest "
-            f"magnitude that {results.setting['pattern']} selection prunes in each group.",
+            f"Density of |W| / mean|W| of {model}, seed 0, after dense training, and (line) of the "
+            f"largest magnitude that {results.setting['pattern']} selection prunes in each group.",
         ),
     ]
 

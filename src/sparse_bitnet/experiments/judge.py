@@ -28,9 +28,10 @@ RULE = (
     f"{100 * LEVEL:g} % runs over all tests of the page. Where zero is rejected a claim “holds” or is "
     "“opposite”; "
     "else, where the paper's number is rejected from below, it is “excluded at the paper's size”; "
-    "else it is “not decided”, with the further seeds that would show, four times in five, an effect "
-    "of the paper's size, or of one unit where the paper has no number. Fewer than "
-    f"{LEAST_SEEDS} seeds decide nothing. Brackets are 95 % intervals of one claim alone."
+    "else it is “not decided”, with the further seeds that would show, four times in five and at the "
+    "level that Holm's correction leaves, an effect of the paper's size, or of one unit where the "
+    f"paper has no number, if those there do not suffice. Fewer than {LEAST_SEEDS} seeds decide "
+    "nothing. Brackets are 95 % intervals of one claim alone."
 )
 
 
@@ -101,28 +102,26 @@ class Estimate:
             return 0.0 if away else 1.0
         return 2 * float(stdtr(self._freedom, -away / self._error))
 
-    def seeds_for(self, effect: float) -> int:
-        """Further seeds with which an effect of this size is seen four times in five."""
-        if math.isinf(self.deviation) or not effect:
-            return max(1, LEAST_SEEDS - len(self.values))
-        for _ in range(20):
-            needed = self.seeds_needed(effect)
-            if needed > len(self.values):
-                break
-            effect /= 2
-        return max(needed, len(self.values) + 1) - len(self.values)
+    def seeds_needed(self, effect: float, level: float = LEVEL) -> int:
+        """All seeds with which a test at this level sees an effect of this size four times in five.
 
-    def seeds_needed(self, effect: float) -> int:
-        """All seeds with which an effect of this size is seen four times in five."""
-        return max(LEAST_SEEDS, math.ceil((2.8 * self.deviation / effect) ** 2))
+        Without a known deviation as many as decide anything.
+        """
+        if math.isinf(self.deviation):
+            return LEAST_SEEDS
+        from scipy.special import ndtri
+
+        errors = float(ndtri(1 - level / 2) + ndtri(0.8))
+        return max(LEAST_SEEDS, math.ceil((errors * self.deviation / effect) ** 2))
 
     def text(self, form: str, unit: str) -> str:
         """Mean, 95 % interval and number of seeds."""
         text, count = f"{self.mean:{form}}{unit and f' {unit}'}", len(self.values)
-        if count == 1:
-            return f"{text} (1 seed)"
-        low, high = self.mean - self.half_width, self.mean + self.half_width
-        return f"{text} [{low:{form}}, {high:{form}}], {count} seeds"
+        return f"{text} (1 seed)" if count == 1 else f"{text} {self.interval(form)}, {count} seeds"
+
+    def interval(self, form: str) -> str:
+        """Of the mean, 95 %."""
+        return f"[{self.mean - self.half_width:{form}}, {self.mean + self.half_width:{form}}]"
 
     @property
     def _freedom(self) -> int:
@@ -153,6 +152,9 @@ class Claim:
     expected: float | None = None
     """The paper's own value as a number."""
 
+    null: float = 0.0
+    """What the measure must exceed."""
+
     form: str = "+.2f"
     unit: str = ""
     verdict: str = OPEN
@@ -166,24 +168,26 @@ class Claim:
 
 def judged(claims: Sequence[Claim]) -> list[Claim]:
     """All claims of a page with their verdicts; see `RULE`."""
-    tests = [(number, 0.0) for number in range(len(claims))]
+    tests = [(number, claim.null) for number, claim in enumerate(claims)]
     tests += [(n, c.expected) for n, c in enumerate(claims) if c.expected is not None]
     p_values = [claims[number].estimate.p_value(null) for number, null in tests]
     rejected = {tests[place] for place in holm(p_values)}
+    level = LEVEL / max(1, len(tests) - len(rejected))
     return [
-        dataclasses.replace(claim, verdict=_verdict(number, claim, rejected))
+        dataclasses.replace(claim, verdict=_verdict(number, claim, rejected, level))
         for number, claim in enumerate(claims)
     ]
 
 
-def _verdict(number: int, claim: Claim, rejected: set[tuple[int, float]]) -> str:
+def _verdict(number: int, claim: Claim, rejected: set[tuple[int, float]], level: float) -> str:
     estimate, expected = claim.estimate, claim.expected
-    if (number, 0.0) in rejected:
-        return HOLDS if estimate.mean > 0 else OPPOSITE
+    if (number, claim.null) in rejected:
+        return HOLDS if estimate.mean > claim.null else OPPOSITE
     if expected is not None and (number, expected) in rejected and estimate.mean < expected:
         return EXCLUDED
-    more = estimate.seeds_for(1.0 if expected is None else expected)
-    return f"{OPEN}, {more} more seed{'' if more == 1 else 's'}"
+    more = estimate.seeds_needed(expected or 1.0, level) - len(estimate.values)
+    least = "at least " * math.isinf(estimate.deviation)
+    return OPEN if more < 1 else f"{OPEN}, {least}{more} more seed{'' if more == 1 else 's'}"
 
 
 def holm(p_values: Sequence[float]) -> list[int]:

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Table 2: the four models side by side, with the paper's beside them, and what it says in words."""
 
+import math
 from collections.abc import Sequence
 
 from sparse_bitnet.experiments.cells import Cell, cells_of, model_label, paper_cells
-from sparse_bitnet.experiments.claims import cost_estimate
+from sparse_bitnet.experiments.claims import cost_estimate, losses_of
+from sparse_bitnet.experiments.judge import Estimate
 from sparse_bitnet.experiments.results import Results
+from sparse_bitnet.experiments.scales import DENSE_PATTERN
 from sparse_bitnet.experiments.spread import Spread, spread_text
 from sparse_bitnet.experiments.table import NOTHING, Table
 
@@ -64,17 +67,34 @@ def seed_table(results: Results) -> Table | None:
     body = []
     for model in results.models:
         rows = {format: results.by_seed(format, model=model) for format in results.four_formats}
-        cost = cost_estimate(rows)
+        cost = cost_estimate(losses_of(rows))
         if len(cost.values) > 1 and cost.residual is not None:
             deviation, needed = cost.residual.deviation, cost.seeds_needed(DECIDED_POINTS)
             there = len(cost.values)
-            spreads = (f"{100 * deviation:.2f} %", f"{cost.deviation:.2f}")
-            body.append((model, f"{there}", *spreads, f"{needed}", f"{max(0, needed - there)}"))
-    wanted = f"seeds for {DECIDED_POINTS:g} points"
-    head = ("size", "seeds", "deviation of a model", "of the comparison, points", wanted, "still")
+            body.append(
+                (
+                    model,
+                    f"{there}",
+                    f"{100 * deviation:.2f} %",
+                    f"{cost.deviation:.2f}",
+                    Estimate(values=cost.values).interval("+.2f"),
+                    f"{needed}",
+                    f"{max(0, needed - there)}",
+                )
+            )
+    head = (
+        "size",
+        "seeds",
+        "deviation of a model",
+        "of the comparison, points",
+        "interval by its own spread",
+        f"seeds for {DECIDED_POINTS:g} points",
+        "still",
+    )
     note = (
-        "Deviation: what a mean for each model and a shift for each seed leave. So many seeds show a "
-        f"difference of {DECIDED_POINTS:g} points four times in five."
+        "Deviation: what a mean for each model and a shift for each seed leave, by which the claim is "
+        "judged. The comparison's own spread leaves out what its models share. So many seeds show a "
+        f"difference of {DECIDED_POINTS:g} points four times in five, in a test by itself."
     )
     return Table(head, body, notes=[note]) if body else None
 
@@ -82,15 +102,35 @@ def seed_table(results: Results) -> Table | None:
 def other_text_table(results: Results) -> Table | None:
     """The four models on the other held-out text; None where none was given."""
     names = {row.other_text["name"] for row in results.rows if row.other_text}
-    body = []
+    body, notes = [], []
     for model in results.models:
-        for format in results.four_formats:
-            rows = results.by_seed(format, model=model).values()
-            found = [row.other_text["perplexity"] for row in rows if row.other_text]
-            if found:
-                label = model_label(*format.split("-"))
-                body.append((f"{model}, {label}", f"{len(found)}", spread_text(found, ".2f")))
-    return Table(("model", "seeds", f"PPL of {', '.join(sorted(names))}"), body) if body else None
+        found = {
+            format: {
+                seed: row.other_text["perplexity"]
+                for seed, row in results.by_seed(format, model=model).items()
+                if row.other_text
+            }
+            for format in results.four_formats
+        }
+        seeds = set.intersection(*map(set, found.values()))
+        for format, values in found.items() if seeds else ():
+            weight, pattern = format.split("-")
+            dense = found[f"{weight}-{DENSE_PATTERN}"]
+            change = [100 * (values[seed] / dense[seed] - 1) for seed in seeds]
+            body.append(
+                (
+                    f"{model}, {model_label(weight, pattern)}",
+                    f"{len(seeds)}",
+                    spread_text((values[seed] for seed in seeds), ".2f"),
+                    NOTHING if values is dense else spread_text(change, "+.1f"),
+                )
+            )
+        losses = {f: {s: math.log(values[s]) for s in seeds} for f, values in found.items()}
+        if len(seeds) > 1:
+            cost = cost_estimate(losses).text("+.2f", "points")
+            notes.append(f"{model}, full minus ternary: {cost}; not among the claims.")
+    head = ("model", "seeds", f"PPL of {', '.join(sorted(names))}", "Δ %")
+    return Table(head, body, notes=notes) if body else None
 
 
 def _beside_paper(

@@ -47,13 +47,15 @@ def search(scale: Scale, losses: Losses = NO_LOSSES) -> list[Run]:
 
 
 def own_rates(scale: Scale, losses: Losses = NO_LOSSES) -> list[Run]:
-    """Table 2 with each of the four models at its own best rate, at the sizes of the search; after it."""
+    """Table 2 with each of the four models at its own best rate, and all at the one that is best for them
+    together, at the sizes of the search; after it."""
     return [
         _at_rate(scale, size.model, format, rate, seed)
         for size in scale.sizes
         for seed in range(scale.seeds.get("own-rates", 0))
         for format in four_formats(scale.pattern)
-        if (rate := _rates(scale, size, format, losses)[1]) is not None
+        for rate in (_rates(scale, size, format, losses)[1], _chosen(scale, size, losses))
+        if rate is not None
     ]
 
 
@@ -115,6 +117,17 @@ def ideas(scale: Scale, losses: Losses = NO_LOSSES) -> list[Run]:
 
 def _at_rate(scale: Scale, model: str, format: str, rate: float, seed: int) -> Run:
     return run_of(scale, model, format, seed, f"search, {rate:g}", learning_rate=rate)
+
+
+def _chosen(scale: Scale, size: Size, losses: Losses) -> float | None:
+    """The rate that is best for the four models together; None before all have been tried."""
+    found = {}
+    for rate in size.search:
+        names = [_at_rate(scale, size.model, f, rate, 0).name for f in four_formats(scale.pattern)]
+        if not set(names) <= losses.keys():
+            return None
+        found[rate] = sum(losses[name] for name in names)
+    return min(found, key=lambda rate: found[rate], default=None)
 
 
 def _rates(

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping
 
 from sparse_bitnet.experiments.cells import model_label
-from sparse_bitnet.experiments.claims import cost_estimate
+from sparse_bitnet.experiments.claims import beside_the_search, cost_estimate, losses_of
 from sparse_bitnet.experiments.judge import Estimate
 from sparse_bitnet.experiments.rate_runs import IDEAS, published_recipe
 from sparse_bitnet.experiments.result_row import ResultRow
@@ -23,14 +23,14 @@ def search_table(results: Results) -> Table | None:
     """Perplexity of the four models at each learning rate tried, and the one that all share."""
     body = []
     notes = [
-        "Seed 0, as many steps as all runs of the size. Every other table but the next uses one rate for "
-        "all models of a size, as the paper does."
+        "Seed 0, as many steps as all runs of the size. Table 2 and what follows from it use one "
+        "rate for all models of a size, as the paper does."
     ]
     for model in results.models:
         tried = {format: results.by_rate(format, model=model) for format in results.four_formats}
         rates = sorted(set().union(*tried.values()))
         for rate in rates if len(rates) > 1 else []:
-            cost = cost_estimate({format: found.get(rate, {}) for format, found in tried.items()})
+            cost = cost_estimate(losses_of({f: found.get(rate, {}) for f, found in tried.items()}))
             if len(cost.values) > 1:
                 notes.append(_full_minus_ternary(f"{model}, {rate:g}", cost))
             first = {format: found[rate][0] for format, found in tried.items() if rate in found}
@@ -52,17 +52,23 @@ def own_rates_table(results: Results) -> Table | None:
     notes = []
     for model in results.models:
         own = results.at_own_rates(model)
-        for format, rows in own.items():
-            best, tried = rows[0].config["learning_rate"], results.by_rate(format, model=model)
+        seeds = set.intersection(*map(set, own.values())) if own else set()
+        for format, of_all in own.items():
+            best, tried = of_all[0].config["learning_rate"], results.by_rate(format, model=model)
             edge = "" if min(tried) < best < max(tried) else ", the outermost"
+            rows = {seed: row for seed, row in of_all.items() if seed in seeds}
             dense = own[f"{format.partition('-')[0]}-{DENSE_PATTERN}"]
-            change = NOTHING if dense is rows else percent_over(rows, dense, "+.1f")
-            body.append(
-                (f"{model}, {_label(format)}", f"{best:g}{edge}", perplexities(rows), change)
+            change = NOTHING if dense is of_all else percent_over(rows, dense, "+.1f")
+            name, rate = f"{model}, {_label(format)}", f"{best:g}{edge}"
+            body.append((name, rate, f"{len(seeds)}", perplexities(rows), change))
+        if len(seeds) > 1:
+            notes.append(
+                _full_minus_ternary(model, cost_estimate(losses_of(beside_the_search(own))))
             )
-        if own and (cost := cost_estimate(own)).values:
-            notes.append(_full_minus_ternary(model, cost))
-    return Table(("model", "best rate", "PPL", "Δ %"), body, notes=notes) if body else None
+    if notes:
+        notes.append("Without seed 0, which chose the rates.")
+    head = ("model", "best rate", "seeds", "PPL", "Δ %")
+    return Table(head, body, notes=notes) if body else None
 
 
 def recipe_table(results: Results) -> Table | None:

@@ -198,6 +198,17 @@ class Results:
             for format, by_rate in tried.items()
         }
 
+    def at_chosen_rate(self, model: str) -> dict[str, dict[int, ResultRow]]:
+        """Runs of the four models by seed at the one rate that is best for them together, by the mean of
+        seed 0's losses; none before all have tried two."""
+        tried = [self.by_rate(format, model=model) for format in self.four_formats]
+        rates = sorted(set.intersection(*map(set, tried)))
+        if len(rates) < 2:
+            return {}
+        shared = self.learning_rate(model)
+        best = min(rates, key=lambda r: (sum(by_rate[r][0].loss for by_rate in tried), r != shared))
+        return {f: by_rate[best] for f, by_rate in zip(self.four_formats, tried, strict=True)}
+
     def relative(self, format: str, *, model: str | None = None) -> dict[int, float]:
         """NormPPL of a format by seed: perplexity over that of its own dense model (paper, 4.2)."""
         dense = self.by_seed(f"{format.partition('-')[0]}-{DENSE_PATTERN}", model=model)

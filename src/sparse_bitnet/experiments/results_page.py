@@ -74,7 +74,8 @@ def print_claims(results: Results, console: "Console") -> None:
         ],
         numeric=False,
     )
-    print_table(short, console, f"The paper's claims at scale {results.setting['scale']}")
+    title = f"The paper's claims at scale {results.setting['scale']}, corrected for these alone"
+    print_table(short, console, title)
 
 
 def report_blocks(sets: Sequence[Results], engine: Path | None = None) -> list[Block]:
@@ -145,7 +146,7 @@ def _setting(results: Results) -> list[Block]:
                 f"{text['train']['tokens']:,} training and "
                 f"{text['validation']['tokens']:,} held-out tokens, vocabulary "
                 f"{text['train']['vocab_size']:,}.",
-                f"Recipe of every run: {recipe['batch_size']} sequences of "
+                f"Recipe, where a table does not vary it: {recipe['batch_size']} sequences of "
                 f"{recipe['sequence_length']} tokens a step, learning rate "
                 f"{_rates(results)} ({recipe['schedule']}, warm-up "
                 f"{100 * recipe['warmup_fraction']:g} %), weight decay {recipe['weight_decay']:g}, "

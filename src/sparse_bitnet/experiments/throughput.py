@@ -44,7 +44,7 @@ def throughput_blocks(path: Path) -> list[Block]:
         cells = [f"{best[p]:.1f}\n{best[p] / dense:.2f}x" if p in best else NOTHING for p in sparse]
         name = f"{phase}, {size}, {threads} thread{'s' * (threads > 1)}"
         body.append((name, f"{dense:.1f}", *cells, "not measured", _paper(phase)))
-    head = ("tokens/s", "dense", *sparse, "ours on a GPU", "paper, 6:8 over dense")
+    head = ("tokens/s", "dense", *sparse, "ours on a GPU", "paper's tokens/s, 6:8 over dense")
     note = f"`sparse-bitnet bench` ({where}). After each speed: over the dense model's."
     return [
         Section("Throughput (table 3)"),
