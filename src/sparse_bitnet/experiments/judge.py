@@ -31,7 +31,7 @@ RULE = (
     "else it is “not decided”, with the further seeds that would show, four times in five and at the "
     "level that Holm's correction leaves, an effect of the paper's size, or of one unit where the "
     f"paper has no number, if those there do not suffice. Fewer than {LEAST_SEEDS} seeds decide "
-    "nothing. Brackets are 95 % intervals of one claim alone."
+    "nothing and are no test. Brackets are 95 % intervals of one claim alone."
 )
 
 
@@ -92,9 +92,7 @@ class Estimate:
         return float(stdtrit(self._freedom, 1 - LEVEL / 2)) * self._error
 
     def p_value(self, null: float) -> float:
-        """Two-sided, that the mean is `null`; 1 with fewer seeds than decide anything."""
-        if len(self.values) < LEAST_SEEDS:
-            return 1.0
+        """Two-sided, that the mean is `null`."""
         from scipy.special import stdtr
 
         away = abs(self.mean - null)
@@ -168,8 +166,9 @@ class Claim:
 
 def judged(claims: Sequence[Claim]) -> list[Claim]:
     """All claims of a page with their verdicts; see `RULE`."""
-    tests = [(number, claim.null) for number, claim in enumerate(claims)]
-    tests += [(n, c.expected) for n, c in enumerate(claims) if c.expected is not None]
+    tested = [(n, c) for n, c in enumerate(claims) if len(c.estimate.values) >= LEAST_SEEDS]
+    tests = [(number, claim.null) for number, claim in tested]
+    tests += [(n, c.expected) for n, c in tested if c.expected is not None]
     p_values = [claims[number].estimate.p_value(null) for number, null in tests]
     rejected = {tests[place] for place in holm(p_values)}
     level = LEVEL / max(1, len(tests) - len(rejected))
