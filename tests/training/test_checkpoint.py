@@ -3,6 +3,7 @@
 
 import errno
 import os
+import pickle
 import shutil
 from pathlib import Path
 
@@ -10,11 +11,14 @@ import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from sparse_bitnet.checkpoint.consolidate import read_tensors
+from sparse_bitnet.checkpoint.locate import resolve_checkpoint
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.checkpoint.store_path import StorePath
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.files import file_crc32
 from sparse_bitnet.training import run_checkpoint
 from sparse_bitnet.training.run_folder import Interrupted
 from sparse_bitnet.training.train_run import train
@@ -195,3 +199,54 @@ def test_a_store_that_fails_is_named(small_run, monkeypatch):
     with pytest.raises(UserError, match=r"cannot write .*step-0000000\d: no credentials"):
         train(config)
     assert list_checkpoints(StorePath("memory://bucket/failing")) == []
+
+
+class Planted:
+    def __reduce__(self):
+        return os.mkdir, ("planted",)
+
+
+def of_all(entries, **changes):
+    for entry in entries.values():
+        entry.__dict__.update(changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda found: setattr(found, "planner_data", Planted()), "mkdir, which no checkpoint"),
+        (lambda found: setattr(found, "planner_data", BytesStorageMetadata()), "no checkpoint"),
+        (lambda found: setattr(found, "storage_data", 3), ".metadata is damaged"),
+        (lambda found: of_all(found.storage_data, relative_path="../0"), "not in its folder"),
+        (
+            lambda found: of_all(found.state_dict_metadata, size=torch.Size([1 << 40, 9])),
+            "its tensors have",
+        ),
+    ],
+)
+def test_metadata_of_shards_runs_no_code_and_is_checked(
+    small_run, tmp_path, monkeypatch, change, message
+):
+    monkeypatch.chdir(tmp_path)
+    config = small_run()
+    path = interrupted(config, 3)
+    metadata, state = path / "sharded" / ".metadata", path / "state.json"
+    found = pickle.loads(metadata.read_bytes())
+    before = f"{file_crc32(metadata):08x}"
+    change(found)
+    metadata.write_bytes(pickle.dumps(found))
+    state.write_text(state.read_text().replace(before, f"{file_crc32(metadata):08x}"))
+    with pytest.raises(UserError, match=f"cannot be read .*{message}"):
+        resolve_checkpoint(config.out)
+    with pytest.raises(UserError, match="cannot be read"):
+        train(config)
+    assert not Path("planted").exists()
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "../../config.json"])
+def test_a_checkpoint_lists_files_of_its_own(small_run, name):
+    config = small_run()
+    state = interrupted(config, 3) / "state.json"
+    state.write_text(state.read_text().replace("sharded/__0_0.distcp", name))
+    with pytest.raises(UserError, match="is not a file in its folder"):
+        resolve_checkpoint(config.out)

@@ -8,6 +8,7 @@ RUN/consolidated/step-00000100 with config.json, model.safetensors and train_con
 
 import shutil
 import warnings
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from sparse_bitnet.checkpoint.model_folder import check_folder
 from sparse_bitnet.checkpoint.saved_steps import FOLDER, MODEL_FOLDER, SavedStep, damage
-from sparse_bitnet.checkpoint.store_path import StorePath
+from sparse_bitnet.checkpoint.shard_readers import shard_reader
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import NO_SPACE, atomic_folder
 
@@ -45,6 +45,7 @@ def consolidated(checkpoint: SavedStep) -> Path:
     described = path / MODEL_FOLDER
     if not (described / "config.json").is_file():
         raise UserError(f"{path} does not describe its model; continue the run: its next one will")
+    check_folder(described)
     weights = read_weights(checkpoint)
     if any(".lora_A." in name for name in weights):
         raise UserError(
@@ -63,14 +64,21 @@ def consolidated(checkpoint: SavedStep) -> Path:
 
 def read_weights(checkpoint: SavedStep) -> dict[str, Tensor]:
     """The parameters of a sharded checkpoint by name, whole. Raises `UserError` as `read_tensors`."""
+    shards = checkpoint.path / FOLDER
     try:
-        metadata = dcp.FileSystemReader(checkpoint.path / FOLDER).read_metadata()
-    except (OSError, ValueError, RuntimeError) as error:
+        entries = shard_reader(shards).read_metadata().state_dict_metadata
+        there = sum(path.stat().st_size for path in shards.glob("*.distcp"))
+        asked = sum(
+            prod(entry.size) * entry.properties.dtype.itemsize for entry in entries.values()
+        )
+        if asked > there:
+            raise ValueError(f"its tensors have {asked:,} bytes, its shards {there:,}")
+    except (OSError, ValueError) as error:
         raise UserError(f"{checkpoint.path}: cannot be read ({error})") from error
     state = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for key, entry in metadata.state_dict_metadata.items()
-        if key.startswith(MODEL_PREFIX) and isinstance(entry, TensorStorageMetadata)
+        for key, entry in entries.items()
+        if key.startswith(MODEL_PREFIX)
     }
     read_tensors(checkpoint, state)
     return {key.removeprefix(MODEL_PREFIX): tensor for key, tensor in state.items()}
@@ -91,10 +99,8 @@ def read_tensors(
 
     Raises `UserError` when the files are unreadable or lack a tensor.
     """
-    shards = checkpoint.path / FOLDER
     try:
-        in_store = isinstance(shards, StorePath)
-        reader = (FsspecReader if in_store else dcp.FileSystemReader)(str(shards))
+        reader = shard_reader(checkpoint.path / FOLDER)
         stored = reader.read_metadata().state_dict_metadata
         for key in [key for key in state if key.startswith("rng/") and key not in stored]:
             del state[key]

@@ -157,8 +157,8 @@ def check_file(path: Path) -> None:
         )
 
 
-def file_inside(folder: Path, name: object) -> Path:
-    """The file that a folder's index names. Raises `UserError` for a name that leads out of the folder,
+def file_inside(folder: Path, name: object, index: str = INDEX_FILE) -> Path:
+    """The file that a folder's `index` names. Raises `UserError` for a name that leads out of the folder,
     and for a file that is not there or none to read (`check_file`)."""
     if (
         not isinstance(name, str)
@@ -166,7 +166,7 @@ def file_inside(folder: Path, name: object) -> Path:
         or Path(name).is_absolute()
         or ".." in Path(name).parts
     ):
-        raise UserError(f"{folder / INDEX_FILE} names {name!r}, which is not a file in its folder")
+        raise UserError(f"{folder / index} names {name!r}, which is not a file in its folder")
     path = folder / name
     try:
         if not path.resolve().is_relative_to(folder.resolve()):
@@ -175,7 +175,7 @@ def file_inside(folder: Path, name: object) -> Path:
     except (OSError, ValueError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{path} is named in {INDEX_FILE} but is not there") from error
+        raise UserError(f"{path} is named in {index} but is not there") from error
     return path
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sparse_bitnet.checkpoint.model_folder import file_inside
 from sparse_bitnet.checkpoint.store_path import StorePath
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import TEMPORARY_PREFIX, file_crc32, remove_leftovers
@@ -39,7 +40,7 @@ def list_checkpoints(run: Path | StorePath) -> list[SavedStep]:
     found = [
         SavedStep(path, int(path.name.removeprefix("step-")))
         for path in folder.glob("step-*")
-        if (path / STATE).is_file()
+        if path.name.removeprefix("step-").isdecimal() and (path / STATE).is_file()
     ]
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
@@ -93,12 +94,12 @@ def check_state(checkpoint: SavedStep, data_identity: dict[str, Any]) -> None:
     """Raises `UserError` for a checkpoint of another version, or of other data."""
     path = checkpoint.path
     state = json.loads((path / STATE).read_text())
-    if state["version"] != CHECKPOINT_VERSION:
+    if state.get("version") != CHECKPOINT_VERSION:
         raise UserError(
-            f"{path}: checkpoint version {state['version']}, this release reads {CHECKPOINT_VERSION}; "
+            f"{path}: checkpoint version {state.get('version')}, this release reads {CHECKPOINT_VERSION}; "
             "continue the run with the release that wrote it"
         )
-    if state["data"] != data_identity:
+    if state.get("data") != data_identity:
         raise UserError(
             f"{path}: written while training on other data; use its data or a new --out"
         )
@@ -119,9 +120,11 @@ def damage(checkpoint: SavedStep, part: int = 0, parts: int = 1) -> str | None:
         return f"{STATE} is damaged ({error})"
     for name, expected in files[part::parts]:
         try:
-            found = f"{file_crc32(checkpoint.path / name):08x}"
+            found = f"{file_crc32(file_inside(checkpoint.path, name, STATE)):08x}"
         except OSError as error:
             return f"{name} cannot be read ({error.strerror or error})"
+        except UserError as error:
+            return str(error)
         if found != expected:
             return f"{name} is damaged (checksum {found}, written as {expected})"
     return None
