@@ -73,6 +73,8 @@ def tiny_config(family: str, **changes: Any) -> Any:
         "hunyuan_v1_dense": lambda: transformers.HunYuanDenseV1Config(
             **(sizes | grouped | HUNYUAN | changes)
         ),
+        "granite": lambda: transformers.GraniteConfig(**(sizes | grouped | changes)),
+        "cohere": lambda: transformers.CohereConfig(**(sizes | grouped | changes)),
         "gpt_neox": lambda: transformers.GPTNeoXConfig(**(sizes | changes)),
     }
     return families[family]()

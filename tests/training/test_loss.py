@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from factories import tiny_model
 from sparse_bitnet.checkpoint.build_model import build_model
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.layer import SparseBitConfig
@@ -69,6 +70,50 @@ def test_model_loss_equals_transformers():
     expected = model(input_ids=tokens, labels=tokens).loss
     total = causal_lm_loss(model, tokens[:, :-1], tokens[:, 1:], chunk_tokens=16)
     assert (total / 64).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("granite", {"logits_scaling": 8.0}),
+        ("cohere", {"logit_scale": 0.3}),
+        ("gemma3_text", {"final_logit_softcapping": 0.5}),
+    ],
+)
+def test_logits_that_a_family_scales_or_caps(family, changes, monkeypatch):
+    monkeypatch.setattr(loss_module, "_compiled_chunk", lambda: loss_module._loss_and_gradient)
+    model = tiny_model(family, **changes)
+    tokens = torch.randint(0, 96, (2, 33))
+    expected = model(input_ids=tokens, labels=tokens).loss
+    expected.backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    for compiled in (False, True):
+        loss = causal_lm_loss(
+            model, tokens[:, :-1], tokens[:, 1:], chunk_tokens=9, compiled=compiled
+        )
+        torch.testing.assert_close((loss / 64).float(), expected, rtol=1e-5, atol=0)
+    (causal_lm_loss(model, tokens[:, :-1], tokens[:, 1:], chunk_tokens=9) / 64).backward()
+    for parameter, wanted in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_without_gradients_the_loss_is_the_same_and_takes_one_product(compiled, monkeypatch):
+    monkeypatch.setattr(loss_module, "_compiled_chunk", lambda: loss_module._loss_and_gradient)
+    hidden, labels = torch.randn(20, 8), torch.randint(0, 50, (20,))
+    weight = torch.randn(50, 8, requires_grad=True)
+    expected = chunked_cross_entropy(hidden, weight, labels, compiled=compiled)
+    products = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            products.extend([func] * (func is torch.ops.aten.mm.default))
+            return func(*args, **(kwargs or {}))
+
+    with torch.no_grad(), Watch():
+        assert chunked_cross_entropy(hidden, weight, labels, compiled=compiled) == expected
+    assert len(products) == 1
 
 
 def test_mean_token_loss_weights_by_token_and_restores_the_mode():

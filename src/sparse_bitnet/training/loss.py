@@ -20,6 +20,7 @@ from torch import Tensor
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import selected
 from sparse_bitnet.training.device import autocast
+from sparse_bitnet.training.output_scale import capped, logit_cap, output_scale
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,7 +43,7 @@ class SoftTargets:
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, chunk_tokens, soft, compiled):
+    def forward(ctx, hidden, weight, labels, chunk_tokens, soft, compiled, cap):
         device = hidden.device.type
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
@@ -55,15 +56,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             for start in range(0, hidden.shape[0], chunk_tokens):
                 rows = slice(start, start + chunk_tokens)
                 x, y = hidden[rows].to(dtype), labels[rows]
-                if compiled and needs_grad and soft is None:
-                    part, slope = _compiled_chunk()(x @ head.t(), y)
+                if compiled and soft is None and cap is None:
+                    chunk = _compiled_chunk() if needs_grad else _loss_and_gradient
+                    part, slope = chunk(x @ head.t(), y)
                     total += part
-                    grad_hidden[rows] = slope @ head
-                    grad_weight += slope.t() @ x
+                    if needs_grad:
+                        grad_hidden[rows] = slope @ head
+                        grad_weight += slope.t() @ x
                     continue
                 target = y.clamp_min(0).unsqueeze(-1)
                 scored = (y >= 0).unsqueeze(-1)
-                logits = (x @ head.t()).float()
+                logits = capped((x @ head.t()).float(), cap)
                 log_probabilities = logits.log_softmax(-1)
                 picked = log_probabilities.gather(-1, target) * scored
                 total -= picked.sum(dtype=torch.float64) * (soft.hard_weight if soft else 1)
@@ -77,6 +80,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 grad.scatter_add_(-1, target, -torch.ones_like(picked))
                 if softer is not None:
                     grad = grad.mul_(soft.hard_weight).add_(softer)
+                if cap is not None:
+                    grad = grad.mul_(1 - (logits / cap).square_())
                 grad = grad.mul_(scored).to(dtype)
                 grad_hidden[rows] = grad @ head
                 grad_weight += grad.t() @ x
@@ -88,7 +93,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx, gradient):
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = gradient.float()
-        return grad_hidden * scale, (grad_weight * scale).to(ctx.weight_dtype), *(None,) * 4
+        return grad_hidden * scale, (grad_weight * scale).to(ctx.weight_dtype), *(None,) * 5
 
 
 def _loss_and_gradient(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,6 +134,7 @@ def chunked_cross_entropy(
     chunk_tokens: int | None = None,
     soft: SoftTargets | None = None,
     compiled: bool = False,
+    cap: float | None = None,
 ) -> Tensor:
     """Sum of the token losses, in nats.
 
@@ -138,13 +144,17 @@ def chunked_cross_entropy(
         labels: int64 [tokens], -100 where a token is not scored.
         chunk_tokens: tokens whose logits exist at a time; by default `default_chunk_tokens`.
         soft: a teacher's distribution, which then makes a part of every token's loss.
-        compiled: whether what is done to the logits is compiled, where there is no `soft`.
+        compiled: whether what is done to the logits is compiled, where there is no `soft` and no `cap`.
+        cap: of the logits, see `capped`.
 
-    Returns a float64 scalar, differentiable in `hidden` and `weight`. Peak memory above the gradients
+    Returns a float64 scalar, differentiable in `hidden` and `weight`; under `no_grad` it is the same, and
+    no gradient is computed. Peak memory above the gradients
     is at most 16 bytes per logit of one chunk and one more float32 copy of the head's gradient.
     """
     chunk_tokens = chunk_tokens or default_chunk_tokens(weight.shape[0])
-    return _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk_tokens, soft, compiled)
+    if not torch.is_grad_enabled():  # which a Function's forward is not told
+        hidden, weight = hidden.detach(), weight.detach()
+    return _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk_tokens, soft, compiled, cap)
 
 
 def default_chunk_tokens(vocab_size: int) -> int:
@@ -168,22 +178,29 @@ def causal_lm_loss(
     further back. Returns a float64 scalar.
     """
     hidden = hidden_states(model, input_ids, position_ids)
-    head = model.get_output_embeddings()
+    head, cap = model.get_output_embeddings(), logit_cap(model)
     flat = hidden.flatten(0, 1)
     if getattr(head, "bias", None) is None:
         return chunked_cross_entropy(
-            flat, head.weight, labels.flatten(), chunk_tokens=chunk_tokens, compiled=compiled
+            flat,
+            head.weight,
+            labels.flatten(),
+            chunk_tokens=chunk_tokens,
+            compiled=compiled,
+            cap=cap,
         )
-    logits = head(flat).float()
+    logits = capped(head(flat).float(), cap)
     return F.cross_entropy(logits, labels.flatten(), reduction="sum").double()
 
 
 def hidden_states(
     model: "PreTrainedModel", input_ids: Tensor, position_ids: Tensor | None = None
 ) -> Tensor:
-    """The last ones, [batch, sequence, hidden_size]."""
+    """The last ones, [batch, sequence, hidden_size], times the scale that the model gives its logits."""
     packed = {} if position_ids is None else {"position_ids": position_ids}
-    return model.get_decoder()(input_ids=input_ids, use_cache=False, **packed).last_hidden_state
+    hidden = model.get_decoder()(input_ids=input_ids, use_cache=False, **packed).last_hidden_state
+    scale = output_scale(model)
+    return hidden if scale == 1 else hidden * scale
 
 
 def check_packs(model: "PreTrainedModel") -> None:

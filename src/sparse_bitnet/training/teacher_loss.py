@@ -29,6 +29,7 @@ from sparse_bitnet.training.loss import (
     chunked_cross_entropy,
     hidden_states,
 )
+from sparse_bitnet.training.output_scale import capped, logit_cap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,7 +66,7 @@ class Teacher:
 
     @torch.no_grad()
     def hidden(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Last hidden states [tokens, hidden_size] of [batch, sequence]."""
+        """`hidden_states` [tokens, hidden_size] of [batch, sequence]."""
         with torch.autocast(input_ids.device.type, enabled=False):
             return hidden_states(self.model, input_ids, position_ids).flatten(0, 1)
 
@@ -74,8 +75,7 @@ class Teacher:
         """float32 [tokens, vocab_size] of some of the `hidden` states."""
         with torch.autocast(hidden.device.type, enabled=False):
             logits = self.model.get_output_embeddings()(hidden).float()
-        cap = getattr(self.model.config, "final_logit_softcapping", None)
-        return logits if not cap else torch.tanh(logits / cap) * cap
+        return capped(logits, logit_cap(self.model))
 
 
 class DistillationLoss(SummedLoss):
@@ -167,6 +167,7 @@ class DistillationLoss(SummedLoss):
             labels.flatten(),
             chunk_tokens=self.chunk_tokens,
             soft=soft,
+            cap=logit_cap(self.model),
         )
 
 
