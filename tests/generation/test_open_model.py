@@ -105,6 +105,20 @@ def test_the_end_token_can_come_from_the_tokenizer(folder, tmp_path):
     opened.engine.close()
 
 
+def test_a_text_ends_too_where_only_the_tokenizer_says_so(folder, tmp_path):
+    copy = shutil.copytree(folder / "packed", tmp_path / "packed")
+    for name, more in (
+        ("tokenizer_config.json", {"eos_token": {"content": "a"}}),
+        ("config.json", {"eos_token_id": [0, 10**9]}),
+    ):
+        content = json.loads((copy / name).read_text())
+        (copy / name).write_text(json.dumps(content | more))
+    (copy / "generation_config.json").unlink(missing_ok=True)
+    opened = open_model(copy, EngineOptions())
+    assert opened.end_tokens == {0, opened.tokenizer.token_id("a")}
+    opened.engine.close()
+
+
 @pytest.mark.parametrize(
     "command",
     [["generate", "--prompt", "some words", "--stats"], ["chat", "--max-tokens", "4"]],

@@ -73,6 +73,16 @@ def test_default_is_sixteen_tokens(client):
     assert answer.choices[0].text == expected_text(TOKENIZER.encode("some"), 16)
 
 
+@pytest.mark.parametrize("limits", [{"context_length": 15}, {"max_tokens": 5}])
+def test_the_default_is_less_where_there_is_less_room(limits):
+    size = limits.get("context_length", 1024)
+    options = {name: limits[name] for name in limits if name == "max_tokens"}
+    with server(engine(context_length=size, logits=never_ending), **options) as running:
+        with running.client() as client:
+            answer = client.completions.create(model="scripted", prompt="0123456789")
+            assert answer.usage.completion_tokens == 5
+
+
 def test_empty_prompt_starts_after_the_end_of_another_text(client):
     assert complete(client, "", 5).choices[0].text == expected_text([END], 5)
 

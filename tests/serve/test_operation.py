@@ -54,16 +54,58 @@ def test_log_has_no_prompts(capfd):
 
 def test_pages_elsewhere_are_let_in_by_name():
     preflight = {"Origin": ORIGIN, "Access-Control-Request-Method": "POST"}
-    preflight["Access-Control-Request-Headers"] = "authorization,content-type"
+    preflight["Access-Control-Request-Headers"] = "authorization,content-type,x-stainless-lang"
     with server(engine(), cors_origins=(ORIGIN,)) as running, running.http() as http:
         answer = http.options("/v1/completions", headers=preflight)
         assert answer.status_code == 200
         assert answer.headers["Access-Control-Allow-Origin"] == ORIGIN
-        answer = http.get("/v1/models", headers={"Origin": ORIGIN})
-        assert answer.headers["Access-Control-Allow-Origin"] == ORIGIN
+        body = {"model": "scripted", "prompt": "x", "max_tokens": 1}
+        for more, status in (({"stream": True}, 200), ({"n": 0}, 400), ({"model": "a"}, 404)):
+            answer = http.post("/v1/completions", json=body | more, headers={"Origin": ORIGIN})
+            assert answer.status_code == status
+            assert answer.headers["Access-Control-Allow-Origin"] == ORIGIN
         assert http.get("/v1/models", headers={"Origin": "https://x.example"}).status_code == 403
     with server(engine()) as running, running.http() as http:
         assert http.options("/v1/completions", headers=preflight).status_code == 403
+
+
+def test_a_defect_is_an_error_object_that_is_counted_and_logged(monkeypatch, caplog):
+    def fails(*given):
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr("sparse_bitnet.serve.answer.prepare", fails)
+    with server(engine(), cors_origins=(ORIGIN,)) as running, running.http() as http:
+        for _ in range(2):  # over one connection
+            answer = http.post("/v1/completions", json={}, headers={"Origin": ORIGIN})
+            assert answer.status_code == 500
+            assert answer.json()["error"]["type"] == "server_error"
+            assert "secret" not in answer.text
+            assert {"x-request-id", "access-control-allow-origin"} <= {*answer.headers}
+        counted = 'http_responses_total{path="/v1/completions",status="500"} 2.0'
+        assert counted in http.get("/metrics").text
+    assert caplog.records[0].exc_info[1].args == ("secret",)
+
+
+def test_whoever_comes_too_early_is_told_when_to_come_again():
+    with server(engine()) as running, running.http() as http:
+        running.scheduler.stop()
+        body = {"model": "scripted", "prompt": "x"}
+        for answer in (http.get("/health"), http.post("/v1/completions", json=body)):
+            assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
+
+
+def test_half_characters_are_refused():
+    half = '{"a": "\\ud800"}'
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": half}}
+    messages = [{"role": "assistant", "tool_calls": [call]}]
+    with server(engine(), template=QWEN) as running, running.http() as http:
+        body = {"model": "scripted", "messages": messages}
+        answer = http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 400
+        assert "surrogate" in answer.json()["error"]["message"]
+    refusing = "{{ raise_exception(messages[0].tool_calls[0].function.arguments.a) }}"
+    with server(engine(), template=refusing) as running, running.http() as http:
+        assert http.post("/v1/chat/completions", json=body).status_code == 400
 
 
 def test_tokens_of_texts_and_chats():

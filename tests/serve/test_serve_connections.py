@@ -6,13 +6,17 @@ import socket
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from test_serve_limits import child, raw_request
 
 from scripted_engine import ScriptedEngine
 from serving_thread import server
+from sparse_bitnet.generation import scheduler_thread
+from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
+from sparse_bitnet.serve import entrance, http_server
 from sparse_bitnet.serve.allowed_hosts import AllowedHosts
 from sparse_bitnet.serve.api_error import ApiError
-from sparse_bitnet.serve.http_server import _OnceAMinute
+from sparse_bitnet.serve.http_server import _OnceAMinute, listen, serve
 
 VOCAB = 257
 
@@ -146,3 +150,19 @@ def test_the_same_error_is_logged_once_a_minute(monkeypatch, caplog):
     log.error("out of %s\nfile 8", "files")
     shown = [record.getMessage() for record in caplog.records]
     assert shown == ["out of files\nfile 7", "another", "out of files\nfile 8"]
+
+
+def test_failed_generations_and_answers_are_logged_once_a_minute(monkeypatch, caplog):
+    logs = [scheduler_thread._log, entrance._log]
+
+    def on_ready():
+        for log in logs * 9:
+            log.error("failed: %r", 1)
+
+    monkeypatch.setattr(http_server.HttpServer, "run", lambda *given, **named: None)
+    scheduler = ThreadedScheduler(ScriptedEngine())
+    with listen("127.0.0.1", 0) as bound:
+        serve(FastAPI(), scheduler, bound, grace=0, on_ready=on_ready)
+    for log in logs:
+        monkeypatch.setattr(log, "filters", [])
+    assert len(caplog.records) == 1

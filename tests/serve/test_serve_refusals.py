@@ -29,7 +29,7 @@ def served():
         (400, "prompt", None, {"prompt": [-1]}),
         (400, "prompt", None, {"prompt": [True]}),
         (400, "prompt", None, {"prompt": ["a"] * 129}),
-        (400, None, "context_length_exceeded", {"prompt": "x" * 1020}),
+        (400, None, "context_length_exceeded", {"prompt": "x" * 1024}),
         (400, "max_tokens", "context_length_exceeded", {"max_tokens": 10**30}),
         (400, "max_tokens", None, {"max_tokens": 0}),
         (400, "max_tokens", None, {"max_tokens": 1.5}),

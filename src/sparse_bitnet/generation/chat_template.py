@@ -13,7 +13,6 @@ from typing import Any
 
 from sparse_bitnet.checkpoint.model_folder import read_json_if_there, read_small
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.generation.text import TextTokenizer
 from sparse_bitnet.host import ran_out_of_time
 
 _SPECIAL_TOKENS = (
@@ -64,11 +63,6 @@ class ChatTemplate:
                 "tokenizer_config.json): it is not a chat model, use `sparse-bitnet generate`"
             )
         return cls(source, _special_tokens(config, folder))
-
-    def end_tokens(self, tokenizer: TextTokenizer) -> frozenset[int]:
-        """The tokenizer's end token, which in a chat ends the turn."""
-        token = tokenizer.token_id(self._special_tokens.get("eos_token", ""))
-        return frozenset() if token is None else frozenset({token})
 
     def render(
         self,

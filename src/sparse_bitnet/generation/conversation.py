@@ -38,10 +38,9 @@ class Conversation:
         self.speculation: Speculation | None = None
         """What guesses tokens ahead."""
 
-        self._end_tokens = model.end_tokens | template.end_tokens(model.tokenizer)
         self._form: Form | None = None
         if grammar is not None:
-            self._form = model.grammars(self._end_tokens).start(grammar)
+            self._form = model.grammars(model.end_tokens).start(grammar)
         self.messages: list[dict[str, str]] = []
         """With "role" and "content"."""
         self.reset()
@@ -112,7 +111,7 @@ class Conversation:
             [prompt],
             options,
             tokenizer=self.model.tokenizer,
-            end_tokens=self._end_tokens,
+            end_tokens=self.model.end_tokens,
             form=self._form,
             prefixes=self._prefixes,
             speculation=self.speculation,

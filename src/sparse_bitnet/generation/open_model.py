@@ -76,7 +76,8 @@ def open_model(checkpoint: str | Path, options: EngineOptions) -> OpenModel:
     opened = _open_engine(checkpoint, options)
     try:
         tokenizer = early or _tokenizer(opened.folder)
-        ends = end_tokens(opened.folder) or _end_of_tokenizer(opened.folder, tokenizer)
+        ends = end_tokens(opened.folder) | _end_of_tokenizer(opened.folder, tokenizer)
+        ends = frozenset(token for token in ends if token < opened.engine.vocab_size)
     except UserError:
         opened.engine.close()
         raise
@@ -216,8 +217,10 @@ def _tokenizer(folder: str) -> TextTokenizer:
 
 
 def _end_of_tokenizer(folder: str, tokenizer: TextTokenizer) -> frozenset[int]:
-    """The end token that tokenizer_config.json names, if any."""
-    named = read_json_if_there(Path(folder) / "tokenizer_config.json").get("eos_token")
+    """The end token that the tokenizer's files name, if any: that of a turn, where a model was made to
+    chat without its config being told."""
+    files = (Path(folder) / name for name in ("tokenizer_config.json", "special_tokens_map.json"))
+    named = next(filter(None, (read_json_if_there(file).get("eos_token") for file in files)), None)
     text = named.get("content") if isinstance(named, dict) else named
     token = tokenizer.token_id(text) if isinstance(text, str) else None
     return frozenset() if token is None else frozenset({token})

@@ -25,7 +25,6 @@ from sparse_bitnet.serve.responses_reply import ResponsesReply
 from sparse_bitnet.serve.schema import Body, ChatBody
 
 Result = TypeVar("Result")
-_RETRY = {"Retry-After": "1"}
 _LARGE = 1 << 16
 """Bytes of a body; of larger ones one is read at a time, for their memory."""
 _SCORES_AT_ONCE = 64
@@ -80,9 +79,9 @@ class Answering:
         except ContextFull as error:
             raise ApiError(400, str(error), code="context_length_exceeded") from error
         except QueueFull as error:
-            raise ApiError(429, str(error), code="queue_full", headers=_RETRY) from error
+            raise ApiError(429, str(error), code="queue_full") from error
         except Stopping as error:
-            raise ApiError(503, str(error), code="server_shutdown", headers=_RETRY) from error
+            raise ApiError(503, str(error), code="server_shutdown") from error
 
 
 @asynccontextmanager

@@ -29,6 +29,8 @@ def error_body(
     """OpenAI's error object."""
     kinds = {401: "authentication_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    # Half a character, of a template or a file of strangers, cannot be sent.
+    message = message.encode(errors="replace").decode()
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 

@@ -145,22 +145,19 @@ def create_app(
 
     app.include_router(router)
     paths = {route.path for route in [*app.routes, *router.routes] if hasattr(route, "path")}
+    app.add_middleware(
+        Entrance, metrics=metrics, paths=frozenset(paths), hosts=hosts, log=log_requests
+    )
     if hosts.origins:
+        # Added last, it comes first: pages read errors, too.
         app.add_middleware(
             CORSMiddleware,
             allow_origins=sorted(hosts.origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+            # Clients in browsers send many of their own, such as X-Stainless-Lang.
+            allow_headers=["*"],
             expose_headers=["X-Request-Id", "X-Ignored-Parameters", "Retry-After"],
         )
-    # Added last, it comes first.
-    app.add_middleware(
-        Entrance, metrics=metrics, paths=frozenset(paths), hosts=hosts, log=log_requests
-    )
-
-    @app.exception_handler(ApiError)
-    async def api_error(request: Request, error: ApiError) -> Response:
-        return JSONResponse(error.body, error.status, error.headers)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
@@ -170,10 +167,6 @@ def create_app(
     @app.exception_handler(ClientDisconnect)
     async def gone(request: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=499)
-
-    @app.exception_handler(Exception)
-    async def defect(request: Request, error: Exception) -> Response:
-        return JSONResponse(error_body(500, "internal error; the server's log has more"), 500)
 
     return app
 

@@ -3,6 +3,7 @@
 streams pass through untouched."""
 
 import json
+import logging
 import re
 import sys
 import time
@@ -13,15 +14,18 @@ from typing import TextIO
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sparse_bitnet.errors import UserError
 from sparse_bitnet.serve.allowed_hosts import AllowedHosts
 from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.prometheus import ServerMetrics
 
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_log = logging.getLogger(__name__)
 
 
 class Entrance:
-    """Refuses what is not meant for this server; names, counts and logs the others."""
+    """Refuses what is not meant for this server; names, counts and logs the others. What an answer fails
+    with becomes an error object here, unless the answer has begun."""
 
     def __init__(
         self,
@@ -46,15 +50,22 @@ class Entrance:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 self._metrics.responded(path, status)
-                name = (b"x-request-id", scope["request_id"].encode())
-                message["headers"] = [*message.get("headers", ()), name]
+                more = [(b"x-request-id", scope["request_id"].encode())]
+                if status in (429, 503):
+                    more.append((b"retry-after", b"1"))
+                message["headers"] = [*message.get("headers", ()), *more]
             await send(message)
 
         try:
             self._hosts.check(scope)
             await self._app(scope, receive, counted)
-        except ApiError as error:
-            await JSONResponse(error.body, error.status, error.headers)(scope, receive, counted)
+        except Exception as error:
+            if status:
+                raise
+            found = _answer(error)
+            if found.status >= 500 and found is not error:
+                _log.error("%s %s failed", scope["method"], path, exc_info=error)
+            await JSONResponse(found.body, found.status, found.headers)(scope, receive, counted)
         finally:
             if self._log is not None:
                 entry = {
@@ -69,6 +80,14 @@ class Entrance:
                     entry["prompt_tokens"] = sum(g.prompt_tokens for g in generations)
                     entry["generated_tokens"] = sum(g.generated for g in generations)
                 print(json.dumps(entry), file=self._log, flush=True)
+
+
+def _answer(error: Exception) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, UserError):
+        return ApiError(400, str(error))
+    return ApiError(500, "internal error; the server's log has more")
 
 
 def _request_id(scope: Scope) -> str:

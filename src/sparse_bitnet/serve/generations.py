@@ -222,8 +222,9 @@ def _requests(
     scores_prompt = (
         isinstance(body, CompletionBody) and bool(body.echo) and body.logprobs is not None
     )
+    usual = min(most, body.default_tokens or most)
     wanted = [
-        max(min(most, scheduler.capacity - len(prompt)), 1) if asked is None else asked
+        max(min(usual, scheduler.capacity - len(prompt)), 1) if asked is None else asked
         for prompt in prompts
     ]
     if body.top_scores is not None:

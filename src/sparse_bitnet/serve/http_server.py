@@ -20,6 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
 from sparse_bitnet.host import most_open_files
+from sparse_bitnet.serve.entrance import Entrance
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LAST_EVENTS_SECONDS = 5
@@ -201,7 +202,7 @@ def serve(
     # It warns of every write to a client that has gone.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     calm = _OnceAMinute()
-    for name in ("asyncio", "uvicorn.error", "sparse_bitnet.generation.scheduler"):
+    for name in ("asyncio", "uvicorn.error", ThreadedScheduler.__module__, Entrance.__module__):
         logging.getLogger(name).addFilter(calm)
     scheduler.start()
     # What is there stays: collections that went through it again and again would hold up the streams.

@@ -7,7 +7,7 @@ the value that changes nothing; those that cannot change it are accepted and nam
 
 import difflib
 import re
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 
 from pydantic import ConfigDict, Field, ValidationError
 
@@ -20,8 +20,6 @@ from sparse_bitnet.serve.tools import WithTools
 
 MOST_CHOICES = 128
 MOST_STOP_STRINGS = 16
-_COMPLETION_TOKENS = 16
-"""OpenAI's default of max_tokens for completions."""
 _MOST_BIASES = 1024
 _SEEDS = 2**64
 _MOST_VALUES = 20_000
@@ -140,6 +138,14 @@ class _Body(Formed, TolerantBody):
     logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=_MOST_BIASES)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=_SEEDS)] | None = None
 
+    default_tokens: ClassVar[int | None] = None
+    """Most tokens to generate where nothing is said; None: what there is room for."""
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """Most tokens to generate, if that is said."""
+        return self.max_tokens
+
     @property
     def choices(self) -> int:
         return self.n or 1
@@ -196,10 +202,8 @@ class CompletionBody(_Body):
     def neutral(self) -> dict[str, tuple[Any, ...]]:
         return _NEUTRAL | {"best_of": (self.choices,), "suffix": ("",)}
 
-    @property
-    def wanted_tokens(self) -> int | None:
-        """Most tokens to generate; None: what there is room for."""
-        return _COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+    default_tokens: ClassVar[int | None] = 16
+    """As OpenAI has it, where there is room."""
 
     @property
     def top_scores(self) -> int | None:
@@ -237,7 +241,7 @@ class ChatBody(WithTools, _Body):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """Most tokens to generate; None: what there is room for."""
+        """As of completions, under either name."""
         asked = self.max_completion_tokens
         return self.max_tokens if asked is None else asked
 
