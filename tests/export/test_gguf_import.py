@@ -15,7 +15,7 @@ from factories import tiny_config
 from packed_models import tiny_model_config, typical_error
 from sparse_bitnet.checkpoint.checkpoint import embedding_weights, linear_shapes, stored_tensors
 from sparse_bitnet.checkpoint.gguf_file import GgufFile
-from sparse_bitnet.checkpoint.gguf_tokenizer import read_tokenizer
+from sparse_bitnet.checkpoint.gguf_tokenizer import read_tokenizer, write_tokenizer
 from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.engine.engine import Engine
@@ -351,6 +351,27 @@ def _described(kind: str, tokens: list[str], **more: Any) -> dict[str, Any]:
         3 if token.startswith("<|") else 4 if token.startswith("<t") else 1 for token in tokens
     ]
     return {"model": kind, "tokens": tokens, "token_type": types, **more}
+
+
+@pytest.mark.parametrize(
+    ("fields", "first", "last"),
+    [
+        ({"model": "gpt2"}, 0, 0),
+        ({"model": "gpt2", "pre": "llama-bpe"}, 1, 0),
+        ({"model": "gpt2", "pre": "llama-bpe", "add_bos_token": False}, 0, 0),
+        ({"model": "gpt2", "add_eos_token": True}, 0, 1),
+        ({"model": "llama", "scores": [0.0] * 9}, 1, 0),
+    ],
+)
+def test_what_a_file_does_not_say_is_as_in_llama_cpp(
+    tmp_path: Path, fields: dict[str, Any], first: int, last: int
+) -> None:
+    ids = {} if fields["model"] == "llama" else {"bos_token_id": 1, "eos_token_id": 2}
+    fields = fields | ids | {"tokens": ["<unk>", "<s>", "</s>", *"abcdef"]}
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
+    write_tokenizer(metadata, tmp_path / "model.gguf", tmp_path)
+    encoded = TextTokenizer.load(tmp_path).encode("a")
+    assert (encoded.count(1), encoded.count(2), 3 in encoded) == (first, last, True)
 
 
 @pytest.mark.parametrize("pre", ["qwen2", "llama-bpe", "tekken", "gpt-2", "byte-level", "llama"])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.errors import UserError
@@ -43,9 +44,36 @@ def test_trained_tokenizers_have_a_name_that_llama_cpp_knows(checkpoint: Path) -
 
 def test_added_tokens_that_are_not_special(changed) -> None:
     content = json.loads((changed() / "tokenizer.json").read_text())
-    tag = {"id": 384, "content": "<tag>", "special": False, "normalized": False}
-    vocabulary = read_vocabulary(changed(added_tokens=[*content["added_tokens"], tag]), 392)
-    assert (vocabulary.tokens[384], vocabulary.types[384]) == ("<tag>", TokenType.USER_DEFINED)
+    flags = dict.fromkeys(("special", "normalized", "single_word", "lstrip", "rstrip"), False)
+    tags = [{"id": 384 + n, "content": f"<{n}>", **flags} for n in range(2)]
+    folder = changed(added_tokens=[*content["added_tokens"], *tags])
+    path = folder / "tokenizer_config.json"
+    more = {"pad_token": "<1>", "bos_token": "<new>", "add_bos_token": True}
+    path.write_text(json.dumps(json.loads(path.read_text()) | more))
+    vocabulary = read_vocabulary(folder, 392)
+    assert vocabulary.tokens[384:387] == ["<0>", "<1>", "<new>"]
+    assert vocabulary.types[384:388] == [
+        *(TokenType.USER_DEFINED, TokenType.CONTROL),
+        *(TokenType.CONTROL, TokenType.UNUSED),
+    ]
+    assert vocabulary.special == {"bos": 386, "eos": 0, "pad": 385}
+    assert vocabulary.surrounds == {"bos": True, "eos": False}
+
+
+@pytest.mark.parametrize("around", [("", ""), ("", "<|endoftext|>"), ("a", "")])
+def test_what_a_tokenizer_puts_around_a_text(changed, checkpoint, around) -> None:
+    backend = load_tokenizer(checkpoint).backend_tokenizer
+    first, last = around
+    backend.post_processor = TemplateProcessing(
+        single=[part for part in (first, "$A", last) if part],
+        special_tokens=[(part, backend.token_to_id(part)) for part in around if part],
+    )
+    folder = changed(post_processor=json.loads(backend.to_str())["post_processor"])
+    if first:
+        with pytest.raises(UserError, match="other tokens around a text than bos and eos"):
+            read_vocabulary(folder, 392)
+    else:
+        assert read_vocabulary(folder, 392).surrounds == {"bos": False, "eos": bool(last)}
 
 
 def test_gpt_2_pre_tokenizer(changed) -> None:

@@ -48,7 +48,8 @@ class PreTokenizer(NamedTuple):
     regexes: tuple[str, ...]
     """Each splits what those before have left; none: GPT-2's."""
     ignores_merges: bool = False
-    """What is a token as a whole is one, whatever the merges give."""
+    """What is a token as a whole is one, whatever the merges give; and where a file does not say, texts
+    begin with the token for it."""
 
 
 PRE_TOKENIZERS = (
@@ -70,6 +71,10 @@ PRE_TOKENIZERS = (
 """What is read and written; another name splits as the first."""
 
 
+_DEFAULTS = {"llama": {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}}
+"""Of a kind of tokenizer what a reader takes that a file does not say."""
+
+
 def write_tokenizer(metadata: dict[str, Any], path: Path, folder: Path) -> None:
     """Write tokenizer.json, tokenizer_config.json and generation_config.json into a folder.
 
@@ -86,6 +91,7 @@ def write_tokenizer(metadata: dict[str, Any], path: Path, folder: Path) -> None:
     }
     tokenizer = read_tokenizer(fields, str(path))
     tokens = fields["tokens"]
+    fields = _DEFAULTS.get(fields["model"], {}) | fields
     special = {
         f"{name}_token": tokens[index]
         for name, key in (
@@ -96,8 +102,13 @@ def write_tokenizer(metadata: dict[str, Any], path: Path, folder: Path) -> None:
         )
         if type(index := fields.get(f"{key}_token_id")) is int and 0 <= index < len(tokens)
     }
-    if fields.get("add_bos_token", fields.get("model") == "llama") and "bos_token" in special:
-        _begin_with(tokenizer, special["bos_token"])
+    begins = fields["model"] == "llama" or _split_of(fields).ignores_merges
+    around = [
+        special.get(f"{name}_token") if fields.get(f"add_{name}_token", default) else None
+        for name, default in (("bos", begins), ("eos", False))
+    ]
+    if any(around):
+        _surround(tokenizer, *around)
     tokenizer.save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
     if isinstance(template := metadata.get("tokenizer.chat_template"), str):
@@ -159,8 +170,7 @@ def _byte_level(fields: dict[str, Any]) -> "tuple[Tokenizer, _IsOwn]":
 
     vocabulary = {spelled(token): index for index, token in enumerate(fields["tokens"])}
     merges = [tuple(merge.split(" ")) for merge in fields.get("merges", ())]
-    name = fields.get("pre", "default")
-    pre = next((row for row in PRE_TOKENIZERS if name in row.names), PRE_TOKENIZERS[0])
+    pre, name = _split_of(fields), fields.get("pre", "default")
     if name not in pre.names:
         warnings.warn(
             f"pre-tokenizer {name!r} is not known here: texts are split as GPT-2's, which may give "
@@ -175,6 +185,11 @@ def _byte_level(fields: dict[str, Any]) -> "tuple[Tokenizer, _IsOwn]":
     )
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer, is_own
+
+
+def _split_of(fields: dict[str, Any]) -> PreTokenizer:
+    name = fields.get("pre", "default")
+    return next((row for row in PRE_TOKENIZERS if name in row.names), PRE_TOKENIZERS[0])
 
 
 def _sentence_piece(fields: dict[str, Any]) -> "tuple[Tokenizer, _IsOwn]":
@@ -216,12 +231,12 @@ def _implied_merges(
     return (pair for _, pair in found)
 
 
-def _begin_with(tokenizer: Any, token: str) -> None:
-    """Every text begins with the token, as the file's reader has it."""
+def _surround(tokenizer: Any, first: str | None, last: str | None) -> None:
+    """Every text begins and ends with these tokens, as the file's reader has it."""
     from tokenizers.processors import TemplateProcessing
 
     tokenizer.post_processor = TemplateProcessing(
-        single=f"{token} $A",
-        pair=f"{token} $A $B",
-        special_tokens=[(token, tokenizer.token_to_id(token))],
+        single=[part for part in (first, "$A", last) if part],
+        pair=[part for part in (first, "$A", "$B", last) if part],
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in (first, last) if token],
     )

@@ -96,8 +96,8 @@ def check_state(checkpoint: SavedStep, data_identity: dict[str, Any]) -> None:
     state = json.loads((path / STATE).read_text())
     if state.get("version") != CHECKPOINT_VERSION:
         raise UserError(
-            f"{path}: checkpoint version {state.get('version')}, this release reads {CHECKPOINT_VERSION}; "
-            "continue the run with the release that wrote it"
+            f"{path}: checkpoint version {state.get('version')}, this release reads "
+            f"{CHECKPOINT_VERSION}; continue the run with the release that wrote it"
         )
     if state.get("data") != data_identity:
         raise UserError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of sharded checkpoints that run no code: torch's own would unpickle whatever `.metadata` names."""
+"""Readers of sharded checkpoints, whose `.metadata` is a pickle: torch's own run whatever it names."""
 
 import pickle
 from pathlib import Path
@@ -45,7 +45,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Checked:
-    def read_metadata(self, *args: Any, **kwargs: Any) -> stored.Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
         """As torch's. Raises `OSError`, and `ValueError` for what is no metadata of tensors."""
         reader: Any = self
         path = reader._get_metadata_path(kwargs.get("rank"))
@@ -58,7 +58,9 @@ class _Checked:
                     raise ValueError("an entry is no tensor")
             for place in metadata.storage_data.values():
                 if place.relative_path != Path(place.relative_path).name:
-                    raise ValueError(f"it names {place.relative_path!r}, which is not in its folder")
+                    raise ValueError(
+                        f"it names {place.relative_path!r}, which is not in its folder"
+                    )
             metadata.storage_meta = metadata.storage_meta or stored.StorageMeta()
             metadata.storage_meta.load_id = reader.load_id
         except OSError:
@@ -76,6 +78,6 @@ class _StoreReader(_Checked, FsspecReader):
     pass
 
 
-def shard_reader(shards: Path | StorePath) -> dcp.FileSystemReader:
+def shard_reader(shards: Path | StorePath) -> Any:
     """What reads the shards of a checkpoint, in a folder or in a store."""
     return (_StoreReader if isinstance(shards, StorePath) else _FolderReader)(str(shards))

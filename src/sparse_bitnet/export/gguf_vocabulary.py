@@ -8,14 +8,14 @@ of tokens there, here the ranks of their first merges.
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparse_bitnet.checkpoint.gguf_tokenizer import PRE_TOKENIZERS
-from sparse_bitnet.checkpoint.model_folder import read_json
+from sparse_bitnet.checkpoint.load import load_tokenizer
+from sparse_bitnet.checkpoint.model_folder import read_json, read_json_if_there
 from sparse_bitnet.errors import UserError
 
 if TYPE_CHECKING:
@@ -50,6 +50,10 @@ class GgufVocabulary:
     """Of SentencePiece's tokens; None for a byte-level BPE."""
     adds_space: bool = False
     """SentencePiece puts one before a text."""
+    special: dict[str, int] = field(default_factory=dict)
+    """Ids of bos, eos, unk and pad; without a bos it is the eos: llama.cpp would take its own default."""
+    surrounds: dict[str, bool] = field(default_factory=dict)
+    """Whether bos and eos are put around a text."""
 
 
 def read_vocabulary(folder: Path, vocab_size: int) -> GgufVocabulary:
@@ -64,10 +68,13 @@ def read_vocabulary(folder: Path, vocab_size: int) -> GgufVocabulary:
     model = content.get("model", {})
     if model.get("type") != "BPE" or model.get("dropout"):
         raise UserError(f"{path}: not a plain BPE; the GGUF export covers no other kind")
+    own = load_tokenizer(folder)
     tokens = [f"[PAD{index}]" for index in range(vocab_size)]
     types = [TokenType.UNUSED] * vocab_size
     added = {token["content"]: token for token in content.get("added_tokens", [])}
     vocabulary = model["vocab"] | {name: token["id"] for name, token in added.items()}
+    # Of the special ones that tokenizer_config.json adds a model may have no row.
+    vocabulary |= {name: index for name, index in own.get_vocab().items() if index < vocab_size}
     is_sentence_piece = bool(model.get("byte_fallback"))
     for name, index in vocabulary.items():
         if index >= vocab_size:
@@ -76,21 +83,44 @@ def read_vocabulary(folder: Path, vocab_size: int) -> GgufVocabulary:
                 f"{vocab_size}"
             )
         tokens[index] = name
-        types[index] = _token_type(added.get(name))
+        types[index] = TokenType.USER_DEFINED if name in added else TokenType.NORMAL
+        if index in own.all_special_ids or (name in added and added[name].get("special")):
+            types[index] = TokenType.CONTROL
         if is_sentence_piece and name in _BYTES:
             types[index] = TokenType.BYTE
         elif is_sentence_piece and name == model.get("unk_token"):
             types[index] = TokenType.UNKNOWN
-    if not is_sentence_piece:
-        return GgufVocabulary(_pre_tokenizer_name(content, path), tokens, types, None)
-    adds_space = _adds_space(content, path)
-    return GgufVocabulary("default", tokens, types, _scores(model["merges"], tokens), adds_space)
+    scores = _scores(model["merges"], tokens) if is_sentence_piece else None
+    special = {
+        name: index
+        for name in ("bos", "eos", "unk", "pad")
+        if (index := getattr(own, f"{name}_token_id")) is not None and index < vocab_size
+    }
+    if "eos" not in special:
+        raise UserError(f"{path}: the model has no row for its end-of-text token {own.eos_token!r}")
+    return GgufVocabulary(
+        "default" if is_sentence_piece else _pre_tokenizer_name(content, path),
+        tokens,
+        types,
+        scores,
+        is_sentence_piece and _adds_space(content, path),
+        {"bos": special["eos"], **special},
+        _surrounds(own, path),
+    )
 
 
-def _token_type(added: Mapping[str, Any] | None) -> TokenType:
-    if added is None:
-        return TokenType.NORMAL
-    return TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
+def _surrounds(tokenizer: Any, path: Path) -> dict[str, bool]:
+    """Raises `UserError` where something else than bos and eos is put around a text."""
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    inner, whole = (tokenizer("a", add_special_tokens=add).input_ids for add in (False, True))
+    more = len(whole) - len(inner)
+    found = {"bos": more > 0 and whole[0] == bos, "eos": more > 0 and whole[-1] == eos}
+    if whole != [bos] * found["bos"] + inner + [eos] * found["eos"]:
+        raise UserError(
+            f"{path}: it puts other tokens around a text than bos and eos, which GGUF cannot say"
+        )
+    said = read_json_if_there(path.with_name("tokenizer_config.json"))
+    return {name: bool(said.get(f"add_{name}_token", found[name])) for name in found}
 
 
 def _scores(merges: list[Any], tokens: list[str]) -> list[float]:
@@ -169,10 +199,9 @@ def add_vocabulary(writer: "GGUFWriter", vocabulary: GgufVocabulary, folder: Pat
     if vocabulary.scores is not None:
         writer.add_token_scores(vocabulary.scores)
         writer.add_add_space_prefix(vocabulary.adds_space)
-    special = SpecialVocab(folder, load_merges=True, n_vocab=len(vocabulary.tokens))
-    end = special.special_token_ids.get("eos")
-    if "bos" not in special.special_token_ids and end is not None:
-        # Otherwise llama.cpp takes GPT-2's, token 11, which means something else here.
-        special.special_token_ids["bos"] = end
-    special.add_special_token.setdefault("bos", False)
+    special = SpecialVocab(
+        folder, load_merges=True, special_token_types=(), n_vocab=len(vocabulary.tokens)
+    )
+    special.special_token_ids = vocabulary.special
+    special.add_special_token = vocabulary.surrounds
     special.add_to_gguf(writer, quiet=True)
