@@ -51,6 +51,18 @@ def test_all_last_and_none(model, engine):
     assert engine.context_length == 64
 
 
+def test_what_a_failed_forward_leaves_in_the_cache_is_no_part_of_the_text(model, engine):
+    one, other = engine.new_sequence(), engine.new_sequence()
+    engine.forward([(one, TOKENS[:2]), (other, TOKENS[:1])], "none")
+    calls, run = [], engine._run
+    engine._run = lambda *given: calls.append(1) or (run(*given) if len(calls) < 2 else 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.forward([(one, TOKENS[2:4]), (other, TOKENS[1:4])])
+    engine._run = run
+    (found,) = engine.forward([(one, TOKENS[2:])], "all")
+    close(found, whole(model, TOKENS)[2:])
+
+
 def test_hidden_states_are_those_behind_the_final_norm(model, engine):
     sequence = engine.new_sequence()
     found = [engine.forward([(sequence, part)], "hidden")[0] for part in (TOKENS[:5], TOKENS[5:])]

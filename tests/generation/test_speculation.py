@@ -227,6 +227,8 @@ def test_a_draft_model_guesses_where_the_text_does_not(request_of):
             assert done.accepted_tokens > 40
         if knows == 0.0:
             assert done.guessed_tokens < 80
+    small = ScriptedEngine(vocab_size=VOCAB // 2, logits=logits_after)
+    assert texts_of(engine, requests, speculation(engine, draft=small))[0] == expected
     full = engine_of(logits_after, cache_tokens=64)
     assert texts_of(engine, requests, speculation(engine, draft=full))[0] == expected
 
@@ -280,6 +282,7 @@ def test_the_command_guesses_and_refuses_drafts_that_do_not_fit(tmp_path, capsys
     for more, words in (
         (["--draft", str(other)], "its tokenizer is not that of the model"),
         (["--draft", str(tmp_path)], "not a packed model"),
+        (["--draft", str(tmp_path / "none")], "none: there is no such folder"),
         (["--draft", str(draft), "--engine", "transformers"], "--draft is an option of the CPU"),
         (["--draft", str(draft), "--speculative-tokens", "0"], "leave out"),
         (["--speculative-tokens", "64"], "0 to 63"),

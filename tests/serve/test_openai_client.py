@@ -3,14 +3,20 @@
 
 import concurrent.futures
 import json
+from dataclasses import replace
 
 import numpy as np
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tokenizers import Tokenizer, decoders, models
 
 from scripted_engine import ScriptedEngine, greedy, logits_after
 from serving_thread import END, byte_tokenizer, server
+from sparse_bitnet.generation.request import GenerationRequest
+from sparse_bitnet.generation.scheduler import Scheduler
+from sparse_bitnet.generation.text import TextTokenizer
+from sparse_bitnet.serve.replies import Choice
 
 VOCAB = 257
 
@@ -255,6 +261,43 @@ def test_logprobs_and_echo_of_completions(client):
     assert [value for piece in pieces for value in piece.token_logprobs] == found.token_logprobs
     plain = complete(client, prompt, 4, echo=True)
     assert (plain.choices[0].text, plain.choices[0].logprobs) == (choice.text, None)
+
+
+@pytest.mark.parametrize("echo", ["", "Say:"])
+@pytest.mark.parametrize(("stop", "kept"), [("!", 1), (" you", 2), ("u", 3), ("?", 3), ("x", 4)])
+def test_scores_are_those_of_the_text_before_a_stop_string(echo, stop, kept):
+    """Of a tokenizer whose words have a space before them, which the first of a text loses."""
+    words = ["\u2581Hi", "!", "\u2581you", "?", "\u2581Say:"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "?"))
+    tokenizer.decoder = decoders.Metaspace()
+    request = GenerationRequest(
+        prompt=[4],
+        max_tokens=4,
+        tokenizer=TextTokenizer(tokenizer),
+        stop=(stop,),
+        is_start=not echo,
+        top_scores=0,
+        score_from=0 if echo else None,
+    )
+    in_order = ScriptedEngine(
+        vocab_size=5, logits=lambda tokens, size: 9 * np.eye(size)[len(tokens) - 1]
+    )
+    outputs = []
+    [generation] = Scheduler(in_order).run(
+        [replace(request, deliver=lambda _, output: outputs.append(output))]
+    )
+    choice = Choice(generation, 0, echo)
+    choice.take_prompt_scores()
+    choice.scores += [score for output in outputs for score in output.scores]
+    choice.cut()
+    assert choice.text == echo + (" Hi! you?" if echo else "Hi! you?").partition(stop)[0]
+    assert [score.token for score in choice.scores] == [4] * bool(echo) + [0, 1, 2, 3][:kept]
+    offsets = list(choice.places(choice.scores))
+    texts = [choice.text[start:] for start in offsets]
+    assert all(
+        text.lstrip().startswith(words[score.token].strip("\u2581")[:2])
+        for text, score in zip(texts, choice.scores, strict=True)
+    )
 
 
 def test_logprobs_of_chat(client):

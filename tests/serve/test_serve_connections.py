@@ -11,6 +11,7 @@ from test_serve_limits import child, raw_request
 
 from scripted_engine import ScriptedEngine
 from serving_thread import server
+from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation import scheduler_thread
 from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
 from sparse_bitnet.serve import entrance, http_server
@@ -36,6 +37,12 @@ def request(host, *origin):
             ["evil.example:8000", "127.0.0.1.evil.example", "10.0.0.1", "", "::x", "a b", "[::"],
         ),
         ("::1", ["box"], ["box", "[::1]"], ["[::2]", "boxes"]),
+        (
+            "::1",
+            ["Box.example:8443", "[FE80::0:1]:80", "fd00::1"],
+            ["box.example", "BOX.example:1", "[fe80::1]", "[fd00:0::1]:9", "[0:0::1]"],
+            ["x@box.example", "box.example:1:1", "box.example/x", "8443"],
+        ),
         ("10.0.0.5", (), ["10.0.0.5:80"], ["localhost", "10.0.0.6", "evil.example"]),
         ("0.0.0.0", (), ["10.0.0.6", "[fe80::1]", "localhost"], ["evil.example"]),
         ("::", ["*"], ["evil.example"], []),
@@ -51,6 +58,12 @@ def test_hosts_are_those_of_the_address_and_those_named(listening, names, allowe
             hosts.check(request(host))
         with pytest.raises(ApiError, match="--allowed-host"):
             hosts.check(request(allowed[0], f"http://{host}"))
+
+
+@pytest.mark.parametrize("name", ["", "http://box", "a b", "[::1", "x@box"])
+def test_names_that_are_none_are_refused(name):
+    with pytest.raises(UserError, match="--allowed-host"):
+        AllowedHosts("127.0.0.1", [name])
 
 
 def test_a_host_that_is_missing_or_doubled_is_refused():

@@ -56,6 +56,8 @@ def tagged(*calls):
 
 ARGUMENTS = '{"city": "Bern", "x": "}<\\""}'
 BROKEN = '{"name": "weather", arguments'
+UNKNOWN = '{"name": "rm", "arguments": {"x": "}"}}'
+ESCAPED = '{"name": "a\\q", "arguments": {}}'
 LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Rom"}}'
 
 
@@ -69,6 +71,11 @@ LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Rom"}}'
         (HERMES, tagged(CALL, OTHER), "", [("weather", ARGUMENTS), ("time", "{}")]),
         (HERMES, tagged(CALL) + "\nDone.", "\nDone.", [("weather", ARGUMENTS)]),
         (HERMES, tagged(BROKEN) + "!", tagged(BROKEN) + "!", []),
+        (HERMES, tagged(UNKNOWN) + "!", tagged(UNKNOWN) + "!", []),
+        (HERMES, tagged(UNKNOWN, CALL), tagged(UNKNOWN), [("weather", ARGUMENTS)]),
+        (HERMES, tagged(UNKNOWN)[:40], tagged(UNKNOWN)[:40], []),
+        (HERMES, tagged(ESCAPED), tagged(ESCAPED), []),
+        (LLAMA, ESCAPED, ESCAPED, []),
         (HERMES, tagged(OTHER)[:-12], "", [("time", "{}")]),
         (HERMES, tagged(CALL)[:54], "", [("weather", '{"city": ')]),
         (HERMES, "<tool_call>" + LLAMA_CALL, "", [("weather", '{"city": "Rom"}')]),

@@ -32,7 +32,7 @@ class ServeConfig:
 
     allowed_host: tuple[str, ...] = ()
     """Further names by which clients may call this server (the Host of their requests, and the Origin of
-    web pages), such as that of a proxy; * for any. The address listened on is allowed."""
+    web pages), such as that of a proxy; * for any. What --host says is allowed."""
 
     cors_origin: tuple[str, ...] = ()
     """Origins of web pages elsewhere that may use this server, such as https://a.example; * for any."""
@@ -123,7 +123,10 @@ def run(
         engine = replace(engine, cache_tokens=_CACHE_TOKENS * config.max_running)
     # First: a port that is taken should not show only after loading.
     bound = listen(config.host, config.port)
+    host, port = bound.getsockname()[:2]
     try:
+        names = (*filter(None, [config.host]), *config.allowed_host)
+        hosts = AllowedHosts(host, names, config.cors_origin)
         opened = open_model(checkpoint, engine)
     except BaseException:
         bound.close()
@@ -163,7 +166,6 @@ def run(
             max_tokens=config.max_tokens,
             max_body_bytes=config.max_body_bytes,
         )
-        host, port = bound.getsockname()[:2]
 
         def announce() -> None:
             if opened.note:
@@ -179,7 +181,6 @@ def run(
             shown = f"[{host}]" if ":" in host else host
             print(f"{name}: http://{shown}:{port}/v1 (Ctrl-C to stop)", flush=True)
 
-        hosts = AllowedHosts(host, config.allowed_host, config.cors_origin)
         app = create_app(
             model, scheduler, metrics, hosts, page=config.page, log_requests=config.log_requests
         )

@@ -120,6 +120,8 @@ class SpeculationOptions:
     ) -> "InferenceEngine":
         from sparse_bitnet.generation.open_model import is_packed, open_model
 
+        if not Path(folder).exists():
+            raise UserError(f"--draft {folder}: there is no such folder")
         if not is_packed(folder):
             raise UserError(f"--draft {folder}: not a packed model; `sparse-bitnet pack` makes one")
         draft = open_model(folder, replace(engine, engine="cpu", context_length=None))

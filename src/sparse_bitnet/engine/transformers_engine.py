@@ -83,6 +83,8 @@ class TransformersEngine(InferenceEngine):
 
     def _run(self, sequence: EngineSequence, tokens: list[int], logits: WhichLogits) -> np.ndarray:
         """float32 [tokens or 1, vocab_size], or [tokens, hidden_size]."""
+        # A forward that failed may have left keys and values of tokens that were not taken.
+        sequence.cache = self._cropped(sequence.cache, len(sequence))
         given = tokens if self._has_cache else sequence.tokens + tokens
         options: dict[str, Any] = {
             "input_ids": torch.tensor([given], device=self._model.device),

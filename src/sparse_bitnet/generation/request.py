@@ -62,6 +62,11 @@ class GenerationRequest:
     deliver: Callable[["Generation", Output], None] = lambda generation, output: None
     """Called by the scheduler, in its thread, with each token and at the end; must not block."""
 
+    @property
+    def strips_start(self) -> bool:
+        """Whether the space before the first word goes; one that the form asks for is one."""
+        return self.is_start and self.form is None
+
 
 @dataclass(eq=False)
 class Generation:
@@ -142,9 +147,7 @@ class Generation:
     def _stream(self) -> GeneratedText:
         request = self.request
         assert request.tokenizer is not None
-        # A space that the form asks for is one.
-        is_start = request.is_start and request.form is None
-        return GeneratedText(request.tokenizer, request.stop, is_start=is_start)
+        return GeneratedText(request.tokenizer, request.stop, is_start=request.strips_start)
 
     @cached_property
     def _form(self) -> "Form | None":

@@ -115,7 +115,8 @@ class DraftModel:
         """What a guessed token takes here."""
 
     def guess(self, text: "_Text", context: Sequence[int], most: int) -> list[int]:
-        """At most so many tokens; fewer where context or cache are full."""
+        """At most so many tokens; fewer where context or cache are full, none
+        behind a token that the draft model lacks."""
         sequence = text.sequence
         found: list[int] = []
         try:
@@ -126,9 +127,10 @@ class DraftModel:
                 shared += 1
             sequence.truncate(shared)
             most = min(most, self.engine.context_length - len(context) + 1)
-            if most < 1:
-                return []
             new = list(context[shared:])
+            # Models of one tokenizer can differ in how many unused tokens are added to it.
+            if most < 1 or max(new) >= self.engine.vocab_size:
+                return []
             while len(found) < most:
                 started = perf_counter()
                 (logits,) = self.engine.forward([(sequence, new)])

@@ -6,31 +6,39 @@ server that does not look at the name it was called by. Numbers cannot be pointe
 """
 
 import ipaddress
+import re
 import socket
-from collections.abc import Iterable
-from urllib.parse import urlsplit
+from collections.abc import Collection, Iterable
 
 from starlette.types import Scope
 
+from sparse_bitnet.errors import UserError
 from sparse_bitnet.serve.api_error import ApiError
 
 ANY = "*"
+_HOST = re.compile(r"(\[[^][/@\s]+\]|[^][:/@?#\s]+)(:\d*)?")
 
 
 class AllowedHosts:
     """The names and addresses by which a server is called."""
 
     def __init__(
-        self, listening: str, names: Iterable[str] = (), origins: Iterable[str] = ()
+        self, listening: str, names: Collection[str] = (), origins: Iterable[str] = ()
     ) -> None:
         """
         Args:
             listening: the address of the socket.
             names: further ones, `ANY` for whatever comes.
             origins: of pages elsewhere that may read the answers, such as https://chat.example; `ANY`.
+
+        Raises `UserError` for what is no name.
         """
+        for name in names:
+            if name != ANY and not _canonical(name):
+                raise UserError(f"--allowed-host {name}: give a name or an address alone")
         self.origins = frozenset(origin.rstrip("/").lower() for origin in origins)
         address = ipaddress.ip_address(listening.partition("%")[0])
+        self._is_open = ANY in names
         self._names = {_canonical(name) for name in names} | {str(address)}
         self._takes_numbers = address.is_unspecified
         """Listening on all addresses: any of them may be meant."""
@@ -51,19 +59,19 @@ class AllowedHosts:
                 headers=_CLOSE,
             )
         host = [value for name, value in headers if name == b"host"]
-        if len(host) != 1 or not self._allows(f"//{host[0]}"):
+        if len(host) != 1 or not self._allows(host[0]):
             raise _refusal("Host", ", ".join(host))
         for name, value in headers:
             if name != b"origin" or value in self.origins or ANY in self.origins:
                 continue
-            if not self._allows(value):
+            if not self._allows(value.partition("://")[2]):
                 raise _refusal("Origin", value)
 
-    def _allows(self, url: str) -> bool:
-        if ANY in self._names:
+    def _allows(self, host: str) -> bool:
+        if self._is_open:
             return True
         try:
-            name = _canonical(urlsplit(url).hostname or "")
+            name = _canonical(host)
             return name in self._names or (self._takes_numbers and bool(ipaddress.ip_address(name)))
         except ValueError:
             return False
@@ -72,8 +80,14 @@ class AllowedHosts:
 _CLOSE = {"Connection": "close"}
 
 
-def _canonical(name: str) -> str:
-    return name.strip("[]").rstrip(".").lower()
+def _canonical(host: str) -> str:
+    """The one form of a name or an address, without port; "" for what is none."""
+    found = _HOST.fullmatch(host.lower())
+    name = found[1].strip("[]").rstrip(".") if found else host
+    try:
+        return str(ipaddress.ip_address(name))
+    except ValueError:
+        return name if found else ""
 
 
 def _refusal(header: str, value: str) -> ApiError:

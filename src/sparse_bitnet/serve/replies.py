@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the server answers: OpenAI's completion and chat objects, whole or as stream chunks."""
 
-import codecs
 import json
 import time
 import uuid
@@ -10,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from sparse_bitnet.generation.request import Generation
-from sparse_bitnet.generation.text import TextTokenizer
+from sparse_bitnet.generation.text import TextStream
 from sparse_bitnet.generation.token_score import TokenScore
 from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.generations import ServedModel
@@ -85,7 +84,10 @@ class Choice:
         self.generated = 0
         """Tokens up to the last event."""
         self._prompt_taken = False
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        request = generation.request
+        assert request.tokenizer is not None
+        is_start = bool(echo) or request.strips_start
+        self._stream = TextStream(request.tokenizer, is_start=is_start)
         self._place = 0
 
     @property
@@ -99,20 +101,19 @@ class Choice:
             self.scores += self.generation.prompt_scores
             self._prompt_taken = True
 
-    def places(self, scores: Iterable[TokenScore], tokenizer: TextTokenizer) -> Iterator[int]:
+    def places(self, scores: Iterable[TokenScore]) -> Iterator[int]:
         """Where in the text each token begins. `scores` follow those of the last call."""
         for score in scores:
             yield self._place
-            if score.token not in tokenizer.special_tokens:
-                piece = tokenizer.token_bytes(score.token)
-                self._place += len(self._decoder.decode(piece))
+            self._place += len(self._stream.feed(score.token))
 
-    def cut(self, tokenizer: TextTokenizer) -> None:
+    def cut(self) -> None:
         """Drop the scores of tokens that a stop string has taken out of the text."""
         if self.generation.is_cut:
-            places = Choice(self.generation, self.index).places(self.scores, tokenizer)
-            end = len(self.text)
-            del self.scores[sum(place < end for place in places) :]
+            first = len(self.generation.prompt_scores)
+            places = Choice(self.generation, self.index).places(self.scores[first:])
+            end = len(self.generation.text)
+            del self.scores[first + sum(place < end for place in places) :]
 
 
 class Reply:
@@ -134,7 +135,7 @@ class Reply:
     def whole(self, choices: Sequence[Choice]) -> Iterator[bytes]:
         """The answer that is not streamed, in blocks."""
         for choice in choices:
-            choice.cut(self.tokenizer)
+            choice.cut()
         content = self._head | {
             "choices": [self._whole_choice(choice) for choice in choices],
             "usage": self._usage(choices),
@@ -217,7 +218,7 @@ class Reply:
             "tokens": (self._name(score.token) for score in scores),
             "token_logprobs": (score.logprob for score in scores),
             "top_logprobs": tops if any(score.top for score in scores) else None,
-            "text_offset": choice.places(scores, self.tokenizer),
+            "text_offset": choice.places(scores),
         }
 
     def _name(self, token: int) -> str:

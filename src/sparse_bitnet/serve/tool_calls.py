@@ -6,6 +6,7 @@ import json
 import re
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -112,7 +113,7 @@ class CallPiece:
 
 class ToolCallReader:
     """Divides a streamed text into content and calls. Arguments are passed on as they come; what turns
-    out to be no call is content."""
+    out to be no call, or one of a function that there is not, is content."""
 
     def __init__(self, syntax: ToolSyntax, names: frozenset[str]) -> None:
         """`names`: of the functions there are."""
@@ -181,13 +182,14 @@ class ToolCallReader:
 
     def _in_body_state(self) -> Iterator[str | CallPiece]:
         found, closing = _HEAD.match(self._held), self._syntax.closing
-        if found:
-            name = json.loads(found[1])
-            if self._syntax.opening or name in self._names:
-                yield self._start(name, "")
-                self._held, self._state = self._held[found.end() :], "arguments"
-            else:
-                self._state = "text"
+        name = None
+        with suppress(ValueError):  # escapes that JSON does not know
+            name = json.loads(found[1]) if found else None
+        if found and name in self._names:
+            yield self._start(name, "")
+            self._held, self._state = self._held[found.end() :], "arguments"
+        elif found and not closing:
+            self._state = "text"
         elif closing and closing in self._held:
             body, _, rest = self._held.partition(closing)
             call = self._whole(body)
@@ -232,7 +234,7 @@ class ToolCallReader:
         except (ValueError, RecursionError):
             return None
         name = found.get("name") if isinstance(found, dict) else None
-        if not isinstance(name, str) or not (self._syntax.opening or name in self._names):
+        if not isinstance(name, str) or name not in self._names:
             return None
         arguments = found.get("arguments", found.get("parameters", {}))
         return self._start(name, arguments if isinstance(arguments, str) else json.dumps(arguments))
