@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints: complete, pruned, refused when damaged, and never half-written."""
 
+import dataclasses
 import errno
 import os
 import pickle
@@ -20,6 +21,7 @@ from sparse_bitnet.checkpoint.store_path import StorePath
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import file_crc32
 from sparse_bitnet.training import run_checkpoint
+from sparse_bitnet.training.metrics import read_rows
 from sparse_bitnet.training.run_folder import Interrupted
 from sparse_bitnet.training.train_run import train
 
@@ -179,6 +181,20 @@ def test_a_damaged_step_of_a_store_is_left_behind(small_run, capsys):
     assert "quarantined, going on from step-00000002" in capsys.readouterr().err
 
 
+def test_a_store_of_another_run_is_refused(small_run, tmp_path):
+    url = "memory://bucket/taken"
+    train(config := small_run(steps=4, checkpoint_url=url))
+    with pytest.raises(UserError, match=r"taken holds a run of another config \(learning_rate"):
+        train(small_run(steps=4, checkpoint_url=url, learning_rate=1.0, out=str(tmp_path / "b")))
+    with pytest.raises(UserError, match=r"checkpoints are not in .*run: bring them back"):
+        train(small_run(steps=8))
+    interrupted(local := small_run(out=str(tmp_path / "c")), 3)
+    with pytest.raises(UserError, match="checkpoints are not in memory://bucket/empty"):
+        train(dataclasses.replace(local, checkpoint_url="memory://bucket/empty"))
+    assert len(read_rows(Path(local.out) / "metrics.jsonl")) == 3
+    assert train(config).steps == 4
+
+
 def test_a_store_that_fails_is_named(small_run, monkeypatch):
     for url, why in (
         ("ftq://x/y", r"checkpoint_url=ftq://x/y: Protocol not known: ftq"),
@@ -195,7 +211,18 @@ def test_a_store_that_fails_is_named(small_run, monkeypatch):
     def refuse(*arguments):
         raise RuntimeError("no credentials")
 
-    monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "pipe_file", refuse)
+    memory = fsspec.get_filesystem_class("memory")
+    with monkeypatch.context() as patched:
+        patched.setattr(memory, "pipe_file", refuse)
+        with pytest.raises(UserError, match=r"failing: cannot write there: no credentials"):
+            train(config)
+    assert not Path(config.out).exists(), "found before anything is trained"
+    write = memory.pipe_file
+
+    def refuse_checkpoints(fs, path, *arguments):
+        return refuse() if "step-" in path else write(fs, path, *arguments)
+
+    monkeypatch.setattr(memory, "pipe_file", refuse_checkpoints)
     with pytest.raises(UserError, match=r"cannot write .*step-0000000\d: no credentials"):
         train(config)
     assert list_checkpoints(StorePath("memory://bucket/failing")) == []

@@ -17,6 +17,8 @@ import pytest
 from sparse_bitnet.checkpoint import saved_steps
 from sparse_bitnet.checkpoint.saved_steps import clean_run, drop_old, list_checkpoints
 from sparse_bitnet.cli.main import main
+from sparse_bitnet.data.preparation import prepare
+from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import locked_folder
 from sparse_bitnet.training.metrics import read_rows
@@ -113,6 +115,7 @@ def test_a_finished_run_is_prolonged_and_says_with_which_schedule(small_run, cap
     ]
     kept = json.loads((Path(config.out) / "result-4.json").read_text())
     assert kept["validation_loss"] == first.validation_loss
+    assert (Path(config.out) / "final-4" / "model.safetensors").is_file()
     with pytest.raises(UserError, match=r"another config \(steps 8 -> 6\)"):
         train(dataclasses.replace(config, steps=6))
     with pytest.raises(UserError, match=r"\(steps 8 -> 9, learning_rate 0.003 -> 1.0\)"):
@@ -124,6 +127,54 @@ def test_prolonging_dense_to_sparse_says_what_is_dense_again(small_run, capsys):
     train(config)
     train(dataclasses.replace(config, steps=12))
     assert "steps 5 to 6 are dense again" in capsys.readouterr().err
+
+
+def test_prolonging_stopped_at_any_rename_goes_on(small_run, monkeypatch):
+    config = small_run(steps=4, sparse_fraction=0.5)
+    longer = dataclasses.replace(config, steps=8)
+    train(config)
+    run, replace, left = Path(config.out), os.replace, [1]
+    for number in (1, 2, 3):
+
+        def killed(source: Path, target: Path) -> None:
+            left[0] -= Path(target).is_relative_to(run)
+            if left[0] < 0:
+                raise KeyboardInterrupt
+            replace(source, target)
+
+        left[0] = number - 1
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "replace", killed)
+            with pytest.raises(KeyboardInterrupt):
+                train(longer)
+    assert json.loads((run / "config.json").read_text())["steps"] == 8
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(UserError, match="holds a run whose checkpoints are not in"):
+        train(longer)
+
+
+def test_prolonging_says_what_a_registered_schedule_goes_back_to(small_run, capsys):
+    config = small_run(steps=4, format="ternary-6:8,schedule=gradual")
+    train(config)
+    train(dataclasses.replace(config, steps=12))
+    assert "step 5 keeps 7 of 8 weights" in capsys.readouterr().err
+
+
+def test_a_finished_run_is_not_one_on_other_text(small_run, tmp_path):
+    data = tmp_path / "data"
+    shutil.copytree(small_run().data, data)
+    config = small_run(steps=2, data=str(data))
+    first = train(config)
+    assert train(dataclasses.replace(config, data=small_run().data)) == first, "the same text"
+    text = tmp_path / "other.jsonl"
+    text.write_text("".join(f'{{"text": "{n} other words"}}\n' for n in range(400)))
+    shutil.rmtree(data)
+    source = parse_source(str(text), validation_fraction=0.2)
+    prepare(source, data, tokenizer=str(Path(small_run().data) / "tokenizer"))
+    for steps in (2, 4):
+        with pytest.raises(UserError, match="holds a run on other data; use its data or choose"):
+            train(dataclasses.replace(config, steps=steps))
+    assert train(dataclasses.replace(config, data=small_run().data)) == first, "as it was"
 
 
 def test_dense_layers_of_the_command_line_become_part_of_the_format(small_run):

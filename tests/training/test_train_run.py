@@ -233,6 +233,35 @@ def test_interrupting_and_continuing_gives_the_same_bytes(small_run, tmp_path, s
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
+@pytest.mark.parametrize("sparse_fraction", [1.0, 0.0])
+def test_stopped_after_the_last_step_the_end_is_done_once(
+    small_run, tmp_path, monkeypatch, sparse_fraction
+):
+    changes = {"sparse_fraction": sparse_fraction, "validation_every": 2}
+    whole = train(small_run(out=str(tmp_path / "whole"), **changes))
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    stopped = small_run(out=str(tmp_path / "stopped"), **changes)
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer_module, "save_pretrained", killed)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                train(stopped)
+    assert dataclasses.replace(train(stopped), run=whole.run) == whole
+    assert_same_run(tmp_path / "whole", tmp_path / "stopped")
+
+
+def test_a_lost_last_row_is_one_line(small_run):
+    config = small_run(steps=2)
+    train(config)
+    for name in ("metrics.jsonl", "result.json"):
+        (Path(config.out) / name).unlink()
+    with pytest.raises(UserError, match=r"lacks the row of step 2: .*remove .*step-00000002"):
+        train(config)
+
+
 @pytest.mark.slow
 def test_kill_9_at_random_moments_gives_the_same_bytes(small_run, tmp_path, worlds):
     whole = small_run(steps=30, out=str(tmp_path / "whole"))

@@ -261,7 +261,7 @@ def test_a_folder_in_use_is_refused_by_all(worlds, run_config):
     from sparse_bitnet.training.run_folder import open_run
 
     config = run_config("run")
-    with open_run(Path(config.out), config):
+    with open_run(Path(config.out), config, {}):
         outcomes = worlds.run(config, size=2)
     assert [code for code, _ in outcomes] == [2, 2]
     assert "in use by another" in outcomes[0][1]

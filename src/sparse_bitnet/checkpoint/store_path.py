@@ -5,11 +5,12 @@ A store renames nothing, so nothing has another name while it is made: a checkpo
 `state.json` on, which is written last and removed first.
 """
 
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, os_errors_as
 
 
 def open_store(url: str) -> "StorePath":
@@ -21,6 +22,17 @@ def open_store(url: str) -> "StorePath":
         remedy = "; pip install its package" if isinstance(error.__cause__, ImportError) else ""
         raise UserError(f"checkpoint_url={url}: {error}{remedy}") from error
     return path
+
+
+def check_store(url: str) -> None:
+    """Write a small file, read it and remove it. Raises `UserError` where one of these fails."""
+    path = StorePath(url.rstrip("/"))
+    probe = path / f".probe-{uuid.uuid4().hex}"
+    with os_errors_as(f"checkpoint_url={url}: cannot write there"):
+        path.mkdir()
+        probe.write_text("")
+        probe.read_text()
+        probe.remove()
 
 
 @dataclass(frozen=True)

@@ -87,11 +87,19 @@ class RowSink(Protocol):
 
 
 class JsonLines(RowSink):
-    """Appends one JSON object a line; the file holds whole lines up to `after_step` on opening."""
+    """Appends one JSON object a line; the file holds whole lines up to `after_step` on opening.
 
-    def __init__(self, path: Path, after_step: int) -> None:
-        kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= after_step]
-        text = "".join(kept)
+    `at_end`: of `after_step` the row of its training alone, as what follows the last one is done again.
+    """
+
+    def __init__(self, path: Path, after_step: int, *, at_end: bool = False) -> None:
+        rows = [(line, json.loads(line)) for line in _whole_lines(path)]
+        bound = after_step - at_end
+        text = "".join(
+            line
+            for line, row in rows
+            if row["step"] <= bound or (row["step"] == after_step and "loss" in row)
+        )
         if path.exists() and path.read_text() != text:
             write_atomic(path, text)
         with os_errors_as(f"cannot write {path}"):
@@ -131,7 +139,9 @@ def check_sinks(config: TrainConfig) -> None:
 
 def open_sinks(config: TrainConfig, run: Path, after_step: int) -> list[RowSink]:
     """All that the rows of a run go to from this step on."""
-    sinks: list[RowSink] = [JsonLines(run / METRICS_FILE, after_step)]
+    sinks: list[RowSink] = [
+        JsonLines(run / METRICS_FILE, after_step, at_end=after_step == config.steps)
+    ]
     if config.tensorboard:
         sinks.append(TensorBoard(run / "tensorboard", after_step))
     if config.wandb:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What some families do to the products of their output head: a scale (Granite, Cohere), a cap (Gemma)."""
+"""What some families do to the products of their head: a scale (Granite, Cohere), a cap (Gemma)."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whose a run folder is: one config, one process at a time, stopped only between steps."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -12,10 +13,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.checkpoint.model_folder import read_json
+from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
+from sparse_bitnet.checkpoint.store_path import StorePath, open_store
+from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.files import locked_folder, write_atomic
+from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.training.config import TrainConfig, read_config
-from sparse_bitnet.training.schedule import learning_rate
+from sparse_bitnet.training.schedule import learning_rate, phase
 
 RESULT = "result.json"
 
@@ -34,6 +39,8 @@ class RunResult:
     validation_tokens: int
     flip_rate: float | None
     zero_fraction: float
+    data: dict[str, Any] | None = None
+    """`TokenDataset.identity` of each split; None of runs that did not record it."""
 
     def write(self, run: Path) -> None:
         """Beside the checkpoints: from then on the run is finished."""
@@ -49,26 +56,63 @@ def run_lock(run: Path) -> AbstractContextManager[None]:
     return locked_folder(run, f"{run} is in use by another running process")
 
 
-def check_run(run: Path, config: TrainConfig) -> dict[str, Any] | None:
+def check_run(run: Path, config: TrainConfig, data: dict[str, Any]) -> RunResult | None:
     """The result of this config's run where `run` holds it and it is finished; nothing is written.
 
-    Raises `UserError` when the folder holds a run of another config, or files that are not a run.
+    Args:
+        run: the folder.
+        config: what is asked for.
+        data: its text, see `RunResult.data`.
+
+    Raises `UserError` when the folder, or the store of its checkpoints, holds a run of another config, of
+    other data or without the checkpoint to go on from, or files that are not a run.
     """
+    place = checkpoints_of(run, config)
+    with os_errors_as(f"cannot read {place}"):
+        kept = list_checkpoints(place)[-1:]
     if (run / "config.json").is_file():
-        stored = read_config(run)
-        changed = stored.difference(config)
-        finished = (run / RESULT).is_file()
-        if changed and not (finished and _prolongs(stored, config)):
-            listed = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())
-            more = "; a finished run takes more --steps" if set(changed) == {"steps"} else ""
-            raise UserError(
-                f"{run} holds a run of another config ({listed}); choose another --out{more}"
-            )
-        if finished and not changed:
-            return json.loads((run / RESULT).read_text())
+        stored, where = read_config(run), str(run)
     elif run.is_dir() and any(not path.name.startswith(".lock") for path in run.iterdir()):
         raise UserError(f"{run} is neither empty nor a run folder; choose another --out")
+    elif kept:
+        found, where = kept[0].path / "train_config.json", str(place)
+        with os_errors_as(f"cannot read {found}"):
+            stored = TrainConfig.from_json(found.read_text(), str(found))
+    else:
+        return None
+    result = _result(run)
+    finished = result is not None and result.steps == stored.steps
+    if result is not None and result.data not in (None, data):
+        raise UserError(f"{where} holds a run on other data; use its data or choose another --out")
+    changed = stored.difference(config)
+    if changed and not (finished and _prolongs(stored, config)):
+        listed = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())
+        more = "; a finished run takes more --steps" if set(changed) == {"steps"} else ""
+        raise UserError(
+            f"{where} holds a run of another config ({listed}); choose another --out{more}"
+        )
+    if finished and not changed:
+        return result
+    if not kept and (result is not None or list_checkpoints(checkpoints_of(run, stored))):
+        raise UserError(
+            f"{run} holds a run whose checkpoints are not in {place}: bring them back, or choose "
+            "another --out"
+        )
     return None
+
+
+def checkpoints_of(run: Path, config: TrainConfig) -> Path | StorePath:
+    """The folder or store whose `checkpoints` are those of the run."""
+    return run if config.checkpoint_url is None else open_store(config.checkpoint_url)
+
+
+def _result(run: Path) -> RunResult | None:
+    if not (path := run / RESULT).is_file():
+        return None
+    try:
+        return RunResult(**read_json(path))
+    except TypeError as error:
+        raise UserError(f"{path} is damaged: {error}") from error
 
 
 def _prolongs(stored: TrainConfig, config: TrainConfig) -> bool:
@@ -76,36 +120,44 @@ def _prolongs(stored: TrainConfig, config: TrainConfig) -> bool:
 
 
 @contextmanager
-def open_run(run: Path, config: TrainConfig) -> Iterator[None]:
+def open_run(run: Path, config: TrainConfig, data: dict[str, Any]) -> Iterator[None]:
     """Hold `run`, new or continued, as the folder of this config for this process alone.
 
-    A finished run of fewer steps is prolonged: its result is kept as `result-STEPS.json`.
+    A finished run of fewer steps is prolonged: its model and result are kept as `final-STEPS` and
+    `result-STEPS.json`.
 
     Raises `UserError` as `check_run` does, when another process holds the folder, and when it cannot be
     written.
     """
     with run_lock(run):
-        check_run(run, config)
-        if (run / RESULT).is_file():
-            stored = read_config(run)
-            if _prolongs(stored, config):
-                say(_prolonged(stored, config))
-                os.replace(run / RESULT, run / f"result-{stored.steps}.json")
+        check_run(run, config, data)
+        before = _result(run)
+        if before is not None and before.steps < config.steps:
+            say(_prolonged(dataclasses.replace(config, steps=before.steps), config))
         write_atomic(run / "config.json", config.to_json())
+        if before is not None and before.steps < config.steps:
+            with os_errors_as(f"cannot write {run}"):
+                if (run / "final").is_dir():
+                    os.replace(run / "final", run / f"final-{before.steps}")
+                os.replace(run / RESULT, run / f"result-{before.steps}.json")
         yield
 
 
 def _prolonged(stored: TrainConfig, config: TrainConfig) -> str:
     """What becomes of the schedules when a finished run gets more steps."""
-    first = stored.steps + 1
+    first, format = stored.steps + 1, SparseBitConfig.parse(config.format)
     ended = learning_rate(stored, stored.steps)
     text = (
         f"{config.out}: prolonged from {stored.steps} to {config.steps} steps; the {config.schedule} "
         f"schedule is that of {config.steps}: the learning rate ended at {ended:.2e} and goes on with "
         f"{learning_rate(config, first):.2e}"
     )
+    kept, blend = phase(config, format, first)
     if config.first_sparse_step > first:
         text += f"; steps {first} to {config.first_sparse_step - 1} are dense again"
+    elif (kept, blend) != phase(stored, format, stored.steps):
+        text += f"; step {first} keeps {kept} of {format.pattern.m} weights"
+        text += f", {blend:.0%} quantised" if blend < 1 else ""
     return text
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sparse_bitnet.checkpoint.saved_steps import clean_run
+from sparse_bitnet.checkpoint.store_path import check_store
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.training.config import TrainConfig
@@ -13,7 +14,7 @@ from sparse_bitnet.training.device import resolve_device
 from sparse_bitnet.training.distributed import Launch, open_world
 from sparse_bitnet.training.run_folder import Interrupted, RunResult, check_run, open_run
 from sparse_bitnet.training.trainer import OnStep, Trainer
-from sparse_bitnet.training.validation import check_validation_data
+from sparse_bitnet.training.validation import check_validation_data, identity_of
 
 __all__ = ["Interrupted", "OnStep", "RunResult", "train"]
 
@@ -40,20 +41,24 @@ def train(
     with ExitStack() as held:
         world = held.enter_context(open_world(launch or Launch(), resolve_device(config.device)))
         with world.watch():
-            finished = world.on_main(lambda: _check(run, config))
+            data, finished = world.on_main(lambda: _check(run, config))
             if finished is not None:
-                return RunResult(**finished)
+                return finished
             trainer = Trainer(config, run, on_step, world)
-            world.on_main(lambda: _take(run, config, held))
+            world.on_main(lambda: _take(run, config, data, held))
             return trainer.run_to_end()
 
 
-def _check(run: Path, config: TrainConfig) -> dict[str, Any] | None:
+def _check(run: Path, config: TrainConfig) -> tuple[dict[str, Any], RunResult | None]:
     TokenDataset.open(config.data, "train")
     check_validation_data(config)
-    return check_run(run, config)
+    data = identity_of(config)
+    finished = check_run(run, config, data)
+    if finished is None and config.checkpoint_url is not None:
+        check_store(config.checkpoint_url)
+    return data, finished
 
 
-def _take(run: Path, config: TrainConfig, held: ExitStack) -> None:
-    held.enter_context(open_run(run, config))
+def _take(run: Path, config: TrainConfig, data: dict[str, Any], held: ExitStack) -> None:
+    held.enter_context(open_run(run, config, data))
     clean_run(run)

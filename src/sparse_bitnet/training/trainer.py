@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.checkpoint.load import load_tokenizer
-from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
-from sparse_bitnet.checkpoint.store_path import open_store
+from sparse_bitnet.checkpoint.saved_steps import checkpoint_path, list_checkpoints
 from sparse_bitnet.data.loader import TokenLoader
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
@@ -40,12 +39,18 @@ from sparse_bitnet.training.logit_cache import LogitCache
 from sparse_bitnet.training.loss import SummedLoss
 from sparse_bitnet.training.optimizer import build_optimizer
 from sparse_bitnet.training.run_checkpoint import CheckpointWriter, RunState, model_files, restore
-from sparse_bitnet.training.run_folder import Interrupted, RunResult, StopSignal, say
+from sparse_bitnet.training.run_folder import (
+    Interrupted,
+    RunResult,
+    StopSignal,
+    checkpoints_of,
+    say,
+)
 from sparse_bitnet.training.schedule import is_sparse, learning_rate, phase, weight_decay_factor
 from sparse_bitnet.training.sharded_linear import gathered_bytes, selected_shards, sharded
 from sparse_bitnet.training.sharding import gather_once_, place_, reshard_, whole_model
 from sparse_bitnet.training.teacher_loss import check_finite
-from sparse_bitnet.training.validation import validation_loss
+from sparse_bitnet.training.validation import identity_of, validation_loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -88,8 +93,7 @@ class Trainer:
     def _read_and_build(self) -> None:
         config, world = self.config, self.world
         metrics.check_sinks(config)
-        url = config.checkpoint_url
-        self.checkpoints = self.run if url is None else open_store(url)
+        self.checkpoints = checkpoints_of(self.run, config)
         self.dataset = TokenDataset.open(
             config.data, "train", verify="changed" if world.is_main else "never"
         )
@@ -141,6 +145,9 @@ class Trainer:
         if self.world.is_main:
             self.timing = metrics.JsonLines(self.run / metrics.TIMING_FILE, start)
             self.sinks = metrics.open_sinks(config, self.run, start)
+        if start:
+            # Where no step is left to do so, the last one's is that of the end.
+            set_phase_(self.layers.values(), *phase(config, self.format, start))
         try:
             if self.cache is not None:
                 filled = partial(fill, self.cache, config, self.dtype, self.device)
@@ -295,8 +302,14 @@ class Trainer:
 
     def _last_row(self) -> dict[str, Any]:
         """Of a run killed between its last step and its result."""
-        rows = metrics.read_rows(self.run / metrics.METRICS_FILE)
-        return next(row for row in reversed(rows) if "loss" in row)
+        path = self.run / metrics.METRICS_FILE
+        for row in reversed(metrics.read_rows(path)):
+            if "loss" in row and row["step"] == self.config.steps:
+                return row
+        raise UserError(
+            f"{path} lacks the row of step {self.config.steps}: bring the file back, or remove "
+            f"{checkpoint_path(self.checkpoints, self.config.steps)} to train that step again"
+        )
 
     def _merge(self) -> None:
         """The adapters into the weights; the validation before it is written, and what it changed."""
@@ -336,6 +349,7 @@ class Trainer:
             validation_tokens=validation["validation_tokens"],
             flip_rate=row["flip_rate"],
             zero_fraction=row["zero_fraction"],
+            data=identity_of(self.config),
         )
         if self.world.is_main:
             result.write(self.run)

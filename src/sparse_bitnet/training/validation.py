@@ -2,11 +2,13 @@
 """The loss of a run's held-out tokens, shared by its processes."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from sparse_bitnet.data.documents import SPLITS
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.data.windows import Windows
 from sparse_bitnet.errors import UserError
@@ -31,6 +33,12 @@ def check_validation_data(config: TrainConfig) -> None:
             f"{config.sequence_length} and the token after it; prepare with --validation or a larger "
             "--validation-fraction"
         )
+
+
+def identity_of(config: TrainConfig) -> dict[str, Any]:
+    """What the text of a run is, by split; see `TokenDataset.identity`."""
+    opened = (TokenDataset.open(config.data, split, verify="never") for split in SPLITS)
+    return {dataset.split: dataset.identity() for dataset in opened}
 
 
 def validation_loss(
