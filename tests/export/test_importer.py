@@ -346,3 +346,44 @@ def test_the_command(w2a8: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit) as stopped:
         main(["import", str(w2a8), str(tmp_path / "back")])
     assert stopped.value.code == 2
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+@pytest.mark.parametrize("packed", [None, "auto"])
+@pytest.mark.parametrize("format", [*FORMATS, "floats"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({NORM: None}, f"lacks {NORM}"),
+        ({f"{LAYER}.weight_scale": None}, rf"{LAYER}\.weight"),
+        ({f"{LAYER}.weight_zero_point": torch.ones(1)}, "weight_zero_point"),
+        ({"model.layers.2.mlp.up_proj.weight": torch.ones(2, 2)}, r"layers\.2\.mlp"),
+        ({NORM: torch.ones(63)}, r"layernorm.weight is F32 \[63\], its config.json asks"),
+        ({NORM: torch.ones(64, dtype=torch.int32)}, "asks floats"),
+        ({f"{LAYER}.weight_scale": torch.ones(3)}, r"weight_scale|has, and"),
+        ({f"{LAYER}.weight_scale": torch.ones(0)}, r"weight_scale|has, and"),
+        ({f"{LAYER}.weight_scale": torch.tensor([-1.0])}, r"not a positive|has, and"),
+        ({f"{LAYER}.weight_scale": torch.tensor([torch.nan])}, r"not a positive|has, and"),
+    ],
+)
+def test_other_tensors_than_those_of_the_model_are_refused(
+    checkpoint: Path,
+    tmp_path: Path,
+    format: str,
+    packed: str | None,
+    change: dict[str, torch.Tensor | None],
+    message: str,
+) -> None:
+    plain = format == "floats"
+    export(checkpoint, tmp_path / "out", ExportConfig(format="dense" if plain else format))
+    path = tmp_path / "out" / "model.safetensors"
+    tensors = load_file(path) | change
+    if plain and change == {f"{LAYER}.weight_scale": None}:
+        change = {f"{LAYER}.weight": None}
+        tensors |= change
+    save_file({k: v for k, v in tensors.items() if v is not None}, path, {"format": "pt"})
+    with pytest.raises(UserError, match=message):
+        import_checkpoint(tmp_path / "out", tmp_path / "no", packed=packed)
+    assert not (tmp_path / "no").exists()

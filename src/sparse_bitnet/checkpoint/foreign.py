@@ -10,13 +10,19 @@ such entry but is ternary: ternary_folders.py.
 import dataclasses
 import functools
 import re
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from sparse_bitnet.checkpoint.checkpoint import Checkpoint, StoredModel, linear_shapes
+from sparse_bitnet.checkpoint.checkpoint import (
+    Checkpoint,
+    StoredModel,
+    linear_shapes,
+    stored_tensors,
+)
 from sparse_bitnet.checkpoint.model_folder import EXPORTED_FORMAT, LINEAR_NORMS
 from sparse_bitnet.checkpoint.weight_files import WeightFiles
 from sparse_bitnet.errors import UserError
@@ -61,6 +67,10 @@ def has_linear_norms(folder: Path) -> bool:
     return any(_IS_LINEAR_NORM(name) for name in WeightFiles.in_folder(folder).shapes)
 
 
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_COMPUTED = ".rotary_emb.inv_freq"
+"""End of the names of what old folders hold that follows from the config."""
+
 _RENAMED = {
     ".inner_attn_ln.": ".attn_sub_norm.",
     ".ffn_layernorm.": ".ffn_sub_norm.",
@@ -95,7 +105,7 @@ def _open_bitnet(found: StoredModel, files: WeightFiles) -> Checkpoint:
         kept = entry.get("modules_to_not_convert") or ["lm_head"]
         layers = {name: shape for name, shape in linears.items() if not _matches(name, kept)}
     else:
-        layers = _scaled(linears, files)
+        layers = _scaled(linears, files, per_row=False)
 
     if LINEAR_NORMS in found.config:
         complete(layers, files, "norm.weight")
@@ -130,7 +140,7 @@ def _open_compressed(found: StoredModel) -> Checkpoint:
     packed = _is_packed(folder, entry)
     files = WeightFiles.in_folder(folder)
     weight = "weight_packed" if packed else "weight"
-    layers = _scaled(linear_shapes(found.model()), files)
+    layers = _scaled(linear_shapes(found.model()), files, per_row=True)
 
     def read_ternary(layer: str) -> TernaryWeight:
         stored = files.read(f"{layer}.{weight}")
@@ -160,9 +170,17 @@ def _open_compressed(found: StoredModel) -> Checkpoint:
     )
 
 
-def _scaled(linears: dict[str, tuple[int, int]], files: WeightFiles) -> dict[str, tuple[int, int]]:
-    """Those with a scale in the files."""
-    return {name: shape for name, shape in linears.items() if f"{name}.weight_scale" in files}
+def _scaled(
+    linears: dict[str, tuple[int, int]], files: WeightFiles, *, per_row: bool
+) -> dict[str, tuple[int, int]]:
+    """Those with a scale in the files. Raises `UserError` for more scales than one, or than one a row."""
+    found = {name: shape for name, shape in linears.items() if f"{name}.weight_scale" in files}
+    for name, (rows, _) in found.items():
+        shape = files.shapes[f"{name}.weight_scale"]
+        if prod(shape) != 1 and not (per_row and shape in ((rows,), (rows, 1))):
+            what = "a row" if per_row else "the matrix"
+            raise UserError(f"layer {name}: weight_scale is {list(shape)}, expected one for {what}")
+    return found
 
 
 def _is_packed(folder: Path, entry: dict[str, Any]) -> bool:
@@ -196,7 +214,8 @@ def _table(value: Any) -> dict[str, Any]:
 
 def _bitnet_codes(stored: Tensor, shape: tuple[int, int], layer: str) -> Tensor:
     rows, columns = shape
-    if stored.dtype == torch.uint8 and tuple(stored.shape) == (rows // 4, columns):
+    fits = tuple(stored.shape) == (rows // 4, columns) and rows % 4 == 0
+    if stored.dtype == torch.uint8 and fits:
         return unpack_row_planes(stored)
     raise UserError(
         f"layer {layer}: weight is {stored.dtype} {list(stored.shape)}, expected torch.uint8 "
@@ -243,17 +262,43 @@ def opened(
     files: WeightFiles,
     layers: dict[str, tuple[int, int]],
     of_layer: tuple[str, ...],
+    shapes: dict[str, tuple[int, ...]] | None = None,
     **readers: Any,
 ) -> Checkpoint:
-    """`of_layer`: names of a layer's tensors that are none of the others."""
+    """A folder's checkpoint.
+
+    Args:
+        of_layer: names of a layer's tensors that are none of the others.
+        shapes: of all tensors, where they are not those in the files.
+
+    Raises `UserError` unless the others are those of the model that config.json describes.
+    """
+    shapes = files.shapes if shapes is None else shapes
     internal = {f"{layer}.{name}" for layer in layers for name in of_layer}
-    others = [name for name in files.shapes if name not in internal]
+    model = found.model()
+    internal |= model.all_tied_weights_keys.keys()
+    others = [name for name in shapes if name not in internal and not name.endswith(_COMPUTED)]
+    wanted = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model).items()}
+    for name in internal | {f"{layer}.weight" for layer in layers}:
+        wanted.pop(name, None)
+    for name in sorted(wanted.keys() ^ set(others)):
+        what = "lacks" if name in wanted else "has, and its config.json does not describe,"
+        raise UserError(
+            f"{found.folder} {what} {name}: the files are incomplete or of another model"
+        )
+    for name in others:
+        is_plain = shapes[name] == files.shapes[name]
+        if shapes[name] != wanted[name] or (is_plain and files.dtypes[name] not in _FLOATS):
+            raise UserError(
+                f"{found.folder}: {name} is {files.dtypes[name]} {list(shapes[name])}, its config.json "
+                f"asks floats {list(wanted[name])}"
+            )
     return Checkpoint(
         **vars(found),
         tool=tool,
         format=_format(found.config),
         layers=layers,
-        others={name: files.shapes[name] for name in others},
+        others={name: shapes[name] for name in others},
         dtypes={name: files.dtypes[name] for name in others},
         **readers,
     )

@@ -5,7 +5,6 @@ Floats of which each run of a row holds 0 and +s and -s (TriLM, BitCPM, dequanti
 refused. MLX with two bits a weight, in which ternary models are published too.
 """
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +92,18 @@ def _open_mlx(found: StoredModel, files: WeightFiles) -> Checkpoint:
         if name in quantised and name != "lm_head"
     }
 
+    for name in quantised:
+        words, scales, biases = (
+            files.shapes.get(f"{name}.{end}", ()) for end in ("weight", "scales", "biases")
+        )
+        are_words = files.dtypes.get(f"{name}.weight") in ("U32", "I32") and len(words) == 2
+        runs = scales[1] if len(scales) == 2 and are_words and scales[0] == words[0] else 0
+        if scales != biases or not runs or CODES_PER_WORD * words[1] % runs:
+            raise UserError(
+                f"layer {name} of {found.folder}: its words {list(words)}, scales {list(scales)} and "
+                f"biases {list(biases)} do not belong together"
+            )
+
     def codes_and_scales(name: str, part: slice) -> tuple[Tensor, Tensor]:
         words, scales = (files.read(f"{name}.{end}", part) for end in ("weight", "scales"))
         if not torch.equal(files.read(f"{name}.biases", part), -scales):
@@ -121,23 +132,23 @@ def _open_mlx(found: StoredModel, files: WeightFiles) -> Checkpoint:
             return ternary_of_floats(files.read(name, part), name)
         return with_fewest_scales(*codes_and_scales(base, part), base)
 
-    checkpoint = opened(
+    shapes = {
+        name: (shape[0], CODES_PER_WORD * shape[1])
+        if name.removesuffix(".weight") in quantised and len(shape) == 2
+        else shape
+        for name, shape in files.shapes.items()
+        if name.rpartition(".")[0] not in quantised or not name.endswith((".scales", ".biases"))
+    }
+    return opened(
         found,
         "MLX 2-bit",
         files,
         complete(layers, files, "weight"),
-        of_layer=("weight", "scales", "biases"),
+        of_layer=("weight",),
+        shapes=shapes,
         read=read_other,
         master=None,
         ternary=read_ternary,
         ternary_rows=read_rows,
         has_one_scale=False,
     )
-    others = {
-        name: (shape[0], CODES_PER_WORD * shape[1])
-        if name.removesuffix(".weight") in quantised
-        else shape
-        for name, shape in checkpoint.others.items()
-        if not name.endswith((".scales", ".biases"))
-    }
-    return dataclasses.replace(checkpoint, others=others)
