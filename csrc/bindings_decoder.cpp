@@ -103,6 +103,8 @@ class ModelBuilder {
   }
 
   void set_head(const Table& table) {
+    require(table.type != TableType::int8 || table.columns <= most_int8_columns,
+            "head of int8: hidden is larger than 2^17");
     model_.head = shaped(table, model_.vocab, model_.hidden, "head");
   }
 

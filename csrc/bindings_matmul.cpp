@@ -30,6 +30,7 @@ void require_stride(std::int64_t rows, std::int64_t row_stride, std::int64_t row
 
 std::int64_t bytes_per_row(WeightFormat format, int n, int m, std::int64_t columns, bool exact) {
   require(packed::is_valid({n, m}), "the pattern is not 1 <= n <= m <= 32");
+  require(format != WeightFormat::int8 || columns <= most_int8_columns, "int8 takes at most 2^17 columns");
   require(!exact || format == WeightFormat::lookup, "exact counts of non-zeros are for lookup");
   require(format != WeightFormat::nm_bitmap || packed::nm_bitmap_supports({n, m}),
           "nm_bitmap does not hold the pattern: m does not divide 64");
@@ -152,6 +153,7 @@ void bind_matmul(nb::module_& module, nb::class_<Kernels>& kernels) {
   const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
   module.attr("ACTIVATION_SLACK") = activation_slack;
   module.attr("MATRIX_ALIGNMENT") = matrix_alignment;
+  module.attr("MOST_INT8_COLUMNS") = most_int8_columns;
   module.attr("STRIP_ROWS") = strip_rows;
   nb::enum_<WeightFormat>(module, "WeightFormat", "See csrc/matmul.h.")
       .value("i2", WeightFormat::i2)

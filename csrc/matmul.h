@@ -21,11 +21,14 @@ namespace sparse_bitnet {
 // lookup lies as lookup.h says, its strips one behind another and filled up to 16 rows with any codes; one
 // scale a matrix or a row.
 // int8 and int4 are for the embedding and the output head.
-//   int8: one byte a weight, two's complement, float scale [rows].
+//   int8: one byte a weight, two's complement, float scale [rows]; at most most_int8_columns.
 //   int4: groups of 64 weights of a row in 32 bytes; byte j holds weight j of the group in its low and
 //         weight j + 32 in its high four bits, each plus 8; float scale [rows, columns / 64].
 enum class WeightFormat : int { i2 = 0, b3 = 1, nm_bitmap = 2, int8 = 3, int4 = 4, lookup = 5 };
 constexpr int weight_formats = 6;
+
+// Of int8 rows: 2^17 products of 128 and 127 are the most that 32 bits sum up.
+constexpr std::int64_t most_int8_columns = std::int64_t(1) << 17;
 
 constexpr int int4_group = 64;
 constexpr int strip_rows = 16, strip_columns = 16;  // of 64 bytes

@@ -93,17 +93,17 @@ TARGET static void finish_int8(const Activations& x, const Product& product, std
     const std::int32_t* dot = dots + t * row_step * (x.fine ? 2 : 1);
     float* y = product.y + t * product.y_stride + begin;
     const float scale = x.scales[t];
-    const std::int32_t excess = offset * x.sums[t];
+    const std::uint32_t excess = offset * x.sums[t];  // unsigned: dots that are too high may have wrapped around
     if (x.fine) {
       const std::int32_t* fine_dot = dot + row_step;
       const std::int32_t fine_excess = offset * x.fine_sums[t];
       for (std::int64_t r = 0; r < rows; ++r) {
-        const double both = double(dot[r] - excess) * 128.0 + double(fine_dot[r] - fine_excess);
+        const double both = double(std::int32_t(dot[r] - excess)) * 128.0 + double(fine_dot[r] - fine_excess);
         y[r] = float(both) * (1.0f / 128.0f) * (scale * scales[r]);
       }
     } else {
       for (std::int64_t r = 0; r < rows; ++r) {
-        y[r] = float(dot[r] - excess) * (scale * scales[r]);
+        y[r] = float(std::int32_t(dot[r] - excess)) * (scale * scales[r]);
       }
     }
     if (product.bias) {

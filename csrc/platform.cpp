@@ -185,8 +185,9 @@ static bool system_keeps(unsigned states) {
 }
 
 bool cpu_has_avx2() {
-  constexpr unsigned pclmul = 1u << 1, fma = 1u << 12, f16c = 1u << 29, first = pclmul | fma | f16c;
-  constexpr unsigned avx2 = 1u << 5, bmi2 = 1u << 8, seventh = avx2 | bmi2;
+  constexpr unsigned pclmul = 1u << 1, fma = 1u << 12, sse4 = 3u << 19, popcnt = 1u << 23, avx = 1u << 28,
+                     f16c = 1u << 29, first = pclmul | fma | sse4 | popcnt | avx | f16c;
+  constexpr unsigned bmi1 = 1u << 3, avx2 = 1u << 5, bmi2 = 1u << 8, seventh = bmi1 | avx2 | bmi2;
   return system_keeps(0x6) && (Cpuid(1, 0).c & first) == first && (Cpuid(7, 0).b & seventh) == seventh;
 }
 
@@ -199,7 +200,7 @@ bool cpu_has_avx512() {
 
 bool cpu_has_avx512vnni() { return cpu_has_avx512() && (Cpuid(7, 0).c & 1u << 11); }
 
-bool cpu_has_avx512vbmi() { return cpu_has_avx512vnni() && __builtin_cpu_supports("avx512vbmi"); }
+bool cpu_has_avx512vbmi() { return cpu_has_avx512vnni() && (Cpuid(7, 0).c & 1u << 1); }
 
 bool cpu_has_amx_int8() { return cpu_has_avx512vbmi() && *amx_refusal() == 0; }
 

@@ -69,7 +69,7 @@ const char* amx_refusal();
 
 // Whether this machine runs the instruction sets of a row of isa.cpp.
 #if defined(__x86_64__)
-bool cpu_has_avx2();        // with FMA, F16C, BMI2
+bool cpu_has_avx2();        // with FMA, F16C, BMI1, BMI2, PCLMUL, POPCNT
 bool cpu_has_avxvnni();     // besides
 bool cpu_has_avx512();      // F, BW, DQ, VL, with cpu_has_avx2
 bool cpu_has_avx512vnni();  // besides

@@ -67,6 +67,17 @@ def test_sizes_of_the_matrix_kernels(size: int) -> None:
         kernels.matmul_table(pool, 0, 1, size, table, 0, 8)
 
 
+def test_int8_rows_whose_sums_would_not_fit() -> None:
+    columns = _cpu.MOST_INT8_COLUMNS + 64
+    size = {"rows": 1, "columns": columns, "row_stride": columns, "address": 64, "scales": 64}
+    with pytest.raises(ValueError, match=r"int8 takes at most 2\^17 columns"):
+        _cpu.Matrix(_cpu.WeightFormat.int8, 1, 1, **size)
+    builder = _cpu.ModelBuilder(columns, 64, 1, 1, 64, 1, 0, _cpu.Activation.silu, 64)
+    builder.set_embedding(_cpu.Table(_cpu.TableType.int8, **size))
+    with pytest.raises(ValueError, match=r"head of int8: hidden is larger than 2\^17"):
+        builder.set_head(_cpu.Table(_cpu.TableType.int8, **size))
+
+
 @pytest.mark.parametrize("threads", [0, -1, 1025, 2**31 - 1])
 def test_thread_counts(threads: int) -> None:
     with pytest.raises(ValueError, match="threads"):

@@ -431,3 +431,20 @@ def test_instruction_sets_are_chosen_by_name_and_by_variable(monkeypatch):
     monkeypatch.setenv("SPARSE_BITNET_ISA", "mmx")
     with pytest.raises(ValueError, match=r"SPARSE_BITNET_ISA=mmx: .* generic"):
         _cpu.Kernels.choose("")
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 64])
+@pytest.mark.parametrize("fine", [False, True])
+def test_the_largest_sums_of_int8(kernels, fine, tokens):
+    """Of as many columns as there may be, with weights of one sign: no more than 32 bits hold."""
+    columns, pool = _cpu.MOST_INT8_COLUMNS, _cpu.ThreadPool(2)
+    codes = np.repeat(np.array([-128, 127, 1], np.int8)[:, None], columns, 1)
+    scales = np.array([0.5, 0.25, 2.0], np.float32)
+    weights = Weights(format="int8", pattern=NMPattern(1, 1), codes=codes, scales=scales)
+    x = Quantized(kernels, pool, np.ones((tokens, columns), np.float32), fine=fine)
+    y = np.full((tokens, 3), np.nan, np.float32)
+    kernels.matmul(pool, x.activations, [weights.product(y, None)])
+    sums = codes.astype(np.int64).sum(1) * 127
+    np.testing.assert_array_equal(
+        y, (sums.astype(np.float32) * (x.scales[:1] * scales))[None].repeat(tokens, 0)
+    )

@@ -25,8 +25,8 @@ ALIGNMENT = 64
 def choose_head(model: EngineModel, head: str) -> str:
     """The form of the output head: int8, int4, bfloat16, float32 or i2, for an option of `Engine.load`.
 
-    Raises `UserError` for an unknown option, for int4 where the hidden size has no groups of 64, and for
-    another form of a head that is ternary.
+    Raises `UserError` for an unknown option, for int4 where the hidden size has no groups of 64, for int8
+    where it is beyond 2^17, and for another form of a head that is ternary.
     """
     stored = STORED_NAMES[model.file.entries[model.table_names[-1]].dtype]
     auto = stored if stored == "i2" else "int8"
@@ -42,6 +42,11 @@ def choose_head(model: EngineModel, head: str) -> str:
         raise UserError(
             f"head int4 needs a hidden size in groups of {INT4_GROUP}, this model has "
             f"{model.architecture.hidden}; use int8"
+        )
+    if choices[head] == "int8" and model.architecture.hidden > _cpu.MOST_INT8_COLUMNS:
+        raise UserError(
+            f"head int8 takes a hidden size up to {_cpu.MOST_INT8_COLUMNS}, this model has "
+            f"{model.architecture.hidden}; use int4"
         )
     return choices[head]
 
