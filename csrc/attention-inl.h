@@ -94,8 +94,9 @@ INLINE void hide(Floats* score, std::int64_t first, std::int64_t visible) {
   }
 }
 
-INLINE float largest_of_page(const Floats* of) {
-  Floats top = of[0];
+template <class V>
+INLINE auto largest_of_page(const V* of) {
+  V top = of[0];
   UNROLL for (int v = 1; v < page_tokens / width; ++v) top = larger(top, of[v]);
   return largest_lane(top);
 }

@@ -41,8 +41,8 @@ TARGET static PageAttention unpacked(const PageAttention& work) {
 INLINE void quantize_halves(const float* x, std::int64_t n, std::uint8_t* codes, float* scale) {
   const std::int32_t key = largest_key(reinterpret_cast<const std::int32_t*>(x), n);
   const float largest = to_float(key) < 1e-5f ? 1e-5f : to_float(key);
-  *scale = largest / 15.0f;
   const bool is_finite = key < infinity_key<std::int32_t>;
+  *scale = is_finite ? largest / 15.0f : std::numeric_limits<float>::quiet_NaN();
   const float inverse = 7.5f / largest;
   for (std::int64_t i = 0; i < n; ++i) codes[i] = is_finite ? std::uint8_t(int(x[i] * inverse + 8.0f)) : 8;
 }

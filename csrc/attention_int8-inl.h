@@ -4,7 +4,8 @@
 // A query is quantised once, with a scale; its probabilities against a page, relative to the largest of
 // them and times the scales of the values, are rounded to 0..127. Four codes along the sum lie in a
 // 32-bit lane (kv_cache.h), which is also how a matrix unit reads them (matrix_unit.h). Sums are exact: what
-// is rounded depends on a row and its page alone.
+// is rounded depends on a row and its page alone. The scale of what was no number is none, and nor is the result
+// of a row that sees it.
 
 #ifndef DOT_SIGNED
 #define DOT_SIGNED(sum, a, b) sum_of_fours(sum, a, b)
@@ -120,13 +121,15 @@ struct ValueScales {
 // Those of the values in [first, visible); others may never have been written.
 INLINE ValueScales value_scales_of(const PageView& page, std::int64_t first, std::int64_t visible) {
   ValueScales scales;
+  Ints bits[page_tokens / width];  // which order like the numbers, with NaN the largest of all
   UNROLL for (int v = 0; v < page_tokens / width; ++v) {
     scales.over_largest[v] = load_floats(page.value_scales + v * width);
   }
   hide(scales.over_largest, first, visible);
-  scales.largest = larger(splat(largest_of_page(scales.over_largest)), splat(1e-30f))[0];
+  UNROLL for (int v = 0; v < page_tokens / width; ++v) bits[v] = bit_cast<Ints>(scales.over_largest[v]);
+  scales.largest = larger(splat(1e-30f), bit_cast<Floats>(splat(largest_of_page(bits))))[0];
   UNROLL for (int v = 0; v < page_tokens / width; ++v) {
-    scales.over_largest[v] = larger(scales.over_largest[v], Floats{}) * (127.0f / scales.largest);
+    scales.over_largest[v] = larger(Floats{}, scales.over_largest[v]) * (127.0f / scales.largest);
   }
   return scales;
 }

@@ -11,7 +11,11 @@ INLINE Floats choose(const Ints& mask, const Floats& yes, const Floats& no) {
   return bit_cast<Floats>((mask & bit_cast<Ints>(yes)) | (~mask & bit_cast<Ints>(no)));
 }
 
-INLINE Floats larger(const Floats& a, const Floats& b) { return a > b ? a : b; }
+// b where one of them is no number.
+template <class V>
+INLINE V larger(const V& a, const V& b) {
+  return a > b ? a : b;
+}
 INLINE Floats smaller(const Floats& a, const Floats& b) { return a < b ? a : b; }
 
 constexpr float largest_half = 65504.0f;
@@ -43,8 +47,8 @@ INLINE void narrow_half_in_software(std::uint16_t* to, const Floats& v) {
 
 INLINE Floats load_floats(const std::uint16_t* from) { return WIDEN_HALF(from); }
 
-template <int STEP, std::int32_t... I>
-INLINE Floats exchanged(const Floats& v, std::integer_sequence<std::int32_t, I...>) {
+template <int STEP, class V, std::int32_t... I>
+INLINE V exchanged(const V& v, std::integer_sequence<std::int32_t, I...>) {
   return PICK(std::int32_t, v, v, (I ^ STEP)...);
 }
 
@@ -60,9 +64,9 @@ INLINE float sum_of_lanes(const Floats& v) {
   }
 }
 
-template <int STEP = width / 2>
-INLINE float largest_lane(const Floats& v) {
-  const Floats top = larger(v, exchanged<STEP>(v, LaneNumbers()));
+template <int STEP = width / 2, class V>
+INLINE auto largest_lane(const V& v) {
+  const V top = larger(v, exchanged<STEP>(v, LaneNumbers()));
   if constexpr (STEP == 1) {
     return top[0];
   } else {
@@ -92,12 +96,12 @@ INLINE Floats bounded_exponential(const Floats& x) {
   return y * bit_cast<Floats>((bit_cast<Ints>(shifted) << 23) + 0x3f800000);
 }
 
-// 2^x for x <= 0: zero below -126. Within 2e-7 of it: x = n + r with |r| <= 1/2, both exact, 2^r by its
+// 2^x for x <= 0: zero below -126, NaN for NaN. Within 2e-7 of it: x = n + r with |r| <= 1/2, both exact, 2^r by its
 // Taylor polynomial of degree 6, whose remainder is below 2^-22.9.
 INLINE Floats power_of_two(const Floats& x) {
   constexpr float round_to_low_bits = 12582912.0f;
-  const Floats shifted = larger(x, splat(-126.0f)) + round_to_low_bits;
-  const Floats r = larger(x, splat(-126.0f)) - (shifted - round_to_low_bits);
+  const Floats bounded = larger(splat(-126.0f), x), shifted = bounded + round_to_low_bits;
+  const Floats r = bounded - (shifted - round_to_low_bits);
   Floats y = FUSED(splat(1.54035304e-4f), r, splat(1.33335581e-3f));
   y = FUSED(y, r, splat(9.61812911e-3f));
   y = FUSED(y, r, splat(0.0555041087f));
