@@ -308,6 +308,7 @@ void bind_decoder(nb::module_& module) {
       .def(nb::init<const ModelBuilder&, int, CacheType, std::int64_t, std::int64_t, const Kernels&>(),
            "model"_a, "threads"_a, "cache"_a, "context_length"_a, "cache_tokens"_a, "kernels"_a)
       .def_prop_ro("isa", &DecoderHandle::isa)
+      .def_prop_ro("threads", used(&Decoder::threads), "That compute: fewer than asked for where the system starts no more.")
       .def("open", used(&Decoder::open), "A new, empty sequence.")
       .def("close", used(&Decoder::close), "sequence"_a, "Give its pages back.")
       .def("fork", used(&Decoder::fork), "sequence"_a, "length"_a,

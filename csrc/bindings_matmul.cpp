@@ -129,10 +129,11 @@ void multiply_table(const Kernels& kernels, ThreadPool& pool, Address x, std::in
 }
 
 void count_visits(ThreadPool& pool, std::int64_t regions, std::int64_t count, std::int64_t size,
-                  Address visits, Address threads, bool in_ranges) {
+                  Address visits, Address threads, bool in_ranges, std::int64_t failing) {
   require(count >= 0 && count <= most_elements && size >= 1 && size <= most_elements,
           "count or size is out of range");
   auto visit = [&](std::int64_t begin, std::int64_t end, int thread) {
+    if (begin <= failing && failing < end) throw std::bad_alloc();
     for (std::int64_t j = begin; j < end; ++j) {
       ++pointer<std::int32_t>(visits)[j];
       pointer<std::int32_t>(threads)[j] = thread;
@@ -185,8 +186,9 @@ void bind_matmul(nb::module_& module, nb::class_<Kernels>& kernels) {
           "threads"_a)
       .def_prop_ro("threads", &ThreadPool::threads)
       .def("count_visits", &count_visits, "regions"_a, "count"_a, "size"_a, "visits"_a, "threads"_a,
-           "in_ranges"_a = false, unlocked,
-           "Runs regions that add 1 to every int32 of visits [count] and note the thread: a test.");
+           "in_ranges"_a = false, "failing"_a = -1, unlocked,
+           "Runs regions that add 1 to every int32 of visits [count] and note the thread: a test. The piece "
+           "with item `failing` throws.");
 
   nb::class_<Matrix>(module, "Matrix",
                      "Weights ready to be multiplied: addresses of rows, 64-byte aligned, row_stride bytes "

@@ -122,6 +122,8 @@ Decoder::Decoder(Model model, const DecoderOptions& options)
 
 Decoder::~Decoder() = default;
 
+int Decoder::threads() const { return state_->pool.threads(); }
+
 int Decoder::open() { return state_->cache.open(); }
 
 void Decoder::close(int sequence) { state_->cache.close(sequence); }

@@ -30,7 +30,7 @@ struct Region {
 void run_pieces(std::int64_t count, std::int64_t size, int threads, Piece piece, void* context) {
   static const OpenmpParallel openmp = find_openmp();
   const std::int64_t team = std::min<std::int64_t>(threads, (count + size - 1) / size);
-  if (team <= 1 || !openmp) {
+  if (team <= 1 || !openmp || fork_count() > 0) {
     if (count > 0) piece(context, 0, count);
     return;
   }

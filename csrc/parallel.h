@@ -5,7 +5,7 @@
 // own, woken right after a matrix product, wait for a core and gain nothing (two cores, mask of 896 x
 // 4864 weights: 1.00 ms with two threads, 0.98 ms with one); the spinning ones start at once (0.77 ms).
 // So the runtime is looked up in the process, never linked; where there is none, the calling thread
-// does all the work.
+// does all the work, as it does in the child of a fork, where the runtime would wait for the parent's.
 
 #pragma once
 

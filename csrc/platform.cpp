@@ -35,6 +35,8 @@
 namespace sparse_bitnet {
 namespace {
 
+std::atomic<int> forks{0};
+
 #if defined(_WIN32)
 
 void* take_pages(std::size_t size) {
@@ -55,6 +57,9 @@ std::int64_t read_at(int descriptor, std::int64_t offset, std::int64_t size, std
 }
 
 #else
+
+// From the start on: threads of other runtimes, as of OpenMP, may be older than the first question.
+[[maybe_unused]] const int counts_forks = pthread_atfork(nullptr, nullptr, [] { ++forks; });
 
 void* take_pages(std::size_t size) {
   void* pages = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -129,16 +134,7 @@ bool ByteSource::read(std::int64_t first, std::int64_t size, std::uint8_t* buffe
   return true;
 }
 
-int fork_count() {
-#if defined(_WIN32)
-  return 0;
-#else
-  static std::atomic<int> forks{0};
-  static const int registered = pthread_atfork(nullptr, nullptr, [] { ++forks; });
-  static_cast<void>(registered);
-  return forks.load(std::memory_order_relaxed);
-#endif
-}
+int fork_count() { return forks.load(std::memory_order_relaxed); }
 
 OpenmpParallel find_openmp() {
 #if defined(_WIN32)

@@ -5,9 +5,12 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
 #include <stdexcept>
+#include <system_error>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #if defined(__x86_64__)
@@ -86,10 +89,20 @@ struct ThreadPool::State {
   std::condition_variable wake;
   std::vector<std::thread> workers;
   std::atomic<bool> has_caller{false};
+  std::exception_ptr thrown;  // the first one, under the mutex
   const int forks = fork_count();
 
+  ~State() {
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      stopping.store(true);
+    }
+    wake.notify_all();
+    for (std::thread& worker : workers) worker.join();
+  }
+
   // Those of the own range first, then what others have left.
-  void take_pieces(int thread) {
+  void take_pieces(int thread) try {
     for (int i = 0; i < range_count; ++i) {
       Range& range = ranges[(thread + i) % range_count];
       while (range.next.load(std::memory_order_relaxed) < range.end) {
@@ -98,6 +111,10 @@ struct ThreadPool::State {
         piece(context, begin, std::min(begin + size, range.end), thread);
       }
     }
+  } catch (...) {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (!thrown) thrown = std::current_exception();
+    for (int i = 0; i < range_count; ++i) ranges[i].next.store(ranges[i].end);
   }
 
   // Whether the region `seen` is over and a worker should look again.
@@ -134,23 +151,18 @@ struct ThreadPool::State {
 };
 
 ThreadPool::ThreadPool(int threads) : state_(std::make_unique<State>(threads)) {
-  for (int thread = 1; thread < threads; ++thread) {
-    state_->workers.emplace_back([state = state_.get(), thread] { state->work(thread); });
+  try {
+    for (int thread = 1; thread < threads; ++thread) {
+      state_->workers.emplace_back([state = state_.get(), thread] { state->work(thread); });
+    }
+  } catch (const std::system_error&) {
+    // A limit of processes or of memory: those that are there do the work.
   }
 }
 
 ThreadPool::~ThreadPool() {
-  if (state_->forks != fork_count()) {
-    // The threads are the parent's: there is nobody to stop.
-    static_cast<void>(state_.release());
-    return;
-  }
-  {
-    std::lock_guard<std::mutex> lock(state_->mutex);
-    state_->stopping.store(true);
-  }
-  state_->wake.notify_all();
-  for (std::thread& worker : state_->workers) worker.join();
+  // In the child of a fork the threads are the parent's: there is nobody to stop.
+  if (state_->forks != fork_count()) static_cast<void>(state_.release());
 }
 
 int ThreadPool::threads() const { return int(state_->workers.size()) + 1; }
@@ -159,14 +171,11 @@ void ThreadPool::run(std::int64_t count, std::int64_t size, bool in_ranges, Piec
                      void* context) {
   State& state = *state_;
   if (count <= 0) return;
-  if (count <= size || state.workers.empty()) {
+  if (count <= size || state.workers.empty() || state.forks != fork_count()) {
     for (std::int64_t begin = 0; begin < count; begin += size) {
       piece(context, begin, std::min(begin + size, count), 0);
     }
     return;
-  }
-  if (state.forks != fork_count()) {
-    throw std::runtime_error("the threads stayed in the parent of this process when it was forked");
   }
   if (state.has_caller.exchange(true, std::memory_order_acquire)) {
     throw std::runtime_error("another thread is using this thread pool");
@@ -195,7 +204,9 @@ void ThreadPool::run(std::int64_t count, std::int64_t size, bool in_ranges, Piec
       return (state.region.load(std::memory_order_acquire) & inside_mask) == 0;
     });
   }
+  const std::exception_ptr thrown = std::exchange(state.thrown, nullptr);
   state.has_caller.store(false, std::memory_order_release);
+  if (thrown) std::rethrow_exception(thrown);
 }
 
 }  // namespace sparse_bitnet

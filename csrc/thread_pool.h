@@ -12,7 +12,7 @@ namespace sparse_bitnet {
 
 class ThreadPool {
  public:
-  // threads >= 1, the calling one included; starts threads - 1.
+  // threads >= 1, the calling one included; starts threads - 1, or those that the system lets it start.
   explicit ThreadPool(int threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
@@ -24,9 +24,10 @@ class ThreadPool {
 
   // Calls piece(context, begin, end, thread) for pieces of `size` of [0, count), on all threads, the
   // calling one among them; `thread` counts from 0. Threads take the pieces in order, or, `in_ranges`,
-  // each those of a stretch of its own before it helps the others. Returns when all are done. Pieces
-  // must not throw and must not call the pool. Throws std::runtime_error where another thread is calling,
-  // and in the child of a fork.
+  // each those of a stretch of its own before it helps the others. Returns when all are done. What a
+  // piece throws is thrown here, once nobody works any more; other pieces may be left out then. Pieces must
+  // not call the pool. In the child of a fork the calling thread is alone. Throws std::runtime_error where
+  // another thread is calling.
   void run(std::int64_t count, std::int64_t size, bool in_ranges, Piece piece, void* context);
 
   // The same for a callable (begin, end, thread), in order.

@@ -3,6 +3,8 @@
 
 import functools
 import math
+import os
+import signal
 
 import pytest
 import torch
@@ -180,6 +182,17 @@ def test_nothing_is_written_outside_the_outputs(isa, m):
             assert (output[:guard] == 99).all()
             assert (output[-guard:] == 99).all()
             assert (output[guard:-guard] != 99).all()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system does not fork")
+def test_the_child_of_a_fork_does_not_wait_for_the_threads_of_its_parent():
+    weight, kernels = torch.randn(1024, 1024), cpu.Kernels(threads=2)
+    expected = kernels.nm_mask(weight, 2, 4).numpy()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        os._exit(int((kernels.nm_mask(weight, 2, 4).numpy() != expected).any()))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_an_unknown_instruction_set_lists_those_of_this_machine():

@@ -2,6 +2,9 @@
 """The engine's thread pool: every piece once, from tiny regions to sleeping threads."""
 
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -97,16 +100,54 @@ def test_one_caller_at_a_time():
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system does not fork")
-def test_the_child_of_a_fork_is_told():
+def test_the_child_of_a_fork_works_alone():
     pool = _cpu.ThreadPool(2)
     visit(pool, 1, 50, 1)
     child = os.fork()
     if child == 0:
-        try:
-            visit(pool, 1, 50, 1)
-        except RuntimeError as error:
-            del pool  # does not wait for threads that are not there
-            os._exit(0 if "forked" in str(error) else 2)
-        os._exit(1)
+        signal.alarm(60)
+        is_alone = not visit(pool, 3, 50, 1).any() and not visit(pool, 3, 50, 1, True).any()
+        del pool  # does not wait for threads that are not there
+        visit(_cpu.ThreadPool(2), 3, 50, 1)
+        os._exit(0 if is_alone else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     visit(pool, 1, 50, 1)
+
+
+@pytest.mark.parametrize("in_ranges", [False, True])
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_what_a_piece_throws_reaches_the_caller(threads, in_ranges):
+    pool = _cpu.ThreadPool(threads)
+    visits = np.zeros(500, np.int32)
+    for failing in range(0, 500, 7):
+        with pytest.raises(MemoryError):
+            pool.count_visits(
+                3,
+                500,
+                3,
+                visits.ctypes.data,
+                visits.ctypes.data,
+                in_ranges=in_ranges,
+                failing=failing,
+            )
+        visit(pool, 1, 500, 3, in_ranges)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
+def test_threads_that_cannot_start_are_done_without():
+    script = """
+import ctypes, resource
+from sparse_bitnet import _cpu
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (100 << 20), -1))
+pool = _cpu.ThreadPool(64)
+memory = (ctypes.c_int32 * 2000)()
+address = ctypes.addressof(memory)
+pool.count_visits(3, 1000, 1, address, address + 4000)
+print(pool.threads, set(memory[:1000]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    threads, visits = done.stdout.split(maxsplit=1)
+    assert 1 <= int(threads) < 64
+    assert visits == "{3}\n"

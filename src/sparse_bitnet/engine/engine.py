@@ -35,7 +35,7 @@ class Engine(InferenceEngine):
     Attributes:
         folder: of the model.
         architecture: its sizes.
-        threads: that compute.
+        threads: that compute; fewer than asked for where the system starts no more.
         weight_format: "i2", "b3" or "nm-bitmap": the weights in memory.
         head_format: "int8", "int4", "bfloat16" or "float32": the output head in memory.
         kv_cache: "int8", "int4", "float16" or "float32": keys and values in memory.
@@ -53,7 +53,7 @@ class Engine(InferenceEngine):
         super().__init__(model.architecture.vocab, context_length, model.architecture.hidden)
         self.folder: Path = model.folder
         self.architecture: Architecture = model.architecture
-        self.threads = 0
+        self.threads: int = decoder.threads
         self.weight_format = self.kv_cache = ""
         self.head_format = weights.head_format
         self.weight_bytes, self.head_bytes = weights.weight_bytes, weights.head_bytes
@@ -139,6 +139,7 @@ class Engine(InferenceEngine):
                 is_mapped=is_mapped,
                 progress=progress,
             )
+            del pool  # the system may not start more threads than these
             if kv_cache == "auto":
                 kv_cache = _cache_type(weights)
             decoder = _cpu.Decoder(
@@ -157,7 +158,7 @@ class Engine(InferenceEngine):
                 "cache tokens or a smaller form of weights"
             ) from error
         engine = cls(model, weights, decoder, context_length)
-        engine.threads, engine.weight_format, engine.kv_cache = threads, weight_format, kv_cache
+        engine.weight_format, engine.kv_cache = weight_format, kv_cache
         engine.load_seconds = time.perf_counter() - started
         return engine
 
