@@ -103,8 +103,8 @@ void AttentionPlan::set(const Segment* segments, std::int64_t count) {
   });
   if (std::int64_t(states_.size()) < states) states_.resize(states);
   if (left_capacity_ < std::int64_t(merges_.size())) {
+    left_.reset(new std::atomic<std::int64_t>[merges_.size()]);
     left_capacity_ = std::int64_t(merges_.size());
-    left_.reset(new std::atomic<std::int64_t>[left_capacity_]);
   }
   for (std::size_t i = 0; i < merges_.size(); ++i) merges_[i].left = &left_[i];
   const std::int64_t scratch =

@@ -53,6 +53,7 @@ void Decoder::State::check(const Request* requests, int count) const {
 
 void Decoder::State::reserve(std::int64_t tokens) {
   if (tokens <= capacity) return;
+  capacity = 0;  // until all is there
   residual.resize(tokens * model.hidden);
   delta.resize(tokens * model.hidden);
   wide.resize(tokens * std::max(2 * (q_width + kv_width), 2 * model.intermediate));
@@ -71,8 +72,8 @@ void Decoder::State::reserve_positions(std::int64_t positions) {
   for (std::size_t r = 0; r < angles.size(); ++r) {
     const Rope& rope = model.ropes[r];
     auto& [cosines, sines] = angles[r];
-    const std::int64_t first = std::int64_t(cosines.size()) / half;
-    if (positions <= first) return;
+    const std::int64_t first = std::int64_t(sines.size()) / half;  // the last to grow
+    if (positions <= first) continue;
     const std::int64_t grown = std::min(context_length, std::max(positions, first + first / 2));
     cosines.resize(grown * half);
     sines.resize(grown * half);
@@ -152,9 +153,8 @@ void Decoder::forward(const Request* requests, int count, Logits which, float* l
   }
   state.reserve(std::min(all, chunk_tokens));
   state.reserve_positions(positions);
-  for (int r = 0; r < count; ++r) state.cache.extend(requests[r].sequence, requests[r].count);
-
   try {
+    for (int r = 0; r < count; ++r) state.cache.extend(requests[r].sequence, requests[r].count);
     state.run(requests, count, lengths.data(), which, logits);
   } catch (...) {
     for (int r = 0; r < count; ++r) state.cache.truncate(requests[r].sequence, lengths[r]);

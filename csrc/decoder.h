@@ -90,7 +90,8 @@ class Decoder {
   // [requests, vocab], or of all tokens [sum of counts, vocab], float32; `hidden`: in their stead the
   // states of all tokens behind the final norm, [sum of counts, hidden].
   // Throws std::length_error, before anything is changed, when the context length or the cache does
-  // not suffice, std::out_of_range for a sequence that is not open or occurs twice.
+  // not suffice, std::out_of_range for a sequence that is not open or occurs twice. After
+  // std::bad_alloc the sequences are as before, too.
   void forward(const Request* requests, int count, Logits which, float* logits);
 
  private:

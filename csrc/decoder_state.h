@@ -22,6 +22,7 @@ class ActivationBuffer {
  public:
   void reserve(std::int64_t tokens, std::int64_t columns, bool fine, std::int64_t group) {
     if (tokens <= tokens_) return;
+    tokens_ = 0;  // until all is there
     const std::int64_t stride = activation_stride(columns);
     const std::size_t bytes = std::size_t(tokens * stride + activation_slack);
     codes_.assign(bytes, 0);

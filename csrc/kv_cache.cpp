@@ -132,6 +132,7 @@ std::int64_t KvCache::pages_for(int sequence, std::int64_t count) const {
 
 void KvCache::extend(int sequence, std::int64_t count) {
   Sequence& grown = find(sequence);
+  grown.pages.reserve(pages_of(grown.length + count));  // what could throw comes first
   if (must_copy_last(grown)) {
     const std::int32_t shared = grown.pages.back(), own = take_page();
     copy_page(own, shared);

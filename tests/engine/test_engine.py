@@ -20,12 +20,13 @@ from packed_models import (
     relative_error,
 )
 from sparse_bitnet.bench.random_model import write_random_model
-from sparse_bitnet.engine.protocol import CacheFull, ContextFull
+from sparse_bitnet.engine.protocol import CacheFull, ContextFull, EngineSequence
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.packing.tensor_file import TensorFile
 from sparse_bitnet.pattern import NMPattern
 
 pytest.importorskip("sparse_bitnet._cpu")
+from sparse_bitnet import _cpu
 from sparse_bitnet.engine.engine import Engine, _cache_type
 from sparse_bitnet.engine.weight_memory import WeightMemory
 
@@ -258,6 +259,38 @@ def test_sequences(qwen: Path) -> None:
         sequence.close()
         sequence.close()
     assert engine.free_tokens == 256
+
+
+def test_a_step_that_is_broken_off_is_undone(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine.load(qwen, threads=1, cache_tokens=256)
+    expected = all_logits(engine, TOKENS)
+    first, second = engine.new_sequence(), engine.new_sequence()
+    engine.forward([(first, TOKENS[:10]), (second, TOKENS[:10])])
+    append = EngineSequence.append
+
+    def broken_off(sequence: EngineSequence, tokens: list[int]) -> None:
+        if sequence is second:
+            raise KeyboardInterrupt
+        append(sequence, tokens)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EngineSequence, "append", broken_off)
+        with pytest.raises(KeyboardInterrupt):
+            engine.forward([(first, TOKENS[10:]), (second, TOKENS[10:])])
+    assert first.tokens == second.tokens == TOKENS[:10]
+    for rows in engine.forward([(first, TOKENS[10:]), (second, TOKENS[10:])], "all"):
+        np.testing.assert_array_equal(rows, expected[10:])
+
+
+def test_an_int8_head_has_no_more_columns_than_its_sums_hold(
+    qwen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_cpu, "MOST_INT8_COLUMNS", 63)
+    with pytest.raises(
+        UserError, match="head int8 takes a hidden size up to 63, this model has 64"
+    ):
+        Engine.load(qwen)
+    assert Engine.load(qwen, head="int4").head_format == "int4"
 
 
 def test_limits_and_misuse(qwen: Path) -> None:

@@ -1,7 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sequences of the decoder's cache: forks, truncation, room, and errors that change nothing."""
 
+import ctypes
+import itertools
+import os
+import shutil
+import subprocess
+import sys
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +16,7 @@ import pytest
 from torch import nn
 
 from decoder_in_memory import DecoderInMemory, random_model
+from sparse_bitnet import _cpu
 
 
 @cache
@@ -144,3 +152,91 @@ def test_sequences_that_are_not_there() -> None:
             call()
     assert decoder.decoder.length(other) == 0
     decoder.decoder.forward([], 1, 4)
+
+
+def fail_each_allocation(library: str) -> None:
+    """A step of which one allocation fails, the first, the second ... until there is none, is undone."""
+    memory = ctypes.CDLL(library)
+    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    gemma = random_model("gemma3_text", max_position_embeddings=1024, **layers)
+    options = {"threads": 2, "cache": "int8", "cache_tokens": 2048, "head": "int8"}
+    text, other, more = ids_of(600), ids_of(70, 1), ids_of(5, 2)
+    alone = DecoderInMemory(gemma, **options)
+    expected = [alone.logits(ids)[-1] for ids in (text, other, text[:3] + more)]
+    failures = 0
+    for n in itertools.count(1):  # the first one is in the conversion of arguments
+        decoder = DecoderInMemory(gemma, **options)
+        first, second = decoder.decoder.open(), decoder.decoder.open()
+        decoder.forward([(first, text[:3])], "last")
+        free = decoder.decoder.free_tokens
+        memory.fail_after(n)
+        try:
+            rows = decoder.forward([(first, text[3:]), (second, other)], "last")
+            if memory.is_to_fail():
+                break
+        except MemoryError:
+            failures += 1
+            memory.fail_after(-1)
+            assert [decoder.decoder.length(s) for s in (first, second)] == [3, 0]
+            assert decoder.decoder.free_tokens == free
+            rows = decoder.forward([(first, more)], "last")
+            np.testing.assert_array_equal(rows, expected[2:])
+            decoder.decoder.truncate(first, 3)
+            rows = decoder.forward([(first, text[3:]), (second, other)], "last")
+        np.testing.assert_array_equal(rows, expected[:2])
+    memory.fail_after(-1)
+    assert failures > 30
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not shutil.which("g++"), reason="g++ on Linux")
+def test_a_step_for_which_memory_ends_is_undone(tmp_path: Path) -> None:
+    library, folder = str(tmp_path / "memory.so"), Path(__file__).parent
+    source = str(folder / "failing_memory.cpp")
+    subprocess.run(["g++", "-std=c++17", "-shared", "-fPIC", "-o", library, source], check=True)
+    script = f"import test_kv_cache as t; t.fail_each_allocation({library!r})"
+    paths = os.pathsep.join([str(folder), str(folder.parent), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"LD_PRELOAD": library, "PYTHONPATH": paths}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("isa", _cpu.supported_isas(for_tests=True))
+@pytest.mark.parametrize("cache_type", ["int8", "int4"])
+def test_what_is_no_number_stays_so_in_its_sequence_alone(cache_type: str, isa: str) -> None:
+    """From its token on; a sequence beside it, and one that gets its pages later, know nothing of it."""
+    poisoned = random_model(max_position_embeddings=512, tie_word_embeddings=False)
+    ids, other = np.array(ids_of(160)) % 95, np.array(ids_of(160, 1)) % 95
+    ids[70] = 95
+    expected = DecoderInMemory(poisoned, cache=cache_type, isa=isa).logits(other)
+    for value in (np.nan, np.inf):
+        poisoned.get_input_embeddings().weight.data[95, 3] = value
+        decoder = DecoderInMemory(poisoned, cache=cache_type, isa=isa, cache_tokens=384)
+        first, second = decoder.decoder.open(), decoder.decoder.open()
+        rows, beside = decoder.forward([(first, ids), (second, other)])
+        assert np.isfinite(rows[:70]).all()
+        assert not np.isfinite(rows[70:]).any()
+        decoder.decoder.close(first)
+        decoder.decoder.close(second)
+        for found in (beside, decoder.logits(other)):
+            np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("cache_type", ["int8", "int4"])
+@pytest.mark.parametrize("name", "qkv")
+def test_what_is_no_number_in_queries_keys_or_values_reaches_the_logits(
+    name: str, cache_type: str
+) -> None:
+    sizes = {
+        "hidden_size": 140,
+        "intermediate_size": 104,
+        "num_attention_heads": 14,
+        "head_dim": 10,
+    }
+    for value in (np.nan, np.inf, -np.inf):
+        poisoned = random_model(format="ternary-8:8", **sizes)
+        attention = poisoned.model.layers[-1].self_attn
+        attention.get_submodule(f"{name}_proj").bias.data[3] = value
+        logits = DecoderInMemory(poisoned, cache=cache_type).logits(ids_of(60))
+        assert not np.isfinite(logits).any()

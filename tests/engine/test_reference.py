@@ -63,6 +63,23 @@ def test_what_a_failed_forward_leaves_in_the_cache_is_no_part_of_the_text(model,
     close(found, whole(model, TOKENS)[2:])
 
 
+def test_a_forward_that_is_broken_off_is_undone(model, engine):
+    first, second = engine.new_sequence(), engine.new_sequence()
+    engine.forward([(first, TOKENS[:4]), (second, TOKENS[:4])])
+
+    def memory_ends(module, given):
+        if second.cache.get_seq_length() > 4:  # some of its layers have more
+            raise MemoryError
+
+    hook = model.base_model.layers[-1].register_forward_pre_hook(memory_ends)
+    with pytest.raises(MemoryError):
+        engine.forward([(first, TOKENS[4:]), (second, TOKENS[4:])])
+    hook.remove()
+    assert first.tokens == second.tokens == TOKENS[:4]
+    for rows in engine.forward([(first, TOKENS[4:]), (second.fork(), TOKENS[4:])], "all"):
+        close(rows, whole(model, TOKENS)[4:])
+
+
 def test_hidden_states_are_those_behind_the_final_norm(model, engine):
     sequence = engine.new_sequence()
     found = [engine.forward([(sequence, part)], "hidden")[0] for part in (TOKENS[:5], TOKENS[5:])]

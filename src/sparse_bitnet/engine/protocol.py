@@ -134,9 +134,17 @@ class InferenceEngine(ABC):
             if len({id(sequence) for sequence, _ in batch}) < len(batch):
                 raise ValueError("a sequence is twice in the batch")
             checked = [(sequence, self._checked(sequence, tokens)) for sequence, tokens in batch]
-            found = self._compute(checked, logits) if checked else []
-            for sequence, tokens in checked:
-                sequence.append(tokens.tolist())
+            lengths = [len(sequence) for sequence, _ in checked]
+            try:
+                found = self._compute(checked, logits) if checked else []
+                for sequence, tokens in checked:
+                    sequence.append(tokens.tolist())
+            except BaseException:
+                # Caches may be ahead of the tokens: of Ctrl-C, or where memory ends.
+                for (sequence, _), length in zip(checked, lengths, strict=True):
+                    del sequence._tokens[length:]
+                    self._restore(sequence)
+                raise
             return found
 
     def close(self) -> None:
@@ -204,6 +212,10 @@ class InferenceEngine(ABC):
     @abstractmethod
     def _truncate(self, sequence: EngineSequence, length: int) -> None:
         """Forget keys and values from `length` on."""
+
+    def _restore(self, sequence: EngineSequence) -> None:
+        """Make the cache hold no more than the tokens, after a `_compute` that was broken off."""
+        self._truncate(sequence, len(sequence))
 
     def _release(self, sequence: EngineSequence) -> None:
         """Give back the `cache` of a sequence that is closed."""

@@ -83,9 +83,8 @@ class TransformersEngine(InferenceEngine):
 
     def _run(self, sequence: EngineSequence, tokens: list[int], logits: WhichLogits) -> np.ndarray:
         """float32 [tokens or 1, vocab_size], or [tokens, hidden_size]."""
-        # A forward that failed may have left keys and values of tokens that were not taken.
-        sequence.cache = self._cropped(sequence.cache, len(sequence))
-        given = tokens if self._has_cache else sequence.tokens + tokens
+        held = sequence.cache.get_seq_length() if self._has_cache else 0
+        given = sequence.tokens[held:] + tokens
         options: dict[str, Any] = {
             "input_ids": torch.tensor([given], device=self._model.device),
             "past_key_values": sequence.cache,
@@ -116,6 +115,10 @@ class TransformersEngine(InferenceEngine):
 
     def _truncate(self, sequence: EngineSequence, length: int) -> None:
         sequence.cache = self._cropped(sequence.cache, length)
+
+    def _restore(self, sequence: EngineSequence) -> None:
+        """Some layers may have the tokens and others not: all are computed again with the next ones."""
+        sequence.cache = self._open()
 
     def _cropped(self, cache: Any, length: int) -> Any:
         if cache is None or length == 0:
