@@ -337,6 +337,55 @@ def test_files_that_are_not_ternary(tmp_path: Path) -> None:
         open_checkpoint(path)
 
 
+@pytest.mark.parametrize(
+    ("add", "message"),
+    [
+        (lambda w: w.add_tensor("blk.0.attn_q.scale", np.ones(2, "f4")), "is not the one scale"),
+        (lambda w: w.add_tensor("blk.0.attn_q.scale", np.zeros(1, "f4")), "is not the one scale"),
+        (
+            lambda w: w.add_tensor("blk.0.attn_q.scale", np.full(1, np.nan, "f4")),
+            "not the one scale",
+        ),
+        (lambda w: w.add_tensor("blk.0.attn_norm.scale", np.ones(1, "f4")), "is not covered"),
+        (lambda w: w.add_tensor("rope_freqs.weight", np.ones(3, "f4")), "fit no rope scaling"),
+        (lambda w: w.add_uint32("qwen2.rope.dimension_count", 8), "are rotated here"),
+        (
+            lambda w: w.add_float32("qwen2.rope.scaling.attn_factor", 2.0),
+            "attn_factor = 2.0 is not",
+        ),
+        (
+            lambda w: w.add_string("qwen2.rope.scaling.type", "longrope"),
+            "'longrope' is not covered",
+        ),
+        (lambda w: w.add_float32("qwen2.rope.scaling.factor", np.inf), "not a positive number"),
+    ],
+)
+def test_settings_that_would_be_dropped_are_refused(tmp_path: Path, add: Any, message: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(tiny_config("qwen2", **SIZES)).float()
+    path = write_gguf(tmp_path / "model.gguf", model, "qwen2", quantised(Kind.TQ2_0), add)
+    with pytest.raises(UserError, match=message):
+        import_checkpoint(path, tmp_path / "no", packed="i2")
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_factor_alone_scales_the_rope_linearly(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    def add(writer: Any) -> None:
+        writer.add_float32("qwen2.rope.scaling.factor", 2.0)
+        writer.add_tensor("token_embd.scale", np.full(1, 0.5, "f4"))
+
+    model = AutoModelForCausalLM.from_config(tiny_config("qwen2", **SIZES)).float()
+    path = write_gguf(tmp_path / "model.gguf", model, "qwen2", quantised(Kind.TQ2_0), add)
+    source = open_checkpoint(path)
+    rope = source.config["rope_parameters"]
+    assert (rope["rope_type"], rope["factor"]) == ("linear", 2)
+    expected = model.get_input_embeddings().weight.detach().half().float() / 2
+    np.testing.assert_array_equal(source.read("model.embed_tokens.weight"), expected)
+
+
 def test_a_scale_that_is_not_finite_is_named(small_file: Path, tmp_path: Path) -> None:
     entry = GgufFile(small_file).tensors["blk.0.ffn_up.weight"]
     data = bytearray(small_file.read_bytes())

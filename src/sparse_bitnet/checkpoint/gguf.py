@@ -111,6 +111,7 @@ class _Opened:
                     f"{list(shape)}"
                 )
             wanted[name] = shape
+            self._factor(self.names[name])
         if unknown := sorted(self.names.keys() - wanted.keys()):
             # Zeros stand for biases that the model does not have.
             raise UserError(
@@ -169,10 +170,15 @@ class _Opened:
 
     def read(self, name: str, part: slice = slice(None)) -> np.ndarray:
         """One of the other tensors, or some of its rows, float32."""
+        stored = self.names[name]
         if self._turned(name):
-            return self._in_halves(name, self.file.floats(self.names[name]))[part]
-        values, offset = self.file.floats(self.names[name], part), self.architecture.offset_of(name)
+            return self._in_halves(name, self._floats(stored))[part]
+        values, offset = self._floats(stored, part), self.architecture.offset_of(name)
         return values - offset if offset else values
+
+    def _floats(self, stored: str, part: slice = slice(None)) -> np.ndarray:
+        values, factor = self.file.floats(stored, part), self._factor(stored)
+        return values if factor == 1 else values * factor
 
     def _format(self) -> SparseBitConfig:
         """Dense, unless it is an export of ours, which remembers its pattern."""
@@ -230,7 +236,9 @@ class _Opened:
             block = re.fullmatch(r"blk\.(\d+)\.(\w+)", base)
             key = block[2] if block else base
             ours = self.architecture.block.get(key, (None,))[0] if block else TOP.get(key)
-            if stored == ROPE_FACTORS or (end in _SCALES and ours):
+            weight = self.file.tensors.get(f"{base}.weight")
+            is_scale = end in _SCALES and weight is not None and len(weight.shape) == 2
+            if stored == ROPE_FACTORS or (is_scale and ours):
                 continue
             if ours is None or end not in ("weight", "bias"):
                 raise UserError(
@@ -264,7 +272,13 @@ class _Opened:
         """What multiplies a matrix beside its own scales."""
         base = stored.removesuffix("weight")
         found = [base + end for end in _SCALES if base + end in self.file.tensors]
-        return np.float32(self.file.floats(found[0]).reshape(-1)[0] if found else 1)
+        factors = [self.file.floats(name) for name in found] or [np.ones(1, np.float32)]
+        if len(factors) > 1 or factors[0].size != 1 or not 0 < abs(factors[0].item()) < np.inf:
+            raise UserError(
+                f"{self.file.path}: tensor {found[0]} is not the one scale of its matrix, a number other "
+                "than zero"
+            )
+        return np.float32(factors[0].item())
 
     def _turned(self, name: str) -> bool:
         is_rotated = name.rpartition(".")[0].endswith(("q_proj", "k_proj"))

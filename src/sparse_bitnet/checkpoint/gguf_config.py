@@ -9,6 +9,7 @@ from sparse_bitnet.checkpoint.config_fields import (
     FULL,
     GEMMA3,
     WINDOWED,
+    Fields,
     gemma_windows,
     head_size,
     rope_of,
@@ -44,7 +45,13 @@ _SCALING = "rope.scaling"
 _FIRST_LINEAR_NORM = f"blk.0.attn_q{LINEAR_NORM}.weight"
 _KINDS = ("linear", "yarn")
 _LLAMA3_CONTEXTS = (8192, 4096, 16384, 32768)
+_READ = ("type", "factor", "original_context_length", "finetuned")
+_DEFAULTS = {"attn_factor": 1, "yarn_attn_factor": 1, "yarn_ext_factor": 1} | {
+    **{"yarn_beta_fast": 32, "yarn_beta_slow": 1, "yarn_log_multiplier": 0},
+}
+"""Of settings of the rope's scaling those that are read, and what others may only be."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LARGEST = 3e38
 _SHARED_SCALES = 62
 """Layers of the one Gemma (27B) whose scores are scaled by the share of a head in the hidden size."""
 
@@ -92,7 +99,7 @@ class _Metadata:
             "vocab_size": embedding.shape[0],
             "tie_word_embeddings": "output.weight" not in self.file.tensors,
             "attention_bias": "blk.0.attn_q.bias" in self.file.tensors,
-            "rope_parameters": self._rope(),
+            "rope_parameters": self._rope(head),
             "bos_token_id": self.file.metadata.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": self.file.metadata.get("tokenizer.ggml.eos_token_id"),
         }
@@ -129,31 +136,43 @@ class _Metadata:
     def _windowed(self) -> int | None:
         return self._size(_WINDOW) if self.file.metadata.get(f"{self.name}.{_WINDOW}") else None
 
-    def _rope(self) -> dict[str, Any]:
+    def _rope(self, head: int) -> dict[str, Any]:
         rope: dict[str, Any] = {
             "rope_type": "default",
             "rope_theta": self._number(_ROPE_BASE, 10_000.0),
         }
-        kind = self.file.metadata.get(f"{self.name}.{_SCALING}.type", "none")
-        if kind == "linear" and self._number(f"{_SCALING}.factor") == 1:
+        rotated = self._size(_HEAD_SIZES[2], head)
+        if rotated != head:
+            raise UserError(
+                f"{self.file.path}: {self.name}.{_HEAD_SIZES[2]} is {rotated}; all {head} values of a head "
+                "are rotated here"
+            )
+        prefix = f"{self.name}.{_SCALING}."
+        for key, value in self.file.metadata.items():
+            setting = key.removeprefix(prefix)
+            if key.startswith(prefix) and setting not in _READ and value != _DEFAULTS.get(setting):
+                raise UserError(f"{self.file.path}: {key} = {value!r} is not covered")
+        kind = self.file.metadata.get(f"{prefix}type", "linear")
+        factor = self._number(f"{_SCALING}.factor", self._number("rope.scale_linear", 1))
+        if kind == "linear" and factor == 1:
             kind = "none"
         if kind in _KINDS:
-            rope |= {"rope_type": kind, "factor": self._number(f"{_SCALING}.factor")}
+            rope |= {"rope_type": kind, "factor": factor}
             if kind == "yarn":
-                context = self._number(f"{_SCALING}.original_context_length")
+                context = self._size(f"{_SCALING}.original_context_length")
                 rope["original_max_position_embeddings"] = context
         elif kind != "none":
             raise UserError(
                 f"{self.file.path}: rope scaling {kind!r} is not covered; {' and '.join(_KINDS)} are"
             )
         if ROPE_FACTORS in self.file.tensors:
-            rope |= self._llama3(rope["rope_theta"])
+            rope |= self._llama3(rope["rope_theta"], head // 2 if kind == "none" else 0)
         return rope
 
-    def _llama3(self, theta: float) -> dict[str, Any]:
+    def _llama3(self, theta: float, count: int) -> dict[str, Any]:
         """The parameters that give the factors of the frequencies in the file."""
         factors = self.file.floats(ROPE_FACTORS)
-        for context in _LLAMA3_CONTEXTS:
+        for context in _LLAMA3_CONTEXTS if factors.shape == (count,) else ():
             rope = {"factor": float(factors.max()), "original_max_position_embeddings": context}
             if np.allclose(factors, _llama3_factors(theta, len(factors), rope), rtol=1e-4):
                 return {"rope_type": "llama3", **rope, **_LLAMA3}
@@ -169,7 +188,11 @@ class _Metadata:
 
     def _number(self, key: str, default: float | None = None) -> Any:
         value = self.file.metadata.get(f"{self.name}.{key}", default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 < value < _LARGEST
+        ):
             raise UserError(
                 f"{self.file.path}: {self.name}.{key} is {value!r}, not a positive number"
             )
@@ -222,7 +245,8 @@ def rope_factors(config: dict[str, Any], where: str) -> np.ndarray | None:
 
 def _rope(config: dict[str, Any], where: str, *, local: bool = False) -> dict[str, Any]:
     rope = rope_of(config, where, local=local)
-    return rope | {"rope_theta": rope["rope_theta"] or 10_000.0}
+    theta = Fields(rope, f"{where}: rope parameter ").optional("rope_theta", 10_000.0)
+    return rope | {"rope_theta": theta}
 
 
 def _architecture_for(config: dict[str, Any], where: str) -> GgufArchitecture:
@@ -275,15 +299,17 @@ def _rope_metadata(rope: dict[str, Any], where: str) -> dict[str, Any]:
     kind: str = rope["rope_type"]
     values: dict[str, Any] = {_ROPE_BASE: float(rope["rope_theta"])}
     known = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
+    numbers = Fields(rope, f"{where}: rope parameter ")
     if kind in _KINDS:
         known |= {"factor"}
-        values |= {f"{_SCALING}.type": kind, f"{_SCALING}.factor": float(rope.get("factor") or 0)}
+        values |= {f"{_SCALING}.type": kind, f"{_SCALING}.factor": numbers["factor"]}
     if kind == "yarn":
         known |= {"original_max_position_embeddings"}
-        context = rope.get("original_max_position_embeddings")
-        values[f"{_SCALING}.original_context_length"] = context
+        context_key = f"{_SCALING}.original_context_length"
+        values[context_key] = numbers.size("original_max_position_embeddings")
     elif kind == "llama3":
         known |= {"factor", "original_max_position_embeddings", *_LLAMA3}
+        numbers["factor"]
         _expect(where, "rope frequency factors", {key: rope.get(key) for key in _LLAMA3}, _LLAMA3)
         context = rope.get("original_max_position_embeddings")
         _expect(where, "original_max_position_embeddings", context in _LLAMA3_CONTEXTS, True)
@@ -292,8 +318,6 @@ def _rope_metadata(rope: dict[str, Any], where: str) -> dict[str, Any]:
     _expect(where, "partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0)
     others = sorted(key for key, value in rope.items() if key not in known and value is not None)
     _expect(where, "rope parameters", others, [])
-    if not all(values.values()):
-        raise UserError(f"{where}: the rope parameters of {kind} are incomplete: {rope}")
     return values
 
 

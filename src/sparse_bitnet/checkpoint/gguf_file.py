@@ -183,6 +183,8 @@ class _Reader:
         metadata: dict[str, Any] = {}
         for _ in range(fields):
             key = self._string()
+            if key in metadata:
+                raise ValueError(f"{key} is there twice")
             metadata[key] = self._value(self._number("I"))
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 0 < alignment <= 1 << 16:
