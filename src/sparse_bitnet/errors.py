@@ -27,6 +27,14 @@ def os_errors_as(failure: str) -> Iterator[None]:
         raise UserError(f"{failure}: {error.strerror or error}") from error
 
 
+def check_least(options: object, **least: float) -> None:
+    """Raise `UserError` for a field of `options` below its least value, or NaN; None is let pass."""
+    for name, bound in least.items():
+        value = getattr(options, name)
+        if value is not None and not value >= bound:
+            raise UserError(f"--{name.replace('_', '-')} {value}: must be at least {bound}")
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """ " (did you mean ...?)" where a known word is close, else nothing."""
     close = difflib.get_close_matches(word, list(known), 1, 0.7)

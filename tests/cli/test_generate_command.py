@@ -4,6 +4,7 @@
 import io
 import signal
 import sys
+from contextlib import nullcontext
 
 import pytest
 
@@ -85,6 +86,21 @@ def test_prompts_come_from_files_and_pipes_too(
     options = {"file": ["--prompt-file", str(path)], "dash": ["--prompt-file", "-"], "pipe": []}
     generate.main([folder, *options[way], *GREEDY])
     assert capsys.readouterr().out == expected + "\n"
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_what_is_piped_in_and_no_text_is_one_line(folder, capsys, monkeypatch, errors):
+    def pipe():
+        piped = io.TextIOWrapper(io.BytesIO(b"some \xff words"), encoding="utf-8", errors=errors)
+        monkeypatch.setattr(sys, "stdin", piped)
+
+    pipe()
+    with pytest.raises(UserError, match=r"decode|surrogate"):
+        generate.main([folder, "--max-tokens", "1"])
+    pipe()
+    with pytest.raises(UserError, match="standard input") if errors == "strict" else nullcontext():
+        chat.main([folder, "--max-tokens", "1"])
+    assert capsys.readouterr().out == ""
 
 
 def test_an_empty_prompt_starts_a_text(folder, capsys):

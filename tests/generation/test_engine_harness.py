@@ -217,6 +217,8 @@ def test_perplexity_of_the_cpu_engine_is_that_of_pytorch(packed, tmp_path, capsy
         ("trained", ["--kv-cache", "int8"], "the model is not packed"),
         ("trained", ["--engine", "cpu"], "pack it first"),
         ("packed", ["--context-length", "513"], "513"),
+        ("packed", ["--batch-size", "0"], "--batch-size 0: must be at least 1"),
+        ("packed", ["--max-tokens", "-5"], "--max-tokens -5: must be at least 0"),
     ],
 )
 def test_options_that_cannot_be_honoured_are_refused(packed, tmp_path, model, options, words):

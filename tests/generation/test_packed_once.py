@@ -64,6 +64,23 @@ def test_packed_once_and_run(
     assert "packing" in capsys.readouterr().err
 
 
+def test_foreign_models_are_scored(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("some words and more words " * 9)
+    main(
+        [
+            "evaluate",
+            str(models / "bitnet"),
+            "--engine",
+            "cpu",
+            "--data",
+            str(tmp_path / "text.txt"),
+        ]
+    )
+    assert "on cpu engine" in capsys.readouterr().out
+
+
 def test_engine_tokenizer_template_and_end(models: Path) -> None:
     opened = open_model(models / "model.gguf", EngineOptions(threads=1))
     assert opened.engine_name == "cpu"

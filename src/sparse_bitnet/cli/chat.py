@@ -92,6 +92,8 @@ def _next_line(is_terminal: bool) -> str | None:
     while True:
         try:
             return input("> " if is_terminal else "").strip()
+        except UnicodeDecodeError as error:
+            raise UserError(f"standard input: {error}") from error
         except EOFError:
             if is_terminal:
                 print()

@@ -34,7 +34,7 @@ def run(checkpoint: CheckpointArgument, config: Annotated[EvaluateConfig, FLAT])
     """
     if bool(config.tasks) == bool(config.data):
         raise UserError("give either --data, for perplexity, or --tasks")
-    if checkpoint.endswith(".gguf"):
+    if config.engine == "cpu" or checkpoint.endswith(".gguf"):
         from sparse_bitnet.engine.engine_options import EngineOptions
         from sparse_bitnet.generation.packed_once import packed_once
 

@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 import tyro
 
+from sparse_bitnet.errors import check_least
+
 
 @dataclass(kw_only=True)
 class EvaluateConfig:
@@ -68,3 +70,8 @@ class EvaluateConfig:
 
     json: str | None = None
     """Also write the result to this file; of tasks, in lm-eval's form."""
+
+    def __post_init__(self) -> None:
+        """Raise `UserError` that names the option."""
+        check_least(self, fewshot=0, limit=1, context_length=1, stride=1)
+        check_least(self, batch_size=1, max_tokens=0, threads=1)

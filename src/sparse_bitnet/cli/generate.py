@@ -66,10 +66,11 @@ def run(
     guesses = speculation.open(model, engine)
     form = None if grammar is None else model.grammars(model.end_tokens).start(grammar)
     prompt = _prompt(config)
+    tokens = first_tokens(model, prompt)
     print(prompt, end="", flush=True)
     result = generate(
         model.engine,
-        [first_tokens(model, prompt)],
+        [tokens],
         options,
         tokenizer=model.tokenizer,
         end_tokens=model.end_tokens,
@@ -86,11 +87,9 @@ def run(
 def _prompt(config: GenerateConfig) -> str:
     if config.prompt is not None:
         return config.prompt
-    if config.prompt_file not in (None, "-"):
-        return read_text("--prompt-file", str(config.prompt_file))
     if config.prompt_file is None and sys.stdin.isatty():
         raise UserError("nothing to continue: give --prompt TEXT, --prompt-file, or pipe text in")
-    return sys.stdin.read()
+    return read_text("--prompt-file", config.prompt_file or "-")
 
 
 def first_tokens(model: "OpenModel", prompt: str) -> list[int]:

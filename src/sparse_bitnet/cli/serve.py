@@ -10,7 +10,7 @@ from typing import Annotated
 from sparse_bitnet.cli.arguments import FLAT, CheckpointArgument, parse
 from sparse_bitnet.cli.text_options import SpeculationOptions
 from sparse_bitnet.engine.engine_options import EngineOptions
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, check_least
 
 API_KEY_VARIABLE = "SPARSE_BITNET_API_KEY"
 _CACHE_TOKENS = 1024
@@ -69,20 +69,10 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         """Raise `UserError` that names the option."""
-        for name, least in {
-            "port": 0,
-            "max_running": 1,
-            "prefill_slice": 1,
-            "max_queue": 0,
-            "max_body_bytes": 1,
-        }.items():
-            if getattr(self, name) < least:
-                option = name.replace("_", "-")
-                raise UserError(f"--{option} {getattr(self, name)}: must be at least {least}")
+        check_least(self, port=0, max_running=1, prefill_slice=1, max_queue=0)
+        check_least(self, max_body_bytes=1, max_tokens=1)
         if self.port > 65535:
             raise UserError(f"--port {self.port}: must be at most 65535")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise UserError(f"--max-tokens {self.max_tokens}: must be at least 1")
         if not 0 <= self.grace <= 3600:
             raise UserError(f"--grace {self.grace}: must be 0 to 3600 seconds")
 

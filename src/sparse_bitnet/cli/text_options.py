@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a text goes on, on the command line of `generate` and `chat`."""
 
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -74,9 +75,9 @@ class TextOptions(SamplingOptions):
 
 
 def read_text(option: str, path: str) -> str:
-    """What a file holds. Raises `UserError` that names the option."""
+    """What a file holds, or standard input ("-"). Raises `UserError` that names the option."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{option} {path}: {error}") from error
 

@@ -7,7 +7,7 @@ Imports nothing heavy, so that `--help` is immediate.
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, check_least
 
 EngineName = Literal["auto", "cpu", "transformers"]
 WeightFormat = Literal["auto", "stored", "i2", "b3", "nm-bitmap", "lookup"]
@@ -51,10 +51,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         """Raise `UserError` that names the option."""
-        for name in ("threads", "context_length", "cache_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+        check_least(self, threads=1, context_length=1, cache_tokens=1)
         if self.device == "cuda" and self.engine == "cpu":
             raise UserError(
                 "--device cuda: the CPU engine computes on the CPU; leave out --engine cpu"

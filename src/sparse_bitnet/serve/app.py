@@ -60,7 +60,9 @@ def create_app(
     async def check_key(request: Request) -> None:
         given = request.headers.get("authorization", "")
         wanted = f"Bearer {model.api_key}"
-        if model.api_key and not hmac.compare_digest(given.encode("latin-1"), wanted.encode()):
+        if model.api_key and not hmac.compare_digest(
+            given.encode("latin-1"), wanted.encode(errors="surrogateescape")
+        ):
             raise ApiError(
                 401,
                 "the API key is missing or wrong: send Authorization: Bearer KEY",
