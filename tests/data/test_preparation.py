@@ -318,6 +318,7 @@ def test_folder_in_use(text: Path, tmp_path: Path, tokenizer_folder: Path) -> No
         ({"vocab_size": 300, "eos_token": "z"}, "for a tokenizer that is loaded only"),
         ({"vocab_size": 300, "shard_tokens": 0}, "a shard of 0 tokens is too small"),
         ({"vocab_size": 100}, "vocabulary size 100 is too small"),
+        ({"vocab_size": 10**12}, "vocabulary size 1000000000000 is too large"),
     ],
 )
 def test_bad_options(text: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -359,6 +360,15 @@ def test_command_line(
     assert "no validation text: add --validation SOURCE" in capsys.readouterr().out
     with pytest.raises(UserError, match="give either --tokenizer PATH_OR_HUB_ID or --vocab-size N"):
         main([str(text), out])
+    for part, parts in (("0", "0"), ("3", "1"), ("-1", "2")):
+        with pytest.raises(UserError, match=f"--part {part} of --parts {parts}: there is at least"):
+            main([*command, "--part", part, "--parts", parts])
+    for name in (out, "x" * 5000):
+        with pytest.raises(UserError, match="File name too long"):
+            main(["x" * 5000, name, "--vocab-size", "300"])
+    with pytest.raises(UserError, match="File name too long"):
+        main([str(text), "x" * 5000, "--vocab-size", "300"])
+    main([str(text), f"{out}3", "--vocab-size", "300", "--validation-fraction", "1e-320"])
 
 
 @pytest.mark.train

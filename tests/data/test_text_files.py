@@ -74,6 +74,8 @@ def test_another_column(tmp_path: Path) -> None:
         (b'{"text": ["a"]}\n', r"a\.jsonl:1: column 'text' holds list, not text"),
         (b'{"text": "\\ud800"}\n', r"a\.jsonl:1: column 'text' holds a lone surrogate"),
         (b'{"text": "\xe4"}\n', r"a\.jsonl:1: not UTF-8 text"),
+        (b"[" * 200_000, r"a\.jsonl:1: not a JSON line: maximum recursion depth"),
+        (b'{"n": ' + b"1" * 5000 + b"}", r"a\.jsonl:1: not a JSON line: Exceeds the limit"),
         (b"\x7fELF\0\0\0\n", r"a\.jsonl:1: binary data \(a NUL byte\)"),
     ],
 )
@@ -103,6 +105,19 @@ def test_truncated_zst(tmp_path: Path, kept: float) -> None:
     path.write_bytes(whole[: int(len(whole) * kept)])
     with pytest.raises(UserError, match=r"cannot read .*a\.jsonl\.zst: Truncated"):
         read(path)
+
+
+def test_a_broken_place_is_said_by_what_comes_before(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(zstandard.compress(LINES * 20_000) + b"no frame")
+    with pytest.raises(UserError, match=r"a\.jsonl\.zst: .*, after record [0-9]{4,5}$"):
+        read(path)
+    offsets = b"".join(number.to_bytes(4, "little") for number in (0, 2, 5))
+    buffers = [None, pyarrow.py_buffer(offsets), pyarrow.py_buffer(b"okab\xff")]
+    texts = pyarrow.Array.from_buffers(pyarrow.string(), 2, buffers)
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "b.parquet")
+    with pytest.raises(UserError, match=r"b\.parquet: not a readable parquet file: 'utf-8' codec"):
+        read(tmp_path / "b.parquet")
 
 
 def test_no_zst_at_all(tmp_path: Path) -> None:

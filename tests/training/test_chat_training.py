@@ -161,7 +161,7 @@ def test_lora_trains_adapters_and_merges_them(
 
 
 def test_refusals(chat_run: Any, small_run: Any, chats: Path, monkeypatch: Any) -> None:
-    with pytest.raises(UserError, match="lora adapts a model that exists"):
+    with pytest.raises(UserError, match="lora=4 does nothing without init"):
         small_run(lora=4)
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UserError, match="lora needs peft"):

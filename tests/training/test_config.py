@@ -34,6 +34,8 @@ def test_unknown_and_missing_keys_are_named():
         TrainConfig.from_json(text.replace('  "steps": 1000,\n', ""), "config.json")
     with pytest.raises(UserError, match="not valid JSON"):
         TrainConfig.from_json("{", "config.json")
+    with pytest.raises(UserError, match=r"config\.json: not a JSON object"):
+        TrainConfig.from_json("[]", "config.json")
 
 
 @pytest.mark.parametrize(
@@ -47,6 +49,21 @@ def test_unknown_and_missing_keys_are_named():
         ("precision", "fp8"),
         ("micro_batch_size", 3),
         ("keep_checkpoints", -1),
+        ("learning_rate", float("inf")),
+        ("weight_decay", float("nan")),
+        ("epsilon", 0.0),
+        ("final_learning_rate_fraction", -0.1),
+        ("threads", 0),
+        ("vocab_size", -3),
+        ("vocab_size", 10**20),
+        ("seed", 10**30),
+        ("steps", "10"),
+        ("steps", 2.5),
+        ("data", None),
+        ("lora", 8),
+        ("ce_weight", 0.3),
+        ("top_logits", 8),
+        ("relations_layer", 1),
     ],
 )
 def test_bad_values_are_one_line(field, value):
@@ -60,6 +77,10 @@ def test_difference_ignores_where_and_how_often():
     assert base.difference(dataclasses.replace(base, out="elsewhere", checkpoint_every=1)) == {}
     other = dataclasses.replace(base, learning_rate=1e-4, format="full-6:8")
     assert base.difference(other).keys() == {"learning_rate", "format"}
+    taught = dataclasses.replace(base, teacher="t")
+    caches = [dataclasses.replace(taught, logit_cache=cache) for cache in ("a", "b")]
+    assert caches[0].difference(caches[1]) == {}
+    assert taught.difference(caches[0]) == {"logit_cache": (None, "a")}, "its highest logits alone"
 
 
 def test_first_sparse_step():

@@ -5,12 +5,25 @@ from itertools import pairwise
 
 import pytest
 
+from sparse_bitnet.errors import UserError
 from sparse_bitnet.training.config import TrainConfig
-from sparse_bitnet.training.schedule import is_sparse, learning_rate, weight_decay_factor
+from sparse_bitnet.training.schedule import (
+    format_of,
+    is_sparse,
+    learning_rate,
+    weight_decay_factor,
+)
 
 
 def rates(config: TrainConfig) -> list[float]:
     return [learning_rate(config, step) for step in range(1, config.steps + 1)]
+
+
+def test_two_beginnings_of_the_mask_are_refused():
+    gradual = {"format": "ternary-6:8,schedule=gradual"}
+    assert format_of(TrainConfig(**gradual)).schedule == "gradual"
+    with pytest.raises(UserError, match=r"sparse_fraction=0.5 contradicts schedule=gradual"):
+        format_of(TrainConfig(**gradual, sparse_fraction=0.5))
 
 
 def test_cosine_rises_to_the_peak_and_falls_to_its_floor():

@@ -199,7 +199,12 @@ def test_an_unfinished_cache_goes_on(
         ),
         ({"relations_weight": 1.0, "compile": "on"}, "takes neither compile nor"),
         ({"temperature": 0.0}, "temperature=0.0: must be above 0"),
-        ({"teacher": None, "logit_cache": "c"}, "name the --teacher"),
+        ({"teacher": None, "logit_cache": "c"}, "does nothing without teacher: give --teacher"),
+        (
+            {"logit_cache": "c", "logits_weight": 0.0},
+            "logit_cache=c does nothing without logits_we",
+        ),
+        ({"ce_weight": 0.0, "logits_weight": 0.0, "temperature": 2.0}, "nothing is learnt"),
         ({"teacher": "nothing/here/at-all"}, "no such folder: nothing/here/at-all"),
         ({"init": None}, "has a vocabulary of 304 tokens, the student one of"),
     ],
@@ -229,7 +234,7 @@ def test_sub_norms_of_other_families() -> None:
     assert not model.get_parameter("model.layers.0.self_attn.o_proj.bias").any()
     with pytest.raises(UserError, match="is not a plain llama or qwen2 model"):
         with_sub_norms(tiny_model("qwen3"))
-    with pytest.raises(UserError, match="name it with --init"):
+    with pytest.raises(UserError, match="does nothing without init: give --init"):
         TrainConfig(sub_norms=True)
     assert build_model("qwen2.5-1m", SparseBitConfig()).config.model_type == "qwen2"
 

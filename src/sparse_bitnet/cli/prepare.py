@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sparse-bitnet prepare`: tokenise text into memory-mapped shards."""
 
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,8 +93,13 @@ def run(
 
     if (config.tokenizer is None) == (config.vocab_size is None):
         raise UserError("give either --tokenizer PATH_OR_HUB_ID or --vocab-size N")
+    if not 0 <= config.part < config.parts:
+        raise UserError(
+            f"--part {config.part} of --parts {config.parts}: there is at least one, and they are "
+            "numbered from 0"
+        )
     started = time.monotonic()
-    complete = (Path(out) / MANIFEST).exists()
+    complete = os.path.exists(Path(out) / MANIFEST)
     parsed = parse_source(
         source,
         column=config.column,

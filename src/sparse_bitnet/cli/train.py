@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 from sparse_bitnet.cli import arguments as options
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.layer_config import DenseLayersOption, SparseBitConfig
+from sparse_bitnet.layer_config import DenseLayersOption
 from sparse_bitnet.presets import find_preset
 from sparse_bitnet.progress import Progress
 from sparse_bitnet.training.config import TrainConfig, read_config
 from sparse_bitnet.training.recipes import RECIPES
+from sparse_bitnet.training.schedule import format_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -97,7 +98,7 @@ def run(chosen: Options) -> None:
     """Train with a progress line; the first process prints the result."""
     config = chosen.config()
     # Refused before the imports, which take seconds.
-    SparseBitConfig.parse(config.format)
+    format_of(config)
     if config.init is None:
         find_preset(config.model)
     if chosen.chat is not None:

@@ -5,6 +5,7 @@ import glob
 import hashlib
 import itertools
 import math
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,7 +32,7 @@ from sparse_bitnet.data.text_files import (
     is_readable,
     read_records,
 )
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, os_errors_as
 
 _HELD_OUT_DOCUMENTS = 10
 """Where fewer whole documents can be expected to be held out, pieces of them are."""
@@ -70,10 +71,11 @@ class FileSource:
         A folder stands for all files of the known kinds below it; what a pattern matches is taken
         in sorted order. Raises `UserError` for a pattern that matches nothing.
         """
-        paths: dict[Path, None] = {}
-        for pattern in patterns:
-            paths.update(dict.fromkeys(_expand(pattern)))
-        return cls(name=", ".join(patterns), paths=tuple(paths), **options)
+        name, paths = ", ".join(patterns), dict[Path, None]()
+        with os_errors_as(f"cannot read {name}"):
+            for pattern in patterns:
+                paths.update(dict.fromkeys(_expand(pattern)))
+            return cls(name=name, paths=tuple(paths), **options)
 
     def describe(self) -> dict[str, Any]:
         """The files and options that identify the text."""
@@ -130,7 +132,7 @@ class FileSource:
         def texts() -> Iterator[str]:
             return (each.text for path in self.paths for each in self._records(path))
 
-        many = math.ceil(_HELD_OUT_DOCUMENTS / self.validation_fraction)
+        many = math.ceil(min(_HELD_OUT_DOCUMENTS / self.validation_fraction, sys.maxsize // 2))
         if sum(1 for _ in itertools.islice(texts(), many)) == many:
             return None
         smallest, count = 1.0, 0

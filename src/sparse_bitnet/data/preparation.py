@@ -7,6 +7,7 @@ for byte what it would have written without a stop.
 """
 
 import json
+import os
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -114,7 +115,7 @@ def prepare(
             }
         )
     )
-    if (out / MANIFEST).exists():
+    if os.path.exists(out / MANIFEST):
         manifest = Manifest.read(out)
         check_settings(out, manifest.settings, settings)
         # There only if the process died between its last two steps.

@@ -13,7 +13,7 @@ import hashlib
 import mmap
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -96,7 +96,8 @@ class ShardWriter:
 
     def close(self) -> None:
         """Close the file, leaving the last shard open for a writer that goes on."""
-        self._file.close()
+        with suppress(OSError):  # of tokens that `append` has complained about
+            self._file.close()
 
     @property
     def _path(self) -> Path:

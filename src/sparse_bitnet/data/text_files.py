@@ -61,12 +61,14 @@ def read_records(
     Raises `UserError`, naming the file and where possible the line, for an unknown suffix, binary or
     undecodable text, a broken JSON line, a missing or unreadable column and a truncated file.
     """
+    end = start
     try:
         for value, where, end, bytes_read in _reader(path)(path, column, start):
             if text := (check or check_text)(value, column, where):
                 yield Record(text, end, bytes_read)
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+        place = f", after record {end.record}" if end.record else ""
+        raise UserError(f"cannot read {path}: {error.strerror or error}{place}") from error
 
 
 def is_readable(path: Path) -> bool:
@@ -118,9 +120,10 @@ def _parse_lines(
         where = f"{path}:{number}"
         if line.isspace():
             continue
+        text = decode(line, where)
         try:
-            row = json.loads(decode(line, where))
-        except json.JSONDecodeError as error:
+            row = json.loads(text)
+        except (ValueError, RecursionError) as error:  # also numbers too long, lists too deep
             raise UserError(f"{where}: not a JSON line: {error}") from error
         if not isinstance(row, dict):
             raise UserError(f"{where}: expected a JSON object with the column {column!r}")
@@ -133,13 +136,13 @@ def _read_parquet(path: Path, column: str, start: Place) -> Iterator[Row]:
     import pyarrow
     import pyarrow.parquet
 
+    row = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
             if column not in names:
                 raise UserError(missing_column(str(path), column, names))
             size, rows = path.stat().st_size, file.metadata.num_rows
-            row = 0
             for group in range(file.num_row_groups):
                 group_rows = file.metadata.row_group(group).num_rows
                 if row + group_rows <= start.record:
@@ -150,8 +153,11 @@ def _read_parquet(path: Path, column: str, start: Place) -> Iterator[Row]:
                         row += 1
                         if row > start.record:
                             yield Row(value, f"{path}, row {row}", Place(row), size * row // rows)
-    except pyarrow.ArrowException as error:
-        raise UserError(f"{path}: not a readable parquet file: {first_line(error)}") from error
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        place = f"{path}, after row {row}" if row else str(path)
+        raise UserError(
+            f"{place}: not a readable parquet file: {first_line(error)[:200]}"
+        ) from error
 
 
 READERS: dict[str, Reader] = {

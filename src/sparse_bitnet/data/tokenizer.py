@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 
 SMALLEST_VOCABULARY = 257
+LARGEST_VOCABULARY = 1 << 24
 """Every byte and the end-of-text token."""
 
 # Qwen2's pattern: transformers builds a Qwen2Tokenizer with this one and with NFC whatever
@@ -33,6 +34,8 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> "PreTrainedTok
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
+    if vocab_size > LARGEST_VOCABULARY:
+        raise UserError(f"vocabulary size {vocab_size} is too large: {LARGEST_VOCABULARY} at most")
     if vocab_size < SMALLEST_VOCABULARY:
         raise UserError(
             f"vocabulary size {vocab_size} is too small: 256 bytes and {END_OF_TEXT} need "

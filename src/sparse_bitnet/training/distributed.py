@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 POLL_SECONDS = 0.01
+_LONGEST_TIMEOUT = 366 * 86400.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +45,10 @@ class Launch:
     def __post_init__(self) -> None:
         if self.shard is not None and self.shard < 1:
             raise UserError(f"shard={self.shard}: must be above 0")
-        if self.timeout_seconds <= 0:
-            raise UserError(f"timeout_seconds={self.timeout_seconds}: must be above 0")
+        if not 0 < self.timeout_seconds <= _LONGEST_TIMEOUT:
+            raise UserError(
+                f"timeout_seconds={self.timeout_seconds}: must be above 0, and a year at most"
+            )
 
 
 class ErrorElsewhere(UserError):

@@ -38,6 +38,17 @@ def is_sparse(config: TrainConfig, step: int) -> bool:
     return step >= config.first_sparse_step
 
 
+def format_of(config: TrainConfig) -> SparseBitConfig:
+    """The parsed format. Raises `UserError` where it and `sparse_fraction` both say when masks begin."""
+    format = SparseBitConfig.parse(config.format)
+    if config.sparse_fraction != 1 and format.schedule != REGISTERED["schedule"]:
+        raise UserError(
+            f"sparse_fraction={config.sparse_fraction} contradicts schedule={format.schedule} of the "
+            "format, which says itself when masks begin: leave one of them out"
+        )
+    return format
+
+
 def phase(config: TrainConfig, format: SparseBitConfig, step: int) -> tuple[int, float]:
     """How many of every m weights step `step` keeps, and the share of quantised values in its forward.
 

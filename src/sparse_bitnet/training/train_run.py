@@ -8,11 +8,11 @@ from typing import Any
 from sparse_bitnet.checkpoint.saved_steps import clean_run
 from sparse_bitnet.checkpoint.store_path import check_store
 from sparse_bitnet.data.shards import TokenDataset
-from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import resolve_device
 from sparse_bitnet.training.distributed import Launch, open_world
 from sparse_bitnet.training.run_folder import Interrupted, RunResult, check_run, open_run
+from sparse_bitnet.training.schedule import format_of
 from sparse_bitnet.training.trainer import OnStep, Trainer
 from sparse_bitnet.training.validation import check_validation_data, identity_of
 
@@ -37,7 +37,7 @@ def train(
     the disk. Input that is refused leaves no trace in the folder.
     """
     run = Path(config.out)
-    SparseBitConfig.parse(config.format)
+    format_of(config)
     with ExitStack() as held:
         world = held.enter_context(open_world(launch or Launch(), resolve_device(config.device)))
         with world.watch():

@@ -21,7 +21,6 @@ from sparse_bitnet.data.loader import TokenLoader
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import set_phase_, sparse_layers
-from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.training import metrics
 from sparse_bitnet.training.adapters import add_adapters_, merged
 from sparse_bitnet.training.config import TrainConfig
@@ -46,7 +45,13 @@ from sparse_bitnet.training.run_folder import (
     checkpoints_of,
     say,
 )
-from sparse_bitnet.training.schedule import is_sparse, learning_rate, phase, weight_decay_factor
+from sparse_bitnet.training.schedule import (
+    format_of,
+    is_sparse,
+    learning_rate,
+    phase,
+    weight_decay_factor,
+)
 from sparse_bitnet.training.sharded_linear import gathered_bytes, selected_shards, sharded
 from sparse_bitnet.training.sharding import gather_once_, place_, reshard_, whole_model
 from sparse_bitnet.training.teacher_loss import check_finite
@@ -74,7 +79,7 @@ class Trainer:
     ) -> None:
         self.config, self.run, self.on_step = config, run, on_step
         self.world = world = world or World()
-        self.format = SparseBitConfig.parse(config.format)
+        self.format = format_of(config)
         self.device, self.dtype = prepare_device(config)
         world.each(self._read_and_build)
         self.model_files = model_files(self.model)
