@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text prepared by many processes, and reading of very much of it."""
 
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -94,6 +95,44 @@ def test_parts_of_different_tokenizers_are_not_joined(texts, tmp_path, tokenizer
     replace(manifest, tokenizer_hash="another").write(part_folder(out, 0, 2))
     with pytest.raises(UserError, match="its tokenizer_hash is not that of part-00000-of-00002"):
         prepare_part(source, out, part=1, parts=2, tokenizer=tokenizer_folder)
+
+
+def test_parts_of_other_options_are_not_joined(texts, tmp_path, tokenizer_folder):
+    out = tmp_path / "out"
+    options = {"parts": 2, "tokenizer": tokenizer_folder}
+    prepare_part(parse_source(str(texts), validation_fraction=0.2), out, part=0, **options)
+    with pytest.raises(
+        UserError, match=r"part-00000.*source.validation_fraction is 0.2 there, 0.3"
+    ):
+        prepare_part(parse_source(str(texts), validation_fraction=0.3), out, part=1, **options)
+    assert not part_folder(out, 1, 2).exists(), "said before the work is done"
+    with pytest.raises(UserError, match="holds part-00000-of-00002, of another number of parts"):
+        prepare_part(parse_source(str(texts)), out, part=0, parts=3, tokenizer=tokenizer_folder)
+    source = parse_source(str(texts), validation_fraction=0.2)
+    with pytest.raises(UserError, match="shard_tokens is 500 there, 134217728 here"):
+        prepare_part(source, out, part=1, shard_tokens=500, **options)
+    assert not (out / MANIFEST).exists()
+    shutil.rmtree(part_folder(out, 1, 2))
+    write_jsonl(texts / "0a.jsonl", some_texts(40, seed=7))  # deals the files out anew
+    with pytest.raises(UserError, match=r"part-00000.*source.files is "):
+        prepare_part(parse_source(str(texts), validation_fraction=0.2), out, part=1, **options)
+
+
+def test_a_damaged_part_is_not_joined_and_a_whole_is_left_alone(texts, tmp_path, tokenizer_folder):
+    source, out = parse_source(str(texts), validation_fraction=0.2), tmp_path / "out"
+    options = {"parts": 2, "tokenizer": tokenizer_folder}
+    prepare_part(source, out, part=0, **options)
+    shard = part_folder(out, 0, 2) / "train-00000.bin"
+    content = shard.read_bytes()
+    for damaged, message in ((b"\1\1" + content[2:], "corrupt"), (content[2:], "truncated")):
+        shard.write_bytes(damaged)
+        with pytest.raises(UserError, match=rf"part-00000-of-00002/train-00000.bin: {message}"):
+            prepare_part(source, out, part=1, **options)
+    shard.write_bytes(content)
+    assert prepare_part(source, out, part=1, **options) is not None
+    before = (out / MANIFEST).stat().st_mtime_ns
+    assert prepare_part(source, out, part=0, **options) == Manifest.read(out)
+    assert (out / MANIFEST).stat().st_mtime_ns == before
 
 
 def test_what_cannot_be_divided_is_refused(texts, tmp_path):
