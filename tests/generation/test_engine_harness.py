@@ -140,6 +140,14 @@ def test_generated_texts_are_lm_evals(models):
     assert len(set(ours)) > 1
 
 
+def test_what_the_context_cannot_hold_is_an_error_of_the_user(models):
+    _, ours = models
+    with pytest.raises(UserError, match="leave no room for a prompt"):
+        ours.generate_until(requests(("some", {"max_gen_toks": 512})), disable_tqdm=True)
+    with pytest.raises(UserError, match="an answer alone has more tokens"):
+        ours.loglikelihood(requests(("some", " word" * 600)), disable_tqdm=True)
+
+
 def test_a_context_is_computed_once_for_all_its_continuations(models):
     _, ours = models
     engine = ours._engine

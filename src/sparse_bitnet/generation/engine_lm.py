@@ -14,6 +14,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, has_bos_prefix, normalize_gen_kwargs
 
 from sparse_bitnet.checkpoint.load import load_tokenizer
+from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.open_model import OpenModel
 from sparse_bitnet.generation.request import GenerationRequest
 from sparse_bitnet.generation.sampling_options import SamplingOptions
@@ -104,7 +105,10 @@ class EngineLM(TemplateLM):
             # When both are too long the context is cut from the left.
             whole = tuple(context + continuation)[-(self.max_length + 1) :]
             split = len(whole) - len(continuation)
-            assert split > 0, "the continuation alone is longer than the context length"
+            if split < 1:
+                raise UserError(
+                    f"an answer alone has more tokens than the context length of {self.max_length}"
+                )
             rows.setdefault((whole, split), []).append(number)
         contexts = Counter(whole[:split] for whole, split in rows)
         scheduler = Scheduler(
@@ -184,7 +188,11 @@ class EngineLM(TemplateLM):
         known: dict[str, Any] = dict(normalize_gen_kwargs(wanted, self.max_gen_toks))
         until = handle_stop_sequences(known.get("until"), eos=None)
         most = known["max_gen_toks"]
-        assert most < self.max_length, f"{most} new tokens leave no room for a prompt"
+        if most >= self.max_length:
+            raise UserError(
+                f"the task asks for {most} new tokens, which leave no room for a prompt in the context "
+                f"length of {self.max_length}"
+            )
         is_greedy = not known.get("do_sample")
         return GenerateOptions(
             max_new_tokens=most,
