@@ -132,6 +132,7 @@ def run(
             observer=metrics,
         )
         name = config.model_name or Path(checkpoint).resolve().name or "model"
+        name = os.fsencode(name).decode(errors="replace")
         key = config.api_key or os.environ.get(API_KEY_VARIABLE) or None
         try:
             template = ChatTemplate.load(opened.folder)
