@@ -129,6 +129,17 @@ def test_gguf_has_such_norms(tmp_path: Path, checkpoint: Path, family: str) -> N
     np.testing.assert_array_equal(*(logits_of(tmp_path / name) for name in ("packed", "back")))
 
 
+@pytest.mark.parametrize("format", ["dense", "bitnet", "compressed-tensors-w8a8"])
+def test_folders_of_other_tools_have_no_such_norms(tmp_path: Path, format: str) -> None:
+    folder = write(tmp_path / "model", reference("qwen3"), released=True)
+    import_checkpoint(folder, tmp_path / "packed", packed="i2")
+    with pytest.raises(
+        UserError, match=r"proj\.norm\.weight is \[96\] in the file and not there in"
+    ):
+        export(tmp_path / "packed", tmp_path / "out", ExportConfig(format=format))  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()
+
+
 def logits_of(folder: Path) -> np.ndarray:
     engine = Engine.load(folder, head="stored", kv_cache="float32", threads=1)
     (found,) = engine.forward([(engine.new_sequence(), TOKENS)], "all")

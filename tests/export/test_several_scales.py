@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models trained with a scale for each row or group: packed, run and exported as they are, or refused."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.nn.convert import convert_
 from sparse_bitnet.packing.formats import FORMATS
+from sparse_bitnet.packing.ternary import TernaryWeight
 
 SEVERAL = ["per-channel", "per-group:size=32", "per-group:size=64"]
 
@@ -130,3 +132,49 @@ def test_groups_that_no_packed_format_has_are_refused(
         pack_checkpoint(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     exported(source, tmp_path / "dense", "dense")
+
+
+@pytest.mark.parametrize(
+    ("format", "is_held"),
+    [
+        ("bitnet", False),
+        ("compressed-tensors-w8a8", False),
+        ("gguf-i2_s", False),
+        ("gguf-q2_0", True),
+        ("dense", True),
+    ],
+)
+def test_scales_of_several_kinds_in_one_model(
+    trained: Callable[[str], Path], tmp_path: Path, format: str, is_held: bool
+) -> None:
+    """The first matrix has one, the others one for 64 weights."""
+    source = open_checkpoint(trained("per-group:size=64"))
+    first = next(iter(source.layers))
+
+    def ternary(layer: str) -> TernaryWeight:
+        codes, scale = source.ternary(layer)
+        return TernaryWeight(codes, scale.mean() if layer == first else scale)
+
+    pack_checkpoint(dataclasses.replace(source, ternary=ternary), tmp_path / "packed", format="i2")
+    if not is_held:
+        with pytest.raises(UserError, match="has a scale for every 64 weights of a row"):
+            exported(tmp_path / "packed", tmp_path / "out", format)
+        assert not (tmp_path / "out").exists()
+        return
+    folder = exported(tmp_path / "packed", tmp_path / "out", format)
+    import_checkpoint(next(folder.glob("*.gguf"), folder), tmp_path / "back", packed="i2")
+    before, after = open_checkpoint(tmp_path / "packed"), open_checkpoint(tmp_path / "back")
+    for layer in before.layers:
+        torch.testing.assert_close(
+            after.effective(layer).float(), before.effective(layer), rtol=2**-11, atol=0
+        )
+
+
+@pytest.mark.parametrize("format", ["dense", "gguf-q2_0"])
+def test_inputs_that_are_transformed_are_refused(tmp_path: Path, format: str) -> None:
+    model = convert_(
+        tiny_model("qwen2"), SparseBitConfig.parse("ternary-6:8,activation=int4-hadamard")
+    )
+    save_pretrained(model, tmp_path / "final")
+    with pytest.raises(UserError, match="transforms what layers take"):
+        exported(tmp_path / "final", tmp_path / "out", format)

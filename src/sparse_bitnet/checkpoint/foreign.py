@@ -176,10 +176,13 @@ def _scaled(
     """Those with a scale in the files. Raises `UserError` for more scales than one, or than one a row."""
     found = {name: shape for name, shape in linears.items() if f"{name}.weight_scale" in files}
     for name, (rows, _) in found.items():
-        shape = files.shapes[f"{name}.weight_scale"]
-        if prod(shape) != 1 and not (per_row and shape in ((rows,), (rows, 1))):
-            what = "a row" if per_row else "the matrix"
-            raise UserError(f"layer {name}: weight_scale is {list(shape)}, expected one for {what}")
+        shape, dtype = (each[f"{name}.weight_scale"] for each in (files.shapes, files.dtypes))
+        fits = prod(shape) == 1 or (per_row and shape in ((rows,), (rows, 1)))
+        if not fits or dtype not in _FLOATS:
+            raise UserError(
+                f"layer {name}: weight_scale is {dtype} {list(shape)}, expected a float for "
+                f"{'a row' if per_row else 'the matrix'}"
+            )
     return found
 
 

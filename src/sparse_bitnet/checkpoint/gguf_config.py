@@ -144,8 +144,8 @@ class _Metadata:
         rotated = self._size(_HEAD_SIZES[2], head)
         if rotated != head:
             raise UserError(
-                f"{self.file.path}: {self.name}.{_HEAD_SIZES[2]} is {rotated}; all {head} values of a head "
-                "are rotated here"
+                f"{self.file.path}: {self.name}.{_HEAD_SIZES[2]} is {rotated}; all {head} values of a "
+                "head are rotated here"
             )
         prefix = f"{self.name}.{_SCALING}."
         for key, value in self.file.metadata.items():
@@ -205,22 +205,23 @@ def metadata_of(config: dict[str, Any], where: str) -> tuple[GgufArchitecture, d
 
     Raises `UserError`, beginning with `where`, for what a file cannot say or llama.cpp would ignore.
     """
+    fields = Fields(config, f"{where}: ")
     architecture = _architecture_for(config, where)
+    values: dict[str, Any] = {key: fields.size(field) for key, field in _SIZES.items()}
     name, heads = architecture.name, config["num_attention_heads"]
-    head = head_size(config)
+    head = fields.size("head_dim", head_size(config))
     if not architecture.own_head_size:
         _expect(where, "head_dim", head, config["hidden_size"] // heads)
     if not architecture.biases:
         _expect(where, "attention_bias", bool(config.get("attention_bias")), False)
     if architecture.model_type == "bitnet":
         _expect(where, "tie_word_embeddings", bool(config.get("tie_word_embeddings")), True)
-    values: dict[str, Any] = {key: config[field] for key, field in _SIZES.items()}
     values |= {
-        _KV_HEADS: config.get("num_key_value_heads", heads),
-        _EPSILON: float(config["rms_norm_eps"]),
+        _KV_HEADS: fields.size("num_key_value_heads", heads),
+        _EPSILON: fields["rms_norm_eps"],
     }
     if architecture.own_head_size:
-        values |= {**dict.fromkeys(_HEAD_SIZES, head), "vocab_size": config["vocab_size"]}
+        values |= {**dict.fromkeys(_HEAD_SIZES, head), "vocab_size": fields.size("vocab_size")}
     values |= _windows(config, architecture, where)
     rope = _rope(config, where)
     if architecture.model_type == GEMMA3:
@@ -260,7 +261,7 @@ def _architecture_for(config: dict[str, Any], where: str) -> GgufArchitecture:
         )
     own = config.get(LINEAR_NORMS)
     rows = [row for row in rows if row.linear_norms == bool(own)]
-    if not rows or own not in (None, config["rms_norm_eps"]):
+    if not rows or own not in (None, config.get("rms_norm_eps")):
         raise UserError(
             f"{where}: the GGUF export does not cover a norm in each linear of {model_type}"
         )

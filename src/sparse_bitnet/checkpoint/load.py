@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 
+_LONGEST_REASON = 300
+"""Characters: some quote what they refuse."""
+
+
 def load_with(loader: Callable[..., Any], source: Any, **kwargs: Any) -> Any:
     """What one of transformers' loaders makes of a model folder, a hub id or a config.
 
@@ -118,7 +122,9 @@ def load_tokenizer(
         tokenizer = load_with(loader.from_pretrained, folder)
     except UserError:
         raise
-    except Exception as error:
+    except BaseException as error:  # tokenizers' panics are no `Exception`
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         raise UserError(f"no readable tokenizer in {path_or_hub_id}: {_reason(error)}") from error
     if not tokenizer.is_fast:
         raise UserError(f"{path_or_hub_id}: not a fast tokenizer; save it with a tokenizer.json")
@@ -133,7 +139,8 @@ def load_tokenizer(
     return tokenizer
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """The first line of an error; of a validation error, which says what is wrong in the second, both."""
     lines = str(error).split("\n") if str(error).strip() else [type(error).__name__]
-    return " ".join(" ".join(lines[: 2 if lines[0].endswith(":") else 1]).split())
+    reason = " ".join(" ".join(lines[: 2 if lines[0].endswith(":") else 1]).split())
+    return reason if len(reason) < _LONGEST_REASON else f"{reason[:_LONGEST_REASON]}..."

@@ -77,7 +77,8 @@ def read(found: StoredModel) -> Checkpoint:
 
 
 def _looks_ternary(files: WeightFiles, name: str) -> bool:
-    if files.dtypes.get(name) not in ("F32", "F16", "BF16") or len(files.shapes[name]) != 2:
+    shape = files.shapes.get(name, ())
+    if files.dtypes.get(name) not in ("F32", "F16", "BF16") or len(shape) != 2 or 0 in shape:
         return False
     first = files.read(name, slice(0, _LOOKED_AT))
     return bool(first.isfinite().all()) and ternary_of_floats(first, name) is not None

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from sparse_bitnet.checkpoint.checkpoint import Checkpoint
+from sparse_bitnet.checkpoint.checkpoint import Checkpoint, stored_tensors
+from sparse_bitnet.checkpoint.model_folder import LINEAR_NORMS
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export import compressed_tensors, dense, gguf_export, hf_bitnet
@@ -122,6 +123,12 @@ def write(
 ) -> None:
     """Check, then write the folder `out` in one step; see `export`."""
     assert config.embeddings is not None
+    if source.format.variant("activation").has("transform"):
+        raise UserError(
+            f"{source.folder} was trained with activation={source.format.activation}, which transforms "
+            "what layers take; no other tool's format says so: run it with --engine transformers"
+        )
+    _check_tensors(source, holds_linear_norms=config.format.startswith("gguf"))
     card = _card(source, config, None)
     if config.format in FOLDER_FORMATS:
         format, dtype = FOLDER_FORMATS[config.format], DTYPES[config.embeddings]
@@ -143,6 +150,27 @@ def write(
         path = folder / gguf_file_name(config.format)
         gguf_export.write(path, source, tensors, vocabulary, block, on_progress)
         (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def _check_tensors(source: Checkpoint, *, holds_linear_norms: bool) -> None:
+    """Raise `UserError` unless a packed model's tensors are those of its config.json: readers would drop
+    the others, or make up those that are missing."""
+    if source.kind != "packed":
+        return
+    wanted = {name: tuple(tensor.shape) for name, tensor in stored_tensors(source.model()).items()}
+    if holds_linear_norms and LINEAR_NORMS in source.config:
+        wanted |= {f"{name}.norm.weight": (shape[1],) for name, shape in source.layers.items()}
+    found = source.others | {f"{name}.weight": shape for name, shape in source.layers.items()}
+    for name in sorted(wanted.keys() | found.keys()):
+        if wanted.get(name) != found.get(name):
+            raise UserError(
+                f"{source.folder}: {name} is {_shape(found.get(name))} in the file and "
+                f"{_shape(wanted.get(name))} in the formats of other tools, which follow config.json"
+            )
+
+
+def _shape(shape: tuple[int, ...] | None) -> object:
+    return "not there" if shape is None else list(shape)
 
 
 def _card(source: Checkpoint, config: ExportConfig, verification: Verification | None) -> str:

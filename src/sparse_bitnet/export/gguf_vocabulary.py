@@ -112,7 +112,8 @@ def read_vocabulary(folder: Path, vocab_size: int) -> GgufVocabulary:
 def _surrounds(tokenizer: Any, path: Path) -> dict[str, bool]:
     """Raises `UserError` where something else than bos and eos is put around a text."""
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    inner, whole = (tokenizer("a", add_special_tokens=add).input_ids for add in (False, True))
+    encode = tokenizer.backend_tokenizer.encode
+    inner, whole = (encode("a", add_special_tokens=add).ids for add in (False, True))
     more = len(whole) - len(inner)
     found = {"bos": more > 0 and whole[0] == bos, "eos": more > 0 and whole[-1] == eos}
     if whole != [bos] * found["bos"] + inner + [eos] * found["eos"]:

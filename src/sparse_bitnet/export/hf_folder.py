@@ -3,6 +3,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
@@ -52,15 +53,13 @@ def require_ternary_int8(source: Checkpoint, target: str) -> None:
 
 
 def scale_groups(source: Checkpoint) -> dict[str, int]:
-    """Of each sparse layer how many weights of a row share a scale, 0 where all of the matrix do. All
-    layers have scales of one kind: the first is read, where there may be several."""
-    first, shape = next(iter(source.layers.items()))
-    scale = None if source.has_one_scale else source.ternary(first).weight_scale
-    if scale is None or scale.numel() == 1:
-        return dict.fromkeys(source.layers, 0)
-    whole = scale.shape[1] == 1
-    group = shape[1] // scale.shape[1]
-    return {name: columns if whole else group for name, (_, columns) in source.layers.items()}
+    """Of each sparse layer how many weights of a row share a scale, 0 where all of the matrix do."""
+    groups = dict.fromkeys(source.layers, 0)
+    for name, (_, columns) in source.layers.items() if not source.has_one_scale else ():
+        stored = source.file.entries.get(f"{name}.weight_scale") if source.file else None
+        shape = (stored or source.ternary(name).weight_scale).shape
+        groups[name] = 0 if prod(shape) == 1 else columns // shape[-1]
+    return groups
 
 
 def refuse_groups(source: Checkpoint, target: str, rows: bool) -> None:

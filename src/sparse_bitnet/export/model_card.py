@@ -73,7 +73,6 @@ def model_card(source: Checkpoint, format: str, embeddings: str, *, checked: lis
         embeddings: precision of embeddings and head.
         checked: what `verify` found, as rows; empty when it was not run.
     """
-    record = read_record(source.folder)
     sections = [
         _head(source, format),
         f"# {_title(source)}",
@@ -84,7 +83,11 @@ def model_card(source: Checkpoint, format: str, embeddings: str, *, checked: lis
         "## Model",
         _table(_model_rows(source, format, embeddings)),
     ]
-    if training := _training_rows(record):
+    try:
+        training = _training_rows(read_record(source.folder))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        training = []  # what lies there was not written by a run
+    if training:
         sections += ["## Training", _table(training)]
     if checked:
         sections += ["## Checked against the trained model", _table(checked)]
@@ -118,7 +121,7 @@ def _model_rows(source: Checkpoint, format: str, embeddings: str) -> list[Row]:
     ]
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     for name in (*names, "num_key_value_heads", "vocab_size", "max_position_embeddings"):
-        if name in config:
+        if type(config.get(name)) is int:
             rows.append((name, f"{config[name]:,}"))
     return rows
 
