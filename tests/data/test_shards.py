@@ -218,6 +218,16 @@ def test_manifest_errors(data: Path, tmp_path: Path) -> None:
         json.dumps({**good, "version": 2}): "version 2 of the format; this program reads 1",
         json.dumps({**good, "surplus": 2}): r"manifest\.json: damaged .*surplus",
         json.dumps({"version": 1}): r"manifest\.json: damaged",
+        json.dumps(
+            {**good, "vocab_size": "many"}
+        ): r"manifest\.json: damaged \(a count is no number",
+        json.dumps({**good, "dtype": "float64"}): r"manifest\.json: damaged \(dtype or settings",
+        json.dumps(good).replace(
+            "train-00000", "../train-00000"
+        ): r"damaged \(a shard lies outside",
+        json.dumps(good).replace(
+            '"tokens": 1000,', '"tokens": 999,', 1
+        ): r"damaged \(the shards have",
     }.items():
         path.write_text(content)
         with pytest.raises(UserError, match=message):

@@ -90,7 +90,8 @@ def test_other_data_is_refused(small_run, prepared, tmp_path):
         train(config)
 
 
-def test_a_full_disk_while_saving_leaves_the_older_checkpoint(small_run, monkeypatch):
+@pytest.mark.parametrize("place", [(run_checkpoint, "sync_tree"), (Path, "write_text")])
+def test_a_full_disk_while_saving_leaves_the_older_checkpoint(small_run, monkeypatch, place):
     config = small_run(checkpoint_every=2)
     interrupted(config, 2)
     before = sorted(path.name for path in (Path(config.out) / "checkpoints").rglob("*"))
@@ -99,7 +100,7 @@ def test_a_full_disk_while_saving_leaves_the_older_checkpoint(small_run, monkeyp
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
-        patched.setattr(run_checkpoint, "sync_tree", full)
+        patched.setattr(*place, full)
         with pytest.raises(UserError, match="No space left on device") as caught:
             train(config)
     assert "step-00000004" in str(caught.value)

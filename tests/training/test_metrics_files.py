@@ -21,6 +21,15 @@ def test_rows_after_the_step_and_half_lines_are_dropped(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["rows.jsonl"]
 
 
+@pytest.mark.parametrize("line", ["\0\0", "{", "[1]", '{"loss": 1}', '{"step": "1"}'])
+def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
+    for read in (read_rows, lambda path: JsonLines(path, 2)):
+        with pytest.raises(UserError, match=r"rows\.jsonl:2 is damaged: take the line out"):
+            read(path)
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     sink = JsonLines(tmp_path / "rows.jsonl", 0)

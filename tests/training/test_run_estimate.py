@@ -131,7 +131,8 @@ def test_the_command_prints_the_plan(capsys):
         ({"gpu": "z80"}, "unknown"),
         ({"gpus": 3}, "does not divide over 3"),
         ({"shard": 5}, "shard=5 does not divide"),
-        ({"gpus": 0}, "must be above 0"),
+        ({"gpus": 0}, "must be a number above 0"),
+        ({"tokens": float("nan")}, "must be a number above 0"),
     ],
 )
 def test_contradictions_are_refused(options, words):

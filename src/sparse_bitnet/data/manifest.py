@@ -78,6 +78,20 @@ class Manifest:
         """Whether the documents are conversations."""
         return "chat" in self.settings.get("parts", [self.settings])[0]
 
+    def _check(self) -> None:
+        """Raise `ValueError` for what no preparation writes, as a file outside of the folder."""
+        splits = list(self.splits.values())
+        shards = [shard for split in splits for shard in split.shards]
+        counts = [self.vocab_size, self.eos_token_id, *(shard.tokens for shard in shards)]
+        if not all(type(count) is int and count >= 0 for count in counts):
+            raise ValueError("a count is no number")
+        if any(split.tokens != sum(shard.tokens for shard in split.shards) for split in splits):
+            raise ValueError("the shards have not the tokens of their split")
+        if any(Path(each.file).is_absolute() or ".." in Path(each.file).parts for each in shards):
+            raise ValueError("a shard lies outside of the folder")
+        if self.dtype not in ("uint16", "uint32") or not isinstance(self.settings, dict):
+            raise ValueError("dtype or settings are none")
+
     def write(self, folder: Path) -> None:
         """Write `manifest.json`; the last step of a preparation."""
         write_atomic(folder / MANIFEST, json.dumps(asdict(self), indent=2) + "\n")
@@ -112,8 +126,10 @@ class Manifest:
                 )
                 for name, split in content["splits"].items()
             }
-            return cls(**content)
-        except (KeyError, TypeError, AttributeError) as error:
+            manifest = cls(**content)
+            manifest._check()
+            return manifest
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise UserError(f"{path}: damaged ({error}); prepare the data again") from error
 
 

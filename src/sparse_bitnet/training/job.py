@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run that is planned, and the GPUs that it could be trained on. Free of torch."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -79,8 +80,8 @@ class Job(DenseLayersOption):
             raise UserError(f"gpu {self.gpu!r} is unknown: choose one of {', '.join(GPUS)}")
         self.config.converted(find_preset(self.model).linears, self.model)
         for name in ("gpus", "batch_size", "sequence_length", "tokens", "storage"):
-            if getattr(self, name) <= 0:
-                raise UserError(f"{name}={getattr(self, name)}: must be above 0")
+            if not 0 < getattr(self, name) < math.inf:
+                raise UserError(f"{name}={getattr(self, name)}: must be a number above 0")
         if self.batch_size % self.gpus:
             raise UserError(f"batch_size={self.batch_size} does not divide over {self.gpus} GPUs")
         if self.shard is not None and (self.shard < 1 or self.gpus % self.shard):

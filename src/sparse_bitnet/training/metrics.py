@@ -93,14 +93,13 @@ class JsonLines(RowSink):
     """
 
     def __init__(self, path: Path, after_step: int, *, at_end: bool = False) -> None:
-        rows = [(line, json.loads(line)) for line in _whole_lines(path)]
         bound = after_step - at_end
         text = "".join(
             line
-            for line, row in rows
+            for line, row in _rows(path)
             if row["step"] <= bound or (row["step"] == after_step and "loss" in row)
         )
-        if path.exists() and path.read_text() != text:
+        if path.exists() and path.read_bytes() != text.encode():
             write_atomic(path, text)
         with os_errors_as(f"cannot write {path}"):
             self._file = open(path, "a", encoding="utf-8")
@@ -116,15 +115,28 @@ class JsonLines(RowSink):
             self._file.close()
 
 
-def _whole_lines(path: Path) -> list[str]:
-    if not path.exists():
-        return []
-    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Each whole line, and its row."""
+    content = path.read_bytes() if path.exists() else b""
+    found = []
+    for number, line in enumerate(content.splitlines(keepends=True), 1):
+        if line.endswith(b"\n"):
+            try:
+                row = json.loads(line)
+                if not isinstance(row["step"], int):
+                    raise TypeError("no step")
+                found.append((line.decode(), row))
+            except (ValueError, TypeError, KeyError) as error:
+                raise UserError(f"{path}:{number} is damaged: take the line out") from error
+    return found
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """All whole rows of a JSON-lines file; a last line cut short by a kill is left out."""
-    return [json.loads(line) for line in _whole_lines(path)]
+    """All whole rows of a JSON-lines file; a last line cut short by a kill is left out.
+
+    Raises `UserError` that names a damaged line.
+    """
+    return [row for _, row in _rows(path)]
 
 
 def check_sinks(config: TrainConfig) -> None:

@@ -177,11 +177,16 @@ class CheckpointWriter:
     def _begin(self, path: Any, temporary: Any) -> None:
         with os_errors_as(f"cannot write {path}"):
             remove(temporary)
-            (temporary / FOLDER).mkdir(parents=True)
-            (temporary / MODEL_FOLDER).mkdir()
-            for name, text in self.files.items():
-                (temporary / MODEL_FOLDER / name).write_text(text)
-            (temporary / "train_config.json").write_text(self.config.to_json())
+            try:
+                (temporary / FOLDER).mkdir(parents=True)
+                (temporary / MODEL_FOLDER).mkdir()
+                for name, text in self.files.items():
+                    (temporary / MODEL_FOLDER / name).write_text(text)
+                (temporary / "train_config.json").write_text(self.config.to_json())
+            except OSError:
+                with suppress(OSError):
+                    remove(temporary)
+                raise
 
     def _complete(self, step: int, path: Any, temporary: Any, written: "Future[Any]") -> None:
         main, shards = self.world.is_main, temporary / FOLDER
