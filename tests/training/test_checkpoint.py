@@ -198,6 +198,9 @@ def test_a_store_of_another_run_is_refused(small_run, tmp_path):
 
 def test_a_store_that_fails_is_named(small_run, monkeypatch):
     for url, why in (
+        ("", "checkpoint_url=: not a URL"),
+        ("some/place", "checkpoint_url=some/place: not a URL"),
+        ("memory://", "checkpoint_url=memory://: not a URL with a place in it"),
         ("ftq://x/y", r"checkpoint_url=ftq://x/y: Protocol not known: ftq"),
         (
             "s3://bucket/run",

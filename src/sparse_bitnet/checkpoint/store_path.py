@@ -14,7 +14,11 @@ from sparse_bitnet.errors import UserError, os_errors_as
 
 
 def open_store(url: str) -> "StorePath":
-    """Raises `UserError` for a store that cannot be reached: no such protocol, package or access."""
+    """Raises `UserError` for what is no URL and for a store that cannot be reached (no such protocol,
+    package or access)."""
+    protocol, _, place = url.partition("://")
+    if not (protocol and place.strip("/")):
+        raise UserError(f"checkpoint_url={url}: not a URL with a place in it, as s3://BUCKET/RUN")
     path = StorePath(url.rstrip("/"))
     try:
         path.is_file()
