@@ -133,6 +133,7 @@ def test_stop_strings_and_sampling_are_options(folder, expected, capsys):
         (["--prompt", "a", "--prompt-file", "b"], "either --prompt or --prompt-file"),
         (["--prompt-file", "nowhere.txt"], "nowhere.txt"),
         (["--prompt", "a", "--top-p", "2"], "top_p=2"),
+        (["--prompt", "a", "--max-tokens", "0"], "--max-tokens 0: must be at least 1"),
         (["--prompt", "a", "--max-tokens", "5000"], "the context holds 4,096"),
         (["--prompt", "a", "--engine", "cpu"], "pack it first"),
     ],

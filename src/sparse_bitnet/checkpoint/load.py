@@ -134,7 +134,8 @@ def load_tokenizer(
         tokenizer.eos_token = eos_token
     if tokenizer.eos_token_id is None:
         raise UserError(
-            f"{path_or_hub_id}: the tokenizer names no end-of-text token; choose one with --eos-token"
+            f"{path_or_hub_id}: the tokenizer names no end-of-text token: give tokenizer_config.json "
+            'an "eos_token", or, to prepare text, choose one with --eos-token'
         )
     return tokenizer
 

@@ -12,7 +12,7 @@ from sparse_bitnet.cli.arguments import FLAT, CheckpointArgument, parse
 from sparse_bitnet.cli.generate import statistics
 from sparse_bitnet.cli.text_options import SpeculationOptions, TextOptions
 from sparse_bitnet.engine.engine_options import EngineOptions
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, check_least
 
 if TYPE_CHECKING:
     from sparse_bitnet.generation.conversation import Conversation
@@ -59,6 +59,7 @@ def run(
     """
     from sparse_bitnet.generation.conversation import Conversation
 
+    check_least(config, max_tokens=1)
     options, grammar = text.generate_options(config.max_tokens), text.grammar()
     conversation = Conversation.open(
         checkpoint, engine, options, system=config.system, grammar=grammar

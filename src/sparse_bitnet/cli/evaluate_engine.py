@@ -24,16 +24,11 @@ def uses_cpu_engine(checkpoint: str, config: EvaluateConfig) -> bool:
     """
     from sparse_bitnet.generation.open_model import reason_against_cpu_engine
 
-    of_transformers = config.device == "cuda" or config.precision == "bf16"
     if config.engine == "cpu":
-        if of_transformers:
-            raise UserError(
-                "--engine cpu computes in float32 on the CPU: leave out --device and --precision"
-            )
         return True
     if config.engine == "transformers":
         why: str | None = "--engine transformers"
-    elif of_transformers:
+    elif config.device == "cuda" or config.precision == "bf16":
         why = "it computes in float32 on the CPU"
     else:
         why = reason_against_cpu_engine(checkpoint)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from sparse_bitnet.errors import check_least
+from sparse_bitnet.errors import UserError, check_least
 
 
 @dataclass(kw_only=True)
@@ -51,7 +51,8 @@ class EvaluateConfig:
     """Where to compute."""
 
     engine: Literal["auto", "cpu", "transformers"] = "auto"
-    """cpu runs packed models only; transformers anything that it can load. auto: cpu where it can."""
+    """cpu packs ternary models of other tools first; transformers runs anything that it can load. auto:
+    cpu for what is packed, where it can."""
 
     threads: int | None = None
     """Threads of the CPU engine. Default: one for each core."""
@@ -75,3 +76,7 @@ class EvaluateConfig:
         """Raise `UserError` that names the option."""
         check_least(self, fewshot=0, limit=1, context_length=1, stride=1)
         check_least(self, batch_size=1, max_tokens=0, threads=1)
+        if self.engine == "cpu" and (self.device == "cuda" or self.precision == "bf16"):
+            raise UserError(
+                "--engine cpu computes in float32 on the CPU: leave out --device and --precision"
+            )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from sparse_bitnet.cli.arguments import FLAT, CheckpointArgument, parse
 from sparse_bitnet.cli.text_options import SpeculationOptions, TextOptions, read_text
 from sparse_bitnet.engine.engine_options import EngineOptions
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, check_least
 
 if TYPE_CHECKING:
     from sparse_bitnet.generation.open_model import OpenModel
@@ -55,6 +55,7 @@ def run(
     """
     from sparse_bitnet.generation.open_model import open_model
 
+    check_least(config, max_tokens=1)
     options, grammar = text.generate_options(config.max_tokens), text.grammar()
     if config.prompt is not None and config.prompt_file is not None:
         raise UserError("give either --prompt or --prompt-file")
