@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from small_models import write_models
+from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
 from sparse_bitnet.checkpoint.locate import resolve_checkpoint
 from sparse_bitnet.checkpoint.model_folder import check_folder, file_inside, local_folder, read_json
 from sparse_bitnet.cli.main import main
@@ -21,6 +22,7 @@ from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
+from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 
 SOURCE = Path(__file__).parents[2] / "src" / "sparse_bitnet"
 CODE = """from pathlib import Path
@@ -195,3 +197,27 @@ def test_a_mistyped_folder_never_goes_to_the_hub(
         local_folder(name)
     with pytest.raises(UserError, match=f"no such checkpoint: no folder {name} "):
         resolve_checkpoint(name)
+
+
+def test_an_adapter_names_no_other_model(models: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(models / "trained", tmp_path / "model")
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "/elsewhere"}')
+    with pytest.raises(UserError, match=r"holds an adapter \(adapter_config.json\)"):
+        from_pretrained(folder)
+
+
+def test_what_cannot_be_read_is_not_packed(models: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(models / "trained", tmp_path / "model")
+    (folder / "generation_config.json").write_text("[]")
+    with pytest.raises(UserError, match=r"generation_config.json is damaged: not a JSON object"):
+        pack_checkpoint(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_over_which_its_library_panics(models: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(models / "trained", tmp_path / "model")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["continuing_subword_prefix"] = "auto"
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="no readable tokenizer"):
+        load_tokenizer(folder)

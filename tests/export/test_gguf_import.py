@@ -358,6 +358,11 @@ def test_files_that_are_not_ternary(tmp_path: Path) -> None:
             "'longrope' is not covered",
         ),
         (lambda w: w.add_float32("qwen2.rope.scaling.factor", np.inf), "not a positive number"),
+        (
+            lambda w: w.add_token_list(["a"] * 1000),
+            "1000 tokens, but rows of token_embd.weight for",
+        ),
+        (lambda w: w.add_uint64("qwen2.attention.key_length", 1 << 40), "not a size"),
     ],
 )
 def test_settings_that_would_be_dropped_are_refused(tmp_path: Path, add: Any, message: str) -> None:
@@ -375,6 +380,7 @@ def test_a_factor_alone_scales_the_rope_linearly(tmp_path: Path) -> None:
 
     def add(writer: Any) -> None:
         writer.add_float32("qwen2.rope.scaling.factor", 2.0)
+        writer.add_string("tokenizer.ggml.eos_token_id", "x")
         writer.add_tensor("token_embd.scale", np.full(1, 0.5, "f4"))
 
     model = AutoModelForCausalLM.from_config(tiny_config("qwen2", **SIZES)).float()
@@ -382,6 +388,7 @@ def test_a_factor_alone_scales_the_rope_linearly(tmp_path: Path) -> None:
     source = open_checkpoint(path)
     rope = source.config["rope_parameters"]
     assert (rope["rope_type"], rope["factor"]) == ("linear", 2)
+    assert source.config["eos_token_id"] is None
     expected = model.get_input_embeddings().weight.detach().half().float() / 2
     np.testing.assert_array_equal(source.read("model.embed_tokens.weight"), expected)
 

@@ -100,9 +100,17 @@ class _Metadata:
             "tie_word_embeddings": "output.weight" not in self.file.tensors,
             "attention_bias": "blk.0.attn_q.bias" in self.file.tensors,
             "rope_parameters": self._rope(head),
-            "bos_token_id": self.file.metadata.get("tokenizer.ggml.bos_token_id"),
-            "eos_token_id": self.file.metadata.get("tokenizer.ggml.eos_token_id"),
         }
+        tokens = self.file.metadata.get("tokenizer.ggml.tokens")
+        if isinstance(tokens, list) and len(tokens) > embedding.shape[0]:
+            raise UserError(
+                f"{self.file.path}: {len(tokens)} tokens, but rows of token_embd.weight for "
+                f"{embedding.shape[0]}"
+            )
+        for name in ("bos_token_id", "eos_token_id"):
+            index = self.file.metadata.get(f"tokenizer.ggml.{name}")
+            has_row = type(index) is int and 0 <= index < embedding.shape[0]
+            config[name] = index if has_row else None
         if self.architecture.own_head_size:
             config["head_dim"] = head
         if self.architecture.linear_norms:
@@ -182,8 +190,8 @@ class _Metadata:
 
     def _size(self, key: str, default: int | None = None) -> int:
         value = self._number(key, default)
-        if not isinstance(value, int):
-            raise UserError(f"{self.file.path}: {self.name}.{key} is {value!r}, not a whole number")
+        if not isinstance(value, int) or value >= 1 << 31:
+            raise UserError(f"{self.file.path}: {self.name}.{key} is {value!r}, not a size")
         return value
 
     def _number(self, key: str, default: float | None = None) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sparse_bitnet.checkpoint.load import reason_of
 from sparse_bitnet.errors import UserError
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def write_tokenizer(metadata: dict[str, Any], path: Path, folder: Path) -> None:
     if isinstance(template := metadata.get("tokenizer.chat_template"), str):
         config["chat_template"] = template
     ids = (fields.get(f"{name}_token_id") for name in ("eos", "eot", "eom"))
-    ends = {index for index in ids if isinstance(index, int)}
+    ends = {index for index in ids if type(index) is int and 0 <= index < len(tokens)}
     for name, content in (
         ("tokenizer_config.json", config),
         ("generation_config.json", {"eos_token_id": sorted(ends)} if ends else None),
@@ -146,7 +147,7 @@ def read_tokenizer(fields: dict[str, Any], where: str) -> "Tokenizer":
             tokenizer.add_tokens(added)
         return tokenizer
     except Exception as error:  # of values that make none, anything
-        raise UserError(f"{where}: its tokenizer cannot be read ({error})") from error
+        raise UserError(f"{where}: its tokenizer cannot be read ({reason_of(error)})") from error
 
 
 _IsOwn = Callable[[str], bool]

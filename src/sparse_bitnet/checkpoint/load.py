@@ -65,7 +65,7 @@ def skeleton(config: dict[str, Any], folder: Path) -> "PreTrainedModel":
     except Exception as error:
         where = folder if folder.is_file() else folder / "config.json"
         raise UserError(
-            f"{where} describes no causal language model that transformers builds: {_reason(error)}"
+            f"{where} describes no causal language model that transformers builds: {reason_of(error)}"
         ) from error
 
 
@@ -81,6 +81,10 @@ def from_pretrained(path_or_id: str | Path, **kwargs: Any) -> "PreTrainedModel":
     """
     from transformers import AutoModelForCausalLM
 
+    folder = local_folder(path_or_id)
+    if (folder / "adapter_config.json").is_file():
+        # With peft, transformers would load the model that it names, from anywhere.
+        raise UserError(f"{path_or_id} holds an adapter (adapter_config.json): merge it first")
     try:
         loaded: Any = load_with(
             AutoModelForCausalLM.from_pretrained, path_or_id, output_loading_info=True, **kwargs
@@ -88,7 +92,7 @@ def from_pretrained(path_or_id: str | Path, **kwargs: Any) -> "PreTrainedModel":
     except UserError:
         raise
     except Exception as error:  # values that transformers cannot use raise anything
-        raise UserError(f"cannot load a model from {path_or_id}: {_reason(error)}") from error
+        raise UserError(f"cannot load a model from {path_or_id}: {reason_of(error)}") from error
     model, info = loaded
     if missing := sorted(info["missing_keys"]):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -125,7 +129,7 @@ def load_tokenizer(
     except BaseException as error:  # tokenizers' panics are no `Exception`
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
-        raise UserError(f"no readable tokenizer in {path_or_hub_id}: {_reason(error)}") from error
+        raise UserError(f"no readable tokenizer in {path_or_hub_id}: {reason_of(error)}") from error
     if not tokenizer.is_fast:
         raise UserError(f"{path_or_hub_id}: not a fast tokenizer; save it with a tokenizer.json")
     if eos_token is not None:
@@ -140,7 +144,7 @@ def load_tokenizer(
     return tokenizer
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """The first line of an error; of a validation error, which says what is wrong in the second, both."""
     lines = str(error).split("\n") if str(error).strip() else [type(error).__name__]
     reason = " ".join(" ".join(lines[: 2 if lines[0].endswith(":") else 1]).split())

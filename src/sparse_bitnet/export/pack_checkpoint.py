@@ -119,6 +119,7 @@ def pack_checkpoint(
         if checkpoint.write_tokenizer is not None:
             checkpoint.write_tokenizer(folder)
         else:
+            read_json_if_there(checkpoint.folder / "generation_config.json")
             copy_files(checkpoint.folder, folder, COPIED)
         _order_vocabulary(folder / "tokenizer.json")
         weight_bytes, embedding_bytes = _write_tensors(
