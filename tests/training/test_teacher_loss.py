@@ -184,6 +184,10 @@ def test_an_unfinished_cache_goes_on(
         cache("parts", split="validation")
     with pytest.raises(UserError, match="is a cache of another data seed"):
         cache("parts", seed=1)
+    with pytest.raises(UserError, match="is a cache of another top_logits"):
+        LogitCache(tmp_path / "parts", str(teacher), loader(), 100, k=9, vocab=VOCAB)
+    with pytest.raises(UserError, match="holds other files and no logit cache"):
+        LogitCache(Path(distil().data), str(teacher), loader(), 100, k=8, vocab=VOCAB)
 
 
 @pytest.mark.parametrize(

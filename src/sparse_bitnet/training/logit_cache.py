@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from zlib_ng import zlib_ng
 
-from sparse_bitnet.checkpoint.model_folder import local_folder, read_json
+from sparse_bitnet.checkpoint.model_folder import local_folder, read_json_if_there
 from sparse_bitnet.data.loader import TokenLoader, permuted
 from sparse_bitnet.data.shards import token_dtype
 from sparse_bitnet.errors import UserError, os_errors_as
@@ -65,11 +65,11 @@ class LogitCache:
             "vocab_size": vocab,
         }
         self.checksums: list[int] = []
-        if (folder / MANIFEST).is_file():
-            stored = read_json(folder / MANIFEST)
+        stored = read_json_if_there(folder / MANIFEST)
+        if "teacher" in stored:
             self._check(stored)
             self.checksums = stored["checksums"]
-        elif folder.is_dir() and any(folder.iterdir()):
+        elif stored or (folder.is_dir() and any(folder.iterdir())):
             raise UserError(f"{folder} holds other files and no logit cache: choose another folder")
         self._maps: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
@@ -166,7 +166,7 @@ class LogitCache:
     def _check(self, stored: dict[str, Any]) -> None:
         for name, value in self.identity.items():
             if stored.get(name) != value:
-                what = {"data": "text", "teacher": "teacher"}.get(name, name.replace("_", " "))
+                what = {"data": "text", "k": "top_logits"}.get(name, name.replace("_", " "))
                 raise UserError(
                     f"{self.folder} is a cache of another {what}; choose another --logit-cache"
                 )
