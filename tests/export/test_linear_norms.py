@@ -100,6 +100,25 @@ def test_the_engine_equals_transformers_layers(tmp_path: Path, family: str, rele
     engine.close()
 
 
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("rms_norm_eps", "1e-6", "rms_norm_eps is '1e-6', not a positive number"),
+        ("modules_to_not_convert", ["(a+)+$"], "is not a list of names"),
+        ("modules_to_not_convert", 3, "is not a list of names"),
+    ],
+)
+def test_settings_of_the_wrong_form(
+    tmp_path: Path, setting: str, value: object, message: str
+) -> None:
+    folder = write(tmp_path / "model", reference("qwen3"), released=False)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"][setting] = value
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=message):
+        import_checkpoint(folder, tmp_path / "no", packed="i2")
+
+
 def test_masters_have_no_such_norms(tmp_path: Path) -> None:
     folder = write(tmp_path / "model", reference("qwen3"), released=True)
     with pytest.raises(UserError, match=r"a norm in each linear.*--packed auto"):

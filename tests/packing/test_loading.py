@@ -18,6 +18,8 @@ from factories import MODEL_FAMILIES
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.packed_loading import open_packed, packed_layers
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.export.export_checkpoint import export
+from sparse_bitnet.export.export_config import ExportConfig
 from sparse_bitnet.export.pack_check import check_packed
 from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.nn.convert import selected
@@ -258,6 +260,14 @@ def test_what_is_refused(packed: Path, refusal: str) -> None:
     change(packed)
     with pytest.raises(UserError, match=message):
         from_pretrained(packed)
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_what_is_refused_is_not_exported(packed: Path, tmp_path: Path, refusal: str) -> None:
+    REFUSALS[refusal][0](packed)
+    with pytest.raises(UserError):
+        export(packed, tmp_path / "out", ExportConfig(format="dense"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_one_file_is_expected(packed: Path) -> None:

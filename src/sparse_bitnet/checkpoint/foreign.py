@@ -23,6 +23,7 @@ from sparse_bitnet.checkpoint.checkpoint import (
     linear_shapes,
     stored_tensors,
 )
+from sparse_bitnet.checkpoint.config_fields import Fields
 from sparse_bitnet.checkpoint.model_folder import EXPORTED_FORMAT, LINEAR_NORMS
 from sparse_bitnet.checkpoint.weight_files import WeightFiles
 from sparse_bitnet.errors import UserError
@@ -81,7 +82,8 @@ _IS_LINEAR_NORM = re.compile(r".*_proj\.(rms_)?norm\.weight").fullmatch
 
 def _with_linear_norms(found: StoredModel) -> StoredModel:
     """The model with the norms that each of its linears has of its input."""
-    epsilon = found.entry.get("rms_norm_eps", found.config.get("rms_norm_eps", 1e-6))
+    values = {"rms_norm_eps": found.config.get("rms_norm_eps")} | found.entry
+    epsilon = Fields(values, f"{found.folder}/config.json: ").optional("rms_norm_eps", 1e-6)
 
     @functools.cache
     def model() -> "PreTrainedModel":
@@ -103,7 +105,9 @@ def _open_bitnet(found: StoredModel, files: WeightFiles) -> Checkpoint:
     auto = entry.get("linear_class", "bitlinear") == "autobitlinear" or online
     if online:
         kept = entry.get("modules_to_not_convert") or ["lm_head"]
-        layers = {name: shape for name, shape in linears.items() if not _matches(name, kept)}
+        layers = {
+            name: shape for name, shape in linears.items() if not _matches(name, kept, found.folder)
+        }
     else:
         layers = _scaled(linears, files, per_row=False)
 
@@ -317,6 +321,9 @@ def _format(config: dict[str, Any]) -> SparseBitConfig:
     return SparseBitConfig(pattern=pattern)
 
 
-def _matches(name: str, patterns: list[str]) -> bool:
-    """Whether transformers would leave a module alone: a start or an end of its name, or a regex."""
-    return any(re.match(rf"(?:{key})(?:\.|$)", name) or name.endswith(key) for key in patterns)
+def _matches(name: str, kept: Any, where: Path) -> bool:
+    """Whether transformers would leave a module alone: a start or an end of its name. Its regexes, which
+    can take time without end, are refused."""
+    if not isinstance(kept, list) or not all(re.fullmatch(r"[\w.]+", str(key)) for key in kept):
+        raise UserError(f"{where}/config.json: modules_to_not_convert is not a list of names")
+    return any(f"{name}.".startswith(f"{key}.") or name.endswith(str(key)) for key in kept)

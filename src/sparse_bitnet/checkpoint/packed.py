@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders that `sparse-bitnet pack` wrote. Opening one imports no torch."""
 
+import math
 from typing import TYPE_CHECKING
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint, StoredModel
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.packing.formats import scale_group
 from sparse_bitnet.packing.metadata import PackedMetadata
-from sparse_bitnet.packing.tensor_file import TensorFile
+from sparse_bitnet.packing.tensor_file import DTYPES, TensorFile
 from sparse_bitnet.packing.ternary import TernaryWeight
 from sparse_bitnet.pattern import NMPattern
 
@@ -30,6 +33,17 @@ def read(found: StoredModel) -> Checkpoint:
     }
     internal = {f"{name}.weight_packed" for name in metadata.layers}
     internal |= {f"{name}.weight_scale" for name in metadata.layers}
+    for name, shape in metadata.layers.items():
+        for end in ("packed", "scale"):
+            if f"{name}.weight_{end}" not in file.entries:
+                raise UserError(f"{file.path}: tensor {name}.weight_{end} is missing")
+        scales = file.entries[f"{name}.weight_scale"]
+        known = scales.dtype in (("F32",) if scales.shape == (1,) else ("F32", "F16", "BF16"))
+        if not known or scale_group(scales.shape, *shape) is None:
+            raise UserError(
+                f"{file.path}: tensor {name}.weight_scale is {DTYPES[scales.dtype]} "
+                f"{list(scales.shape)}, the model needs scales of a matrix {list(shape)}"
+            )
     hidden = found.config.get("hidden_size")
     tables = {
         name: (stored.shape[0], hidden if type(hidden) is int else 0)
@@ -44,6 +58,7 @@ def read(found: StoredModel) -> Checkpoint:
 
         name = f"{layer}.weight_packed"
         packed, scale = file.checked(name), file.checked(f"{layer}.weight_scale")
+        check_scales(scale, f"{layer}.weight_scale")
         shape = metadata.layers[layer]
         codes = unpack(packed, metadata.packed_format, metadata.pattern, shape, name=name)
         return TernaryWeight(codes, scale.clone().view(() if scale.shape == (1,) else scale.shape))
@@ -71,13 +86,21 @@ def read(found: StoredModel) -> Checkpoint:
         ternary=ternary,
         ternary_rows=ternary_rows,
         has_one_scale=all(
-            file.entries[f"{layer}.weight_scale"].shape == (1,)
-            for layer in metadata.layers
-            if f"{layer}.weight_scale" in file.entries
+            file.entries[f"{layer}.weight_scale"].shape == (1,) for layer in metadata.layers
         ),
         file=file,
         metadata=metadata,
     )
+
+
+def check_scales(scales: "Tensor", name: str) -> None:
+    """Raise `UserError` for scales that are not positive and finite. Of several, those of codes that are
+    all zero may be zero."""
+    low, high = (float(bound) for bound in scales.aminmax())
+    if not (low > 0 or (low == 0 and scales.numel() > 1)) or not high < math.inf:
+        raise UserError(
+            f"tensor {name} is {low}: a scale is positive and finite; pack the model again"
+        )
 
 
 def ternary_table(packed: "Tensor", scales: "Tensor", columns: int, name: str) -> TernaryWeight:

@@ -7,7 +7,6 @@ pattern. The layers hold the packed bytes and their decoded codes; embeddings st
 dequantised to the model's dtype.
 """
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from torch import nn
 
 from sparse_bitnet.checkpoint.checkpoint import stored_tensors
 from sparse_bitnet.checkpoint.model_folder import LINEAR_NORMS, check_folder
-from sparse_bitnet.checkpoint.packed import ternary_table
+from sparse_bitnet.checkpoint.packed import check_scales, ternary_table
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.packed_linear import PackedSparseBitLinear
 from sparse_bitnet.packing.formats import row_bytes, scale_group
@@ -119,13 +118,7 @@ def finish_model_(model: "PreTrainedModel", metadata: PackedMetadata) -> None:
             del module.weight_scale
         model.tie_weights()
     for name, layer in packed_layers(model).items():
-        low, high = (float(bound) for bound in layer.weight_scale.aminmax())
-        # Of several, those of codes that are all zero may be zero.
-        if not (low > 0 or (low == 0 and layer.weight_scale.numel() > 1)) or not high < math.inf:
-            raise UserError(
-                f"tensor {name}.weight_scale is {low}: a scale is positive and finite; pack the model "
-                "again"
-            )
+        check_scales(layer.weight_scale, f"{name}.weight_scale")
         layer.decode_()
 
 
