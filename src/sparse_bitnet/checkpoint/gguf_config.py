@@ -1,20 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""config.json and the metadata of a GGUF file: one from the other, in both directions."""
+"""config.json from the metadata of a GGUF file; the other direction: gguf_metadata.py."""
 
 from typing import Any
 
 import numpy as np
 
-from sparse_bitnet.checkpoint.config_fields import (
-    FULL,
-    GEMMA3,
-    WINDOWED,
-    Fields,
-    gemma_windows,
-    head_size,
-    rope_of,
-    windows_of,
-)
+from sparse_bitnet.checkpoint.config_fields import FULL, GEMMA3, WINDOWED, gemma_windows
 from sparse_bitnet.checkpoint.gguf_architectures import (
     ARCHITECTURES,
     LINEAR_NORM,
@@ -29,7 +20,7 @@ FORMAT, WEIGHT_SCALES = "sparse_bitnet.format", "sparse_bitnet.weight_scales"
 """Metadata of exports of ours, which other readers ignore: the training format, and of each layer the
 scale in float32, which blocks have in float16."""
 
-_SIZES = {
+SIZES = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -37,20 +28,21 @@ _SIZES = {
     "attention.head_count": "num_attention_heads",
 }
 """Key of the metadata, after the architecture's name -> field of config.json; others need a rule."""
-_KV_HEADS, _EPSILON = "attention.head_count_kv", "attention.layer_norm_rms_epsilon"
-_HEAD_SIZES = ("attention.key_length", "attention.value_length", "rope.dimension_count")
-_WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
-_ROPE_BASE, _LOCAL_ROPE_BASE = "rope.freq_base", "rope.freq_base_swa"
-_SCALING = "rope.scaling"
+KV_HEADS, EPSILON = "attention.head_count_kv", "attention.layer_norm_rms_epsilon"
+HEAD_SIZES = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+ROPE_BASE, LOCAL_ROPE_BASE = "rope.freq_base", "rope.freq_base_swa"
+SCALING = "rope.scaling"
 _FIRST_LINEAR_NORM = f"blk.0.attn_q{LINEAR_NORM}.weight"
-_KINDS = ("linear", "yarn")
-_LLAMA3_CONTEXTS = (8192, 4096, 16384, 32768)
+KINDS = ("linear", "yarn")
+LLAMA3_CONTEXTS = (8192, 4096, 16384, 32768)
 _READ = ("type", "factor", "original_context_length", "finetuned")
-_DEFAULTS = {"attn_factor": 1, "yarn_attn_factor": 1, "yarn_ext_factor": 1} | {
-    **{"yarn_beta_fast": 32, "yarn_beta_slow": 1, "yarn_log_multiplier": 0},
+_DEFAULTS = {
+    **dict.fromkeys(("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_beta_slow"), 1),
+    **{"yarn_beta_fast": 32, "yarn_log_multiplier": 0},
 }
 """Of settings of the rope's scaling those that are read, and what others may only be."""
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LARGEST = 3e38
 _SHARED_SCALES = 62
 """Layers of the one Gemma (27B) whose scores are scaled by the share of a head in the hidden size."""
@@ -70,7 +62,7 @@ def architecture_of(file: GgufFile) -> GgufArchitecture:
     found = [row for row in found if row.linear_norms == has_norms]
     if not found:
         raise UserError(f"{file.path}: a norm in each linear of {name} is not covered")
-    return found[-1 if file.metadata.get(f"{name}.{_WINDOW}") else 0]
+    return found[-1 if file.metadata.get(f"{name}.{WINDOW}") else 0]
 
 
 def read_config(file: GgufFile, architecture: GgufArchitecture) -> dict[str, Any]:
@@ -89,13 +81,13 @@ class _Metadata:
         config: dict[str, Any] = {
             "model_type": self.architecture.model_type,
             **self.architecture.fields,
-            **{name: self._size(key) for key, name in _SIZES.items()},
+            **{name: self._size(key) for key, name in SIZES.items()},
         }
         heads = config["num_attention_heads"]
-        head = self._size(_HEAD_SIZES[0], max(1, config["hidden_size"] // heads))
+        head = self._size(HEAD_SIZES[0], max(1, config["hidden_size"] // heads))
         config |= {
-            "num_key_value_heads": self._size(_KV_HEADS, heads),
-            "rms_norm_eps": self._number(_EPSILON),
+            "num_key_value_heads": self._size(KV_HEADS, heads),
+            "rms_norm_eps": self._number(EPSILON),
             "vocab_size": embedding.shape[0],
             "tie_word_embeddings": "output.weight" not in self.file.tensors,
             "attention_bias": "blk.0.attn_q.bias" in self.file.tensors,
@@ -123,18 +115,18 @@ class _Metadata:
 
     def _gemma(self, config: dict[str, Any]) -> dict[str, Any]:
         layers, window = config["num_hidden_layers"], config["sliding_window"]
-        pattern = self.file.metadata.get(f"{self.name}.{_PATTERN}")
+        pattern = self.file.metadata.get(f"{self.name}.{PATTERN}")
         if not isinstance(pattern, list):
-            every = () if pattern is None else (self._size(_PATTERN),)
+            every = () if pattern is None else (self._size(PATTERN),)
             pattern = gemma_windows(layers, *every)
         if len(pattern) != layers:
             raise UserError(
-                f"{self.file.path}: {self.name}.{_PATTERN} has {len(pattern)} layers, not {layers}"
+                f"{self.file.path}: {self.name}.{PATTERN} has {len(pattern)} layers, not {layers}"
             )
-        local = {"rope_type": "default", "rope_theta": self._number(_LOCAL_ROPE_BASE, 10_000.0)}
+        local = {"rope_type": "default", "rope_theta": self._number(LOCAL_ROPE_BASE, 10_000.0)}
         return {
             "layer_types": [WINDOWED if window and sees_some else FULL for sees_some in pattern],
-            "query_pre_attn_scalar": _gemma_scores(config),
+            "query_pre_attn_scalar": gemma_scores(config),
             "rope_parameters": {FULL: config["rope_parameters"], WINDOWED: local},
             "final_logit_softcapping": self.file.metadata.get(
                 f"{self.name}.final_logit_softcapping"
@@ -142,36 +134,36 @@ class _Metadata:
         }
 
     def _windowed(self) -> int | None:
-        return self._size(_WINDOW) if self.file.metadata.get(f"{self.name}.{_WINDOW}") else None
+        return self._size(WINDOW) if self.file.metadata.get(f"{self.name}.{WINDOW}") else None
 
     def _rope(self, head: int) -> dict[str, Any]:
         rope: dict[str, Any] = {
             "rope_type": "default",
-            "rope_theta": self._number(_ROPE_BASE, 10_000.0),
+            "rope_theta": self._number(ROPE_BASE, 10_000.0),
         }
-        rotated = self._size(_HEAD_SIZES[2], head)
+        rotated = self._size(HEAD_SIZES[2], head)
         if rotated != head:
             raise UserError(
-                f"{self.file.path}: {self.name}.{_HEAD_SIZES[2]} is {rotated}; all {head} values of a "
+                f"{self.file.path}: {self.name}.{HEAD_SIZES[2]} is {rotated}; all {head} values of a "
                 "head are rotated here"
             )
-        prefix = f"{self.name}.{_SCALING}."
+        prefix = f"{self.name}.{SCALING}."
         for key, value in self.file.metadata.items():
             setting = key.removeprefix(prefix)
             if key.startswith(prefix) and setting not in _READ and value != _DEFAULTS.get(setting):
                 raise UserError(f"{self.file.path}: {key} = {value!r} is not covered")
         kind = self.file.metadata.get(f"{prefix}type", "linear")
-        factor = self._number(f"{_SCALING}.factor", self._number("rope.scale_linear", 1))
+        factor = self._number(f"{SCALING}.factor", self._number("rope.scale_linear", 1))
         if kind == "linear" and factor == 1:
             kind = "none"
-        if kind in _KINDS:
+        if kind in KINDS:
             rope |= {"rope_type": kind, "factor": factor}
             if kind == "yarn":
-                context = self._size(f"{_SCALING}.original_context_length")
+                context = self._size(f"{SCALING}.original_context_length")
                 rope["original_max_position_embeddings"] = context
         elif kind != "none":
             raise UserError(
-                f"{self.file.path}: rope scaling {kind!r} is not covered; {' and '.join(_KINDS)} are"
+                f"{self.file.path}: rope scaling {kind!r} is not covered; {' and '.join(KINDS)} are"
             )
         if ROPE_FACTORS in self.file.tensors:
             rope |= self._llama3(rope["rope_theta"], head // 2 if kind == "none" else 0)
@@ -180,10 +172,10 @@ class _Metadata:
     def _llama3(self, theta: float, count: int) -> dict[str, Any]:
         """The parameters that give the factors of the frequencies in the file."""
         factors = self.file.floats(ROPE_FACTORS)
-        for context in _LLAMA3_CONTEXTS if factors.shape == (count,) else ():
+        for context in LLAMA3_CONTEXTS if factors.shape == (count,) else ():
             rope = {"factor": float(factors.max()), "original_max_position_embeddings": context}
-            if np.allclose(factors, _llama3_factors(theta, len(factors), rope), rtol=1e-4):
-                return {"rope_type": "llama3", **rope, **_LLAMA3}
+            if np.allclose(factors, llama3_factors(theta, len(factors), rope), rtol=1e-4):
+                return {"rope_type": "llama3", **rope, **LLAMA3}
         raise UserError(
             f"{self.file.path}: the factors in {ROPE_FACTORS} fit no rope scaling that is covered"
         )
@@ -208,135 +200,14 @@ class _Metadata:
         return value if isinstance(value, int) else float(str(np.float32(value)))
 
 
-def metadata_of(config: dict[str, Any], where: str) -> tuple[GgufArchitecture, dict[str, Any]]:
-    """The architecture of a config.json, and its metadata by key: whole numbers, floats, strings, lists.
-
-    Raises `UserError`, beginning with `where`, for what a file cannot say or llama.cpp would ignore.
-    """
-    fields = Fields(config, f"{where}: ")
-    architecture = _architecture_for(config, where)
-    values: dict[str, Any] = {key: fields.size(field) for key, field in _SIZES.items()}
-    name, heads = architecture.name, config["num_attention_heads"]
-    head = fields.size("head_dim", head_size(config))
-    if not architecture.own_head_size:
-        _expect(where, "head_dim", head, config["hidden_size"] // heads)
-    if not architecture.biases:
-        _expect(where, "attention_bias", bool(config.get("attention_bias")), False)
-    if architecture.model_type == "bitnet":
-        _expect(where, "tie_word_embeddings", bool(config.get("tie_word_embeddings")), True)
-    values |= {
-        _KV_HEADS: fields.size("num_key_value_heads", heads),
-        _EPSILON: fields["rms_norm_eps"],
-    }
-    if architecture.own_head_size:
-        values |= {**dict.fromkeys(_HEAD_SIZES, head), "vocab_size": fields.size("vocab_size")}
-    values |= _windows(config, architecture, where)
-    rope = _rope(config, where)
-    if architecture.model_type == GEMMA3:
-        for off in ("attn_logit_softcapping", "final_logit_softcapping"):
-            _expect(where, off, config.get(off), None)
-        scores = config.get("query_pre_attn_scalar", 256)
-        _expect(where, "query_pre_attn_scalar", scores, _gemma_scores({**config, "head_dim": head}))
-        local = _rope(config, where, local=True)
-        _expect(where, "rope_type of layers with a window", local["rope_type"], "default")
-        values[_LOCAL_ROPE_BASE] = float(local["rope_theta"])
-    values |= _rope_metadata(rope, where)
-    return architecture, {f"{name}.{key}": value for key, value in values.items()}
-
-
-def rope_factors(config: dict[str, Any], where: str) -> np.ndarray | None:
-    """float32 [head_dim / 2]: what divides the frequencies of rope type llama3; None for others."""
-    rope = _rope(config, where)
-    if rope["rope_type"] != "llama3":
-        return None
-    return _llama3_factors(rope["rope_theta"], head_size(config) // 2, rope)
-
-
-def _rope(config: dict[str, Any], where: str, *, local: bool = False) -> dict[str, Any]:
-    rope = rope_of(config, where, local=local)
-    theta = Fields(rope, f"{where}: rope parameter ").optional("rope_theta", 10_000.0)
-    return rope | {"rope_theta": theta}
-
-
-def _architecture_for(config: dict[str, Any], where: str) -> GgufArchitecture:
-    model_type = config.get("model_type")
-    rows = [row for row in ARCHITECTURES if row.model_type == model_type]
-    if not rows:
-        known = dict.fromkeys(row.model_type for row in ARCHITECTURES)
-        raise UserError(
-            f"the GGUF export covers the architectures {', '.join(known)}, not {model_type}; use "
-            "--format bitnet"
-        )
-    own = config.get(LINEAR_NORMS)
-    rows = [row for row in rows if row.linear_norms == bool(own)]
-    if not rows or own not in (None, config.get("rms_norm_eps")):
-        raise UserError(
-            f"{where}: the GGUF export does not cover a norm in each linear of {model_type}"
-        )
-    for row in rows:
-        if all(config.get(field, value) == value for field, value in row.fields.items()):
-            return row
-    ((field, value),) = rows[0].fields.items()
-    _expect(where, field, config.get(field), value)
-    raise AssertionError
-
-
-def _expect(where: str, setting: str, found: object, expected: object) -> None:
-    if found != expected:
-        raise UserError(
-            f"{where}: {setting}={found} is not covered by the GGUF export, which writes {expected}; "
-            "use --format bitnet"
-        )
-
-
-def _windows(config: dict[str, Any], architecture: GgufArchitecture, where: str) -> dict[str, Any]:
-    windows = windows_of(config, where)
-    if not any(windows):
-        return {}
-    if not architecture.windows:
-        _expect(where, "sliding_window", max(windows), None)
-    has_window = [window > 0 for window in windows]
-    values: dict[str, Any] = {_WINDOW: max(windows)}
-    if architecture.model_type != GEMMA3:
-        _expect(where, "layers without a window", has_window.count(False), 0)
-    elif has_window != gemma_windows(len(windows)):
-        values[_PATTERN] = has_window
-    return values
-
-
-def _rope_metadata(rope: dict[str, Any], where: str) -> dict[str, Any]:
-    kind: str = rope["rope_type"]
-    values: dict[str, Any] = {_ROPE_BASE: float(rope["rope_theta"])}
-    known = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
-    numbers = Fields(rope, f"{where}: rope parameter ")
-    if kind in _KINDS:
-        known |= {"factor"}
-        values |= {f"{_SCALING}.type": kind, f"{_SCALING}.factor": numbers["factor"]}
-    if kind == "yarn":
-        known |= {"original_max_position_embeddings"}
-        context_key = f"{_SCALING}.original_context_length"
-        values[context_key] = numbers.size("original_max_position_embeddings")
-    elif kind == "llama3":
-        known |= {"factor", "original_max_position_embeddings", *_LLAMA3}
-        numbers["factor"]
-        _expect(where, "rope frequency factors", {key: rope.get(key) for key in _LLAMA3}, _LLAMA3)
-        context = rope.get("original_max_position_embeddings")
-        _expect(where, "original_max_position_embeddings", context in _LLAMA3_CONTEXTS, True)
-    elif kind not in ("default", "linear"):
-        _expect(where, "rope_type", kind, "default, linear, yarn or llama3")
-    _expect(where, "partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0)
-    others = sorted(key for key, value in rope.items() if key not in known and value is not None)
-    _expect(where, "rope parameters", others, [])
-    return values
-
-
-def _llama3_factors(theta: float, count: int, rope: dict[str, Any]) -> np.ndarray:
+def llama3_factors(theta: float, count: int, rope: dict[str, Any]) -> np.ndarray:
+    """float32 [count]: what divides the frequencies of rope type llama3, of its parameters."""
     wavelengths = 2 * np.pi * theta ** (np.arange(count) / count)
     smooth = np.clip((rope["original_max_position_embeddings"] / wavelengths - 1) / 3, 0, 1)
     return (1 / ((1 - smooth) / rope["factor"] + smooth)).astype(np.float32)
 
 
-def _gemma_scores(config: dict[str, Any]) -> int:
+def gemma_scores(config: dict[str, Any]) -> int:
     """What llama.cpp takes the root of to scale the scores of Gemma's attention."""
     if config["num_hidden_layers"] == _SHARED_SCALES:
         return config["hidden_size"] // config["num_attention_heads"]
