@@ -7,6 +7,7 @@
 
 using Bytes = Vector<std::uint8_t>;
 using Sums = Vector<std::int32_t>;
+using Words = Vector<std::uint32_t>;  // sums that are too high, and may wrap around
 using Floats = Vector<float>;
 
 INLINE Bytes load_bytes(const void* from) { return load<Bytes>(from); }
@@ -20,7 +21,9 @@ constexpr int nibble_dots = 8;
 using Small = Sums;
 constexpr std::int64_t small_dots = std::int64_t(1) << 32;
 constexpr int nibble_dots = 1 << 30;
-INLINE Sums widen(const Sums& sums, const Sums& more) { return sums + more; }
+INLINE Sums widen(const Sums& sums, const Sums& more) {
+  return bit_cast<Sums>(bit_cast<Words>(sums) + bit_cast<Words>(more));
+}
 #endif
 
 // Shifts of 16 bits are those that x86 has; what comes from the byte above is masked.
@@ -86,10 +89,10 @@ INLINE Sums sum_four(const Sums* a) {
   Bytes low, high, pairs[2];
   UNROLL for (int i = 0; i < 2; ++i) {
     interleave_halves<std::uint32_t>(bit_cast<Bytes>(a[2 * i]), bit_cast<Bytes>(a[2 * i + 1]), low, high);
-    pairs[i] = bit_cast<Bytes>(bit_cast<Sums>(low) + bit_cast<Sums>(high));
+    pairs[i] = bit_cast<Bytes>(bit_cast<Words>(low) + bit_cast<Words>(high));
   }
   interleave_halves<std::uint64_t>(pairs[0], pairs[1], low, high);
-  return bit_cast<Sums>(low) + bit_cast<Sums>(high);
+  return bit_cast<Sums>(bit_cast<Words>(low) + bit_cast<Words>(high));
 #endif
 }
 
@@ -112,11 +115,11 @@ INLINE Vector<T> folded(Vector<T> v) {
 template <int R>
 INLINE void store_sums(const Sums* by_row, std::int32_t* out) {
   if constexpr (R == 4) {
-    const Sums four = folded<4, std::int32_t>(sum_four(by_row));
+    const Words four = folded<4, std::uint32_t>(bit_cast<Words>(sum_four(by_row)));
     __builtin_memcpy(out, &four, 16);
   } else {
     static_assert(R == 1);
-    *out = folded<1, std::int32_t>(by_row[0])[0];
+    *out = std::int32_t(folded<1, std::uint32_t>(bit_cast<Words>(by_row[0]))[0]);
   }
 }
 INLINE float sum_lanes(const Floats& v) { return folded<1, float>(v)[0]; }
