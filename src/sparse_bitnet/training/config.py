@@ -3,15 +3,13 @@
 
 import dataclasses
 import json
-import math
-import numbers
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.training.config_checks import check_config
 
 ADDED_LATER = {
     "forward": "fake",
@@ -32,18 +30,6 @@ ADDED_LATER = {
     "lora": 0,
 }
 """Fields that configs of older runs lack, with the value that says what those runs did."""
-
-NEEDS = (
-    *(("sub_norms", "init"), ("lora", "init")),
-    *((name, "teacher") for name in ("logit_cache", "temperature", "ce_weight", "logits_weight")),
-    *(("relations_weight", "teacher"), ("relations_layer", "relations_weight")),
-    *(
-        ("top_logits", "logit_cache"),
-        ("logit_cache", "logits_weight"),
-        ("temperature", "logits_weight"),
-    ),
-)
-"""(field, another): what is asked for with the first does nothing without the second."""
 
 
 @dataclass(kw_only=True)
@@ -217,54 +203,7 @@ class TrainConfig:
     """Also log to Weights & Biases (needs the `wandb` extra)."""
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(TrainConfig):
-            _check_kind(field.name, getattr(self, field.name), field.type)
-        for name in (
-            *("steps", "batch_size", "sequence_length", "learning_rate", "epsilon"),
-            *("temperature", "top_logits", "threads", "vocab_size", "loss_chunk_tokens"),
-        ):
-            value = getattr(self, name)
-            _require(value is None or value > 0, name, value, "must be above 0")
-        for name in ("steps", "seed", "vocab_size"):
-            value = getattr(self, name)
-            _require(abs(value or 0) < 2**63, name, value, "is too large")
-        for name in ("sparse_fraction", "warmup_fraction", "decay_fraction"):
-            _require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "must lie in 0..1")
-        for name in ("beta1", "beta2"):
-            _require(0 <= getattr(self, name) < 1, name, getattr(self, name), "must lie in 0..1")
-        for name in (
-            "validation_every",
-            "validation_tokens",
-            "layer_metrics_every",
-            "checkpoint_every",
-            "keep_checkpoints",
-            "lora",
-            "weight_decay",
-            "final_weight_decay_fraction",
-            "final_learning_rate_fraction",
-            "gradient_clip",
-            *("ce_weight", "logits_weight", "relations_weight"),
-        ):
-            _require(getattr(self, name) >= 0, name, getattr(self, name), "cannot be negative")
-        for name, other in NEEDS:
-            if getattr(self, name) != ADDED_LATER[name] and not getattr(self, other):
-                raise UserError(
-                    f"{name}={getattr(self, name)} does nothing without {other}: give "
-                    f"--{other.replace('_', '-')}, or leave it out"
-                )
-        if not (self.ce_weight or self.logits_weight or self.relations_weight):
-            raise UserError(
-                "ce_weight, logits_weight and relations_weight are 0: nothing is learnt"
-            )
-        if self.logit_cache is not None and self.relations_weight:
-            raise UserError("relations_weight needs the teacher itself: leave out the logit_cache")
-        if self.micro_batch_size is not None and (
-            self.micro_batch_size < 1 or self.batch_size % self.micro_batch_size
-        ):
-            raise UserError(
-                f"micro_batch_size={self.micro_batch_size} does not divide "
-                f"batch_size={self.batch_size}"
-            )
+        check_config(self, ADDED_LATER)
 
     @property
     def tokens_per_step(self) -> int:
@@ -336,24 +275,6 @@ def as_written_now(values: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(values.get("compile"), bool):
         values["compile"] = "on" if values["compile"] else "off"
     return values
-
-
-def _check_kind(name: str, value: object, kind: Any) -> None:
-    """Raise `UserError` for a value of another type than the field's, and for NaN and infinity."""
-    kinds = typing.get_args(kind) or (kind,)
-    if typing.get_origin(kind) is Literal:
-        return _require(value in kinds, name, value, f"choose one of {kinds}")
-    abstract = {int: numbers.Integral, float: numbers.Real}
-    found = isinstance(value, tuple(abstract.get(each, each) for each in kinds))
-    words = " or ".join(each.__name__ for each in kinds).replace("NoneType", "null")
-    _require(found, name, repr(value), f"must be of type {words}")
-    finite = not isinstance(value, float) or math.isfinite(value)
-    _require(finite, name, value, "must be a finite number")
-
-
-def _require(condition: bool, name: str, value: object, reason: str) -> None:
-    if not condition:
-        raise UserError(f"{name}={value}: {reason}")
 
 
 def read_config(run: Path) -> TrainConfig:
