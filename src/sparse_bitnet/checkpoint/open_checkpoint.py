@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 _READERS = {
     "sparse_bitnet": ("trained", "trained"),
     QUANT_METHOD: ("packed", "packed"),
-    "bitnet": ("foreign", "foreign"),
-    "compressed-tensors": ("foreign", "foreign"),
+    "bitnet": ("foreign", "bitnet_folders"),
+    "compressed-tensors": ("foreign", "compressed_tensors"),
 }
 """quant_method in config.json -> kind, and the file here whose `read(found)` opens it."""
 _DENSE = ("dense", "trained")
@@ -43,7 +43,7 @@ def find_checkpoint(path: str | Path) -> StoredModel:
     method = entry.get("quant_method")
     kind, reader = _DENSE if method is None else _READERS.get(str(method), _UNKNOWN)
     if method is None:
-        from sparse_bitnet.checkpoint.foreign import has_linear_norms
+        from sparse_bitnet.checkpoint.bitnet_folders import has_linear_norms
         from sparse_bitnet.checkpoint.ternary_folders import found_ternary
 
         if "BitnetForCausalLM" in (config.get("architectures") or ()):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint, StoredModel, linear_shapes
-from sparse_bitnet.checkpoint.foreign import complete, opened, stored_floats
+from sparse_bitnet.checkpoint.foreign_checkpoint import complete, opened, stored_floats
 from sparse_bitnet.checkpoint.weight_files import WeightFiles
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.packing.ternary import TernaryWeight, ternary_of_floats, with_fewest_scales
