@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from factories import MODEL_FAMILIES, tiny_model
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.nn.convert import convert_, selected, set_dense_phase_, sparse_layers
+from sparse_bitnet.nn.convert import convert_, selected, set_phase_, sparse_layers
 from sparse_bitnet.nn.layer import SparseBitConfig, SparseBitLinear
 
 TERNARY = SparseBitConfig()
@@ -230,9 +230,9 @@ class TestConvert:
     def test_dense_phase(self) -> None:
         model, ids = convert_(tiny_model(), TERNARY), batch()
         dense = convert_(tiny_model(), SparseBitConfig.parse("ternary-8:8"))
-        set_dense_phase_(model, True)
+        set_phase_(sparse_layers(model).values(), 8)
         assert torch.equal(model(ids).logits, dense(ids).logits)
-        set_dense_phase_(model, False)
+        set_phase_(sparse_layers(model).values(), None)
         assert not torch.equal(model(ids).logits, dense(ids).logits)
 
 

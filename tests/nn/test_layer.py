@@ -116,12 +116,12 @@ class TestForward:
     @pytest.mark.parametrize("text", VARIANTS.values())
     def test_dense_phase_is_the_dense_format(self, text: str) -> None:
         layer, x = make_layer(text), torch.randn(4, 48)
-        layer.dense_phase = True
+        layer.kept = layer.config.pattern.m
         dense = make_layer("full-8:8" if text.startswith("full") else "ternary-8:8")
         assert torch.equal(layer(x), dense(x))
         chosen = layer.select()
         assert chosen.mask.all()
-        layer.dense_phase = False
+        layer.kept = None
         assert not torch.equal(layer(x), dense(x))
 
     def test_activation_none_keeps_the_activations(self) -> None:

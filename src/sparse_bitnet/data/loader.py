@@ -81,11 +81,6 @@ class TokenLoader:
         self.cut = Windows(dataset, sequence_length)
         self.windows = len(self.cut)
 
-    @property
-    def steps_per_epoch(self) -> float:
-        """Steps in which every window is seen once; seldom a whole number."""
-        return self.windows / self.batch_size
-
     def batch(self, step: int) -> "tuple[torch.Tensor, ...]":
         """`(input_ids, labels)`, each int64 [batch_size / world_size, sequence_length]; of conversations
         also the positions.

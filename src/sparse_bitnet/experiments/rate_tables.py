@@ -2,21 +2,17 @@
 """Tables of what the paper leaves open: learning rates, its code's recipe, where near-zero mass falls."""
 
 import statistics
-from collections.abc import Mapping
 
 from sparse_bitnet.experiments.cells import model_label
 from sparse_bitnet.experiments.claims import beside_the_search, cost_estimate, losses_of
 from sparse_bitnet.experiments.judge import Estimate
 from sparse_bitnet.experiments.rate_runs import IDEAS, published_recipe
-from sparse_bitnet.experiments.result_row import ResultRow
 from sparse_bitnet.experiments.results import Results
 from sparse_bitnet.experiments.scales import DENSE_PATTERN
 from sparse_bitnet.experiments.spread import percent_over, perplexities, spread_text
 from sparse_bitnet.experiments.table import NOTHING, Table
 
 _DENSE = tuple(f"{weight}-{DENSE_PATTERN}" for weight in ("full", "ternary"))
-
-BySeed = Mapping[int, ResultRow]
 
 
 def search_table(results: Results) -> Table | None:

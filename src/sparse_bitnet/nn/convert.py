@@ -231,17 +231,11 @@ def end_step_(
             layer.end_step_(reduce)
 
 
-def set_phase_(layers: Iterable[SparseBitLinear], kept: int | None, blend: float) -> None:
-    """How many weights of a group the next steps keep (None: the pattern's), and the share of quantised
-    values in their forwards."""
+def set_phase_(layers: Iterable[SparseBitLinear], kept: int | None, blend: float = 1.0) -> None:
+    """How many weights of a group the next steps keep (None: the pattern's; all of them: no mask, as
+    before a sparse phase), and the share of quantised values in their forwards."""
     for layer in layers:
         layer.kept, layer.blend = kept, blend
-
-
-def set_dense_phase_(model: nn.Module, dense: bool) -> None:
-    """Switch all masks off (dense-to-sparse, first phase) or on again."""
-    for layer in sparse_layers(model).values():
-        layer.dense_phase = dense
 
 
 def set_integer_forward_(model: nn.Module, integer: bool) -> None:

@@ -76,10 +76,6 @@ class SparseBitLinear(nn.Linear):
         """Whether steps keep every weight whatever the pattern."""
         return self.kept == self.config.pattern.m
 
-    @dense_phase.setter
-    def dense_phase(self, dense: bool) -> None:
-        self.kept = self.config.pattern.m if dense else None
-
     @classmethod
     def from_linear(cls, linear: nn.Linear, config: SparseBitConfig, name: str) -> Self:
         """A layer that owns the very parameters of `linear` (no copy, ties are kept)."""
