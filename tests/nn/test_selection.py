@@ -117,14 +117,14 @@ class TestSelection:
     def test_first_sparse_step_flips_what_it_prunes(self) -> None:
         for text in ("ternary-6:8", "full-6:8"):
             layer = make_layer(text)
-            layer.dense_phase = True
+            layer.kept = layer.config.pattern.m
             layer.select_()
             assert layer.mask_flips is None
             layer.release_()
             layer.select_()
             assert layer.mask_flips == 0
             layer.release_()
-            layer.dense_phase = False
+            layer.kept = None
             layer.select_()
             assert layer.mask_flips == layer.weight.numel() // 4
 

@@ -205,11 +205,12 @@ def test_rope_is_one_small_kernel(compiled) -> None:
 
 def test_quantisation_leaves_the_memory_busy(compiled) -> None:
     """Instructions a feature, against those that an H100 can issue (132 SMs, 4 a cycle, 1.755 GHz) while
-    3.35 TB/s move its bytes: 26 for 3 bytes, 44 for 5."""
+    3.35 TB/s move its bytes: 26 for 3 bytes, 44 for 5. Both triton 3.7, which torch 2.13 brings, and 3.9
+    keep below these."""
     for name, warps, features, most in (
         ("quantise", 4, 2048, 21),
-        ("windows", 2, 2048, 21),
-        ("norm", 4, 2048, 33),
-        ("swiglu", 16, 8192, 39),
+        ("windows", 2, 2048, 23),
+        ("norm", 4, 2048, 37),
+        ("swiglu", 16, 8192, 41),
     ):
         assert compiled[name, 90].counts().total() * warps * 32 / features <= most, name

@@ -19,6 +19,11 @@ def _path(*parts: str) -> str:
     return "/".join(parts)
 
 
+def _member(of: Any, name: str) -> Any:
+    """In the place of `getattr`, which the first releases of Python 3.11 pickle enums by."""
+    return stored._MEM_FORMAT_ENCODING[name] if of is stored._MEM_FORMAT_ENCODING else None
+
+
 _HELD: dict[str, Any] = {
     f"{held.__module__}.{held.__qualname__}": held
     for held in (
@@ -29,6 +34,7 @@ _HELD: dict[str, Any] = {
 }
 """Without `BytesStorageMetadata`, whose values torch unpickles in their turn."""
 
+_HELD["builtins.getattr"] = _member
 for _module in ("pathlib", "pathlib._local"):
     _HELD |= {f"{_module}.PosixPath": _path, f"{_module}.WindowsPath": _path}
 
