@@ -9,16 +9,11 @@ from sparse_bitnet.experiments.claims import cost_estimate, losses_of
 from sparse_bitnet.experiments.judge import Estimate
 from sparse_bitnet.experiments.results import Results
 from sparse_bitnet.experiments.scales import DENSE_PATTERN
-from sparse_bitnet.experiments.spread import Spread, spread_text
+from sparse_bitnet.experiments.spread import Spread, seeds_note, spread_text
 from sparse_bitnet.experiments.table import NOTHING, Table
 
 DECIDED_POINTS = 2.0
 """What sparsity costs full precision more than ternary weights, for the seeds that would decide it."""
-
-_PAIRS_NOTE = (
-    "Over several seeds: mean, then least..greatest. Δ and percentages pair models of one seed, which "
-    "share initial weights and batches."
-)
 
 
 def comparison_table(ours: Sequence[Cell]) -> Table:
@@ -57,9 +52,8 @@ def perplexity_table(results: Results) -> Table | None:
             [_text(cell.relative, "+.1f") for cell in column],
         ]
     groups = [(model, ("PPL", "Δ", "Δ %")) for model in ours]
-    seeds = ", ".join(f"{model} {len(c[0].perplexity.values)}" for model, c in ours.items())
-    first = next(iter(ours.values()))
-    return _beside_paper(first, groups, columns, [f"Seeds: {seeds}. {_PAIRS_NOTE}"])
+    seeds = {model: len(column[0].perplexity.values) for model, column in ours.items()}
+    return _beside_paper(next(iter(ours.values())), groups, columns, [seeds_note(seeds)])
 
 
 def seed_table(results: Results) -> Table | None:

@@ -55,3 +55,12 @@ def percent_over(
     """By how many percent perplexities exceed those of `base`, seed by seed."""
     pairs = [(row.perplexity, base[seed].perplexity) for seed, row in rows.items() if seed in base]
     return spread_text((100 * (mine / other - 1) for mine, other in pairs), form)
+
+
+def seeds_note(seeds: Mapping[str, int]) -> str:
+    """What a table says of its spreads; `seeds`: how many there are of each of its rows or columns."""
+    counts = ", ".join(f"{name} {count}" for name, count in seeds.items())
+    return (
+        f"Seeds: {counts}. Over several: mean, then least..greatest. Δ and percentages pair models of "
+        "one seed, which share initial weights and batches."
+    )

@@ -11,7 +11,7 @@ from sparse_bitnet.experiments.judge import Claim
 from sparse_bitnet.experiments.paper_runs import ABLATIONS
 from sparse_bitnet.experiments.result_row import ResultRow
 from sparse_bitnet.experiments.results import Results
-from sparse_bitnet.experiments.spread import percent_over, perplexities, spread_text
+from sparse_bitnet.experiments.spread import percent_over, perplexities, seeds_note, spread_text
 from sparse_bitnet.experiments.table import NOTHING, Table
 from sparse_bitnet.presets import PRESETS
 from sparse_bitnet.training.footprint import flops_per_token
@@ -67,9 +67,10 @@ def ablation_table(results: Results) -> Table:
     """The four training designs: perplexity, and how much their masks move (figure 4)."""
     base = results.by_seed(ABLATIONS["baseline"])
     paper = {"baseline": "26.31", "mask from quantized weight": "32.23 (+22.5 %)"}
-    body = []
+    body, seeds = [], {}
     for name, format in ABLATIONS.items():
         rows = results.by_seed(format)
+        seeds[name] = len(rows)
         moves = [_quarters(results, row) for row in rows.values()]
         body.append(
             (
@@ -82,7 +83,7 @@ def ablation_table(results: Results) -> Table:
         )
     flips = ("flips first quarter, %", "flips last quarter, %")
     head = ("design", "PPL", "% over baseline", *flips, "paper PPL")
-    return Table(head, body)
+    return Table(head, body, notes=[seeds_note(seeds)])
 
 
 def flip_table(results: Results) -> Table | None:
@@ -114,10 +115,11 @@ def schedule_table(results: Results) -> Table:
     paper = paper_results()["dense_to_sparse_ppl_0.5B_6:8"]
     theirs = dict(zip(paper["sparse_fraction_percent"], paper["ppl"], strict=True))
     theirs[0] = paper["dense_ppl"]
-    body = []
+    body, seeds = [], {}
     for percent in results.setting["sparse_percents"]:
         format = "ternary-6:8" if percent else "ternary-8:8"
         rows = results.by_seed(format, sparse_percent=percent)
+        seeds[f"{percent} %"] = len(rows)
         name = {0: "0 (dense training)", 100: "100 (sparse from scratch)"}.get(
             percent, str(percent)
         )
@@ -131,7 +133,7 @@ def schedule_table(results: Results) -> Table:
             )
         )
     head = ("sparse steps, %", "PPL", "% over 100", "paper PPL", "paper % over 100")
-    return Table(head, body)
+    return Table(head, body, notes=[seeds_note(seeds)])
 
 
 def polarisation_table(results: Results) -> Table:
