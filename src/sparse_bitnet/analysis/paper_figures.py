@@ -85,8 +85,9 @@ def ablation_curves(
             axes.plot(x[shown], np.asarray(variant.values)[shown], **line)
             low, high = np.asarray(variant.low)[shown], np.asarray(variant.high)[shown]
             axes.fill_between(x[shown], low, high, color=style["color"], alpha=0.15, linewidth=0)
-        axes.yaxis.set_major_formatter(_plain_number)
-        axes.yaxis.set_minor_formatter(_plain_number)
+        bottom, top = axes.get_ylim()
+        for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            set_formatter(_plain_number if top > 3 * bottom else "{x:g}")
         axes.tick_params(axis="y", which="minor", labelsize=7)
         axes.set_xlabel("optimiser step")
         axes.set_ylabel(y_label)
