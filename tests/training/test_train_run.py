@@ -179,7 +179,7 @@ def test_the_published_recipe_is_a_matter_of_options(small_run):
     assert 0.95 * bound < layer.weight.abs().max() <= 1.01 * bound
     near_zero = (layer.weight.abs() < layer.weight.abs().mean() / 2).float().mean()
     assert near_zero == pytest.approx(0.25, abs=0.03)
-    assert trainer.run_to_end().steps == 3
+    assert trainer.run_to_end({}).steps == 3
     assert [group["weight_decay"] for group in trainer.optimizer.param_groups] == [0.0, 0.0]
 
 
@@ -198,7 +198,7 @@ def test_compiled_blocks_use_plain_attention_and_validate_uncompiled(
     decoder = trainer.model.get_decoder()
     assert compiled == ([decoder] if at_once else list(decoder.layers))
     assert trainer.model.config._attn_implementation == "causal_blocks"
-    trainer.run_to_end()
+    trainer.run_to_end({})
     assert stances == ["force_eager"]
 
 

@@ -157,15 +157,17 @@ def check_file(path: Path) -> None:
         )
 
 
-def file_inside(folder: Path, name: object, index: str = INDEX_FILE) -> Path:
+def leads_outside(name: object) -> bool:
+    """Whether what a folder's index gives as the name of a file is none below that folder."""
+    if not isinstance(name, str) or not name:
+        return True
+    return Path(name).is_absolute() or ".." in Path(name).parts
+
+
+def file_inside(folder: Path, name: str, index: str = INDEX_FILE) -> Path:
     """The file that a folder's `index` names. Raises `UserError` for a name that leads out of the folder,
     and for a file that is not there or none to read (`check_file`)."""
-    if (
-        not isinstance(name, str)
-        or not name
-        or Path(name).is_absolute()
-        or ".." in Path(name).parts
-    ):
+    if leads_outside(name):
         raise UserError(f"{folder / index} names {name!r}, which is not a file in its folder")
     path = folder / name
     try:

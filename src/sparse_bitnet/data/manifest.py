@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from sparse_bitnet.checkpoint.model_folder import leads_outside
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import write_atomic
 
@@ -87,7 +88,7 @@ class Manifest:
             raise ValueError("a count is no number")
         if any(split.tokens != sum(shard.tokens for shard in split.shards) for split in splits):
             raise ValueError("the shards have not the tokens of their split")
-        if any(Path(each.file).is_absolute() or ".." in Path(each.file).parts for each in shards):
+        if any(leads_outside(shard.file) for shard in shards):
             raise ValueError("a shard lies outside of the folder")
         if self.dtype not in ("uint16", "uint32") or not isinstance(self.settings, dict):
             raise ValueError("dtype or settings are none")

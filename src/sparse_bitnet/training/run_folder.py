@@ -132,10 +132,11 @@ def open_run(run: Path, config: TrainConfig, data: dict[str, Any]) -> Iterator[N
     with run_lock(run):
         check_run(run, config, data)
         before = _result(run)
-        if before is not None and before.steps < config.steps:
+        before = before if before is not None and before.steps < config.steps else None
+        if before is not None:
             say(_prolonged(dataclasses.replace(config, steps=before.steps), config))
         write_atomic(run / "config.json", config.to_json())
-        if before is not None and before.steps < config.steps:
+        if before is not None:
             with os_errors_as(f"cannot write {run}"):
                 if (run / "final").is_dir():
                     os.replace(run / "final", run / f"final-{before.steps}")

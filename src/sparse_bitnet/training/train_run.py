@@ -46,7 +46,7 @@ def train(
                 return finished
             trainer = Trainer(config, run, on_step, world)
             world.on_main(lambda: _take(run, config, data, held))
-            return trainer.run_to_end()
+            return trainer.run_to_end(data)
 
 
 def _check(run: Path, config: TrainConfig) -> tuple[dict[str, Any], RunResult | None]:

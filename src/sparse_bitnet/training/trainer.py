@@ -55,7 +55,7 @@ from sparse_bitnet.training.schedule import (
 from sparse_bitnet.training.sharded_linear import gathered_bytes, selected_shards, sharded
 from sparse_bitnet.training.sharding import gather_once_, place_, reshard_, whole_model
 from sparse_bitnet.training.teacher_loss import check_finite
-from sparse_bitnet.training.validation import identity_of, validation_loss
+from sparse_bitnet.training.validation import validation_loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -134,8 +134,10 @@ class Trainer:
             self.config, self.model, self.loader, self.dtype, self.device
         )
 
-    def run_to_end(self) -> RunResult:
+    def run_to_end(self, data: dict[str, Any]) -> RunResult:
         """Continue from the newest intact checkpoint, or begin; the run folder is this process's.
+
+        `data`: what the result says of the text, see `RunResult.data`.
 
         Raises `Interrupted` and `UserError` as `train` does.
         """
@@ -181,7 +183,7 @@ class Trainer:
                         self.writer.wait()
                         raise Interrupted(f"stopped after step {step} of {config.steps}")
             self.writer.wait()
-            return self._finish(row or self.world.on_main(self._last_row))
+            return self._finish(row or self.world.on_main(self._last_row), data)
         finally:
             self.writer.close()
             for sink in self.sinks:
@@ -326,7 +328,7 @@ class Trainer:
             f"weights; merging them changes {share:.2%} of the codes"
         )
 
-    def _finish(self, row: dict[str, Any]) -> RunResult:
+    def _finish(self, row: dict[str, Any], data: dict[str, Any]) -> RunResult:
         if self.config.lora:
             self._merge()
         validation = self._validate(self.config.steps)
@@ -354,7 +356,7 @@ class Trainer:
             validation_tokens=validation["validation_tokens"],
             flip_rate=row["flip_rate"],
             zero_fraction=row["zero_fraction"],
-            data=identity_of(self.config),
+            data=data,
         )
         if self.world.is_main:
             result.write(self.run)
