@@ -234,6 +234,7 @@ def test_a_sentence_piece_tokenizer_comes_back(packed, tmp_path: Path) -> None:
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence(steps)
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in letters[:3]])
+    tokenizer.add_tokens([AddedToken("▁▁")])  # as Gemma's: found in "  ", shown as that
     folder = packed("gemma3")
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}

@@ -180,6 +180,7 @@ def test_each_text_has_its_own_place(grammars):
     ("grammar", "complaint"),
     [
         (lambda: Grammar.regex("(a"), "unclosed group"),
+        (lambda: Grammar.regex("a\udce9"), "not Unicode"),
         (lambda: Grammar.rules("start: missing"), "missing"),
         (lambda: Grammar.rules("root = 3"), "neither Lark nor GBNF"),
         (lambda: Grammar.json_schema({"type": "what"}), "Invalid type"),

@@ -44,7 +44,7 @@ class GgufVocabulary:
 
     pre_tokenizer: str
     tokens: list[str]
-    """As tokenizer.json spells them, one per row of the embedding."""
+    """As tokenizer.json spells them, but for spaces of added ones; one per row of the embedding."""
     types: list[TokenType]
     scores: list[float] | None
     """Of SentencePiece's tokens; None for a byte-level BPE."""
@@ -86,6 +86,8 @@ def read_vocabulary(folder: Path, vocab_size: int) -> GgufVocabulary:
         types[index] = TokenType.USER_DEFINED if name in added else TokenType.NORMAL
         if index in own.all_special_ids or (name in added and added[name].get("special")):
             types[index] = TokenType.CONTROL
+        if is_sentence_piece and types[index] == TokenType.USER_DEFINED:
+            tokens[index] = name.replace(_SPACE, " ")  # looked for in the text, and shown, as it is
         if is_sentence_piece and name in _BYTES:
             types[index] = TokenType.BYTE
         elif is_sentence_piece and name == model.get("unk_token"):

@@ -67,8 +67,14 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str) -> Self:
-        """A text that a regular expression (of Rust's kind) matches as a whole."""
-        return cls(_llguidance().LLMatcher.grammar_from_regex(pattern))
+        """A text that a regular expression (of Rust's kind) matches as a whole.
+
+        Raises `UserError` for half a character (a lone surrogate).
+        """
+        try:
+            return cls(_llguidance().LLMatcher.grammar_from_regex(pattern))
+        except UnicodeEncodeError as error:
+            raise UserError(f"the regular expression is not Unicode: {error}") from error
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> Self:
