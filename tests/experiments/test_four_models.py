@@ -25,6 +25,8 @@ from sparse_bitnet.experiments.four_models import quickstart
 from sparse_bitnet.experiments.paper_runs import plan
 from sparse_bitnet.experiments.quickstart_scale import QuickstartConfig
 from sparse_bitnet.experiments.result_row import read_rows
+from sparse_bitnet.experiments.results import Results
+from sparse_bitnet.experiments.results_page import report_blocks
 from sparse_bitnet.experiments.scales import four_formats
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.training.run_folder import Interrupted
@@ -156,6 +158,12 @@ def test_finished_quickstart_is_not_run_again(finished, monkeypatch):
     again = quickstart(config)
     assert again.results.rows == result.results.rows
     assert again.sample == result.sample
+
+
+def test_a_quickstart_is_no_set_to_report(finished):
+    config, *_ = finished
+    with pytest.raises(UserError, match=r"whose page is its report\.html"):
+        report_blocks([Results(Path(config.out))])
 
 
 def test_stopped_quickstart_goes_on(finished, text, tmp_path, monkeypatch):

@@ -181,10 +181,9 @@ def test_a_search_goes_on_until_the_best_rate_is_inside():
         *((model, "full", 2.4e-2) for model in ("0.3m", "1m")),
         *((model, "tern", 6e-3) for model in ("0.3m", "1m")),
         # What is best for all four together, of the rates that all have tried.
-        *(("0.3m", kind, 1.2e-2) for kind in ("full", "tern")),
-        ("1m", "full", 6e-3),
+        *((model, kind, 1.2e-2) for model in ("0.3m", "1m") for kind in ("full", "tern")),
     }
-    assert len(own) == (2 * 4 + 4 + 2) * scale.seeds["own-rates"]
+    assert len(own) == (2 * 4 + 2 * 4) * scale.seeds["own-rates"]
     assert not plan(scale, ["own-rates"])
 
 

@@ -129,6 +129,11 @@ def test_a_second_call_trains_nothing(smoke):
     assert (smoke / "results.jsonl").read_bytes() == before
 
 
+def test_models_of_one_set_are_measured_on_one_other_text(smoke, tmp_path):
+    with pytest.raises(UserError, match=r"measured on other\.txt"):
+        reproduce(find_scale("smoke"), ALL, smoke, other_text=tmp_path / "more", console=QUIET)
+
+
 def test_a_folder_of_another_setting_is_refused(smoke):
     scale = find_scale("smoke")
     other = dataclasses.replace(

@@ -27,11 +27,10 @@ _BASE, _TERNARY_MASK = ABLATIONS["baseline"], ABLATIONS["mask from quantized wei
 _OTHERS = list(ABLATIONS.items())[1:]
 
 K = TypeVar("K", str, int)
-T = TypeVar("T")
 
 
 def claims(results: Results) -> list[Claim]:
-    """Every claim of the paper on which there is a number, in the paper's order, before `judged`."""
+    """The paper's claims on which there is a number, in its order, before `judged`."""
     found = [
         *_robustness(results),
         *sweep_claims(results),
@@ -59,12 +58,14 @@ def _robustness(results: Results) -> Iterator[Claim]:
             unit="points",
         )
         yield claim
+        shown: list[Mapping[str, Mapping[int, ResultRow]]] = [{}, rows]
         for searched, what in (
             (results.at_chosen_rate(model), "all at the rate of the search"),
             (results.at_own_rates(model), "each at its own learning rate"),
         ):
             estimate = cost_estimate(losses_of(beside_the_search(searched or rows)))
-            if searched not in ({}, rows) and len(estimate.values) > 1:
+            if searched not in shown and len(estimate.values) > 1:
+                shown.append(searched)
                 yield dataclasses.replace(
                     claim,
                     text=f"{claim.text}, {what}",

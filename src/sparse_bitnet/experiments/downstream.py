@@ -9,7 +9,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.harness import accuracies, evaluate_tasks
 from sparse_bitnet.experiments.cells import average_accuracy, model_label, paper_accuracies
 from sparse_bitnet.experiments.judge import holm
-from sparse_bitnet.experiments.paper_runs import table2
+from sparse_bitnet.experiments.paper_runs import table2, with_seeds
 from sparse_bitnet.experiments.provenance import provenance
 from sparse_bitnet.experiments.result_row import ResultRow
 from sparse_bitnet.experiments.results import Results
@@ -48,7 +48,7 @@ def score(
     asked = [*tasks, *([f"limit {limit}"] if limit else [])]
     known = {(line["run"], *line["asked"]) for line in results.scores()}
     trained = {row.name: row for row in results.rows}
-    runs = [run for run in table2(scale) if run.config.seed < seeds and run.name in trained]
+    runs = [run for run in table2(with_seeds(scale, seeds)) if run.name in trained]
     if not runs:
         raise UserError(f"{out}: no model of table 2 is trained yet; `reproduce table2` does it")
     scored = 0
@@ -90,10 +90,12 @@ def downstream_table(results: Results) -> Table | None:
     if not scores:
         return None
     tasks = list(scores[0][1])
-    averages = {(row.model, row.format, row.seed): average_accuracy(found) for row, found in scores}
+    averages = {
+        (row.model, row.variant, row.seed): average_accuracy(found) for row, found in scores
+    }
     body = []
     for row, found in scores:
-        average = averages[row.model, row.format, row.seed]
+        average = averages[row.model, row.variant, row.seed]
         dense = averages.get((row.model, f"{row.weight}-8:8", row.seed))
         body.append(
             (

@@ -288,4 +288,4 @@ def _layers_of_a_block(layers: Sequence[str]) -> str:
 
 
 def _name(results: Results, figure: str) -> str:
-    return f"{results.setting['scale']}-{figure}"
+    return f"{results.name}-{figure}"

@@ -10,7 +10,7 @@ from sparse_bitnet.experiments.judge import Claim, Estimate, paired
 from sparse_bitnet.experiments.paper_runs import ABLATIONS
 from sparse_bitnet.experiments.results import Results
 
-_BASE, _FROZEN, _TERNARY_MASK, _ = ABLATIONS.values()
+_BASE, _FROZEN, _TERNARY_MASK, _MASKED_SCALE = ABLATIONS.values()
 _OTHERS = list(ABLATIONS.items())[1:]
 
 
@@ -40,6 +40,16 @@ def flip_claims(results: Results) -> Iterator[Claim]:
             paired(
                 _curves(results, _TERNARY_MASK),
                 base,
+                lambda a, b: _octaves(a, b, "flip_rate", 0, 1),
+            ),
+        ),
+        (
+            "“Sparse before quant” flips less",
+            "mean flip rate of the whole training, baseline over variant, log2",
+            "lower, no number",
+            paired(
+                base,
+                _curves(results, _MASKED_SCALE),
                 lambda a, b: _octaves(a, b, "flip_rate", 0, 1),
             ),
         ),

@@ -19,19 +19,22 @@ HOLDS, OPPOSITE = "holds", "opposite"
 EXCLUDED, OPEN = "excluded at the paper's size", "not decided"
 
 RULE = (
-    "How claims are judged, fixed before the runs of scale cpu-paper. Every claim is a number per "
-    "seed that is positive where the claim is right; models of one seed share initial weights and "
-    "batches. Perplexities are compared by their logarithms (1 point is 1 %), with one residual "
-    "pooled over all models of the experiment: what a mean for each model and a shift for each seed "
-    "leave. Other measures are judged by the spread of their seeds. Each claim is tested (two-sided "
+    "How claims are judged, fixed before the runs of scale cpu-paper; what was added since changed no "
+    "verdict then: how searched rates are treated and further seeds counted, that too few seeds are "
+    "no test, and one claim on flips. Every claim is a number per seed that is positive where the "
+    "claim is right; models of one seed share initial weights and batches. Perplexities are compared "
+    "by their logarithms (1 point is about 1 %), with one residual pooled over all models of the "
+    "experiment: what a mean for each model and a shift for each seed leave. Other measures, and two "
+    "sizes with each other, are judged by the spread of their seeds. Each claim is tested (two-sided "
     "t) against zero and, where the paper has a number, against that number; Holm's correction at "
     f"{100 * LEVEL:g} % runs over all tests of the page. Where zero is rejected a claim “holds” or is "
-    "“opposite”; "
-    "else, where the paper's number is rejected from below, it is “excluded at the paper's size”; "
-    "else it is “not decided”, with the further seeds that would show, four times in five and at the "
-    "level that Holm's correction leaves, an effect of the paper's size, or of one unit where the "
-    f"paper has no number, if those there do not suffice. Fewer than {LEAST_SEEDS} seeds decide "
-    "nothing and are no test. Brackets are 95 % intervals of one claim alone."
+    "“opposite”; else, where the paper's number is rejected from below, it is “excluded at the "
+    "paper's size”: if there is an effect, it is smaller than the paper's (our first three sizes "
+    "stand beside its 0.5B, 1.5B and 3B); else it is “not decided”, with the further seeds that would "
+    "show, four times in five and at the level that Holm's correction leaves, an effect of the "
+    "paper's size, or of one unit where the paper has no number, if those there do not suffice. "
+    f"Claims with fewer than {LEAST_SEEDS} seeds are not tested. A set that is added can change the "
+    "verdicts of others. Brackets are 95 % intervals of one claim alone."
 )
 
 
@@ -107,10 +110,17 @@ class Estimate:
         """
         if math.isinf(self.deviation):
             return LEAST_SEEDS
-        from scipy.special import ndtri
+        from scipy.special import ndtri, stdtrit
 
-        errors = float(ndtri(1 - level / 2) + ndtri(0.8))
-        return max(LEAST_SEEDS, math.ceil((errors * self.deviation / effect) ** 2))
+        def enough(away: float) -> float:
+            return (away * self.deviation / effect) ** 2
+
+        # As many as with a deviation that is known, then more until it is known well enough.
+        seeds = max(LEAST_SEEDS, math.ceil(enough(ndtri(1 - level / 2) + ndtri(0.8))))
+        freedom = self._freedom / max(1, len(self.values) - 1)
+        while seeds < enough(sum(stdtrit(freedom * (seeds - 1), p) for p in (1 - level / 2, 0.8))):
+            seeds += 1
+        return seeds
 
     def text(self, form: str, unit: str) -> str:
         """Mean, 95 % interval and number of seeds."""

@@ -87,8 +87,8 @@ def seed_table(results: Results) -> Table | None:
     )
     note = (
         "Deviation: what a mean for each model and a shift for each seed leave, by which the claim is "
-        "judged. The comparison's own spread leaves out what its models share. So many seeds show a "
-        f"difference of {DECIDED_POINTS:g} points four times in five, in a test by itself."
+        "judged. The comparison's own spread leaves out what its models share. This many seeds would "
+        f"show a difference of {DECIDED_POINTS:g} points four times in five, in a test by itself."
     )
     return Table(head, body, notes=[note]) if body else None
 

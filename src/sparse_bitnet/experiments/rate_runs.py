@@ -121,11 +121,12 @@ def _at_rate(scale: Scale, model: str, format: str, rate: float, seed: int) -> R
 
 def _chosen(scale: Scale, size: Size, losses: Losses) -> float | None:
     """The rate that is best for the four models together; None before all have been tried."""
+    tried = [_rates(scale, size, format, losses) for format in four_formats(scale.pattern)]
+    if any(best is None for _, best in tried):
+        return None
     found = {}
-    for rate in size.search:
+    for rate in sorted(set.intersection(*(set(rates) for rates, _ in tried))):
         names = [_at_rate(scale, size.model, f, rate, 0).name for f in four_formats(scale.pattern)]
-        if not set(names) <= losses.keys():
-            return None
         found[rate] = sum(losses[name] for name in names)
     return min(found, key=lambda rate: found[rate], default=None)
 

@@ -62,7 +62,7 @@ def own_rates_table(results: Results) -> Table | None:
                 _full_minus_ternary(model, cost_estimate(losses_of(beside_the_search(own))))
             )
     if notes:
-        notes.append("Without seed 0, which chose the rates.")
+        notes.append("The differences leave out seed 0, which chose the rates.")
     head = ("model", "best rate", "seeds", "PPL", "Δ %")
     return Table(head, body, notes=notes) if body else None
 

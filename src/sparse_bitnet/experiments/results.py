@@ -45,6 +45,11 @@ class Results:
         self.path, self.data = path, path / "data"
 
     @cached_property
+    def name(self) -> str:
+        """Of its chapter and figures: the scale, or the folder where a page has several sets of it."""
+        return self.setting["scale"]
+
+    @cached_property
     def setting(self) -> dict[str, Any]:
         """Raises `UserError` when the folder holds no set."""
         return read_setting(self.path / SETTING)
@@ -87,11 +92,11 @@ class Results:
         write_atomic(self.path / relative, text)
 
     def curves(self, row: ResultRow) -> list[dict[str, Any]]:
-        """Rows of the thinned curves; see `measure.thinned`. Raises `UserError` when missing."""
+        """Rows of the thinned curves; see `measured_run.thinned`. Raises `UserError` when missing."""
         return [json.loads(line) for line in self._read(row.curves).splitlines()]
 
     def weights(self, row: ResultRow) -> dict[str, Any]:
-        """Weight statistics of a dense run; see `measure.weight_history`."""
+        """Weight statistics of a dense run; see `measured_run.weight_history`."""
         assert row.weights is not None
         return json.loads(self._read(row.weights))
 
@@ -106,7 +111,11 @@ class Results:
 
     def product_rate(self, row: ResultRow) -> float | None:
         """Operations a second of large products where and as a run was trained; None if not measured."""
-        where = (row.provenance.get("hardware"), row.config.get("threads"), row.precision)
+        where = (
+            row.provenance.get("hardware"),
+            row.config.get("threads") or row.provenance["threads"],
+            row.precision,
+        )
         for each in self.machines:
             if (each["hardware"], each["threads"], each["precision"]) == where:
                 return each["operations_per_second"]
@@ -124,7 +133,7 @@ class Results:
 
     @property
     def main(self) -> str:
-        """The model of all experiments but table 2."""
+        """The model of the experiments that have one size."""
         return self.setting["main"]
 
     @property

@@ -96,17 +96,25 @@ def report_blocks(sets: Sequence[Results], engine: Path | None = None) -> list[B
             raise UserError(
                 f"{results.path}: no finished run of {scale} yet; `reproduce` trains them"
             )
-    names = [s if scales.count(s) == 1 else r.path.name for r, s in zip(sets, scales, strict=True)]
+        if not results.setting["patterns"]:
+            raise UserError(f"{results.path} holds a quickstart, whose page is its report.html")
+    # A set that has its scale to itself is called after it, else after its folder.
+    folders = [results.path.name for results in sets]
+    for place, (results, scale, folder) in enumerate(zip(sets, scales, folders, strict=True)):
+        if scales.count(scale) > 1:
+            earlier = folders[:place].count(folder)
+            results.name = f"{folder}-{earlier + 1}" if earlier else folder
     found = [claims(results) if _is_of_the_paper(results) else [] for results in sets]
     # Holm's correction runs over the whole page.
     verdicts = iter(judged([claim for chapter in found for claim in chapter]))
     chapters = {
-        n: list(itertools.islice(verdicts, len(f))) for n, f in zip(names, found, strict=True)
+        results.name: list(itertools.islice(verdicts, len(own)))
+        for results, own in zip(sets, found, strict=True)
     }
     if len(with_claims := {name: own for name, own in chapters.items() if own}) > 1:
         blocks += [Section("All verdicts"), tables.overview_table(with_claims)]
-    for results, (name, own) in zip(sets, chapters.items(), strict=True):
-        blocks += _chapter(results, name, own)
+    for results in sets:
+        blocks += _chapter(results, chapters[results.name])
     return blocks + (throughput_blocks(engine) if engine else [])
 
 
@@ -115,7 +123,8 @@ def _is_of_the_paper(results: Results) -> bool:
     return bool(results.by_seed(f"full-{DENSE_PATTERN}"))
 
 
-def _chapter(results: Results, name: str, found: Sequence[Claim]) -> list[Block]:
+def _chapter(results: Results, found: Sequence[Claim]) -> list[Block]:
+    name = results.name
     blocks: list[Block] = [Section(f"Scale {name}"), *_setting(results)]
     if found:
         blocks += [
@@ -125,7 +134,7 @@ def _chapter(results: Results, name: str, found: Sequence[Claim]) -> list[Block]
     notes = results.path / "notes.md"
     if notes.is_file():
         blocks += [Section(f"What to make of it ({name})", 3), Paragraph(notes.read_text().strip())]
-    return blocks + _parts(results, name)
+    return blocks + _parts(results)
 
 
 def _setting(results: Results) -> list[Block]:
@@ -162,6 +171,8 @@ def _setting(results: Results) -> list[Block]:
         Code(
             f"sparse-bitnet reproduce {'all' if _is_of_the_paper(results) else 'ideas'} "
             f"--scale {setting['scale']}"
+            + ("" if setting["text"]["source"] else " --data DATA")
+            + (" --other-text TEXT" if any(row.other_text for row in rows) else "")
         ),
     ]
 
@@ -174,8 +185,9 @@ def _rates(results: Results) -> str:
     return ", ".join((f"{main:g}", *others))
 
 
-def _parts(results: Results, name: str) -> list[Block]:
+def _parts(results: Results) -> list[Block]:
     """Each table and figure of which there are results, under its heading."""
+    name = results.name
     partly = [p for p in results.setting["sparse_percents"] if 0 < p < 100]
     schedules = any(results.by_seed("ternary-6:8", sparse_percent=percent) for percent in partly)
     designs = drawings.ablation_figures(results)

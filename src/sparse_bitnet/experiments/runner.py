@@ -86,6 +86,12 @@ def reproduce(
             f"scale {scale.name} trains on text of yours: prepare it and give the folder with --data "
             "(docs/method.md shows how)"
         )
+    other = {row.other_text["name"] for row in results.rows if row.other_text}
+    if other_text is not None and other - {other_text.name}:
+        raise UserError(
+            f"--other-text {other_text}: the models of {out} are measured on {min(other)}; give that, "
+            "or choose another --out"
+        )
     plan(scale, experiments, seeds)  # refuses what it does not know
     out.mkdir(parents=True, exist_ok=True)
     with run_lock(out):
