@@ -65,6 +65,16 @@ class TestWriteAtomic:
         with pytest.raises(UserError, match="cannot write"):
             write_atomic(tmp_path / "none" / "file", "new")
 
+    @pytest.mark.parametrize("name", ["file/x", "a" * 250, "."])
+    def test_what_is_no_name_for_a_file_is_one_line(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        (tmp_path / "file").write_text("old")
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(UserError, match="cannot write"):
+            write_atomic(name, "new")
+        assert os.listdir(tmp_path) == ["file"]
+
 
 class TestAtomicFolder:
     @pytest.fixture
@@ -89,6 +99,15 @@ class TestAtomicFolder:
             assert os.listdir(old) == ["old"]
         assert os.listdir(old) == ["new"]
         assert os.listdir(old.parent) == ["folder"]
+
+    def test_a_link_stays_and_its_folder_is_replaced(self, old: Path) -> None:
+        link = old.with_name("link")
+        link.symlink_to("folder")
+        with atomic_folder(link) as folder:
+            (folder / "new").write_text("new")
+        assert link.is_symlink()
+        assert os.listdir(old) == ["new"]
+        assert sorted(os.listdir(old.parent)) == ["folder", "link"]
 
     @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()])
     def test_other_exceptions_pass_and_keep_the_old(self, old: Path, error: BaseException) -> None:

@@ -2,8 +2,8 @@
 """Writing that leaves either the old content or the whole new one, never a half.
 
 Everything is written under a temporary name beside its target, flushed to the disk and renamed. A
-process killed at any moment leaves at most a `.tmp-*` neighbour, which readers never look at and the
-next writer removes.
+process killed at any moment leaves at most a `.tmp-*` neighbour, which readers never look at and
+`remove_leftovers` removes.
 """
 
 import errno
@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from zlib_ng import zlib_ng
@@ -32,6 +32,8 @@ def write_atomic(path: Path | str, data: bytes | str) -> None:
     Raises `UserError` when the disk is full or the folder cannot be written; `path` is then as before.
     """
     path = Path(path)
+    if not path.name:
+        raise UserError(f"cannot write {path}: not a name for a file")
     content = data.encode() if isinstance(data, str) else data
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{path.name}")
     try:
@@ -42,7 +44,8 @@ def write_atomic(path: Path | str, data: bytes | str) -> None:
         os.replace(temporary, path)
         _sync_folder(path.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
 
 
@@ -50,14 +53,16 @@ def write_atomic(path: Path | str, data: bytes | str) -> None:
 def atomic_folder(path: Path | str) -> Iterator[Path]:
     """Yield a temporary folder that becomes `path` when the block ends without an exception.
 
-    A folder already at `path` is replaced. On any exception the temporary folder is removed and
-    `path` is as before; an `OSError` (disk full, no permission) becomes a `UserError`. Replacing takes
-    two renames: a process killed between them leaves `path` under its temporary name, from which
-    `remove_leftovers` brings it back.
+    A folder already at `path`, or where a link there leads, is replaced. On any exception the
+    temporary folder is removed and `path` is as before; an `OSError` (disk full, no permission)
+    becomes a `UserError`. Replacing takes two renames: a process killed between them leaves `path`
+    under a temporary name, from which only `remove_leftovers` brings it back.
 
     Raises `UserError` also when `path` is a file.
     """
     path = Path(path)
+    if path.is_symlink():
+        path = Path(os.path.realpath(path))
     if path.name in ("", "..") or (path.exists() and not path.is_dir()):
         raise UserError(f"cannot write {path}: not a name for a new folder")
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{path.name}")
