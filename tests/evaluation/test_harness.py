@@ -14,6 +14,7 @@ from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation import harness
 from sparse_bitnet.evaluation.harness import accuracies, evaluate_tasks, load_tasks
+from sparse_bitnet.evaluation.task_data import write_task_files
 from sparse_bitnet.nn.convert import convert_
 from sparse_bitnet.nn.layer import SparseBitConfig
 
@@ -201,6 +202,49 @@ def test_raw_files_of_a_task_are_found_by_its_name(tmp_path):
     (tmp_path / "hellaswag_raw.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (task,) = load_tasks(["hellaswag"], tmp_path).tasks
     assert [doc["gold"] for doc in task.validation_docs()] == [1, 2]
+
+
+def write_rows(path, row, count=1):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text((json.dumps(row) + "\n") * count)
+
+
+@pytest.mark.parametrize("name", ["piqa/plain_text/{}/0000.jsonl", "piqa/PIQA-{}.jsonl"])
+def test_splits_are_told_by_folders_and_by_capital_letters(tmp_path, monkeypatch, name):
+    write_rows(tmp_path / "sets" / name.format("Train"), PIQA, 5)
+    write_rows(tmp_path / "sets" / name.format("Validation"), PIQA, 2)
+    monkeypatch.chdir(tmp_path)
+    (task,) = load_tasks(["piqa"], "sets").tasks
+    assert len(task.eval_docs) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "task"),
+    [
+        ("ai2_arc/ARC-Challenge/test-00000-of-00001.jsonl", "arc_easy"),
+        ("super_glue/copa/validation.jsonl", "boolq"),
+    ],
+)
+def test_other_configurations_of_a_data_set_are_left_alone(tmp_path, name, task):
+    write_rows(tmp_path / "sets" / name, ARC)
+    write_task_files([task], tmp_path / "sets", tmp_path)
+    assert not list(tmp_path.glob("*.yaml"))
+
+
+def test_a_data_set_lies_whole_in_the_folder_of_its_task(tmp_path):
+    for config, row, count in (("boolq", BOOLQ, 2), ("copa", COPA, 1)):
+        write_rows(tmp_path / "boolq" / config / "validation.jsonl", row, count)
+    (task,) = load_tasks(["boolq"], tmp_path).tasks
+    assert len(task.eval_docs) == 2
+
+
+def test_links_as_in_the_hubs_cache_and_any_name_of_the_folder(tmp_path):
+    write_rows(tmp_path / "blobs" / "6b86b273", PIQA, 3)
+    link = tmp_path / "dat😀" / "piqa" / "validation-00000.jsonl"
+    link.parent.mkdir(parents=True)
+    link.symlink_to(tmp_path / "blobs" / "6b86b273")
+    (task,) = load_tasks(["piqa"], tmp_path / "dat😀").tasks
+    assert len(task.eval_docs) == 3
 
 
 def test_a_data_set_without_the_split_that_is_asked_is_named(tmp_path):

@@ -50,7 +50,7 @@ def write_task_files(names: Iterable[str], data: Path, out: Path) -> None:
         task = _TASKS[name]
         if not (files := _files(data, name, task)):
             continue
-        splits = _by_split(files)
+        splits = _by_split(files, data)
         if task.split not in splits:
             raise UserError(
                 f"task {name}: {data} has its {', '.join(splits)} split, not {task.split}; the file of "
@@ -65,32 +65,46 @@ def write_task_files(names: Iterable[str], data: Path, out: Path) -> None:
             "dataset_path": _READERS[kind],
             "dataset_name": None,
             "dataset_kwargs": {
-                "data_files": {split: list(map(str, found)) for split, found in wanted.items()}
+                "data_files": {
+                    split: [str(path.absolute()) for path in found] for split, found in wanted.items()
+                }
             },
             "training_split": "train" if "train" in wanted else None,
             "validation_split": None,
             "test_split": None,
             f"{task.split}_split": task.split,
         }
-        (out / f"{name}.yaml").write_text(json.dumps(config))  # YAML holds JSON
+        # YAML holds JSON, but not the pairs of surrogates by which that escapes characters.
+        text = json.dumps(config, ensure_ascii=False)
+        (out / f"{name}.yaml").write_text(text, encoding="utf-8")
 
 
 def _files(data: Path, name: str, task: _Task) -> list[Path]:
-    """All files of a data set; of several configurations only the task's."""
+    """All files of a data set, without those of its other configurations."""
     owner, _, short = task.name.partition("/")
-    places = {data / name, data / short, data / owner / short}
-    found = [path for place in places for path in place.rglob("*")]
-    found = [path for path in (*found, *data.glob(f"{name}*")) if path.suffix in _READERS]
-    of_config = [path for path in found if task.config in path.relative_to(data).parts]
-    return sorted(path.resolve() for path in of_config or found)
+    found = set(data.glob(f"{name}*"))
+    for place in (data / name, data / short, data / owner / short):
+        inside = set(place.rglob("*"))
+        named = {
+            path
+            for path in inside
+            if any(part.startswith(task.config) for part in path.relative_to(place).parts)
+        }
+        found |= inside if place.name == name and not named else named
+    return sorted(path for path in found if path.suffix in _READERS)
 
 
-def _by_split(files: list[Path]) -> dict[str, list[Path]]:
-    """By the word in their names; files without one are of any split, so they are asked."""
+def _by_split(files: list[Path], data: Path) -> dict[str, list[Path]]:
+    """By the word in their names, else in their folders'; files without one are of any split, so they
+    are asked."""
     found: dict[str, list[Path]] = {}
     for path in files:
-        for split, words in _SPLIT_NAMES.items():
-            if re.search(rf"(?:^|[-_.])(?:{words})", path.name):
-                found.setdefault(split, []).append(path)
-                break
+        splits = [
+            split
+            for part in reversed(path.relative_to(data).parts)
+            for split, words in _SPLIT_NAMES.items()
+            if re.search(rf"(?:^|[-_.])(?:{words})", part, re.IGNORECASE)
+        ]
+        if splits:
+            found.setdefault(splits[0], []).append(path)
     return found or {split: files for split in ("validation", "test")}
