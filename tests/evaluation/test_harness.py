@@ -253,6 +253,39 @@ def test_a_data_set_without_the_split_that_is_asked_is_named(tmp_path):
         load_tasks(["piqa"], tmp_path)
 
 
+def test_data_without_its_answers_is_refused(tmp_path):
+    write_rows(tmp_path / "piqa-valid.jsonl", {key: PIQA[key] for key in ("goal", "sol1", "sol2")})
+    with pytest.raises(UserError, match=r"task piqa: its data has no label; .*\(baber/piqa\)"):
+        load_tasks(["piqa"], tmp_path)
+
+
+@pytest.fixture
+def groups(tasks):
+    """The folder of tasks with a second one, and groups: of both, of that group, of one task."""
+    data = tasks / "questions.jsonl"
+    (tasks / "tripling.yaml").write_text(TASK.format(name="tripling", path=data))
+    held = {"both": ["doubling", "tripling"], "outer": ["both"], "other": ["tripling"]}
+    for name, members in held.items():
+        group = {"group": name, "task": members, "aggregate_metric_list": [{"metric": "acc"}]}
+        (tasks / f"{name}.yaml").write_text(json.dumps(group))
+    return tasks
+
+
+@pytest.mark.parametrize("checkpoint", ["ternary-6:8"], indirect=True)
+def test_a_group_is_scored_beside_its_tasks(checkpoint, groups):
+    asked = ["doubling", "both", "doubling"]
+    found = evaluate_tasks(checkpoint, asked, include_path=groups, limit=2, device="cpu")
+    assert found["results"].keys() == {"both", "doubling", "tripling"}
+    assert accuracies(found).keys() == {"doubling", "tripling"}
+
+
+def test_a_group_may_hold_another_but_share_no_task_with_it(groups):
+    (group,) = load_tasks(["both", "outer"], groups).tasks
+    assert group.name == "outer"
+    with pytest.raises(UserError, match=r"'tripling': found in both 'both' and 'other'"):
+        load_tasks(["both", "other"], groups)
+
+
 def test_paper_stands_for_the_papers_five_tasks(monkeypatch, checkpoint):
     asked = []
     monkeypatch.setattr(harness, "load_tasks", lambda names, _: asked.extend(names) or 1 / 0)

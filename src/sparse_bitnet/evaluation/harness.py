@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.evaluation.task_data import PAPER_TASKS, write_task_files
+from sparse_bitnet.evaluation.task_data import PAPER_TASKS, check_answers, write_task_files
 from sparse_bitnet.nn.convert import selected
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
 
@@ -81,12 +81,12 @@ def score_tasks(
 
 
 def accuracies(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """acc and, where a task has it, acc_norm of every task, out of lm-eval's results."""
+    """acc and, where a task has it, acc_norm of every task, not of groups, out of lm-eval's results."""
     found: dict[str, dict[str, float]] = {}
     for task, values in results["results"].items():
         metrics = {name: values.get(f"{name},none") for name in ("acc", "acc_norm")}
         known = {name: float(value) for name, value in metrics.items() if value is not None}
-        if "acc" in known:
+        if "acc" in known and task not in results.get("group_subtasks", {}):
             found[task] = known
     return found
 
@@ -119,7 +119,8 @@ def load_lm(
 
 
 class LoadedTasks(NamedTuple):
-    """Tasks with their data, and the index they came from, as `simple_evaluate` takes them."""
+    """Tasks with their data and groups of them, and the index they came from, as `simple_evaluate`
+    takes them."""
 
     tasks: list[Any]
     manager: "TaskManager"
@@ -133,9 +134,10 @@ def load_paper_tasks(tasks: Sequence[str], include_path: str | Path | None = Non
 
 
 def load_tasks(names: Sequence[str], include_path: str | Path | None = None) -> LoadedTasks:
-    """Find tasks and load their data.
+    """Find tasks and load their data; what a group holds is scored as part of it alone.
 
-    Raises `UserError` naming an unknown task, or the data set that cannot be loaded.
+    Raises `UserError` naming an unknown task, the data set that cannot be loaded or has no answers, or
+    a task that two groups hold.
     """
     _import_lm_eval()
     with tempfile.TemporaryDirectory() as made:
@@ -146,7 +148,8 @@ def load_tasks(names: Sequence[str], include_path: str | Path | None = None) -> 
 
 def _load(names: Sequence[str], manager: "TaskManager") -> LoadedTasks:
     known = set(manager.all_tasks)
-    loaded = []
+    loaded: dict[str, Any] = {}
+    held: set[str] = set()
     for name in names:
         if name not in known:
             raise UserError(
@@ -155,10 +158,22 @@ def _load(names: Sequence[str], manager: "TaskManager") -> LoadedTasks:
             )
         # Network, hub client, loading script and files fail in as many ways as there are of them.
         try:
-            loaded += manager.load(name)["tasks"].values()
+            found = manager.load(name)
         except Exception as error:
             raise UserError(_why(name, error)) from error
-    return LoadedTasks(loaded, manager)
+        if name in PAPER_TASKS:
+            check_answers(name, found["tasks"][name])
+        if name in found["groups"]:
+            held |= found["tasks"].keys() | found["groups"].keys() - {name}
+            loaded[name] = found["groups"][name]
+        else:
+            loaded |= found["tasks"]
+    kept = [item for name, item in loaded.items() if name not in held]
+    try:
+        manager.load(kept)
+    except ValueError as error:
+        raise UserError(f"--tasks: {error}; score one group at a time") from error
+    return LoadedTasks(kept, manager)
 
 
 def _why(name: str, error: BaseException) -> str:

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sparse_bitnet.errors import UserError
 
@@ -66,7 +66,8 @@ def write_task_files(names: Iterable[str], data: Path, out: Path) -> None:
             "dataset_name": None,
             "dataset_kwargs": {
                 "data_files": {
-                    split: [str(path.absolute()) for path in found] for split, found in wanted.items()
+                    split: [str(path.absolute()) for path in found]
+                    for split, found in wanted.items()
                 }
             },
             "training_split": "train" if "train" in wanted else None,
@@ -77,6 +78,19 @@ def write_task_files(names: Iterable[str], data: Path, out: Path) -> None:
         # YAML holds JSON, but not the pairs of surrogates by which that escapes characters.
         text = json.dumps(config, ensure_ascii=False)
         (out / f"{name}.yaml").write_text(text, encoding="utf-8")
+
+
+def check_answers(name: str, task: Any) -> None:
+    """Raise `UserError` where the data of one of `PAPER_TASKS`, once loaded, has not its answers.
+
+    lm-eval takes the name of a column that is not there for the answer, so that every choice is wrong.
+    """
+    column = task.config.doc_to_target
+    plain = isinstance(column, str) and column.isidentifier()
+    if plain and column not in task.eval_docs.column_names:
+        raise UserError(
+            f"task {name}: its data has no {column}; take it as it lies on the hub ({_TASKS[name].name})"
+        )
 
 
 def _files(data: Path, name: str, task: _Task) -> list[Path]:
