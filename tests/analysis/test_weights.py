@@ -122,6 +122,20 @@ def test_scales_of_rows_and_groups_count_what_they_round_to_zero(monkeypatch, qu
     assert found.code_zeros == found.zeros == int((codes == 0).sum())
 
 
+@pytest.mark.parametrize(
+    ("sparse", "dense"),
+    [
+        ("ternary-6:8,quantizer=binary", "ternary-8:8,quantizer=binary"),
+        ("ternary-6:8,quantizer=twn", "ternary-8:8,quantizer=twn"),
+        ("ternary-6:8,score=s-ste", "ternary-8:8"),
+    ],
+)
+def test_codes_before_the_mask_are_those_of_the_dense_format(sparse, dense):
+    weight = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    codes = select(weight, SparseBitConfig.parse(dense)).codes
+    assert statistics(weight, sparse).code_zeros == int((codes == 0).sum())
+
+
 def test_thresholds_of_another_pattern_on_a_dense_layer():
     weight = torch.tensor([[8.0, 7, 6, 5, 4, 3, 2, 1]])
     assert statistics(weight, "ternary-8:8").groups == 0

@@ -50,6 +50,9 @@ def weight_statistics(
     pattern.check_divides(weight.shape[-1], name)
     weight = weight.detach()
     selection = select(weight, config)
+    unpruned = None  # the codes of absmean follow from its scale
+    if config.weight == "ternary" and not config.is_plain:
+        unpruned = select(weight, config, kept=config.pattern.m).codes
     mean = absmean(weight)
     weight_scale = mean if selection.weight_scale is None else selection.weight_scale
     # One scale, or one for each weight.
@@ -65,7 +68,8 @@ def weight_statistics(
         absolute_sum += values.abs().sum(dtype=torch.float64).item()
         relative = values / mean
         near_zero += int((relative.abs() < NEAR_ZERO).sum())
-        code_zeros += int(((values / weight_scale[part]).round() == 0).sum())
+        codes = (values / weight_scale[part]).round() if unpruned is None else unpruned[part]
+        code_zeros += int((codes == 0).sum())
         zeros += _zeros(values, *(x if x is None else x[part] for x in selection[:2]))
         counts += _binned(relative, -RANGE, len(counts))
         if not pattern.is_dense:
