@@ -18,10 +18,23 @@ from sparse_bitnet.presets import PRESETS
 def test_weights_cost_what_the_packed_format_takes(tiny_folder: Path, name: str) -> None:
     work = work_of(tiny_folder, name, "auto", "float16")
     size = model_size("tiny", NMPattern(6, 8), name, "int8")
-    scales = 4 * 7 * PRESETS["tiny"].num_hidden_layers
-    assert work.weight_bytes == size.weight_bytes - scales
+    assert work.weight_bytes == size.weight_bytes
     assert work.block_weights == PRESETS["tiny"].block_weights
     assert work.prefill_ops(10) == 20 * PRESETS["tiny"].block_weights
+
+
+def test_scales_of_groups_are_read_with_the_weights(tmp_path: Path) -> None:
+    engine = pytest.importorskip("sparse_bitnet.engine.engine")
+    read, kept = [], []
+    for group in (0, 32):
+        write_random_model(tmp_path / f"{group}", "tiny", NMPattern(6, 8), scale_group=group)
+        read.append(work_of(tmp_path / f"{group}", "i2", "int8", "float16").weight_bytes)
+        loaded = engine.Engine.load(tmp_path / f"{group}", weight_format="i2", threads=1)
+        kept.append(loaded.weight_bytes)
+        loaded.close()
+    scales = 2 * PRESETS["tiny"].block_weights // 32
+    assert read[1] - read[0] == scales - 4 * 7 * PRESETS["tiny"].num_hidden_layers
+    assert kept[1] - kept[0] == scales
 
 
 def test_stored_is_what_lies_in_the_file(tiny_folder: Path) -> None:

@@ -75,7 +75,7 @@ class Work:
     """What a model costs in one run-time format."""
 
     weight_bytes: int
-    """Packed weights of the blocks."""
+    """Packed weights of the blocks, scales included."""
     head_bytes: int
     """The output head, scales included."""
     cache_token_bytes: float
@@ -116,7 +116,7 @@ def work_of(folder: Path, weight_format: str, head: str, kv_cache: str) -> Work:
     assert metadata is not None
     stored = weight_format in ("stored", metadata.packed_format)
     exact = needs_exact(metadata.packed_format)
-    weight_bytes = sum(
+    weight_bytes = sum(_size(file, f"{name}.weight_scale") for name in metadata.layers) + sum(
         _size(file, f"{name}.weight_packed")
         if stored
         else rows * row_bytes(weight_format, metadata.pattern, in_features, exact)

@@ -34,7 +34,8 @@ class MatrixLoader:
     def block_matrices(
         self, blocks: list[str], weight_format: str
     ) -> tuple[dict[str, _cpu.Matrix], int]:
-        """By name those of the blocks, in a format of `FORMATS`, and the bytes of all of them."""
+        """By name those of the blocks, in a format of `FORMATS`, and the bytes of all, with scales of
+        rows and groups."""
         model, shapes = self._model, self._model.architecture.linear_shapes()
         pattern = coded_pattern(model.metadata.pattern)
         stored = model.metadata.packed_format, model.metadata.pattern
@@ -52,6 +53,7 @@ class MatrixLoader:
                 name, stride = f"{block}.{linear}", strides[linear]
                 group = self._scale_group(block, linear)
                 scales = self._scales(f"{name}.weight_scale", shape, group)
+                bytes_of_all += self._memory.kept[-1].nbytes if "scales" in scales else 0
                 in_place = None
                 if stored[0] == weight_format and "group" not in scales:
                     in_place = self._memory.in_place(f"{name}.weight_packed", shape[0], stride)

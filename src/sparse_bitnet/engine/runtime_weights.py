@@ -32,7 +32,7 @@ class Weights:
     head_format: str
     """int8, int4, bfloat16, float32, or i2 where it is ternary."""
     weight_bytes: int
-    """Bytes of the matrices of the blocks."""
+    """Bytes of the matrices of the blocks, with scales of rows and groups."""
     head_bytes: int
     """Bytes of the output head with its scales."""
     kept: list[Any] = field(default_factory=list)
