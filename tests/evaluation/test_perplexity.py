@@ -111,6 +111,8 @@ def test_bits_per_byte():
     assert found.perplexity == pytest.approx(2)
     assert Perplexity(mean_nll=1, tokens=3, context_length=8, stride=8).bits_per_byte is None
     assert Perplexity(mean_nll=1e9, tokens=3, context_length=8, stride=8).perplexity == math.inf
+    nothing = Perplexity(mean_nll=math.nan, tokens=3, context_length=8, stride=8)
+    assert math.isnan(nothing.perplexity)
 
 
 def test_progress_counts_every_token(model, tokens):

@@ -48,9 +48,7 @@ class HeldOutText:
             )
 
 
-def read_held_out(
-    data: str | Path, checkpoint: str, *, column: str = "text", split: str = "validation"
-) -> HeldOutText:
+def read_held_out(data: str | Path, checkpoint: str, *, column: str = "text") -> HeldOutText:
     """The validation split of a prepared folder, or files tokenised for the checkpoint.
 
     Args:
@@ -59,12 +57,11 @@ def read_held_out(
         checkpoint: a resolved one; its tokenizer must be the one the folder was prepared with, and
             turns files into tokens.
         column: of .jsonl and .parquet files.
-        split: of a prepared folder.
 
     Raises `UserError` for unreadable data and for another tokenizer.
     """
     if (Path(data) / "manifest.json").is_file():
-        return _prepared(Path(data), checkpoint, split)
+        return _prepared(Path(data), checkpoint)
     source = FileSource.matching([str(data)], column=column)
     tokenizer = load_tokenizer(checkpoint)
     pieces: list[np.ndarray] = []
@@ -85,8 +82,8 @@ def read_held_out(
     )
 
 
-def _prepared(folder: Path, checkpoint: str, split: str) -> HeldOutText:
-    dataset = TokenDataset.open(folder, split)
+def _prepared(folder: Path, checkpoint: str) -> HeldOutText:
+    dataset = TokenDataset.open(folder, "validation")
     if dataset.is_chat:
         raise UserError(
             f"{folder} holds conversations, whose perplexity `train` prints: evaluate on text"
@@ -101,9 +98,9 @@ def _prepared(folder: Path, checkpoint: str, split: str) -> HeldOutText:
                 "prepare the text again with --tokenizer, or evaluate on a text file"
             )
     return HeldOutText(
-        name=f"{folder} ({split})",
+        name=f"{folder} (validation)",
         tokens=dataset,
-        text_bytes=dataset.manifest.splits[split].text_bytes,
+        text_bytes=dataset.manifest.splits["validation"].text_bytes,
         vocab_size=dataset.vocab_size,
     )
 

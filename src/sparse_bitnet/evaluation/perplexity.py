@@ -58,7 +58,7 @@ class Perplexity:
     @property
     def perplexity(self) -> float:
         """exp(mean_nll); infinite beyond the largest float, e^709.8."""
-        return math.exp(self.mean_nll) if self.mean_nll < 709 else math.inf
+        return math.inf if self.mean_nll >= 709 else math.exp(self.mean_nll)
 
     @property
     def bits_per_byte(self) -> float | None:
