@@ -51,9 +51,11 @@ def test_decode(options):
 
 
 def test_train(options):
-    options.tokens, options.batch = [16], [2]
+    options.tokens, options.batch = [16, 8], [2]
     rows = list(gpu_train.run(options))
-    assert [(row.variant, row.size) for row in rows] == [(name, 32) for name in gpu_train.VARIANTS]
+    assert [(row.variant, row.layer, row.size) for row in rows] == [
+        (name, f"2 x {length}", 2 * length) for length in (16, 8) for name in gpu_train.VARIANTS
+    ]
     assert all(row.peak_bytes > 0 for row in rows)
 
 
@@ -183,6 +185,9 @@ def test_what_cannot_be_measured_is_refused(options):
         GpuBenchOptions(rounds=0)
     with pytest.raises(UserError, match="tokens=0"):
         GpuBenchOptions(tokens=[0])
+    for options.layers in (-1, 0, 99):
+        with pytest.raises(UserError, match=r"--layers -?\d+: qwen2.5-0.3m has 1 to \d+$"):
+            ternary_model(options, CPU)
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="no CUDA device"):
             list(gpu_train.run(GpuBenchOptions()))

@@ -28,7 +28,10 @@ def random_model(
     options: GpuBenchOptions, device: torch.device, dtype: torch.dtype = torch.bfloat16
 ) -> Any:
     """A transformers model of the preset's or folder's shape, with fewer layers if asked for, and the
-    same weights in every call."""
+    same weights in every call.
+
+    Raises `UserError` for more layers than there are, or none.
+    """
     from transformers import AutoModelForCausalLM
 
     folder = Path(options.model)
@@ -38,6 +41,10 @@ def random_model(
         else preset_config(options.model)
     )
     if options.layers is not None:
+        if not 1 <= options.layers <= config.num_hidden_layers:
+            raise UserError(
+                f"--layers {options.layers}: {options.model} has 1 to {config.num_hidden_layers}"
+            )
         config.num_hidden_layers = options.layers
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[: options.layers]

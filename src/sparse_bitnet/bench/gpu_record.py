@@ -30,7 +30,7 @@ class GpuRow:
     size: int
     """Prompt length, batch of decode, tokens of a training step or of a product."""
     layer: str = ""
-    """Of a kernel: "out_features x in_features"."""
+    """Of a kernel: "out_features x in_features"; of training: "batch x length"."""
     seconds: float | None = None
     """Median, of a prompt, a step or a kernel; None where `failed`."""
     spread: float | None = None

@@ -25,7 +25,7 @@ DEFAULT_BATCHES = (4, 2, 1)
 
 
 def run(options: GpuBenchOptions) -> Iterator[GpuRow]:
-    """One row a variant and batch: forward, backward and AdamW with float32 masters under autocast,
+    """One row a length, batch and variant: forward, backward and AdamW, float32 masters under autocast,
     with the deterministic kernels of a training run.
 
     Every variant is built, measured and dropped in turn, so that one model and its optimiser need to
@@ -33,21 +33,21 @@ def run(options: GpuBenchOptions) -> Iterator[GpuRow]:
     """
     device = bench_device(options)
     make_deterministic(device)
-    length = (options.tokens or [DEFAULT_TOKENS])[0]
-    for batch in options.batch or DEFAULT_BATCHES:
-        all_fit = True
-        for variant in VARIANTS:
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            make = functools.partial(_training_step, variant, options, device, batch, length)
-            found = measured({variant: make}, device, options.rounds)
-            (row,) = rows_of("train", batch * length, found)
-            row.peak_bytes = peak_memory_bytes(device)
-            all_fit &= row.failed is None
-            yield row
-            give_back_memory(device)
-        if not options.batch and all_fit:
-            break
+    for length in options.tokens or [DEFAULT_TOKENS]:
+        for batch in options.batch or DEFAULT_BATCHES:
+            all_fit = True
+            for variant in VARIANTS:
+                if device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                make = functools.partial(_training_step, variant, options, device, batch, length)
+                found = measured({variant: make}, device, options.rounds)
+                (row,) = rows_of("train", batch * length, found, layer=f"{batch} x {length}")
+                row.peak_bytes = peak_memory_bytes(device)
+                all_fit &= row.failed is None
+                yield row
+                give_back_memory(device)
+            if not options.batch and all_fit:
+                break
 
 
 def training_model(variant: str, options: GpuBenchOptions, device: torch.device) -> Any:
