@@ -98,6 +98,9 @@ def test_the_meter_asks_the_engine_for_what_it_is_to_measure() -> None:
     step = [[(20, 1), (20, 1)], [(21, 1), (21, 1)]]
     assert engine.calls == [[(0, 20)], *step, *step], "the context is computed once"
     assert engine.open == 1, "only the kept context"
+    engine.context_length = 1
+    EngineMeter(engine)
+    assert engine.calls[-1] == [(0, 1)], "the first forward fits the context"
 
 
 def test_the_cache_has_room_for_every_measurement() -> None:
@@ -128,9 +131,9 @@ def test_rows_hold_medians_rates_and_shares(tmp_path: Path, tiny_folder: Path) -
         tmp_path,
         tiny_folder,
         threads=[1, 2],
-        prefill=[9],
-        contexts=[0, 4],
-        batches=[1, 2],
+        prefill=[9, 9],
+        contexts=[0, 4, 0],
+        batches=[1, 2, 2],
         rounds=3,
     )
     assert len(rows) == 2 * (1 + 4)

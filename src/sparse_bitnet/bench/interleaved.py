@@ -137,11 +137,11 @@ def _engine_options(options: BenchOptions) -> dict[str, Any]:
 
 def _measurements(options: BenchOptions) -> list[_Measurement]:
     """Small batches first: memory is reported as it is after each."""
-    found = [_Measurement("prefill", tokens, 1) for tokens in sorted(options.prefill)]
+    found = [_Measurement("prefill", tokens, 1) for tokens in sorted(set(options.prefill))]
     return found + [
         _Measurement("decode", context, batch)
-        for batch in sorted(options.batches)
-        for context in sorted(options.contexts)
+        for batch in sorted(set(options.batches))
+        for context in sorted(set(options.contexts))
     ]
 
 

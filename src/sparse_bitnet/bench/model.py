@@ -35,7 +35,7 @@ class EngineMeter:
         self._engine = engine
         self._contexts: dict[int, EngineSequence] = {}
         # The first forward touches memory and wakes threads; that is loading, not speed.
-        self.prefill(2)
+        self.prefill(min(2, engine.context_length))
 
     def prefill(self, tokens: int) -> float:
         """Seconds for a prompt of this many tokens, with the logits of the last one."""

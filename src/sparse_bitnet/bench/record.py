@@ -107,7 +107,7 @@ def table(rows: list[BenchRow]) -> "Table":
     for measured in dict.fromkeys(_measured(row) for row in rows):
         found.add_row(measured, *(cells.get((measured, engine), "-") for engine in engines))
     found.add_section()
-    last = {_engine(row): row for row in rows if row.batch == 1} | {}
+    last = {_engine(row): row for row in rows if row.batch == 1}
     found.add_row("load, s", *(f"{last[engine].load_seconds:.2f}" for engine in engines))
     found.add_row("resident, MB", *(_megabytes(last[engine]) for engine in engines))
     found.add_row(
