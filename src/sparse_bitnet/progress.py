@@ -87,6 +87,7 @@ class Line:
         if label and label != self._label:
             self._label = label
             self._recent.clear()
+            self._printed = -1
         state = self._state(done, total, text, seconds_left)
         progress = self._progress
         if progress.console.is_terminal:
