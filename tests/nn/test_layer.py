@@ -307,6 +307,16 @@ class TestMergedAdapter:
             layer.load_state_dict(make_layer("ternary-6:8").state_dict())
             layer(x)
 
+    @pytest.mark.parametrize("text", ["ternary-6:8", "ternary-6:8,quantizer=per-channel"])
+    def test_a_weight_of_another_type_is_not_told(self, text: str) -> None:
+        layer, x = make_layer(text).requires_grad_(False).eval(), torch.randn(4, 48)
+        with warnings.catch_warnings(action="error"):
+            for _ in range(2):
+                layer(x)
+            layer.bfloat16()
+            for _ in range(2):
+                layer(x.bfloat16())
+
     @pytest.mark.parametrize("text", ["full-6:8", "ternary-6:8"])
     def test_what_is_trained_or_not_rounded_is_not_told(self, text: str) -> None:
         layer, x = make_layer(text).requires_grad_(text != "full-6:8").eval(), torch.randn(4, 48)

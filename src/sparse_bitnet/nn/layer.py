@@ -135,12 +135,14 @@ class SparseBitLinear(nn.Linear):
     def _watch_frozen(self, scale: Tensor | None) -> None:
         """Warn when a frozen ternary weight was written to, as merging an adapter (LoRA) does: what
         was learnt in full precision is rounded to ternary codes from then on."""
-        (before, version), held = self.state.frozen, self.weight
-        self.state.frozen = (scale, 0 if held.is_inference() else held._version)
-        written_openly = self.state.frozen[1] != version
-        if self.training or written_openly or scale is None or before is None or scale.is_meta:
+        if self.weight.is_cuda and torch.cuda.is_current_stream_capturing():
+            return  # a comparison would wait for the device, which a capture does not allow
+        (before, state), held = self.state.frozen, self.weight
+        now = (0 if held.is_inference() else held._version, held.dtype)
+        self.state.frozen = (scale, now)
+        if self.training or now != state or scale is None or before is None or scale.is_meta:
             return
-        if before.device != scale.device or before == scale:
+        if before.device != scale.device or torch.equal(before, scale):
             return
         warnings.warn(
             "a frozen ternary weight has changed, by a merged adapter perhaps: it is rounded to "

@@ -187,8 +187,8 @@ class SelectionState:
     mask_flips: Tensor | None = None
     """The last training step's."""
 
-    frozen: tuple[Tensor | None, int] = (None, 0)
-    """Scale and version of the weight at the last selection, while it was frozen."""
+    frozen: tuple[Tensor | None, Any] = (None, None)
+    """Scale, and version and type of the weight, at the last selection while it was frozen."""
 
     _made_for: tuple[int, int, int] | None = None
     _optimizer_steps: ClassVar[int] = 0
