@@ -58,6 +58,9 @@ KERNELS = {
                     dict(TOKENS=16, ROWS=16, SPLIT=4)),
     "i2 64": (dot, 4, dict(packed=BYTES, blocks="i32", **many), dict(TOKENS=64, ROWS=64, SPLIT=1)),
     "rope": (rope_cache._rope_cache, 1, rope, dict(q_norm=None, k_norm=None, **of_heads)),
+    # triton makes constants of arguments that are 1.
+    "rope, one key head": (rope_cache._rope_cache, 1, rope,
+                           dict(q_norm=None, k_norm=None, kv_heads=1, tokens=1, **of_heads)),
     "rope, norms": (rope_cache._rope_cache, 1, dict(q_norm="*bf16", k_norm="*bf16", **rope), of_heads),
     "matvec": (matvec, 1, dict(x_words=WORDS, packed=WORDS, blocks="i32", **scaled),
                dict(TOKENS=1, ROWS=8, WORDS=128)),
@@ -144,7 +147,7 @@ def test_every_kernel_that_an_op_names_is_there() -> None:
 
 
 def test_every_kernel_compiles_and_rounds_where_its_reference_does(compiled) -> None:
-    assert len(compiled) == 15
+    assert len(compiled) == 16
     for (name, _), kernel in compiled.items():
         # A fused multiply-add rounds once where the reference rounds twice; exp may contain one.
         assert "fma.rn.f32" not in kernel.ptx or name == "swiglu", name

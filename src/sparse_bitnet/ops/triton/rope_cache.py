@@ -118,7 +118,7 @@ def _rope_cache(
     k_at = ((sequence * kv_heads + head - q_heads) * length + place) * (2 * HALF) + lane
     tl.store(keys + k_at, new_low, mask=real & is_key)
     tl.store(keys + k_at + HALF, new_high, mask=real & is_key)
-    v_at = k_at - kv_heads.to(tl.int64) * length * (2 * HALF)
+    v_at = ((sequence * kv_heads + head - q_heads - kv_heads) * length + place) * (2 * HALF) + lane
     tl.store(values + v_at, low_value, mask=inside & is_value)
     tl.store(values + v_at + HALF, high_value, mask=inside & is_value)
 
