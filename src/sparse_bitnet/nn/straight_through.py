@@ -122,9 +122,13 @@ def several_scales_linear(
     each run, as the engine has them."""
     x_codes, activation_scale = quantized or quantize_int8(x)
     scale = weight_scale.view(-1) if weight_scale.shape[1] == 1 else weight_scale
+    return int8_linear_reference(x_codes, activation_scale, codes, scale, bias, _output_dtype(x))
+
+
+def _output_dtype(x: Tensor) -> torch.dtype:
+    """The autocast dtype if one is set, else that of `x`."""
     device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    return int8_linear_reference(x_codes, activation_scale, codes, scale, bias, dtype)
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def _where_kept(gradient: Tensor, gradient_mask: Tensor | None) -> Tensor:
@@ -152,8 +156,7 @@ class _TernaryInt8Linear(torch.autograd.Function):
     def forward(
         ctx, x, weight, bias, codes, weight_scale, gradient_mask, integer, x_codes, activation_scale
     ):
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        dtype = _output_dtype(x)
         if x_codes is None:
             x_codes, activation_scale = quantize_int8(x)
         ctx.save_for_backward(x_codes, activation_scale, codes, weight_scale, gradient_mask)
