@@ -172,6 +172,15 @@ class TestForward:
         layer.select_()
         assert set(layer.state_dict()) == {"weight", "bias"}
 
+    def test_norms_of_the_inputs_stay_float32(self) -> None:
+        layer = make_layer("full-6:8,score=wanda")
+        norm = layer.input_norm.uniform_().clone()
+        assert torch.equal(layer.half().input_norm, norm)
+        assert all(buffer.dtype == torch.float32 for buffer in layer.buffers())
+        empty = layer.to("meta").bfloat16().to_empty(device="cpu")
+        assert empty.weight.dtype == torch.bfloat16
+        assert all(buffer.dtype == torch.float32 for buffer in empty.buffers())
+
     def test_format_shows_in_repr(self) -> None:
         assert "format=ternary-6:8" in repr(make_layer("ternary-6:8"))
 

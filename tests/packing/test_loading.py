@@ -110,6 +110,11 @@ def test_a_layer_by_itself_decodes_at_its_first_use() -> None:
     layer.weight_scale.fill_(0.5)
     output = layer(torch.eye(16))
     assert torch.equal(output, 0.5 * codes.t().float())
+    other = PackedSparseBitLinear(16, 4, None, config=config, packed_format="i2", name="q")
+    other.weight_packed.copy_(pack(-codes, "i2", NMPattern(6, 8)))
+    other.weight_scale.fill_(0.1)
+    layer.bfloat16().load_state_dict(other.state_dict())
+    assert torch.equal(layer(torch.eye(16)), other(torch.eye(16)))
     layer = PackedSparseBitLinear(16, 4, None, config=config, packed_format="i2", name="q")
     layer.weight_packed.fill_(0xFF)
     with pytest.raises(UserError, match=r"tensor q\.weight_packed is damaged"):

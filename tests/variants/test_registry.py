@@ -128,9 +128,9 @@ def test_what_own_functions_return_is_checked(own: None) -> None:
         make_layer("ternary-6:8,quantizer=odd").select()
 
 
-def trained(text: str) -> torch.nn.Module:
+def trained(text: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """A tiny model after two steps."""
-    model = convert_(tiny_model(), SparseBitConfig.parse(text)).train()
+    model = convert_(tiny_model(dtype=dtype), SparseBitConfig.parse(text)).train()
     ids = torch.arange(64).view(2, 32) % 96
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(2):
@@ -158,6 +158,21 @@ def test_saved_and_packed_it_computes_the_same(text: str, tmp_path: Path) -> Non
         with pytest.raises(UserError, match="export --format dense"):
             pack_checkpoint(tmp_path / "saved", tmp_path / "packed")
         assert not (tmp_path / "packed").exists()
+
+
+def test_norms_of_the_inputs_come_back_and_are_followed(tmp_path: Path) -> None:
+    model, ids = trained(FORMATS[0], torch.bfloat16), torch.arange(32)[None]
+    save_pretrained(model, tmp_path / "saved")
+    loaded = from_pretrained(tmp_path / "saved", dtype=torch.bfloat16).train()
+    layers = sparse_layers(loaded)
+    for name, layer in sparse_layers(model).items():
+        assert torch.equal(layers[name].input_norm, layer.input_norm)
+        assert layers[name].input_norm.dtype == torch.float32
+        assert torch.equal(layers[name].select().mask, layer.select().mask)
+        layers[name]._seen[:-1], layers[name]._seen[-1] = 1e30, 0
+    with selected(loaded):
+        loaded(input_ids=ids, labels=ids).loss.backward()
+    assert all(layer.input_norm.max() < 1e3 for layer in layers.values())
 
 
 def test_a_checkpoint_is_refused_by_name_where_its_score_is_not_registered(

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparse_bitnet.layer_config import CHOICES, SparseBitConfig
+from sparse_bitnet.nn.buffer_types import KeepsBufferTypes
 from sparse_bitnet.nn.selection import Selection, SelectionState, select, spread_scale
 from sparse_bitnet.nn.straight_through import (
     InputQuantizer,
@@ -33,7 +34,7 @@ _NORM_MEMORY = 0.9
 """Weight of the norms so far against those of a step's inputs."""
 
 
-class SparseBitLinear(nn.Linear):
+class SparseBitLinear(KeepsBufferTypes, nn.Linear):
     """`nn.Linear` with the forward of a `SparseBitConfig`; `weight` stays the dense master.
 
     Without further ado every forward selects mask and codes anew. `select_` does it once and keeps
@@ -180,6 +181,8 @@ class SparseBitLinear(nn.Linear):
         self.state.hold(chosen, self.weight)
         if self.training:
             self.state.mask_words, self.state.mask_flips = words, flips
+            if self._seen is not None:
+                self._seen.zero_()  # of a step that raised, or memory that loading left as it was
 
     def release_(self) -> None:
         """Forget codes and scale; later forwards follow the weight again."""
@@ -292,8 +295,6 @@ def _adopt_parameters(layer: Layer, owner: nn.Linear) -> Layer:
     if isinstance(layer, SparseBitLinear):
         for name, buffer in layer.named_buffers(recurse=False):
             same = getattr(owner, name, None)
-            known = (
-                same if same is not None else torch.zeros(buffer.shape, device=owner.weight.device)
-            )
-            setattr(layer, name, known)
+            fresh = torch.zeros_like(buffer, device=owner.weight.device)
+            setattr(layer, name, fresh if same is None else same)
     return layer

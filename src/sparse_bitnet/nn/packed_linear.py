@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A linear layer that holds packed bytes: the forward of the trained layer, without its masters."""
 
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sparse_bitnet.nn.buffer_types import KeepsBufferTypes
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.nn.straight_through import (
     InputQuantizer,
@@ -18,7 +19,7 @@ from sparse_bitnet.packing.formats import has_fixed_rows, row_bytes
 from sparse_bitnet.packing.ternary import TernaryWeight
 
 
-class PackedSparseBitLinear(nn.Module):
+class PackedSparseBitLinear(KeepsBufferTypes):
     """Inference form of a `SparseBitLinear`; its output equals that layer's bit for bit.
 
     Buffers: `weight_packed` uint8, `weight_scale` float32 [1], [out_features, 1] or
@@ -63,6 +64,10 @@ class PackedSparseBitLinear(nn.Module):
         self.register_buffer("codes", None, persistent=False)
         self.register_parameter("bias", bias)
         self.norm = norm
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self.codes = None
+        super()._load_from_state_dict(*args)
 
     def decode_(self) -> Self:
         """Decode the codes, once.
