@@ -188,6 +188,15 @@ class TestExperts:
             convert_(model, SparseBitConfig(), allow_partial=True)
         assert len(sparse_layers(model)) == 16
 
+    def test_calibration_reaches_experts_that_were_taken_apart(self) -> None:
+        model, config = moe(), SparseBitConfig.parse("full-6:8,score=wanda")
+        with pytest.raises(UserError, match="calibration does not reach fused experts"):
+            convert_(model, config, calibration=[IDS])
+        assert not sparse_layers(model)
+        convert_(model, SparseBitConfig.parse("full-8:8"))
+        layers = sparse_layers(convert_(model, config, calibration=[IDS]))
+        assert any(layer.input_norm.any() for name, layer in layers.items() if "experts.1" in name)
+
     def test_what_is_asked_for_is_not_told(self) -> None:
         attention = SparseBitConfig(dense_layers=("experts", "shared_*"))
         for filter_fn in (None, lambda module, name: "self_attn" in name):

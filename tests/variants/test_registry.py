@@ -236,6 +236,23 @@ def test_calibration_prunes_without_training(tmp_path: Path) -> None:
         convert_(spoilt, SparseBitConfig(), calibration=batches)
 
 
+def test_calibration_leaves_modes_alone_and_norms_of_layers_that_no_token_reaches() -> None:
+    class Routed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(8, 8)
+            self.first, self.never = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8).eval()
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return self.never(self.first(self.embed(input_ids))[:0])
+
+    config = SparseBitConfig.parse("full-6:8,score=wanda")
+    model = convert_(Routed(), config, calibration=[torch.arange(8)[None]])
+    assert model.first.input_norm.all()
+    assert not model.never.input_norm.any()
+    assert [module.training for module in model.children()] == [True, True, False]
+
+
 @pytest.mark.parametrize("text", [FORMATS[0], FORMATS[2], FORMATS[5], FORMATS[6], FORMATS[7]])
 def test_whole_graph_equals_eager(text: str) -> None:
     torch.compiler.reset()

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the layers of a model see of some text: for scores that rank weights by their inputs."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,18 @@ from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.nn.straight_through import InputQuantizer
 
 
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode inside; then each of its modules in its own again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
 @torch.no_grad()
 def input_norms(
     model: nn.Module,
@@ -18,7 +31,7 @@ def input_norms(
     config: SparseBitConfig,
     batches: Iterable[Tensor],
 ) -> dict[str, Tensor]:
-    """Root mean square of each input feature of some layers, as the model is now, by layer.
+    """Root mean square of each input feature of the layers that the text reaches, as the model is now.
 
     Args:
         model: called with `input_ids`.
@@ -41,21 +54,20 @@ def input_norms(
         hooks.append(layers[name].register_forward_pre_hook(hook))
 
     hooks: list[torch.utils.hooks.RemovableHandle] = []
-    was_training = model.training
-    model.eval()
     try:
         for name in layers:
             see(name)
         device = next(model.parameters()).device
-        for batch in batches:
-            model(input_ids=batch.to(device))
+        with evaluation_mode(model):
+            for batch in batches:
+                model(input_ids=batch.to(device))
     finally:
         for handle in hooks:
             handle.remove()
-        model.train(was_training)
-    if not squares:
+    if not any(tokens.values()):
         raise UserError("convert_: the calibration text is empty")
-    norms = {name: (total / tokens[name]).sqrt().float() for name, total in squares.items()}
+    # No token reaches some, an expert that is never chosen for one.
+    norms = {name: (squares[name] / n).sqrt().float() for name, n in tokens.items() if n}
     for name, norm in norms.items():
         if not torch.isfinite(norm).all():
             raise UserError(f"convert_: layer {name} gets calibration inputs that are not finite")

@@ -83,10 +83,16 @@ def convert_(
     for name, module in targets.items():
         for width in in_features_of(module):
             config.pattern.check_divides(width, name)
+    linear = {name: module for name, module in targets.items() if is_linear(module)}
+    sees_inputs = config.variant("score").entry.sees_inputs
+    if calibration is not None and sees_inputs and len(linear) < len(targets):
+        raise UserError(
+            "convert_: calibration does not reach fused experts; leave them dense (dense_layers), or "
+            "convert the model to full-8:8 first, which takes them apart"
+        )
     asked = set(found.values()) if filter_fn is not None else set(targets.values())
     asked |= {module for name, module in found.items() if config.keeps_dense(name)}
     _tell_what_stays(model, targets, asked, allow_partial)
-    linear = {name: module for name, module in targets.items() if is_linear(module)}
     norms = {} if calibration is None else input_norms(model, linear, config, calibration)
     layers: dict[nn.Module, nn.Module] = {}
     for name, module in found.items():
@@ -104,7 +110,7 @@ def convert_(
     if lost := lost_weights(model, [f"{name}.weight" for name in sparse_layers(model)]):
         warnings.warn(
             f"convert_: {type(model).__name__} as transformers saves it would not load again: "
-            f"{lost[0]} is stored under another name, as are {len(lost) - 1} more",
+            f"{lost[0]} is stored under another name, one of {len(lost)} such weights",
             stacklevel=2,
         )
     model_config: Any = getattr(model, "config", None)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.nn.calibration import evaluation_mode
 from sparse_bitnet.nn.convert import selected
 from sparse_bitnet.training.device import autocast
 from sparse_bitnet.training.output_scale import capped, logit_cap, output_scale
@@ -258,14 +259,8 @@ def selected_for_evaluation(
     loss: SummedLoss, selection: AbstractContextManager[None]
 ) -> Iterator[None]:
     """The model in evaluation mode inside of `selection`; then back in its own."""
-    model = loss.model
-    was_training = model.training
-    model.eval()
-    try:
-        with selection:
-            yield
-    finally:
-        model.train(was_training)
+    with evaluation_mode(loss.model), selection:
+        yield
 
 
 @torch.no_grad()
