@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from factories import MODEL_FAMILIES, tiny_model
@@ -203,6 +204,12 @@ class TestConvert:
         with pytest.warns(UserWarning, match="2 matrices of Sequential stay as they are"):
             convert_(model, TERNARY, allow_partial=True)
         assert type(attention.out_proj) is before
+
+    def test_a_weight_that_is_computed_is_left_alone(self) -> None:
+        model = nn.Sequential(nn.Linear(8, 8))
+        prune.l1_unstructured(model[0], "weight", 0.5)
+        with pytest.raises(UserError, match="no linear layer to convert"):
+            convert_(model, TERNARY)
 
     def test_size_that_does_not_divide_is_refused_by_name_and_changes_nothing(self) -> None:
         model = tiny_model(intermediate_size=92)

@@ -216,6 +216,18 @@ def test_linear_layers_by_other_names_compute_the_same(family: str) -> None:
     assert all(layer.weight.grad is not None for layer in sparse_layers(ternary).values())
 
 
+@pytest.mark.parametrize("family", ["gpt2", "moe"])
+def test_new_weights_are_frozen_as_the_old_ones(family: str) -> None:
+    model = FAMILIES[family]()
+    frozen = {"gpt2": "attn.c_attn.bias mlp.c_fc.weight", "moe": "experts.down_proj"}[family]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.endswith(tuple(frozen.split())))
+    layers = sparse_layers(convert_(model, SparseBitConfig()))
+    left = {name for name, layer in layers.items() if not layer.weight.requires_grad}
+    end = {"gpt2": ".c_fc", "moe": ".down"}[family]
+    assert left == {name for name in layers if name.endswith(end)}
+
+
 class FirstOfEachGroup(SparseBitLinear):
     """Keeps the first weights of every group, whatever their magnitude."""
 
@@ -235,6 +247,12 @@ class TestOwnSelection:
     def test_a_subclass_comes_back(self, saved: Path) -> None:
         layers = sparse_layers(from_pretrained(saved))
         assert all(type(layer) is FirstOfEachGroup for layer in layers.values())
+
+    def test_a_converted_layer_takes_another_class_when_asked(self) -> None:
+        model = convert_(tiny_model(), SparseBitConfig())
+        for asked in ({"layer_class": FirstOfEachGroup}, {}):
+            layers = sparse_layers(convert_(model, SparseBitConfig(), **asked))
+            assert all(type(layer) is FirstOfEachGroup for layer in layers.values())
 
     @pytest.mark.parametrize(
         ("change", "message"),

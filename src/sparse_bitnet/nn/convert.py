@@ -51,10 +51,10 @@ def convert_(
         calibration: token ids, int64 [batch, sequence] each: text whose inputs scores as `wanda` take
             from the model as it was, so that it is pruned without training.
 
-    A layer already converted takes the new config, a layer that stands at several places stays one.
-    The weights of GPT-2's `Conv1D` and fused experts become new parameters, so make the optimiser
-    afterwards. What stays as it is, unasked, is told in a warning. A transformers model's config gets
-    the `quantization_config` with which it saves and loads.
+    A layer already converted takes the new config, and a new class if one is given; a layer that stands
+    at several places stays one. The weights of GPT-2's `Conv1D` and fused experts become new parameters,
+    so make the optimiser afterwards. What stays as it is, unasked, is told in a warning. A transformers
+    model's config gets the `quantization_config` with which it saves and loads.
 
     Raises `UserError` when nothing matches, a pattern does not divide a layer, most matrix weights
     would stay, or `model` is itself a linear layer; the model is then unchanged.
@@ -201,9 +201,9 @@ def selected(model: nn.Module, reduce: Callable[[Tensor], Tensor] | None = None)
     """Mask and codes of all layers, computed once and used by every forward inside the block.
 
     Put it around the micro-batches of one optimiser step (and their activation recomputation), around
-    an evaluation or around `generate`. Weights must not change inside: a layer whose weight does
-    selects anew in every forward. Nested use is a no-op. In evaluation mode the masks and flip
-    counts of the training steps are left as they were.
+    an evaluation or around `generate`. Weights must not change inside: a layer whose weight does,
+    except through `.data`, selects anew in every forward. Nested use is a no-op. In evaluation mode the
+    masks and flip counts of the training steps are left as they were.
 
     What a score adds to the gradient, and the norms of inputs that it follows, are reckoned where the
     block ends; `reduce` sums the latter over processes with other inputs.

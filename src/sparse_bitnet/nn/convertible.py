@@ -18,10 +18,10 @@ _FUSED = "transformers.integrations.moe"
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether the module is a linear layer by another name at most."""
-    if isinstance(module, SparseBitLinear) or type(module) is nn.Linear:
-        return True
-    return _class_name(module) in (_CONV1D, *_LINEAR)
+    """Whether the module is a linear layer by another name at most, its weight not computed (pruned)."""
+    known = isinstance(module, SparseBitLinear) or type(module) is nn.Linear
+    named = known or _class_name(module) in (_CONV1D, *_LINEAR)
+    return named and isinstance(module.weight, nn.Parameter)
 
 
 def is_fused_experts(module: nn.Module) -> bool:
@@ -57,12 +57,14 @@ def converted(
         return SparseBitExperts(module, config, name, layer_class)
     if _class_name(module) == _CONV1D:
         transposed: Any = module
-        linear = _linear(transposed.weight.detach().t().contiguous(), transposed)
+        weight = transposed.weight
+        linear = _linear(weight.detach().t().contiguous(), weight.requires_grad, transposed)
         linear.bias = transposed.bias
         return layer_class.from_linear(linear, config, name)
     assert isinstance(module, nn.Linear)
-    own = type(module) if isinstance(module, SparseBitLinear) else layer_class
-    return own.from_linear(module, config, name)
+    if isinstance(module, SparseBitLinear) and layer_class is SparseBitLinear:
+        layer_class = type(module)
+    return layer_class.from_linear(module, config, name)
 
 
 class SparseBitExperts(nn.Module):
@@ -76,12 +78,14 @@ class SparseBitExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.act_fn = experts.act_fn
-        fused = {"gate_up": experts.gate_up_proj.detach(), "down": experts.down_proj.detach()}
+        fused = {"gate_up": experts.gate_up_proj, "down": experts.down_proj}
         self.experts = len(fused["down"])
         for index in range(self.experts):
             layers = {
                 part: layer_class.from_linear(
-                    _linear(weight[index].clone(), experts), config, f"{name}.{index}.{part}"
+                    _linear(weight[index].detach().clone(), weight.requires_grad, experts),
+                    config,
+                    f"{name}.{index}.{part}",
                 )
                 for part, weight in fused.items()
             }
@@ -106,11 +110,11 @@ class SparseBitExperts(nn.Module):
         return result
 
 
-def _linear(weight: Tensor, owner: nn.Module) -> nn.Linear:
-    """A layer without bias around a new parameter, trained as those of the module it comes from."""
+def _linear(weight: Tensor, trained: bool, owner: nn.Module) -> nn.Linear:
+    """A layer without bias around a new parameter, in the mode of the module it comes from."""
     out_features, in_features = weight.shape
     linear = nn.Linear(in_features, out_features, bias=False, device="meta").train(owner.training)
-    linear.weight = nn.Parameter(weight, all(p.requires_grad for p in owner.parameters()))
+    linear.weight = nn.Parameter(weight, trained)
     return linear
 
 

@@ -192,9 +192,9 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
     def is_selected(self) -> bool:
         """Whether forwards use the result of `select_`.
 
-        False once the weight has been replaced or written to, or an optimiser has made a step: a
-        selection left behind (by a step that raised, say) never meets another weight. Compiled code
-        cannot look and trusts the caller.
+        False once the weight has been replaced or written to (except through `.data`), or an optimiser
+        has made a step: a selection left behind (by a step that raised, say) never meets another weight.
+        Compiled code cannot look and trusts the caller.
         """
         if torch.compiler.is_compiling():
             return self.state.current is not None
