@@ -74,7 +74,7 @@ def _shape(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, **more
 
 
 PRESETS: dict[str, Shape] = {
-    # Block weights 0.2 M to 30 M, the vocabulary adds hidden * vocab_size: their sum is the name.
+    # Block weights 0.2 M to 28 M; the vocabulary adds hidden * vocab_size: 0.3 M to 37 M in all.
     "qwen2.5-0.3m": _shape(96, 256, 2, 3, 1, vocab_size=1024, max_position_embeddings=2048),
     "qwen2.5-0.5m": _shape(128, 352, 2, 4, 2, vocab_size=1024, max_position_embeddings=2048),
     "qwen2.5-1m": _shape(128, 352, 4, 4, 2, vocab_size=2048, max_position_embeddings=2048),

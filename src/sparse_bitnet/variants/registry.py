@@ -143,7 +143,7 @@ def register_score(
     """Register `function(weight, *, fields) -> Tensor`: of every group the n highest scores are kept.
 
     Args:
-        name: of letters, digits and dashes, as the text form has it.
+        name: of letters, digits, dashes and underscores, as the text form has it.
         shrink: `(weight, mask, m, *, fields) -> Tensor`, what is used (and quantised) instead of the
             weight.
         gradient: `(weight, mask, *, fields) -> Tensor`, added to the weight's gradient once a step, where
@@ -201,7 +201,7 @@ def _registers(
     kind: str, name: str, hooks: dict[str, Callable[..., Any] | None], **options: bool
 ) -> Callable[[F], F]:
     if not re.fullmatch(r"[a-zA-Z0-9][a-zA-Z0-9_-]*", name):
-        raise UserError(f"{kind} {name!r}: names are letters, digits and dashes")
+        raise UserError(f"{kind} {name!r}: names are letters, digits, dashes and underscores")
 
     def register(function: F) -> F:
         before = _ENTRIES[kind].get(name)

@@ -84,7 +84,7 @@ def i2_matvec(
     ROWS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """The same of one token, four codes at a time."""
+    """y [TOKENS, rows] = x @ codes.T, scaled, with a bias; four codes at a time."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.arange(0, TOKENS)
     lane = tl.arange(0, WORDS)[None, None, :]
