@@ -16,10 +16,12 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.nn.convert import convert_, selected, sparse_layers
+from sparse_bitnet.nn.selection import select
 from sparse_bitnet.ops.nm_mask import nm_mask
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.variants import registry
 from sparse_bitnet.variants.registry import (
+    Matrix,
     register_activation,
     register_quantizer,
     register_schedule,
@@ -126,6 +128,18 @@ def test_what_own_functions_return_is_checked(own: None) -> None:
     register_quantizer("odd")(lambda weight, mask: (weight.sign(), torch.ones(3)))
     with pytest.raises(UserError, match=r"quantizer odd: a scale of \[3\]"):
         make_layer("ternary-6:8,quantizer=odd").select()
+
+
+def test_a_scale_of_some_rows_is_refused_whatever_the_score_asked_for(own: None) -> None:
+    register_score("shared")(
+        lambda weight, *, matrix: weight.abs() / matrix.max(weight.abs().max())
+    )
+    register_quantizer("local")(lambda weight, mask: (weight.sign(), weight.abs().mean()))
+    config = SparseBitConfig.parse("ternary-6:8,score=shared,quantizer=local")
+    rows = Matrix()
+    rows.reduce_sum = rows.reduce_max = torch.clone
+    with pytest.raises(UserError, match="quantizer local: its scale is that of some rows"):
+        select(torch.randn(20, 48), config, matrix=rows)
 
 
 def trained(text: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:

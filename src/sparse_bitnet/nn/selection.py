@@ -133,6 +133,7 @@ def _quantized(
     quantizer: Variant, weight: Tensor, mask: Tensor | None, matrix: Matrix
 ) -> tuple[Tensor, Tensor]:
     """int8 codes, zero where the mask prunes, and the float32 scale."""
+    matrix.asked = False  # by a score, perhaps
     codes, scale = quantizer.call(weight, mask, matrix=matrix)
     if scale.numel() == 1 and matrix.is_part and not matrix.asked:
         raise UserError(

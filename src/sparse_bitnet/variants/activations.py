@@ -18,13 +18,14 @@ def hadamard(x: "Tensor") -> "Tensor":
     power of two that divides the features."""
     import torch
 
-    features = x.shape[-1]
+    features, dtype = x.shape[-1], x.dtype
     block, width = features & -features, 1
+    x = x.float() if dtype == torch.float16 else x  # sums pass the end of float16
     while width < block:
         a, b = x.unflatten(-1, (-1, 2, width)).unbind(-2)
         x = torch.stack((a + b, a - b), -2).flatten(-3)
         width *= 2
-    return x * block**-0.5
+    return (x * block**-0.5).to(dtype)
 
 
 @register_activation("int4-hadamard", transform=hadamard)

@@ -26,7 +26,7 @@ def _sum_and_count(values: "Tensor", kept: "Tensor | None") -> "Tensor":
     """float64 [2]: of the values that are kept."""
     import torch
 
-    count = values.new_full((), values.numel()) if kept is None else kept.sum()
+    count = values.new_full((), values.numel(), dtype=torch.float64) if kept is None else kept.sum()
     values = values if kept is None else values * kept
     return torch.stack([values.double().sum(), count.double()])
 
