@@ -52,6 +52,15 @@ def test_what_is_measured(cache: Path) -> None:
     assert ("lookup" in seconds) == looks_up
 
 
+def test_groups_that_do_not_divide_the_columns(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(format_tuning, "_LOOK_UP", ("generic",))
+    pool = _cpu.ThreadPool(1)
+    assert format_tuning.choose_format(NMPattern(3, 7), pool, GENERIC) in {"i2", "b3"}
+    assert "lookup" in format_tuning.measure_formats(NMPattern(7, 7), pool, GENERIC)
+
+
 def test_measured_once(cache: Path, measurements: list[NMPattern]) -> None:
     pool = _cpu.ThreadPool(1)
     for _ in range(2):

@@ -106,8 +106,9 @@ def measure_formats(
 
 def _candidates(pattern: NMPattern, isa: str) -> list[str]:
     """Formats worth measuring: a bitmap of dense weights takes as many bytes as i2 and more work, and
-    lookup is for instruction sets that look 64 bytes up at once."""
-    hopeless = {"nm-bitmap": pattern.is_dense, "lookup": isa not in _LOOK_UP}
+    lookup is for instruction sets that look 64 bytes up at once, and whole groups in the columns."""
+    has_groups = COLUMNS % coded_pattern(pattern).m == 0
+    hopeless = {"nm-bitmap": pattern.is_dense, "lookup": isa not in _LOOK_UP or not has_groups}
     return [
         name for name in FORMATS if holds_pattern(name, pattern) and not hopeless.get(name, False)
     ]
