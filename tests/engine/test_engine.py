@@ -440,6 +440,38 @@ def test_closing_waits_for_the_forward_of_another_thread(
         engine.forward([(sequence, [1])])
 
 
+@pytest.mark.parametrize("order", ["sequence sequence", "engine engine", "engine sequence"])
+def test_two_threads_close_the_same(
+    qwen: Path, monkeypatch: pytest.MonkeyPatch, order: str
+) -> None:
+    engine = Engine.load(qwen, threads=1)
+    closed = {"engine": engine, "sequence": engine.new_sequence()}
+    gate, other, errors = Gate(engine, monkeypatch), engine.new_sequence(), []
+
+    def call(method, *given) -> threading.Thread:
+        def run() -> None:
+            try:
+                method(*given)
+            except Exception as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+    threads = [call(engine.forward, [(other, TOKENS)])]
+    assert gate.entered.wait(60)
+    for name in order.split():
+        threads.append(call(closed[name].close))
+        threads[-1].join(0.1)
+    gate.opened.set()
+    for thread in threads:
+        thread.join(60)
+    assert not errors
+    assert not closed["sequence"].is_open
+    engine.close()
+
+
 def test_the_child_of_a_fork_is_refused_and_ends_in_order(qwen: Path) -> None:
     """Forked while another thread of the parent is in a forward."""
     script = f"""

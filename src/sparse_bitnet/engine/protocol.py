@@ -2,8 +2,8 @@
 """What text generation, the scheduler and lm-eval ask of an engine, and what all engines share: their
 sequences, the checks of a batch, and one caller at a time. Free of torch.
 
-`engine.Engine` runs packed models in C++; `reference.TransformersEngine` any transformers model;
-`gpu.engine.GpuEngine` ternary ones on a GPU.
+`engine.Engine` runs packed models in C++; `transformers_engine.TransformersEngine` any transformers
+model; `gpu.gpu_engine.GpuEngine` ternary ones on a GPU.
 """
 
 import os
@@ -69,10 +69,13 @@ class EngineSequence:
 
     def close(self) -> None:
         """Give the memory back; a second call does nothing."""
-        if self.is_open and self.engine.is_usable:
-            with self.engine.turn():
-                self.engine._release(self)
-                self.engine.sequences.remove(self)
+        if self.engine.is_usable:
+            with self.engine._turns:
+                # Unless it, or the engine, was closed by another thread in the turn before.
+                if self.is_open and self.engine.is_usable:
+                    self.engine._release(self)
+                    self.engine.sequences.remove(self)
+                self.is_open = False
         self.is_open = False
 
     def check(self, length: int) -> int:
@@ -153,7 +156,9 @@ class InferenceEngine(ABC):
         if not self.is_usable:
             self._is_closed = True
             return
-        with self.turn():
+        with self._turns:
+            if self._is_closed:
+                return
             for sequence in list(self.sequences):
                 sequence.close()
             self._close()
