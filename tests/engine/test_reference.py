@@ -8,6 +8,7 @@ import torch
 from factories import tiny_model
 from sparse_bitnet.engine.protocol import CacheFull, ContextFull
 from sparse_bitnet.engine.transformers_engine import TransformersEngine
+from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import convert_, sparse_layers
 from sparse_bitnet.nn.layer import SparseBitConfig
 
@@ -116,6 +117,7 @@ def test_limits_are_checked_before_anything_changes(model):
     with pytest.raises(CacheFull):
         one.fork()
     assert (len(one), len(two), engine.free_tokens) == (8, 0, 6)
+    assert one.cache.get_seq_length() == 8
     one.close()
     one.close()
     assert engine.free_tokens == 14
@@ -138,6 +140,19 @@ def test_misuse_is_refused(engine):
     for use in (sequence.fork, lambda: engine.forward([(sequence, [1])])):
         with pytest.raises(ValueError, match="closed"):
             use()
+
+
+def test_no_context_beyond_the_positions_of_the_model():
+    import transformers
+
+    sizes = {"n_embd": 16, "n_head": 2, "n_layer": 1, "vocab_size": 96, "n_positions": 16}
+    ids = {"bos_token_id": 0, "eos_token_id": 0}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **ids))
+    with pytest.raises(UserError, match="--context-length 17: the model has 16"):
+        TransformersEngine(model, context_length=17)
+    assert TransformersEngine(model, context_length=16).context_length == 16
+    model.config.get_text_config = lambda: transformers.GPT2Config(**sizes | {"n_positions": 12})
+    assert TransformersEngine(model).context_length == 12, "that of the text, in a nested config"
 
 
 def test_masks_are_selected_while_the_engine_is_open():

@@ -12,6 +12,7 @@ import torch
 
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.engine.protocol import CacheFull, EngineSequence, InferenceEngine, WhichLogits
+from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import selected
 
 if TYPE_CHECKING:
@@ -40,11 +41,16 @@ class TransformersEngine(InferenceEngine):
             model: a causal LM, on any device and in any dtype.
             context_length: most tokens of one sequence; default the model's positions.
             cache_tokens: room for this many tokens over all sequences; default without limit.
+
+        Raises `UserError` for a context beyond the model's positions.
         """
-        positions = getattr(model.config, "max_position_embeddings", DEFAULT_CONTEXT_LENGTH)
+        config = model.config.get_text_config()
+        positions = getattr(config, "max_position_embeddings", None)
+        if context_length is not None and context_length > (positions or context_length):
+            raise UserError(f"--context-length {context_length}: the model has {positions}")
         embedding: Any = model.get_input_embeddings()
-        size = model.config.get_text_config().hidden_size
-        super().__init__(len(embedding.weight), context_length or positions, size)
+        length = context_length or positions or DEFAULT_CONTEXT_LENGTH
+        super().__init__(len(embedding.weight), length, config.hidden_size)
         self._model: Any = model.eval()
         self._cache_tokens = _MOST_TOKENS if cache_tokens is None else cache_tokens
         # A recurrent state cannot be cut back to an earlier token: such models compute all again.
@@ -63,7 +69,7 @@ class TransformersEngine(InferenceEngine):
     ) -> "TransformersEngine":
         """A folder or hub id that transformers reads, packed ones too, in float32.
 
-        Raises `UserError` when it cannot be loaded.
+        Raises `UserError` when it cannot be loaded, or as the constructor.
         """
         model: Any = from_pretrained(str(checkpoint), dtype=torch.float32)
         return cls(model.to(device), context_length=context_length, cache_tokens=cache_tokens)
@@ -118,7 +124,8 @@ class TransformersEngine(InferenceEngine):
 
     def _restore(self, sequence: EngineSequence) -> None:
         """Some layers may have the tokens and others not: all are computed again with the next ones."""
-        sequence.cache = self._open()
+        if self._has_cache and sequence.cache.get_seq_length() > len(sequence):
+            sequence.cache = self._open()
 
     def _cropped(self, cache: Any, length: int) -> Any:
         if cache is None or length == 0:
