@@ -48,13 +48,13 @@ def change_config(folder: Path, **changes: Any) -> None:
     (folder / "config.json").write_text(json.dumps(kept))
 
 
-def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    """The tensors after `change`, in a file whose checksums are right."""
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None], **stated: str) -> None:
+    """The tensors after `change`, in a file whose checksums are right and that states this besides."""
     path = folder / "model.safetensors"
     file = TensorFile(path)
     tensors = {name: file.tensor(name).clone() for name in file.entries}
     change(tensors)
-    metadata = {key: value for key, value in file.metadata.items() if key != "crc32"}
+    metadata = {key: value for key, value in file.metadata.items() if key != "crc32"} | stated
     specs = [TensorSpec(name, value.dtype, tuple(value.shape)) for name, value in tensors.items()]
     path.unlink()
     with TensorFileWriter(path, specs, metadata) as writer:
@@ -248,6 +248,21 @@ def test_tensors_are_compared(packed: Path, original: Path) -> None:
         rewrite(packed, change)
         with pytest.raises(UserError, match=message):
             load(packed)
+
+
+def test_a_ternary_table_has_whole_groups(tmp_path: Path) -> None:
+    folder = make_packed(tmp_path, hidden_size=40, intermediate_size=48, embeddings="bf16")
+
+    def ternary(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.embed_tokens.weight"] = torch.full((96, 16), 0b01010101, dtype=torch.uint8)
+        tensors["model.embed_tokens.weight_scale"] = torch.ones(96, 1)
+
+    config = json.loads((folder / "config.json").read_text())
+    entry = config["quantization_config"] | {"embeddings": "ternary"}
+    rewrite(folder, ternary, embeddings="ternary")
+    change_config(folder, quantization_config=entry)
+    with pytest.raises(UserError, match=r"hidden size in groups of 32, the model has 40"):
+        load(folder)
 
 
 def test_floats_of_other_types_are_taken(packed: Path, original: Path) -> None:

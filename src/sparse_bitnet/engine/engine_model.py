@@ -188,4 +188,9 @@ def _table_group(model: EngineModel, name: str) -> int:
         (model.architecture.vocab, model.architecture.hidden),
     )
     group = scale_group(scales.shape, *shape) if scales else None
+    if shape[1] % SCALE_GROUPS[0]:
+        raise UserError(
+            f"{model.file.path}: tensor {name} is ternary, which asks for a hidden size in groups of "
+            f"{SCALE_GROUPS[0]}, the model has {shape[1]}"
+        )
     return group if group in SCALE_GROUPS else SCALE_GROUPS[0]
