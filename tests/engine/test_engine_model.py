@@ -118,6 +118,7 @@ def test_config_is_compared(packed: Path, changes: dict[str, Any], message: str)
         ({"model_type": "mistral", "sliding_window": None}, ()),
         ({"model_type": "qwen2"}, ()),
         ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 2}, (0, 0, 9)),
+        ({"model_type": "qwen2", "use_sliding_window": True}, (0, 0, 0)),
         ({"model_type": "qwen3", "layer_types": ["full_attention"] * 3}, ()),
         ({"model_type": "gemma3_text", "sliding_window_pattern": 2}, (9, 0, 9)),
     ],

@@ -23,6 +23,9 @@ _EVERY = 6
 _WINDOW = 4096
 """Of Mistral and Gemma where a config does not say."""
 
+_UNWINDOWED = 28
+"""Of Qwen's layers those below the first with a window, if a config does not say."""
+
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -88,7 +91,7 @@ def windows_of(config: dict[str, Any], where: str) -> tuple[int, ...]:
         return ()
     window = fields.size("sliding_window", default, most=MOST_POSITIONS)
     layers = fields.size("num_hidden_layers", most=_MOST_LAYERS)
-    first = 0 if model_type == "mistral" else config.get("max_window_layers") or 0
+    first = 0 if model_type == "mistral" else config.get("max_window_layers", _UNWINDOWED)
     if types is not None:
         if len(types) != layers:
             raise UserError(f"{where}: layer_types are {len(types)}, num_hidden_layers is {layers}")
