@@ -236,8 +236,10 @@ def test_sub_norms_of_other_families() -> None:
     model = with_sub_norms(tiny_model("qwen2"))
     assert model.get_parameter("model.layers.0.self_attn.q_proj.bias") is not None
     assert not model.get_parameter("model.layers.0.self_attn.o_proj.bias").any()
-    with pytest.raises(UserError, match="is not a plain llama or qwen2 model"):
-        with_sub_norms(tiny_model("qwen3"))
+    windows = tiny_model("qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=0)
+    for other in (tiny_model("qwen3"), windows):
+        with pytest.raises(UserError, match="is not a plain llama or qwen2 model"):
+            with_sub_norms(other)
     with pytest.raises(UserError, match="does nothing without init: give --init"):
         TrainConfig(sub_norms=True)
     assert build_model("qwen2.5-1m", SparseBitConfig()).config.model_type == "qwen2"

@@ -118,9 +118,9 @@ def with_sub_norms(model: "PreTrainedModel") -> "PreTrainedModel":
         if name.endswith("o_proj.bias"):
             parameter.detach().zero_()
     fitting = {name: tuple(tensor.shape) for name, tensor in new.state_dict().items()}
-    if old.model_type not in ("llama", "qwen2") or any(
-        fitting.get(name) != tuple(tensor.shape) for name, tensor in state.items()
-    ):
+    other = any(fitting.get(name) != tuple(tensor.shape) for name, tensor in state.items())
+    has_windows = "sliding_attention" in (getattr(old, "layer_types", None) or ())
+    if old.model_type not in ("llama", "qwen2") or other or has_windows:
         raise UserError(f"sub_norms: {type(model).__name__} is not a plain llama or qwen2 model")
     if new.device.type != "meta":
         new.load_state_dict(state, strict=False)
