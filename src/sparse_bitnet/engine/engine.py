@@ -36,8 +36,8 @@ class Engine(InferenceEngine):
         folder: of the model.
         architecture: its sizes.
         threads: that compute; fewer than asked for where the system starts no more.
-        weight_format: "i2", "b3" or "nm-bitmap": the weights in memory.
-        head_format: "int8", "int4", "bfloat16" or "float32": the output head in memory.
+        weight_format: "i2", "b3", "nm-bitmap" or "lookup": the weights in memory.
+        head_format: "int8", "int4", "bfloat16", "float32" or "i2": the output head in memory.
         kv_cache: "int8", "int4", "float16" or "float32": keys and values in memory.
         weight_bytes, head_bytes: what a token reads of them.
         isa: name of the kernels in use.
@@ -83,12 +83,11 @@ class Engine(InferenceEngine):
         Args:
             folder: the packed model.
             threads: to compute with; by default one for each processor this process may use.
-            weight_format: form of the weights in memory: "i2", "b3" or "nm-bitmap", "stored" as in the
-                file and, where rows lie on whole cache lines, the mapped file itself, "auto" the fastest
-                here, by a short measurement (format_tuning.py); i2 where the weights have a scale for
-                every group.
-            head: form of the output head in memory: "stored", "int8", "int4", "auto" int8. Of a head
-                that is tied to it, also of the embedding.
+            weight_format: form of the weights in memory: one of `FORMATS`, "stored" as in the file and,
+                where rows lie on whole cache lines, the mapped file itself, "auto" the fastest here, by
+                a short measurement (format_tuning.py); i2 where the weights have a scale for every group.
+            head: form of the output head in memory: "stored", "int8", "int4", "auto" int8, or ternary as
+                in the file. Of a head that is tied to it, also of the embedding.
             kv_cache: form of keys and values: "float32", "float16", "int8", "int4", or "auto" int8, but
                 float16 where keys have a bias or a norm above 16, as Qwen2.5's.
             activations: what shares a scale of the int8 activations: "token", "group" as many as the
