@@ -27,6 +27,7 @@ from sparse_bitnet.pattern import NMPattern
 
 pytest.importorskip("sparse_bitnet._cpu")
 from sparse_bitnet import _cpu
+from sparse_bitnet.engine import format_tuning
 from sparse_bitnet.engine.engine import Engine, _cache_type
 from sparse_bitnet.engine.weight_memory import WeightMemory
 
@@ -347,6 +348,14 @@ def test_limits_and_misuse(qwen: Path) -> None:
 def test_options_are_checked(qwen: Path, options: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         Engine.load(qwen, **options)
+
+
+def test_a_measurement_without_memory_is_one_line(
+    qwen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(format_tuning, "_BYTES", 1 << 62)
+    with pytest.raises(UserError, match="not enough memory for its weights and its cache"):
+        Engine.load(qwen, threads=1)
 
 
 def test_progress_and_the_mapping_of_the_file(qwen: Path) -> None:

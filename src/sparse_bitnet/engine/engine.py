@@ -119,16 +119,16 @@ class Engine(InferenceEngine):
         pool = _cpu.ThreadPool(threads)
         groups = model.scale_groups()
         is_mapped = weight_format == "stored"
-        if weight_format == "auto":
-            has_groups = groups != {0}
-            weight_format = "i2"
-            if not has_groups:
-                pattern, exact = model.metadata.pattern, model.exact
-                weight_format = choose_format(pattern, pool, kernels, exact=exact)
-        elif weight_format == "stored":
-            weight_format = model.metadata.packed_format
-        check_format(model, weight_format)
         try:
+            if weight_format == "auto":
+                has_groups = groups != {0}
+                weight_format = "i2"
+                if not has_groups:
+                    pattern, exact = model.metadata.pattern, model.exact
+                    weight_format = choose_format(pattern, pool, kernels, exact=exact)
+            elif weight_format == "stored":
+                weight_format = model.metadata.packed_format
+            check_format(model, weight_format)
             weights = load_weights(
                 model,
                 kernels,
