@@ -126,6 +126,10 @@ def test_what_the_kernels_do_not_take_is_refused():
         (sparse_model("full-6:8"), r"layer 0\.q_proj: the GPU kernels take ternary"),
         (sparse_model(family="gpt_neox"), "runs qwen2, qwen3, llama, the model is gpt_neox"),
         (tiny_model(use_sliding_window=True, max_window_layers=1), "sliding_attention"),
+        (
+            tiny_model(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+            "no ropes that follow the length, the model has dynamic",
+        ),
         (tiny_model(hidden_act="gelu"), "SwiGLU"),
     ):
         with pytest.raises(UserError, match=why):

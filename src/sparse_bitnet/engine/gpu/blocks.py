@@ -147,8 +147,8 @@ def prepare_(model: Any, policy: RoutePolicy) -> Any:
         model: in evaluation mode, with ternary layers, trained or packed, or dense ones.
         policy: which product for how many tokens.
 
-    Raises `UserError` for a model that is not in `MODEL_TYPES`, has other attention than full, or, with
-    its name, a layer that the kernels do not take.
+    Raises `UserError` for a model that is not in `MODEL_TYPES`, has other attention than full or a rope
+    that follows the length, or, with its name, a layer that the kernels do not take.
     """
     kind = getattr(model.config, "model_type", None)
     if kind not in MODEL_TYPES:
@@ -158,6 +158,9 @@ def prepare_(model: Any, policy: RoutePolicy) -> Any:
     kinds = sorted(set(getattr(model.config, "layer_types", None) or ["full_attention"]))
     if kinds != ["full_attention"]:
         raise UserError(f"the GPU engine has full attention only, the model has {', '.join(kinds)}")
+    # A step has one table of frequencies, and idle slots stand at the last position.
+    if (rope := model.get_decoder().rotary_emb.rope_type) in ("dynamic", "longrope"):
+        raise UserError(f"the GPU engine has no ropes that follow the length, the model has {rope}")
     layers = model.get_decoder().layers
     for index, layer in enumerate(layers):
         layers[index] = Block(layer, policy, f"layer {index}")
