@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Thin: every target is one command of the installed package, after setting it up if needed.
-PYTHON ?= python3.11
+PYTHON ?= $(firstword $(foreach minor,11 12 13 14,$(shell command -v python3.$(minor) 2>/dev/null)) python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

@@ -6,6 +6,8 @@ import importlib
 import os
 import re
 import shlex
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,6 +93,16 @@ def test_commands_exist_with_their_options(page, line, only_parsed, capsys):
         assert (ROOT / program).is_file()
     else:
         assert program in OF_OTHERS or words[:2] in (["pip", "install"], ["python", "-c"])
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make")
+def test_make_takes_the_python_that_there_is(tmp_path):
+    (tmp_path / "python3.12").symlink_to("/bin/true")
+    done = subprocess.run(
+        [str(shutil.which("make")), "-n", f"VENV={tmp_path}/new", "quickstart"],
+        **{"cwd": ROOT, "env": {"PATH": str(tmp_path)}, "capture_output": True, "text": True},
+    )
+    assert f"{tmp_path}/python3.12 -m venv" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
