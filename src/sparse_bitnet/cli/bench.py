@@ -29,6 +29,8 @@ def run(options: Annotated[BenchOptions, FLAT], out: Path | None = None) -> None
     Decode is given as a share of the memory's speed, prefill of the int8 multiply-adds', both
     measured in the same run. Keep the machine otherwise idle.
 
+    `bench prefill|decode|train|kernels|profile`, and `bench gpu --all`, measure on a GPU instead.
+
     Args:
         options: what to measure.
         out: append the rows to this JSON-lines file.

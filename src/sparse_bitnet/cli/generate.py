@@ -47,7 +47,8 @@ def run(
     """Continue a prompt with a checkpoint.
 
     Args:
-        checkpoint: packed folder, run folder, checkpoint folder, or any transformers folder or hub id.
+        checkpoint: packed folder, run folder, checkpoint folder, GGUF file, or any transformers folder or
+            hub id.
         config: what to continue.
         text: how it goes on, and where it ends.
         speculation: what is guessed ahead of it.

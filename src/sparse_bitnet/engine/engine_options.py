@@ -18,7 +18,8 @@ class EngineOptions:
     """Options of the engine."""
 
     engine: EngineName = "auto"
-    """cpu runs packed models only; transformers anything that it can load. auto: cpu where it can."""
+    """cpu runs packed models, and packs ternary ones of other tools first; transformers runs anything
+    that it can load. auto: cpu where it can."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """cuda runs ternary models, packed or not, with the kernels for GPUs; others through transformers.
