@@ -52,6 +52,13 @@ BAD_INPUT = [
     (["evaluate", "nowhere", "--data", "nowhere"], "nowhere"),
     (["generate", "nowhere"], "nowhere"),
     (["prepare", "nowhere/*.jsonl", "out", "--vocab-size", "300"], "nowhere/*.jsonl"),
+    (["reproduce", "search", "--scale", "smoke", "--out", "/dev/null"], "cannot write /dev/null"),
+    (["bench", "--weight-format"], "--weight-format: give at least one"),
+    (["bench", "--isa"], "--isa: give at least one"),
+    (["sizes", "--models"], "--models: name at least one"),
+    (["sizes", "--patterns"], "--patterns: name at least one"),
+    (["sizes", "--gaussian", "-1", "8"], "--gaussian: rows and columns must be at least 1"),
+    (["sizes", "nowhere", "--gaussian", "8", "8"], "give either a checkpoint or --gaussian"),
 ]
 BAD_OPTIONS = [
     (["train", "--steps", "0"], "steps=0: must be above 0"),

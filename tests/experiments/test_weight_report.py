@@ -109,6 +109,12 @@ def test_what_cannot_be_analysed_is_said(ours, checkpoints, pattern, message, mo
     assert not (ours.parent / "out").exists()
 
 
+def test_a_file_where_the_folder_would_be_is_said(ours, tmp_path):
+    (tmp_path / "out").touch()
+    with pytest.raises(UserError, match=r"^cannot write .*out: File exists"):
+        write_weight_report([read_checkpoint(ours, PATTERN)], PATTERN, tmp_path / "out")
+
+
 def test_a_hub_model_that_cannot_be_had_is_named():
     with pytest.raises(UserError, match="no such folder: nobody/nothing, and the hub"):
         read_checkpoint("nobody/nothing", PATTERN)

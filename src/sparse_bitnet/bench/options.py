@@ -41,7 +41,7 @@ class BenchOptions:
 
     isa: list[str] = field(default_factory=lambda: [""])
     """Instruction sets: amx_int8, avx512vbmi, avx512vnni, avx512, avxvnni, avx2,
-    neon, generic. Default: the best."""
+    i8mm, neon, generic. Default: the best."""
 
     threads: list[int] = field(default_factory=lambda: sorted({1, available_cores()}))
     """Thread counts."""
@@ -75,6 +75,9 @@ class BenchOptions:
                 raise UserError(f"--{name} {values}: give numbers above 0")
         if not self.contexts or min(self.contexts) < 0:
             raise UserError(f"--contexts {self.contexts}: give numbers of at least 0")
+        for name in ("weight_format", "isa"):
+            if not getattr(self, name):
+                raise UserError(f"--{name.replace('_', '-')}: give at least one")
         if self.steps < 1 or self.rounds < 1:
             raise UserError("--steps and --rounds must be at least 1")
         if self.quick:

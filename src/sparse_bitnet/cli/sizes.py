@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from sparse_bitnet.cli.arguments import FLAT, parse
+from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import DenseLayersOption
 
 if TYPE_CHECKING:
@@ -38,6 +39,14 @@ class SizesConfig(DenseLayersOption):
     json: str | None = None
     """Also write the numbers to this file."""
 
+    def __post_init__(self) -> None:
+        """Raise `UserError` that names the option."""
+        for name in ("models", "patterns"):
+            if not getattr(self, name):
+                raise UserError(f"--{name}: name at least one")
+        if self.gaussian is not None and min(self.gaussian) < 1:
+            raise UserError("--gaussian: rows and columns must be at least 1")
+
 
 def main(arguments: list[str]) -> None:
     """Print sizes of the presets, or how compactly one trained model's codes are stored."""
@@ -63,6 +72,8 @@ def run(
     from sparse_bitnet.pattern import NMPattern
     from sparse_bitnet.progress import Progress
 
+    if checkpoint is not None and config.gaussian is not None:
+        raise UserError("give either a checkpoint or --gaussian")
     console = Console()
     if checkpoint is not None:
         with Progress(console) as progress:

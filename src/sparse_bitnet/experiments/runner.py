@@ -93,7 +93,6 @@ def reproduce(
             "or choose another --out"
         )
     plan(scale, experiments, seeds)  # refuses what it does not know
-    out.mkdir(parents=True, exist_ok=True)
     with run_lock(out):
         data = data or prepare_text(scale, results.data)
         results.open(_setting(scale, data))

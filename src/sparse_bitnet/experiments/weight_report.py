@@ -19,6 +19,7 @@ from sparse_bitnet.analysis.weight_statistics import WeightStatistics, pool
 from sparse_bitnet.analysis.weights import checkpoint_statistics
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
+from sparse_bitnet.errors import os_errors_as
 from sparse_bitnet.experiments.measured_run import depth_parts
 from sparse_bitnet.experiments.page import Block, Figure, Paragraph, Section, html
 from sparse_bitnet.experiments.table import Table
@@ -148,7 +149,8 @@ def write_weight_report(
     checkpoints: Sequence[CheckpointWeights], pattern: NMPattern, out: Path
 ) -> None:
     """Write `weights.html` and `weights.json` to the folder `out`."""
-    out.mkdir(parents=True, exist_ok=True)
+    with os_errors_as(f"cannot write {out}"):
+        out.mkdir(parents=True, exist_ok=True)
     write_atomic(out / "weights.json", weight_json(checkpoints))
     write_atomic(out / "weights.html", weight_page(checkpoints, pattern))
 
