@@ -76,6 +76,12 @@ class EvaluateConfig:
         """Raise `UserError` that names the option."""
         check_least(self, fewshot=0, limit=1, context_length=1, stride=1)
         check_least(self, batch_size=1, max_tokens=0, threads=1)
+        others = ("context_length", "stride", "max_tokens", "column")
+        for name in others if self.tasks else ("include_path", "fewshot", "limit"):
+            if getattr(self, name) != getattr(type(self), name):
+                raise UserError(
+                    f"--{name.replace('_', '-')} is an option of {'--data' if self.tasks else '--tasks'}"
+                )
         if self.engine == "cpu" and (self.device == "cuda" or self.precision == "bf16"):
             raise UserError(
                 "--engine cpu computes in float32 on the CPU: leave out --device and --precision"

@@ -7,6 +7,7 @@ from typing import Annotated
 import tyro
 
 from sparse_bitnet.cli.arguments import FLAT, OutArgument, parse
+from sparse_bitnet.errors import UserError
 
 
 @dataclass(kw_only=True)
@@ -50,6 +51,8 @@ def run(
     from sparse_bitnet.pattern import NMPattern
     from sparse_bitnet.progress import Progress
 
+    if config.packed is None and config.embeddings != "auto":
+        raise UserError("--embeddings is an option of the packed form: give --packed")
     console = Console()
     pattern = None if config.pattern is None else NMPattern.parse(config.pattern)
     with Progress(console) as lines:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from sparse_bitnet.cli.arguments import parse
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, check_least
 from sparse_bitnet.experiments.paper_runs import EXPERIMENTS, plan
 from sparse_bitnet.experiments.scales import Scale, find_scale
 from sparse_bitnet.layer_config import DenseLayersOption
@@ -26,7 +26,8 @@ def main(arguments: list[str]) -> None:
     class Options(DenseLayersOption):
         experiments: Annotated[tuple[str, ...], tyro.conf.Positional] = ("all",)
         """all, or some of table2, sweep, ablations, schedule, mask-source, analyses, search, own-rates,
-        recipe, near-zero; table1 (after table2, not part of all) scores its models on tasks."""
+        recipe, near-zero; not part of all: ideas (every score, quantizer, activation and schedule) and
+        table1 (after table2), which scores its models on tasks."""
 
         scale: str = "cpu"
         """smoke (seconds), cpu (1 to 2.5 hours on 2 cores), cpu-paper (days of a core), gpu (25 minutes,
@@ -71,12 +72,14 @@ def main(arguments: list[str]) -> None:
         prog="sparse-bitnet reproduce",
         description="Train the runs of the paper's experiments; those that are done are skipped.",
     )
+    check_least(options, workers=1, budget_minutes=0, limit=1)
     scale = dataclasses.replace(find_scale(options.scale), dense_layers=options.dense_globs)
     if options.threads is not None:
         recipe = dataclasses.replace(scale.recipe, threads=options.threads)
         scale = dataclasses.replace(scale, recipe=recipe)
     names = options.experiments
-    chosen = list(EXPERIMENTS) if "all" in names else [name for name in names if name != "table1"]
+    chosen = [each for name in names for each in (EXPERIMENTS if name == "all" else (name,))]
+    chosen = [name for name in dict.fromkeys(chosen) if name != "table1"]
     from rich.console import Console
 
     console = Console()
