@@ -26,7 +26,8 @@ class Config:
     """Which."""
 
     rate: float = 1.0
-    """How fast."""
+    """How fast
+    (in m/s)."""
 
     stop: int = 0
     """Where."""
@@ -100,6 +101,7 @@ def test_help_prints_and_exits(capsys):
     assert "--stride INT" in printed
     assert "{None}" not in printed
     assert "Or none, in which case it is found by looking." in " ".join(printed.split())
+    assert "How fast (in m/s)." in printed
     assert "(default: None)" not in printed
     assert "(default: 3)" in printed
 

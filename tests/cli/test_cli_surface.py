@@ -69,6 +69,8 @@ BAD_INPUT = [
 BAD_OPTIONS = [
     (["train", "--steps", "0"], "steps=0: must be above 0"),
     (["train", "--stepz", "1"], "--stepz"),
+    (["export", "run", "out"], ": --format is missing; see sparse-bitnet export --help"),
+    (["distill", "--data", "data", "teacher", "out"], "TEACHER and OUT come first"),
 ]
 LIGHT = "import sys; assert not {'torch', 'transformers'} & {*sys.modules}"
 

@@ -28,7 +28,7 @@ FLAT: Any = tyro.conf.arg(name="")
 # What tyro says, and what we say instead.
 _COMPLAINTS = (
     (r"Unrecognized options: ([^,]+).*", r"\1 is one argument too many"),
-    (r"Missing from .*?: ([A-Z-]+) .*", r"\1 is missing"),
+    (r"Missing from .*?: (--[a-z-]+|[A-Z-]+) .*", r"\1 is missing"),
     (r"Missing value for argument '(.+?)'\..*", lambda found: f"{_shown(found[1])} is missing"),
     (r"Error parsing (-\S+): invalid literal for int\(\).*: (.+)", r"\1 \2: not a whole number"),
     (r"Error parsing (-\S+): could not convert string to float: (.+)", r"\1 \2: not a number"),
@@ -96,7 +96,8 @@ def _tidied() -> Iterator[None]:
     is_instance = resolver.is_instance
 
     def in_paragraphs(helptext: str) -> str:
-        return joined("\n".join(line.strip() for line in helptext.splitlines()))
+        lines = "\n".join(line.strip() for line in helptext.splitlines())
+        return re.sub(r"(?<=[^\n])\n(?=[^\n-])", " ", lines)
 
     def without_empty_default(*of_argument: Any, **options: Any) -> Any:
         text = help_of(*of_argument, **options)

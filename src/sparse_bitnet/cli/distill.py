@@ -18,7 +18,8 @@ def main(arguments: list[str]) -> None:
         )
     if len(named) < 2 and not {"-h", "--help"} & set(rest):
         raise UserError(
-            f"distill: {'OUT' if named else 'TEACHER'} is missing; see sparse-bitnet distill --help"
+            f"distill: {'OUT' if named else 'TEACHER'} is missing: TEACHER and OUT come first, "
+            "then the options; see sparse-bitnet distill --help"
         )
     if not named[1:] or not (Path(named[1]) / "config.json").is_file():
         rest = ["--recipe", "distill", *rest] if "--recipe" not in " ".join(rest) else rest
