@@ -61,6 +61,7 @@ BAD_INPUT = [
     (["reproduce", "search", "--scale", "smoke", "--out", "/dev/null"], "cannot write /dev/null"),
     (["bench", "--weight-format"], "--weight-format: give at least one"),
     (["bench", "--isa"], "--isa: give at least one"),
+    (["prepare", "python-stdlib", "out", "--tokenizer", "."], "from one of: (1) "),
     (["sizes", "--models"], "--models: name at least one"),
     (["sizes", "--patterns"], "--patterns: name at least one"),
     (["sizes", "--gaussian", "-1", "8"], "--gaussian: rows and columns must be at least 1"),

@@ -147,5 +147,5 @@ def load_tokenizer(
 def reason_of(error: BaseException) -> str:
     """The first line of an error; of a validation error, which says what is wrong in the second, both."""
     lines = str(error).split("\n") if str(error).strip() else [type(error).__name__]
-    reason = " ".join(" ".join(lines[: 2 if lines[0].endswith(":") else 1]).split())
+    reason = " ".join(" ".join(lines[: 2 if lines[0].rstrip().endswith(":") else 1]).split())
     return reason if len(reason) < _LONGEST_REASON else f"{reason[:_LONGEST_REASON]}..."
