@@ -49,6 +49,13 @@ def write_atomic(path: Path | str, data: bytes | str) -> None:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
 
 
+def check_new_file(path: Path | str) -> None:
+    """Raise `UserError` where `write_atomic` could not write: for before the work, not after."""
+    path = Path(path)
+    if path.is_dir() or not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+        raise UserError(f"cannot write {path}: no file can be made there")
+
+
 @contextmanager
 def atomic_folder(path: Path | str) -> Iterator[Path]:
     """Yield a temporary folder that becomes `path` when the block ends without an exception.

@@ -54,6 +54,7 @@ BAD_INPUT = [
     (["prepare", "nowhere/*.jsonl", "out", "--vocab-size", "300"], "nowhere/*.jsonl"),
     (["evaluate", "x", "--data", "x", "--limit", "5"], "--limit is an option of --tasks"),
     (["evaluate", "x", "--tasks", "x", "--stride", "5"], "--stride is an option of --data"),
+    (["evaluate", "x", "--data", "x", "--json", "no/folder.json"], "cannot write no/folder.json"),
     (["import", "nowhere", "out", "--embeddings", "int8"], "give --packed"),
     (["reproduce", "all", "tabel2", "--dry-run"], "experiment 'tabel2' is unknown"),
     (["reproduce", "--dry-run", "--workers", "0"], "--workers 0: must be at least 1"),

@@ -21,7 +21,7 @@ _EVERY = 6
 """Of Gemma's layers the sixth, twelfth and so on see everything, unless a config says otherwise."""
 
 _WINDOW = 4096
-"""Of Mistral and Gemma where a config does not say."""
+"""Where a config does not say."""
 
 _UNWINDOWED = 28
 """Of Qwen's layers those below the first with a window, if a config does not say."""
@@ -79,8 +79,7 @@ def windows_of(config: dict[str, Any], where: str) -> tuple[int, ...]:
     """
     fields = Fields(config, f"{where}: ")
     model_type, types = config["model_type"], config.get("layer_types")
-    default = _WINDOW if model_type in ("mistral", GEMMA3) else None
-    if not config.get("sliding_window", default):
+    if not config.get("sliding_window", _WINDOW):
         return ()
     if types is None and model_type != GEMMA3:
         # Mistral's window is every layer's, Qwen's that of the upper layers, if it is used at all.
@@ -89,7 +88,7 @@ def windows_of(config: dict[str, Any], where: str) -> tuple[int, ...]:
             return ()
     elif isinstance(types, list) and WINDOWED not in types:
         return ()
-    window = fields.size("sliding_window", default, most=MOST_POSITIONS)
+    window = fields.size("sliding_window", _WINDOW, most=MOST_POSITIONS)
     layers = fields.size("num_hidden_layers", most=_MOST_LAYERS)
     first = 0 if model_type == "mistral" else config.get("max_window_layers", _UNWINDOWED)
     if types is not None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from sparse_bitnet.cli.arguments import FLAT, CheckpointArgument, parse
 from sparse_bitnet.cli.evaluate_options import EvaluateConfig
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.files import check_new_file
 from sparse_bitnet.progress import OnProgress
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ def run(checkpoint: CheckpointArgument, config: Annotated[EvaluateConfig, FLAT])
     """
     if bool(config.tasks) == bool(config.data):
         raise UserError("give either --data, for perplexity, or --tasks")
+    if config.json:
+        check_new_file(config.json)
     if config.engine == "cpu" or checkpoint.endswith(".gguf"):
         from sparse_bitnet.engine.engine_options import EngineOptions
         from sparse_bitnet.generation.packed_once import packed_once
