@@ -49,14 +49,20 @@ def search(scale: Scale, losses: Losses = NO_LOSSES) -> list[Run]:
 def own_rates(scale: Scale, losses: Losses = NO_LOSSES) -> list[Run]:
     """Table 2 with each of the four models at its own best rate, and all at the one that is best for them
     together, at the sizes of the search; after it."""
-    return [
-        _at_rate(scale, size.model, format, rate, seed)
-        for size in scale.sizes
-        for seed in range(scale.seeds.get("own-rates", 0))
-        for format in four_formats(scale.pattern)
-        for rate in (_rates(scale, size, format, losses)[1], _chosen(scale, size, losses))
-        if rate is not None
-    ]
+    runs = []
+    for size in scale.sizes:
+        chosen = _chosen(scale, size, losses)
+        rates = {
+            f: (_rates(scale, size, f, losses)[1], chosen) for f in four_formats(scale.pattern)
+        }
+        runs += [
+            _at_rate(scale, size.model, format, rate, seed)
+            for seed in range(scale.seeds.get("own-rates", 0))
+            for format, both in rates.items()
+            for rate in both
+            if rate is not None
+        ]
+    return runs
 
 
 def recipe(scale: Scale, losses: Losses = NO_LOSSES) -> list[Run]:
