@@ -35,6 +35,18 @@ def check_least(options: object, **least: float) -> None:
             raise UserError(f"--{name.replace('_', '-')} {value}: must be at least {bound}")
 
 
+def refuse_unused(options: object, names: Iterable[str], why: str) -> None:
+    """Raise `UserError` for a field of a dataclass that was set though nothing will look at it.
+
+    `why` ends the message: what it would have to be for the option to count.
+    """
+    unset = type(options)()
+    for name in names:
+        if (value := getattr(options, name)) != getattr(unset, name):
+            shown = " ".join(map(str, value)) if isinstance(value, list | tuple) else value
+            raise UserError(f"--{name.replace('_', '-')} {shown} is not used here: {why}")
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """ " (did you mean ...?)" where a known word is close, else nothing."""
     close = difflib.get_close_matches(word, list(known), 1, 0.7)

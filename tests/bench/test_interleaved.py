@@ -203,6 +203,11 @@ def test_the_table_and_the_records(tmp_path: Path, tiny_folder: Path) -> None:
 
 
 @pytest.mark.train
+def test_a_packed_model_has_no_random_weights(tmp_path: Path, tiny_folder: Path) -> None:
+    with pytest.raises(UserError, match=f"--pattern 2:4 is not used here: {tiny_folder}"):
+        pretend(tmp_path, tiny_folder, pattern="2:4")
+
+
 @pytest.mark.parametrize("config", [None, '{"model_type": "qwen2"}'])
 def test_a_model_that_is_neither_preset_nor_packed(tmp_path: Path, config: str | None) -> None:
     if config:

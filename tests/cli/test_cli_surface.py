@@ -66,7 +66,10 @@ BAD_INPUT = [
     (["sizes", "--models"], "--models: name at least one"),
     (["sizes", "--patterns"], "--patterns: name at least one"),
     (["sizes", "--gaussian", "-1", "8"], "--gaussian: rows and columns must be at least 1"),
-    (["sizes", "nowhere", "--gaussian", "8", "8"], "give either a checkpoint or --gaussian"),
+    (["sizes", "nowhere", "--gaussian", "8", "8"], "--gaussian 8 8 is not used here: nowhere is"),
+    (["sizes", "nowhere", "--patterns", "2:4"], "--patterns 2:4 is not used here: nowhere is"),
+    (["sizes", "--gaussian", "8", "8", "--models", "qwen2.5-3b"], "--gaussian is one matrix"),
+    (["sizes", "--json", "no/folder/f.json"], "cannot write no/folder/f.json"),
 ]
 BAD_OPTIONS = [
     (["train", "--steps", "0"], "steps=0: must be above 0"),

@@ -220,7 +220,7 @@ def test_perplexity_of_the_cpu_engine_is_that_of_pytorch(packed, tmp_path, capsy
     ("model", "options", "words"),
     [
         ("packed", ["--engine", "cpu", "--precision", "bf16"], "computes in float32"),
-        ("packed", ["--engine", "transformers", "--head", "int8"], "options of the CPU engine"),
+        ("packed", ["--engine", "transformers", "--head", "int8"], "--head int8 is not used here"),
         ("packed", ["--device", "cuda", "--threads", "1"], "computes in float32"),
         ("trained", ["--kv-cache", "int8"], "the model is not packed"),
         ("trained", ["--engine", "cpu"], "pack it first"),

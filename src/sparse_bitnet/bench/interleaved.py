@@ -24,6 +24,7 @@ from sparse_bitnet.bench.random_model import cached_random_model
 from sparse_bitnet.bench.record import BenchRow
 from sparse_bitnet.bench.roofline import READ_BYTES, RooflineMeter, Work, work_of
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
+from sparse_bitnet.errors import refuse_unused
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.presets import PRESETS
 
@@ -110,7 +111,10 @@ def run(
 def _model(options: BenchOptions) -> tuple[Path, str]:
     if options.model not in PRESETS and options.model not in PUBLISHED:
         folder = Path(options.model)
-        return folder, str(open_checkpoint(folder, "packed").format.pattern)
+        packed = open_checkpoint(folder, "packed")
+        of_random = ("pattern", "binary", "scale_group", "embeddings", "models")
+        refuse_unused(options, of_random, f"{folder} has weights of its own")
+        return folder, str(packed.format.pattern)
     pattern = NMPattern.parse(options.pattern)
     folder = cached_random_model(
         options.model,

@@ -4,7 +4,7 @@
 from typing import TYPE_CHECKING, Any
 
 from sparse_bitnet.cli.evaluate_options import EvaluateConfig
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import refuse_unused
 from sparse_bitnet.progress import OnProgress
 
 if TYPE_CHECKING:
@@ -32,12 +32,8 @@ def uses_cpu_engine(checkpoint: str, config: EvaluateConfig) -> bool:
         why = "it computes in float32 on the CPU"
     else:
         why = reason_against_cpu_engine(checkpoint)
-    given = {name: getattr(config, name) for name in _ENGINE_FIELDS}
-    if why is not None and given != {name: getattr(type(config), name) for name in given}:
-        raise UserError(
-            "--head, --kv-cache, --activations and --threads are options of the CPU engine, not used "
-            f"here: {why}"
-        )
+    if why is not None:
+        refuse_unused(config, _ENGINE_FIELDS, f"it is the CPU engine's, which does not run ({why})")
     return why is None
 
 

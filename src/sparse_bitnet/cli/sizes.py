@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from sparse_bitnet.cli.arguments import FLAT, parse
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, refuse_unused
 from sparse_bitnet.layer_config import DenseLayersOption
 
 if TYPE_CHECKING:
@@ -68,12 +68,17 @@ def run(
     from rich.console import Console
 
     from sparse_bitnet.export.packed_sizes import code_statistics, gaussian_statistics, size_table
-    from sparse_bitnet.files import write_atomic
+    from sparse_bitnet.files import check_new_file, write_atomic
     from sparse_bitnet.pattern import NMPattern
     from sparse_bitnet.progress import Progress
 
-    if checkpoint is not None and config.gaussian is not None:
-        raise UserError("give either a checkpoint or --gaussian")
+    if checkpoint is not None:
+        unused = ("gaussian", "models", "patterns", "embeddings", "dense_layers")
+        refuse_unused(config, unused, f"{checkpoint} is measured as it is")
+    elif config.gaussian is not None:
+        refuse_unused(config, ("models", "embeddings", "dense_layers"), "--gaussian is one matrix")
+    if config.json:
+        check_new_file(config.json)
     console = Console()
     if checkpoint is not None:
         with Progress(console) as progress:

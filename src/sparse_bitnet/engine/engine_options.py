@@ -7,7 +7,7 @@ Imports nothing heavy, so that `--help` is immediate.
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from sparse_bitnet.errors import UserError, check_least
+from sparse_bitnet.errors import UserError, check_least, refuse_unused
 
 EngineName = Literal["auto", "cpu", "transformers"]
 WeightFormat = Literal["auto", "stored", "i2", "b3", "nm-bitmap", "lookup"]
@@ -69,10 +69,5 @@ class EngineOptions:
     def check_for_transformers(self, why: str) -> None:
         """Raise `UserError` for a set option that only the CPU engine has; `why` says what keeps it
         from running."""
-        for name in ("weight_format", "head", "kv_cache", "activations"):
-            default = next(field.default for field in fields(self) if field.name == name)
-            if getattr(self, name) != default:
-                raise UserError(
-                    f"--{name.replace('_', '-')} {getattr(self, name)} is an option of the CPU engine, "
-                    f"which does not run here: {why}"
-                )
+        names = ("weight_format", "head", "kv_cache", "activations")
+        refuse_unused(self, names, f"it is the CPU engine's, which does not run ({why})")
