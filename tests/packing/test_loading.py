@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from factories import MODEL_FAMILIES
 from sparse_bitnet.checkpoint.load import from_pretrained
+from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.checkpoint.packed_loading import open_packed, packed_layers
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.export_checkpoint import export
@@ -273,6 +274,16 @@ def test_what_is_refused_is_not_exported(packed: Path, tmp_path: Path, refusal: 
     with pytest.raises(UserError):
         export(packed, tmp_path / "out", ExportConfig(format="dense"))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("rows", [1, 7, 300])
+def test_a_table_has_scales_of_its_own_rows(trained: Trained, tmp_path: Path, rows: int) -> None:
+    pack_checkpoint(trained(), tmp_path / "packed", embeddings="int8")
+    scales = torch.ones(1) if rows == 1 else torch.ones(rows, 1)
+    rewrite(tmp_path / "packed", {"model.embed_tokens.weight_scale": scales}, {})
+    for read in (from_pretrained, open_checkpoint):
+        with pytest.raises(UserError, match=r"model\.embed_tokens\.weight_scale"):
+            read(tmp_path / "packed")
 
 
 def test_one_file_is_expected(packed: Path) -> None:

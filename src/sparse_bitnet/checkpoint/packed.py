@@ -37,20 +37,17 @@ def read(found: StoredModel) -> Checkpoint:
         for end in ("packed", "scale"):
             if f"{name}.weight_{end}" not in file.entries:
                 raise UserError(f"{file.path}: tensor {name}.weight_{end} is missing")
-        scales = file.entries[f"{name}.weight_scale"]
-        known = scales.dtype in (("F32",) if scales.shape == (1,) else ("F32", "F16", "BF16"))
-        if not known or scale_group(scales.shape, *shape) is None:
-            raise UserError(
-                f"{file.path}: tensor {name}.weight_scale is {DTYPES[scales.dtype]} "
-                f"{list(scales.shape)}, the model needs scales of a matrix {list(shape)}"
-            )
+        _check_scales_entry(file, f"{name}.weight_scale", shape, one=("F32",))
     hidden = found.config.get("hidden_size")
     tables = {
         name: (stored.shape[0], hidden if type(hidden) is int else 0)
         for name, stored in file.entries.items()
         if stored.dtype == "U8" and len(stored.shape) == 2 and f"{name}_scale" in file.entries
     }
-    internal |= {f"{name}_scale" for name in {*int8, *tables}}
+    for name in (*sorted(int8), *tables):
+        internal.add(f"{name}_scale")
+        whole = tables[name] if name in tables else file.entries[name].shape
+        _check_scales_entry(file, f"{name}_scale", whole, one=())
     others = {name: entry for name, entry in file.entries.items() if name not in internal}
 
     def ternary(layer: str) -> TernaryWeight:
@@ -91,6 +88,19 @@ def read(found: StoredModel) -> Checkpoint:
         file=file,
         metadata=metadata,
     )
+
+
+def _check_scales_entry(
+    file: TensorFile, name: str, shape: tuple[int, ...], *, one: tuple[str, ...]
+) -> None:
+    """`one`: types that a single scale of the whole matrix may have."""
+    scales = file.entries[name]
+    types = one if scales.shape == (1,) else ("F32", "F16", "BF16")
+    if scales.dtype not in types or len(shape) != 2 or scale_group(scales.shape, *shape) is None:
+        raise UserError(
+            f"{file.path}: tensor {name} is {DTYPES[scales.dtype]} {list(scales.shape)}, the model "
+            f"needs scales of a matrix {list(shape)}"
+        )
 
 
 def check_scales(scales: "Tensor", name: str) -> None:
