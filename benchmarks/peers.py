@@ -20,28 +20,23 @@ weight plus scales.
 
 import argparse
 import importlib.util
-import json
 import random
-import shlex
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from peer_engines import OURS, TYPES, Engine, engines_of, version_of
 from recorded import RESULTS
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from sparse_bitnet.bench.child import Child
 from sparse_bitnet.bench.contention import Contention, warning
-from sparse_bitnet.bench.interleaved import CHILD
-from sparse_bitnet.bench.model import cache_tokens
 from sparse_bitnet.bench.random_model import cached_random_model, default_cache
 from sparse_bitnet.bench.record import append_records, result_file, where_measured
 from sparse_bitnet.bench.roofline import READ_BYTES, RooflineMeter
@@ -50,28 +45,8 @@ from sparse_bitnet.host import available_cores
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.progress import Progress
 
-OURS = "sparse-bitnet"
-TYPES = ("tq1_0", "tq2_0", "q2_0", "i2_s")
-"""Of blocks of the exported model."""
-LLAMA_CPP = (str(Path(__file__).with_name("llama_cpp_child.py")),)
-LITESPARK = (str(Path(__file__).with_name("litespark_child.py")),)
 IDLE_SECONDS = 0.05
 """Threads of OpenMP spin for a moment after their work; the next engine starts after that."""
-
-
-@dataclass(frozen=True)
-class Engine:
-    """One line of the result: an engine, what it runs, and how many threads it has."""
-
-    name: str
-    type: str
-    """Its weights' type or format."""
-    isa: str
-    threads: int
-    measure: Callable[[str, int], float]
-    """(phase, tokens) -> seconds of the prompt, or of one decoded token."""
-    pid: int | None = None
-    """Of its process; None where every measurement starts a new one."""
 
 
 @dataclass(kw_only=True)
@@ -88,120 +63,6 @@ class Row:
     tokens_per_second: float
     seconds: list[float]
     """Of every round: of a prompt, or of one token."""
-
-
-def our_engines(folder: Path, options: argparse.Namespace, stack: ExitStack) -> Iterable[Engine]:
-    for threads in options.threads:
-        for isa in options.isa:
-            for weight_format in options.weight_format:
-                # The variable, as a user would force it, reaches every part of the engine.
-                environment = {"SPARSE_BITNET_ISA": isa} if isa else {}
-                child = stack.enter_context(Child(CHILD, environment))
-                loaded = child.ask(
-                    {
-                        "op": "load",
-                        "folder": str(folder),
-                        "options": {
-                            "threads": threads,
-                            "weight_format": weight_format,
-                            "context_length": max(options.prompt, options.steps),
-                            "cache_tokens": cache_tokens([options.prompt], [], [1], options.steps),
-                        },
-                    }
-                )
-
-                def measure(phase: str, tokens: int, child: Child = child) -> float:
-                    question = {"op": phase, "tokens": tokens, "steps": tokens}
-                    return child.ask({**question, "context": 0, "batch": 1})["seconds"]
-
-                yield Engine(
-                    OURS, loaded["weight_format"], loaded["isa"], threads, measure, child.pid
-                )
-
-
-def llama_cpp_engines(
-    folder: Path, options: argparse.Namespace, stack: ExitStack
-) -> Iterable[Engine]:
-    for type in options.type:
-        child = stack.enter_context(Child(LLAMA_CPP))
-        question = {"op": "load", "path": str(gguf_file(folder, type))}
-        child.ask({**question, "context_length": max(options.prompt, options.steps)})
-
-        for threads in options.threads:
-
-            def measure(
-                phase: str, tokens: int, child: Child = child, threads: int = threads
-            ) -> float:
-                question = {"op": phase, "tokens": tokens, "steps": tokens, "context": 0}
-                return child.ask({**question, "threads": threads})["seconds"]
-
-            yield Engine("llama.cpp", type.upper(), "", threads, measure, child.pid)
-
-
-def litespark_engines(
-    folder: Path, options: argparse.Namespace, stack: ExitStack
-) -> Iterable[Engine]:
-    for threads in options.threads if options.litespark else ():
-        child = stack.enter_context(Child(LITESPARK, {"OMP_NUM_THREADS": str(threads)}))
-        length = max(options.prompt, options.steps) + 1
-        child.ask({"op": "load", "folder": str(folder), "context_length": length})
-
-        def measure(phase: str, tokens: int, child: Child = child) -> float:
-            return child.ask({"op": phase, "tokens": tokens, "steps": tokens})["seconds"]
-
-        yield Engine("litespark-inference", "2 bits", "", threads, measure, child.pid)
-
-
-def gguf_file(folder: Path, type: str) -> Path:
-    """The model exported for llama.cpp, beside the packed folder; made unless it is there."""
-    out = folder.with_name(f"{folder.name}-gguf-{type}")
-    path = out / f"model-{type.upper()}.gguf"
-    if not path.is_file():
-        command = [sys.executable, "-m", "sparse_bitnet", "export", str(folder), str(out)]
-        command += ["--format", f"gguf-{type}", "--embeddings", "q8_0"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode or not path.is_file():
-            raise UserError((done.stderr.strip().splitlines() or ["the export failed"])[-1])
-    return path
-
-
-def other_engines(folder: Path, options: argparse.Namespace) -> Iterable[Engine]:
-    for place, binary in enumerate(options.llama_bench):
-        given = options.gguf[place]
-        gguf = gguf_file(folder, given) if given in TYPES else Path(given)
-        arguments = options.llama_bench_args[place] if place < len(options.llama_bench_args) else ""
-        for threads in options.threads:
-
-            def measure(
-                phase: str,
-                tokens: int,
-                command: tuple[str, ...] = (str(binary), "-m", str(gguf), "-t", str(threads)),
-                more: str = arguments,
-            ) -> float:
-                sizes = ("-p", str(tokens), "-n", "0")
-                if phase == "decode":
-                    sizes = ("-p", "0", "-n", str(tokens))
-                return llama_bench([*command, *sizes, *shlex.split(more)], phase, tokens)
-
-            type = given.upper() if given in TYPES else gguf.stem
-            type = f"{type} {arguments}".strip()
-            yield Engine(binary.parent.name or binary.name, type, "", threads, measure)
-
-
-def llama_bench(command: list[str], phase: str, tokens: int) -> float:
-    """Seconds of one prompt or one token, from a llama-bench that runs it once after its warm-up."""
-    command = [*command, "-r", "1", "-o", "json"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except OSError as error:
-        raise UserError(f"cannot run {command[0]}: {error.strerror}") from error
-    try:
-        (result,) = json.loads(done.stdout)
-        rate = float(result["avg_ts"])
-    except (ValueError, KeyError, TypeError) as error:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise UserError(f"{command[0]} gave no JSON result: {last}") from error
-    return tokens / rate if phase == "prefill" else 1 / rate
 
 
 def measure_all(
@@ -349,27 +210,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def version_of(engine: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version({"llama.cpp": "llama-cpp-python"}.get(engine, engine))
-    except PackageNotFoundError:
-        return ""
-
-
 def run(options: argparse.Namespace, console: Console, read_bytes: int = READ_BYTES) -> None:
     pattern = NMPattern.parse(options.pattern)
     folder = cached_random_model(
         options.model, pattern, cache=options.models, scale_group=options.scale_group
     )
     with ExitStack() as stack, Progress(console) as progress:
-        engines = [
-            *our_engines(folder, options, stack),
-            *llama_cpp_engines(folder, options, stack),
-            *litespark_engines(folder, options, stack),
-            *other_engines(folder, options),
-        ]
+        engines = engines_of(folder, options, stack)
         isas = sorted({engine.isa for engine in engines if engine.name == OURS})
         meters = [RooflineMeter(threads, isas, read_bytes) for threads in options.threads]
         contention = Contention({engine.pid for engine in engines if engine.pid is not None})

@@ -21,25 +21,30 @@ def peers() -> ModuleType:
     return load_script("peers")
 
 
+@pytest.fixture(scope="module")
+def engines() -> ModuleType:
+    return load_script("peer_engines")
+
+
 def executable(path: Path, output: str) -> str:
     path.write_text(f"#!{sys.executable}\nimport sys\nprint({output!r})\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return str(path)
 
 
-def test_llama_bench_results_become_seconds(peers: ModuleType, tmp_path: Path) -> None:
+def test_llama_bench_results_become_seconds(engines: ModuleType, tmp_path: Path) -> None:
     command = [executable(tmp_path / "llama-bench", json.dumps([{"avg_ts": 50.0}]))]
-    assert peers.llama_bench(command, "prefill", 512) == pytest.approx(10.24)
-    assert peers.llama_bench(command, "decode", 32) == pytest.approx(0.02)
+    assert engines.llama_bench(command, "prefill", 512) == pytest.approx(10.24)
+    assert engines.llama_bench(command, "decode", 32) == pytest.approx(0.02)
 
 
 @pytest.mark.parametrize("output", ["", "[]", "{}", '[{"avg_ts": null}]', "no JSON"])
-def test_a_binary_that_is_no_llama_bench(peers: ModuleType, tmp_path: Path, output: str) -> None:
+def test_a_binary_that_is_no_llama_bench(engines: ModuleType, tmp_path: Path, output: str) -> None:
     command = [executable(tmp_path / "other", output)]
     with pytest.raises(UserError, match="gave no JSON result"):
-        peers.llama_bench(command, "decode", 32)
+        engines.llama_bench(command, "decode", 32)
     with pytest.raises(UserError, match="cannot run"):
-        peers.llama_bench([str(tmp_path / "absent")], "decode", 32)
+        engines.llama_bench([str(tmp_path / "absent")], "decode", 32)
 
 
 def test_ratios_are_over_the_best_of_the_fastest_peer(peers: ModuleType) -> None:
@@ -103,11 +108,11 @@ def test_options_that_do_not_fit(peers: ModuleType, options: str) -> None:
     assert stop.value.code == 2
 
 
-def test_llama_cpp_is_measured(peers: ModuleType, tiny_folder: Path) -> None:
+def test_llama_cpp_is_measured(engines: ModuleType, tiny_folder: Path) -> None:
     pytest.importorskip("llama_cpp")
     pytest.importorskip("gguf")
-    path = peers.gguf_file(tiny_folder, "tq2_0")
-    with Child(peers.LLAMA_CPP) as child:
+    path = engines.gguf_file(tiny_folder, "tq2_0")
+    with Child(engines.LLAMA_CPP) as child:
         with pytest.raises(UserError, match="cannot load"):
             child.ask({"op": "load", "path": str(tiny_folder), "context_length": 64})
         loaded = child.ask({"op": "load", "path": str(path), "context_length": 64})
