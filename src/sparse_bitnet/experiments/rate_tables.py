@@ -26,14 +26,17 @@ def search_table(results: Results) -> Table | None:
         tried = {format: results.by_rate(format, model=model) for format in results.four_formats}
         rates = sorted(set().union(*tried.values()))
         for rate in rates if len(rates) > 1 else []:
-            cost = cost_estimate(losses_of({f: found.get(rate, {}) for f, found in tried.items()}))
+            rows = {format: found.get(rate, {}) for format, found in tried.items()}
+            used = " (used)" * (rate == results.learning_rate(model))
+            cost = cost_estimate(losses_of(rows if used else beside_the_search(rows)))
             if len(cost.values) > 1:
-                notes.append(_full_minus_ternary(f"{model}, {rate:g}", cost))
+                seeds = "" if used else " without seed 0, the search's"
+                notes.append(_full_minus_ternary(f"{model}, {rate:g}{seeds}", cost))
             first = {format: found[rate][0] for format, found in tried.items() if rate in found}
             losses = [first[format].loss for format in _DENSE if format in first]
             body.append(
                 (
-                    f"{model}, {rate:g}{' (used)' * (rate == results.learning_rate(model))}",
+                    f"{model}, {rate:g}{used}",
                     *(f"{first[f].perplexity:.2f}" if f in first else NOTHING for f in tried),
                     f"{statistics.fmean(losses):.4f}" if len(losses) == len(_DENSE) else NOTHING,
                 )
