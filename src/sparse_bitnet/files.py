@@ -10,13 +10,13 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from zlib_ng import zlib_ng
 
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, os_errors_as
 
 NO_SPACE = os.strerror(errno.ENOSPC)
 TEMPORARY_PREFIX = ".tmp-"
@@ -90,6 +90,18 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
         raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def check_ours(folder: Path, marks: Iterable[str], what: str) -> None:
+    """Raise `UserError` for a folder that holds files, none of which is named as one of `marks`.
+
+    Locks and leftovers of killed writers do not count. `what` is what such a folder would be.
+    """
+    with os_errors_as(f"cannot write {folder}"):
+        there = os.listdir(folder) if folder.is_dir() else []
+    names = {name for name in there if not name.startswith((".lock", TEMPORARY_PREFIX))}
+    if names and names.isdisjoint(marks):
+        raise UserError(f"{folder} is neither empty nor {what}; choose another folder")
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -175,6 +175,7 @@ def test_quick_is_small() -> None:
         ({"prefill": []}, "--prefill"),
         ({"contexts": [-1]}, "--contexts"),
         ({"rounds": 0}, "--rounds"),
+        ({"quick": True, "prefill": [64]}, "--prefill 64 is not used here: --quick takes its own"),
     ],
 )
 def test_sizes_that_cannot_be_measured(options: dict, words: str) -> None:

@@ -294,9 +294,9 @@ def test_folders_that_are_refused(text: Path, tmp_path: Path, tokenizer_folder: 
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.tex").write_text("mine")
-    with pytest.raises(UserError, match="not empty, and not prepared data; choose another folder"):
+    with pytest.raises(UserError, match="neither empty nor prepared data; choose another folder"):
         prepare(source, other, tokenizer=tokenizer_folder)
-    assert [path.name for path in other.iterdir() if path.name[0] != "."] == ["thesis.tex"]
+    assert [path.name for path in other.iterdir()] == ["thesis.tex"]
     with pytest.raises(UserError, match=r"cannot write .*thesis\.tex"):
         prepare(source, other / "thesis.tex", tokenizer=tokenizer_folder)
 

@@ -143,6 +143,15 @@ def test_a_folder_of_another_setting_is_refused(smoke):
         reproduce(other, ["table2"], smoke, console=QUIET)
 
 
+def test_a_folder_of_other_files_is_refused_and_left_alone(tmp_path):
+    (tmp_path / ".gitignore").write_text("*.pyc\n")
+    with pytest.raises(UserError, match="neither empty nor a set of results"):
+        reproduce(find_scale("smoke"), ["table2"], tmp_path, console=QUIET)
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [
+        (".gitignore", "*.pyc\n")
+    ]
+
+
 def test_more_patterns_rates_and_sizes_may_be_asked_for_later(smoke, tmp_path):
     scale = small_scale(patterns=("8:8",))
     options = {"data": smoke / "data", "budget_minutes": 0, "console": QUIET}

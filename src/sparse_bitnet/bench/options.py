@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from sparse_bitnet.engine.engine_options import WeightFormat
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, refuse_unused
 from sparse_bitnet.host import available_cores
 
 
@@ -81,5 +81,6 @@ class BenchOptions:
         if self.steps < 1 or self.rounds < 1:
             raise UserError("--steps and --rounds must be at least 1")
         if self.quick:
+            refuse_unused(self, ("prefill", "contexts", "batches"), "--quick takes its own")
             self.prefill, self.contexts, self.batches = [128, 512], [0], [1]
             self.threads, self.rounds = [max(self.threads)], min(self.rounds, 3)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sparse_bitnet.checkpoint.load import load_with
 from sparse_bitnet.checkpoint.weight_files import WeightFiles
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.files import atomic_folder
+from sparse_bitnet.files import atomic_folder, check_ours
 from sparse_bitnet.nn.convert import (
     FORMAT_VERSION,
     convert_,
@@ -90,8 +90,7 @@ def save_pretrained(
     if any(layer.config != config for layer in layers.values()):
         raise UserError("layers differ in their format; one checkpoint holds one format")
     folder = Path(folder)
-    if folder.exists() and not (folder / "config.json").is_file() and not _is_empty(folder):
-        raise UserError(f"{folder} exists and holds no checkpoint; choose another folder")
+    check_ours(folder, ["config.json"], "a checkpoint")
     model.config.quantization_config = quantization_config(model, config)
     with atomic_folder(folder) as temporary:
         model.save_pretrained(temporary)
@@ -154,10 +153,6 @@ def _check_comes_back(model: "PreTrainedModel", folder: Path) -> None:
             raise UserError(
                 f"{type(model).__name__} cannot be saved so that it loads again: {error}"
             ) from error
-
-
-def _is_empty(folder: Path) -> bool:
-    return folder.is_dir() and not any(folder.iterdir())
 
 
 def register() -> None:

@@ -70,6 +70,8 @@ def run(kind: str, options: GpuBenchOptions, out: Path | None) -> None:
         "kernels": lambda: gpu_kernels.run(options),
         "profile": lambda: gpu_kernels.run_profile(options),
     }
+    if out is not None:
+        append_records(out, (), {})  # refuses now, not after minutes, what cannot be written
     where, rows, console = provenance(), [], Console()
     for row in measured[kind]():
         rows.append(row)

@@ -41,7 +41,7 @@ from sparse_bitnet.data.tokenizer import (
     vocabulary_size,
 )
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.files import atomic_folder, locked_folder
+from sparse_bitnet.files import atomic_folder, check_ours, locked_folder
 from sparse_bitnet.progress import Line, Progress
 
 if TYPE_CHECKING:
@@ -115,6 +115,7 @@ def prepare(
             }
         )
     )
+    check_ours(out, [MANIFEST, PREPARATION], "prepared data")
     if os.path.exists(out / MANIFEST):
         manifest = Manifest.read(out)
         check_settings(out, manifest.settings, settings)

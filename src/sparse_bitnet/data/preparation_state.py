@@ -39,7 +39,7 @@ class PreparationState:
 def begin(out: Path, settings: dict[str, Any]) -> PreparationState:
     """The preparation to go on with, or a new one.
 
-    Raises `UserError` where `out` holds one with other settings, or anything else.
+    Raises `UserError` where `out` holds one with other settings.
     """
     remove_leftovers(out)
     path = out / PREPARATION
@@ -58,8 +58,6 @@ def begin(out: Path, settings: dict[str, Any]) -> PreparationState:
         if (out / TOKENIZER).exists():
             os.replace(out / TOKENIZER, out / f"{TEMPORARY_PREFIX}{TOKENIZER}")
             remove_leftovers(out)
-    elif any(not entry.name.startswith(".") for entry in out.iterdir()):
-        raise UserError(f"{out}: not empty, and not prepared data; choose another folder")
     counts = {split: {"documents": 0, "text_bytes": 0} for split in SPLITS}
     state = PreparationState(VERSION, settings, None, {}, counts)
     state.write(out)

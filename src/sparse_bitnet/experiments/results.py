@@ -72,7 +72,8 @@ class Results:
                 "another --out"
             )
         self.path.mkdir(parents=True, exist_ok=True)
-        write_atomic(self.path / ".gitignore", "/data/\n/runs/\n/.lock\n")
+        if not (self.path / ".gitignore").exists():
+            write_atomic(self.path / ".gitignore", "/data/\n/runs/\n/.lock\n")
         write_atomic(known, json.dumps(wanted, indent=2) + "\n")
         self.setting = wanted
 

@@ -21,9 +21,10 @@ from sparse_bitnet.experiments.paper_runs import plan
 from sparse_bitnet.experiments.result_row import ResultRow
 from sparse_bitnet.experiments.results import Results
 from sparse_bitnet.experiments.scales import Scale
-from sparse_bitnet.experiments.setting import make_setting
+from sparse_bitnet.experiments.setting import SETTING, make_setting
 from sparse_bitnet.experiments.training_run import Run
 from sparse_bitnet.experiments.workers import OnStep, parallel, serial
+from sparse_bitnet.files import check_ours
 from sparse_bitnet.host import available_cores
 from sparse_bitnet.progress import Line, Progress
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
@@ -93,6 +94,7 @@ def reproduce(
             "or choose another --out"
         )
     plan(scale, experiments, seeds)  # refuses what it does not know
+    check_ours(out, [SETTING, results.data.name], "a set of results")
     with run_lock(out):
         data = data or prepare_text(scale, results.data)
         results.open(_setting(scale, data))

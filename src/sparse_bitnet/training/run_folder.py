@@ -17,7 +17,7 @@ from sparse_bitnet.checkpoint.model_folder import read_json
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.checkpoint.store_path import StorePath, open_store
 from sparse_bitnet.errors import UserError, os_errors_as
-from sparse_bitnet.files import locked_folder, write_atomic
+from sparse_bitnet.files import check_ours, locked_folder, write_atomic
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.training.config import TrainConfig, read_config
 from sparse_bitnet.training.schedule import learning_rate, phase
@@ -67,13 +67,12 @@ def check_run(run: Path, config: TrainConfig, data: dict[str, Any]) -> RunResult
     Raises `UserError` when the folder, or the store of its checkpoints, holds a run of another config, of
     other data or without the checkpoint to go on from, or files that are not a run.
     """
+    check_ours(run, ["config.json"], "a run folder")
     place = checkpoints_of(run, config)
     with os_errors_as(f"cannot read {place}"):
         kept = list_checkpoints(place)[-1:]
     if (run / "config.json").is_file():
         stored, where = read_config(run), str(run)
-    elif run.is_dir() and any(not path.name.startswith(".lock") for path in run.iterdir()):
-        raise UserError(f"{run} is neither empty nor a run folder; choose another --out")
     elif kept:
         found, where = kept[0].path / "train_config.json", str(place)
         with os_errors_as(f"cannot read {found}"):
