@@ -250,7 +250,7 @@ def test_folder_of_other_settings_is_refused(finished):
     config, _, _ = finished
     with pytest.raises(UserError, match=r"another setting \(.*sizes.qwen2.5-0.3m 3 -> 4"):
         quickstart(dataclasses.replace(config, steps=4))
-    with pytest.raises(UserError, match=r"other settings: tokenizer\.vocab_size"):
+    with pytest.raises(UserError, match=r"another setting \(text\.vocab_size 300 -> 310"):
         quickstart(dataclasses.replace(config, vocab_size=310))
 
 

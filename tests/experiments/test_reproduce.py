@@ -6,7 +6,9 @@ import dataclasses
 import json
 import math
 import os
+import queue
 import re
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -23,7 +25,7 @@ from sparse_bitnet.cli import reproduce as reproduce_cli
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.perplexity import evaluate
-from sparse_bitnet.experiments import runner
+from sparse_bitnet.experiments import runner, workers
 from sparse_bitnet.experiments.measured_run import thinned
 from sparse_bitnet.experiments.paper_runs import EXPERIMENTS, plan
 from sparse_bitnet.experiments.results import CURVE_POINTS, Results
@@ -34,6 +36,7 @@ from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
 from sparse_bitnet.training.loss import SummedLoss
+from sparse_bitnet.training.run_folder import StopSignal
 from sparse_bitnet.training.validation import validation_loss
 
 ALL = list(EXPERIMENTS)
@@ -367,3 +370,70 @@ def test_notes_written_by_people_become_part_of_the_page(smoke, tmp_path):
 def test_a_folder_without_results_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"no setting.json"):
         write_report([tmp_path], document=tmp_path / "a.md")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("setting.json", "{", "setting.json is damaged"),
+        ("setting.json", "[]", "setting.json is damaged"),
+        ("setting.json", '{"version": 1}', "setting.json is damaged: it has no data, main"),
+        ("machines.jsonl", "x\n", "machines.jsonl:1: not JSON"),
+        ("downstream.jsonl", "[]\n", "downstream.jsonl:1: not a JSON object"),
+    ],
+)
+def test_damaged_files_of_a_set_are_named(smoke, tmp_path, name, content, words):
+    ignored = shutil.ignore_patterns("runs", "data")
+    shutil.copytree(smoke, tmp_path / "set", ignore=ignored, dirs_exist_ok=True)
+    (tmp_path / "set" / name).write_text(content)
+    with pytest.raises(UserError, match=re.escape(words)):
+        write_report([tmp_path / "set"], document=tmp_path / "a.md")
+
+
+def test_a_provenance_that_lacks_something_is_named(smoke, tmp_path):
+    row = dataclasses.asdict(Results(smoke).rows[0]) | {"provenance": {"commit": "abc"}}
+    (tmp_path / "results.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(
+        UserError, match=r"results\.jsonl:1: not a result row.*no date in its provenance"
+    ):
+        Results(tmp_path).rows  # noqa: B018
+
+
+def test_another_scale_is_refused_before_its_text_is_prepared(smoke, tmp_path):
+    shutil.copy(smoke / "setting.json", tmp_path)
+    with pytest.raises(UserError, match="results of another setting"):
+        reproduce(find_scale("cpu"), ["table2"], tmp_path, console=QUIET)
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_text_that_is_not_there_is_refused_before_training(smoke, tmp_path):
+    options = {"data": smoke / "data", "other_text": tmp_path / "none.txt", "console": QUIET}
+    with pytest.raises(UserError, match=r"none\.txt"):
+        reproduce(find_scale("smoke"), ["table2"], tmp_path, **options)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_experiments_without_runs_are_refused(smoke, tmp_path):
+    with pytest.raises(UserError, match="scale smoke has no runs of recipe, own-rates"):
+        reproduce(
+            find_scale("smoke"),
+            ["recipe", "own-rates"],
+            tmp_path,
+            data=smoke / "data",
+            console=QUIET,
+        )
+
+
+def test_a_signal_before_training_listens_stops_at_the_first_step(monkeypatch):
+    monkeypatch.setattr(workers, "_parent", os.getppid())
+    monkeypatch.setattr(workers, "_worker_steps", queue.Queue())
+    workers._asked_to_stop.set()
+    (run,) = plan(small_scale(), ["table2"])[:1]
+
+    def train_one(run, on_step):
+        with StopSignal() as stop:
+            for step in (1, 2):
+                on_step(run.name, {"step": step, "loss": 1.0})
+            return stop.received
+
+    assert workers._in_worker(train_one, run)

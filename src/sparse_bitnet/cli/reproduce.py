@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from sparse_bitnet.cli.arguments import parse
-from sparse_bitnet.errors import UserError, check_least
+from sparse_bitnet.errors import UserError, check_least, refuse_unused
 from sparse_bitnet.experiments.paper_runs import EXPERIMENTS, plan
 from sparse_bitnet.experiments.scales import Scale, find_scale
 from sparse_bitnet.layer_config import DenseLayersOption
@@ -84,7 +84,9 @@ def main(arguments: list[str]) -> None:
 
     console = Console()
     out = options.out or Path("runs") / scale.name
-    if "table1" in names:
+    if "table1" not in names:
+        refuse_unused(options, ("tasks", "include_path", "limit"), "it is of table1")
+    else:
         chosen = list(dict.fromkeys([*chosen, "table2"]))
     if options.dry_run:
         dry_run(scale, chosen, out, options.seeds, options.workers, console)

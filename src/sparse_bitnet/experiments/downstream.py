@@ -128,7 +128,7 @@ def _beside_chance(results: Results) -> str:
     return (
         "Accuracy in percent, acc_norm below acc where lm-eval reports both. "
         f"Guessing: {guess}. Better than that ({len(found)} one-sided binomial tests of acc, Holm's "
-        f"correction at 5 %): {who or 'no model in any task; these models are at chance'}."
+        f"correction at 5 %): {who or 'no model in any task: these cannot be told from chance'}."
     )
 
 

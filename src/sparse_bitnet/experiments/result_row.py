@@ -3,14 +3,16 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.experiments.scales import DENSE_PATTERN
 from sparse_bitnet.files import write_atomic
+
+_ORIGIN = {"commit", "date", "hardware", "versions"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,14 +113,30 @@ class ResultRow:
         return 0 if self.is_dense else round(100 * self.config["sparse_fraction"])
 
 
+def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each object of a JSON-lines file, after where it stands. Raises `UserError` for what is none."""
+    with os_errors_as(f"cannot read {path}"):
+        lines = path.read_bytes().splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path}:{number}: not JSON ({error})") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{path}:{number}: not a JSON object")
+        yield f"{path}:{number}", row
+
+
 def read_rows(path: Path) -> list[ResultRow]:
     """Rows of a file; none if it does not exist yet. Raises `UserError` for a broken line."""
     rows = []
-    for number, line in enumerate(path.read_text().splitlines() if path.is_file() else (), 1):
+    for where, line in read_lines(path) if path.is_file() else ():
         try:
-            rows.append(ResultRow(**json.loads(line)))
-        except (ValueError, TypeError) as error:
-            raise UserError(f"{path}:{number}: not a result row ({error})") from error
+            rows.append(ResultRow(**line))
+            if missing := _ORIGIN - rows[-1].provenance.keys():
+                raise TypeError(f"no {min(missing)} in its provenance")
+        except (TypeError, AttributeError) as error:
+            raise UserError(f"{where}: not a result row ({error})") from error
     return rows
 
 

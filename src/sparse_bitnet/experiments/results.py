@@ -16,8 +16,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from sparse_bitnet.checkpoint.model_folder import read_json
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.experiments.result_row import ResultRow, read_rows, write_rows
+from sparse_bitnet.experiments.result_row import ResultRow, read_lines, read_rows, write_rows
 from sparse_bitnet.experiments.scales import DENSE_PATTERN, four_formats
 from sparse_bitnet.experiments.setting import SETTING, read_setting, setting_changes
 from sparse_bitnet.files import write_atomic
@@ -59,18 +60,20 @@ class Results:
         """Every finished run, in the order of finishing. Raises `UserError` for a broken line."""
         return read_rows(self.path / "results.jsonl")
 
-    def open(self, setting: Mapping[str, Any]) -> None:
-        """Make this the folder of a setting, new or continued.
-
-        Raises `UserError` when it holds results of another setting, naming what differs.
-        """
-        known = self.path / SETTING
-        wanted = json.loads(json.dumps(setting))
-        if known.is_file() and (changed := setting_changes(self.setting, wanted)):
+    def check(self, setting: Mapping[str, Any]) -> None:
+        """Raise `UserError` that names what of the folder's setting differs."""
+        if changed := setting_changes(self.setting, json.loads(json.dumps(setting))):
             raise UserError(
                 f"{self.path} holds results of another setting ({'; '.join(changed)}); choose "
                 "another --out"
             )
+
+    def open(self, setting: Mapping[str, Any]) -> None:
+        """Make this the folder of a setting, new or continued. Raises `UserError` as `check` does."""
+        known = self.path / SETTING
+        wanted = json.loads(json.dumps(setting))
+        if known.is_file():
+            self.check(wanted)
         self.path.mkdir(parents=True, exist_ok=True)
         if not (self.path / ".gitignore").exists():
             write_atomic(self.path / ".gitignore", "/data/\n/runs/\n/.lock\n")
@@ -94,12 +97,12 @@ class Results:
 
     def curves(self, row: ResultRow) -> list[dict[str, Any]]:
         """Rows of the thinned curves; see `measured_run.thinned`. Raises `UserError` when missing."""
-        return [json.loads(line) for line in self._read(row.curves).splitlines()]
+        return [line for _, line in read_lines(self.path / row.curves)]
 
     def weights(self, row: ResultRow) -> dict[str, Any]:
         """Weight statistics of a dense run; see `measured_run.weight_history`."""
         assert row.weights is not None
-        return json.loads(self._read(row.weights))
+        return read_json(self.path / row.weights)
 
     def scores(self) -> list[dict[str, Any]]:
         """Lines of downstream.jsonl; see `downstream`."""
@@ -124,13 +127,7 @@ class Results:
 
     def _lines(self, relative: str) -> list[dict[str, Any]]:
         path = self.path / relative
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-    def _read(self, relative: str) -> str:
-        try:
-            return (self.path / relative).read_text()
-        except OSError as error:
-            raise UserError(f"{self.path / relative}: {error.strerror}") from error
+        return [line for _, line in read_lines(path)] if path.exists() else []
 
     @property
     def main(self) -> str:

@@ -10,10 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparse_bitnet.data.documents import SPLITS
+from sparse_bitnet.data.manifest import TOKENIZER
 from sparse_bitnet.data.preparation import prepare
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.evaluation.held_out import read_held_out
 from sparse_bitnet.experiments.estimate import Speed, cost
 from sparse_bitnet.experiments.machine import record_machine
 from sparse_bitnet.experiments.measured_run import measure
@@ -95,9 +98,13 @@ def reproduce(
         )
     plan(scale, experiments, seeds)  # refuses what it does not know
     check_ours(out, [SETTING, results.data.name], "a set of results")
+    if (out / SETTING).is_file():  # refuses another scale before its text is prepared there
+        results.check(_setting(scale, results.setting["data"]))
     with run_lock(out):
         data = data or prepare_text(scale, results.data)
-        results.open(_setting(scale, data))
+        if other_text is not None:
+            read_held_out(other_text, str(data / TOKENIZER))  # refuses what could not be read later
+        results.open(_setting(scale, _identity(data)))
         record_machine(results, scale.recipe)
         whole = Outcome(0, -1, 0, ())
         while True:
@@ -112,6 +119,11 @@ def reproduce(
                 part = _Set(results, pending, at_once, deadline, progress, other_text)
                 ended = part.train(data, skipped)
             whole = dataclasses.replace(ended, trained=whole.trained + ended.trained)
+            if not runs:
+                why = "own-rates needs `search` first, and other experiments another scale"
+                raise UserError(
+                    f"scale {scale.name} has no runs of {', '.join(experiments)}: {why}"
+                )
             if not pending or whole.left or whole.failed:
                 return whole
 
@@ -246,9 +258,11 @@ def prepare_text(scale: Scale, folder: Path) -> Path:
     return folder
 
 
-def _setting(scale: Scale, data: Path) -> dict[str, Any]:
-    splits = ("train", "validation")
-    identity = {split: TokenDataset.open(data, split).identity() for split in splits}
+def _identity(data: Path) -> dict[str, Any]:
+    return {split: TokenDataset.open(data, split).identity() for split in SPLITS}
+
+
+def _setting(scale: Scale, data: dict[str, Any]) -> dict[str, Any]:
     device = resolve_device(scale.recipe.device)
     dtype = str(resolve_dtype(scale.recipe.precision, device)).removeprefix("torch.")
-    return make_setting(scale, identity, device.type, dtype)
+    return make_setting(scale, data, device.type, dtype)

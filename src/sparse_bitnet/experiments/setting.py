@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sparse_bitnet.checkpoint.model_folder import read_json
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.experiments.scales import Scale
 from sparse_bitnet.training.config import TrainConfig, as_written_now
@@ -19,6 +20,8 @@ MAY_CHANGE = ("summary", "learning_rates", "patterns", "sparse_percents")
 
 ADDED_LATER: dict[str, Any] = {"pattern": "6:8", "dense_layers": [], "learning_rates": {}}
 """Of settings; those written before have these."""
+
+_NEEDED = {"data", "main", "patterns", "recipe", "scale", "sizes", "text"}
 
 _WHICH_RUNS = ("seeds", "wider", "workers", "size_by_size", "plain_names", "needs_gpu")
 """Of a scale; in no setting."""
@@ -54,9 +57,11 @@ def read_setting(path: Path) -> dict[str, Any]:
     """Raises `UserError` where there is none, or of another version."""
     if not path.is_file():
         raise UserError(f"{path.parent} holds no results: it has no {path.name}")
-    setting = ADDED_LATER | json.loads(path.read_text())
+    setting = ADDED_LATER | read_json(path)
     if setting.get("version") != SETTING_VERSION:
         raise UserError(f"{path}: version {setting.get('version')}, expected {SETTING_VERSION}")
+    if missing := _NEEDED - setting.keys():
+        raise UserError(f"{path} is damaged: it has no {', '.join(sorted(missing))}")
     return setting
 
 

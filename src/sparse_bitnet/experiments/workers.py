@@ -134,6 +134,7 @@ def _stop_runs(pool: ProcessPoolExecutor) -> None:
 
 _worker_steps: Any = None
 _parent: int | None = None
+_asked_to_stop = threading.Event()
 
 
 def _begin_worker(steps: Any) -> None:
@@ -142,8 +143,8 @@ def _begin_worker(steps: Any) -> None:
     # It ends with the process that asked for workers.
     _worker_steps, _parent = steps, os.getppid()
     os.setpgrp()
-    # `train` listens by itself; between two runs, or while measuring, there is nothing to save.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # `train` listens by itself, once its model is built; while measuring there is nothing to save.
+    signal.signal(signal.SIGINT, lambda number, frame: _asked_to_stop.set())
     # Half-sent progress must not keep a worker from ending.
     steps.cancel_join_thread()
 
@@ -155,6 +156,9 @@ def _in_worker(train_one: TrainOne, run: Run) -> ResultRow:
         nonlocal reported
         if os.getppid() != _parent:
             signal.raise_signal(signal.SIGTERM)
+        if _asked_to_stop.is_set():
+            _asked_to_stop.clear()
+            signal.raise_signal(signal.SIGINT)
         if time.monotonic() - reported > _REPORT_SECONDS or row["step"] == run.config.steps:
             reported = time.monotonic()
             _worker_steps.put((name, {key: row[key] for key in ("step", "loss")}))
