@@ -13,7 +13,10 @@ namespace {
 
 // Tokens that go through the blocks together. With 512 prefill takes as long, and the buffers of a 1.5B
 // model 24 MB more.
-constexpr std::int64_t chunk_tokens = 256;
+constexpr std::int64_t most_chunk_tokens = 256;
+
+// Of all chunks' tokens: what a file of few bytes can name, a model a million wide, is not to take gigabytes.
+constexpr std::int64_t most_wide_floats = std::int64_t(1) << 26;
 
 }  // namespace
 
@@ -51,12 +54,20 @@ void Decoder::State::check(const Request* requests, int count) const {
   }
 }
 
+std::int64_t Decoder::State::wide_floats() const {
+  return std::max(2 * (q_width + kv_width), 2 * model.intermediate);
+}
+
+std::int64_t Decoder::State::chunk_tokens() const {
+  return std::clamp<std::int64_t>(most_wide_floats / wide_floats(), 1, most_chunk_tokens);
+}
+
 void Decoder::State::reserve(std::int64_t tokens) {
   if (tokens <= capacity) return;
   capacity = 0;  // until all is there
   residual.resize(tokens * model.hidden);
   delta.resize(tokens * model.hidden);
-  wide.resize(tokens * std::max(2 * (q_width + kv_width), 2 * model.intermediate));
+  wide.resize(tokens * wide_floats());
   row.resize(pool.threads());
   for (AlignedVector<float>& one : row) one.resize(model.hidden);
   hidden_codes.reserve(tokens, model.hidden, false, model.activation_group);
@@ -92,14 +103,15 @@ void Decoder::State::run(const Request* requests, int count, const std::int64_t*
                          Logits which, float* logits) {
   int request = 0;
   std::int64_t done = 0;  // tokens of that request
+  const std::int64_t most = chunk_tokens();
   while (request < count) {
     segments.clear();
     wanted.clear();
     std::vector<const std::int32_t*> tokens;
     std::int64_t row = 0;
-    while (request < count && row < chunk_tokens) {
+    while (request < count && row < most) {
       const Request& from = requests[request];
-      const std::int64_t part = std::min(from.count - done, chunk_tokens - row);
+      const std::int64_t part = std::min(from.count - done, most - row);
       segments.push_back({from.sequence, row, lengths[request] + done, part});
       tokens.push_back(from.tokens + done);
       for (std::int64_t token = 0; token < part; ++token) {
@@ -151,7 +163,7 @@ void Decoder::forward(const Request* requests, int count, Logits which, float* l
     all += requests[r].count;
     positions = std::max(positions, lengths.back() + requests[r].count);
   }
-  state.reserve(std::min(all, chunk_tokens));
+  state.reserve(std::min(all, state.chunk_tokens()));
   state.reserve_positions(positions);
   try {
     for (int r = 0; r < count; ++r) state.cache.extend(requests[r].sequence, requests[r].count);

@@ -91,6 +91,8 @@ struct Decoder::State {
   std::vector<std::int64_t> wanted;   // its rows whose logits are asked for, ascending
 
   void check(const Request* requests, int count) const;
+  std::int64_t wide_floats() const;  // of a token in `wide`
+  std::int64_t chunk_tokens() const;  // most that go through the blocks together
   void reserve(std::int64_t tokens);
   void reserve_positions(std::int64_t positions);
   void run(const Request* requests, int count, const std::int64_t* lengths, Logits which,

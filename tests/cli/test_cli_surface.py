@@ -72,6 +72,7 @@ BAD_INPUT = [
     (["sizes", "nowhere", "--patterns", "2:4"], "--patterns 2:4 is not used here: nowhere is"),
     (["sizes", "--gaussian", "8", "8", "--models", "qwen2.5-3b"], "--gaussian is one matrix"),
     (["sizes", "--json", "no/folder/f.json"], "cannot write no/folder/f.json"),
+    (["sizes", "a\nb\x1b[31m"], r"a\nb\x1b[31m"),
 ]
 BAD_OPTIONS = [
     (["train", "--steps", "0"], "steps=0: must be above 0"),

@@ -369,11 +369,27 @@ def test_progress_and_the_mapping_of_the_file(qwen: Path) -> None:
         assert str(qwen) not in maps.read_text()
 
 
-def test_neither_torch_nor_transformers_is_imported(qwen: Path) -> None:
+def test_a_very_wide_model_takes_its_prompts_in_smaller_parts(tmp_path: Path) -> None:
+    wide = 1 << 19  # of which 64 tokens are the most at once
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "max_position_embeddings": 80}
+    engine = Engine.load(
+        make_packed(tmp_path, intermediate_size=wide, **sizes), cache_tokens=256, **EXACT
+    )
+    tokens = list(range(80))
+    whole, one = engine.new_sequence(), engine.new_sequence()
+    (last,) = engine.forward([(whole, tokens)])
+    for token in tokens:
+        (wanted,) = engine.forward([(one, [token])])
+    assert np.array_equal(last, wanted)
+
+
+@pytest.mark.parametrize("packed_format", ["i2", "nm-zstd"])
+def test_neither_torch_nor_transformers_is_imported(tmp_path: Path, packed_format: str) -> None:
+    folder = make_packed(tmp_path, packed_format=packed_format)
     script = f"""
 import sys
 from sparse_bitnet.engine.engine import Engine
-engine = Engine.load({str(qwen)!r}, threads=1)
+engine = Engine.load({str(folder)!r}, threads=1)
 sequence = engine.new_sequence()
 print(engine.forward([(sequence, [1, 2, 3])])[0].shape)
 heavy = {{name.partition(".")[0] for name in sys.modules}} & {{"torch", "transformers", "pyarrow"}}

@@ -7,6 +7,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+import zstandard
 from hypothesis import HealthCheck, assume, example, given, settings
 from torch import Tensor
 
@@ -169,6 +170,16 @@ def test_a_zstd_matrix_made_by_hand() -> None:
             damaged[-1] |= 1 << 4
         with pytest.raises(UserError, match="sign"):
             unpack(damaged, "nm-zstd", NMPattern(2, 4), (2, 16))
+
+
+def test_zstd_takes_no_more_memory_than_some_of_its_bytes() -> None:
+    codes = torch.zeros(64, 4096, dtype=torch.int8)
+    packed = pack(codes, "nm-zstd", NMPattern(6, 8))
+    assert torch.equal(unpack(packed, "nm-zstd", NMPattern(6, 8), (64, 4096)), codes)
+    frame = zstandard.compress(bytes(64 * 4096 // 8))
+    small = np.frombuffer(len(frame).to_bytes(8, "little") + frame, np.uint8)
+    with pytest.raises(UserError, match="too short for its shape"):
+        unpack(small, "nm-zstd", NMPattern(6, 8), (64, 4096))
 
 
 def golden_codes(pattern: str) -> Tensor:

@@ -190,6 +190,14 @@ def test_overwritten_bytes_are_refused(
         TensorFile(path).verify()
 
 
+def test_a_shape_of_very_many_dimensions_is_refused_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    with TensorFileWriter(path, [TensorSpec("a", torch.uint8, (1,) * 9)], {}) as file:
+        file.write("a", [torch.ones(1, dtype=torch.uint8)])
+    with pytest.raises(UserError, match="tensor a has an unreadable type, shape or place"):
+        TensorFile(path)
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),

@@ -111,5 +111,7 @@ def _fail_without(verb: str, package: str) -> NoReturn:
 
 
 def _fail(message: str) -> NoReturn:
-    print(f"sparse-bitnet: {message}", file=sys.stderr)
+    # A name that a file gives is not to write lines of its own or to steer the terminal.
+    shown = "".join(each if each.isprintable() else repr(each)[1:-1] for each in message)
+    print(f"sparse-bitnet: {shown}", file=sys.stderr)
     sys.exit(2)

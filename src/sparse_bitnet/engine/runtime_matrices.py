@@ -140,7 +140,4 @@ class MatrixLoader:
 
         file, metadata = self._model.file, self._model.metadata
         file.verify_tensor(name)
-        codes = unpack(
-            file.tensor(name), metadata.packed_format, metadata.pattern, shape, name=name
-        )
-        return codes.numpy()
+        return unpack(file.bytes(name), metadata.packed_format, metadata.pattern, shape, name=name)

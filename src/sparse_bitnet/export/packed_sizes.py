@@ -224,9 +224,9 @@ def _group_entropy(codes: Tensor, pattern: NMPattern) -> float:
 
 def _zstd_bytes(codes: Tensor) -> int:
     """Bytes of a zstd frame over four consecutive two-bit codes a byte."""
-    import pyarrow
+    import zstandard
 
     digits = (codes.flatten() + 1).to(torch.uint8)
     fours = F.pad(digits, (0, -len(digits) % 4), value=1).view(-1, 4)
     plain = fours[:, 0] | fours[:, 1] << 2 | fours[:, 2] << 4 | fours[:, 3] << 6
-    return len(pyarrow.Codec("zstd", compression_level=3).compress(plain.numpy(), asbytes=True))
+    return len(zstandard.ZstdCompressor(level=3).compress(plain.numpy().data))

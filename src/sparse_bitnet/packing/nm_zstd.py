@@ -28,13 +28,17 @@ _LEVEL = 1
 
 _LENGTH_BYTES = 8
 
-_LARGEST_RATIO = 1 << 15
-"""A zstd block of 4 bytes holds at most 128 KiB."""
+_LARGEST_RATIO = 16
+"""Bytes of bitmap to a byte in the file, so that a small file takes little memory; trained weights
+compress to a third at most. A frame of fewer bytes is filled up."""
+
+_SKIPPED = b"\x50\x2a\x4d\x18"
+"""Begins a zstd frame that readers skip; its length follows."""
 
 
 def pack_matrix(codes: np.ndarray) -> Bytes:
     """int8 [rows, in_features] -> [bytes]."""
-    import pyarrow
+    import zstandard
 
     rows, in_features = codes.shape
     bitmap = np.empty((rows, divide_up(in_features, 8)), np.uint8)
@@ -44,7 +48,9 @@ def pack_matrix(codes: np.ndarray) -> Bytes:
         return gather_signs(in_chunks(bitmap[part]), in_chunks(negative_bitmap(codes[part])))
 
     signs, counts = zip(*by_slices(rows, in_features, gather_part), strict=True)
-    frame = pyarrow.Codec("zstd", compression_level=_LEVEL).compress(bitmap, asbytes=True)
+    frame = zstandard.ZstdCompressor(level=_LEVEL).compress(bitmap.data)
+    if (lacking := divide_up(bitmap.size, _LARGEST_RATIO) - len(frame)) > 0:
+        frame += _SKIPPED + lacking.to_bytes(4, "little") + bytes(lacking)
     header = len(frame).to_bytes(_LENGTH_BYTES, "little") + frame
     return np.concatenate(
         [np.frombuffer(header, np.uint8), _join_bits(np.concatenate(signs), np.concatenate(counts))]
@@ -111,10 +117,12 @@ def _join_bits(word: np.ndarray, count: np.ndarray) -> Bytes:
 
 
 def _decompress(frame: Bytes, size: int) -> Bytes:
-    import pyarrow
+    import zstandard
 
+    data = frame.tobytes()
     try:
-        content = pyarrow.Codec("zstd").decompress(np.ascontiguousarray(frame), size, asbytes=False)
-    except OSError as error:
+        if zstandard.frame_content_size(data) != size:  # before it is allocated
+            raise DamagedBytes("its zstd frame is not of its shape")
+        return np.frombuffer(zstandard.ZstdDecompressor().decompress(data), np.uint8)
+    except zstandard.ZstdError as error:
         raise DamagedBytes("its zstd frame is damaged") from error
-    return np.frombuffer(content, np.uint8)

@@ -52,6 +52,7 @@ UNKNOWN_CRC = "00000000"
 
 _LARGEST_HEADER = 100_000_000
 _LARGEST_DIMENSION = 1 << 48
+_MOST_DIMENSIONS = 8
 _CRC_KEY = b'"header_crc32":"'
 
 
@@ -229,6 +230,5 @@ def _read_entries(header: dict[str, Any], data_begin: int) -> dict[str, Entry]:
 
 
 def _are_counts(values: Any) -> bool:
-    return isinstance(values, list) and all(
-        type(value) is int and 0 <= value <= _LARGEST_DIMENSION for value in values
-    )
+    few = isinstance(values, list) and len(values) <= _MOST_DIMENSIONS
+    return few and all(type(value) is int and 0 <= value <= _LARGEST_DIMENSION for value in values)
