@@ -130,6 +130,14 @@ def test_draws_follow_the_probabilities():
     np.testing.assert_allclose(counts / 4000, [0.5, 0.25, 0.125, 0.125], atol=0.03)
 
 
+def test_what_has_no_probability_is_not_drawn():
+    """Not even where a block's float32 sum is above its float64 sum, as at this seed's 919th draw."""
+    logits = np.random.default_rng(1).standard_normal(300).astype(np.float32) * 4
+    logits[100:] = -np.inf
+    sampler = Sampler(SamplingOptions(seed=40153), [])
+    assert max(sampler.draw(logits) for _ in range(919)) < 100
+
+
 def test_draws_depend_on_seed_and_place_only():
     random = np.random.default_rng(0)
     rows = random.normal(size=(20, 50)).astype(np.float32)

@@ -188,8 +188,11 @@ def _place_of(powers: np.ndarray, chance: float) -> int:
     block = min(int(np.searchsorted(blocks, wanted, side="right")), len(blocks) - 1)
     before = blocks[block - 1] if block else 0.0
     inside = before + np.cumsum(powers[block * _BLOCK : (block + 1) * _BLOCK], dtype=np.float64)
-    place = min(int(np.searchsorted(inside, wanted, side="right")), len(inside) - 1)
-    return block * _BLOCK + place
+    place = block * _BLOCK + int(np.searchsorted(inside, wanted, side="right"))
+    if place == block * _BLOCK + len(inside):
+        # Beyond the block, whose float32 sum is larger: its last token that can be drawn.
+        place = int(np.flatnonzero(powers[:place])[-1])
+    return place
 
 
 class Sampler:
