@@ -6,6 +6,8 @@ import torch
 
 from factories import tiny_model
 from sparse_bitnet.training.causal_blocks import NAME
+from sparse_bitnet.training.config import TrainConfig
+from sparse_bitnet.training.device import compile_decoder_
 
 
 @pytest.mark.parametrize("length", [1, 127, 129, 300])
@@ -22,3 +24,12 @@ def test_logits_and_gradients_are_those_of_eager_attention(length):
     assert len(found[NAME]) == len(found["eager"]) > 10
     for own, wanted in zip(found[NAME], found["eager"], strict=True):
         torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("own", ["sdpa", "eager"])
+def test_models_that_have_an_attention_of_their_own_keep_it(monkeypatch, own):
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda part, **options: None)
+    model = tiny_model(vocab_size=64)
+    model.set_attn_implementation(own)
+    compile_decoder_(model, TrainConfig(), torch.device("cpu"), 1)
+    assert model.config._attn_implementation == (NAME if own == "sdpa" else "eager")

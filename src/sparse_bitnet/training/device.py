@@ -112,8 +112,10 @@ def compile_decoder_(
     # Code is cached by the process for some variants of a function only, and on the disk for all.
     torch._dynamo.reset()
     decoder, on_cpu = model.get_decoder(), device.type == "cpu"
-    if on_cpu and config.sequence_length <= LONGEST_PLAIN_ATTENTION:
-        # Compiled, the plain products are faster than the CPU's flash attention.
+    # Compiled, the plain products are faster than the CPU's flash attention; models that have none, as
+    # Gemma 2 with its capped scores or gpt-oss with its sinks, keep their own.
+    plain = on_cpu and model.config._attn_implementation == "sdpa"
+    if plain and config.sequence_length <= LONGEST_PLAIN_ATTENTION:
         from sparse_bitnet.training.causal_blocks import NAME, store_rotations_
 
         model.set_attn_implementation(NAME)
