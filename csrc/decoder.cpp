@@ -15,7 +15,7 @@ namespace {
 // model 24 MB more.
 constexpr std::int64_t most_chunk_tokens = 256;
 
-// Of all chunks' tokens: what a file of few bytes can name, a model a million wide, is not to take gigabytes.
+// Of a chunk in `wide`: a file of few bytes can name a model a million wide.
 constexpr std::int64_t most_wide_floats = std::int64_t(1) << 26;
 
 }  // namespace

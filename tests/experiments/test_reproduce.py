@@ -384,7 +384,7 @@ def test_a_folder_without_results_is_refused(tmp_path):
 )
 def test_damaged_files_of_a_set_are_named(smoke, tmp_path, name, content, words):
     ignored = shutil.ignore_patterns("runs", "data")
-    shutil.copytree(smoke, tmp_path / "set", ignore=ignored, dirs_exist_ok=True)
+    shutil.copytree(smoke, tmp_path / "set", ignore=ignored)
     (tmp_path / "set" / name).write_text(content)
     with pytest.raises(UserError, match=re.escape(words)):
         write_report([tmp_path / "set"], document=tmp_path / "a.md")
@@ -422,6 +422,7 @@ def test_experiments_without_runs_are_refused(smoke, tmp_path):
             data=smoke / "data",
             console=QUIET,
         )
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_signal_before_training_listens_stops_at_the_first_step(monkeypatch):

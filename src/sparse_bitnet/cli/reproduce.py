@@ -167,7 +167,7 @@ def dry_run(
     from sparse_bitnet.training.device import resolve_device
 
     results = Results(out)
-    runs = plan(scale, experiments, seeds, {row.name: row.loss for row in results.rows})
+    runs = plan(scale, experiments, seeds, results.losses)
     done = finished(results, runs)
     speed = None
     if not (scale.needs_gpu and resolve_device("auto").type == "cpu"):

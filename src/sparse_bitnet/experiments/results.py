@@ -11,7 +11,6 @@ data/, runs/      prepared text and run folders with checkpoints; not for a repo
 """
 
 import json
-from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -60,25 +59,29 @@ class Results:
         """Every finished run, in the order of finishing. Raises `UserError` for a broken line."""
         return read_rows(self.path / "results.jsonl")
 
-    def check(self, setting: Mapping[str, Any]) -> None:
+    @property
+    def losses(self) -> dict[str, float]:
+        """Of the finished runs by name, as `paper_runs.plan` takes them."""
+        return {row.name: row.loss for row in self.rows}
+
+    def check(self, setting: dict[str, Any]) -> None:
         """Raise `UserError` that names what of the folder's setting differs."""
-        if changed := setting_changes(self.setting, json.loads(json.dumps(setting))):
+        if changed := setting_changes(self.setting, setting):
             raise UserError(
                 f"{self.path} holds results of another setting ({'; '.join(changed)}); choose "
                 "another --out"
             )
 
-    def open(self, setting: Mapping[str, Any]) -> None:
+    def open(self, setting: dict[str, Any]) -> None:
         """Make this the folder of a setting, new or continued. Raises `UserError` as `check` does."""
         known = self.path / SETTING
-        wanted = json.loads(json.dumps(setting))
         if known.is_file():
-            self.check(wanted)
+            self.check(setting)
         self.path.mkdir(parents=True, exist_ok=True)
+        write_atomic(known, json.dumps(setting, indent=2) + "\n")
         if not (self.path / ".gitignore").exists():
             write_atomic(self.path / ".gitignore", "/data/\n/runs/\n/.lock\n")
-        write_atomic(known, json.dumps(wanted, indent=2) + "\n")
-        self.setting = wanted
+        self.setting = setting
 
     def run(self, name: str) -> Path:
         """Folder of a run."""

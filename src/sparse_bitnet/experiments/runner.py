@@ -96,7 +96,9 @@ def reproduce(
             f"--other-text {other_text}: the models of {out} are measured on {min(other)}; give that, "
             "or choose another --out"
         )
-    plan(scale, experiments, seeds)  # refuses what it does not know
+    if not plan(scale, experiments, seeds, results.losses):
+        why = "own-rates needs `search` first, and other experiments another scale"
+        raise UserError(f"scale {scale.name} has no runs of {', '.join(experiments)}: {why}")
     check_ours(out, [SETTING, results.data.name], "a set of results")
     if (out / SETTING).is_file():  # refuses another scale before its text is prepared there
         results.check(_setting(scale, results.setting["data"]))
@@ -109,8 +111,7 @@ def reproduce(
         whole = Outcome(0, -1, 0, ())
         while True:
             # What a search still lacks follows from the runs that have ended.
-            losses = {row.name: row.loss for row in results.rows}
-            runs = plan(scale, experiments, seeds, losses)
+            runs = plan(scale, experiments, seeds, results.losses)
             done = finished(results, runs)
             pending = [run for run in runs if run.name not in done]
             skipped = len(done) if whole.skipped < 0 else whole.skipped
@@ -119,11 +120,6 @@ def reproduce(
                 part = _Set(results, pending, at_once, deadline, progress, other_text)
                 ended = part.train(data, skipped)
             whole = dataclasses.replace(ended, trained=whole.trained + ended.trained)
-            if not runs:
-                why = "own-rates needs `search` first, and other experiments another scale"
-                raise UserError(
-                    f"scale {scale.name} has no runs of {', '.join(experiments)}: {why}"
-                )
             if not pending or whole.left or whole.failed:
                 return whole
 

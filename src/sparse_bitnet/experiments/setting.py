@@ -40,7 +40,7 @@ def make_setting(
         precision: resolved compute type.
     """
     values = {n: v for n, v in dataclasses.asdict(scale).items() if n not in _WHICH_RUNS}
-    return {
+    setting = {
         "version": SETTING_VERSION,
         "scale": values.pop("name"),
         **values,
@@ -51,6 +51,7 @@ def make_setting(
         "device": device,
         "precision": precision,
     }
+    return json.loads(json.dumps(setting))  # as a file gives it back
 
 
 def read_setting(path: Path) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def pack_matrix(codes: np.ndarray) -> Bytes:
 def unpack_matrix(packed: Bytes, pattern: NMPattern, shape: tuple[int, int]) -> np.ndarray:
     """[bytes] -> int8 [rows, in_features].
 
-    Raises `DamagedBytes` for bytes no matrix has. Allocates no more than the compressed bytes can hold.
+    Raises `DamagedBytes` for bytes no matrix has. Allocates a bounded multiple of the compressed bytes.
     """
     rows, in_features = shape
     length = int.from_bytes(packed[:_LENGTH_BYTES].tobytes(), "little")
@@ -119,7 +119,7 @@ def _join_bits(word: np.ndarray, count: np.ndarray) -> Bytes:
 def _decompress(frame: Bytes, size: int) -> Bytes:
     import zstandard
 
-    data = frame.tobytes()
+    data = np.ascontiguousarray(frame).data
     try:
         if zstandard.frame_content_size(data) != size:  # before it is allocated
             raise DamagedBytes("its zstd frame is not of its shape")
