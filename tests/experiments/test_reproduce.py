@@ -33,6 +33,7 @@ from sparse_bitnet.experiments.results_page import write_report
 from sparse_bitnet.experiments.runner import reproduce
 from sparse_bitnet.experiments.scales import Size, find_scale
 from sparse_bitnet.nn.layer import SparseBitConfig
+from sparse_bitnet.training import device
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
 from sparse_bitnet.training.loss import SummedLoss
@@ -172,6 +173,17 @@ def test_more_patterns_rates_and_sizes_may_be_asked_for_later(smoke, tmp_path):
     shorter = dataclasses.replace(scale, sizes=(dataclasses.replace(main, steps=2),))
     with pytest.raises(UserError, match=r"0.3m 4 -> 2; sizes.qwen2.5-0.5m 4 -> null"):
         reproduce(shorter, ["sweep"], tmp_path, **options)
+
+
+def test_a_set_goes_on_in_the_type_that_it_was_begun_in(smoke, tmp_path, monkeypatch):
+    options = {"data": smoke / "data", "workers": 1, "console": QUIET}
+    for fast in (True, False):
+        monkeypatch.setattr(device, "cpu_has_fast_bf16", lambda fast=fast: fast)
+        formats = {"patterns": ("8:8",) if fast else ("8:8", "2:8")}
+        assert reproduce(small_scale(**formats), ["sweep"], tmp_path, **options).trained == 2
+    assert {row.precision for row in Results(tmp_path).rows} == {"bfloat16"}
+    assert {row.config["precision"] for row in Results(tmp_path).rows} == {"auto"}
+    assert Results(tmp_path).machines[0]["precision"] == "bfloat16"
 
 
 def test_a_row_trained_with_another_config_is_refused(smoke, tmp_path):

@@ -5,11 +5,49 @@ import platform
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from sparse_bitnet.bench import gpu_train
 from sparse_bitnet.bench.gpu_options import GpuBenchOptions
 from sparse_bitnet.training import device
 from sparse_bitnet.training.config import TrainConfig
+from sparse_bitnet.training.widened_products import WidenProducts
+
+
+@pytest.mark.parametrize(
+    ("vendor", "flags", "fast"),
+    [
+        ("GenuineIntel", "avx512f avx512_bf16 amx_bf16", True),
+        ("GenuineIntel", "avx512f avx512_bf16", False),
+        ("AuthenticAMD", "avx512f avx512_bf16", True),
+        ("AuthenticAMD", "avx2", False),
+    ],
+)
+def test_bfloat16_is_the_type_where_its_products_are_faster(vendor, flags, fast, monkeypatch):
+    monkeypatch.setattr(device, "cpu_info", lambda: {"vendor_id": vendor, "flags": flags})
+    wanted = torch.bfloat16 if fast else torch.float32
+    assert device.resolve_dtype("auto", torch.device("cpu")) == wanted
+    assert ("post_grad_custom_post_pass" in device.compile_options("cpu")) != fast
+
+
+def test_widened_products_are_those_of_float32_rounded_once():
+    def products(a, b, c):
+        x = torch.mm(a, b)
+        return torch.addmm(c, x, b), torch.bmm(a[None], x[None])
+
+    torch.manual_seed(0)
+    a, b, c = (torch.randn(*shape).bfloat16() for shape in ((17, 17), (17, 17), (17,)))
+    traced = make_fx(products)(a, b, c)
+    WidenProducts()(traced.graph)
+    traced.recompile()
+    x = (a.float() @ b.float()).bfloat16()
+    wanted = (
+        (c.float() + x.float() @ b.float()).bfloat16(),
+        (a.float() @ x.float()).bfloat16()[None],
+    )
+    for result, value in zip(traced(a, b, c), wanted, strict=True):
+        assert result.dtype == torch.bfloat16
+        torch.testing.assert_close(result, value)
 
 
 def test_a_gpu_computes_with_deterministic_kernels(monkeypatch):

@@ -17,7 +17,7 @@ from sparse_bitnet.training.loss import causal_lm_loss, chunked_cross_entropy, m
 @pytest.mark.parametrize("ignored", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_equals_torch(chunk, ignored, compiled, monkeypatch):
-    monkeypatch.setattr(loss_module, "_compiled_chunk", lambda: loss_module._loss_and_gradient)
+    monkeypatch.setattr(loss_module, "_compiled_chunk", lambda _: loss_module._loss_and_gradients)
     torch.manual_seed(0)
     hidden = torch.randn(37, 16, requires_grad=True)
     weight = torch.randn(53, 16, requires_grad=True)
@@ -81,7 +81,7 @@ def test_model_loss_equals_transformers():
     ],
 )
 def test_logits_that_a_family_scales_or_caps(family, changes, monkeypatch):
-    monkeypatch.setattr(loss_module, "_compiled_chunk", lambda: loss_module._loss_and_gradient)
+    monkeypatch.setattr(loss_module, "_compiled_chunk", lambda _: loss_module._loss_and_gradients)
     model = tiny_model(family, **changes)
     tokens = torch.randint(0, 96, (2, 33))
     expected = model(input_ids=tokens, labels=tokens).loss
@@ -100,7 +100,7 @@ def test_logits_that_a_family_scales_or_caps(family, changes, monkeypatch):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_without_gradients_the_loss_is_the_same_and_takes_one_product(compiled, monkeypatch):
-    monkeypatch.setattr(loss_module, "_compiled_chunk", lambda: loss_module._loss_and_gradient)
+    monkeypatch.setattr(loss_module, "_compiled_chunk", lambda _: loss_module._loss_and_gradients)
     hidden, labels = torch.randn(20, 8), torch.randint(0, 50, (20,))
     weight = torch.randn(50, 8, requires_grad=True)
     expected = chunked_cross_entropy(hidden, weight, labels, compiled=compiled)

@@ -9,24 +9,23 @@ import torch
 from sparse_bitnet.experiments.provenance import hardware, versions
 from sparse_bitnet.experiments.results import MACHINES, Results
 from sparse_bitnet.training.config import TrainConfig
-from sparse_bitnet.training.device import resolve_device, resolve_dtype
+from sparse_bitnet.training.device import resolve_device
 
 _SIDE, _SECONDS = 1024, 0.5
 
 
 def record_machine(results: Results, recipe: TrainConfig) -> None:
     """Add this machine to machines.jsonl, or raise its rate: other work can only lower what is seen."""
-    device = resolve_device(recipe.device)
-    dtype = resolve_dtype(recipe.precision, device)
+    device, precision = resolve_device(recipe.device), results.setting["precision"]
     threads = recipe.threads or torch.get_num_threads()
     machine = {
         "hardware": hardware(),
         "threads": threads,
-        "precision": str(dtype).removeprefix("torch."),
+        "precision": precision,
     }
     known = {tuple(each[name] for name in machine): each for each in results.machines}
     before = known.get(tuple(machine.values()), {}).get("operations_per_second", 0.0)
-    rate = product_rate(device, dtype, threads)
+    rate = product_rate(device, getattr(torch, precision), threads)
     if rate > before:
         known[tuple(machine.values())] = {
             **machine,

@@ -75,7 +75,7 @@ def measure(
         seconds=sum(row["seconds"] for row in timing),
         checkpoint=f"runs/{run.name}/final",
         # Paths relative to the results file are equal on every machine.
-        config={**dataclasses.asdict(config), "data": "data", "out": f"runs/{run.name}"},
+        config={**dataclasses.asdict(run.config), "data": "data", "out": f"runs/{run.name}"},
         provenance=provenance(),
         curves=curves,
         weights=weights if run.is_dense else None,

@@ -101,12 +101,12 @@ def reproduce(
         raise UserError(f"scale {scale.name} has no runs of {', '.join(experiments)}: {why}")
     check_ours(out, [SETTING, results.data.name], "a set of results")
     if (out / SETTING).is_file():  # refuses another scale before its text is prepared there
-        results.check(_setting(scale, results.setting["data"]))
+        results.check(_setting(results, scale, results.setting["data"]))
     with run_lock(out):
         data = data or prepare_text(scale, results.data)
         if other_text is not None:
             read_held_out(other_text, str(data / TOKENIZER))  # refuses what could not be read later
-        results.open(_setting(scale, _identity(data)))
+        results.open(_setting(results, scale, _identity(data)))
         record_machine(results, scale.recipe)
         whole = Outcome(0, -1, 0, ())
         while True:
@@ -210,7 +210,13 @@ def train_and_measure(
     Raises what `train` raises.
     """
     results = Results(out)
-    config = dataclasses.replace(run.config, data=str(data), out=str(results.run(run.name)))
+    config = dataclasses.replace(
+        run.config,
+        data=str(data),
+        out=str(results.run(run.name)),
+        # That of the set: "auto" may be another one here than where it was begun.
+        precision="bf16" if results.setting["precision"] == "bfloat16" else "float32",
+    )
     result = train(config, on_step=lambda row: on_step(run.name, row))
     return measure(results, run, config, result, other_text)
 
@@ -258,7 +264,9 @@ def _identity(data: Path) -> dict[str, Any]:
     return {split: TokenDataset.open(data, split).identity() for split in SPLITS}
 
 
-def _setting(scale: Scale, data: dict[str, Any]) -> dict[str, Any]:
+def _setting(results: Results, scale: Scale, data: dict[str, Any]) -> dict[str, Any]:
     device = resolve_device(scale.recipe.device)
     dtype = str(resolve_dtype(scale.recipe.precision, device)).removeprefix("torch.")
+    if scale.recipe.precision == "auto" and (results.path / SETTING).is_file():
+        dtype = results.setting["precision"]  # the set goes on in the type it was begun in
     return make_setting(scale, data, device.type, dtype)

@@ -21,7 +21,7 @@ MAY_CHANGE = ("summary", "learning_rates", "patterns", "sparse_percents")
 ADDED_LATER: dict[str, Any] = {"pattern": "6:8", "dense_layers": [], "learning_rates": {}}
 """Of settings; those written before have these."""
 
-_NEEDED = {"data", "main", "patterns", "recipe", "scale", "sizes", "text"}
+_NEEDED = {"data", "main", "patterns", "precision", "recipe", "scale", "sizes", "text"}
 
 _WHICH_RUNS = ("seeds", "wider", "workers", "size_by_size", "plain_names", "needs_gpu")
 """Of a scale; in no setting."""

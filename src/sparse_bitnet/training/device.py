@@ -5,7 +5,7 @@ import ctypes
 import os
 import shutil
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,8 +15,6 @@ from sparse_bitnet.training.config import TrainConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-CPU_FLAGS_WITH_FAST_BF16 = ("avx512_bf16", "amx_bf16")
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
@@ -40,9 +38,13 @@ def resolve_device(name: str) -> torch.device:
 
 
 def cpu_has_fast_bf16() -> bool:
-    """Whether bfloat16 products run on the CPU's own instructions (elsewhere they are emulated)."""
-    flags = cpu_info().get("flags", "").split()
-    return any(flag in flags for flag in CPU_FLAGS_WITH_FAST_BF16)
+    """Whether bfloat16 products are faster than float32 ones. Most processors emulate them, and Intel's
+    without matrix tiles, or with these hidden by a virtual machine, take twice as long."""
+    info = cpu_info()
+    flags = info.get("flags", "").split()
+    return "amx_bf16" in flags or (
+        "avx512_bf16" in flags and info.get("vendor_id") == "AuthenticAMD"
+    )
 
 
 def resolve_dtype(precision: str, device: torch.device) -> torch.dtype:
@@ -123,7 +125,19 @@ def compile_decoder_(
     shallow = on_cpu and len(decoder.layers) <= MOST_BLOCKS_AT_ONCE
     at_once = shallow and processes == 1 and not config.activation_checkpointing
     for part in [decoder] if at_once else decoder.layers:
-        part.compile(options={"cpp_wrapper": True} if on_cpu else None)
+        part.compile(options=compile_options(device))
+
+
+def compile_options(device: torch.device | str) -> dict[str, Any] | None:
+    """Of `torch.compile`, for training."""
+    if torch.device(device).type != "cpu":
+        return None
+    options: dict[str, Any] = {"cpp_wrapper": True}
+    if not cpu_has_fast_bf16():
+        from sparse_bitnet.training.widened_products import WidenProducts
+
+        options["post_grad_custom_post_pass"] = WidenProducts()
+    return options
 
 
 def peak_memory_bytes(device: torch.device) -> int:

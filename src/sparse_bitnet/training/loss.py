@@ -20,7 +20,7 @@ from torch import Tensor
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.calibration import evaluation_mode
 from sparse_bitnet.nn.convert import selected
-from sparse_bitnet.training.device import autocast
+from sparse_bitnet.training.device import autocast, compile_options
 from sparse_bitnet.training.output_scale import capped, logit_cap, output_scale
 
 if TYPE_CHECKING:
@@ -58,12 +58,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 rows = slice(start, start + chunk_tokens)
                 x, y = hidden[rows].to(dtype), labels[rows]
                 if compiled and soft is None and cap is None:
-                    chunk = _compiled_chunk() if needs_grad else _loss_and_gradient
-                    part, slope = chunk(x @ head.t(), y)
+                    chunk = _compiled_chunk(device) if needs_grad else _loss_and_gradients
+                    part, *gradients = chunk(x, head, y, needs_grad)
                     total += part
                     if needs_grad:
-                        grad_hidden[rows] = slope @ head
-                        grad_weight += slope.t() @ x
+                        grad_hidden[rows] = gradients[0]
+                        grad_weight += gradients[1]
                     continue
                 target = y.clamp_min(0).unsqueeze(-1)
                 scored = (y >= 0).unsqueeze(-1)
@@ -97,23 +97,26 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return grad_hidden * scale, (grad_weight * scale).to(ctx.weight_dtype), *(None,) * 5
 
 
-def _loss_and_gradient(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The summed loss of a chunk, float64, and its gradient by the logits in their type."""
+def _loss_and_gradients(
+    x: Tensor, head: Tensor, labels: Tensor, needs_grad: bool
+) -> tuple[Tensor, ...]:
+    """The summed loss of a chunk, float64, and its gradients by hidden states and head, in their type."""
     target = labels.unsqueeze(-1)
-    scored, values = target >= 0, logits.float()
+    scored, values = target >= 0, (x @ head.t()).float()
     top = values.amax(-1, keepdim=True)
     powers = (values - top).exp()
     sums = powers.sum(-1, keepdim=True)
     picked = values.gather(-1, target.clamp_min(0)) - top - sums.log()
     hit = torch.arange(values.shape[-1], device=values.device) == target
-    gradient = (powers / sums - hit.float()) * scored
-    return -(picked * scored).sum(dtype=torch.float64), gradient.to(logits.dtype)
+    slope = ((powers / sums - hit.float()) * scored).to(x.dtype)
+    total = -(picked * scored).sum(dtype=torch.float64)
+    return (total, slope @ head, slope.t() @ x) if needs_grad else (total,)
 
 
 @cache
-def _compiled_chunk() -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _compiled_chunk(device: str) -> Callable[..., tuple[Tensor, ...]]:
     """One pass for the sums and one for the gradient, where eager code makes ten of them."""
-    return torch.compile(_loss_and_gradient)
+    return torch.compile(_loss_and_gradients, options=compile_options(device))
 
 
 def _soft_part(

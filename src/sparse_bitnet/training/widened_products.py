@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled bfloat16 products for a CPU that multiplies float32 faster."""
+
+from typing import Any
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph, Node
+
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default)
+
+
+class WidenProducts(CustomGraphPass):
+    """Has the bfloat16 products of inductor's graphs multiply float32 operands of the same values.
+
+    The product of two bfloat16 numbers is exact in float32, so that only the order of the sums differs.
+    """
+
+    def __call__(self, graph: Graph) -> None:
+        for node in list(graph.nodes):
+            if node.target not in _PRODUCTS or node.meta["val"].dtype != torch.bfloat16:
+                continue
+            users = list(node.users)
+            with graph.inserting_before(node):
+                wide = [
+                    _converted(graph, a, torch.float32) if isinstance(a, Node) else a
+                    for a in node.args
+                ]
+            node.args = tuple(wide)
+            with graph.inserting_after(node):
+                rounded = _converted(graph, node, torch.bfloat16)
+            for user in users:
+                user.replace_input_with(node, rounded)
+            node.meta["val"] = node.meta["val"].float()
+
+    def uuid(self) -> Any:
+        """What inductor's cache tells other code by."""
+        return get_hash_for_files((__file__,))
+
+
+def _converted(graph: Graph, node: Node, dtype: torch.dtype) -> Node:
+    result = graph.call_function(torch.ops.prims.convert_element_type.default, (node, dtype))
+    result.meta["val"] = node.meta["val"].to(dtype)
+    return result
