@@ -163,6 +163,28 @@ def test_engines_take_turns(tmp_path: Path, tiny_folder: Path) -> None:
         assert pair == {"1", "2"}, "both before either comes again"
 
 
+def test_patterns_are_measured_in_turn(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    rows = run(
+        BenchOptions(
+            model="qwen2.5-0.3m",
+            pattern=["8:8", "3:4 binary"],
+            models=tmp_path,
+            threads=[1],
+            prefill=[9],
+            contexts=[0],
+            batches=[1],
+            rounds=2,
+        ),
+        child=("-c", PRETENDER, str(log)),
+        read_bytes=1 << 20,
+    )
+    assert [row.pattern for row in rows] == ["8:8", "3:4 binary"] * 2
+    assert [line.split()[0] for line in log.read_text().splitlines()] == [
+        *("prefill", "prefill", "decode", "decode") * 2
+    ]
+
+
 def test_quick_is_small() -> None:
     options = BenchOptions(quick=True, threads=[1, 2])
     assert (options.threads, options.rounds, options.batches) == ([2], 3, [1])
@@ -175,6 +197,7 @@ def test_quick_is_small() -> None:
         ({"prefill": []}, "--prefill"),
         ({"contexts": [-1]}, "--contexts"),
         ({"rounds": 0}, "--rounds"),
+        ({"pattern": []}, "--pattern: give at least one"),
         ({"quick": True, "prefill": [64]}, "--prefill 64 is not used here: --quick takes its own"),
     ],
 )

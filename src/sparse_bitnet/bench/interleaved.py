@@ -39,6 +39,7 @@ class _Variant:
     """One engine in its process."""
 
     child: Child
+    pattern: str
     threads: int
     loaded: dict[str, Any]
     work: Work
@@ -71,14 +72,14 @@ def run(
     """
     report = progress or (lambda what, share: None)
     report("preparing the model", 0.0)
-    folder, pattern = _model(options)
+    models = _models(options)
     measurements = _measurements(options)
     with ExitStack() as stack:
         variants = []
-        for threads, name, isa in itertools.product(
-            options.threads, options.weight_format, options.isa
+        for (pattern, folder), threads, name, isa in itertools.product(
+            models.items(), options.threads, options.weight_format, options.isa
         ):
-            report(f"loading {name}, {threads} threads", 0.0)
+            report(f"loading {pattern}, {name}, {threads} threads", 0.0)
             process = stack.enter_context(Child(child))
             loaded = process.ask(
                 {
@@ -93,38 +94,41 @@ def run(
                 }
             )
             work = work_of(folder, loaded["weight_format"], options.head, options.kv_cache)
-            variants.append(_Variant(child=process, threads=threads, loaded=loaded, work=work))
+            variants.append(
+                _Variant(child=process, pattern=pattern, threads=threads, loaded=loaded, work=work)
+            )
         isas = sorted({variant.loaded["isa"] for variant in variants})
         meters = {count: RooflineMeter(count, isas, read_bytes) for count in options.threads}
         contention = Contention(variant.child.pid for variant in variants)
         answers = _rounds(options, variants, measurements, meters, report)
         others = contention.others_share()
         return [
-            _row(
-                options, pattern, variant, measurement, answers[index, measurement], meters, others
-            )
+            _row(options, variant, measurement, answers[index, measurement], meters, others)
             for measurement in measurements
             for index, variant in enumerate(variants)
         ]
 
 
-def _model(options: BenchOptions) -> tuple[Path, str]:
+def _models(options: BenchOptions) -> dict[str, Path]:
+    """Folders by pattern."""
     if options.model not in PRESETS and options.model not in PUBLISHED:
         folder = Path(options.model)
         packed = open_checkpoint(folder, "packed")
-        of_random = ("pattern", "binary", "scale_group", "embeddings", "models")
+        of_random = ("pattern", "scale_group", "embeddings", "models")
         refuse_unused(options, of_random, f"{folder} has weights of its own")
-        return folder, str(packed.format.pattern)
-    pattern = NMPattern.parse(options.pattern)
-    folder = cached_random_model(
-        options.model,
-        pattern,
-        cache=options.models,
-        packed_format="nm-sign" if options.binary else "i2",
-        embeddings=options.embeddings,
-        scale_group=options.scale_group,
-    )
-    return folder, f"{pattern} binary" if options.binary else str(pattern)
+        return {str(packed.format.pattern): folder}
+    parsed = {text: NMPattern.parse(text.removesuffix(" binary")) for text in options.pattern}
+    return {
+        text: cached_random_model(
+            options.model,
+            pattern,
+            cache=options.models,
+            packed_format="nm-sign" if text.endswith(" binary") else "i2",
+            embeddings=options.embeddings,
+            scale_group=options.scale_group,
+        )
+        for text, pattern in parsed.items()
+    }
 
 
 def _engine_options(options: BenchOptions) -> dict[str, Any]:
@@ -181,7 +185,6 @@ def _rounds(
 
 def _row(
     options: BenchOptions,
-    pattern: str,
     variant: _Variant,
     measurement: _Measurement,
     answers: list[dict[str, Any]],
@@ -202,7 +205,7 @@ def _row(
         )
     return BenchRow(
         model=options.model,
-        pattern=pattern,
+        pattern=variant.pattern,
         weight_format=variant.loaded["weight_format"],
         head=variant.loaded["head"],
         kv_cache=options.kv_cache,

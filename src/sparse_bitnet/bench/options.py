@@ -18,11 +18,9 @@ class BenchOptions:
     """A preset or a published shape (bitnet-2b4t, qwen3-1.7b, qwen3-8b, falcon-e-3b, llama3-8b), which
     gets random weights, or a packed folder."""
 
-    pattern: str = "6:8"
-    """n:m of the random weights; 8:8 is dense."""
-
-    binary: bool = False
-    """Random weights of which none is zero but those that the pattern drops (quantizer=binary)."""
+    pattern: list[str] = field(default_factory=lambda: ["6:8"])
+    """n:m of the random weights, a model each; 8:8 is dense. With " binary" after it none of them is zero
+    but those that the pattern drops (quantizer=binary)."""
 
     scale_group: Literal[0, 32, 64, 128, 256] = 0
     """Random weights that share a scale in float16; 0: one scale a matrix."""
@@ -75,7 +73,7 @@ class BenchOptions:
                 raise UserError(f"--{name} {values}: give numbers above 0")
         if not self.contexts or min(self.contexts) < 0:
             raise UserError(f"--contexts {self.contexts}: give numbers of at least 0")
-        for name in ("weight_format", "isa"):
+        for name in ("pattern", "weight_format", "isa"):
             if not getattr(self, name):
                 raise UserError(f"--{name.replace('_', '-')}: give at least one")
         if self.steps < 1 or self.rounds < 1:

@@ -8,40 +8,45 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.experiments.cells import paper_results
 from sparse_bitnet.experiments.page import Block, Paragraph, Section
 from sparse_bitnet.experiments.scales import DENSE_PATTERN
-from sparse_bitnet.experiments.table import NOTHING, Table
+from sparse_bitnet.experiments.table import Table
+
+_Measured = tuple[str, int, int, int]
+"""Phase, tokens, batch and threads."""
 
 
 def throughput_blocks(path: Path) -> list[Block]:
     """The table of the rows that `sparse-bitnet bench --out` wrote.
 
-    Each pattern is shown in the faster of its run-time formats, with float16 caches and without context.
-    Raises `UserError` where the file holds no rows.
+    Of the last run that measured dense and sparse models in turn; each pattern in the fastest of its
+    run-time formats, with float16 caches and without context. Raises `UserError` where there is none.
     """
     try:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        first: dict[tuple[str, int, int, int], dict[tuple[str, str], float]] = {}
+        runs: dict[str, dict[_Measured, dict[str, float]]] = {}
         for row in rows:
-            asked = (row["phase"], row["tokens"], row["batch"], row["threads"])
             if row["kv_cache"] == "float16" and (row["phase"] == "prefill" or row["tokens"] == 0):
-                speeds = first.setdefault(asked, {})
-                speeds.setdefault((row["pattern"], row["weight_format"]), row["tokens_per_second"])
-        made = rows[0]
-        where = f"{made['model']}, random weights; {made['hardware']}, {made['date'][:10]}"
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        raise UserError(f"{path}: no rows of `sparse-bitnet bench --out` ({error})") from error
-    patterns = list(dict.fromkeys(row["pattern"] for row in rows))
-    sparse = [pattern for pattern in patterns if pattern != DENSE_PATTERN]
+                measured = (row["phase"], row["tokens"], row["batch"], row["threads"])
+                speeds = runs.setdefault(row["date"], {}).setdefault(measured, {})
+                before = speeds.get(row["pattern"], 0.0)
+                speeds[row["pattern"]] = max(before, row["tokens_per_second"])
+        date, run = next(
+            (date, run)
+            for date, run in reversed(runs.items())
+            if all(DENSE_PATTERN in speeds and len(speeds) > 1 for speeds in run.values())
+        )
+        made = next(row for row in rows if row["date"] == date)
+        where = f"{made['model']}, random weights; {made['hardware']}, {date[:10]}"
+    except (OSError, ValueError, KeyError, StopIteration) as error:
+        raise UserError(
+            f"{path}: no run of dense and sparse models in turn, as of `sparse-bitnet bench --pattern "
+            "8:8 6:8 --out`"
+        ) from error
+    sparse = [pattern for pattern in next(iter(run.values())) if pattern != DENSE_PATTERN]
     body = []
-    for (phase, tokens, batch, threads), speeds in first.items():
-        best = {
-            pattern: max(found)
-            for pattern in patterns
-            if (found := [speed for (own, _), speed in speeds.items() if own == pattern])
-        }
-        if (dense := best.get(DENSE_PATTERN)) is None:
-            continue
+    for (phase, tokens, batch, threads), speeds in run.items():
+        dense = speeds[DENSE_PATTERN]
         size = f"{tokens} tokens" if phase == "prefill" else f"batch {batch}"
-        cells = [f"{best[p]:.1f}\n{best[p] / dense:.2f}x" if p in best else NOTHING for p in sparse]
+        cells = [f"{speeds[p]:.1f}\n{speeds[p] / dense:.2f}x" for p in sparse]
         name = f"{phase}, {size}, {threads} thread{'s' * (threads > 1)}"
         body.append((name, f"{dense:.1f}", *cells, "not measured", _paper(phase)))
     head = ("tokens/s", "dense", *sparse, "ours on a GPU", "paper's tokens/s, 6:8 over dense")
