@@ -11,9 +11,10 @@ _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.at
 
 
 class WidenProducts(CustomGraphPass):
-    """Has the bfloat16 products of inductor's graphs multiply float32 operands of the same values.
+    """Has the bfloat16 products of inductor's graphs multiply float32 operands, whose products are exact.
 
-    The product of two bfloat16 numbers is exact in float32, so that only the order of the sums differs.
+    As everywhere in inductor's loops, a value that is not stored in between keeps its float32 digits: an
+    operand may be more precise than bfloat16, never less.
     """
 
     def __call__(self, graph: Graph) -> None:
