@@ -157,6 +157,19 @@ def test_a_separate_validation_source_goes_to_the_first_part(texts, tmp_path):
     assert splits == [{"train", "validation"}, {"train"}]
 
 
+def test_text_given_to_be_held_out_stays_whole(texts, tmp_path, tokenizer_folder):
+    own = write_jsonl(tmp_path / "held.jsonl", [*some_texts(3, seed=0), *some_texts(2, seed=9)])
+    source = parse_source(str(texts), validation=str(own))
+    for part in (0, 1):
+        whole = prepare_part(
+            source, tmp_path / "out", part=part, parts=2, tokenizer=tokenizer_folder
+        )
+    assert whole is not None
+    assert whole.splits["validation"].documents == 5
+    assert whole.overlap is not None
+    assert whole.overlap["documents_in_training"] > 0
+
+
 def test_hub_data_sets_are_divided_by_files(texts):
     pytest.importorskip("datasets")
     source = HubSource(name=str(texts), validation_fraction=0.0)

@@ -49,7 +49,8 @@ class PrepareConfig:
     near_duplicates: bool = True
     """Keep documents that are nearly the same on one side of the split; with --validation, leave those of
     SOURCE out that are nearly held-out ones. Of hub data sets and --parts, which are read once, held-out
-    documents of which over 1 % stands in the training text are left out in the end."""
+    documents of which over 1 % stands in the training text are left out in the end, but none of
+    --validation."""
 
     shard_tokens: int = 1 << 27
     """Tokens in one file."""

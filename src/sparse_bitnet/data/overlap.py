@@ -85,7 +85,8 @@ def compare_splits(
     windows, known = windows_in_training(train, held_out, spans, show)
     kept = known <= _KNOWN_SHARE * windows
     sources = [each["source"] for each in manifest.settings.get("parts", [manifest.settings])]
-    asked = any(source.get("near_duplicates") == LEFT_OUT for source in sources)
+    # Text that the user gave to be held out goes to the first part, whose source says so.
+    asked = all(source.get("near_duplicates") == LEFT_OUT for source in sources)
     if not asked or not kept.any() or kept.all():
         kept[:] = True
     else:
