@@ -86,8 +86,10 @@ def test_other_data_is_refused(small_run, prepared, tmp_path):
     config = small_run()
     state = interrupted(config, 3) / "state.json"
     state.write_text(state.read_text().replace('"content": "', '"content": "0'))
+    before = (Path(config.out) / "config.json").read_text()
     with pytest.raises(UserError, match="other data"):
-        train(config)
+        train(dataclasses.replace(config, validation_every=1))
+    assert (Path(config.out) / "config.json").read_text() == before
 
 
 @pytest.mark.parametrize("place", [(run_checkpoint, "sync_tree"), (Path, "write_text")])

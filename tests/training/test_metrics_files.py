@@ -21,6 +21,14 @@ def test_rows_after_the_step_and_half_lines_are_dropped(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["rows.jsonl"]
 
 
+def test_a_run_begun_again_keeps_no_row_of_before_its_first_step(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1}\n')
+    for after_step, kept in ((1, [0, 1]), (0, [])):
+        JsonLines(path, after_step).close()
+        assert [row["step"] for row in read_rows(path)] == kept
+
+
 @pytest.mark.parametrize("line", ["\0\0", "{", "[1]", '{"loss": 1}', '{"step": "1"}'])
 def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "rows.jsonl"

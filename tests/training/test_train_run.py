@@ -77,14 +77,24 @@ def test_overall_flip_rate_is_the_weighted_mean_of_the_layers(small_run):
     assert row["flip_rate"] == pytest.approx(total / sum(sizes.values()))
 
 
-def test_final_folder_is_the_trained_model(small_run):
-    config = small_run()
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"sparse_fraction": 0.0},
+        {"format": "ternary-6:8,schedule=gradual:until=1"},
+        {"format": "ternary-6:8,schedule=lambda:until=1"},
+    ],
+)
+def test_final_folder_is_the_trained_model(small_run, changes):
+    config = small_run(**changes)
     result = train(config)
     model = from_pretrained(Path(config.out) / "final")
     loss, tokens = validation_loss(
         SummedLoss(model, None), config, device=torch.device("cpu"), dtype=torch.float32
     )
     assert (loss, tokens) == (result.validation_loss, result.validation_tokens)
+    assert result.zero_fraction > 0.25, "pruned"
     assert model.config.eos_token_id is not None
 
 

@@ -89,11 +89,12 @@ class RowSink(Protocol):
 class JsonLines(RowSink):
     """Appends one JSON object a line; the file holds whole lines up to `after_step` on opening.
 
-    `at_end`: of `after_step` the row of its training alone, as what follows the last one is done again.
+    `at_end`: of `after_step` the row of its training alone, as what follows the last one is done again;
+    so is what comes before the first.
     """
 
     def __init__(self, path: Path, after_step: int, *, at_end: bool = False) -> None:
-        bound = after_step - at_end
+        bound = after_step - (at_end or not after_step)
         text = "".join(
             line
             for line, row in _rows(path)
@@ -167,7 +168,7 @@ class TensorBoard(RowSink):
     def __init__(self, folder: Path, after_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=after_step + 1)
+        self._writer = SummaryWriter(str(folder), purge_step=after_step + bool(after_step))
 
     def write(self, row: dict[str, Any]) -> None:
         for key, value in _scalars(row):

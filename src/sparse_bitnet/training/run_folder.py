@@ -122,25 +122,30 @@ def _prolongs(stored: TrainConfig, config: TrainConfig) -> bool:
 def open_run(run: Path, config: TrainConfig, data: dict[str, Any]) -> Iterator[None]:
     """Hold `run`, new or continued, as the folder of this config for this process alone.
 
-    A finished run of fewer steps is prolonged: its model and result are kept as `final-STEPS` and
-    `result-STEPS.json`.
-
     Raises `UserError` as `check_run` does, when another process holds the folder, and when it cannot be
     written.
     """
     with run_lock(run):
         check_run(run, config, data)
-        before = _result(run)
-        before = before if before is not None and before.steps < config.steps else None
-        if before is not None:
-            say(_prolonged(dataclasses.replace(config, steps=before.steps), config))
-        write_atomic(run / "config.json", config.to_json())
-        if before is not None:
-            with os_errors_as(f"cannot write {run}"):
-                if (run / "final").is_dir():
-                    os.replace(run / "final", run / f"final-{before.steps}")
-                os.replace(run / RESULT, run / f"result-{before.steps}.json")
         yield
+
+
+def claim(run: Path, config: TrainConfig) -> None:
+    """Write the config into a folder that `open_run` holds, once its checkpoint is found to fit.
+
+    A finished run of fewer steps is prolonged: its model and result are kept as `final-STEPS` and
+    `result-STEPS.json`.
+    """
+    before = _result(run)
+    before = before if before is not None and before.steps < config.steps else None
+    if before is not None:
+        say(_prolonged(dataclasses.replace(config, steps=before.steps), config))
+    write_atomic(run / "config.json", config.to_json())
+    if before is not None:
+        with os_errors_as(f"cannot write {run}"):
+            if (run / "final").is_dir():
+                os.replace(run / "final", run / f"final-{before.steps}")
+            os.replace(run / RESULT, run / f"result-{before.steps}.json")
 
 
 def _prolonged(stored: TrainConfig, config: TrainConfig) -> str:

@@ -43,6 +43,7 @@ from sparse_bitnet.training.run_folder import (
     RunResult,
     StopSignal,
     checkpoints_of,
+    claim,
     say,
 )
 from sparse_bitnet.training.schedule import (
@@ -145,6 +146,7 @@ class Trainer:
         identity = self.dataset.identity()
         state = RunState(parameters=self.parameters, layers=self.layers, optimizer=self.optimizer)
         start = restore(self.checkpoints, state, self.world, identity)
+        self.world.on_main(lambda: claim(self.run, config))
         self.writer = CheckpointWriter(
             self.checkpoints, self.world, config, identity, self.model_files, state
         )
@@ -152,9 +154,6 @@ class Trainer:
         if self.world.is_main:
             self.timing = metrics.JsonLines(self.run / metrics.TIMING_FILE, start)
             self.sinks = metrics.open_sinks(config, self.run, start)
-        if start:
-            # Where no step is left to do so, the last one's is that of the end.
-            set_phase_(self.layers.values(), *phase(config, self.format, start))
         try:
             if self.cache is not None:
                 filled = partial(fill, self.cache, config, self.dtype, self.device)
@@ -329,6 +328,14 @@ class Trainer:
         )
 
     def _finish(self, row: dict[str, Any], data: dict[str, Any]) -> RunResult:
+        # What is stored computes in the format, whatever the last step did.
+        set_phase_(self.layers.values(), None)
+        zero_fraction = row["zero_fraction"]
+        if not row["sparse"]:
+            with selected_shards(self.layers.values(), self.world.sum_shards):
+                counts = metrics.selection_counts(self.layers, self.world.sum_shards).tolist()
+            found = metrics.selection_metrics(self.layers, counts, by_layer=False)
+            zero_fraction = found["zero_fraction"]
         if self.config.lora:
             self._merge()
         validation = self._validate(self.config.steps)
@@ -355,7 +362,7 @@ class Trainer:
             validation_perplexity=validation["validation_perplexity"],
             validation_tokens=validation["validation_tokens"],
             flip_rate=row["flip_rate"],
-            zero_fraction=row["zero_fraction"],
+            zero_fraction=zero_fraction,
             data=data,
         )
         if self.world.is_main:
