@@ -21,6 +21,8 @@ SCHEMAS = 25
 VOCAB = 300
 """More than the tokenizer has, as models have."""
 BYTES = byte_tokenizer()
+CHAIN = {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(1500)} | {"1500": {}}
+TERMS = [f"/.*a{i}.*/" for i in range(30)]
 STRICT = {"type": "object", "additionalProperties": False}
 
 
@@ -188,12 +190,16 @@ def test_each_text_has_its_own_place(grammars):
         (lambda: Grammar.json_schema({"$ref": "file:///etc/passwd"}), "not present"),
         (lambda: Grammar.json_schema([]), "object"),
         (lambda: Grammar.json_text("{"), "not a JSON schema"),
+        (lambda: Grammar.json_schema({"$defs": CHAIN, "$ref": "#/$defs/0"}), "nested too deeply"),
+        (lambda: Grammar.rules("start: A\nA: " + "&".join(TERMS)), "too long"),
+        (lambda: Grammar.rules("\n" * 100_000 + 'root ::= "x"'), "too long"),
     ],
 )
 def test_what_is_no_grammar_is_refused(grammars, grammar, complaint):
     with pytest.raises(UserError, match=complaint) as error:
         grammars.start(grammar())
     assert "\n" not in str(error.value)
+    grammars.start(Grammar.choice([complaint]))
 
 
 def test_lenient_schemas_pass_over_what_is_not_supported(grammars):

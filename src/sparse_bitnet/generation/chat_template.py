@@ -3,17 +3,13 @@
 its own that bounds what a template of strangers can take."""
 
 import json
-import subprocess
-import sys
-import threading
-import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sparse_bitnet.checkpoint.model_folder import read_json_if_there, read_small
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.host import ran_out_of_time
+from sparse_bitnet.generation.bounded_process import BoundedProcess
 
 _SPECIAL_TOKENS = (
     "bos_token",
@@ -33,8 +29,10 @@ class ChatTemplate:
         """Raises `UserError` for a template with a syntax error."""
         self.source = source
         self._special_tokens = dict(special_tokens or {})
-        self._lock = threading.Lock()
-        self._process = self._start()
+        self._process = BoundedProcess("sparse_bitnet.generation.template_process")
+        reply = self._process.ask(json.dumps([source, None]))
+        if "error" in reply:
+            raise UserError(f"the chat template is damaged: {reply['error']}")
 
     @classmethod
     def load(cls, folder: str | Path) -> "ChatTemplate":
@@ -84,65 +82,18 @@ class ChatTemplate:
         given = {"tools": None, "documents": None} | self._special_tokens | variables
         given |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
         try:
-            request = json.dumps(given, default=_plain)
+            request = json.dumps([self.source, given], default=_plain)
         except (RecursionError, TypeError, ValueError) as error:
             raise UserError(f"the chat is not JSON: {error}") from error
-        with self._lock:
-            if self._process.poll() is not None:
-                self._finish()
-                self._process = self._start()
-            reply = _ask(self._process, request)
+        reply = self._process.ask(request)
         if "error" in reply:
-            raise UserError(f"the chat template refuses this chat: {_one_line(reply['error'])}")
-        return reply["text"]
-
-    def _start(self) -> "subprocess.Popen[str]":
-        # Without the current folder on its path, whose files are as strange as the template; and in a
-        # group of its own: Ctrl-C ends an answer, not this.
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "sparse_bitnet.generation.template_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            process_group=0,
-            creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
-        )
-        self._finish = weakref.finalize(self, _end, process)
-        reply = _ask(process, json.dumps(self.source))
-        if "error" in reply:
-            raise UserError(f"the chat template is damaged: {_one_line(reply['error'])}")
-        return process
-
-
-def _end(process: "subprocess.Popen[str]") -> None:
-    process.kill()
-    process.communicate()
-
-
-def _ask(process: "subprocess.Popen[str]", request: str) -> dict[str, str]:
-    """One line to the process, and its reply; without one it has ended."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        process.stdin.write(request + "\n")
-        process.stdin.flush()
-        answer = process.stdout.readline()
-    except BrokenPipeError:
-        answer = ""
-    if answer.endswith("\n"):
-        return json.loads(answer)
-    late = ran_out_of_time(process.wait())
-    return {"error": "it takes too long" if late else "it takes too much memory"}
+            raise UserError(f"the chat template refuses this chat: {reply['error']}")
+        return reply["answer"]
 
 
 def _plain(value: Any) -> Any:
     """For what JSON has no form for: the name of its type."""
     return dict(value) if isinstance(value, Mapping) else f"<{type(value).__name__}>"
-
-
-def _one_line(message: str) -> str:
-    return " ".join(message.split())[:500]
 
 
 def _special_tokens(config: Mapping[str, Any], folder: Path) -> dict[str, str]:

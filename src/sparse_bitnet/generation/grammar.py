@@ -12,19 +12,12 @@ from typing import Any, Self
 import numpy as np
 
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.generation.bounded_process import BoundedProcess
 from sparse_bitnet.generation.text import TextTokenizer
 
 _WHITESPACE = r"\x20|\x0A[\x20\x09]{0,32}"
 """Between the parts of JSON. Unbounded, a weak model would go on with it for ever."""
 
-_LIMITS: dict[str, Any] = {
-    "initial_lexer_fuel": 200_000,
-    "step_lexer_fuel": 50_000,
-    "step_max_items": 20_000,
-    "max_lexer_states": 50_000,
-    "max_grammar_size": 100_000,
-}
-"""A fifth of llguidance's own: with those one hostile pattern takes five seconds."""
 _LONGEST = 64
 """Bytes of a token."""
 _KEPT = 8
@@ -41,6 +34,8 @@ class Grammar:
     source: str
     rule: str = ""
     """Of JSON: a Lark rule of other rules."""
+    is_lark_or_gbnf: bool = False
+    """The source is as its author wrote it."""
 
     @classmethod
     def json_schema(cls, schema: Any, *, is_strict: bool = True) -> Self:
@@ -88,16 +83,8 @@ class Grammar:
 
     @classmethod
     def rules(cls, text: str) -> Self:
-        """Rules in Lark or, as llama.cpp writes them, GBNF. Raises `UserError` for neither."""
-        _llguidance()
-        from llguidance.gbnf_to_lark import any_to_lark
-
-        try:
-            return cls.lark(any_to_lark(text))
-        except Exception as error:  # any kind
-            raise UserError(
-                f"the grammar is neither Lark nor GBNF: {_one_line(str(error))}"
-            ) from error
+        """Rules in Lark or, as llama.cpp writes them, GBNF; `TokenGrammars.start` tells."""
+        return cls(text, is_lark_or_gbnf=True)
 
 
 def _llguidance() -> Any:
@@ -136,6 +123,7 @@ class TokenGrammars:
         """`end_tokens`: those that may come where a text is complete."""
         self.vocab_size = vocab_size
         self._lock = threading.Lock()
+        self._process = BoundedProcess("sparse_bitnet.generation.grammar_process")
         self._kept: dict[Grammar, Form] = {}
         self._tokenizer: Any = None
         if importlib.util.find_spec("llguidance") is not None:
@@ -145,20 +133,25 @@ class TokenGrammars:
             )
 
     def start(self, grammar: Grammar) -> "Form":
-        """At the beginning of a text. Takes up to a second or two, other threads meanwhile going on.
+        """At the beginning of a text. What is new is first tried in a process that may fail, and takes up
+        to a second or two, other threads meanwhile going on.
 
         Raises `UserError` for a grammar that is none, asks for what is not supported, or is too large,
         and where llguidance is not installed.
         """
-        library = _llguidance()
+        _llguidance()
+        from sparse_bitnet.generation.grammar_process import matcher_of
+
         with self._lock:
             if (known := self._kept.pop(grammar, None)) is not None:
                 self._kept[grammar] = known
                 return known.copy()
-        limits = library.LLParserLimits(**_LIMITS)
-        matcher = library.LLMatcher(self._tokenizer, grammar.source, log_level=0, limits=limits)
-        if matcher.is_error():
-            raise UserError(f"the text cannot have this form: {_one_line(matcher.get_error())}")
+        tried = self._process.ask(json.dumps([grammar.source, grammar.is_lark_or_gbnf]))
+        if "answer" in tried:
+            matcher = matcher_of(tried["answer"], self._tokenizer)
+            tried = {"error": matcher.get_error()} if matcher.is_error() else {}
+        if "error" in tried:
+            raise UserError(f"the text cannot have this form: {_one_line(tried['error'])}")
         form = Form(matcher, self.vocab_size)
         # The first place may take long: here, where nobody waits for it.
         form._compute()

@@ -3,25 +3,22 @@
 
 Templates come with models of strangers. Jinja's immutable sandbox keeps them from files and attributes,
 not from `'a' * 10**9` or loops in loops; the system does that, by the memory and the processor time of a
-process that does nothing else. Reads requests and writes replies, one JSON object a line: first the
-template's source, then what to render it with.
+process that does nothing else.
 """
 
 import datetime
+import functools
 import json
-import sys
 from typing import Any
 
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
-from sparse_bitnet.host import limit_memory, limit_time
+from sparse_bitnet.generation.bounded_process import answer_requests
 
 MOST_SECONDS = 2.0
 """Of processor time, for each request."""
-MOST_BYTES = 512 << 20
-"""Of address space; Python and Jinja take a tenth of it."""
 MOST_TEXT = 16 << 20
 """Characters of a rendered chat."""
 
@@ -65,9 +62,9 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
-def _render(template: jinja2.Template, line: str) -> str:
+def _render(template: jinja2.Template, variables: dict[str, Any]) -> str:
     pieces, size = [], 0
-    for piece in template.generate(json.loads(line)):
+    for piece in template.generate(variables):
         pieces.append(piece)
         size += len(piece)
         if size > MOST_TEXT:
@@ -87,22 +84,16 @@ def _complaint(error: Exception) -> str:
 
 
 def main() -> None:
-    """Answer until the input ends."""
-    limit_memory(MOST_BYTES)
-    environment, template = _environment(), None
-    for line in sys.stdin:
-        # Processor time, not the clock's: a busy machine is no reason. The system ends the process.
-        limit_time(MOST_SECONDS)
-        reply = {}
-        try:
-            if template is None:
-                template = environment.from_string(json.loads(line))
-            else:
-                reply["text"] = _render(template, line)
-        except Exception as error:
-            reply["error"] = _complaint(error)
-        limit_time(0)
-        print(json.dumps(reply), flush=True)
+    """Answer until the input ends. A request is a template's source, and the variables to render it with;
+    without these, only the source is checked."""
+    compiled = functools.lru_cache(1)(_environment().from_string)
+
+    def answer(request: tuple[str, dict[str, Any] | None]) -> str:
+        source, variables = request
+        template = compiled(source)
+        return "" if variables is None else _render(template, variables)
+
+    answer_requests(answer, MOST_SECONDS, _complaint)
 
 
 if __name__ == "__main__":
