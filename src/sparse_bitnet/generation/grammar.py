@@ -73,8 +73,8 @@ class Grammar:
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> Self:
-        """One of the texts."""
-        return cls.lark("start: " + " | ".join(map(lark_text, texts)))
+        """One of the texts. They are one terminal: of rules, a place can have 2,000."""
+        return cls.lark("start: TEXT\nTEXT: " + " | ".join(map(lark_text, texts)))
 
     @classmethod
     def lark(cls, rules: str) -> Self:

@@ -23,8 +23,8 @@ _LIMITS: dict[str, Any] = {
     "max_grammar_size": 100_000,
 }
 """A fifth of llguidance's own: with those one hostile pattern takes five seconds."""
-_STACK = 512 << 10
-"""Bytes; other threads have at least twice as many, so that what fits here fits there."""
+_STACK = 1 << 20
+"""Bytes; the server's threads have twice as many or more, so that what fits here fits there."""
 
 
 class _Bytes:
