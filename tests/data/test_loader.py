@@ -43,6 +43,15 @@ def test_permutation_of_sizes_no_array_could_hold(size: int, data: st.DataObject
     assert images.tolist() == one_by_one
 
 
+def test_tokens_beyond_the_vocabulary_are_one_line(prepared: Path) -> None:
+    dataset = TokenDataset.open(prepared)
+    largest = int(dataset[0 : len(dataset)].max())
+    dataset.vocab_size = largest
+    loader = loader_of(dataset, batch_size=len(dataset) // 16)
+    with pytest.raises(UserError, match=f"holds token {largest}, its vocabulary {largest} tokens"):
+        loader.batch(0)
+
+
 def test_permutation_looks_random() -> None:
     size = 1000
     images = [permuted(np.arange(size), size, seed=s, epoch=e) for s in range(4) for e in range(50)]

@@ -222,6 +222,7 @@ def test_manifest_errors(data: Path, tmp_path: Path) -> None:
             {**good, "vocab_size": "many"}
         ): r"manifest\.json: damaged \(a count is no number",
         json.dumps({**good, "dtype": "float64"}): r"manifest\.json: damaged \(dtype or settings",
+        json.dumps({**good, "settings": {"parts": []}}): r"damaged \(it has no parts",
         json.dumps(good).replace(
             "train-00000", "../train-00000"
         ): r"damaged \(a shard lies outside",

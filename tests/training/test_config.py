@@ -54,6 +54,7 @@ def test_unknown_and_missing_keys_are_named():
         ("epsilon", 0.0),
         ("final_learning_rate_fraction", -0.1),
         ("threads", 0),
+        ("threads", 10**5),
         ("vocab_size", -3),
         ("vocab_size", 10**20),
         ("seed", 10**30),

@@ -92,6 +92,8 @@ class Manifest:
             raise ValueError("a shard lies outside of the folder")
         if self.dtype not in ("uint16", "uint32") or not isinstance(self.settings, dict):
             raise ValueError("dtype or settings are none")
+        if not self.settings.get("parts", [self.settings]):
+            raise ValueError("it has no parts")
 
     def write(self, folder: Path) -> None:
         """Write `manifest.json`; the last step of a preparation."""

@@ -214,6 +214,15 @@ class TokenDataset:
                 f"{model_vocab_size:,}; prepare the data with the model's tokenizer"
             )
 
+    def check_ids(self, ids: np.ndarray) -> None:
+        """Raise `UserError` for token ids that the vocabulary does not hold: a shard that another
+        program wrote."""
+        if ids.size and (largest := int(ids.max())) >= self.vocab_size:
+            raise UserError(
+                f"{self.folder}: its {self.split} text holds token {largest:,}, its vocabulary "
+                f"{self.vocab_size:,} tokens; prepare the data again"
+            )
+
     def identity(self) -> dict[str, Any]:
         """What these tokens are, as JSON: equal for equal data, wherever it lies."""
         content = hashlib.blake2b(digest_size=16)

@@ -44,6 +44,7 @@ class Windows:
         found = np.empty((len(windows), length + 1), np.int64)
         for row, window in zip(found, windows.tolist(), strict=True):
             row[:] = self.dataset[window * length : (window + 1) * length + 1]
+        self.dataset.check_ids(found)
         return found
 
     def batch(self, windows: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -58,6 +59,7 @@ class Windows:
         ):
             row[: end - start] = self.dataset.stored(slice(start, end))
         ids = (tokens & IDS).astype(np.int64)
+        self.dataset.check_ids(ids)
         labels = np.where(tokens & LEARNT, ids, NOT_LEARNT)
         places = np.arange(self.length + 1)
         begins = np.maximum.accumulate(np.where(tokens & BEGINS, places, 0), 1)
