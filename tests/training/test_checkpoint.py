@@ -14,14 +14,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+from factories import tiny_model
 from sparse_bitnet.checkpoint.consolidate import read_tensors
 from sparse_bitnet.checkpoint.locate import resolve_checkpoint
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.checkpoint.store_path import StorePath
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import file_crc32
+from sparse_bitnet.layer_config import SparseBitConfig
+from sparse_bitnet.nn.convert import convert_, selected, sparse_layers
 from sparse_bitnet.training import run_checkpoint
 from sparse_bitnet.training.metrics import read_rows
+from sparse_bitnet.training.run_checkpoint import RunState
 from sparse_bitnet.training.run_folder import Interrupted
 from sparse_bitnet.training.train_run import train
 
@@ -129,6 +133,24 @@ def read_everything(found) -> dict[str, torch.Tensor]:
     }
     read_tensors(found, tensors)
     return tensors
+
+
+def test_a_weight_that_two_blocks_share_has_a_mask_in_each():
+    model = convert_(tiny_model(), SparseBitConfig())
+    first, second = (block.mlp.up_proj for block in model.model.layers)
+    second.weight = first.weight
+    state = RunState(
+        parameters=dict(model.named_parameters()),
+        layers=sparse_layers(model),
+        optimizer=torch.optim.AdamW(model.parameters()),
+    )
+    with selected(model):
+        assert torch.equal(first.mask_words, second.mask_words)
+    kept = {f"mask/{name}" for name in state.layers}
+    assert kept <= state.tensors().keys()
+    state.allocate_(1)
+    assert kept <= state.tensors().keys()
+    assert not first.mask_words.any()
 
 
 def test_a_mask_is_stored_as_the_words_of_its_layer(small_run):

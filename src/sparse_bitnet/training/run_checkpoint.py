@@ -85,9 +85,7 @@ class RunState:
             if layer.input_norm is not None:
                 found[f"model/{name}.input_norm"] = layer.input_norm
             if layer.mask_words is not None:
-                found[f"mask/{name}"] = split_like(
-                    layer.mask_words, self.parameters[f"{name}.weight"]
-                )
+                found[f"mask/{name}"] = split_like(layer.mask_words, layer.weight)
         return found
 
     def allocate_(self, step: int) -> None:
@@ -101,7 +99,7 @@ class RunState:
             }
         for name, layer in self.layers.items():
             m = layer.config.pattern.m
-            rows = local_rows(self.parameters[f"{name}.weight"])
+            rows = local_rows(layer.weight)
             if not layer.config.pattern.is_dense:
                 layer.mask_words = rows.new_zeros(
                     (len(rows), layer.in_features // m), dtype=word_dtype(m)
