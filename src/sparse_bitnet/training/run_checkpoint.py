@@ -97,7 +97,7 @@ class RunState:
                 "step": torch.tensor(float(step), device=local_rows(parameter).device),
                 **{moment: torch.zeros_like(parameter) for moment in MOMENTS},
             }
-        for name, layer in self.layers.items():
+        for layer in self.layers.values():
             m = layer.config.pattern.m
             rows = local_rows(layer.weight)
             if not layer.config.pattern.is_dense:

@@ -144,7 +144,7 @@ def whole_model(
     return built[0] if built else None
 
 
-def split_like(rows: torch.Tensor, parameter: torch.nn.Parameter) -> Any:
+def split_like(rows: torch.Tensor, parameter: torch.Tensor) -> Any:
     """Some rows of a tensor as the part of the whole that a parameter's rows are of it; `rows`
     themselves where the parameter is whole. Memory is shared."""
     from torch.distributed.tensor import DTensor
