@@ -201,6 +201,14 @@ def test_strict_arguments_fit_where_the_model_would_not():
         [call] = bound.message.tool_calls
         assert json.loads(call.function.arguments)["city"] in ("Bern", "Rom")
         assert ask(client, tools=[strict], tool_choice="none").choices[0].message.content == text
+    for before in ("", "\n", " <|python_tag|>\t"):
+        said = saying(before + LLAMA_CALL.replace("Rom", "Paris"))
+        with serving(said, LLAMA_3) as running, running.client() as client:
+            for call in ask(client, tools=[strict]).choices[0].message.tool_calls or ():
+                assert json.loads(call.function.arguments)["city"] in ("Bern", "Rom")
+    for text in ("\nHello {", "", "\xa0{"):
+        with serving(saying(text), LLAMA_3) as running, running.client() as client:
+            assert ask(client, tools=[strict]).choices[0].message.content == text
 
 
 @pytest.mark.parametrize("template", [QWEN, LLAMA_3])

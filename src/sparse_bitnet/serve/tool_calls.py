@@ -31,6 +31,8 @@ HERMES = ToolSyntax("<tool_call>", "</tool_call>", "\n", "arguments")
 LLAMA = ToolSyntax("", "", "; ", "parameters")
 """Of Llama 3."""
 _TAG = "<|python_tag|>"
+_SPACE = " \t\r\n"
+"""JSON's."""
 _HEAD = re.compile(
     r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,'
     r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
@@ -97,7 +99,9 @@ def rules_of(
         rules.append(f"call: {lark_text(syntax.opening) if syntax.opening else ''} inside")
         rules.append(f"start: call {more}" + (" | text" if choice == "auto" else ""))
         if choice == "auto":
-            rules += [f"text: {answer or 'TEXT'}", "TEXT: /([^{](.|\\n)*)?/"]
+            # What is read as a call has to be one.
+            call_begins = rf"([ \t\r\n]|{re.escape(_TAG)})*\{{"
+            rules += [f"text: {answer or 'TEXT'}", rf"TEXT: /(.|\n)*/ & ~/{call_begins}(.|\n)*/"]
     return Grammar.lark("\n".join(rules))
 
 
@@ -166,9 +170,9 @@ class ToolCallReader:
                 yield content
             self._held, self._state = self._held[place + len(opening) :], "body"
             return
-        start = self._held.lstrip(" \n\t;" if self.calls else None)
+        start = self._held.lstrip(_SPACE + ";" if self.calls else _SPACE)
         if start.startswith(_TAG):
-            start = self._held = start.removeprefix(_TAG).lstrip()
+            start = self._held = start.removeprefix(_TAG).lstrip(_SPACE)
         if not start or _TAG.startswith(start):
             return
         self._state = "body" if start[0] == "{" else "text"
