@@ -6,7 +6,7 @@ import json
 import openai
 import pytest
 from pydantic import BaseModel
-from test_structured_output import ending_soon
+from test_structured_output import SCHEMA, ending_soon
 from test_tools import ARGUMENTS, CALL, QWEN, TOKENIZER, WEATHER, saying, tagged
 
 from scripted_engine import ScriptedEngine
@@ -95,6 +95,8 @@ def test_forms():
         assert isinstance(found.output_parsed, Person)
         answer = ask(client, text={"format": {"type": "text"}}, max_output_tokens=5)
         assert answer.text.format.type == "text"
+        form = {"type": "json_object", "schema": SCHEMA}
+        assert json.loads(ask(client, text={"format": form}).output_text).keys() == {"name", "age"}
 
 
 @pytest.mark.parametrize(
@@ -107,6 +109,7 @@ def test_forms():
         ({"extra_body": {"messages": []}}, "unknown parameter: messages"),
         ({"extra_body": {"tempature": 1}}, "unknown parameter: tempature"),
         ({"temperature": 101}, "temperature"),
+        ({"text": {"format": {"type": "text", "schema": SCHEMA}}}, "schema"),
         ({"tool_choice": {"type": "function", "name": "x"}}, "not one of the tools"),
     ],
 )

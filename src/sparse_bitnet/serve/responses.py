@@ -143,8 +143,8 @@ class ResponsesBody(StrictModel):
             given["reasoning_effort"] = self.reasoning.effort
         if self.text is not None and self.text.format is not None:
             form = self.text.format.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
-            named = {"json_schema": form} if self.text.format.type == "json_schema" else {}
-            given["response_format"] = {"type": self.text.format.type} | named
+            form = {"json_schema": form} if self.text.format.type == "json_schema" else form
+            given["response_format"] = {"type": self.text.format.type} | form
         if self.tools:
             given["tools"] = [
                 {"type": "function", "function": tool.model_dump(exclude={"type"})}
