@@ -210,9 +210,12 @@ def test_end_token_and_stop_strings(client):
     whole = expected_text(TOKENIZER.encode("stop here"), 40)
     stop = next(whole[i : i + 2] for i in range(8, 38) if whole[i : i + 2].isascii())
     for streamed in (False, True):
-        answer = complete(client, "stop here", 40, stop=["never there", stop], stream=streamed)
+        options = {"stop": ["never there", stop], "stream": streamed, "logprobs": 0}
+        answer = complete(client, "stop here", 40, **options)
         choices = [chunk.choices[0] for chunk in answer] if streamed else answer.choices
         assert "".join(choice.text for choice in choices) == whole[: whole.index(stop)]
+        offsets = [place for choice in choices for place in choice.logprobs.text_offset]
+        assert offsets[-1] == whole.index(stop) - 1
         assert choices[-1].finish_reason == "stop"
 
 
@@ -259,6 +262,8 @@ def test_logprobs_and_echo_of_completions(client):
     assert "".join(chunk.choices[0].text for chunk in streamed) == choice.text
     pieces = [chunk.choices[0].logprobs for chunk in streamed if chunk.choices[0].logprobs]
     assert [value for piece in pieces for value in piece.token_logprobs] == found.token_logprobs
+    spelt = complete(client, "a<|end|>b", 0, echo=True, logprobs=0).choices[0]
+    assert (spelt.text, spelt.logprobs.text_offset) == ("a<|end|>b", [0, 1, 8])
     plain = complete(client, prompt, 4, echo=True)
     assert (plain.choices[0].text, plain.choices[0].logprobs) == (choice.text, None)
 
@@ -289,7 +294,6 @@ def test_scores_are_those_of_the_text_before_a_stop_string(echo, stop, kept):
     choice = Choice(generation, 0, echo)
     choice.take_prompt_scores()
     choice.scores += [score for output in outputs for score in output.scores]
-    choice.cut()
     assert choice.text == echo + (" Hi! you?" if echo else "Hi! you?").partition(stop)[0]
     assert [score.token for score in choice.scores] == [4] * bool(echo) + [0, 1, 2, 3][:kept]
     offsets = list(choice.places(choice.scores))

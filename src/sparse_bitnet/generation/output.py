@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a generation gives: pieces of text, their scores, and why it ends."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -22,6 +23,9 @@ class GeneratedText:
         """`is_start`: see `TextStream`; for answers, which continue no text."""
         self._stream = TextStream(tokenizer, is_start=is_start)
         self._stop = StopStrings(stop)
+        self._length = self._given = 0
+        self.held: deque[int] = deque()
+        """Where tokens begin of which no text has been given out: a stop string may take them."""
 
     @property
     def stopped(self) -> bool:
@@ -30,11 +34,20 @@ class GeneratedText:
 
     def add(self, token: int) -> str:
         """The text that has become certain with this token."""
-        return self._stop.feed(self._stream.feed(token))
+        self.held.append(self._length)
+        text = self._stream.feed(token)
+        self._length += len(text)
+        return self._counted(self._stop.feed(text))
 
     def flush(self) -> str:
         """What was held back, when no token follows."""
-        return self._stop.feed(self._stream.flush()) + self._stop.flush()
+        return self._counted(self._stop.feed(self._stream.flush()) + self._stop.flush())
+
+    def _counted(self, text: str) -> str:
+        self._given += len(text)
+        while self.held and self.held[0] < self._given:
+            self.held.popleft()
+        return text
 
 
 @dataclass(frozen=True, slots=True)

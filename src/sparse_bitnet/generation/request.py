@@ -100,6 +100,7 @@ class Generation:
         self.context = list(self.request.prompt)
         self.prompt_tokens = len(self.context)
         self._pieces: list[str] = []
+        self._held: list[TokenScore] = []
 
     @property
     def tokens(self) -> list[int]:
@@ -110,11 +111,6 @@ class Generation:
     def text(self) -> str:
         """Without stop string and special tokens."""
         return "".join(self._pieces)
-
-    @property
-    def is_cut(self) -> bool:
-        """A stop string has ended the text."""
-        return self._stream.stopped
 
     @property
     def generated(self) -> int:
@@ -260,21 +256,25 @@ class Generation:
         token = self._sampler.draw(logits if form is None else form.masked(logits))
         self.context.append(token)
         if token in request.stop_tokens:
-            return self._output(self._stream.flush(), (), "stop", token)
-        scores = () if request.top_scores is None else (score(logits, token, request.top_scores),)
+            return self._output(self._stream.flush(), "stop", token)
+        if request.top_scores is not None:
+            self._held.append(score(logits, token, request.top_scores))
         text = self._stream.add(token)
         if self._stream.stopped:
-            return self._output(text, scores, "stop", token)
+            return self._output(text, "stop", token)
         if form is not None and form.take(token):
-            return self._output(text + self._stream.flush(), scores, "stop", token)
+            return self._output(text + self._stream.flush(), "stop", token)
         if self.generated >= request.max_tokens:
-            return self._output(text + self._stream.flush(), scores, "length", token)
-        return self._output(text, scores, None, token)
+            return self._output(text + self._stream.flush(), "length", token)
+        return self._output(text, None, token)
 
-    def _output(
-        self, text: str, scores: tuple[TokenScore, ...], finish: FinishReason | None, token: int
-    ) -> Output:
+    def _output(self, text: str, finish: FinishReason | None, token: int) -> Output:
         self._pieces.append(text)
+        stream, sure = self._stream, len(self._held)
+        if finish is None or stream.stopped:
+            # With a stop string go the scores of its tokens.
+            sure -= len(stream.held)
+        scores, self._held = tuple(self._held[:sure]), self._held[sure:]
         return Output(text, scores, finish, token, self.generated)
 
     def forget(self) -> None:

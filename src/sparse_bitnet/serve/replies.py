@@ -86,8 +86,9 @@ class Choice:
         self._prompt_taken = False
         request = generation.request
         assert request.tokenizer is not None
+        self._tokenizer = request.tokenizer
         is_start = bool(echo) or request.strips_start
-        self._stream = TextStream(request.tokenizer, is_start=is_start)
+        self._stream = TextStream(self._tokenizer, is_start=is_start)
         self._place = 0
 
     @property
@@ -105,15 +106,12 @@ class Choice:
         """Where in the text each token begins. `scores` follow those of the last call."""
         for score in scores:
             yield self._place
-            self._place += len(self._stream.feed(score.token))
-
-    def cut(self) -> None:
-        """Drop the scores of tokens that a stop string has taken out of the text."""
-        if self.generation.is_cut:
-            first = len(self.generation.prompt_scores)
-            places = Choice(self.generation, self.index).places(self.scores[first:])
-            end = len(self.generation.text)
-            del self.scores[first + sum(place < end for place in places) :]
+            text = self._stream.feed(score.token)
+            if score.token in self._tokenizer.special_tokens:
+                # Which a prompt may spell out, and a generated text does not show.
+                name = self._tokenizer.token_bytes(score.token).decode(errors="replace")
+                text = name if self.echo.startswith(name, self._place) else text
+            self._place += len(text)
 
 
 class Reply:
@@ -134,8 +132,6 @@ class Reply:
 
     def whole(self, choices: Sequence[Choice]) -> Iterator[bytes]:
         """The answer that is not streamed, in blocks."""
-        for choice in choices:
-            choice.cut()
         content = self._head | {
             "choices": [self._whole_choice(choice) for choice in choices],
             "usage": self._usage(choices),
