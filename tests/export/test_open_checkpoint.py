@@ -5,6 +5,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.export.export_checkpoint import export
+from sparse_bitnet.export.export_config import ExportConfig
 from sparse_bitnet.export.hf_folder import require_ternary_int8
 from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.nn.layer import SparseBitConfig
@@ -41,6 +44,34 @@ def test_everything_else_is_listed_once(source: Checkpoint, checkpoint: Path) ->
     for name, shape in source.others.items():
         assert tuple(stored[name].shape) == shape
         assert torch.equal(source.read(name), stored[name])
+
+
+@pytest.mark.parametrize("kind", ["trained", "foreign"])
+def test_a_head_that_the_config_ties_and_the_files_hold_apart_is_kept(
+    kind: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "trained")
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    for head, is_tied in ((embedding.clone(), True), (-embedding, False)):
+        save_file(
+            tensors | {"lm_head.weight": head}, folder / "model.safetensors", {"format": "pt"}
+        )
+        model: Any = from_pretrained(folder)
+        assert torch.equal(model.lm_head.weight, head)
+        assert model.config.tie_word_embeddings is is_tied
+        source = open_checkpoint(folder)
+        assert ("lm_head.weight" in source.others) is not is_tied
+        assert source.config["tie_word_embeddings"] is is_tied
+    if kind == "foreign":
+        folder = tmp_path / "bitnet"
+        export(tmp_path / "trained", folder, ExportConfig(format="bitnet", embeddings="f32"))
+        config = json.loads((folder / "config.json").read_text())
+        assert config["tie_word_embeddings"] is False
+        (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+        source = open_checkpoint(folder)
+    assert torch.equal(source.read("lm_head.weight"), head)
+    assert source.model().all_tied_weights_keys == {}
 
 
 def test_sharded_files(checkpoint: Path, source: Checkpoint, tmp_path: Path) -> None:

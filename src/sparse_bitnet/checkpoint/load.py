@@ -97,6 +97,9 @@ def from_pretrained(path_or_id: str | Path, **kwargs: Any) -> "PreTrainedModel":
     if missing := sorted(info["missing_keys"]):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UserError(f"{path_or_id} lacks {missing[0]}{more}: the files are incomplete")
+    if not model.all_tied_weights_keys:
+        # What is trained further and saved says so then, to releases that would tie it too.
+        model.config.tie_word_embeddings = False
     return model
 
 

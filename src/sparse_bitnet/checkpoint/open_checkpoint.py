@@ -4,7 +4,7 @@
 import functools
 import importlib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint, StoredModel
 from sparse_bitnet.checkpoint.locate import resolve_checkpoint
@@ -22,6 +22,7 @@ _READERS = {
     "compressed-tensors": ("foreign", "compressed_tensors"),
 }
 """quant_method in config.json -> kind, and the file here whose `read(found)` opens it."""
+_TABLES = ("lm_head.weight", "embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 _DENSE = ("dense", "trained")
 _UNKNOWN = ("unknown", "")
 
@@ -53,6 +54,8 @@ def find_checkpoint(path: str | Path) -> StoredModel:
             config, kind, reader = ternary, "foreign", "ternary_folders"
         elif config.get("model_type") == "bitnet" or has_linear_norms(folder):
             kind, reader = _READERS["bitnet"]
+    if kind not in ("packed", "unknown") and _has_own_head(config, folder):
+        config = {**config, "tie_word_embeddings": False}
 
     @functools.cache
     def model() -> "PreTrainedModel":
@@ -63,6 +66,18 @@ def find_checkpoint(path: str | Path) -> StoredModel:
     return StoredModel(
         name=name, folder=folder, kind=kind, reader=reader, config=config, entry=entry, model=model
     )
+
+
+def _has_own_head(config: dict[str, Any], folder: Path) -> bool:
+    """Whether the files hold a head with other values than the embedding to which the config ties it:
+    transformers then leaves the two apart."""
+    from sparse_bitnet.checkpoint.weight_files import WeightFiles
+
+    if config.get("tie_word_embeddings") is False or not any(folder.glob("model*.safetensors")):
+        return False
+    files = WeightFiles.in_folder(folder)
+    tables = [name for name in files.shapes if name.endswith(_TABLES)]
+    return len(tables) == 2 and not files.equal(*tables)
 
 
 def open_checkpoint(path: str | Path, *kinds: str) -> Checkpoint:

@@ -13,6 +13,9 @@ from sparse_bitnet.errors import UserError, os_errors_as
 if TYPE_CHECKING:
     from torch import Tensor
 
+_COMPARED_ROWS = 4096
+"""At a time."""
+
 
 class WeightFiles:
     """The tensors of some safetensors files by name. Nothing stays open or in memory between two reads.
@@ -70,6 +73,17 @@ class WeightFiles:
         with _opened(self._paths[name]) as file:
             stored = self._stored.get(name, name)
             return file.get_tensor(stored) if part is None else file.get_slice(stored)[part]
+
+    def equal(self, first: str, second: str) -> bool:
+        """Whether two names are matrices of the same bytes."""
+        import torch
+
+        shape = self.shapes[first]
+        if len(shape) != 2 or shape != self.shapes[second]:
+            return False
+        parts = (slice(at, at + _COMPARED_ROWS) for at in range(0, shape[0], _COMPARED_ROWS))
+        pairs = ((self.read(first, part), self.read(second, part)) for part in parts)
+        return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
 
 
 @contextmanager
