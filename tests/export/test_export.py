@@ -56,6 +56,12 @@ def test_a_folder_is_complete(checkpoint: Path, tmp_path: Path, format: str) -> 
     )
 
 
+def test_several_end_tokens_stay(edited, tmp_path: Path) -> None:
+    export(edited(eos_token_id=[300, 0]), tmp_path / "out", ExportConfig(format="bitnet"))
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "out" / name).read_text())["eos_token_id"] == [300, 0]
+
+
 @pytest.mark.parametrize("format", ["bitnet", "gguf-q2_0"])
 def test_progress_ends_at_the_total(checkpoint: Path, tmp_path: Path, format: str) -> None:
     seen: list[tuple[int, int]] = []

@@ -214,6 +214,7 @@ def test_a_file_of_an_export_comes_back_as_it_was(wide_checkpoint: Path, tmp_pat
     config = json.loads((checkpoint / "tokenizer_config.json").read_text())
     config["chat_template"] = "{{ messages[0]['content'] }}"
     (checkpoint / "tokenizer_config.json").write_text(json.dumps(config))
+    (checkpoint / "generation_config.json").write_text('{"eos_token_id": [300, 0, 7]}')
     export(checkpoint, tmp_path / "out", ExportConfig(format="gguf-tq2_0", embeddings="f32"))
     (file,) = (tmp_path / "out").glob("*.gguf")
     result = import_checkpoint(file, tmp_path / "packed", packed="i2", embeddings="float32")
@@ -230,7 +231,7 @@ def test_a_file_of_an_export_comes_back_as_it_was(wide_checkpoint: Path, tmp_pat
     written = json.loads((tmp_path / "packed" / "tokenizer_config.json").read_text())
     assert written["chat_template"] == config["chat_template"]
     ends = json.loads((tmp_path / "packed" / "generation_config.json").read_text())
-    assert ends["eos_token_id"] == [stored.eos_token_id]
+    assert ends["eos_token_id"] == [0, 7, 300]
     found = logits(from_pretrained(tmp_path / "packed", dtype=torch.float32))
     expected = logits(from_pretrained(checkpoint, dtype=torch.float32))
     assert (found - expected).norm() < 2e-3 * expected.norm()

@@ -60,6 +60,13 @@ def test_added_tokens_that_are_not_special(changed) -> None:
     assert vocabulary.surrounds == {"bos": True, "eos": False}
 
 
+def test_more_ends_of_a_text_than_gguf_names_are_refused(changed) -> None:
+    folder = changed()
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2, 3]}')
+    with pytest.raises(UserError, match="4 tokens end its texts, of which GGUF names 3"):
+        read_vocabulary(folder, 392)
+
+
 @pytest.mark.parametrize("around", [("", ""), ("", "<|endoftext|>"), ("a", "")])
 def test_what_a_tokenizer_puts_around_a_text(changed, checkpoint, around) -> None:
     backend = load_tokenizer(checkpoint).backend_tokenizer

@@ -17,10 +17,13 @@ from sparse_bitnet.checkpoint.gguf_tokenizer import PRE_TOKENIZERS
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.checkpoint.model_folder import read_json, read_json_if_there
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.export.hf_folder import stored_ends
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
+_MORE_ENDS = ("eot", "eom")
+"""Names under which llama.cpp takes ends of a text beside eos."""
 _SPACE = "▁"
 _BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
 _TO_SPACE = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
@@ -51,7 +54,8 @@ class GgufVocabulary:
     adds_space: bool = False
     """SentencePiece puts one before a text."""
     special: dict[str, int] = field(default_factory=dict)
-    """Ids of bos, eos, unk and pad; without a bos it is the eos: llama.cpp would take its own default."""
+    """Ids of bos, eos, unk and pad, and of what ends a text beside eos; without a bos it is the eos:
+    llama.cpp would take its own default."""
     surrounds: dict[str, bool] = field(default_factory=dict)
     """Whether bos and eos are put around a text."""
 
@@ -61,7 +65,7 @@ def read_vocabulary(folder: Path, vocab_size: int) -> GgufVocabulary:
 
     Raises `UserError` for a tokenizer that llama.cpp would read differently: none there, neither a
     byte-level BPE nor SentencePiece's, an unknown pre-tokenizer, another normaliser than NFC, more tokens
-    than the model.
+    than the model, more ends of a text than GGUF has names for.
     """
     path = folder / "tokenizer.json"
     content = read_json(path)
@@ -100,6 +104,15 @@ def read_vocabulary(folder: Path, vocab_size: int) -> GgufVocabulary:
     }
     if "eos" not in special:
         raise UserError(f"{path}: the model has no row for its end-of-text token {own.eos_token!r}")
+    ends = stored_ends(folder)
+    more = {end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int}
+    more = {end for end in more if 0 <= end < vocab_size} - {special["eos"]}
+    if len(more) > len(_MORE_ENDS):
+        raise UserError(
+            f"{folder}: {len(more) + 1} tokens end its texts, of which GGUF names 3; leave 3 in the "
+            "eos_token_id of generation_config.json"
+        )
+    special |= zip(_MORE_ENDS, sorted(more), strict=False)
     return GgufVocabulary(
         "default" if is_sentence_piece else _pre_tokenizer_name(content, path),
         tokens,

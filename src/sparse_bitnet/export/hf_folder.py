@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.checkpoint.model_folder import (
+    CONFIG_FILE,
     EXPORTED_FORMAT,
     TOKENIZER_FILES,
     copy_files,
@@ -144,14 +145,22 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def write_generation_config(source: Path, folder: Path) -> None:
-    """Copy generation_config.json, naming the tokenizer's end token where it names none."""
-    path = source / "generation_config.json"
-    config = read_json_if_there(path)
+    """Copy generation_config.json, naming the end tokens where it names none."""
+    config = read_json_if_there(source / "generation_config.json")
     end = end_token_id(source)
     if config.get("eos_token_id") is None and end is not None:
-        config |= {"eos_token_id": end, "pad_token_id": end}
+        ends = stored_ends(source)
+        config |= {"eos_token_id": end if ends is None else ends, "pad_token_id": end}
     if config:
         write_json(folder / "generation_config.json", config)
+
+
+def stored_ends(folder: Path) -> Any:
+    """`eos_token_id` of generation_config.json, else of config.json: a token, a list of them, or None."""
+    for name in ("generation_config.json", CONFIG_FILE):
+        if (ends := read_json_if_there(folder / name).get("eos_token_id")) is not None:
+            return ends
+    return None
 
 
 def end_token_id(folder: Path) -> int | None:
