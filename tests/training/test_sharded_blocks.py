@@ -10,9 +10,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from factories import tiny_model
-from sparse_bitnet.nn.convert import convert_, sparse_layers
+from factories import make_layer, tiny_model
+from sparse_bitnet.nn.convert import convert_, set_phase_, sparse_layers
 from sparse_bitnet.nn.layer import SparseBitConfig
+from sparse_bitnet.nn.selection import select
+from sparse_bitnet.ops.nm_mask import nm_mask
+from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.training.sharded_linear import prepare_linears_, selected_shards
 
 
@@ -50,3 +53,36 @@ def test_a_sharded_block_is_one_graph_for_all_steps(text: str, mesh: DeviceMesh)
     counter = CompileCounterWithBackend("aot_eager")
     assert losses(counter) == losses(None)
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "kept", "blend"),
+    [("ternary-6:8", 6, 0.5), ("ternary-6:8,scale_source=masked", 7, 1.0)],
+)
+def test_rows_get_the_scale_of_the_whole_in_every_phase(
+    text: str, kept: int, blend: float, mesh: DeviceMesh
+) -> None:
+    layer = make_layer(text)
+    upper, lower = layer.weight.detach().clone(), torch.randn(12, 48)
+    matrix, pattern = torch.cat([upper, lower]), NMPattern(kept, 8)
+    whole = select(matrix, layer.config, kept=kept, blend=blend)
+    elsewhere = lower * nm_mask(lower, pattern) if "masked" in text else lower
+    parts = torch.tensor([elsewhere.abs().double().sum(), lower.numel()])
+    block = torch.nn.Sequential(layer)
+    prepare_linears_(block, 1, torch.float32)
+    fully_shard(block, mesh=mesh)
+    set_phase_([layer], kept, blend)
+    with selected_shards([layer], lambda own: own + parts):
+        torch.testing.assert_close(layer.selection.weight_scale, whole.weight_scale)
+
+
+@pytest.mark.parametrize("text", ["full-6:8", "ternary-6:8,quantizer=per-channel"])
+def test_bfloat16_masters_are_sent_as_such(text: str, mesh: DeviceMesh) -> None:
+    model = convert_(tiny_model(dtype=torch.bfloat16), SparseBitConfig.parse(text))
+    ids = torch.arange(16)[None]
+    wanted = model(input_ids=ids).logits
+    prepare_linears_(model, 1, torch.float32)
+    fully_shard(model, mesh=mesh)
+    with selected_shards(sparse_layers(model).values(), lambda parts: parts):
+        found = model(input_ids=ids).logits
+    torch.testing.assert_close(found, wanted)

@@ -2,6 +2,8 @@
 """What one registers oneself: in text forms, in training, in checkpoints, in packed files."""
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.nn.convert import convert_, selected, sparse_layers
-from sparse_bitnet.nn.selection import select
+from sparse_bitnet.nn.selection import Selection, select
 from sparse_bitnet.ops.nm_mask import nm_mask
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.variants import registry
@@ -140,6 +142,42 @@ def test_a_scale_of_some_rows_is_refused_whatever_the_score_asked_for(own: None)
     rows.reduce_sum = rows.reduce_max = torch.clone
     with pytest.raises(UserError, match="quantizer local: its scale is that of some rows"):
         select(torch.randn(20, 48), config, matrix=rows)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 4])
+@pytest.mark.parametrize("quantizer", BUILT_IN["quantizer"])
+def test_two_processes_quantise_their_rows_as_one_does_all(quantizer: str, rows: int) -> None:
+    config = SparseBitConfig.parse(f"ternary-6:8,score=random,quantizer={quantizer}")
+    weight = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    both, held = threading.Barrier(2), [torch.empty(0)] * 2
+
+    def process(rank: int) -> Selection:
+        def held_by_both(parts: Tensor) -> Tensor:
+            held[rank] = parts
+            both.wait()
+            found = torch.stack(held)
+            both.wait()
+            return found
+
+        matrix = Matrix(
+            first_row=rank * rows,
+            reduce_sum=lambda parts: held_by_both(parts).sum(0),
+            reduce_max=lambda parts: held_by_both(parts).amax(0),
+        )
+        try:
+            return select(weight[rows:] if rank else weight[:rows], config, matrix=matrix)
+        except BaseException:
+            both.abort()
+            raise
+
+    whole = select(weight, config)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(process, range(2))
+    for part in ("codes", "mask", "value"):
+        if (wanted := getattr(whole, part)) is not None:
+            found = torch.cat([getattr(first, part), getattr(second, part)])
+            torch.testing.assert_close(found, wanted)
+    assert first.weight_scale.dim() == second.weight_scale.dim() == whole.weight_scale.dim()
 
 
 def trained(text: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:

@@ -124,7 +124,7 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
             self.config,
             kept=self.kept,
             blend=self.blend,
-            matrix=None if self.config.is_plain else self._matrix(),
+            matrix=None if self.config.is_plain and self.blend == 1 else self._matrix(),
             weight_scale=scale,
             words=weight.is_cuda,  # one kernel there; elsewhere the mask is packed afterwards
             previous=self.state.mask_words if self.training else None,

@@ -119,7 +119,7 @@ def _select_registered(
     else:
         source = kept if config.scale_source == "masked" else latent
         codes, scale = _quantized(config.variant("quantizer"), source, mask, matrix)
-        value = None if scale.numel() == 1 else codes * spread_scale(scale, weight.shape[-1])
+        value = None if scale.dim() == 0 else codes * spread_scale(scale, weight.shape[-1])
     if blend < 1:
         if codes is not None and scale is not None:
             value = codes * spread_scale(scale, weight.shape[-1])
@@ -135,15 +135,16 @@ def _quantized(
     """int8 codes, zero where the mask prunes, and the float32 scale."""
     matrix.asked = False  # by a score, perhaps
     codes, scale = quantizer.call(weight, mask, matrix=matrix)
-    if scale.numel() == 1 and matrix.is_part and not matrix.asked:
+    rows, in_features = weight.shape
+    scale = scale.float()
+    per_row = scale.dim() == 2 and scale.shape[0] == rows and in_features % scale.shape[1] == 0
+    is_part = matrix.is_part and not matrix.asked
+    if scale.numel() == 1 and is_part and not per_row:
         raise UserError(
             f"quantizer {quantizer.text}: its scale is that of some rows of a matrix; reduce it with "
             "matrix.sum or matrix.max"
         )
     codes = _checked(quantizer, codes, weight).to(torch.int8)
-    rows, in_features = weight.shape
-    scale = scale.float()
-    per_row = scale.dim() == 2 and scale.shape[0] == rows and in_features % scale.shape[1] == 0
     if scale.numel() != 1 and not per_row:
         raise UserError(
             f"quantizer {quantizer.text}: a scale of {list(scale.shape)} for {list(weight.shape)}"
@@ -151,7 +152,9 @@ def _quantized(
     checked = quantizer.is_foreign and not torch.compiler.is_compiling()
     if checked and not (codes.abs() <= 1).all():
         raise UserError(f"quantizer {quantizer.text}: its codes are not -1, 0 and 1")
-    return codes if mask is None else codes * mask, scale.view(()) if scale.numel() == 1 else scale
+    # A process that holds one row only has a scale of several all the same.
+    one = scale.numel() == 1 and not is_part
+    return codes if mask is None else codes * mask, scale.view(()) if one else scale
 
 
 def _checked(variant: Variant, result: Tensor, weight: Tensor) -> Tensor:

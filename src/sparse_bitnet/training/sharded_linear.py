@@ -26,6 +26,7 @@ from sparse_bitnet.nn.straight_through import straight_through, ternary_int8_lin
 from sparse_bitnet.ops.absmean import abs_sum, mean_to_scale
 from sparse_bitnet.ops.nm_mask import nm_mask
 from sparse_bitnet.ops.operands import pack_codes, unpack_codes
+from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.training.row_shard import RowShard, UnevenRowShard, local_rows
 from sparse_bitnet.variants.registry import Matrix
 
@@ -57,7 +58,8 @@ class ShardedSparseBitLinear(SparseBitLinear):
         """float64 [2], own rows only: sum and count of the magnitudes whose mean is the scale."""
         rows = self.rows
         if self.config.scale_source == "masked" and not self.dense_phase:
-            rows = rows * nm_mask(rows, self.config.pattern)
+            n, m = self.config.pattern.n, self.config.pattern.m
+            rows = rows * nm_mask(rows, NMPattern(self.kept or n, m))
         count = torch.tensor(float(rows.numel()), dtype=torch.float64, device=rows.device)
         return torch.stack([abs_sum(rows), count])
 
@@ -89,7 +91,7 @@ class ShardedSparseBitLinear(SparseBitLinear):
         """Whether effective weights travel, and not codes, all through a run."""
         scale = self.selection.weight_scale
         blends = self.config.variant("schedule").entry.blends
-        return scale is None or scale.numel() != 1 or blends
+        return scale is None or scale.dim() > 0 or blends
 
     @torch.no_grad()
     def select_(self) -> None:
@@ -160,12 +162,12 @@ def prepare_linears_(module: nn.Module, shards: int, compute_dtype: torch.dtype)
     Args:
         module: its weights are still whole, on the device where they stay.
         shards: processes over which they will be split.
-        compute_dtype: in which full-precision weights are sent and multiplied.
+        compute_dtype: in which full-precision weights are sent and multiplied, unless theirs is shorter.
     """
     for layer in sparse_layers(module).values():
         layer.__class__ = ShardedSparseBitLinear
         sharded = cast(ShardedSparseBitLinear, layer)
-        sharded.compute_dtype = compute_dtype
+        sharded.compute_dtype = min(compute_dtype, layer.weight.dtype, key=lambda t: t.itemsize)
         sharded.shared_scale = sharded.packed = sharded.gathered = None
         sharded.gathered_bytes = 0
         weight = sharded.weight

@@ -42,7 +42,10 @@ def absmean(weight: "Tensor", mask: "Tensor | None", *, matrix: Matrix) -> Quant
 def absmax(weight: "Tensor", mask: "Tensor | None", *, matrix: Matrix) -> Quantized:
     """Rounded to multiples of max |w|, one scale a matrix: symmetric round-to-nearest (Nagel et al., "A
     White Paper on Neural Network Quantization", 2021, section 2.2) at three levels."""
-    return _rounded(weight, matrix.max(weight.float().abs().amax()).clamp_min(_FLOOR))
+    magnitudes = weight.float().abs()
+    # A process may hold no row.
+    largest = magnitudes.amax() if magnitudes.numel() else magnitudes.new_zeros(())
+    return _rounded(weight, matrix.max(largest).clamp_min(_FLOOR))
 
 
 @register_quantizer("per-channel")
