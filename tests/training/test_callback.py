@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -152,6 +153,30 @@ def test_later_callbacks_see_the_values_too(make_trainer) -> None:
 
     make_trainer(converted(), SparseBitCallback(), Listener()).train()
     assert [entry["zero_fraction"] > 0 for entry in seen if "loss" in entry] == [True] * 4
+
+
+def test_the_norms_of_inputs_are_those_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = torch.arange(64).view(4, 16) % 96
+
+    def layers_after(batch: torch.Tensor, end: bool = True) -> list[SparseBitLinear]:
+        model = convert_(tiny_model(), SparseBitConfig.parse("ternary-6:8,score=wanda"))
+        callback = SparseBitCallback()
+        callback.on_step_begin(model=model)
+        model(input_ids=batch, labels=batch).loss.backward()
+        if end:
+            callback.on_pre_optimizer_step(model=model)
+        return list(sparse_layers(model).values())
+
+    alone = layers_after(ids)
+    elsewhere = iter([layer._seen for layer in layers_after(ids[2:], end=False)])
+    monkeypatch.setattr(dist, "all_reduce", lambda seen: seen.add_(next(elsewhere)))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        shared = layers_after(ids[:2])
+    finally:
+        dist.destroy_process_group()
+    for one, both in zip(alone, shared, strict=True):
+        torch.testing.assert_close(both.input_norm, one.input_norm)
 
 
 def test_dense_format_logs_no_flips(make_trainer) -> None:

@@ -11,6 +11,8 @@ mask and codes again, and nothing is logged.
 from contextlib import ExitStack
 from typing import Any
 
+import torch.distributed as dist
+from torch import Tensor
 from transformers import TrainerCallback, TrainerState
 
 from sparse_bitnet.errors import UserError
@@ -55,7 +57,7 @@ class SparseBitCallback(TrainerCallback):
         self._metrics = {name: value for name, value in found.items() if value is not None}
 
     def on_pre_optimizer_step(self, *_: Any, **kwargs: Any) -> None:
-        end_step_(sparse_layers(kwargs["model"]).values())
+        end_step_(sparse_layers(kwargs["model"]).values(), _sum_over_processes)
 
     def on_step_end(self, *_: Any, **kwargs: Any) -> None:
         self._release()
@@ -81,3 +83,10 @@ class SparseBitCallback(TrainerCallback):
     def _release(self) -> None:
         self._selection.close()
         self._in_evaluation = False
+
+
+def _sum_over_processes(value: Tensor) -> Tensor:
+    """In place; the value itself where there is one process."""
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(value)
+    return value
