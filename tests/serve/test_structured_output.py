@@ -2,12 +2,15 @@
 """Answers of a given form, under the names of OpenAI, vLLM and llama.cpp."""
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
 
 from scripted_engine import ScriptedEngine, logits_after
 from serving_thread import END, byte_tokenizer, server
+from sparse_bitnet.generation.grammar import TokenGrammars
 
 TOKENIZER = byte_tokenizer()
 SCHEMA = {
@@ -111,6 +114,30 @@ def test_names_of_a_schema(served, client, more):
 )
 def test_names_of_other_forms(client, more, texts):
     assert chat(client, extra_body=more).choices[0].message.content in texts
+
+
+def test_grammars_that_take_long_hold_up_no_other_requests(client, monkeypatch):
+    """More of them than the server has threads."""
+    start, has_begun, may_end = TokenGrammars.start, threading.Event(), threading.Event()
+
+    def slow(grammars, grammar):
+        has_begun.set()
+        may_end.wait()
+        return start(grammars, grammar)
+
+    known = chat(client, response_format=FORMAT)
+    monkeypatch.setattr(TokenGrammars, "start", slow)
+    with ThreadPoolExecutor(40) as pool:
+        forms = [{"guided_regex": f"a{{{count}}}"} for count in range(1, 41)]
+        answers = [pool.submit(chat, client, extra_body=form) for form in forms]
+        try:
+            has_begun.wait()
+            assert chat(client, max_tokens=3).choices
+            assert chat(client, response_format=FORMAT).choices == known.choices
+        finally:
+            may_end.set()
+        texts = [answer.result().choices[0].message.content for answer in answers]
+    assert texts == ["a" * count for count in range(1, 41)]
 
 
 def test_any_object(client):

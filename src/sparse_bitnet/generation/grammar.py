@@ -132,6 +132,14 @@ class TokenGrammars:
                 eos_token=[vocab_size, *(end for end in sorted(end_tokens) if end < vocab_size)],
             )
 
+    def known(self, grammar: Grammar) -> "Form | None":
+        """At the beginning of a text, at once, for one of the last grammars."""
+        with self._lock:
+            if (form := self._kept.pop(grammar, None)) is None:
+                return None
+            self._kept[grammar] = form
+            return form.copy()
+
     def start(self, grammar: Grammar) -> "Form":
         """At the beginning of a text. What is new is first tried in a process that may fail, and takes up
         to a second or two, other threads meanwhile going on.
@@ -142,10 +150,8 @@ class TokenGrammars:
         _llguidance()
         from sparse_bitnet.generation.grammar_process import matcher_of
 
-        with self._lock:
-            if (known := self._kept.pop(grammar, None)) is not None:
-                self._kept[grammar] = known
-                return known.copy()
+        if (known := self.known(grammar)) is not None:
+            return known
         tried = self._process.ask(json.dumps([grammar.source, grammar.is_lark_or_gbnf]))
         if "answer" in tried:
             matcher = matcher_of(tried["answer"], self._tokenizer)

@@ -17,7 +17,7 @@ from sparse_bitnet.generation.request import Generation, GenerationRequest
 from sparse_bitnet.generation.scheduler_thread import QueueFull, Stopping, ThreadedScheduler
 from sparse_bitnet.generation.token_score import TokenScore
 from sparse_bitnet.serve.api_error import ApiError
-from sparse_bitnet.serve.generations import Prepared, ServedModel, prepare
+from sparse_bitnet.serve.generations import Prepared, ServedModel, prepare, try_form
 from sparse_bitnet.serve.outbox import Outbox
 from sparse_bitnet.serve.replies import ChatReply, Choice, Reply
 from sparse_bitnet.serve.responses import ResponsesBody
@@ -39,7 +39,7 @@ class Answering:
         self._model, self._scheduler = model, scheduler
         self.outbox = Outbox()
         scheduler.delivered = self.outbox.send
-        self._large = asyncio.Semaphore(1)
+        self._large, self._untried = asyncio.Semaphore(1), asyncio.Semaphore(1)
 
     async def answer(
         self, kind: type[Body | ResponsesBody], raw: bytes, request: Request
@@ -54,12 +54,17 @@ class Answering:
 
         def start() -> tuple[Prepared, list[Generation]]:
             prepared = prepare(kind, raw, self._model, self._scheduler, deliver)
-            return prepared, self.submit(prepared.requests)
+            return prepared, [] if prepared.untried else self.submit(prepared.requests)
 
-        started = await self.beside(raw, start)
-        answer = _Answer(*started, self._model, self._scheduler, outputs)
+        prepared, generations = await self.beside(raw, start)
+        if prepared.untried is not None:
+            # A grammar may take long. One at a time, so that requests without one find a thread.
+            async with self._untried:
+                prepared = await asyncio.to_thread(try_form, prepared, self._model)
+            generations = self.submit(prepared.requests)
+        answer = _Answer(prepared, generations, self._model, self._scheduler, outputs)
         # The log's, once the answer has ended.
-        request.scope["generations"] = started[1]
+        request.scope["generations"] = generations
         response = _EventStream(answer) if answer.body.stream else await answer.whole(request)
         if ignored := answer.body.ignored:
             response.headers["X-Ignored-Parameters"] = ", ".join(ignored)

@@ -4,11 +4,11 @@ what is too much is refused before anything is built of it."""
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.chat_template import ChatTemplate
-from sparse_bitnet.generation.grammar import Form, TokenGrammars
+from sparse_bitnet.generation.grammar import Form, Grammar, TokenGrammars
 from sparse_bitnet.generation.output import Output
 from sparse_bitnet.generation.pooling import Pooling
 from sparse_bitnet.generation.request import Generation, GenerationRequest
@@ -71,6 +71,8 @@ class Prepared:
     asked: ResponsesBody | None
     """As which the client put it."""
     requests: list[GenerationRequest]
+    untried: Grammar | None
+    """Of the form that `try_form` has to give them."""
     echo: Sequence[str]
     """Texts that precede what is generated, one for each prompt, or none at all."""
 
@@ -96,10 +98,13 @@ def prepare(
         prompts = [prompt_tokens(prompt, model, scheduler.capacity) for prompt in body.prompts]
         if body.echo:
             echo = [p if isinstance(p, str) else model.tokenizer.decode(p) for p in body.prompts]
+    grammar = _grammar(body, model)
+    form = None if grammar is None else model.grammars.known(grammar)
     return Prepared(
         body=body,
         asked=asked if isinstance(asked, ResponsesBody) else None,
-        requests=_requests(body, prompts, model, scheduler, deliver),
+        requests=_requests(body, prompts, model, scheduler, deliver, form),
+        untried=grammar if form is None else None,
         echo=echo,
     )
 
@@ -193,7 +198,18 @@ def _chat_tokens(body: ChatBody, model: ServedModel, most: int) -> list[int]:
     return tokens
 
 
-def _form(body: Body, model: ServedModel) -> Form | None:
+def try_form(prepared: Prepared, model: ServedModel) -> Prepared:
+    """With the form that the requests lack. Raises `ApiError` for a grammar that is none."""
+    assert prepared.untried is not None
+    try:
+        form = model.grammars.start(prepared.untried)
+    except UserError as error:
+        raise ApiError(400, str(error), code="invalid_grammar") from error
+    requests = [replace(request, form=form) for request in prepared.requests]
+    return replace(prepared, requests=requests, untried=None)
+
+
+def _grammar(body: Body, model: ServedModel) -> Grammar | None:
     try:
         grammar = body.form()
         if isinstance(body, ChatBody) and body.functions:
@@ -205,7 +221,7 @@ def _form(body: Body, model: ServedModel) -> Form | None:
             answer = grammar.rule if grammar is not None and is_answer else ""
             if grammar is None or body.calls_are_forced or (answer and model.tool_syntax.opening):
                 grammar = body.rules(model.tool_syntax, answer)
-        return None if grammar is None else model.grammars.start(grammar)
+        return grammar
     except UserError as error:
         raise ApiError(400, str(error), code="invalid_grammar") from error
 
@@ -216,6 +232,7 @@ def _requests(
     model: ServedModel,
     scheduler: ThreadedScheduler,
     deliver: Deliver,
+    form: Form | None,
 ) -> list[GenerationRequest]:
     most = model.max_tokens or scheduler.capacity
     is_chat, asked = isinstance(body, ChatBody), body.wanted_tokens
@@ -237,7 +254,6 @@ def _requests(
                 "ask for fewer of them, or lower max_tokens",
                 param="logprobs",
             )
-    form = _form(body, model)
     seed = secrets.randbits(64) if body.seed is None else body.seed
 
     def receiver(index: int) -> Callable[[Generation, Output], None]:
