@@ -431,6 +431,23 @@ def test_what_a_file_does_not_say_is_as_in_llama_cpp(
     assert (encoded.count(1), encoded.count(2), 3 in encoded) == (first, last, True)
 
 
+@pytest.mark.parametrize("types", [[1, 1, 1, 3, 3, 4], []])
+def test_special_tokens_are_spelled_as_in_texts(tmp_path: Path, types: list[int]) -> None:
+    """DeepSeek's, whose characters are none of the byte alphabet."""
+    tokens = ["a", "b", "c", "<\uff5cbegin▁of▁sentence\uff5c>", "</s\uff5c>", "東 "]
+    ids = {"bos_token_id": 3, "eos_token_id": 4, "add_bos_token": True}
+    fields = {"model": "gpt2", "pre": "deepseek-v3", "tokens": tokens, "token_type": types} | ids
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
+    write_tokenizer(metadata, tmp_path / "model.gguf", tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    assert (len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id) == (6, 3, 4)
+    text = f"a{tokens[4]}b"
+    assert tokenizer(text).input_ids == [3, 0, 4, 1]
+    assert tokenizer.decode([3, 0, 4, 1]) == tokens[3] + text
+    if types:
+        assert tokenizer(f"c{tokens[5]}b").input_ids == [3, 2, 5, 1]
+
+
 @pytest.mark.parametrize("pre", ["qwen2", "llama-bpe", "tekken", "gpt-2", "byte-level", "llama"])
 def test_tokenizers_are_read_as_transformers_reads_them(pre: str) -> None:
     from tokenizers.pre_tokenizers import ByteLevel

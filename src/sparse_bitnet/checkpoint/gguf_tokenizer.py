@@ -6,7 +6,7 @@ The file names how text is split before merges; a name that is not known here sp
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,8 +16,11 @@ from sparse_bitnet.errors import UserError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_CONTROL, _USER_DEFINED = 3, 4
-"""Types of tokens that stay whole in a text."""
+_WHOLE = _CONTROL, _USER_DEFINED = 3, 4
+"""Types of tokens that stay whole in a text, and are spelled as in it."""
+
+_SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+"""transformers' names -> GGUF's."""
 
 _LONGEST = 256
 """Characters of a token that is joined from others: SentencePiece makes them of 16."""
@@ -95,12 +98,7 @@ def write_tokenizer(metadata: dict[str, Any], path: Path, folder: Path) -> None:
     fields = _DEFAULTS.get(fields["model"], {}) | fields
     special = {
         f"{name}_token": tokens[index]
-        for name, key in (
-            ("bos", "bos"),
-            ("eos", "eos"),
-            ("unk", "unknown"),
-            ("pad", "padding"),
-        )
+        for name, key in _SPECIAL.items()
         if type(index := fields.get(f"{key}_token_id")) is int and 0 <= index < len(tokens)
     }
     begins = fields["model"] == "llama" or _split_of(fields).ignores_merges
@@ -137,12 +135,12 @@ def read_tokenizer(fields: dict[str, Any], where: str) -> "Tokenizer":
 
     try:
         tokens, types = fields["tokens"], fields.get("token_type", ())
-        tokenizer, is_own = builders[fields["model"]](fields)
-        for kind in (_CONTROL, _USER_DEFINED):
+        tokenizer = builders[fields["model"]](fields)
+        for kind in _WHOLE:
             added = [
                 AddedToken(token, normalized=kind == _USER_DEFINED, special=kind == _CONTROL)
                 for token, found in zip(tokens, types, strict=False)
-                if found == kind and is_own(token)
+                if found == kind
             ]
             tokenizer.add_tokens(added)
         return tokenizer
@@ -150,26 +148,22 @@ def read_tokenizer(fields: dict[str, Any], where: str) -> "Tokenizer":
         raise UserError(f"{where}: its tokenizer cannot be read ({reason_of(error)})") from error
 
 
-_IsOwn = Callable[[str], bool]
-"""Whether a token is in the vocabulary as the file spells it."""
-
-
-def _byte_level(fields: dict[str, Any]) -> "tuple[Tokenizer, _IsOwn]":
+def _byte_level(fields: dict[str, Any]) -> "Tokenizer":
     from tokenizers import Regex, Tokenizer, decoders, models
     from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
     alphabet = set(ByteLevel.alphabet())
     plain = ByteLevel(add_prefix_space=False, use_regex=False)
 
-    def is_own(token: str) -> bool:
-        return set(token) <= alphabet
+    whole = {index for index, kind in enumerate(fields.get("token_type", ())) if kind in _WHOLE}
+    whole |= {fields.get(f"{name}_token_id") for name in _SPECIAL.values()}
 
-    def spelled(token: str) -> str:
-        return (
-            token if is_own(token) else "".join(part for part, _ in plain.pre_tokenize_str(token))
-        )
+    def spelled(index: int, token: str) -> str:
+        if index in whole or set(token) <= alphabet:
+            return token
+        return "".join(part for part, _ in plain.pre_tokenize_str(token))
 
-    vocabulary = {spelled(token): index for index, token in enumerate(fields["tokens"])}
+    vocabulary = {spelled(*each): each[0] for each in enumerate(fields["tokens"])}
     merges = [tuple(merge.split(" ")) for merge in fields.get("merges", ())]
     pre, name = _split_of(fields), fields.get("pre", "default")
     if name not in pre.names:
@@ -185,7 +179,7 @@ def _byte_level(fields: dict[str, Any]) -> "tuple[Tokenizer, _IsOwn]":
         Sequence([*splits, plain]) if splits else ByteLevel(add_prefix_space=False)
     )
     tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer, is_own
+    return tokenizer
 
 
 def _split_of(fields: dict[str, Any]) -> PreTokenizer:
@@ -193,7 +187,7 @@ def _split_of(fields: dict[str, Any]) -> PreTokenizer:
     return next((row for row in PRE_TOKENIZERS if name in row.names), PRE_TOKENIZERS[0])
 
 
-def _sentence_piece(fields: dict[str, Any]) -> "tuple[Tokenizer, _IsOwn]":
+def _sentence_piece(fields: dict[str, Any]) -> "Tokenizer":
     from tokenizers import Tokenizer, decoders, models
     from tokenizers.pre_tokenizers import Metaspace
 
@@ -213,7 +207,7 @@ def _sentence_piece(fields: dict[str, Any]) -> "tuple[Tokenizer, _IsOwn]":
     if begins_with_space:
         steps.append(decoders.Strip(content=" ", left=1))
     tokenizer.decoder = decoders.Sequence(steps)
-    return tokenizer, vocabulary.__contains__
+    return tokenizer
 
 
 def _implied_merges(
