@@ -3,19 +3,45 @@
 
 import pytest
 import torch
+import transformers
 
 from factories import tiny_model
 from sparse_bitnet.training.causal_blocks import NAME
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import compile_decoder_
 
+SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
 
-@pytest.mark.parametrize("length", [1, 127, 129, 300])
-def test_logits_and_gradients_are_those_of_eager_attention(length):
+
+def qwen2():
+    return tiny_model(vocab_size=64, max_position_embeddings=512)
+
+
+def doge():
+    """Its mask is one for each head."""
+    return transformers.DogeForCausalLM(transformers.DogeConfig(**SIZES))
+
+
+def inkling():
+    """With a bias of positions, in windows and without."""
+    sizes = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16}
+    sizes |= {"d_rel": 8, "rel_extent": 64, "sliding_window_size": 50, "local_layer_ids": [0]}
+    module = pytest.importorskip("transformers.models.inkling.modeling_inkling")
+    dense = {"head_dim": 16, "mlp_layer_types": ["dense"] * 2}
+    return module.InklingForCausalLM(module.InklingTextConfig(**SIZES, **sizes, **dense))
+
+
+@pytest.mark.parametrize(
+    ("family", "length"),
+    [(qwen2, 1), (qwen2, 127), (qwen2, 129), (qwen2, 300), (doge, 129), (inkling, 129)],
+)
+def test_logits_and_gradients_are_those_of_eager_attention(family, length):
     tokens = torch.randint(64, (2, length), generator=torch.Generator().manual_seed(length))
     found = {}
     for name in ("eager", NAME):
-        model = tiny_model(vocab_size=64, max_position_embeddings=512)
+        torch.manual_seed(0)
+        model = family()
         model.set_attn_implementation(name)
         logits = model(input_ids=tokens, use_cache=False).logits
         logits.square().mean().backward()

@@ -22,25 +22,29 @@ def causal_blocks(
     attention_mask: Tensor,
     scaling: float,
     dropout: float = 0.0,
+    position_bias: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
     """Transformers' eager attention, a block of queries at a time with the keys up to its last.
 
     Args:
         query: [batch, heads, sequence, head_dim]; `key` and `value` may have fewer heads.
-        attention_mask: added to the scores, [batch or 1, 1, sequence, sequence]; nothing after a query's
-            own position may be let through.
+        attention_mask: added to the scores, [batch or 1, heads or 1, sequence, sequence]; nothing after a
+            query's own position may be let through.
+        position_bias: added too, of the same form.
 
     Returns [batch, sequence, heads, head_dim].
     """
     # The heads that share keys are rows of one product.
     shared = query.unflatten(1, (key.shape[1], -1))
     length, parts = query.shape[2], []
+    added = attention_mask if position_bias is None else attention_mask + position_bias
+    added = added[:, :, None] if added.shape[1] == 1 else added.unflatten(1, (key.shape[1], -1))
     for start in range(0, length, _WIDTH):
         end = min(start + _WIDTH, length)
         rows = shared[:, :, :, start:end].flatten(2, 3)
         scores = (rows @ key[:, :, :end].transpose(2, 3) * scaling).unflatten(2, (-1, end - start))
-        scores = scores + attention_mask[:, :, None, start:end, :end]
+        scores = scores + added[:, :, :, start:end, :end]
         weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
         weights = F.dropout(weights, dropout, module.training).flatten(2, 3)
         parts.append((weights @ value[:, :, :end]).unflatten(2, (-1, end - start)))
