@@ -35,7 +35,7 @@ class Grammar:
     rule: str = ""
     """Of JSON: a Lark rule of other rules."""
     is_lark_or_gbnf: bool = False
-    """The source is as its author wrote it."""
+    """The source is rules as their author wrote them, not yet in llguidance's words."""
 
     @classmethod
     def json_schema(cls, schema: Any, *, is_strict: bool = True) -> Self:
@@ -73,7 +73,7 @@ class Grammar:
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> Self:
-        """One of the texts. They are one terminal: of rules, a place can have 2,000."""
+        """One of the texts, all as one terminal: of rules, llguidance takes 2,000 at a place."""
         return cls.lark("start: TEXT\nTEXT: " + " | ".join(map(lark_text, texts)))
 
     @classmethod
@@ -83,7 +83,7 @@ class Grammar:
 
     @classmethod
     def rules(cls, text: str) -> Self:
-        """Rules in Lark or, as llama.cpp writes them, GBNF; `TokenGrammars.start` tells."""
+        """Rules in Lark or, as llama.cpp writes them, GBNF: `TokenGrammars.start` finds out."""
         return cls(text, is_lark_or_gbnf=True)
 
 

@@ -72,7 +72,7 @@ class Prepared:
     """As which the client put it."""
     requests: list[GenerationRequest]
     untried: Grammar | None
-    """Of the form that `try_form` has to give them."""
+    """Of the form that they lack, if they do: `try_form` gives it."""
     echo: Sequence[str]
     """Texts that precede what is generated, one for each prompt, or none at all."""
 
