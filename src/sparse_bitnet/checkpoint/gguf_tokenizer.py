@@ -155,8 +155,8 @@ def _byte_level(fields: dict[str, Any]) -> "Tokenizer":
     alphabet = set(ByteLevel.alphabet())
     plain = ByteLevel(add_prefix_space=False, use_regex=False)
 
-    whole = {index for index, kind in enumerate(fields.get("token_type", ())) if kind in _WHOLE}
-    whole |= {fields.get(f"{name}_token_id") for name in _SPECIAL.values()}
+    whole = {fields.get(f"{name}_token_id") for name in _SPECIAL.values()}
+    whole |= {index for index, kind in enumerate(fields.get("token_type", ())) if kind in _WHOLE}
 
     def spelled(index: int, token: str) -> str:
         if index in whole or set(token) <= alphabet:

@@ -33,7 +33,8 @@ _LARGEST_OTHER = 16 << 20
 _SMALL_SUFFIXES = {".json", ".jinja", ".txt"}
 _HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:/([\w./-]+\.gguf))?(?:@([\w./-]+))?")
 """OWNER/NAME, a file in it, a revision."""
-_HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "LICENSE*")
+HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "LICENSE*")
+"""What a model is of; on the hub also in sub-folders."""
 _COUNTS_LAYERS = re.compile(r"num_(hidden_)?layers|n_layers?")
 _COUNTS_VALUES = re.compile(
     r"(hidden|intermediate|vocab|ffn|moe_intermediate)_size|.*_dim|n_embd|n_inner|num_.*"
@@ -187,7 +188,7 @@ def is_hub_id(name: str) -> bool:
     return bool(_HUB_ID.fullmatch(name)) and not Path(name.partition("/")[0]).exists()
 
 
-def local_folder(path_or_id: str | Path, patterns: tuple[str, ...] = _HUB_FILES) -> Path:
+def local_folder(path_or_id: str | Path, patterns: tuple[str, ...] = HUB_FILES) -> Path:
     """A folder as it is; of a hub id, its files that match `patterns`, downloaded or from the cache; of a
     file on the hub, that file.
 

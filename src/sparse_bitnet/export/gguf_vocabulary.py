@@ -58,6 +58,8 @@ class GgufVocabulary:
     llama.cpp would take its own default."""
     surrounds: dict[str, bool] = field(default_factory=dict)
     """Whether bos and eos are put around a text."""
+    chat_template: str | list[dict[str, str]] | None = None
+    """One, or several by name."""
 
 
 def read_vocabulary(folder: Path, vocab_size: int) -> GgufVocabulary:
@@ -121,7 +123,16 @@ def read_vocabulary(folder: Path, vocab_size: int) -> GgufVocabulary:
         is_sentence_piece and _adds_space(content, path),
         {"bos": special["eos"], **special},
         _surrounds(own, path),
+        _chat_template(own),
     )
+
+
+def _chat_template(tokenizer: Any) -> str | list[dict[str, str]] | None:
+    """As transformers reads it: chat_template.jinja, else that of tokenizer_config.json."""
+    found = tokenizer.chat_template
+    if not isinstance(found, dict):
+        return found
+    return [{"name": name, "template": template} for name, template in found.items()]
 
 
 def _surrounds(tokenizer: Any, path: Path) -> dict[str, bool]:
@@ -220,4 +231,5 @@ def add_vocabulary(writer: "GGUFWriter", vocabulary: GgufVocabulary, folder: Pat
     )
     special.special_token_ids = vocabulary.special
     special.add_special_token = vocabulary.surrounds
+    special.chat_template = vocabulary.chat_template
     special.add_to_gguf(writer, quiet=True)

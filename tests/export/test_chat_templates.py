@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chat templates reach other tools, and the CPU engine, as transformers reads them."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from sparse_bitnet.checkpoint.gguf_file import GgufFile
+from sparse_bitnet.engine.engine_options import EngineOptions
+from sparse_bitnet.export.export_checkpoint import export
+from sparse_bitnet.export.export_config import ExportConfig
+from sparse_bitnet.generation.packed_once import packed_once
+
+
+def test_gguf_takes_the_template_that_transformers_takes(edited, tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="pip install gguf")
+    folder = edited()
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": "old"}))
+    (folder / "chat_template.jinja").write_text("new")
+
+    def templates(out: str) -> dict[str, object]:
+        export(folder, tmp_path / out, ExportConfig(format="gguf-q2_0"))
+        (file,) = (tmp_path / out).glob("*.gguf")
+        metadata = GgufFile(file).metadata
+        return {key: value for key, value in metadata.items() if ".chat_template" in key}
+
+    assert templates("one") == {"tokenizer.chat_template": "new"}
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    assert templates("several") == {
+        "tokenizer.chat_templates": ["tool_use"],
+        "tokenizer.chat_template": "new",
+        "tokenizer.chat_template.tool_use": "tools",
+    }
+
+
+def test_a_changed_template_is_packed_again(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARSE_BITNET_CACHE", str(tmp_path / "cache"))
+    export(checkpoint, tmp_path / "bitnet", ExportConfig(format="bitnet"))
+    template = tmp_path / "bitnet" / "chat_template.jinja"
+    folders = []
+    for second, text in enumerate(("old", "new")):
+        template.write_text(text)
+        os.utime(template, (second, second))
+        folders.append(Path(packed_once(tmp_path / "bitnet", EngineOptions())))
+    assert [(folder / template.name).read_text() for folder in folders] == ["old", "new"]
