@@ -143,6 +143,27 @@ def test_links_that_lead_out_are_refused(
         read_json(folder / name)
 
 
+@pytest.mark.parametrize("name", ["1_Pooling", "additional_chat_templates"])
+def test_sub_folders_are_no_way_out(folder: Path, name: str) -> None:
+    (folder / name).mkdir()
+    (folder / name / "config.json").write_text("{}")
+    (folder / name / "copy.json").symlink_to("config.json")
+    (folder / name / "other.json").symlink_to("../other.json")
+    (folder / "other.json").write_text("{}")
+    check_folder(folder)
+    os.mkfifo(folder / name / "pipe")
+    with pytest.raises(UserError, match=f"{name}/pipe is not a regular file"):
+        check_folder(folder)
+    (folder / name / "pipe").unlink()
+    (folder / name / "out.jinja").symlink_to("/etc/passwd")
+    with pytest.raises(UserError, match="out of its folder"):
+        check_folder(folder)
+    shutil.rmtree(folder / name)
+    (folder / name).symlink_to("../other")
+    with pytest.raises(UserError, match=f"{name}/config.json is a link .* out of its folder"):
+        check_folder(folder)
+
+
 def test_pipes_and_endless_files_are_refused(folder: Path) -> None:
     os.mkfifo(folder / "config.json")
     for check in (check_folder, lambda folder: read_json(folder / "config.json")):
@@ -162,8 +183,10 @@ def test_links_within_the_folder_and_the_hubs_cache_are_read(tmp_path: Path) -> 
     (blobs / "0").write_text("{}")
     (snapshot / "config.json").symlink_to("../../blobs/0")
     (snapshot / "copy.json").symlink_to("config.json")
+    (snapshot / "1_Pooling").mkdir()
+    (snapshot / "1_Pooling" / "config.json").symlink_to("../../../blobs/0")
     check_folder(snapshot)
-    assert read_json(snapshot / "copy.json") == {}
+    assert read_json(snapshot / "copy.json") == read_json(snapshot / "1_Pooling/config.json") == {}
     (tmp_path / "blobs" / "1").symlink_to("/dev/zero")
     (snapshot / "other.json").symlink_to("../../blobs/1")
     with pytest.raises(UserError, match="out of its folder"):
@@ -174,6 +197,13 @@ def test_links_within_the_folder_and_the_hubs_cache_are_read(tmp_path: Path) -> 
 def test_an_index_names_files_of_its_folder(folder: Path, name: object) -> None:
     with pytest.raises(UserError, match="is not a file in its folder"):
         file_inside(folder, name)
+
+
+def test_no_sub_folder_in_an_index_leads_out(folder: Path) -> None:
+    (folder / "a").mkdir()
+    (folder / "a" / "b").symlink_to(folder.parent / "other")
+    with pytest.raises(UserError, match="out of its folder"):
+        file_inside(folder, "a/b/config.json")
 
 
 def test_halves_of_characters_are_refused(folder: Path) -> None:

@@ -30,6 +30,8 @@ _LARGEST = {name: 128 << 20 for name in ("tokenizer.json", "vocab.json", "merges
 _LARGEST_OTHER = 16 << 20
 """Most bytes of a file that holds no weights; published tokenizer.json have up to 33 MB, others 1."""
 
+_READ_BELOW = ("1_Pooling", "additional_chat_templates")
+"""Sub-folders of which files are read."""
 _SMALL_SUFFIXES = {".json", ".jinja", ".txt"}
 _HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:/([\w./-]+\.gguf))?(?:@([\w./-]+))?")
 """OWNER/NAME, a file in it, a revision."""
@@ -111,9 +113,10 @@ def copy_files(source: Path, folder: Path, patterns: tuple[str, ...]) -> None:
 def check_folder(folder: Path) -> None:
     """`check_file` for every file of a model folder, for readers that open them by themselves."""
     try:
-        for path in folder.iterdir():
+        below = (path for name in _READ_BELOW for path in (folder / name).glob("*"))
+        for path in (*folder.iterdir(), *below):
             if not path.is_dir():
-                check_file(path)
+                check_file(path, folder)
     except OSError as error:
         raise UserError(f"cannot read {error.filename or folder}: {error.strerror}") from error
 
@@ -140,13 +143,13 @@ def check_sizes(config: dict[str, Any], folder: Path) -> None:
             )
 
 
-def check_file(path: Path) -> None:
-    """Raise `UserError` for a file that is a device or a pipe, a link that leads out of its folder, or
-    too large for one without weights; `OSError` for one that is missing."""
-    folder, real = path.parent.resolve(), path.resolve(strict=True)
+def check_file(path: Path, folder: Path | None = None) -> None:
+    """Raise `UserError` for a file that is a device or a pipe, a link that leads out of `folder` (its own
+    by default), or too large for one without weights; `OSError` for one that is missing."""
+    folder, real = (folder or path.parent).resolve(), path.resolve(strict=True)
     # The hub's cache keeps the files of a snapshot beside it, once for all snapshots.
-    cache = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
-    if not (real.is_relative_to(folder) or real.is_relative_to(cache)):
+    caches = [above.parent / "blobs" for above in folder.parents[:2] if above.name == "snapshots"]
+    if not any(real.is_relative_to(place) for place in (folder, *caches)):
         raise UserError(f"{path} is a link to {real}, out of its folder: copy the file there")
     status = real.stat()
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
@@ -172,9 +175,7 @@ def file_inside(folder: Path, name: str, index: str = INDEX_FILE) -> Path:
         raise UserError(f"{folder / index} names {name!r}, which is not a file in its folder")
     path = folder / name
     try:
-        if not path.resolve().is_relative_to(folder.resolve()):
-            check_file(folder / Path(name).parts[0])
-        check_file(path)
+        check_file(path, folder)
     except (OSError, ValueError) as error:
         if isinstance(error, UserError):
             raise
