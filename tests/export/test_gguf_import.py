@@ -308,9 +308,16 @@ def test_embeddings_of_any_type_are_read(tmp_path: Path) -> None:
         np.testing.assert_array_equal(file.floats(kind.name, slice(3, 9)), expected[3:9])
 
 
+def _at_the_same_offset(data: bytes) -> bytes:
+    # Behind a name: the number of dimensions, two of them, the type, the offset.
+    k, v = (data.index(b"blk.0.attn_%c.weight" % name) + 19 + 4 + 16 + 4 for name in b"kv")
+    return data[:k] + data[v : v + 8] + data[k + 8 :]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (_at_the_same_offset, "tensors blk.0.attn_k.weight and .*v.weight share their bytes"),
         (lambda data: b"GGML" + data[4:], "not a GGUF file, or is damaged: it does not begin with GGUF"),
         (lambda data: data[:4] + b"\x09" + data[5:], "version 9"),
         (lambda data: data[:200], "damaged"),

@@ -248,10 +248,13 @@ def _placed(
     """The tensors with their places in the file."""
     offsets = sorted({entry.begin for _, entry in entries})
     ends = dict(zip(offsets, [*offsets[1:], size - begin], strict=True))
+    owners: dict[int, str] = {}
     placed: dict[str, GgufEntry] = {}
     for name, entry in entries:
         if name in placed:
             raise ValueError(f"tensor {name} is there twice")
+        if (owner := owners.setdefault(entry.begin, name)) != name:
+            raise ValueError(f"tensors {owner} and {name} share their bytes")
         if entry.begin % alignment or entry.begin >= size - begin:
             raise ValueError(f"tensor {name} lies outside the file")
         most = ends[entry.begin] - entry.begin
