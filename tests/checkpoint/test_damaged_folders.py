@@ -125,6 +125,13 @@ def test_sizes_are_compared_with_the_file_first(
         read(folder)
 
 
+def test_layers_without_end_are_refused_without_weights(models: Path, tmp_path: Path) -> None:
+    config = json.loads((models / "trained" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**9}))
+    with pytest.raises(UserError, match=r"num_hidden_layers is 1,000,000,000, more than the 4,096"):
+        open_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize("place", ["config_groups", "format", "weights", "input_activations"])
 @pytest.mark.parametrize("value", [True, [], 7])
 def test_groups_that_are_no_tables_are_refused(

@@ -37,12 +37,13 @@ _HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:/([\w./-]+\.gguf))?(?:@([\w./-]+)
 """OWNER/NAME, a file in it, a revision."""
 HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "LICENSE*")
 """What a model is of; on the hub also in sub-folders."""
-_COUNTS_LAYERS = re.compile(r"num_(hidden_)?layers|n_layers?")
+_COUNTS_LAYERS = re.compile(r".*_layers?")
 _COUNTS_VALUES = re.compile(
     r"(hidden|intermediate|vocab|ffn|moe_intermediate)_size|.*_dim|n_embd|n_inner|num_.*"
 )
 _BYTES_A_LAYER = 64
 """A layer has a tensor, whose entry in a safetensors header alone takes more."""
+_MOST_LAYERS = 4096
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -122,13 +123,11 @@ def check_folder(folder: Path) -> None:
 
 
 def check_sizes(config: dict[str, Any], folder: Path) -> None:
-    """Raise `UserError` for a config.json of a larger model than the folder's weights can be of: to build
-    it would take memory and time without end."""
+    """Raise `UserError` for a config.json of a larger model than the folder's weights can be of, or of
+    more layers than any has: to build it would take memory and time without end."""
     weights = [path for suffix in ("safetensors", "bin") for path in folder.glob(f"*.{suffix}")]
     weights = [folder] if folder.is_file() else weights
     total = sum(path.stat().st_size for path in weights if path.is_file())
-    if not total:
-        return
     for key, value in config.items():
         if isinstance(value, dict) and key != "quantization_config":
             check_sizes(value, folder)
@@ -137,10 +136,11 @@ def check_sizes(config: dict[str, Any], folder: Path) -> None:
         # A value takes at least a bit.
         is_layers = _COUNTS_LAYERS.fullmatch(key)
         most = total // _BYTES_A_LAYER if is_layers else 8 * total
-        if value > most and (is_layers or _COUNTS_VALUES.fullmatch(key)):
-            raise UserError(
-                f"{folder / CONFIG_FILE}: {key} is {value:,}, more than a model of {total:,} bytes has"
-            )
+        said = f"{folder / CONFIG_FILE}: {key} is {value:,}, more than"
+        if total and value > most and (is_layers or _COUNTS_VALUES.fullmatch(key)):
+            raise UserError(f"{said} a model of {total:,} bytes has")
+        if is_layers and value > _MOST_LAYERS:
+            raise UserError(f"{said} the {_MOST_LAYERS:,} layers of any model here")
 
 
 def check_file(path: Path, folder: Path | None = None) -> None:
