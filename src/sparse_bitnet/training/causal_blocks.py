@@ -38,13 +38,17 @@ def causal_blocks(
     # The heads that share keys are rows of one product.
     shared = query.unflatten(1, (key.shape[1], -1))
     length, parts = query.shape[2], []
-    added = attention_mask if position_bias is None else attention_mask + position_bias
-    added = added[:, :, None] if added.shape[1] == 1 else added.unflatten(1, (key.shape[1], -1))
+    if position_bias is not None:
+        attention_mask = attention_mask + position_bias
+    # One mask for all is spread where it is added: spread before, compiled kernels round otherwise.
+    heads: slice | None = None
+    if attention_mask.shape[1] > 1:
+        attention_mask, heads = attention_mask.unflatten(1, (key.shape[1], -1)), slice(None)
     for start in range(0, length, _WIDTH):
         end = min(start + _WIDTH, length)
         rows = shared[:, :, :, start:end].flatten(2, 3)
         scores = (rows @ key[:, :, :end].transpose(2, 3) * scaling).unflatten(2, (-1, end - start))
-        scores = scores + added[:, :, :, start:end, :end]
+        scores = scores + attention_mask[:, :, heads, start:end, :end]
         weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
         weights = F.dropout(weights, dropout, module.training).flatten(2, 3)
         parts.append((weights @ value[:, :, :end]).unflatten(2, (-1, end - start)))
