@@ -207,6 +207,11 @@ def test_the_architecture_of_bitnet_b1_58(tmp_path: Path) -> None:
     import_checkpoint(tmp_path / "published", tmp_path / "packed", packed="b3")
     source = open_checkpoint(tmp_path / "packed")
     assert torch.equal(source.ternary(name).codes, ours.get_submodule(name).select().codes)
+    for packed in (None, "auto"):
+        with pytest.raises(UserError, match=r"codes do not keep to the pattern 2:4.*--pattern 8:8"):
+            import_checkpoint(
+                tmp_path / "published", tmp_path / "no", pattern=NMPattern(2, 4), packed=packed
+            )
 
 
 @pytest.fixture

@@ -101,12 +101,9 @@ def _to_pack(foreign: Checkpoint, format: SparseBitConfig) -> Checkpoint:
 
     def ternary(layer: str) -> TernaryWeight:
         if foreign.master is not None:
-            from sparse_bitnet.nn.selection import select
+            from sparse_bitnet.export.masters import ternary_of
 
-            codes, _, scale = select(foreign.master(layer).float(), format)[:3]
-            assert codes is not None
-            assert scale is not None
-            return TernaryWeight(codes, scale)
+            return ternary_of(foreign.master(layer), format, layer)
         found = foreign.ternary(layer)
         if not found.codes.any():
             warnings.warn(

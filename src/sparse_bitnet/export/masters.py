@@ -81,7 +81,10 @@ def _deferred(name: str, shape: tuple[int, ...], read: Callable[[], Any]) -> Def
 
 def _master(foreign: Checkpoint, layer: str, format: SparseBitConfig) -> Tensor:
     if foreign.master is not None:
-        return foreign.master(layer)
+        master = foreign.master(layer)
+        if not format.pattern.is_dense:
+            ternary_of(master, format, layer)
+        return master
     ternary = TernaryWeight(*map(torch.as_tensor, foreign.ternary(layer)))
     if ternary.weight_scale.dim():
         raise UserError(
@@ -93,15 +96,27 @@ def _master(foreign: Checkpoint, layer: str, format: SparseBitConfig) -> Tensor:
             "the smallest there is here"
         )
     master = masters_of(ternary)
-    codes, _, weight_scale = select(master, format)[:3]
+    codes, weight_scale = ternary_of(master, format, layer, ternary.codes)
+    assert weight_scale == ternary.weight_scale or not codes.any()
+    return master
+
+
+def ternary_of(
+    master: Tensor, format: SparseBitConfig, layer: str, expected: Tensor | None = None
+) -> TernaryWeight:
+    """Codes and scale of a master. Raises `UserError` unless the codes are those `expected`, by default
+    the ones without the pattern: to mask what was trained without would make another model."""
+    codes, _, scale = select(master.float(), format)[:3]
+    if expected is None and not format.pattern.is_dense:
+        expected = select(master.float(), format, kept=format.pattern.m).codes
     assert codes is not None
-    if not torch.equal(codes, ternary.codes):
+    assert scale is not None
+    if expected is not None and not torch.equal(codes, expected):
         raise UserError(
             f"layer {layer}: its codes do not keep to the pattern {format.pattern}; import with "
             "--pattern 8:8"
         )
-    assert weight_scale == ternary.weight_scale or not codes.any()
-    return master
+    return TernaryWeight(codes, scale)
 
 
 def masters_of(ternary: TernaryWeight) -> Tensor:
