@@ -156,3 +156,19 @@ def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFix
         main(["export", str(checkpoint), str(tmp_path / "out"), "--format", "dense"])
     assert stopped.value.code == 2
     assert "exists already" in capsys.readouterr().err
+
+
+def test_brackets_in_paths_are_printed(
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("[bold]text.txt").write_text("def f(x):\n    return x\n" * 9)
+    verify = ["--verify", "--text", "[bold]text.txt"]
+    main(["pack", str(checkpoint), "[/p]"])
+    main(["export", str(checkpoint), "[/e]", "--format", "bitnet", *verify])
+    main(["import", "[/e]", "[/i]"])
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("[/p]", "[/e]", "[/i]", "[bold]text.txt"))

@@ -37,7 +37,7 @@ def run(
 
     from sparse_bitnet.export.export_checkpoint import export
 
-    console = Console()
+    console = Console(markup=False)
     with Progress(console) as lines:
         result = export(
             checkpoint,

@@ -53,7 +53,7 @@ def run(
 
     if config.packed is None and config.embeddings != "auto":
         raise UserError("--embeddings is an option of the packed form: give --packed")
-    console = Console()
+    console = Console(markup=False)
     pattern = None if config.pattern is None else NMPattern.parse(config.pattern)
     with Progress(console) as lines:
         result = import_checkpoint(
@@ -67,5 +67,4 @@ def run(
     console.print(
         f"{result.folder}: {result.layers} layers of {result.kind} as {result.format}",
         highlight=False,
-        markup=False,
     )

@@ -52,7 +52,7 @@ def run(
     from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
     from sparse_bitnet.progress import Progress
 
-    console = Console()
+    console = Console(markup=False)
     with Progress(console) as progress:
         packed = pack_checkpoint(
             checkpoint,
