@@ -98,7 +98,7 @@ def from_pretrained(path_or_id: str | Path, **kwargs: Any) -> "PreTrainedModel":
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UserError(f"{path_or_id} lacks {missing[0]}{more}: the files are incomplete")
     if not model.all_tied_weights_keys:
-        # What is trained further and saved says so then, to releases that would tie it too.
+        # Said in what is saved of it: a release before 5 ties a head of its own if the config does.
         model.config.tie_word_embeddings = False
     return model
 

@@ -36,7 +36,7 @@ _SMALL_SUFFIXES = {".json", ".jinja", ".txt"}
 _HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:/([\w./-]+\.gguf))?(?:@([\w./-]+))?")
 """OWNER/NAME, a file in it, a revision."""
 HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "LICENSE*")
-"""What a model is of; on the hub also in sub-folders."""
+"""Files that make a model; on the hub in sub-folders too."""
 _COUNTS_LAYERS = re.compile(r".*_layers?")
 _COUNTS_VALUES = re.compile(
     r"(hidden|intermediate|vocab|ffn|moe_intermediate)_size|.*_dim|n_embd|n_inner|num_.*"

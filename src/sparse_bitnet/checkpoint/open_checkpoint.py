@@ -22,9 +22,10 @@ _READERS = {
     "compressed-tensors": ("foreign", "compressed_tensors"),
 }
 """quant_method in config.json -> kind, and the file here whose `read(found)` opens it."""
-_TABLES = ("lm_head.weight", "embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 _DENSE = ("dense", "trained")
 _UNKNOWN = ("unknown", "")
+_TABLES = ("lm_head.weight", "embed_tokens.weight", "wte.weight", "word_embeddings.weight")
+"""Ends of the names of a head and of the embedding to which it may be tied."""
 
 
 def find_checkpoint(path: str | Path) -> StoredModel:
