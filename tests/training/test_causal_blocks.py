@@ -23,6 +23,18 @@ def doge():
     return transformers.DogeForCausalLM(transformers.DogeConfig(**SIZES))
 
 
+def bart():
+    """A decoder that could attend to an encoder."""
+    sizes = {
+        "d_model": 64,
+        "decoder_ffn_dim": 96,
+        "decoder_layers": 2,
+        "decoder_attention_heads": 4,
+    }
+    config = transformers.BartConfig(**sizes, vocab_size=64, max_position_embeddings=512)
+    return transformers.BartForCausalLM(config).eval()  # without dropout
+
+
 def inkling():
     """With a bias of positions, in windows and without."""
     sizes = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16}
@@ -34,7 +46,15 @@ def inkling():
 
 @pytest.mark.parametrize(
     ("family", "length"),
-    [(qwen2, 1), (qwen2, 127), (qwen2, 129), (qwen2, 300), (doge, 129), (inkling, 129)],
+    [
+        (qwen2, 1),
+        (qwen2, 127),
+        (qwen2, 129),
+        (qwen2, 300),
+        (doge, 129),
+        (bart, 129),
+        (inkling, 129),
+    ],
 )
 def test_logits_and_gradients_are_those_of_eager_attention(family, length):
     tokens = torch.randint(64, (2, length), generator=torch.Generator().manual_seed(length))

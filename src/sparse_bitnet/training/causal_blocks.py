@@ -61,8 +61,9 @@ def stored(values: Tensor) -> Tensor:
     return values.as_strided(values.shape, values.stride())
 
 
-def _mask(*args: Any, **kwargs: Any) -> Tensor:
-    return stored(eager_mask(*args, **kwargs))
+def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    mask = eager_mask(*args, **kwargs)
+    return None if mask is None else stored(mask)  # a decoder without its encoder has a second one
 
 
 def store_rotations_(decoder: nn.Module) -> None:
