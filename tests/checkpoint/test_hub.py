@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast, Zamba2Config
 
 from factories import MODEL_FAMILIES, tiny_model
 from sparse_bitnet.checkpoint.hub import save_pretrained
@@ -254,3 +254,21 @@ class TestRefusals:
             save_pretrained(model, tmp_path / "out")
             assert_same_model(from_pretrained(tmp_path / "out"), model)
         assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_blocks_that_share_weights_are_stored_once(tmp_path: Path) -> None:
+    kinds = ["mamba", "hybrid", "mamba", "hybrid"]
+    changes = {"mamba_headdim": 16, "n_mamba_heads": 8, "mamba_d_state": 8, "chunk_size": 8}
+    model = AutoModelForCausalLM.from_config(
+        Zamba2Config(
+            **{"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, **changes},
+            num_hidden_layers=4,
+            layers_block_type=kinds,
+            num_mem_blocks=1,
+        )
+    )
+    save_pretrained(convert_(model.eval(), SparseBitConfig()), tmp_path)
+    loaded = from_pretrained(tmp_path).eval()
+    first, second = (loaded.model.layers[place].shared_transformer for place in (1, 3))
+    assert first.feed_forward.down_proj.weight is second.feed_forward.down_proj.weight
+    assert torch.equal(loaded(IDS).logits, model(IDS).logits)

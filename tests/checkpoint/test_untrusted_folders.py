@@ -23,6 +23,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
 from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
+from sparse_bitnet.generation.text import TextTokenizer
 
 SOURCE = Path(__file__).parents[2] / "src" / "sparse_bitnet"
 CODE = """from pathlib import Path
@@ -251,3 +252,5 @@ def test_a_tokenizer_over_which_its_library_panics(models: Path, tmp_path: Path)
     (folder / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match="no readable tokenizer"):
         load_tokenizer(folder)
+    with pytest.raises(UserError, match=r"tokenizer\.json is damaged"):
+        TextTokenizer.load(folder)

@@ -110,16 +110,18 @@ def check_weights(model: "PreTrainedModel", files: Sequence[str | Path] | None) 
     stored = WeightFiles([Path(file) for file in files]).shapes
     names = loaded_names(model, stored)
     shapes = {names[name]: list(shape) for name, shape in stored.items()}
+    ties = (
+        model.all_tied_weights_keys
+    )  # of blocks that share weights only the first one's are stored
     for name, layer in sparse_layers(model).items():
-        expected, found = list(layer.weight.shape), shapes.get(f"{name}.weight")
+        weight = f"{name}.weight"
+        expected, found = list(layer.weight.shape), shapes.get(ties.get(weight, weight))
         if found is None:
             raise UserError(
-                f"checkpoint lacks {name}.weight: the files are incomplete or of another model"
+                f"checkpoint lacks {weight}: the files are incomplete or of another model"
             )
         if found != expected:
-            raise UserError(
-                f"checkpoint's {name}.weight is {found}, its config.json asks {expected}"
-            )
+            raise UserError(f"checkpoint's {weight} is {found}, its config.json asks {expected}")
 
 
 def _convert_empty_(model: Any, entry: dict[str, Any], files: Sequence[str | Path] | None) -> None:

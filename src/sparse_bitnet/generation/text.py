@@ -52,7 +52,11 @@ class TextTokenizer:
             raise UserError(f"{folder} has no {TOKENIZER_FILE}: copy the model's tokenizer there")
         try:
             tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception
+        except (
+            BaseException
+        ) as error:  # the library raises plain Exception, and panics that are none
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
             raise UserError(f"{path} is damaged: {error}") from error
         _return_freed_memory()
         return cls(tokenizer)
