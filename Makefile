@@ -19,7 +19,7 @@ quickstart: $(STAMP)
 # The repository's page, from the committed results; docs/experiments.html is the same page, not tracked.
 experiments: $(STAMP)
 	$(BIN)/sparse-bitnet report docs/results/cpu-paper docs/results/cpu docs/results/cpu-ideas \
-		--engine $(lastword $(sort $(wildcard benchmarks/results/*_bench.jsonl))) \
+		--engine $(lastword $(sort $(wildcard benchmarks/results/*_table3.jsonl))) \
 		--document docs/experiments.md --page docs/experiments.html
 
 # The site, from docs/ and the docstrings, in build/site; a link that leads nowhere is an error.

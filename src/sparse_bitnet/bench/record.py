@@ -95,7 +95,7 @@ def table(rows: list[BenchRow]) -> "Table":
     engines = list(dict.fromkeys(_engine(row) for row in rows))
     first = rows[0]
     found = Table(
-        title=f"{first.model}: tokens/s, share of the roofline",
+        title=f"{first.model} {first.pattern}: tokens/s, share of the roofline",
         caption="mem: of the memory's read speed; int8: of the int8 speed. Medians of "
         f"{first.rounds} rounds. A batch shares its context.",
         box=box.SIMPLE_HEAD,
@@ -119,12 +119,12 @@ def table(rows: list[BenchRow]) -> "Table":
     return found
 
 
-def _engine(row: BenchRow) -> tuple[str, str, str, int, str]:
-    return row.pattern, row.weight_format, row.head, row.threads, row.isa
+def _engine(row: BenchRow) -> tuple[str, str, int, str]:
+    return row.weight_format, row.head, row.threads, row.isa
 
 
-def _engine_title(pattern: str, weight_format: str, head: str, threads: int, isa: str) -> str:
-    return f"{pattern} {weight_format}, head {head}\n{threads} thread{'s' * (threads > 1)}, {isa}"
+def _engine_title(weight_format: str, head: str, threads: int, isa: str) -> str:
+    return f"{weight_format}, head {head}\n{threads} thread{'s' * (threads > 1)}, {isa}"
 
 
 def _measured(row: BenchRow) -> str:

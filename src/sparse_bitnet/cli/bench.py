@@ -49,7 +49,8 @@ def run(options: Annotated[BenchOptions, FLAT], out: Path | None = None) -> None
         line = progress.line("starting")
         rows = measure(options, lambda what, share: line(share, 1.0, label=what))
     where = where_measured()
-    console.print(table(rows))
+    for pattern in dict.fromkeys(row.pattern for row in rows):
+        console.print(table([row for row in rows if row.pattern == pattern]))
     console.print(f"{where['hardware']}, {where['date'][:10]}, commit {where['commit']}")
     if doubt := warning(rows[0].others_share):
         console.print(doubt)
