@@ -110,9 +110,8 @@ def check_weights(model: "PreTrainedModel", files: Sequence[str | Path] | None) 
     stored = WeightFiles([Path(file) for file in files]).shapes
     names = loaded_names(model, stored)
     shapes = {names[name]: list(shape) for name, shape in stored.items()}
-    ties = (
-        model.all_tied_weights_keys
-    )  # of blocks that share weights only the first one's are stored
+    # Of blocks that share weights only the first one's are stored.
+    ties = model.all_tied_weights_keys
     for name, layer in sparse_layers(model).items():
         weight = f"{name}.weight"
         expected, found = list(layer.weight.shape), shapes.get(ties.get(weight, weight))
