@@ -8,6 +8,7 @@ from datetime import datetime
 
 import pytest
 
+from sparse_bitnet.experiments import provenance as module
 from sparse_bitnet.experiments.provenance import commit, hardware, provenance, versions
 
 
@@ -21,6 +22,16 @@ def test_everything_is_there_and_json():
 def test_hardware_names_cores_and_memory():
     assert "cores" in hardware()
     assert "\n" not in hardware()
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [("avx512_bf16", True), ("avx512_bf16 amx_bf16", False), ("avx512f", False)],
+)
+def test_hidden_matrix_tiles_are_named(flags, named, monkeypatch):
+    info = {"model name": "Intel(R) Xeon(R) Processor", "flags": flags}
+    monkeypatch.setattr(module, "cpu_info", lambda: info)
+    assert ("Processor without AMX, " in hardware()) == named
 
 
 @pytest.mark.train

@@ -51,7 +51,12 @@ def hardware() -> str:
 
 def cpu_hardware() -> str:
     """Processor, its cores and memory in one line. Imports no torch."""
-    processor = cpu_info().get("model name") or platform.processor() or platform.machine()
+    info = cpu_info()
+    processor = info.get("model name") or platform.processor() or platform.machine()
+    flags = info.get("flags", "").split()
+    # A virtual machine may hide the matrix tiles, and the processor keeps its name.
+    if processor.startswith("Intel") and "avx512_bf16" in flags and "amx_bf16" not in flags:
+        processor += " without AMX"
     parts = [f"{processor}, {available_cores()} cores"]
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
