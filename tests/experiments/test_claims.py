@@ -357,6 +357,8 @@ def test_the_published_recipe_stands_beside_ours(paper_set):
     assert lines["ours"][0].startswith("30.01")
     assert lines["bf16 masters"][0].startswith("60.02")
     assert lines["512 sequences a step"][2].startswith("+10.0")
+    # One residual for all: the same interval wherever there are as many seeds.
+    assert {line[-1] for line in lines.values()} == {"+9.53\n[+9.53, +9.53]"}
 
 
 def test_near_zero_mass_is_shown_over_rate_and_initial_weights(paper_set):

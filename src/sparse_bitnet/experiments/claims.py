@@ -3,7 +3,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import TypeVar
 
 from sparse_bitnet.experiments.cells import (
@@ -13,7 +13,7 @@ from sparse_bitnet.experiments.cells import (
     paper_results,
 )
 from sparse_bitnet.experiments.flips import flip_claims
-from sparse_bitnet.experiments.judge import Claim, Estimate, paired, pooled_residual
+from sparse_bitnet.experiments.judge import Claim, Estimate, Residual, paired, pooled_residual
 from sparse_bitnet.experiments.paper_runs import ABLATIONS
 from sparse_bitnet.experiments.result_row import ResultRow
 from sparse_bitnet.experiments.results import Results
@@ -26,7 +26,7 @@ STILL_MASS = 0.01
 _BASE, _TERNARY_MASK = ABLATIONS["baseline"], ABLATIONS["mask from quantized weight"]
 _OTHERS = list(ABLATIONS.items())[1:]
 
-K = TypeVar("K", str, int)
+K = TypeVar("K", bound=Hashable)
 
 
 def claims(results: Results) -> list[Claim]:
@@ -99,13 +99,18 @@ def beside_the_search(
     return {name: {s: row for s, row in found.items() if s} for name, found in rows.items()}
 
 
-def losses_of(rows: Mapping[str, Mapping[int, ResultRow]]) -> dict[str, dict[int, float]]:
-    """Held-out losses of runs by format and seed."""
+def losses_of(rows: Mapping[K, Mapping[int, ResultRow]]) -> dict[K, dict[int, float]]:
+    """Held-out losses of runs by model and seed."""
     return {name: {seed: row.loss for seed, row in found.items()} for name, found in rows.items()}
 
 
-def cost_estimate(losses: Mapping[str, Mapping[int, float]]) -> Estimate:
-    """How many points more sparsity costs full precision, from the four models' losses by seed."""
+def cost_estimate(
+    losses: Mapping[str, Mapping[int, float]], residual: Residual | None = None
+) -> Estimate:
+    """How many points more sparsity costs full precision, from the four models' losses by seed.
+
+    `residual` is by default that of these models.
+    """
     dense, full, dense_ternary, ternary = losses.values()
     return Estimate(
         values=tuple(
@@ -113,10 +118,15 @@ def cost_estimate(losses: Mapping[str, Mapping[int, float]]) -> Estimate:
             for seed in full
             if seed in dense and seed in ternary and seed in dense_ternary
         ),
-        residual=pooled_residual(
-            {(name, seed): value for name, found in losses.items() for seed, value in found.items()}
-        ),
+        residual=residual or residual_of(losses),
         weight=200.0,
+    )
+
+
+def residual_of(losses: Mapping[K, Mapping[int, float]]) -> Residual | None:
+    """`pooled_residual` of losses by model and seed."""
+    return pooled_residual(
+        {(str(name), seed): loss for name, found in losses.items() for seed, loss in found.items()}
     )
 
 
@@ -161,9 +171,7 @@ def _comparisons(
     expected: Callable[[K], float | None],
 ) -> Iterator[Claim]:
     """A claim for each of `texts`: that its models have a higher perplexity than those of `base`."""
-    residual = pooled_residual(
-        {(str(name), seed): row.loss for name, found in rows.items() for seed, row in found.items()}
-    )
+    residual = residual_of(losses_of(rows))
     for name, text in texts.items():
         yield Claim(
             text=text,
