@@ -5,6 +5,9 @@ import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+_LONGEST_REASON = 300
+"""Characters: some errors quote what they refuse."""
+
 
 class UserError(ValueError):
     """Bad input, file or option. The message is one line: what is wrong, where, and what to do.
@@ -45,6 +48,13 @@ def refuse_unused(options: object, names: Iterable[str], why: str) -> None:
         if (value := getattr(options, name)) != getattr(unset, name):
             shown = " ".join(map(str, value)) if isinstance(value, list | tuple) else value
             raise UserError(f"--{name.replace('_', '-')} {shown} is not used here: {why}")
+
+
+def reason_of(error: BaseException) -> str:
+    """The first line of an error; of a validation error, which says what is wrong in the second, both."""
+    lines = (str(error).strip() or type(error).__name__).splitlines()
+    reason = " ".join(" ".join(lines[: 2 if lines[0].rstrip().endswith(":") else 1]).split())
+    return reason if len(reason) < _LONGEST_REASON else f"{reason[:_LONGEST_REASON]}..."
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

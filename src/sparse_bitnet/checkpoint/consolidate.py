@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from sparse_bitnet.checkpoint.model_folder import check_folder
 from sparse_bitnet.checkpoint.saved_steps import FOLDER, MODEL_FOLDER, SavedStep, damage
 from sparse_bitnet.checkpoint.shard_readers import shard_reader
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, reason_of
 from sparse_bitnet.files import NO_SPACE, atomic_folder
 
 CONSOLIDATED = "consolidated"
@@ -120,4 +120,4 @@ def first_reason(error: BaseException) -> str:
         return getattr(cause, "strerror", None) or first_reason(cause)
     if "inline_container" in str(error):  # torch's writer does not tell what the system said
         return f"{NO_SPACE}, or it failed"
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return reason_of(error)

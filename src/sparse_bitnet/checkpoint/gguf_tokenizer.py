@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sparse_bitnet.checkpoint.load import reason_of
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, reason_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

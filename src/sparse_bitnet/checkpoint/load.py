@@ -15,14 +15,10 @@ from sparse_bitnet.checkpoint.model_folder import (
     local_folder,
     read_json_if_there,
 )
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, reason_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
-
-
-_LONGEST_REASON = 300
-"""Characters: some quote what they refuse."""
 
 
 def load_with(loader: Callable[..., Any], source: Any, **kwargs: Any) -> Any:
@@ -145,10 +141,3 @@ def load_tokenizer(
             'an "eos_token", or, to prepare text, choose one with --eos-token'
         )
     return tokenizer
-
-
-def reason_of(error: BaseException) -> str:
-    """The first line of an error; of a validation error, which says what is wrong in the second, both."""
-    lines = str(error).split("\n") if str(error).strip() else [type(error).__name__]
-    reason = " ".join(" ".join(lines[: 2 if lines[0].rstrip().endswith(":") else 1]).split())
-    return reason if len(reason) < _LONGEST_REASON else f"{reason[:_LONGEST_REASON]}..."

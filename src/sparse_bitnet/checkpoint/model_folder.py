@@ -13,7 +13,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, reason_of
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
@@ -214,10 +214,9 @@ def local_folder(path_or_id: str | Path, patterns: tuple[str, ...] = HUB_FILES) 
             )
         )
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"no such folder: {path_or_id}, and the hub gives no model of that name ({reason}); "
-            f"without a network, fetch it elsewhere: hf download {repository}"
+            f"no such folder: {path_or_id}, and the hub gives no model of that name "
+            f"({reason_of(error)}); without a network, fetch it elsewhere: hf download {repository}"
             + (f" {file}" if file else "")
             + (f" --revision {revision}" if revision else "")
         ) from error

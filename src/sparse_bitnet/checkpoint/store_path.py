@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sparse_bitnet.errors import UserError, os_errors_as
+from sparse_bitnet.errors import UserError, os_errors_as, reason_of
 
 
 def open_store(url: str) -> "StorePath":
@@ -53,8 +53,7 @@ class StorePath:
         except OSError:
             raise
         except Exception as error:
-            reason = str(error).partition("\n")[0]
-            raise OSError(f"{reason or type(error).__name__}") from error
+            raise OSError(reason_of(error)) from error
 
     @property
     def name(self) -> str:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sparse_bitnet.data.text_files import check_text, first_line
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.data.text_files import check_text
+from sparse_bitnet.errors import UserError, reason_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -70,7 +70,7 @@ def encode(tokenizer: "PreTrainedTokenizerFast", conversation: str) -> np.ndarra
         raise
     except Exception as error:  # whatever a template of strangers raises
         raise UserError(
-            f"the chat template refuses {_shown(conversation)}: {first_line(error)}"
+            f"the chat template refuses {_shown(conversation)}: {reason_of(error)}"
         ) from error
     tokens = np.array(ids, np.uint32)
     if not np.any(learnt):

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparse_bitnet.data.documents import Document, State, check_fraction, split_of
-from sparse_bitnet.data.text_files import Check, check_text, first_line, missing_column
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.data.text_files import Check, check_text, missing_column
+from sparse_bitnet.errors import UserError, reason_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class HubSource:
             stream = datasets.load_dataset(self.name, self.config, split=self.split, streaming=True)
         except Exception as error:
             raise UserError(
-                f"cannot open the hub data set {self.name!r}: {first_line(error)}"
+                f"cannot open the hub data set {self.name!r}: {reason_of(error)}"
             ) from error
         if self.parts > 1:
             if stream.num_shards < self.parts:
@@ -110,5 +110,5 @@ class HubSource:
             return next(rows, None)
         except Exception as error:
             raise UserError(
-                f"reading {self.name!r} stopped: {first_line(error)}; the same command goes on from here"
+                f"reading {self.name!r} stopped: {reason_of(error)}; the same command goes on from here"
             ) from error

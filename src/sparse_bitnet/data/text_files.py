@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, reason_of
 
 
 class Place(NamedTuple):
@@ -155,9 +155,7 @@ def _read_parquet(path: Path, column: str, start: Place) -> Iterator[Row]:
                             yield Row(value, f"{path}, row {row}", Place(row), size * row // rows)
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         place = f"{path}, after row {row}" if row else str(path)
-        raise UserError(
-            f"{place}: not a readable parquet file: {first_line(error)[:200]}"
-        ) from error
+        raise UserError(f"{place}: not a readable parquet file: {reason_of(error)}") from error
 
 
 READERS: dict[str, Reader] = {
@@ -197,8 +195,3 @@ def missing_column(where: str, column: str, columns: Iterable[str]) -> str:
     """The message for a column that is not there; names those that are."""
     names = ", ".join(columns) or "none"
     return f"{where}: no column {column!r}; choose one with --column: {names}"
-
-
-def first_line(error: Exception) -> str:
-    """An exception's message, cut to the one line that an error message may have."""
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

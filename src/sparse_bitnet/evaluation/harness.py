@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, reason_of
 from sparse_bitnet.evaluation.task_data import PAPER_TASKS, check_answers, write_task_files
 from sparse_bitnet.nn.convert import selected
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
@@ -160,7 +160,10 @@ def _load(names: Sequence[str], manager: "TaskManager") -> LoadedTasks:
         try:
             found = manager.load(name)
         except Exception as error:
-            raise UserError(_why(name, error)) from error
+            raise UserError(
+                f"task {name}: its data set cannot be loaded ({reason_of(error)}); without network give "
+                "a folder of data sets, or of task files, by --include-path"
+            ) from error
         if name in PAPER_TASKS:
             check_answers(name, found["tasks"][name])
         if name in found["groups"]:
@@ -174,14 +177,6 @@ def _load(names: Sequence[str], manager: "TaskManager") -> LoadedTasks:
     except ValueError as error:
         raise UserError(f"--tasks: {error}; score one group at a time") from error
     return LoadedTasks(kept, manager)
-
-
-def _why(name: str, error: BaseException) -> str:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return (
-        f"task {name}: its data set cannot be loaded ({reason}); without network give a folder of data "
-        "sets, or of task files, by --include-path"
-    )
 
 
 def _task_manager(

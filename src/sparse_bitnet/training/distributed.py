@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, reason_of
 from sparse_bitnet.training.rendezvous import rendezvous
 from sparse_bitnet.training.watchdog import ProcessLost, Watchdog, is_communication_error
 
@@ -153,8 +153,7 @@ class World:
             except Exception as error:
                 if not is_communication_error(error):
                     raise
-                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-                found = watchdog.diagnose() or f"all processes are alive ({reason})"
+                found = watchdog.diagnose() or f"all processes are alive ({reason_of(error)})"
                 raise ProcessLost(f"rank {self.rank}: {found}; start the run again") from error
 
     def progress(self, step: int | None = None) -> None:
@@ -197,11 +196,10 @@ def open_world(launch: Launch, device: torch.device) -> Iterator[World]:
         own = dist.PrefixStore(f"processes/{name}", store)
         dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timeout)
     except (RuntimeError, ValueError, OSError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
         raise UserError(
             f"rank {os.environ.get('RANK', '?')} on {socket.gethostname()}: no rendezvous of the {size} "
-            f"processes within {launch.timeout_seconds:.0f} s ({reason}); check MASTER_ADDR and that all "
-            "were started"
+            f"processes within {launch.timeout_seconds:.0f} s ({reason_of(error)}); check MASTER_ADDR "
+            "and that all were started"
         ) from error
     try:
         from torch.distributed.device_mesh import init_device_mesh

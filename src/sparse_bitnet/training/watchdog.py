@@ -23,7 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, reason_of
 
 EXIT_CODE = 75
 """Of a process that gave up waiting ("temporary failure": the same command may go on)."""
@@ -161,7 +161,7 @@ class Watchdog:
             time.sleep(3 * self.interval)
             second = self._read()
         except RuntimeError as error:
-            return _Found(lost=self._no_answer(_first_line(error)))
+            return _Found(lost=self._no_answer(reason_of(error)))
         lost = [f"rank {rank} never appeared" for rank in range(self.size) if rank not in second]
         others = {rank: beat for rank, beat in second.items() if rank != self.rank}
         ahead = max(beat["step"] for beat in second.values())
@@ -238,7 +238,3 @@ def is_communication_error(error: BaseException) -> bool:
 
 def _name(rank: int, beat: dict[str, Any]) -> str:
     return f"rank {rank} ({beat['host']}, process {beat['pid']})"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
