@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations: what of them is learnt, and how they share windows."""
 
+import datetime
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from sparse_bitnet.cli.prepare import main
@@ -146,6 +149,12 @@ def test_bad_conversations_are_refused(
         rows.write_text(json.dumps({"messages": value}))
         with pytest.raises(UserError, match=message):
             main([str(rows), str(tmp_path / "out"), *options])
+    dated = [{**message, "at": datetime.date(2026, 1, 1)} for message in conversation("a", "b")]
+    pq.write_table(pa.table({"messages": [dated]}), tmp_path / "dated.parquet")
+    with pytest.raises(
+        UserError, match=r"row 1: column 'messages' holds what JSON cannot: .* date"
+    ):
+        main([str(tmp_path / "dated.parquet"), str(tmp_path / "out"), *options])
     rows.write_text('{"text": "one"}')
     with pytest.raises(UserError, match="no column 'messages'"):
         main([str(rows), str(tmp_path / "out"), *options])

@@ -146,6 +146,8 @@ def test_what_cannot_be_divided_is_refused(texts, tmp_path):
         part_of(source, 2, 2)
     with pytest.raises(UserError, match="cannot be prepared in parts"):
         part_of(parse_source("python-stdlib"), 0, 2)
+    with pytest.raises(UserError, match="limits of documents or bytes are those of a whole text"):
+        part_of(parse_source(str(texts), limit_documents=3), 0, 2)
     with pytest.raises(UserError, match="needs --tokenizer"):
         main([str(texts), str(tmp_path / "out"), "--vocab-size", "300", "--parts", "2"])
 

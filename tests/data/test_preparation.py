@@ -324,6 +324,7 @@ def test_folder_in_use(text: Path, tmp_path: Path, tokenizer_folder: Path) -> No
 def test_bad_options(text: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         prepare(parse_source(str(text)), tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
 
 
 def test_progress_line(

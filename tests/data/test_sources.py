@@ -132,6 +132,7 @@ def test_errors_in_what_is_named(tmp_path: Path) -> None:
         f"{tmp_path}/image.png": r"image\.png: unknown kind of file; known are \.jsonl",
         "hub:a/b/c/d": "not a hub data set: 'a/b/c/d'",
         "hub:": "not a hub data set: ''",
+        f"{tmp_path}/a.jsonl,": "one of the names of files is empty: leave out its comma",
     }.items():
         with pytest.raises(UserError, match=message):
             parse_source(spec)
@@ -148,6 +149,9 @@ def test_contradicting_options(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no columns"):
         parse_source("python-stdlib", column="text")
     parse_source("python-stdlib", column="text", validation=path)
+    for specs in (("python-stdlib", path), (path, "python-packages")):
+        with pytest.raises(UserError, match=r"python-\w+ has no columns; leave out --chat"):
+            parse_source(specs[0], validation=specs[1], chat=True)
 
 
 def test_file_without_text(tmp_path: Path) -> None:

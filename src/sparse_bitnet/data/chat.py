@@ -42,7 +42,11 @@ def check_messages(value: object, column: str, where: str) -> str:
     assert isinstance(value, list)
     if not any(message["role"] == "assistant" for message in value):
         raise UserError(f"{where}: no message of the assistant, so nothing to learn")
-    return check_text(json.dumps(value, ensure_ascii=False), column, where)
+    try:
+        conversation = json.dumps(value, ensure_ascii=False)
+    except TypeError as error:  # a column of .parquet may hold dates and bytes
+        raise UserError(f"{where}: column {column!r} holds what JSON cannot: {error}") from error
+    return check_text(conversation, column, where)
 
 
 def check_template(tokenizer: "PreTrainedTokenizerFast") -> str:

@@ -96,13 +96,28 @@ def check_fraction(validation_fraction: float) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LimitedSource:
+class WrappedSource:
+    """The documents of a source, chosen or marked otherwise by subclasses."""
+
+    source: TextSource
+
+    @property
+    def name(self) -> str:
+        """The source's own."""
+        return self.source.name
+
+    def documents(self, state: State = None) -> Iterator[Document]:
+        """Those of the source."""
+        return self.source.documents(state)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitedSource(WrappedSource):
     """The first part of a source: at most this many documents, and this many bytes of text.
 
     The document that reaches `bytes` is the last one; it is not cut.
     """
 
-    source: TextSource
     documents_limit: int | None = None
     bytes_limit: int | None = None
 
@@ -110,11 +125,6 @@ class LimitedSource:
         for what, limit in (("documents", self.documents_limit), ("bytes", self.bytes_limit)):
             if limit is not None and limit < 1:
                 raise UserError(f"a limit of {limit} {what} leaves nothing to prepare")
-
-    @property
-    def name(self) -> str:
-        """The source's own."""
-        return self.source.name
 
     def describe(self) -> dict[str, Any]:
         """As the source, with its limits."""

@@ -145,6 +145,10 @@ class FileSource:
 
 
 def _expand(pattern: str) -> list[Path]:
+    if not pattern:
+        raise UserError(
+            "one of the names of files is empty: leave out its comma, or write . for here"
+        )
     path = Path(pattern).expanduser()
     if path.is_dir():
         found = sorted(file for file in path.rglob("*") if file.is_file() and is_readable(file))

@@ -20,7 +20,7 @@ from sparse_bitnet.data.documents import (
     Document,
     PairedSource,
     State,
-    TextSource,
+    WrappedSource,
 )
 
 LEFT_OUT = "left out of the held-out text"
@@ -39,7 +39,7 @@ _INVERSE = np.uint64(pow(int(_BASE), -1, 1 << 64))
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupedSource:
+class GroupedSource(WrappedSource):
     """A source whose near-duplicate documents are on the same side of the split.
 
     A group goes where the hash of one of its documents sends it, which is chosen by another hash. Of a
@@ -47,13 +47,6 @@ class GroupedSource:
     that would leave a side empty, each document stays where it was (the measured overlap tells). The
     text is read once more for it, with 3 % of its size in memory.
     """
-
-    source: TextSource
-
-    @property
-    def name(self) -> str:
-        """The source's own."""
-        return self.source.name
 
     def describe(self) -> dict[str, Any]:
         """As the source, and that its near-duplicates are grouped."""
@@ -111,26 +104,15 @@ class GroupedSource:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReadOnceSource:
+class ReadOnceSource(WrappedSource):
     """A source that no process reads as a whole before it is tokenised: a stream, or a part of a text.
 
     Its held-out documents that occur in the training text are left out afterwards (`overlap`).
     """
 
-    source: TextSource
-
-    @property
-    def name(self) -> str:
-        """The source's own."""
-        return self.source.name
-
     def describe(self) -> dict[str, Any]:
         """As the source, and what becomes of its near-duplicates."""
         return {**self.source.describe(), "near_duplicates": LEFT_OUT}
-
-    def documents(self, state: State = None) -> Iterator[Document]:
-        """Those of the source."""
-        return self.source.documents(state)
 
 
 def rolling_hashes(values: np.ndarray, length: int) -> np.ndarray:

@@ -36,6 +36,7 @@ from sparse_bitnet.data.overlap import compare_splits
 from sparse_bitnet.data.preparation_state import PreparationState, begin, check_settings
 from sparse_bitnet.data.shards import ShardWriter
 from sparse_bitnet.data.tokenizer import (
+    check_vocabulary_size,
     tokenizer_hash,
     train_tokenizer,
     vocabulary_size,
@@ -94,6 +95,8 @@ def prepare(
     out = Path(out)
     if (tokenizer is None) == (vocab_size is None):
         raise UserError("give either a tokenizer or the vocabulary size of a new one")
+    if vocab_size is not None:
+        check_vocabulary_size(vocab_size)
     if eos_token is not None and not isinstance(tokenizer, str | Path):
         raise UserError("an end token can be chosen for a tokenizer that is loaded only")
     if shard_tokens < 1:

@@ -47,9 +47,10 @@ def parse_source(
     """
     if validation is not None and validation_fraction is not None:
         raise UserError("give --validation or --validation-fraction, not both")
-    if {spec, validation} <= {"python-stdlib", "python-packages", None} and (column or chat):
-        option = "--chat" if chat else "--column"
-        raise UserError(f"{spec} has no columns; leave out {option}")
+    named = [each for each in (spec, validation) if each is not None]
+    python = [each for each in named if each in ("python-stdlib", "python-packages")]
+    if python and (chat or (column and python == named)):
+        raise UserError(f"{python[0]} has no columns; leave out {'--chat' if chat else '--column'}")
     if chat and column is None:
         column = "messages"
     fraction = 0.0 if validation is not None else validation_fraction
@@ -81,6 +82,10 @@ def part_of(source: TextSource, part: int, parts: int) -> TextSource:
         return replace(source, train=train) if part == 0 else train
     if isinstance(source, HubSource):
         return replace(source, part=part, parts=parts)
+    if isinstance(source, LimitedSource):
+        raise UserError(
+            "limits of documents or bytes are those of a whole text: no parts with them"
+        )
     if not isinstance(source, FileSource):
         raise UserError(f"{source.name} cannot be prepared in parts: give files or a hub data set")
     if len(source.paths) < parts:

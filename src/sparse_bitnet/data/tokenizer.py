@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 
 SMALLEST_VOCABULARY = 257
-LARGEST_VOCABULARY = 1 << 24
 """Every byte and the end-of-text token."""
+
+LARGEST_VOCABULARY = 1 << 24
 
 # Qwen2's pattern: transformers builds a Qwen2Tokenizer with this one and with NFC whatever
 # tokenizer.json says, so only a tokenizer that has both is the same through every door.
@@ -25,15 +26,8 @@ _QWEN2_PATTERN = (
 )
 
 
-def train_tokenizer(documents: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
-    """Train a byte-level BPE: Qwen2's pre-tokenizer and NFC, `<|endoftext|>` (id 0) as end and padding.
-
-    The same documents in the same order give the same tokenizer. Text too small for `vocab_size`
-    gives a smaller vocabulary. Raises `UserError` for a `vocab_size` below 257.
-    """
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
+def check_vocabulary_size(vocab_size: int) -> None:
+    """Raise `UserError` for a size of which `train_tokenizer` makes none."""
     if vocab_size > LARGEST_VOCABULARY:
         raise UserError(f"vocabulary size {vocab_size} is too large: {LARGEST_VOCABULARY} at most")
     if vocab_size < SMALLEST_VOCABULARY:
@@ -41,6 +35,18 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> "PreTrainedTok
             f"vocabulary size {vocab_size} is too small: 256 bytes and {END_OF_TEXT} need "
             f"{SMALLEST_VOCABULARY}"
         )
+
+
+def train_tokenizer(documents: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
+    """Train a byte-level BPE: Qwen2's pre-tokenizer and NFC, `<|endoftext|>` (id 0) as end and padding.
+
+    The same documents in the same order give the same tokenizer. Text too small for `vocab_size`
+    gives a smaller vocabulary. Raises `UserError` as `check_vocabulary_size`.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    check_vocabulary_size(vocab_size)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
