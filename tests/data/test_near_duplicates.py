@@ -7,9 +7,8 @@ from texts import write_jsonl
 
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.data.documents import TRAIN, VALIDATION, Document
-from sparse_bitnet.data.manifest import Manifest
+from sparse_bitnet.data.manifest import Manifest, Overlap
 from sparse_bitnet.data.near_duplicates import rolling_hashes
-from sparse_bitnet.data.overlap import Overlap
 from sparse_bitnet.data.parts import prepare_part
 from sparse_bitnet.data.preparation import prepare
 from sparse_bitnet.data.shards import TokenDataset
@@ -87,8 +86,8 @@ def test_overlap_is_measured_and_stored(tmp_path: Path, tokenizer_folder: Path) 
     manifest = prepare(source, tmp_path / "out", tokenizer=tokenizer_folder, shard_tokens=777)
     assert manifest == Manifest.read(tmp_path / "out")
     splits = [TokenDataset.open(tmp_path / "out", split) for split in (TRAIN, VALIDATION)]
-    assert manifest.overlap is not None
-    overlap = Overlap(**manifest.overlap)
+    overlap = manifest.overlap
+    assert overlap is not None
     tokens = [dataset[:].tolist() for dataset in splits]
     known = {tuple(tokens[0][i : i + 64]) for i in range(len(tokens[0]))}
     asked = [tuple(tokens[1][i : i + 64]) for i in range(len(tokens[1]) - 63)]
@@ -130,10 +129,10 @@ def test_parts_leave_held_out_near_duplicates_out(tmp_path: Path, tokenizer_fold
     apart = sum(len({each.split for each in pair}) == 2 for pair in pairs_of(with_them))
     assert apart > 5
     assert after.overlap is not None
-    assert after.overlap["left_out"] == apart
+    assert after.overlap.left_out == apart
     assert before.overlap is not None
-    assert before.overlap["windows_in_training"] > 0
-    assert after.overlap["windows_in_training"] == 0
+    assert before.overlap.windows_in_training > 0
+    assert after.overlap.windows_in_training == 0
     held_out = TokenDataset.open(out, VALIDATION, verify="always")
     tokenizer = load_tokenizer(out / "tokenizer")
     kept = tokenizer.decode(held_out[:].tolist()).split(tokenizer.eos_token)[:-1]
@@ -156,8 +155,8 @@ def test_a_hub_data_set_leaves_held_out_near_duplicates_out(
     source = parse_source(f"hub:{tmp_path / 'set'}", validation_fraction=0.3)
     manifest = prepare(source, tmp_path / "out", tokenizer=tokenizer_folder)
     assert manifest.overlap is not None
-    assert manifest.overlap["left_out"] > 5
-    assert manifest.overlap["windows_in_training"] == 0
+    assert manifest.overlap.left_out > 5
+    assert manifest.overlap.windows_in_training == 0
     files = {path.name for path in (tmp_path / "out").glob("*.bin")}
     assert files == {"train-00000.bin", "held-out-00000.bin"}
     assert TokenDataset.open(tmp_path / "out", VALIDATION, verify="always")

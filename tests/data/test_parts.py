@@ -169,7 +169,7 @@ def test_text_given_to_be_held_out_stays_whole(texts, tmp_path, tokenizer_folder
     assert whole is not None
     assert whole.splits["validation"].documents == 5
     assert whole.overlap is not None
-    assert whole.overlap["documents_in_training"] > 0
+    assert whole.overlap.documents_in_training > 0
 
 
 def test_hub_data_sets_are_divided_by_files(texts):

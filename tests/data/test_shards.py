@@ -217,12 +217,19 @@ def test_manifest_errors(data: Path, tmp_path: Path) -> None:
         "[]": "version None of the format; this program reads 1",
         json.dumps({**good, "version": 2}): "version 2 of the format; this program reads 1",
         json.dumps({**good, "surplus": 2}): r"manifest\.json: damaged .*surplus",
-        json.dumps({"version": 1}): r"manifest\.json: damaged",
-        json.dumps(
-            {**good, "vocab_size": "many"}
-        ): r"manifest\.json: damaged \(a count is no number",
-        json.dumps({**good, "dtype": "float64"}): r"manifest\.json: damaged \(dtype or settings",
+        json.dumps({"version": 1}): r"manifest\.json: damaged \(settings: Field required",
+        json.dumps({**good, "vocab_size": "many"}): r"damaged \(vocab_size: .* a valid integer",
+        json.dumps({**good, "vocab_size": 10**40}): r"damaged \(vocab_size: .* less than 92233",
+        json.dumps({**good, "dtype": "float64"}): r"damaged \(dtype: .* pattern",
+        json.dumps({**good, "overlap": {"a": 1}}): r"damaged \(overlap\.",
         json.dumps({**good, "settings": {"parts": []}}): r"damaged \(it has no parts",
+        json.dumps({**good, "settings": {"parts": [5]}}): r"damaged \(it has no parts",
+        json.dumps(good).replace(
+            '"text_bytes": ', '"text_bytes": -', 1
+        ): r"damaged \(splits\.train\.text_bytes: .* greater than or equal to 0",
+        json.dumps(good).replace(
+            '"shards": [', '"shards": [{"file": "x", "tokens": 0, "crc32": ""}, ', 1
+        ): r"damaged \(splits\.train\.shards\.0\.tokens: .* greater than 0",
         json.dumps(good).replace(
             "train-00000", "../train-00000"
         ): r"damaged \(a shard lies outside",

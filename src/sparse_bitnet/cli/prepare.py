@@ -87,7 +87,6 @@ def run(
     """
     from sparse_bitnet.data.documents import VALIDATION
     from sparse_bitnet.data.manifest import MANIFEST
-    from sparse_bitnet.data.overlap import Overlap
     from sparse_bitnet.data.parts import prepare_part
     from sparse_bitnet.data.preparation import prepare
     from sparse_bitnet.data.sources import parse_source
@@ -138,7 +137,7 @@ def run(
             f"{split.tokens:,} tokens in {_count(len(split.shards), 'shard')}"
         )
     if manifest.overlap is not None:
-        print(f"held-out text: {Overlap(**manifest.overlap)}")
+        print(f"held-out text: {manifest.overlap}")
     what = "already there" if complete else f"written in {time.monotonic() - started:.1f} s"
     print(f"{out}: vocabulary {manifest.vocab_size:,}, {manifest.dtype}, {what}")
     if not manifest.splits[VALIDATION].tokens:

@@ -20,9 +20,10 @@ whose own manifest names all their shards; the last shard of each part is then a
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from sparse_bitnet.checkpoint.model_folder import leads_outside
 from sparse_bitnet.errors import UserError
@@ -34,13 +35,19 @@ VERIFIED = ".verified.json"
 TOKENIZER = "tokenizer"
 VERSION = 1
 
+Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 63)]
+
+_NO_MORE = ConfigDict(extra="forbid")
+
 
 @dataclass(frozen=True)
 class Shard:
     """One file of tokens."""
 
+    __pydantic_config__: ClassVar = _NO_MORE
+
     file: str
-    tokens: int
+    tokens: Annotated[Count, Field(gt=0)]
     crc32: str
     """Eight hexadecimal digits."""
 
@@ -49,30 +56,63 @@ class Shard:
 class SplitManifest:
     """The contents of one split."""
 
-    documents: int
-    tokens: int
+    __pydantic_config__: ClassVar = _NO_MORE
+
+    documents: Count
+    tokens: Count
     """Sum of the shards' tokens; counts the end token of each document."""
-    text_bytes: int
+    text_bytes: Count
     """UTF-8 bytes of the documents."""
     shards: tuple[Shard, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """How much of the held-out text stands in the training text, verbatim."""
+
+    __pydantic_config__: ClassVar = _NO_MORE
+
+    window_tokens: Count
+    windows: Count
+    """Of this many tokens, at every position of each held-out document."""
+
+    windows_in_training: Count
+    documents: Count
+    """Held-out documents of at least one window."""
+
+    documents_in_training: Count
+    """Of which every window is."""
+
+    left_out: Count = 0
+    """Held-out documents that were taken away for having too many windows in the training text."""
+
+    def __str__(self) -> str:
+        share = 100 * self.windows_in_training / max(1, self.windows)
+        left_out = f"; {self.left_out:,} others are left out, near training text"
+        return (
+            f"{share:.2f} % of its {self.window_tokens}-token windows also occur in training, "
+            f"{self.documents_in_training} of {self.documents:,} documents whole"
+            f"{left_out if self.left_out else ''}"
+        )
 
 
 @dataclass(frozen=True)
 class Manifest:
     """What a folder of prepared data holds and how it was made."""
 
+    __pydantic_config__: ClassVar = _NO_MORE
+
     version: int
     settings: dict[str, Any]
     """What was asked for: source, tokenizer, tokens in a shard."""
     tokenizer_hash: str
     """`tokenizer.tokenizer_hash` of the tokenizer in the folder `tokenizer/`."""
-    vocab_size: int
-    dtype: str
-    """"uint16" or "uint32"."""
-    eos_token_id: int
+    vocab_size: Count
+    dtype: Annotated[str, Field(pattern="^uint(16|32)$")]
+    eos_token_id: Count
     splits: dict[str, SplitManifest]
-    overlap: dict[str, int] | None = None
-    """`overlap.Overlap` of the held-out text with the training text; None where it is unknown."""
+    overlap: Overlap | None = None
+    """Of the held-out text with the training text; None where it is unknown."""
 
     @property
     def is_chat(self) -> bool:
@@ -81,18 +121,13 @@ class Manifest:
 
     def _check(self) -> None:
         """Raise `ValueError` for what no preparation writes, as a file outside of the folder."""
-        splits = list(self.splits.values())
-        shards = [shard for split in splits for shard in split.shards]
-        counts = [self.vocab_size, self.eos_token_id, *(shard.tokens for shard in shards)]
-        if not all(type(count) is int and count >= 0 for count in counts):
-            raise ValueError("a count is no number")
-        if any(split.tokens != sum(shard.tokens for shard in split.shards) for split in splits):
-            raise ValueError("the shards have not the tokens of their split")
-        if any(leads_outside(shard.file) for shard in shards):
-            raise ValueError("a shard lies outside of the folder")
-        if self.dtype not in ("uint16", "uint32") or not isinstance(self.settings, dict):
-            raise ValueError("dtype or settings are none")
-        if not self.settings.get("parts", [self.settings]):
+        for split in self.splits.values():
+            if split.tokens != sum(shard.tokens for shard in split.shards):
+                raise ValueError("the shards have not the tokens of their split")
+            if any(leads_outside(shard.file) for shard in split.shards):
+                raise ValueError("a shard lies outside of the folder")
+        parts = self.settings.get("parts", [self.settings])
+        if not (isinstance(parts, list) and parts and all(isinstance(p, dict) for p in parts)):
             raise ValueError("it has no parts")
 
     def write(self, folder: Path) -> None:
@@ -123,16 +158,14 @@ class Manifest:
                 "prepare the data again"
             )
         try:
-            content["splits"] = {
-                name: SplitManifest(
-                    **{**split, "shards": tuple(Shard(**s) for s in split["shards"])}
-                )
-                for name, split in content["splits"].items()
-            }
-            manifest = cls(**content)
+            manifest = TypeAdapter(cls).validate_python(content)
             manifest._check()
             return manifest
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except ValidationError as error:
+            first = error.errors()[0]
+            reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            raise UserError(f"{path}: damaged ({reason}); prepare the data again") from error
+        except ValueError as error:
             raise UserError(f"{path}: damaged ({error}); prepare the data again") from error
 
 

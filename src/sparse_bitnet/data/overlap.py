@@ -7,14 +7,14 @@ be read twice.
 """
 
 import itertools
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sparse_bitnet.data.documents import SPLITS, TRAIN, VALIDATION
-from sparse_bitnet.data.manifest import Manifest, SplitManifest
+from sparse_bitnet.data.manifest import Manifest, Overlap, SplitManifest
 from sparse_bitnet.data.near_duplicates import LEFT_OUT, rolling_hashes
 from sparse_bitnet.data.shards import ShardWriter, TokenDataset
 from sparse_bitnet.progress import OnProgress
@@ -29,34 +29,6 @@ _KNOWN_SHARE = 0.01
 """Held-out documents with more of their windows in the training text are near-duplicates."""
 
 _CHUNK_TOKENS = 1 << 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class Overlap:
-    """How much of the held-out text stands in the training text, verbatim."""
-
-    window_tokens: int
-    windows: int
-    """Of this many tokens, at every position of each held-out document."""
-
-    windows_in_training: int
-    documents: int
-    """Held-out documents of at least one window."""
-
-    documents_in_training: int
-    """Of which every window is."""
-
-    left_out: int = 0
-    """Held-out documents that were taken away for having too many windows in the training text."""
-
-    def __str__(self) -> str:
-        share = 100 * self.windows_in_training / max(1, self.windows)
-        left_out = f"; {self.left_out:,} others are left out, near training text"
-        return (
-            f"{share:.2f} % of its {self.window_tokens}-token windows also occur in training, "
-            f"{self.documents_in_training} of {self.documents:,} documents whole"
-            f"{left_out if self.left_out else ''}"
-        )
 
 
 def compare_splits(
@@ -99,7 +71,7 @@ def compare_splits(
         documents_in_training=int(((known == windows) & (windows > 0))[kept].sum()),
         left_out=int((~kept).sum()),
     )
-    return replace(manifest, overlap=asdict(overlap))
+    return replace(manifest, overlap=overlap)
 
 
 def windows_in_training(
