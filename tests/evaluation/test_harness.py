@@ -288,7 +288,8 @@ def test_a_group_may_hold_another_but_share_no_task_with_it(groups):
 
 def test_paper_stands_for_the_papers_five_tasks(monkeypatch, checkpoint):
     asked = []
-    monkeypatch.setattr(harness, "load_tasks", lambda names, _: asked.extend(names) or 1 / 0)
+    monkeypatch.setattr(harness, "_task_manager", lambda *_: None)
+    monkeypatch.setattr(harness, "_load", lambda names, _: asked.extend(names) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         evaluate_tasks(checkpoint, ["paper", "doubling"])
     assert asked == ["hellaswag", "arc_easy", "piqa", "boolq", "copa", "doubling"]
@@ -305,8 +306,9 @@ def test_the_option_for_tasks_leaves_the_checkpoint_alone(monkeypatch, order):
 
 
 def test_tasks_may_be_joined_by_commas(monkeypatch):
-    monkeypatch.setattr(harness, "load_tasks", lambda names, _: names)
-    assert harness.load_paper_tasks(["paper,doubling", "x"]) == [
+    monkeypatch.setattr(harness, "_task_manager", lambda *_: None)
+    monkeypatch.setattr(harness, "_load", lambda names, _: names)
+    assert load_tasks(["paper,doubling", "x"]) == [
         *harness.PAPER_TASKS,
         "doubling",
         "x",

@@ -55,10 +55,10 @@ def _engine_options(
 
 def tasks_of_engine(checkpoint: str, config: EvaluateConfig) -> dict[str, Any]:
     """As `evaluation.harness.evaluate_tasks`."""
-    from sparse_bitnet.evaluation.harness import load_paper_tasks, score_tasks
+    from sparse_bitnet.evaluation.harness import load_tasks, score_tasks
     from sparse_bitnet.generation.open_model import open_model, position_count
 
-    loaded = load_paper_tasks(config.tasks, config.include_path)
+    loaded = load_tasks(config.tasks, config.include_path)
     # After that check, which names lm-eval where it is missing.
     from sparse_bitnet.generation.engine_lm import EngineLM
 

@@ -37,6 +37,8 @@ from sparse_bitnet.data.preparation_state import PreparationState, begin, check_
 from sparse_bitnet.data.shards import ShardWriter
 from sparse_bitnet.data.tokenizer import (
     check_vocabulary_size,
+    text_backend,
+    tokenised,
     tokenizer_hash,
     train_tokenizer,
     vocabulary_size,
@@ -144,13 +146,31 @@ def prepare(
         return _Preparation(source, out, start, line, is_part).run()
 
 
-class _Batch(NamedTuple):
+class Batch(NamedTuple):
+    """Documents that are tokenised together."""
+
     documents: list[Document]
     text_bytes: dict[str, int]
+    """Of each split."""
 
     @property
-    def last(self) -> Document:
-        return self.documents[-1]
+    def texts(self) -> list[str]:
+        """Of all documents."""
+        return [document.text for document in self.documents]
+
+
+def batches(documents: Iterator[Document]) -> Iterator[Batch]:
+    """Documents of 2 MB together or a little more; each batch but the last ends where a source can
+    go on."""
+    batch = Batch([], dict.fromkeys(SPLITS, 0))
+    for document in documents:
+        batch.documents.append(document)
+        batch.text_bytes[document.split] += len(document.text.encode())
+        if sum(batch.text_bytes.values()) >= _BATCH_BYTES and document.state is not None:
+            yield batch
+            batch = Batch([], dict.fromkeys(SPLITS, 0))
+    if batch.documents:
+        yield batch
 
 
 class _Preparation:
@@ -162,11 +182,9 @@ class _Preparation:
         self.source, self.out, self.state, self.line = source, out, state, line
         self.is_part = is_part
         self.tokenizer = load_tokenizer(out / TOKENIZER)
-        self.backend = self.tokenizer.backend_tokenizer
-        self.backend.no_truncation()
-        self.backend.no_padding()
         self.chat = "chat" in state.settings
-        # Of a text; a chat template spells them to have them.
+        self.backend = text_backend(self.tokenizer)
+        # A chat template spells them to have them.
         self.backend.encode_special_tokens = not self.chat
         self.vocab_size = vocabulary_size(self.tokenizer)
         self.dtype = token_dtype(self.vocab_size, self.chat)
@@ -179,10 +197,10 @@ class _Preparation:
 
     def run(self) -> Manifest:
         self._show(None)
-        pending: deque[tuple[_Batch, Future[dict[str, np.ndarray]]]] = deque()
+        pending: deque[tuple[Batch, Future[dict[str, np.ndarray]]]] = deque()
         try:
             with ThreadPoolExecutor(_BATCHES_IN_FLIGHT) as pool:
-                for batch in _batches(self.source.documents(self.state.source)):
+                for batch in batches(self.source.documents(self.state.source)):
                     pending.append((batch, pool.submit(self._encode, batch)))
                     if len(pending) > _BATCHES_IN_FLIGHT:
                         self._write(*pending.popleft())
@@ -193,34 +211,29 @@ class _Preparation:
             for writer in self.writers.values():
                 writer.close()
 
-    def _encode(self, batch: _Batch) -> dict[str, np.ndarray]:
+    def _encode(self, batch: Batch) -> dict[str, np.ndarray]:
         tokens: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
         for document, found in zip(batch.documents, self._tokens(batch), strict=True):
             tokens[document.split].append(found)
         return {split: np.concatenate(parts) for split, parts in tokens.items() if parts}
 
-    def _tokens(self, batch: _Batch) -> Iterator[np.ndarray]:
-        texts = [document.text for document in batch.documents]
+    def _tokens(self, batch: Batch) -> Iterator[np.ndarray]:
         if self.chat:
-            for text in texts:
-                yield conversations.encode(self.tokenizer, text)
-            return
-        end = [self.tokenizer.eos_token_id]
-        for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False):
-            yield np.array(encoding.ids + end, self.dtype)
+            return (conversations.encode(self.tokenizer, text) for text in batch.texts)
+        return tokenised(self.backend, batch.texts, self.tokenizer.eos_token_id, self.dtype)
 
-    def _write(self, batch: _Batch, encoded: "Future[dict[str, np.ndarray]]") -> None:
+    def _write(self, batch: Batch, encoded: "Future[dict[str, np.ndarray]]") -> None:
         shards = sum(len(writer.shards) for writer in self.writers.values())
         for split, tokens in encoded.result().items():
             self.writers[split].append(tokens)
             self.state.counts[split]["text_bytes"] += batch.text_bytes[split]
         for document in batch.documents:
             self.state.counts[document.split]["documents"] += 1
-        self.state.source = batch.last.state
+        self.state.source = batch.documents[-1].state
         finished_shard = sum(len(writer.shards) for writer in self.writers.values()) > shards
         if finished_shard or time.monotonic() - self.checkpointed > _CHECKPOINT_SECONDS:
             self._checkpoint()
-        self._show(batch.last.progress)
+        self._show(batch.documents[-1].progress)
 
     def _show(self, share: float | None) -> None:
         size = sum(count["text_bytes"] for count in self.state.counts.values())
@@ -264,20 +277,6 @@ class _Preparation:
             if shard not in manifest.splits[VALIDATION].shards:
                 (self.out / shard.file).unlink()
         return manifest
-
-
-def _batches(documents: Iterator[Document]) -> Iterator[_Batch]:
-    """Documents of 2 MB together or a little more; each batch but the last ends where a source can
-    go on."""
-    batch = _Batch([], dict.fromkeys(SPLITS, 0))
-    for document in documents:
-        batch.documents.append(document)
-        batch.text_bytes[document.split] += len(document.text.encode())
-        if sum(batch.text_bytes.values()) >= _BATCH_BYTES and document.state is not None:
-            yield batch
-            batch = _Batch([], dict.fromkeys(SPLITS, 0))
-    if batch.documents:
-        yield batch
 
 
 def _sample(source: TextSource) -> Iterator[str]:

@@ -3,12 +3,15 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from sparse_bitnet.errors import UserError
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
@@ -79,6 +82,23 @@ def tokenizer_hash(tokenizer: "PreTrainedTokenizerFast") -> str:
     content["eos_token_id"] = tokenizer.eos_token_id
     canonical = json.dumps(content, sort_keys=True, ensure_ascii=False)
     return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
+
+
+def text_backend(tokenizer: "PreTrainedTokenizerFast") -> "Tokenizer":
+    """What tokenises whole documents; text that spells a special token is text."""
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = True
+    return backend
+
+
+def tokenised(
+    backend: "Tokenizer", texts: Sequence[str], end: int, dtype: np.dtype
+) -> Iterator[np.ndarray]:
+    """The ids of each document, and the token `end` after them."""
+    for encoding in backend.encode_batch_fast(texts, add_special_tokens=False):
+        yield np.array([*encoding.ids, end], dtype)
 
 
 def vocabulary_size(tokenizer: "PreTrainedTokenizerFast") -> int:

@@ -51,7 +51,7 @@ def evaluate_tasks(
 
     Raises `UserError` when lm-eval is not installed, a task is unknown, or its data cannot be loaded.
     """
-    loaded = load_paper_tasks(tasks, include_path)
+    loaded = load_tasks(tasks, include_path)
     model: Any = load_lm(checkpoint, batch_size=batch_size, precision=precision, device=device)
     with selected(model._model):
         return score_tasks(model, loaded, str(checkpoint), fewshot=fewshot, limit=limit)
@@ -77,7 +77,10 @@ def score_tasks(
         bootstrap_iters=1000,
     )
     results["config"]["model"] = checkpoint
-    return _jsonable(results)
+    from lm_eval.utils import handle_non_serializable
+
+    # As lm-eval itself writes it to a file.
+    return json.loads(json.dumps(results, default=handle_non_serializable))
 
 
 def accuracies(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
@@ -126,20 +129,16 @@ class LoadedTasks(NamedTuple):
     manager: "TaskManager"
 
 
-def load_paper_tasks(tasks: Sequence[str], include_path: str | Path | None = None) -> LoadedTasks:
-    """As `load_tasks`, also of names joined by commas; "paper" stands for the paper's five."""
-    asked = [name for task in tasks for name in task.split(",")]
-    names = [name for task in asked for name in (PAPER_TASKS if task == "paper" else (task,))]
-    return load_tasks(names, include_path)
-
-
-def load_tasks(names: Sequence[str], include_path: str | Path | None = None) -> LoadedTasks:
-    """Find tasks and load their data; what a group holds is scored as part of it alone.
+def load_tasks(tasks: Sequence[str], include_path: str | Path | None = None) -> LoadedTasks:
+    """Find tasks, also joined by commas, and load their data; "paper" stands for the paper's five. What a
+    group holds is scored as part of it alone.
 
     Raises `UserError` naming an unknown task, the data set that cannot be loaded or has no answers, or
     a task that two groups hold.
     """
     _import_lm_eval()
+    asked = [name for task in tasks for name in task.split(",")]
+    names = [name for task in asked for name in (PAPER_TASKS if task == "paper" else (task,))]
     with tempfile.TemporaryDirectory() as made:
         if include_path is not None and Path(include_path).is_dir():
             write_task_files(names, Path(include_path), Path(made))
@@ -205,10 +204,3 @@ def _import_lm_eval() -> Any:
             "tasks need lm-eval, which is not installed: pip install 'sparse-bitnet[lm-eval]'"
         ) from error
     return lm_eval
-
-
-def _jsonable(results: Mapping[str, Any]) -> dict[str, Any]:
-    """As lm-eval itself writes it to a file."""
-    from lm_eval.utils import handle_non_serializable
-
-    return json.loads(json.dumps(results, default=handle_non_serializable))

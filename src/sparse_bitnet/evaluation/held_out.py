@@ -3,24 +3,24 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.data.file_source import FileSource
+from sparse_bitnet.data.preparation import batches
 from sparse_bitnet.data.shards import TokenDataset
-from sparse_bitnet.data.tokenizer import tokenizer_hash, vocabulary_size
+from sparse_bitnet.data.tokenizer import (
+    text_backend,
+    tokenised,
+    tokenizer_hash,
+    vocabulary_size,
+)
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.text_windows import TokenSequence
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 DEFAULT_CONTEXT_LENGTH = 2048
 """For checkpoints that do not say with which sequence length they were trained."""
-
-_BATCH_DOCUMENTS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,16 +64,12 @@ def read_held_out(data: str | Path, checkpoint: str, *, column: str = "text") ->
         return _prepared(Path(data), checkpoint)
     source = FileSource.matching([str(data)], column=column)
     tokenizer = load_tokenizer(checkpoint)
+    backend = text_backend(tokenizer)
     pieces: list[np.ndarray] = []
-    texts: list[str] = []
     text_bytes = 0
-    for document in source.documents():
-        texts.append(document.text)
-        text_bytes += len(document.text.encode())
-        if len(texts) == _BATCH_DOCUMENTS:
-            pieces.append(_tokenise(texts, tokenizer))
-            texts = []
-    pieces.append(_tokenise(texts, tokenizer))
+    for batch in batches(source.documents()):
+        pieces += tokenised(backend, batch.texts, tokenizer.eos_token_id, np.dtype(np.uint32))
+        text_bytes += sum(batch.text_bytes.values())
     return HeldOutText(
         name=str(data),
         tokens=np.concatenate(pieces),
@@ -103,16 +99,3 @@ def _prepared(folder: Path, checkpoint: str) -> HeldOutText:
         text_bytes=dataset.manifest.splits["validation"].text_bytes,
         vocab_size=dataset.vocab_size,
     )
-
-
-def _tokenise(texts: list[str], tokenizer: "PreTrainedTokenizerBase") -> np.ndarray:
-    """Each document followed by the end-of-text token, as in prepared data."""
-    backend = tokenizer.backend_tokenizer
-    backend.no_truncation()
-    backend.no_padding()
-    # Text that spells a special token is text.
-    backend.encode_special_tokens = True
-    encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    ids = [token for encoding in encodings for token in (*encoding.ids, *end)]
-    return np.asarray(ids, dtype=np.uint32)

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
-from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.held_out import DEFAULT_CONTEXT_LENGTH, read_held_out
 from sparse_bitnet.evaluation.text_windows import (
     TokenSequence,
@@ -69,15 +68,8 @@ class Perplexity:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able: every field and both derived values."""
-        return {
-            "perplexity": self.perplexity,
-            "mean_nll": self.mean_nll,
-            "bits_per_byte": self.bits_per_byte,
-            "tokens": self.tokens,
-            "text_bytes": self.text_bytes,
-            "context_length": self.context_length,
-            "stride": self.stride,
-        }
+        derived = {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
+        return derived | dataclasses.asdict(self)
 
 
 def perplexity(
@@ -109,20 +101,14 @@ def perplexity(
     """
     stride = context_length if stride is None else stride
     positions = getattr(model.config, "max_position_embeddings", None)
-    check_windows(len(tokens), context_length, stride, positions)
-    vocab_size = _embedded_tokens(model)
+    embedded = _embedded_tokens(model)
+    check_windows(tokens, context_length, stride, positions=positions, vocab_size=embedded)
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         done = 0
         for group in equal_lengths(windows(len(tokens), context_length, stride), batch_size):
             pairs = [inputs_and_labels(tokens, window) for window in group]
-            inputs, labels = (torch.stack(part) for part in zip(*pairs, strict=True))
-            if (largest := int(torch.maximum(inputs, labels).max())) >= vocab_size:
-                raise UserError(
-                    f"token {largest} is outside the model's vocabulary of {vocab_size}: the data "
-                    "was tokenised for another model"
-                )
-            yield inputs, labels
+            yield torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
             done += sum(window.end - window.scored_from for window in group)
             if on_batch:
                 on_batch(done)
@@ -176,7 +162,7 @@ class Evaluation:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able, flat."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields = dataclasses.asdict(self)
         del fields["result"]
         return fields | self.result.to_dict()
 

@@ -13,6 +13,8 @@ from sparse_bitnet.errors import UserError
 NOT_SCORED = -100
 """Label of a position whose prediction does not count."""
 
+_AT_ONCE = 1 << 20
+
 
 class TokenSequence(Protocol):
     """A one-dimensional array of token ids: a numpy array or a `TokenDataset`."""
@@ -30,16 +32,30 @@ class Window(NamedTuple):
     scored_from: int
 
 
-def check_windows(tokens: int, context_length: int, stride: int, positions: int | None) -> None:
-    """Raise `UserError` for a text or windows that cannot be scored by a model of this many positions."""
-    if tokens < 2:
-        raise UserError(f"the text has {tokens} tokens; perplexity needs at least 2")
+def check_windows(
+    tokens: TokenSequence | np.ndarray,
+    context_length: int,
+    stride: int,
+    *,
+    positions: int | None,
+    vocab_size: int,
+) -> None:
+    """Raise `UserError` for a text or windows that a model of these sizes cannot score."""
+    if len(tokens) < 2:
+        raise UserError(f"the text has {len(tokens)} tokens; perplexity needs at least 2")
     if context_length < 1 or not 1 <= stride <= context_length:
         raise UserError(
             f"context_length={context_length}, stride={stride}: needs 1 <= stride <= context_length"
         )
     if positions is not None and context_length > positions:
         raise UserError(f"context_length={context_length}: the model has {positions} positions")
+    starts = range(0, len(tokens), _AT_ONCE)
+    largest = max(int(tokens[start : start + _AT_ONCE].max()) for start in starts)
+    if largest >= vocab_size:
+        raise UserError(
+            f"token {largest} is outside the model's vocabulary of {vocab_size}: the data was tokenised "
+            "for another model"
+        )
 
 
 def windows(tokens: int, context_length: int, stride: int) -> Iterator[Window]:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 import numpy as np
 
 from sparse_bitnet.engine.protocol import InferenceEngine
-from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.perplexity import Perplexity
 from sparse_bitnet.evaluation.text_windows import TokenSequence, Window, check_windows, windows
 from sparse_bitnet.generation.prefix_cache import PrefixCache
@@ -31,7 +30,13 @@ def engine_perplexity(
     context beyond the engine's, and for a token that the model's vocabulary lacks.
     """
     stride = context_length if stride is None else stride
-    check_windows(len(tokens), context_length, stride, engine.context_length)
+    check_windows(
+        tokens,
+        context_length,
+        stride,
+        positions=engine.context_length,
+        vocab_size=engine.vocab_size,
+    )
     scheduler = Scheduler(
         engine,
         max_running=batch_size,
@@ -39,9 +44,7 @@ def engine_perplexity(
         room_ahead=None,
         prefixes=PrefixCache(0),
     )
-    requests = (
-        _request(engine, tokens, window) for window in windows(len(tokens), context_length, stride)
-    )
+    requests = (_request(tokens, each) for each in windows(len(tokens), context_length, stride))
     total, scored = 0.0, 0
     for generation in scheduler.run(requests):
         losses = [-entry.logprob for entry in generation.prompt_scores if entry.logprob is not None]
@@ -59,15 +62,9 @@ def engine_perplexity(
     )
 
 
-def _request(
-    engine: InferenceEngine, tokens: TokenSequence | np.ndarray, window: Window
-) -> GenerationRequest:
-    piece = np.asarray(tokens[window.start : window.end + 1]).astype(np.int64)
-    if piece.max() >= engine.vocab_size:
-        raise UserError(
-            f"token {piece.max()} is outside the model's vocabulary of {engine.vocab_size}: the data "
-            "was tokenised for another model"
-        )
+def _request(tokens: TokenSequence | np.ndarray, window: Window) -> GenerationRequest:
     return GenerationRequest(
-        prompt=piece.tolist(), max_tokens=0, score_from=window.scored_from - window.start + 1
+        prompt=tokens[window.start : window.end + 1].tolist(),
+        max_tokens=0,
+        score_from=window.scored_from - window.start + 1,
     )
