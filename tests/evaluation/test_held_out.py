@@ -110,6 +110,13 @@ def test_every_document_of_a_file_counts(tmp_path, model_folder):
         read_held_out(path, str(model_folder))
 
 
+def test_long_documents_stay_whole(tmp_path, model_folder):
+    path = tmp_path / "long.txt"
+    path.write_text("\n\n".join(f"paragraph {i} of {i * i} words" for i in range(9000)))
+    tokens = np.asarray(read_held_out(path, str(model_folder)).tokens)
+    assert np.flatnonzero(tokens == 0).tolist() == [len(tokens) - 1]
+
+
 def test_spelled_special_tokens_are_text(tmp_path, model_folder):
     path = tmp_path / "a.txt"
     path.write_text("a <|endoftext|> b")

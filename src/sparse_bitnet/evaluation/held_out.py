@@ -62,7 +62,7 @@ def read_held_out(data: str | Path, checkpoint: str, *, column: str = "text") ->
     """
     if (Path(data) / "manifest.json").is_file():
         return _prepared(Path(data), checkpoint)
-    source = FileSource.matching([str(data)], column=column)
+    source = FileSource.matching([str(data)], column=column, validation_fraction=0.0)
     tokenizer = load_tokenizer(checkpoint)
     backend = text_backend(tokenizer)
     pieces: list[np.ndarray] = []
