@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sparse_bitnet.analysis.svg import COLOURS, INK, SIZE, single, style_sheet, svg_text
+from sparse_bitnet.analysis.svg import (
+    COLOURS,
+    INK,
+    SIZE,
+    draw_density,
+    single,
+    style_sheet,
+    svg_text,
+)
 from sparse_bitnet.analysis.weight_statistics import NEAR_ZERO, WeightStatistics, bin_centres
 
 if TYPE_CHECKING:
@@ -72,16 +80,11 @@ def cost_bars(bars: Sequence[Bar], *, x_label: str) -> str:
                 high = bar.value if bar.high is None else bar.high
                 if low < high:
                     axes.plot([low, high], [height, height], color=INK, linewidth=1.2)
-                negative = bar.value < 0
-                axes.text(
-                    min(low, bar.value) - 0.015 * span
-                    if negative
-                    else max(high, bar.value) + 0.015 * span,
-                    height,
-                    f"{bar.value:+.1f}",
-                    va="center",
-                    ha="right" if negative else "left",
-                )
+                if bar.value < 0:
+                    end, side = min(low, bar.value) - 0.015 * span, "right"
+                else:
+                    end, side = max(high, bar.value) + 0.015 * span, "left"
+                axes.text(end, height, f"{bar.value:+.1f}", va="center", ha=side)
         axes.axvline(0, color=INK, linewidth=0.9)
         axes.set_yticks(range(len(groups)), groups)
         axes.invert_yaxis()
@@ -105,7 +108,9 @@ def loss_curves(curves: Sequence[Curve]) -> str:
             values = curve.values
             axes.plot(curve.steps, values, **_style(curve))
             if curve.points:
-                axes.plot(*zip(*curve.points, strict=True), **_dots(curve))
+                dots = axes.plot(*zip(*curve.points, strict=True), "o", markersize=4)[0]
+                dots.set_color(COLOURS[curve.weight])
+                dots.set_markerfacecolor("none" if curve.sparse else COLOURS[curve.weight])
             ends = [*values[-1:], *(value for _, value in curve.points[-1:])]
             lowest = min(lowest, *ends)
             # The first steps fall from log(vocabulary) and would flatten all that follows.
@@ -125,16 +130,10 @@ def sparsity_cost_curves(curves: Sequence[Curve]) -> str:
         axes.axhline(0, color=INK, linewidth=0.9)
         seen = [0.0]
         for curve in curves:
-            axes.plot(curve.steps, curve.values, color=COLOURS[curve.weight], label=curve.label)
+            colour, band = COLOURS[curve.weight], (curve.low, curve.high)
+            axes.plot(curve.steps, curve.values, color=colour, label=curve.label)
             if len(curve.low):
-                axes.fill_between(
-                    curve.steps,
-                    curve.low,
-                    curve.high,
-                    color=COLOURS[curve.weight],
-                    alpha=0.18,
-                    linewidth=0,
-                )
+                axes.fill_between(curve.steps, *band, color=colour, alpha=0.18, linewidth=0)
             # The first steps, where every model still learns the unigrams, say nothing.
             seen += list(curve.values[len(curve.values) // 20 :])
         margin = 0.12 * max(max(seen) - min(seen), 1e-3)
@@ -181,9 +180,7 @@ def weight_histograms(models: Sequence[tuple[str, str, WeightStatistics]]) -> st
             axes.set_axis_off()
         for axes, (label, weight, statistics) in zip(grid.flat, models, strict=False):
             axes.axvspan(-NEAR_ZERO, NEAR_ZERO, color=INK, alpha=0.10, linewidth=0)
-            colour, centres = COLOURS[weight], bin_centres()
-            axes.fill_between(centres, statistics.density, color=colour, alpha=0.35, linewidth=0)
-            axes.plot(centres, statistics.density, color=colour, linewidth=1.2)
+            draw_density(axes, bin_centres(), statistics.density, COLOURS[weight])
             axes.set_title(f"{label}\n{100 * statistics.near_zero_mass:.1f} % near zero")
             axes.set_xlim(-3.5, 3.5)
         # After the last one: setting a limit ends the automatic choice of the shared axis.
@@ -207,26 +204,10 @@ def running_mean(values: Sequence[float] | np.ndarray, width: int) -> np.ndarray
 
 def _style(curve: Curve) -> dict[str, Any]:
     """A sparse run lies within a line's width of its dense twin: thin and dark over wide and pale."""
-    if not curve.sparse:
-        return {"color": COLOURS[curve.weight], "linewidth": 4, "alpha": 0.4, "label": curve.label}
-    return {
-        "color": COLOURS[curve.weight],
-        "linestyle": (0, (3.5, 1.6)),
-        "linewidth": 1.3,
-        "zorder": 3,
-        "label": curve.label,
-    }
-
-
-def _dots(curve: Curve) -> dict[str, Any]:
-    face = "none" if curve.sparse else COLOURS[curve.weight]
-    return {
-        "color": COLOURS[curve.weight],
-        "linestyle": "none",
-        "marker": "o",
-        "markersize": 4,
-        "markerfacecolor": face,
-    }
+    line: dict[str, Any] = {"color": COLOURS[curve.weight], "label": curve.label}
+    if curve.sparse:
+        return line | {"linestyle": (0, (3.5, 1.6)), "linewidth": 1.3, "zorder": 3}
+    return line | {"linewidth": 4, "alpha": 0.4}
 
 
 def _figure(name: str, title: str, draw: Callable[["Axes"], None]) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparse_bitnet.analysis.figures import LABELS, Curve
-from sparse_bitnet.analysis.svg import COLOURS, INK, single, style_sheet, svg_text
+from sparse_bitnet.analysis.svg import COLOURS, INK, draw_density, single, style_sheet, svg_text
 from sparse_bitnet.analysis.weight_statistics import BIN_WIDTH, NEAR_ZERO, WeightStatistics
 
 if TYPE_CHECKING:
@@ -149,12 +149,7 @@ def threshold_overlay(
             for axes, part in zip(row, parts, strict=True):
                 layers = statistics[part]
                 centres = (np.arange(len(layers.thresholds)) + 0.5) * BIN_WIDTH
-                colour = COLOURS[weight]
-                axes.fill_between(
-                    centres, layers.magnitude_density, color=colour, alpha=0.35, linewidth=0,
-                    label="weights",
-                )  # fmt: skip
-                axes.plot(centres, layers.magnitude_density, color=colour, linewidth=1.2)
+                draw_density(axes, centres, layers.magnitude_density, COLOURS[weight], "weights")
                 axes.plot(
                     centres, layers.threshold_density, color=INK, linewidth=1.4, label="thresholds"
                 )

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
+import numpy as np
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -33,6 +35,14 @@ def single(name: str, title: str, draw: Callable[["Axes"], None]) -> str:
         return svg_text(figure, name, title)
 
 
+def draw_density(
+    axes: "Axes", centres: np.ndarray, density: np.ndarray, colour: str, label: str | None = None
+) -> None:
+    """A histogram as a filled curve."""
+    axes.fill_between(centres, density, color=colour, alpha=0.35, linewidth=0, label=label)
+    axes.plot(centres, density, color=colour, linewidth=1.2)
+
+
 @contextmanager
 def style_sheet(name: str) -> Iterator[None]:
     """matplotlib's settings for every figure; `name` makes the ids inside reproducible."""
@@ -50,22 +60,15 @@ def style_sheet(name: str) -> Iterator[None]:
         "axes.grid": True,
         "axes.grid.which": "major",
         "axes.axisbelow": True,
-        "axes.edgecolor": INK,
-        "axes.labelcolor": INK,
-        "axes.titlecolor": INK,
-        "text.color": INK,
-        "xtick.color": INK,
-        "ytick.color": INK,
-        "grid.color": INK,
         "grid.alpha": 0.13,
         "grid.linewidth": 0.7,
         "lines.linewidth": 1.7,
         "legend.frameon": False,
         "legend.handlelength": 2.6,
-        "figure.facecolor": "none",
-        "axes.facecolor": "none",
-        "savefig.facecolor": "none",
     }
+    inked = ("axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "text.color", "grid.color")
+    style |= dict.fromkeys((*inked, "xtick.color", "ytick.color"), INK)
+    style |= dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "none")
     with matplotlib.rc_context(style):
         yield
 

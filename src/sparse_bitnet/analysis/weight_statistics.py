@@ -5,7 +5,7 @@ Everything is counted per layer on W / mean|W|, so that layers of different scal
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Self
 
 import numpy as np
@@ -16,6 +16,9 @@ RANGE = 4.0
 
 NEAR_ZERO = 0.5
 """Below this |W| / mean|W| a weight rounds to the code 0."""
+
+_NAMED = ("name", "block")
+"""Fields of `WeightStatistics` that are no counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,23 +109,17 @@ class WeightStatistics:
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Inverse of `to_dict`."""
         weights = values["weights"]
-        counts = {
-            count: round(values[share] * weights)
-            for count, share in (
-                ("near_zero", "near_zero_mass"),
-                ("code_zeros", "code_zero_fraction"),
-                ("zeros", "zero_fraction"),
-            )
-        }
         return cls(
             name=values["name"],
             block=values["block"],
             weights=weights,
             absolute_sum=values["weight_scale"] * weights,
+            near_zero=round(values["near_zero_mass"] * weights),
+            code_zeros=round(values["code_zero_fraction"] * weights),
+            zeros=round(values["zero_fraction"] * weights),
             histogram=np.array(values["histogram"]),
             groups=values["groups"],
             thresholds=np.array(values["thresholds"]),
-            **counts,
         )
 
 
@@ -132,19 +129,10 @@ def bin_centres() -> np.ndarray:
     return (np.arange(count) + 0.5) * BIN_WIDTH - RANGE
 
 
-def pool(layers: Iterable[WeightStatistics], name: str = "all layers") -> WeightStatistics:
+def pool(layers: Iterable[WeightStatistics]) -> WeightStatistics:
     """Several layers as one; every weight keeps the mean of its own layer as its unit."""
     parts = list(layers)
     assert parts
-    return WeightStatistics(
-        name=name,
-        block=None,
-        weights=sum(part.weights for part in parts),
-        absolute_sum=sum(part.absolute_sum for part in parts),
-        near_zero=sum(part.near_zero for part in parts),
-        code_zeros=sum(part.code_zeros for part in parts),
-        zeros=sum(part.zeros for part in parts),
-        histogram=np.sum([part.histogram for part in parts], axis=0),
-        groups=sum(part.groups for part in parts),
-        thresholds=np.sum([part.thresholds for part in parts], axis=0),
-    )
+    counts = [field.name for field in fields(WeightStatistics) if field.name not in _NAMED]
+    sums: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in counts}
+    return WeightStatistics(name="all layers", block=None, **sums)
