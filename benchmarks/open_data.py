@@ -58,7 +58,7 @@ def measure(folder: Path, shards: int) -> dict[str, Any]:
     loader = TokenLoader(data, sequence_length=2048, batch_size=512, seed=0, rank=3, world_size=64)
     steps = len(data) // (2048 * 512)
     for step in (0, steps // 2, steps - 1):
-        loader.tokens(step)
+        loader.cut.batch(loader.windows_of(step))
     return {
         "tokens": len(data),
         "shards": shards,

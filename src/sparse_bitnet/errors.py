@@ -22,12 +22,14 @@ class EngineLacks(UserError):
 
 
 @contextmanager
-def os_errors_as(failure: str) -> Iterator[None]:
-    """An `OSError` inside becomes a `UserError`: `failure` ("cannot read X"), then its reason."""
+def os_errors_as(failure: str, remedy: str = "") -> Iterator[None]:
+    """An `OSError` inside becomes a `UserError`: `failure` ("cannot read X"), its reason, what to do."""
     try:
         yield
     except OSError as error:
-        raise UserError(f"{failure}: {error.strerror or error}") from error
+        raise UserError(
+            f"{failure}: {error.strerror or error}{remedy and f'; {remedy}'}"
+        ) from error
 
 
 def check_least(options: object, **least: float) -> None:

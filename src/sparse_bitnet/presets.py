@@ -7,12 +7,11 @@ in 2, 4, 8, 16, 32 fits.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from sparse_bitnet.errors import UserError
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Shape:
     """Sizes of one Qwen2.5-shaped model."""
 
@@ -62,28 +61,17 @@ class Shape:
         return sum(rows * in_features for rows, in_features in self.linears.values())
 
 
-def _shape(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, **more: Any) -> Shape:
-    return Shape(
-        hidden_size=hidden,
-        intermediate_size=ffn,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        **more,
-    )
-
-
 PRESETS: dict[str, Shape] = {
     # Block weights 0.2 M to 28 M; the vocabulary adds hidden * vocab_size: 0.3 M to 37 M in all.
-    "qwen2.5-0.3m": _shape(96, 256, 2, 3, 1, vocab_size=1024, max_position_embeddings=2048),
-    "qwen2.5-0.5m": _shape(128, 352, 2, 4, 2, vocab_size=1024, max_position_embeddings=2048),
-    "qwen2.5-1m": _shape(128, 352, 4, 4, 2, vocab_size=2048, max_position_embeddings=2048),
-    "qwen2.5-3m": _shape(192, 544, 6, 6, 2, vocab_size=4096, max_position_embeddings=2048),
-    "qwen2.5-10m": _shape(320, 896, 8, 5, 1, vocab_size=8192, max_position_embeddings=4096),
-    "qwen2.5-30m": _shape(512, 1408, 10, 8, 2, vocab_size=16384, max_position_embeddings=4096),
-    "qwen2.5-0.5b": _shape(896, 4864, 24, 14, 2, published=True),
-    "qwen2.5-1.5b": _shape(1536, 8960, 28, 12, 2, published=True),
-    "qwen2.5-3b": _shape(2048, 11008, 36, 16, 2, published=True),
+    "qwen2.5-0.3m": Shape(96, 256, 2, 3, 1, vocab_size=1024, max_position_embeddings=2048),
+    "qwen2.5-0.5m": Shape(128, 352, 2, 4, 2, vocab_size=1024, max_position_embeddings=2048),
+    "qwen2.5-1m": Shape(128, 352, 4, 4, 2, vocab_size=2048, max_position_embeddings=2048),
+    "qwen2.5-3m": Shape(192, 544, 6, 6, 2, vocab_size=4096, max_position_embeddings=2048),
+    "qwen2.5-10m": Shape(320, 896, 8, 5, 1, vocab_size=8192, max_position_embeddings=4096),
+    "qwen2.5-30m": Shape(512, 1408, 10, 8, 2, vocab_size=16384, max_position_embeddings=4096),
+    "qwen2.5-0.5b": Shape(896, 4864, 24, 14, 2, published=True),
+    "qwen2.5-1.5b": Shape(1536, 8960, 28, 12, 2, published=True),
+    "qwen2.5-3b": Shape(2048, 11008, 36, 16, 2, published=True),
 }
 
 

@@ -164,13 +164,10 @@ def _expand(pattern: str) -> list[Path]:
 
 def _fingerprint(path: Path) -> dict[str, Any]:
     """Name, size and a hash of both ends: cheap at any size, the same wherever the file lies."""
-    try:
+    with os_errors_as(f"cannot read {path}"), open(path, "rb") as file:
         size = path.stat().st_size
-        with open(path, "rb") as file:
-            head = file.read(1 << 16)
-            file.seek(max(0, size - (1 << 16)))
-            tail = file.read()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+        head = file.read(1 << 16)
+        file.seek(max(0, size - (1 << 16)))
+        tail = file.read()
     digest = hashlib.blake2b(head + tail, digest_size=16).hexdigest()
     return {"name": path.name, "bytes": size, "ends": digest}

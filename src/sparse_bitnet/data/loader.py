@@ -100,10 +100,6 @@ class TokenLoader:
         windows = [self._windows(step, rank)[1] for rank in range(self.world_size)]
         return max(1, self.cut.learnt(np.concatenate(windows)))
 
-    def tokens(self, step: int) -> np.ndarray:
-        """The rank's windows of text at a step, int64 [batch_size / world_size, sequence_length + 1]."""
-        return self.cut.tokens(self.windows_of(step))
-
     def windows_of(self, step: int) -> np.ndarray:
         """Which windows the rank's batch is, int64 [batch_size / world_size]."""
         return self._windows(step)[1]

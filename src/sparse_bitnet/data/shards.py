@@ -12,8 +12,7 @@ as it was, is found in large data by `TokenDataset.verify()`.
 import hashlib
 import mmap
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -24,7 +23,7 @@ from zlib_ng import zlib_ng
 from sparse_bitnet.data.chat import IDS
 from sparse_bitnet.data.checksums import changed_shards, check_size, verify_shards
 from sparse_bitnet.data.manifest import Manifest, Shard, token_dtype
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.files import file_crc32
 
 ALWAYS_VERIFIED_BYTES = 256_000_000
@@ -135,14 +134,8 @@ class ShardWriter:
             )
 
 
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"cannot write {path}: {error.strerror or error}; the same command goes on from here"
-        ) from error
+def _writing(path: Path) -> AbstractContextManager[None]:
+    return os_errors_as(f"cannot write {path}", "the same command goes on from here")
 
 
 class TokenDataset:

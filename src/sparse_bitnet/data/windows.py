@@ -38,22 +38,17 @@ class Windows:
             return (len(self.dataset) - 1) // self.length
         return len(self._starts)
 
-    def tokens(self, windows: np.ndarray) -> np.ndarray:
-        """The tokens of some windows of a text, int64 [windows, length + 1]."""
-        length = self.length
-        found = np.empty((len(windows), length + 1), np.int64)
-        for row, window in zip(found, windows.tolist(), strict=True):
-            row[:] = self.dataset[window * length : (window + 1) * length + 1]
-        self.dataset.check_ids(found)
-        return found
-
     def batch(self, windows: np.ndarray) -> tuple[np.ndarray, ...]:
         """`(input_ids, labels)` of some windows, int64 [windows, length] each; of conversations also
         the positions. `labels[i, t]` is the token after `input_ids[i, t]`, or `NOT_LEARNT`."""
+        length = self.length
         if self._starts is None:
-            tokens = self.tokens(windows)
-            return tokens[:, :-1], tokens[:, 1:]
-        tokens = np.full((len(windows), self.length + 1), BEGINS)
+            text = np.empty((len(windows), length + 1), np.int64)
+            for place, window in enumerate(windows.tolist()):
+                text[place] = self.dataset[window * length : (window + 1) * length + 1]
+            self.dataset.check_ids(text)
+            return text[:, :-1], text[:, 1:]
+        tokens = np.full((len(windows), length + 1), BEGINS)
         for row, start, end in zip(
             tokens, self._starts[windows].tolist(), self._ends()[windows].tolist(), strict=True
         ):
@@ -61,7 +56,7 @@ class Windows:
         ids = (tokens & IDS).astype(np.int64)
         self.dataset.check_ids(ids)
         labels = np.where(tokens & LEARNT, ids, NOT_LEARNT)
-        places = np.arange(self.length + 1)
+        places = np.arange(length + 1)
         begins = np.maximum.accumulate(np.where(tokens & BEGINS, places, 0), 1)
         return ids[:, :-1], labels[:, 1:], (places - begins)[:, :-1]
 

@@ -18,20 +18,18 @@ def continue_text(
     *,
     max_new_tokens: int = 64,
     temperature: float = 0.8,
-    top_p: float = 0.95,
     seed: int = 0,
 ) -> str:
     """What the model writes after `prompt` (without it), up to its end-of-text token.
 
     Args:
         temperature: 0 is greedy.
-        top_p: share of the probability that may be sampled from.
         seed: of the sampling; torch's random state is put back afterwards.
     """
     inputs = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
-        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+        sampling = {"do_sample": True, "temperature": temperature, "top_p": 0.95, "top_k": 0}
     with torch.random.fork_rng(), torch.no_grad(), selected(model):
         torch.manual_seed(seed)
         output = model.generate(  # type: ignore[operator]
