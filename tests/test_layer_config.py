@@ -89,6 +89,7 @@ class TestConfig:
             ("ternary-6:8,order=mask", "not field=value with one of activation"),
             ("ternary-6:8,weight=full", "not field=value"),
             ("ternary-6:8,ste", "'ste' is not field=value"),
+            ("ternary-6:8,score=wanda,score=random", "score is given twice; leave one out"),
             ("ternary6:8", "write ternary-n:m or full-n:m"),
             ("ternary-6:8,dense_layers=", "dense_layers='': give names of layers"),
             ("ternary-6:8,dense_layers=a++b", "give names of layers"),

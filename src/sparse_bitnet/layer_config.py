@@ -178,6 +178,8 @@ class SparseBitConfig:
                 raise UserError(
                     f"format {text!r}: {option!r} is not field=value with one of {known}"
                 )
+            if field in fields:
+                raise UserError(f"format {text!r}: {field} is given twice; leave one out")
             fields[field] = value
         return cls(**fields)
 

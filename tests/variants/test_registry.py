@@ -90,6 +90,7 @@ def test_text_forms(own: None) -> None:
         ("ternary-6:8,score=random:sed=1", "'sed=1' is not field=value with one of: seed"),
         ("ternary-6:8,score=magnitude:x=1", "with one of: it has none"),
         ("ternary-6:8,score=random:seed=a", "'a' is not a number"),
+        ("ternary-6:8,score=sr-ste:strength=nan", "'nan' is not a finite number"),
         ("full-6:8,quantizer=twn", "quantizer=twn needs weight=ternary"),
         ("ternary-8:8,score=wanda", "score=wanda needs a mask, but 8:8 keeps all"),
         ("ternary-6:8,mask_source=ternary,score=wanda", "it takes no score"),

@@ -8,6 +8,7 @@ carries after the name: `score=random:seed=3`, `quantizer=per-group:size=128`. A
 
 import importlib
 import inspect
+import math
 import os
 import re
 from collections.abc import Callable
@@ -269,9 +270,12 @@ def _read(where: str, default: Any, text: str) -> Any:
             raise UserError(f"{where}: {text!r} is not true or false")
         return text == "true"
     try:
-        return type(default)(text)
+        value = type(default)(text)
     except ValueError:
         raise UserError(f"{where}: {text!r} is not a number") from None
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{where}: {text!r} is not a finite number")
+    return value
 
 
 def _shown(value: Any) -> str:
