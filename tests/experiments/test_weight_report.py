@@ -83,7 +83,10 @@ def test_a_run_folder_shows_its_checkpoints_over_time(ours, tmp_path):
         (ours / "checkpoints" / name / "state.json").write_text("{}")
     checkpoint = read_checkpoint(str(ours), PATTERN)
     assert [step for step, _ in checkpoint.history] == [10, 20, 30]
-    assert "over training" in weight_page([checkpoint], PATTERN)
+    page = weight_page([checkpoint, checkpoint], PATTERN)
+    assert page.count("Near-zero mass of every layer of ") == 2
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
 
 
 def test_the_command_prints_a_table_and_names_its_files(ours, tmp_path, capsys):

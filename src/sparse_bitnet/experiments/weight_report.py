@@ -118,7 +118,7 @@ def weight_page(checkpoints: Sequence[CheckpointWeights], pattern: NMPattern) ->
     if maps := [checkpoint for checkpoint in checkpoints if checkpoint.history]:
         blocks += [
             Section("Near-zero mass over training (figure 5)"),
-            *(_heat_map(checkpoint) for checkpoint in maps),
+            *(_heat_map(number, checkpoint) for number, checkpoint in enumerate(maps)),
         ]
     return html("What the weights look like", blocks)
 
@@ -193,9 +193,10 @@ def _thresholds(checkpoints: Sequence[CheckpointWeights], pattern: NMPattern) ->
     return drawings
 
 
-def _heat_map(checkpoint: CheckpointWeights) -> Figure:
+def _heat_map(number: int, checkpoint: CheckpointWeights) -> Figure:
     steps = [step for step, _ in checkpoint.history]
     matrix = np.array([[x.near_zero_mass for x in layers] for _, layers in checkpoint.history])
     names = [layer.name for layer in checkpoint.layers]
     figure = near_zero_heat_maps([(checkpoint.label, steps, matrix)], names)
-    return Figure("near-zero", figure, f"Near-zero mass of every layer of {checkpoint.label}.")
+    caption = f"Near-zero mass of every layer of {checkpoint.label}."
+    return Figure(f"near-zero-{number}", figure, caption)
