@@ -62,15 +62,13 @@ class GroupedSource(WrappedSource):
 
     def find(self, on_bytes: Callable[[int], None]) -> None:
         """Read the whole text and find the groups now; `documents` does it otherwise."""
-        self._progress.append(on_bytes)
-        _ = self._moved
-
-    @cached_property
-    def _progress(self) -> list[Callable[[int], None]]:
-        return []
+        vars(self)["_moved"] = self._find(on_bytes)
 
     @cached_property
     def _moved(self) -> dict[int, str | None]:
+        return self._find(lambda size: None)
+
+    def _find(self, on_bytes: Callable[[int], None]) -> dict[int, str | None]:
         """Documents, by number, that change sides, and to which; None: they are left out."""
         held_out, order, keys, owners = [], [], [], []
         size = 0
@@ -83,8 +81,7 @@ class GroupedSource(WrappedSource):
             keys.append(found)
             owners.append(np.full(len(found), number))
             size += len(text)
-            for show in self._progress:
-                show(size)
+            on_bytes(size)
         if not any(held_out) or all(held_out):
             return {}
         groups = _groups(np.concatenate(keys), np.concatenate(owners), len(held_out))

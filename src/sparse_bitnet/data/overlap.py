@@ -123,7 +123,7 @@ def _without(
     split = SplitManifest(
         documents=int(kept.sum()),
         tokens=writer.tokens,
-        text_bytes=text_bytes,
+        text_bytes=max(0, text_bytes),  # normalised text may be longer than what was read
         shards=writer.finish(),
     )
     return replace(manifest, splits={TRAIN: manifest.splits[TRAIN], VALIDATION: split})
