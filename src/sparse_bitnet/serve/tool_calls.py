@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tool calls in a model's text: how each family of templates writes them, read as the text comes, and as
-rules for texts that have to hold them."""
+"""Tool calls in a model's text: how each family of templates writes them, read as the text comes."""
 
 import json
 import re
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
 
-from sparse_bitnet.generation.grammar import Grammar, json_rule, lark_text
 from sparse_bitnet.generation.stop import overlap
 
 
@@ -30,7 +27,7 @@ HERMES = ToolSyntax("<tool_call>", "</tool_call>", "\n", "arguments")
 """Of Hermes, Qwen2.5, Qwen3 and many others."""
 LLAMA = ToolSyntax("", "", "; ", "parameters")
 """Of Llama 3."""
-_TAG = "<|python_tag|>"
+PYTHON_TAG = "<|python_tag|>"
 _SPACE = " \t\r\n"
 """JSON's."""
 _HEAD = re.compile(
@@ -45,64 +42,7 @@ def syntax_of(template: str) -> ToolSyntax | None:
         return None
     if HERMES.opening in template:
         return HERMES
-    return LLAMA if _TAG in template or '"parameters": ' in template else None
-
-
-@dataclass(frozen=True)
-class Function:
-    """What may be called."""
-
-    name: str
-    parameters: dict[str, Any] | None
-    strict: bool
-
-
-Choice = Literal["auto", "required"]
-
-
-def rules_of(
-    syntax: ToolSyntax,
-    functions: Sequence[Function],
-    choice: Choice,
-    most: int | None,
-    answer: str = "",
-) -> Grammar | None:
-    """Texts with calls of these functions, each with arguments of its schema; None where any text may be
-    written ("auto", and no schema is strict).
-
-    Args:
-        choice: "required": at least one call and nothing else.
-        most: calls; None: any number.
-        answer: the Lark rule of a text without calls; "": any text.
-    """
-    if choice == "auto" and most is None and not (answer or any(f.strict for f in functions)):
-        return None
-    bodies = []
-    for function in functions:
-        head = f'{{"name": {json.dumps(function.name)}, "{syntax.arguments}": '
-        schema = json_rule(function.parameters or {"type": "object"}, function.strict)
-        bodies.append(f'{lark_text(head)} {schema} "}}"')
-    space = lark_text("\n") if syntax.opening else ""
-    rules = [
-        "%llguidance {}",
-        f"inside: {space} body {space} {lark_text(syntax.closing) if syntax.closing else ''}",
-        "body: " + "\n    | ".join(bodies),
-    ]
-    more = f"({lark_text(syntax.between)} call)*" if most is None else ""
-    if syntax.opening and choice == "auto" and not answer:
-        rules += [
-            "start: (opened inside)* REST" if most is None else "start: opened inside | REST",
-            f"opened[lazy]: /(.|\\n)*{re.escape(syntax.opening)}/",
-            "REST: /(.|\\n)*/",
-        ]
-    else:
-        rules.append(f"call: {lark_text(syntax.opening) if syntax.opening else ''} inside")
-        rules.append(f"start: call {more}" + (" | text" if choice == "auto" else ""))
-        if choice == "auto":
-            # What is read as a call has to be one.
-            call_begins = rf"([ \t\r\n]|{re.escape(_TAG)})*\{{"
-            rules += [f"text: {answer or 'TEXT'}", rf"TEXT: /(.|\n)*/ & ~/{call_begins}(.|\n)*/"]
-    return Grammar.lark("\n".join(rules))
+    return LLAMA if PYTHON_TAG in template or '"parameters": ' in template else None
 
 
 @dataclass(frozen=True)
@@ -171,9 +111,9 @@ class ToolCallReader:
             self._held, self._state = self._held[place + len(opening) :], "body"
             return
         start = self._held.lstrip(_SPACE + ";" if self.calls else _SPACE)
-        if start.startswith(_TAG):
-            start = self._held = start.removeprefix(_TAG).lstrip(_SPACE)
-        if not start or _TAG.startswith(start):
+        if start.startswith(PYTHON_TAG):
+            start = self._held = start.removeprefix(PYTHON_TAG).lstrip(_SPACE)
+        if not start or PYTHON_TAG.startswith(start):
             return
         self._state = "body" if start[0] == "{" else "text"
         if self.calls:

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions that a chat may call, as clients give them."""
+"""The functions that a chat may call, as clients give them, and rules for texts that hold calls."""
 
+import json
+import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from sparse_bitnet.generation.grammar import Grammar
+from sparse_bitnet.generation.grammar import Grammar, json_rule, lark_text
 from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.messages import StrictModel
-from sparse_bitnet.serve.tool_calls import Choice, Function, ToolSyntax, rules_of
+from sparse_bitnet.serve.tool_calls import PYTHON_TAG, ToolSyntax
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
@@ -89,10 +92,54 @@ class WithTools(StrictModel):
         may. `answer`: the rule of a text without calls."""
         named = self.tool_choice if isinstance(self.tool_choice, NamedTool) else None
         functions = [
-            Function(function.name, function.parameters, bool(function.strict))
+            function
             for function in self.functions
             if named is None or function.name == named.function.name
         ]
-        choice: Choice = "required" if self.calls_are_forced else "auto"
         is_single = named is not None or self.parallel_tool_calls is False
-        return rules_of(syntax, functions, choice, 1 if is_single else None, answer)
+        return _rules(syntax, functions, answer, is_single, self.calls_are_forced)
+
+
+def _rules(
+    syntax: ToolSyntax,
+    functions: Sequence[FunctionTool],
+    answer: str,
+    is_single: bool,
+    is_forced: bool,
+) -> Grammar | None:
+    """Texts with calls of these functions, each with arguments of its schema; None where any text may be
+    written: none is forced, and no schema strict.
+
+    Args:
+        answer: the Lark rule of a text without calls; "": any text.
+        is_single: one call at most; else any number.
+        is_forced: at least one call and nothing else.
+    """
+    if not (is_forced or is_single or answer or any(f.strict for f in functions)):
+        return None
+    bodies = []
+    for function in functions:
+        head = f'{{"name": {json.dumps(function.name)}, "{syntax.arguments}": '
+        schema = json_rule(function.parameters or {"type": "object"}, bool(function.strict))
+        bodies.append(f'{lark_text(head)} {schema} "}}"')
+    space = lark_text("\n") if syntax.opening else ""
+    rules = [
+        "%llguidance {}",
+        f"inside: {space} body {space} {lark_text(syntax.closing) if syntax.closing else ''}",
+        "body: " + "\n    | ".join(bodies),
+    ]
+    more = "" if is_single else f"({lark_text(syntax.between)} call)*"
+    if syntax.opening and not (is_forced or answer):
+        rules += [
+            "start: opened inside | REST" if is_single else "start: (opened inside)* REST",
+            f"opened[lazy]: /(.|\\n)*{re.escape(syntax.opening)}/",
+            "REST: /(.|\\n)*/",
+        ]
+    else:
+        rules.append(f"call: {lark_text(syntax.opening) if syntax.opening else ''} inside")
+        rules.append(f"start: call {more}" + ("" if is_forced else " | text"))
+        if not is_forced:
+            # What is read as a call has to be one.
+            call_begins = rf"([ \t\r\n]|{re.escape(PYTHON_TAG)})*\{{"
+            rules += [f"text: {answer or 'TEXT'}", rf"TEXT: /(.|\n)*/ & ~/{call_begins}(.|\n)*/"]
+    return Grammar.lark("\n".join(rules))
