@@ -4,6 +4,8 @@
 import asyncio
 import hmac
 import time
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,34 +110,22 @@ def create_app(
     async def one_model(name: str) -> Response:
         return JSONResponse(entry(name))
 
-    @router.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        raw = await _read_body(request, model.max_body_bytes)
-        return await answering.answer(CompletionBody, raw, request)
+    def answer_posts(path: str, answer: Callable[[bytes, Request], Awaitable[Response]]) -> None:
+        # FastAPI would take a further parameter, even one with a default, from the query.
+        async def read_and_answer(request: Request) -> Response:
+            return await answer(await _read_body(request, model.max_body_bytes), request)
 
-    @router.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        raw = await _read_body(request, model.max_body_bytes)
-        return await answering.answer(ChatBody, raw, request)
+        router.post(path)(read_and_answer)
 
-    @router.post("/v1/responses")
-    async def responses(request: Request) -> Response:
-        raw = await _read_body(request, model.max_body_bytes)
-        return await answering.answer(ResponsesBody, raw, request)
+    async def converted(convert: Any, raw: bytes, request: Request) -> Response:
+        return JSONResponse(await asyncio.to_thread(convert, raw, model, scheduler.capacity))
 
-    @router.post("/v1/embeddings")
-    async def embed(request: Request) -> Response:
-        raw = await _read_body(request, model.max_body_bytes)
-        return await embeddings(raw, request, answering, model, scheduler)
-
-    for path, compute in (("/tokenize", tokenize), ("/detokenize", detokenize)):
-
-        async def convert(request: Request, compute: Any = compute) -> Response:
-            raw = await _read_body(request, model.max_body_bytes)
-            found = await asyncio.to_thread(compute, raw, model, scheduler.capacity)
-            return JSONResponse(found)
-
-        router.post(path)(convert)
+    answer_posts("/v1/completions", partial(answering.answer, CompletionBody))
+    answer_posts("/v1/chat/completions", partial(answering.answer, ChatBody))
+    answer_posts("/v1/responses", partial(answering.answer, ResponsesBody))
+    answer_posts("/v1/embeddings", partial(embeddings, answering, model, scheduler))
+    answer_posts("/tokenize", partial(converted, tokenize))
+    answer_posts("/detokenize", partial(converted, detokenize))
 
     if page:
         content = (Path(__file__).parent / "page.html").read_bytes()

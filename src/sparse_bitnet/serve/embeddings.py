@@ -17,7 +17,7 @@ from sparse_bitnet.serve.answer import Answering, cancelled_when_gone, failure, 
 from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.generations import ServedModel, prompt_tokens
 from sparse_bitnet.serve.replies import json_blocks
-from sparse_bitnet.serve.schema import TokenIds, TolerantBody, parse_body
+from sparse_bitnet.serve.schema import TokenIds, TolerantBody, listed, parse_body
 
 _MOST_INPUTS = 2048
 _MOST_NUMBERS = 1 << 22
@@ -41,17 +41,15 @@ class EmbeddingsBody(TolerantBody):
     @property
     def inputs(self) -> list[str | list[int]]:
         """Each a text or token ids."""
-        if isinstance(self.input, str) or isinstance(self.input[0], int):
-            return [self.input]  # type: ignore[list-item]
-        return self.input  # type: ignore[return-value]
+        return listed(self.input)
 
 
 async def embeddings(
-    raw: bytes,
-    request: Request,
     answering: Answering,
     model: ServedModel,
     scheduler: ThreadedScheduler,
+    raw: bytes,
+    request: Request,
 ) -> Response:
     """Raises `ApiError` for a body that is no valid one, asks for too much, or cannot be answered."""
     loop = asyncio.get_running_loop()

@@ -3,7 +3,7 @@
 what is too much is refused before anything is built of it."""
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from sparse_bitnet.errors import UserError
@@ -16,12 +16,7 @@ from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
 from sparse_bitnet.generation.text import TextTokenizer
 from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.responses import ResponsesBody
-from sparse_bitnet.serve.schema import (
-    Body,
-    ChatBody,
-    CompletionBody,
-    parse_body,
-)
+from sparse_bitnet.serve.schema import Body, ChatBody, CompletionBody, parse_body
 from sparse_bitnet.serve.tool_calls import ToolSyntax
 
 _MOST_LOGPROBS = 1 << 21
@@ -51,6 +46,12 @@ class ServedModel:
     max_tokens: int | None = None
     """Most tokens that a request may ask for; None: what the context holds."""
     max_body_bytes: int = 1 << 20
+
+    def check_tokens(self, tokens: Iterable[int], param: str) -> None:
+        """Raises `ApiError`, naming the parameter, for a token that the vocabulary lacks."""
+        if (most := max(tokens, default=0)) >= self.vocab_size:
+            message = f"token {most} is above the vocabulary of {self.vocab_size} tokens"
+            raise ApiError(400, message, param=param)
 
     def check_name(self, name: str) -> None:
         """Raises `ApiError` for another model's."""
@@ -89,8 +90,7 @@ def prepare(
     body = asked.chat() if isinstance(asked, ResponsesBody) else asked
     model.check_name(body.model)
     _check_counts(body, model, scheduler)
-    if foreign := [key for key in body.logit_bias or () if int(key) >= model.vocab_size]:
-        raise _outside(max(map(int, foreign)), model, "logit_bias")
+    model.check_tokens(map(int, body.logit_bias or ()), "logit_bias")
     echo: list[str] = []
     if isinstance(body, ChatBody):
         prompts = [_chat_tokens(body, model, scheduler.capacity)]
@@ -140,11 +140,6 @@ def _too_long(most: int) -> ApiError:
     )
 
 
-def _outside(token: int, model: ServedModel, param: str) -> ApiError:
-    message = f"token {token} is above the vocabulary of {model.vocab_size} tokens"
-    return ApiError(400, message, param=param)
-
-
 def prompt_tokens(
     prompt: str | list[int], model: ServedModel, most: int, param: str = "prompt"
 ) -> list[int]:
@@ -157,8 +152,7 @@ def prompt_tokens(
         tokens = prompt
         if len(tokens) > most:
             raise _too_long(most)
-        if tokens and max(tokens) >= model.vocab_size:
-            raise _outside(max(tokens), model, param)
+        model.check_tokens(tokens, param)
     if not tokens:
         raise ApiError(400, "the prompt is empty: it has no tokens", param=param)
     return tokens

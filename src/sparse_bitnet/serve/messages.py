@@ -8,9 +8,12 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 
 class StrictModel(BaseModel):
-    """A part of a body: nothing unknown, nothing converted."""
+    """A body or a part of one: nothing unknown, nothing converted."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    def check(self) -> None:
+        """Of a body: raises `ApiError` for parameters that do not fit together, or are not supported."""
 
 
 class TextPart(StrictModel):

@@ -47,27 +47,22 @@ class ServerMetrics(Observer):
         self._whole = named(Histogram, "request_seconds", "Arrival to end", buckets=_SECONDS)
 
     def token(self, seconds: float, first: bool) -> None:
-        """A token came this many seconds after the one before it, or after the request."""
         self._generated.inc()
         (self._first if first else self._token).observe(seconds)
 
     def started(self, prompt_tokens: int, cached_tokens: int) -> None:
-        """A request is computed from now on."""
         self._prompt.inc(prompt_tokens)
         self._cached.inc(cached_tokens)
 
     def ended(self, outcome: str, seconds: float) -> None:
-        """A request has ended this many seconds after it came."""
         self._requests.labels(outcome).inc()
         self._whole.observe(seconds)
 
     def guessed(self, tokens: int, accepted: int) -> None:
-        """Tokens were computed ahead."""
         self._guessed.inc(tokens)
         self._accepted.inc(accepted)
 
     def preempted(self) -> None:
-        """A sequence gave its pages to another."""
         self._preempted.inc()
 
     def responded(self, path: str, status: int) -> None:

@@ -32,9 +32,7 @@ class JsonObject(StrictModel):
 
     def grammar(self) -> Grammar | None:
         """Which texts are meant."""
-        if self.json_schema is None:
-            return Grammar.json_object()
-        return Grammar.json_schema(self.json_schema)
+        return _of_json(self.json_schema)
 
 
 class NamedSchema(StrictModel):
@@ -47,9 +45,7 @@ class NamedSchema(StrictModel):
 
     def grammar(self) -> Grammar | None:
         """Which texts are meant."""
-        if self.json_schema is None:
-            return Grammar.json_object()
-        return Grammar.json_schema(self.json_schema, is_strict=bool(self.strict))
+        return _of_json(self.json_schema, is_strict=bool(self.strict))
 
 
 class JsonSchema(StrictModel):
@@ -118,5 +114,9 @@ class Formed(StrictModel):
         return next(iter(found.values()), None)
 
 
-def _of_json(schema: str | Schema) -> Grammar:
-    return Grammar.json_text(schema) if isinstance(schema, str) else Grammar.json_schema(schema)
+def _of_json(schema: str | Schema | None, is_strict: bool = True) -> Grammar:
+    if isinstance(schema, str):
+        return Grammar.json_text(schema)
+    if schema is None:
+        return Grammar.json_object()
+    return Grammar.json_schema(schema, is_strict=is_strict)

@@ -7,7 +7,7 @@ the value that changes nothing; those that cannot change it are accepted and nam
 
 import difflib
 import re
-from typing import Annotated, Any, ClassVar, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import ConfigDict, Field, ValidationError
 
@@ -68,6 +68,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Values that change nothing, as None does, of parameters that are not supported."""
 
 
+def listed(given: Any) -> list[str | list[int]]:
+    """Texts or token ids, of which a client may also have given one alone."""
+    return [given] if isinstance(given, str) or isinstance(given[0], int) else given
+
+
 class StreamOptions(StrictModel):
     """What a stream says besides its text."""
 
@@ -102,7 +107,6 @@ class TolerantBody(StrictModel):
         return sorted(self.others.keys() & _IGNORED)
 
     def check(self) -> None:
-        """Raises `ApiError` for parameters that do not fit together, or are not supported."""
         for name, value in self.others.items():
             if name in _IGNORED:
                 continue
@@ -194,9 +198,7 @@ class CompletionBody(_Body):
     @property
     def prompts(self) -> list[str | list[int]]:
         """Each a text or token ids."""
-        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
-        return self.prompt  # type: ignore[return-value]
+        return listed(self.prompt)
 
     @property
     def neutral(self) -> dict[str, tuple[Any, ...]]:
@@ -265,24 +267,17 @@ class ChatBody(WithTools, _Body):
 Body = CompletionBody | ChatBody
 
 
-class _Checked(Protocol):
-    """A kind of body."""
-
-    def check(self) -> None: ...
-
-
-Kind = TypeVar("Kind", bound=_Checked)
+Kind = TypeVar("Kind", bound=StrictModel)
 
 
 def parse_body(kind: type[Kind], given: bytes | dict[str, Any]) -> Kind:
     """A request body of that kind. Raises `ApiError` 400 that names the parameter."""
-    validator: Any = kind
     try:
         if isinstance(given, bytes):
             _check_size(given)
-            parsed = validator.model_validate_json(given)
+            parsed = kind.model_validate_json(given)
         else:
-            parsed = validator.model_validate(given)
+            parsed = kind.model_validate(given)
     except ValidationError as error:
         raise invalid_body(error) from error
     parsed.check()

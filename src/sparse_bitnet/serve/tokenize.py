@@ -24,7 +24,6 @@ class TokenizeBody(StrictModel):
     add_special: bool = True
 
     def check(self) -> None:
-        """Raises `ApiError` unless there is exactly one text."""
         given = [self.prompt, self.content, self.messages]
         if sum(one is not None for one in given) != 1:
             raise ApiError(400, "give one of prompt, content and messages", param="prompt")
@@ -37,9 +36,6 @@ class DetokenizeBody(StrictModel):
     tokens: Annotated[
         list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=1 << 20, fail_fast=True)
     ]
-
-    def check(self) -> None:
-        """Nothing."""
 
 
 def tokenize(raw: bytes, model: ServedModel, most: int) -> dict[str, Any]:
@@ -61,9 +57,6 @@ def detokenize(raw: bytes, model: ServedModel, most: int) -> dict[str, Any]:
     """The text of tokens, special ones written out. Raises `ApiError`."""
     body = parse_body(DetokenizeBody, raw)
     model.check_name(model.name if body.model is None else body.model)
-    if max(body.tokens, default=0) >= model.vocab_size:
-        raise ApiError(
-            400, f"a token is above the vocabulary of {model.vocab_size} tokens", param="tokens"
-        )
+    model.check_tokens(body.tokens, "tokens")
     text = model.tokenizer.decode(body.tokens, skip_special_tokens=False)
     return {"prompt": text, "content": text}
