@@ -16,7 +16,7 @@ from sparse_bitnet.bench.interleaved import run
 from sparse_bitnet.bench.model import PAGE_TOKENS, EngineMeter, cache_tokens
 from sparse_bitnet.bench.options import BenchOptions
 from sparse_bitnet.bench.random_model import write_random_model
-from sparse_bitnet.bench.record import append_records, table, where_measured
+from sparse_bitnet.bench.record import append_records, check_records, table, where_measured
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.pattern import NMPattern
 
@@ -232,16 +232,38 @@ def test_a_packed_model_has_no_random_weights(tmp_path: Path, tiny_folder: Path)
         pretend(tmp_path, tiny_folder, pattern="2:4")
 
 
+def test_what_records_cannot_be_written_to(tmp_path: Path) -> None:
+    kept = tmp_path / "kept.jsonl"
+    kept.write_text("{}\n")
+    for path in (kept, tmp_path / "new" / "rows.jsonl"):
+        check_records(path)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["{}\n"]
+    for path in (tmp_path, kept / "rows.jsonl", Path("/proc/none/rows.jsonl")):
+        with pytest.raises(UserError, match=f"cannot write {path}: "):
+            check_records(path)
+
+
 @pytest.mark.parametrize("config", [None, '{"model_type": "qwen2"}'])
 def test_a_model_that_is_neither_preset_nor_packed(tmp_path: Path, config: str | None) -> None:
     if config:
         (tmp_path / "config.json").write_text(config)
+    out = tmp_path / "new" / "rows.jsonl"
     done = subprocess.run(
-        [sys.executable, "-m", "sparse_bitnet", "bench", "--model", str(tmp_path)],
+        [
+            sys.executable,
+            "-m",
+            "sparse_bitnet",
+            "bench",
+            "--model",
+            str(tmp_path),
+            "--out",
+            str(out),
+        ],
         capture_output=True,
         text=True,
     )
     assert done.returncode == 2
+    assert not out.parent.exists()
     assert ("sparse-bitnet pack" if config else "nor a model folder") in done.stderr
     assert done.stderr.count("\n") == 1
 

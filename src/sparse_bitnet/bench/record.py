@@ -3,6 +3,7 @@
 
 import json
 import re
+import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -74,6 +75,18 @@ def result_file(folder: Path, kind: str, where: Mapping[str, Any]) -> Path:
     """
     hardware = re.sub(r"[^a-z0-9]+", "-", where["hardware"].lower()).strip("-")
     return folder / f"{where['date'][:10]}_{hardware}_{kind}.jsonl"
+
+
+def check_records(path: Path | str) -> None:
+    """Raise `UserError` where `append_records` could not write: for before the work, not after. Leaves
+    nothing there."""
+    path = Path(path)
+    there = next(one for one in (path, *path.absolute().parents) if one.exists())
+    with os_errors_as(f"cannot write {path}"):
+        if there == path:
+            open(path, "a").close()
+        else:
+            tempfile.TemporaryFile(dir=there).close()
 
 
 def append_records(

@@ -39,11 +39,11 @@ def run(options: Annotated[BenchOptions, FLAT], out: Path | None = None) -> None
 
     from sparse_bitnet.bench.contention import warning
     from sparse_bitnet.bench.interleaved import run as measure
-    from sparse_bitnet.bench.record import append_records, table, where_measured
+    from sparse_bitnet.bench.record import append_records, check_records, table, where_measured
     from sparse_bitnet.progress import Progress
 
     if out is not None:
-        append_records(out, (), {})  # refuses now, not after minutes, what cannot be written
+        check_records(out)
     console = Console()
     with Progress(console) as progress:
         line = progress.line("starting")

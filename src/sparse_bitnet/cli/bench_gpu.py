@@ -60,7 +60,7 @@ def run(kind: str, options: GpuBenchOptions, out: Path | None) -> None:
 
     from sparse_bitnet.bench import gpu_inference, gpu_kernels, gpu_train
     from sparse_bitnet.bench.gpu_record import record, table
-    from sparse_bitnet.bench.record import append_records
+    from sparse_bitnet.bench.record import append_records, check_records
     from sparse_bitnet.experiments.provenance import provenance
 
     measured = {
@@ -71,7 +71,7 @@ def run(kind: str, options: GpuBenchOptions, out: Path | None) -> None:
         "profile": lambda: gpu_kernels.run_profile(options),
     }
     if out is not None:
-        append_records(out, (), {})  # refuses now, not after minutes, what cannot be written
+        check_records(out)
     where, rows, console = provenance(), [], Console()
     for row in measured[kind]():
         rows.append(row)
