@@ -32,6 +32,18 @@ def os_errors_as(failure: str, remedy: str = "") -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def library_errors_as(failure: str) -> Iterator[None]:
+    """What a library raises inside, which over bad values is anything, becomes a `UserError`: `failure`,
+    then the reason. Panics of tokenizers are no `Exception`."""
+    try:
+        yield
+    except (UserError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise UserError(f"{failure}: {reason_of(error)}") from error
+
+
 def check_least(options: object, **least: float) -> None:
     """Raise `UserError` for a field of `options` below its least value, or NaN; None is let pass."""
     for name, bound in least.items():

@@ -161,7 +161,10 @@ def test_a_small_preset_takes_the_vocabulary_and_template_of_a_tokenizer(tmp_pat
     assert json.loads((tmp_path / "small/config.json").read_text())["vocab_size"] == 320
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (tmp_path / "small" / name).read_bytes() == (given / name).read_bytes()
-    (given / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match=r"no tokenizer\.json that can be read"):
-        write_random_model(tmp_path / "none", "qwen2.5-0.3m", NMPattern(6, 8), tokenizer=given)
-    assert not (tmp_path / "none").exists()
+    panicking = json.loads((given / "tokenizer.json").read_text())
+    panicking["model"]["continuing_subword_prefix"] = "auto"
+    for damaged in ({}, panicking):
+        (given / "tokenizer.json").write_text(json.dumps(damaged))
+        with pytest.raises(UserError, match=r"tokenizer\.json is damaged"):
+            write_random_model(tmp_path / "none", "qwen2.5-0.3m", NMPattern(6, 8), tokenizer=given)
+        assert not (tmp_path / "none").exists()

@@ -25,6 +25,7 @@ from sparse_bitnet.engine.architecture import Architecture, read_architecture
 from sparse_bitnet.engine.engine_model import EMBEDDING, HEAD
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import atomic_folder
+from sparse_bitnet.generation.text import TextTokenizer
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.packing import b3, i2, nm_bitmap, nm_sign
 from sparse_bitnet.packing.formats import check_layout, needs_exact, row_bytes
@@ -272,12 +273,7 @@ def _write_ternary(
 
 
 def _take_vocabulary(config: dict[str, Any], preset: str, folder: Path) -> None:
-    from tokenizers import Tokenizer
-
-    try:
-        size = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
-    except Exception as error:  # any kind
-        raise UserError(f"{folder} has no tokenizer.json that can be read: {error}") from error
+    size = len(TextTokenizer.load(folder).vocabulary)
     if preset in PRESETS and not PRESETS[preset].published:
         config["vocab_size"] = -(-size // 64) * 64
     if size > config["vocab_size"]:

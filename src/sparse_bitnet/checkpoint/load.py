@@ -15,7 +15,7 @@ from sparse_bitnet.checkpoint.model_folder import (
     local_folder,
     read_json_if_there,
 )
-from sparse_bitnet.errors import UserError, reason_of
+from sparse_bitnet.errors import UserError, library_errors_as
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -55,14 +55,10 @@ def skeleton(config: dict[str, Any], folder: Path) -> "PreTrainedModel":
     # A copy: transformers completes nested entries in place.
     values = copy.deepcopy({**config, "quantization_config": None})
     del values["quantization_config"]
-    try:
-        with torch.device("meta"):
-            return load_with(AutoModelForCausalLM.from_config, AutoConfig.for_model(**values))
-    except Exception as error:
-        where = folder if folder.is_file() else folder / "config.json"
-        raise UserError(
-            f"{where} describes no causal language model that transformers builds: {reason_of(error)}"
-        ) from error
+    where = folder if folder.is_file() else folder / "config.json"
+    failure = f"{where} describes no causal language model that transformers builds"
+    with library_errors_as(failure), torch.device("meta"):
+        return load_with(AutoModelForCausalLM.from_config, AutoConfig.for_model(**values))
 
 
 def from_pretrained(path_or_id: str | Path, **kwargs: Any) -> "PreTrainedModel":
@@ -81,14 +77,10 @@ def from_pretrained(path_or_id: str | Path, **kwargs: Any) -> "PreTrainedModel":
     if (folder / "adapter_config.json").is_file():
         # With peft, transformers would load the model that it names, from anywhere.
         raise UserError(f"{path_or_id} holds an adapter (adapter_config.json): merge it first")
-    try:
+    with library_errors_as(f"cannot load a model from {path_or_id}"):
         loaded: Any = load_with(
             AutoModelForCausalLM.from_pretrained, path_or_id, output_loading_info=True, **kwargs
         )
-    except UserError:
-        raise
-    except Exception as error:  # values that transformers cannot use raise anything
-        raise UserError(f"cannot load a model from {path_or_id}: {reason_of(error)}") from error
     model, info = loaded
     if missing := sorted(info["missing_keys"]):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -121,14 +113,8 @@ def load_tokenizer(
     folder = local_folder(Path(path_or_hub_id), TOKENIZER_FILES)
     exact = (folder / "tokenizer.json").exists()
     loader: Any = PreTrainedTokenizerFast if exact else AutoTokenizer
-    try:
+    with library_errors_as(f"no readable tokenizer in {path_or_hub_id}"):
         tokenizer = load_with(loader.from_pretrained, folder)
-    except UserError:
-        raise
-    except BaseException as error:  # tokenizers' panics are no `Exception`
-        if isinstance(error, KeyboardInterrupt | SystemExit):
-            raise
-        raise UserError(f"no readable tokenizer in {path_or_hub_id}: {reason_of(error)}") from error
     if not tokenizer.is_fast:
         raise UserError(f"{path_or_hub_id}: not a fast tokenizer; save it with a tokenizer.json")
     if eos_token is not None:

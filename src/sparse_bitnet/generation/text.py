@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, library_errors_as
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -50,14 +50,8 @@ class TextTokenizer:
         path = Path(folder) / TOKENIZER_FILE
         if not path.is_file():
             raise UserError(f"{folder} has no {TOKENIZER_FILE}: copy the model's tokenizer there")
-        try:
+        with library_errors_as(f"{path} is damaged"):
             tokenizer = Tokenizer.from_file(str(path))
-        except (
-            BaseException
-        ) as error:  # the library raises plain Exception, and panics that are none
-            if isinstance(error, KeyboardInterrupt | SystemExit):
-                raise
-            raise UserError(f"{path} is damaged: {error}") from error
         _return_freed_memory()
         return cls(tokenizer)
 
