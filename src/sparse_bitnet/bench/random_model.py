@@ -7,7 +7,7 @@ Nothing is trained and torch is not imported. The same seed gives the same bytes
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ from sparse_bitnet.packing.metadata import PackedMetadata
 from sparse_bitnet.packing.tensor_writer import TensorFileWriter, TensorSpec
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.presets import PRESETS
-from sparse_bitnet.progress import OnProgress
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -62,7 +61,6 @@ def cached_random_model(
     packed_format: str = "i2",
     embeddings: str = "int8",
     scale_group: int = 0,
-    progress: OnProgress | None = None,
 ) -> Path:
     """The folder of a random model, written unless it is already in the cache.
 
@@ -79,7 +77,6 @@ def cached_random_model(
             packed_format=packed_format,
             embeddings=embeddings,
             scale_group=scale_group,
-            progress=progress,
         )
     return folder
 
@@ -94,7 +91,6 @@ def write_random_model(
     scale_group: int = 0,
     tokenizer: Path | None = None,
     seed: int = 0,
-    progress: OnProgress | None = None,
 ) -> None:
     """Write a complete packed folder: weights, config.json and a tokenizer.
 
@@ -109,7 +105,6 @@ def write_random_model(
         tokenizer: folder of the one to take, with its chat template; small presets take its vocabulary.
             Default: one whose tokens are the 256 bytes and the end of text.
         seed: of all values.
-        progress: told the weights written and in all, after every layer.
 
     Raises `UserError` for an unknown preset, format or embedding type, a pattern that does not divide
     the rows, a tokenizer that is none or too large for the shape, or a full disk.
@@ -141,8 +136,12 @@ def write_random_model(
         check_layout(packed_format, pattern, in_features, name)
         if scale_group and in_features % scale_group:
             raise UserError(f"--scale-group {scale_group} does not divide rows of {in_features}")
+    tensors = list(_tensors(shape, metadata, seed, scale_group))
     with atomic_folder(out) as folder:
-        _write_tensors(folder / "model.safetensors", shape, metadata, seed, scale_group, progress)
+        specs = [spec for spec, _ in tensors]
+        with TensorFileWriter(folder / "model.safetensors", specs, metadata.to_json()) as writer:
+            for spec, pieces in tensors:
+                writer.write(spec.name, pieces)
         config["quantization_config"] = metadata.config_entry()
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if tokenizer is None:
@@ -151,125 +150,74 @@ def write_random_model(
             copy_files(tokenizer, folder, (*TOKENIZER_FILES, "chat_template.jinja"))
 
 
-def _write_tensors(
-    path: Path,
-    shape: Architecture,
-    metadata: PackedMetadata,
-    seed: int,
-    scale_group: int,
-    progress: OnProgress | None,
-) -> None:
-    done, total = 0, sum(rows * columns for rows, columns in metadata.layers.values())
-    source = RandomCodes(metadata.pattern, seed, binary=needs_exact(metadata.packed_format))
-    pack = _PACK[metadata.packed_format]
-    vectors = dict(_vectors(shape))
-    specs = list(_specs(shape, metadata, vectors, scale_group))
-    with TensorFileWriter(path, specs, metadata.to_json()) as writer:
-        for name, (rows, in_features) in metadata.layers.items():
-            pieces = (pack(codes, metadata.pattern) for codes in source.pieces(rows, in_features))
-            writer.write(f"{name}.weight_packed", pieces)
-            scale = np.array([source.weight_scale], np.float32)
-            if scale_group:
-                scale = np.full((rows, in_features // scale_group), source.weight_scale, np.float16)
-            writer.write(f"{name}.weight_scale", [scale])
-            done += rows * in_features
-            if progress is not None:
-                progress(done, total)
-        for table in _tables(shape):
-            if metadata.embeddings == "ternary":
-                _write_ternary(writer, table, shape, scale_group or _TABLE_GROUP, seed)
-            else:
-                _write_embedding(writer, table, shape, metadata.embeddings, seed)
-        rng = np.random.Generator(np.random.SFC64([seed, 2]))
-        for name, (mean, count) in vectors.items():
-            values = mean + 0.1 * rng.standard_normal(count, np.float32)
-            writer.write(name, [values.astype(np.float32)])
-
-
-def _specs(
-    shape: Architecture,
-    metadata: PackedMetadata,
-    vectors: dict[str, tuple[float, int]],
-    scale_group: int,
-) -> Iterator[TensorSpec]:
-    for name, (rows, in_features) in metadata.layers.items():
-        columns = row_bytes(metadata.packed_format, metadata.pattern, in_features)
-        yield TensorSpec(f"{name}.weight_packed", "uint8", (rows, columns))
-        if scale_group:
-            groups = in_features // scale_group
-            yield TensorSpec(f"{name}.weight_scale", "float16", (rows, groups))
-        else:
-            yield TensorSpec(f"{name}.weight_scale", "float32", (1,))
-    dtype = "int8" if metadata.embeddings == "int8" else "bfloat16"
-    for table in _tables(shape):
+def _tensors(
+    shape: Architecture, metadata: PackedMetadata, seed: int, scale_group: int
+) -> Iterator[tuple[TensorSpec, Iterable[np.ndarray]]]:
+    """Every tensor with its content, whose pieces are made as they are written."""
+    packed_format, pattern = metadata.packed_format, metadata.pattern
+    source = RandomCodes(pattern, seed, binary=needs_exact(packed_format))
+    pack = _PACK[packed_format]
+    for name, (rows, columns) in metadata.layers.items():
+        size = rows, row_bytes(packed_format, pattern, columns)
+        pieces = source.pieces(rows, columns)
+        yield (
+            TensorSpec(f"{name}.weight_packed", "uint8", size),
+            (pack(codes, pattern) for codes in pieces),
+        )
+        scales = (rows, columns // scale_group) if scale_group else (1,)
+        dtype = "float16" if scale_group else "float32"
+        yield _filled(f"{name}.weight_scale", dtype, scales, source.weight_scale)
+    for table in (EMBEDDING,) if shape.ties_head else (EMBEDDING, HEAD):
         if metadata.embeddings == "ternary":
-            columns = row_bytes("i2", NMPattern(1, 1), shape.hidden)
-            yield TensorSpec(table, "uint8", (shape.vocab, columns))
-            groups = shape.hidden // (scale_group or _TABLE_GROUP)
-            yield TensorSpec(f"{table}_scale", "float16", (shape.vocab, groups))
+            dense = NMPattern(1, 1)
+            source = RandomCodes(dense, seed + 1)
+            size = shape.vocab, row_bytes("i2", dense, shape.hidden)
+            pieces = source.pieces(shape.vocab, shape.hidden)
+            yield TensorSpec(table, "uint8", size), map(i2.pack_rows, pieces)
+            scales = shape.vocab, shape.hidden // (scale_group or _TABLE_GROUP)
+            yield _filled(f"{table}_scale", "float16", scales, source.weight_scale)
             continue
-        yield TensorSpec(table, dtype, (shape.vocab, shape.hidden))
-        if metadata.embeddings == "int8":
-            yield TensorSpec(f"{table}_scale", "float32", (shape.vocab, 1))
-    for name, (_, count) in vectors.items():
-        yield TensorSpec(name, "float32", (count,))
-
-
-def _tables(shape: Architecture) -> tuple[str, ...]:
-    return (EMBEDDING,) if shape.ties_head else (EMBEDDING, HEAD)
-
-
-def _vectors(shape: Architecture) -> Iterator[tuple[str, tuple[float, int]]]:
-    """(name, (mean, length)) of biases, then of norms."""
+        is_int8 = metadata.embeddings == "int8"
+        spec = TensorSpec(table, "int8" if is_int8 else "bfloat16", (shape.vocab, shape.hidden))
+        yield spec, _embedding(shape, is_int8, seed)
+        if is_int8:
+            yield _filled(f"{table}_scale", "float32", (shape.vocab, 1), WEIGHT_STD * 3.5 / 127)
+    rng = np.random.Generator(np.random.SFC64([seed, 2]))
     vectors = {
         f"model.layers.{layer}.{name}": length
         for layer in range(shape.layers)
         for name, length in shape.vector_lengths().items()
     } | {"model.norm.weight": shape.hidden}
-    for name, length in vectors.items():
-        if name.endswith(".bias"):
-            yield name, (0.0, length)
-    for name, length in vectors.items():
-        if not name.endswith(".bias"):
-            yield name, (1.0, length)
+    # Biases, then norms, which are about one.
+    for name, length in sorted(vectors.items(), key=lambda item: not item[0].endswith(".bias")):
+        mean = 0.0 if name.endswith(".bias") else 1.0
+        values = mean + 0.1 * rng.standard_normal(length, np.float32)
+        yield TensorSpec(name, "float32", (length,)), [values.astype(np.float32)]
 
 
-def _write_embedding(
-    writer: TensorFileWriter, name: str, shape: Architecture, embeddings: str, seed: int
-) -> None:
+def _filled(
+    name: str, dtype: str, size: tuple[int, ...], value: float
+) -> tuple[TensorSpec, Iterator[np.ndarray]]:
+    return TensorSpec(name, dtype, size), (np.full(size, value, dtype) for _ in range(1))
+
+
+def _embedding(shape: Architecture, is_int8: bool, seed: int) -> Iterator[np.ndarray]:
     rng = np.random.Generator(np.random.SFC64([seed, 1]))
     values = rng.standard_normal((TABLE_GROUPS, 8), np.float32)
-    if embeddings == "int8":
+    if is_int8:
         # A row's largest magnitude, about 3.5 standard deviations, is 127 by definition.
         table = np.clip(np.rint(values * (127 / 3.5)), -127, 127).astype(np.int8)
     else:
         # The upper half of a float32 is its bfloat16, truncated.
         table = ((WEIGHT_STD * values).view(np.uint32) >> 16).astype(np.uint16)
-    rows = np.arange(shape.vocab)
     step = max(1, PIECE_WEIGHTS // shape.hidden)
-
-    def pieces() -> Iterator[np.ndarray]:
-        for first in range(0, shape.vocab, step):
-            count = len(rows[first : first + step])
-            drawn = rng.integers(0, TABLE_GROUPS, (count, shape.hidden // 8), np.uint16)
-            piece = table[drawn].reshape(count, shape.hidden)
-            if embeddings == "int8":
-                piece[:, 0] = 127
-            yield piece
-
-    writer.write(name, pieces())
-    if embeddings == "int8":
-        scale = np.full((shape.vocab, 1), WEIGHT_STD * 3.5 / 127, np.float32)
-        writer.write(f"{name}_scale", [scale])
-
-
-def _write_ternary(
-    writer: TensorFileWriter, name: str, shape: Architecture, group: int, seed: int
-) -> None:
-    source = RandomCodes(NMPattern(1, 1), seed + 1)
-    writer.write(name, map(i2.pack_rows, source.pieces(shape.vocab, shape.hidden)))
-    scales = np.full((shape.vocab, shape.hidden // group), source.weight_scale, np.float16)
-    writer.write(f"{name}_scale", [scales])
+    for first in range(0, shape.vocab, step):
+        count = min(step, shape.vocab - first)
+        drawn = rng.integers(0, TABLE_GROUPS, (count, shape.hidden // 8), np.uint16)
+        piece = table[drawn].reshape(count, shape.hidden)
+        if is_int8:
+            piece[:, 0] = 127
+        yield piece
 
 
 def _take_vocabulary(config: dict[str, Any], preset: str, folder: Path) -> None:
