@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes and operations of a model, and the machine's roofline."""
+"""What a step of a model reads, and the machine's roofline."""
 
 import math
 from pathlib import Path
@@ -7,39 +7,44 @@ from pathlib import Path
 import pytest
 
 from sparse_bitnet.bench.random_model import write_random_model
-from sparse_bitnet.bench.roofline import RooflineMeter, work_of
-from sparse_bitnet.errors import UserError
-from sparse_bitnet.export.packed_sizes import model_size
+from sparse_bitnet.bench.roofline import RooflineMeter
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.presets import PRESETS
 
 
-@pytest.mark.parametrize("name", ["i2", "b3", "nm-bitmap"])
-def test_weights_cost_what_the_packed_format_takes(tiny_folder: Path, name: str) -> None:
-    work = work_of(tiny_folder, name, "auto", "float16")
-    size = model_size("tiny", NMPattern(6, 8), name, "int8")
-    assert work.weight_bytes == size.weight_bytes
-    assert work.block_weights == PRESETS["tiny"].block_weights
-    assert work.prefill_ops(10) == 20 * PRESETS["tiny"].block_weights
+def load(folder: Path, **options):
+    engine = pytest.importorskip("sparse_bitnet.engine.engine").Engine
+    return engine.load(folder, **{"threads": 1, "weight_format": "i2"} | options)
+
+
+def read_of(folder: Path, **options) -> dict[str, float]:
+    from sparse_bitnet.bench.model import read_bytes
+
+    engine = load(folder, **options)
+    found = read_bytes(engine) | {"head_bytes": engine.head_bytes}
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize(("name", "bits"), [("i2", 2), ("b3", 1.6), ("nm-bitmap", 1.75)])
+def test_weights_cost_what_the_format_takes_in_whole_cache_lines(
+    tiny_folder: Path, name: str, bits: float
+) -> None:
+    found = read_of(tiny_folder, weight_format=name)
+    shape = PRESETS["tiny"]
+    rows = sum(rows for rows, _ in shape.linears.values())
+    blocks = found["weight_bytes"] - found["head_bytes"]
+    assert 0 <= blocks - shape.block_weights * bits / 8 < 64 * rows
+    assert blocks % 64 == 0
+    assert found["block_weights"] == shape.block_weights
 
 
 def test_scales_of_groups_are_read_with_the_weights(tmp_path: Path) -> None:
-    engine = pytest.importorskip("sparse_bitnet.engine.engine")
-    read, kept = [], []
+    read = []
     for group in (0, 32):
         write_random_model(tmp_path / f"{group}", "tiny", NMPattern(6, 8), scale_group=group)
-        read.append(work_of(tmp_path / f"{group}", "i2", "int8", "float16").weight_bytes)
-        loaded = engine.Engine.load(tmp_path / f"{group}", weight_format="i2", threads=1)
-        kept.append(loaded.weight_bytes)
-        loaded.close()
-    scales = 2 * PRESETS["tiny"].block_weights // 32
-    assert read[1] - read[0] == scales - 4 * 7 * PRESETS["tiny"].num_hidden_layers
-    assert kept[1] - kept[0] == scales
-
-
-def test_stored_is_what_lies_in_the_file(tiny_folder: Path) -> None:
-    stored = work_of(tiny_folder, "stored", "stored", "float16")
-    assert stored == work_of(tiny_folder, "i2", "int8", "float16")
+        read.append(read_of(tmp_path / f"{group}")["weight_bytes"])
+    assert read[1] - read[0] == 2 * PRESETS["tiny"].block_weights // 32
 
 
 @pytest.mark.parametrize(
@@ -58,29 +63,17 @@ def test_the_head_costs_what_it_is_kept_in(
     tmp_path: Path, embeddings: str, head: str, bytes_a_row: int
 ) -> None:
     write_random_model(tmp_path / "model", "tiny", NMPattern(6, 8), embeddings=embeddings)
-    work = work_of(tmp_path / "model", "i2", head, "float16")
-    assert work.head_bytes == 512 * bytes_a_row
+    assert read_of(tmp_path / "model", head=head)["head_bytes"] == 512 * bytes_a_row
 
 
 @pytest.mark.parametrize(
     ("kv_cache", "vector"), [("float32", 256), ("float16", 128), ("int8", 68), ("int4", 36)]
 )
-def test_a_step_reads_weights_head_and_cache(tiny_folder: Path, kv_cache: str, vector: int) -> None:
-    work = work_of(tiny_folder, "i2", "int8", kv_cache)
-    token = 2 * 2 * 2 * vector  # keys and values, layers, heads
-    assert work.cache_token_bytes == token
-    fixed = work.weight_bytes + work.head_bytes
-    assert work.step_bytes(0, 8) == fixed
-    assert work.step_bytes(100, 8) == fixed + 800 * token
-    assert work.step_bytes(100, 8, shared_context=True) == fixed + 100 * token
-
-
-def test_only_packed_folders_are_known(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="neither a run folder"):
-        work_of(tmp_path, "i2", "auto", "float16")
-    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "quantization_config": []}')
-    with pytest.raises(UserError, match="sparse-bitnet pack"):
-        work_of(tmp_path, "i2", "auto", "float16")
+def test_a_token_of_the_cache_costs_keys_and_values(
+    tiny_folder: Path, kv_cache: str, vector: int
+) -> None:
+    found = read_of(tiny_folder, kv_cache=kv_cache)
+    assert found["cache_token_bytes"] == 2 * 2 * 2 * vector  # keys and values, layers, heads
 
 
 @pytest.mark.parametrize("threads", [1, 2])

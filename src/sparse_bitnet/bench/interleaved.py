@@ -22,7 +22,7 @@ from sparse_bitnet.bench.model_shapes import PUBLISHED
 from sparse_bitnet.bench.options import BenchOptions
 from sparse_bitnet.bench.random_model import cached_random_model
 from sparse_bitnet.bench.record import BenchRow
-from sparse_bitnet.bench.roofline import READ_BYTES, RooflineMeter, Work, work_of
+from sparse_bitnet.bench.roofline import READ_BYTES, RooflineMeter
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.errors import refuse_unused
 from sparse_bitnet.pattern import NMPattern
@@ -42,7 +42,6 @@ class _Variant:
     pattern: str
     threads: int
     loaded: dict[str, Any]
-    work: Work
 
 
 @dataclass(frozen=True)
@@ -93,9 +92,8 @@ def run(
                     },
                 }
             )
-            work = work_of(folder, loaded["weight_format"], options.head, options.kv_cache)
             variants.append(
-                _Variant(child=process, pattern=pattern, threads=threads, loaded=loaded, work=work)
+                _Variant(child=process, pattern=pattern, threads=threads, loaded=loaded)
             )
         isas = sorted({variant.loaded["isa"] for variant in variants})
         meters = {count: RooflineMeter(count, isas, read_bytes) for count in options.threads}
@@ -193,23 +191,24 @@ def _row(
 ) -> BenchRow:
     times = [answer["seconds"] for answer in answers]
     seconds = statistics.median(times)
-    roofline = meters[variant.threads].result(variant.loaded["isa"])
+    loaded = variant.loaded
+    roofline = meters[variant.threads].result(loaded["isa"])
     decodes = measurement.phase == "decode"
     computed = measurement.batch if decodes else measurement.tokens
     step_bytes = None
     if decodes:
         # The sequences share their context, and what each adds grows from nothing to `steps`.
-        own = variant.work.cache_token_bytes * measurement.batch * options.steps / 2
-        step_bytes = own + variant.work.step_bytes(
-            measurement.tokens, measurement.batch, shared_context=True
-        )
+        cached = measurement.tokens + measurement.batch * options.steps / 2
+        step_bytes = loaded["weight_bytes"] + cached * loaded["cache_token_bytes"]
+    # Of the blocks, a multiply-add being two; attention and head are not counted.
+    operations = 2 * loaded["block_weights"] * computed
     return BenchRow(
         model=options.model,
         pattern=variant.pattern,
-        weight_format=variant.loaded["weight_format"],
-        head=variant.loaded["head"],
+        weight_format=loaded["weight_format"],
+        head=loaded["head"],
         kv_cache=options.kv_cache,
-        isa=variant.loaded["isa"],
+        isa=loaded["isa"],
         threads=variant.threads,
         phase=measurement.phase,
         tokens=measurement.tokens,
@@ -220,10 +219,10 @@ def _row(
         tokens_per_second=computed / seconds,
         step_bytes=step_bytes,
         memory_share=step_bytes and step_bytes / seconds / roofline.read_bytes_per_second,
-        int8_share=variant.work.prefill_ops(computed) / seconds / roofline.int8_ops_per_second,
+        int8_share=operations / seconds / roofline.int8_ops_per_second,
         read_bytes_per_second=roofline.read_bytes_per_second,
         int8_ops_per_second=roofline.int8_ops_per_second,
-        load_seconds=variant.loaded["load_seconds"],
+        load_seconds=loaded["load_seconds"],
         resident_bytes=answers[-1]["resident_bytes"],
         others_share=others_share,
     )

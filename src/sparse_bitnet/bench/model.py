@@ -8,13 +8,16 @@ Tokens are random and the same for everyone; nothing is sampled, as in llama.cpp
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sparse_bitnet import _cpu
 from sparse_bitnet.bench.child import resident_bytes, serve
 from sparse_bitnet.engine.protocol import EngineSequence, InferenceEngine
+
+if TYPE_CHECKING:
+    from sparse_bitnet.engine.engine import Engine
 
 PAGE_TOKENS = _cpu.PAGE_TOKENS
 """Tokens a page of the engine's cache holds: a fork takes one page of its own and more as it grows."""
@@ -26,6 +29,21 @@ def cache_tokens(prefills: list[int], contexts: list[int], batches: list[int], s
     kept = sum(-(-context // PAGE_TOKENS) * PAGE_TOKENS for context in contexts)
     prompt = -(-max(prefills, default=0) // PAGE_TOKENS) * PAGE_TOKENS
     return kept + max(prompt, max(batches, default=1) * of_sequence) + PAGE_TOKENS
+
+
+def read_bytes(engine: "Engine") -> dict[str, float]:
+    """What a decode step reads: of weights and output head, with their scales, and of keys and values a
+    token; beside it the weights of the blocks, zeros included."""
+    sizes = engine.architecture
+    bits = {"float32": 32, "float16": 16, "int8": 8, "int4": 4}[engine.kv_cache]
+    scale_bytes = 4 if engine.kv_cache.startswith("int") else 0
+    vectors = 2 * sizes.layers * sizes.kv_heads
+    of_block = sum(rows * columns for rows, columns in sizes.linear_shapes().values())
+    return {
+        "weight_bytes": engine.weight_bytes + engine.head_bytes,
+        "cache_token_bytes": vectors * (sizes.head_dim * bits / 8 + scale_bytes),
+        "block_weights": sizes.layers * of_block,
+    }
 
 
 class EngineMeter:
@@ -88,12 +106,11 @@ def main() -> None:
         if question["op"] == "load":
             from sparse_bitnet.engine.engine import Engine
 
-            began = time.perf_counter()
             engine = Engine.load(Path(question["folder"]), **question["options"])
-            load_seconds = time.perf_counter() - began
             meter = EngineMeter(engine)
             return {
-                "load_seconds": load_seconds,
+                **read_bytes(engine),
+                "load_seconds": engine.load_seconds,
                 "resident_bytes": resident_bytes(),
                 "isa": engine.isa,
                 "weight_format": engine.weight_format,
