@@ -154,7 +154,7 @@ def test_codes_are_taken_from_the_masters_whatever_is_computed_in():
 def test_models_of_another_kind_are_named():
     with pytest.raises(UnsuitedModel, match="no ternary layer"):
         GpuEngine(tiny_model())
-    with pytest.raises(UserError, match="--context-length 999: the model has"):
+    with pytest.raises(UserError, match="--context-length 999: the model was made for"):
         GpuEngine(model_of(), context_length=999)
 
 
@@ -177,7 +177,6 @@ def test_texts_are_those_of_the_other_engines(folder, name):
         return [text.tokens for text in found.texts]
 
     engine = GpuEngine.load(folder / name, device="cpu", context_length=128, cache_tokens=384)
-    assert engine.load_seconds > 0
     assert texts(engine) == texts(TransformersEngine.load(folder / name, context_length=128))
     opened.engine.close()
 

@@ -148,7 +148,7 @@ def test_no_context_beyond_the_positions_of_the_model():
     sizes = {"n_embd": 16, "n_head": 2, "n_layer": 1, "vocab_size": 96, "n_positions": 16}
     ids = {"bos_token_id": 0, "eos_token_id": 0}
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **ids))
-    with pytest.raises(UserError, match="--context-length 17: the model has 16"):
+    with pytest.raises(UserError, match="--context-length 17: the model was made for 1 to 16"):
         TransformersEngine(model, context_length=17)
     assert TransformersEngine(model, context_length=16).context_length == 16
     model.config.get_text_config = lambda: transformers.GPT2Config(**sizes | {"n_positions": 12})

@@ -107,7 +107,7 @@ class Engine(InferenceEngine):
         _check_choice("kv-cache", kv_cache, ("auto", *CACHE_TYPES))
         _check_choice("activations", activations, ("auto", "token", "group"))
         model = open_engine_model(folder)
-        context_length = _context_length(model, context_length)
+        context_length = cls.context_within(context_length, model.architecture.positions)
         if cache_tokens is None:
             cache_tokens = context_length
         cache_tokens = _within("cache tokens", cache_tokens, 1 << 31)
@@ -230,17 +230,6 @@ def _activation_group(model: EngineModel, groups: set[int], activations: str) ->
             f"{'several' if len(groups) > 1 else 'none'}; use token"
         )
     return 0 if activations == "token" else group
-
-
-def _context_length(model: EngineModel, context_length: int | None) -> int:
-    most = model.architecture.positions
-    if context_length is None:
-        return most
-    if not 1 <= context_length <= most:
-        raise UserError(
-            f"context length {context_length}: {model.folder} was made for up to {most} tokens"
-        )
-    return context_length
 
 
 def _check_choice(what: str, given: str, choices: tuple[str, ...]) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 
-from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.engine.architecture import Architecture, read_architecture
 from sparse_bitnet.errors import EngineLacks, UserError
@@ -84,17 +83,13 @@ class EngineModel:
 
 
 def open_engine_model(path: str | Path) -> EngineModel:
-    """`engine_model` of a folder written by `sparse-bitnet pack`. Raises `UserError` for any other."""
-    return engine_model(open_checkpoint(path, "packed"))
-
-
-def engine_model(checkpoint: Checkpoint) -> EngineModel:
-    """A packed checkpoint as the engine runs it.
+    """A folder written by `sparse-bitnet pack` as the engine runs it.
 
     Raises `EngineLacks` for what the CPU engine cannot run, superfluous tensors included, and `UserError`
     for anything else, naming a tensor that is missing or of another type or shape than config.json
     describes.
     """
+    checkpoint = open_checkpoint(path, "packed")
     folder, file, metadata = checkpoint.folder, checkpoint.file, checkpoint.metadata
     assert file is not None
     assert metadata is not None

@@ -111,6 +111,17 @@ class InferenceEngine(ABC):
         self._process = os.getpid()
         self._is_closed = False
 
+    @staticmethod
+    def context_within(asked: int | None, positions: int) -> int:
+        """The context length asked for, else all positions of the model. Raises `UserError` for more."""
+        if asked is None:
+            return positions
+        if not 1 <= asked <= positions:
+            raise UserError(
+                f"--context-length {asked}: the model was made for 1 to {positions} tokens"
+            )
+        return asked
+
     @property
     @abstractmethod
     def free_tokens(self) -> int:

@@ -64,23 +64,12 @@ def load_weights(
         descriptor = os.open(model.file.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
     try:
         memory = WeightMemory(model, descriptor, is_mapped=is_mapped, progress=progress)
-        return _Loader(model, memory, kernels, pool).load(weight_format, head_format)
+        return _WeightLoader(model, memory, kernels, pool).load(weight_format, head_format)
     finally:
         os.close(descriptor)
 
 
-class _Loader:
-    def __init__(
-        self,
-        model: EngineModel,
-        memory: WeightMemory,
-        kernels: _cpu.Kernels,
-        pool: _cpu.ThreadPool,
-    ) -> None:
-        self._model, self._memory = model, memory
-        self._kernels, self._pool = kernels, pool
-        self._matrices = MatrixLoader(model, memory, kernels, pool)
-
+class _WeightLoader(MatrixLoader):
     def load(self, weight_format: str, head_format: str) -> Weights:
         model, architecture = self._model, self._model.architecture
         blocks = [f"model.layers.{layer}" for layer in range(architecture.layers)]
@@ -95,7 +84,7 @@ class _Loader:
             f"{block}.{vector}" for block in blocks for vector in architecture.vector_lengths()
         ]
         vectors = {name: self._vector(name) for name in [*names, "model.norm.weight"]}
-        matrices, weight_bytes = self._matrices.block_matrices(blocks, weight_format)
+        matrices, weight_bytes = self.block_matrices(blocks, weight_format)
         return Weights(
             matrices=matrices,
             vectors=vectors,
@@ -113,7 +102,7 @@ class _Loader:
         shape = rows, columns = architecture.vocab, architecture.hidden
         dtype = self._model.file.entries[name].dtype
         if table_format == "i2":
-            return self._matrices.ternary_table(name, shape)
+            return self.ternary_table(name, shape)
         stride = aligned(columns * TABLE_BITS[table_format] // 8)
         in_place = None
         if table_format == STORED_NAMES[dtype]:

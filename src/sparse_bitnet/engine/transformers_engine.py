@@ -12,7 +12,6 @@ import torch
 
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.engine.protocol import CacheFull, EngineSequence, InferenceEngine, WhichLogits
-from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import selected
 
 if TYPE_CHECKING:
@@ -46,10 +45,10 @@ class TransformersEngine(InferenceEngine):
         """
         config = model.config.get_text_config()
         positions = getattr(config, "max_position_embeddings", None)
-        if context_length is not None and context_length > (positions or context_length):
-            raise UserError(f"--context-length {context_length}: the model has {positions}")
+        length = self.context_within(
+            context_length, positions or context_length or DEFAULT_CONTEXT_LENGTH
+        )
         embedding: Any = model.get_input_embeddings()
-        length = context_length or positions or DEFAULT_CONTEXT_LENGTH
         super().__init__(len(embedding.weight), length, config.hidden_size)
         self._model: Any = model.eval()
         self._cache_tokens = _MOST_TOKENS if cache_tokens is None else cache_tokens

@@ -4,7 +4,6 @@
 On a CPU the same steps run as they are, through the reference of every op.
 """
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +67,9 @@ class GpuEngine(InferenceEngine):
                 raise UserError("it has no ternary layer for the GPU kernels")
         except UserError as error:
             raise UnsuitedModel(str(error)) from error
-        positions = model.config.max_position_embeddings
-        if context_length is not None and context_length > positions:
-            raise UserError(f"--context-length {context_length}: the model has {positions}")
+        length = self.context_within(context_length, model.config.max_position_embeddings)
         vocab_size, hidden_size = model.get_input_embeddings().weight.shape
-        super().__init__(vocab_size, context_length or positions, hidden_size)
+        super().__init__(vocab_size, length, hidden_size)
         self.page_tokens = self.context_length
         # Not the buffers: weight scales and rotary frequencies are float32.
         for parameter in model.parameters():
@@ -89,7 +86,6 @@ class GpuEngine(InferenceEngine):
                 f"the GPU has no memory for {slots} x {self.context_length} tokens: ask for less with "
                 "--context-length or --cache-tokens"
             ) from error
-        self.load_seconds = 0.0
 
     @classmethod
     def load(
@@ -104,12 +100,11 @@ class GpuEngine(InferenceEngine):
 
         Raises `UserError` when there is no such device, it cannot be loaded, or as the constructor.
         """
-        started = time.perf_counter()
         check_device(device)
         # Masks and codes are those of the masters as they are.
         model: Any = from_pretrained(str(checkpoint), dtype=torch.float32)
         try:
-            engine = cls(
+            return cls(
                 model.to(device),
                 context_length=context_length,
                 cache_tokens=cache_tokens,
@@ -118,8 +113,6 @@ class GpuEngine(InferenceEngine):
             )
         except torch.OutOfMemoryError as error:
             raise UserError(f"{checkpoint}: the GPU has no memory for its weights") from error
-        engine.load_seconds = time.perf_counter() - started
-        return engine
 
     def _slots(self, model: Any, cache_tokens: int | None) -> int:
         if cache_tokens is not None:
