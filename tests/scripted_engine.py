@@ -71,8 +71,7 @@ class ScriptedEngine:
         fails: Callable[[list[int]], bool] = lambda tokens: False,
         logits: Callable[[list[int], int], np.ndarray] = logits_after,
     ) -> None:
-        """`delay`: seconds a forward takes; `fails`: whether it raises, having changed the sequence
-        already, when a sequence has these tokens."""
+        """`delay`: seconds a forward takes; `fails`: whether it raises for a sequence of these tokens."""
         self.vocab_size, self.context_length = vocab_size, context_length
         self.hidden_size = 8
         self.cache_tokens, self.delay, self.fails, self.logits = cache_tokens, delay, fails, logits
@@ -106,11 +105,11 @@ class ScriptedEngine:
             time.sleep(self.delay)
         self.batches.append([len(tokens) for _, tokens in batch])
         found = []
+        if any(self.fails(sequence.tokens + list(tokens)) for sequence, tokens in batch):
+            raise RuntimeError("told to fail")
         for sequence, tokens in batch:
             start = len(sequence)
             sequence._tokens += tokens
-            if self.fails(sequence._tokens):
-                raise RuntimeError("told to fail")
             if logits == "last":
                 found.append(self.logits(sequence._tokens, self.vocab_size))
             elif logits in ("all", "hidden"):

@@ -14,7 +14,6 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.sampling import (
     Sampler,
     candidates,
-    log_softmax,
     uniform,
 )
 from sparse_bitnet.generation.sampling_options import SamplingOptions
@@ -222,9 +221,3 @@ def test_the_edges_of_the_options_give_numbers(changes):
 def test_temperatures_next_to_0_are_0():
     assert SamplingOptions(temperature=1e-300).is_greedy
     assert not SamplingOptions(temperature=1e-4).is_greedy
-
-
-def test_log_softmax_is_torchs():
-    logits = np.random.default_rng(1).normal(scale=5, size=(3, 1000)).astype(np.float32)
-    expected = torch.log_softmax(torch.from_numpy(logits), -1).numpy()
-    np.testing.assert_allclose(log_softmax(logits), expected, atol=3e-6)

@@ -10,16 +10,7 @@ from typing import Any
 from sparse_bitnet.checkpoint.model_folder import read_json_if_there, read_small
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.bounded_process import BoundedProcess
-
-_SPECIAL_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
+from sparse_bitnet.generation.text import named_tokens
 
 
 class ChatTemplate:
@@ -41,7 +32,6 @@ class ChatTemplate:
         Raises `UserError` when the folder has none.
         """
         folder = Path(folder)
-        config = read_json_if_there(folder / "tokenizer_config.json")
         path = folder / "chat_template.jinja"
         if path.is_file():
             try:
@@ -49,7 +39,7 @@ class ChatTemplate:
             except UnicodeDecodeError as error:
                 raise UserError(f"{path} is damaged: {error}") from error
         else:
-            source = config.get("chat_template")
+            source = read_json_if_there(folder / "tokenizer_config.json").get("chat_template")
         if isinstance(source, list):
             # Several templates by name, the older form.
             entries = [entry for entry in source if isinstance(entry, dict)]
@@ -60,7 +50,7 @@ class ChatTemplate:
                 f"{folder} has no chat template (chat_template.jinja, or chat_template in "
                 "tokenizer_config.json): it is not a chat model, use `sparse-bitnet generate`"
             )
-        return cls(source, _special_tokens(config, folder))
+        return cls(source, named_tokens(folder))
 
     def render(
         self,
@@ -94,15 +84,3 @@ class ChatTemplate:
 def _plain(value: Any) -> Any:
     """For what JSON has no form for: the name of its type."""
     return dict(value) if isinstance(value, Mapping) else f"<{type(value).__name__}>"
-
-
-def _special_tokens(config: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    """Their texts, in whichever of the two files and forms they are written."""
-    found = {**read_json_if_there(folder / "special_tokens_map.json"), **config}
-    texts: dict[str, str] = {}
-    for name in _SPECIAL_TOKENS:
-        token = found.get(name)
-        text = token.get("content") if isinstance(token, dict) else token
-        if isinstance(text, str):
-            texts[name] = text
-    return texts

@@ -16,7 +16,7 @@ from sparse_bitnet.checkpoint.model_folder import (
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import EngineLacks, UserError
 from sparse_bitnet.generation.stop import end_tokens
-from sparse_bitnet.generation.text import TOKENIZER_FILE, TextTokenizer
+from sparse_bitnet.generation.text import TOKENIZER_FILE, TextTokenizer, named_tokens
 from sparse_bitnet.packing.metadata import QUANT_METHOD
 
 if TYPE_CHECKING:
@@ -76,12 +76,15 @@ def open_model(checkpoint: str | Path, options: EngineOptions) -> OpenModel:
     opened = _open_engine(checkpoint, options)
     try:
         tokenizer = early or _tokenizer(opened.folder)
-        ends = end_tokens(opened.folder) | _end_of_tokenizer(opened.folder, tokenizer)
-        ends = frozenset(token for token in ends if token < opened.engine.vocab_size)
+        ends: set[int | None] = {*end_tokens(opened.folder)}
+        if named := named_tokens(opened.folder).get("eos_token"):
+            # That of a turn, where a model was made to chat without its config being told.
+            ends.add(tokenizer.token_id(named))
     except UserError:
         opened.engine.close()
         raise
-    return OpenModel(**vars(opened), tokenizer=tokenizer, end_tokens=ends)
+    known = frozenset(end for end in ends if end is not None and end < opened.engine.vocab_size)
+    return OpenModel(**vars(opened), tokenizer=tokenizer, end_tokens=known)
 
 
 def open_engine(checkpoint: str | Path, options: EngineOptions) -> OpenEngine:
@@ -214,13 +217,3 @@ def _tokenizer(folder: str) -> TextTokenizer:
     from sparse_bitnet.checkpoint.load import load_tokenizer
 
     return TextTokenizer(load_tokenizer(folder).backend_tokenizer)
-
-
-def _end_of_tokenizer(folder: str, tokenizer: TextTokenizer) -> frozenset[int]:
-    """The end token that the tokenizer's files name, if any: that of a turn, where a model was made to
-    chat without its config being told."""
-    files = (Path(folder) / name for name in ("tokenizer_config.json", "special_tokens_map.json"))
-    named = next(filter(None, (read_json_if_there(file).get("eos_token") for file in files)), None)
-    text = named.get("content") if isinstance(named, dict) else named
-    token = tokenizer.token_id(text) if isinstance(text, str) else None
-    return frozenset() if token is None else frozenset({token})

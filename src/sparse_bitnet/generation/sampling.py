@@ -167,13 +167,6 @@ def _top_p(scores: np.ndarray, top_p: float) -> np.ndarray:
     return np.flatnonzero(kept)
 
 
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Natural logarithms of the probabilities over the last dimension, float32."""
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    sums = np.exp(shifted).sum(axis=-1, keepdims=True, dtype=np.float64)
-    return shifted - np.log(sums).astype(np.float32)
-
-
 def uniform(seed: int, place: int) -> float:
     """A number in [0, 1) that depends on both arguments only."""
     bits = np.random.Philox(key=seed, counter=[place, 0, 0, 0]).random_raw()

@@ -284,14 +284,7 @@ class Scheduler:
             tokens = generation.context[at : at + size]
             tokens += generation.guess[: size - len(tokens)]
             entries.append((generation.sequence, tokens))
-        before = [len(sequence) for sequence, _ in entries]
-        try:
-            return self._engine.forward(entries, which)
-        except Exception:
-            for (sequence, _), length in zip(entries, before, strict=True):
-                if len(sequence) > length:
-                    sequence.truncate(length)
-            raise
+        return self._engine.forward(entries, which)
 
     def _take(
         self, generations: list[Generation], results: list[np.ndarray], which: WhichLogits

@@ -14,18 +14,35 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sparse_bitnet.checkpoint.model_folder import read_json_if_there
 from sparse_bitnet.errors import UserError, library_errors_as
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
+SPECIAL_TOKENS = (
+    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
+)
 
 _USUAL_CHARACTERS = 6
 """Of a token; most texts have fewer."""
 _MARGIN = 256
 _LARGE_TEXT = 1 << 16
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def named_tokens(folder: str | Path) -> dict[str, str]:
+    """The texts of `SPECIAL_TOKENS` that a folder names, in whichever file and form they are written."""
+    texts: dict[str, str] = {}
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        found = read_json_if_there(Path(folder) / file)
+        for name in SPECIAL_TOKENS:
+            token = found.get(name)
+            text = token.get("content") if isinstance(token, dict) else token
+            if isinstance(text, str):
+                texts[name] = text
+    return texts
 
 
 class TextTokenizer:

@@ -137,20 +137,15 @@ def _check(
                 f"token {max(prompt)} is outside the model's vocabulary of {engine.vocab_size}: the "
                 "tokenizer belongs to another model"
             )
-        check_context(engine, len(prompt), options.max_new_tokens)
-
-
-def check_context(engine: InferenceEngine, prompt_tokens: int, max_new_tokens: int) -> None:
-    """Raise `ContextFull`, with what would fit, if prompt and text together pass the context length."""
-    room = engine.context_length - prompt_tokens
-    if room < 1:
-        raise ContextFull(
-            f"the prompt has {prompt_tokens:,} tokens and fills the context of "
-            f"{engine.context_length:,}: shorten it, or choose a larger context length"
-        )
-    if max_new_tokens > room:
-        raise ContextFull(
-            f"the prompt has {prompt_tokens:,} tokens and {max_new_tokens:,} new ones were asked for; "
-            f"the context holds {engine.context_length:,}: ask for at most {room:,} new tokens, or "
-            "shorten the prompt"
-        )
+        room = engine.context_length - len(prompt)
+        if room < 1:
+            raise ContextFull(
+                f"the prompt has {len(prompt):,} tokens and fills the context of "
+                f"{engine.context_length:,}: shorten it, or choose a larger context length"
+            )
+        if options.max_new_tokens > room:
+            raise ContextFull(
+                f"the prompt has {len(prompt):,} tokens and {options.max_new_tokens:,} new ones were "
+                f"asked for; the context holds {engine.context_length:,}: ask for at most {room:,} new "
+                "tokens, or shorten the prompt"
+            )
