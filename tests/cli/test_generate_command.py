@@ -138,10 +138,11 @@ def test_stop_strings_and_sampling_are_options(folder, expected, capsys):
         (["--prompt", "a", "--engine", "cpu"], "pack it first"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(folder, options, words):
+def test_what_cannot_be_done_is_one_line(folder, options, words, capsys):
     with pytest.raises(UserError, match=words) as raised:
         generate.main([folder, *options])
     assert "\n" not in str(raised.value)
+    assert capsys.readouterr().out in ("", "a\n"), "the message begins a line"
 
 
 def test_a_chat_goes_on_until_it_is_told_to_end(folder, capsys, monkeypatch):

@@ -70,17 +70,19 @@ def run(
     prompt = _prompt(config)
     tokens = first_tokens(model, prompt)
     print(prompt, end="", flush=True)
-    result = generate(
-        model.engine,
-        [tokens],
-        options,
-        tokenizer=model.tokenizer,
-        end_tokens=model.end_tokens,
-        form=form,
-        speculation=guesses,
-        on_token=lambda number, token, piece: print(piece, end="", flush=True),
-    )
-    print()
+    try:
+        result = generate(
+            model.engine,
+            [tokens],
+            options,
+            tokenizer=model.tokenizer,
+            end_tokens=model.end_tokens,
+            form=form,
+            speculation=guesses,
+            on_token=lambda number, token, piece: print(piece, end="", flush=True),
+        )
+    finally:
+        print()  # what goes wrong is said on a line of its own
     if config.stats:
         print(statistics(result, model.engine_name), file=sys.stderr)
     model.engine.close()
