@@ -83,7 +83,7 @@ def test_every_failure_is_a_row_and_is_tried_again(tmp_path, capsys):
 
 @pytest.mark.parametrize("rehearse", [False, True])
 def test_the_steps_are_commands_that_exist_and_end_in_time(rehearse):
-    from sparse_bitnet.bench.gpu_options import GpuBenchOptions
+    from sparse_bitnet.bench.options import GpuBenchOptions
     from sparse_bitnet.cli.arguments import parse
 
     steps = all_steps(Path("out"), rehearse)

@@ -9,11 +9,11 @@ import sys
 import pytest
 import torch
 
-from sparse_bitnet.bench import gpu_inference, gpu_kernels, gpu_train
+from sparse_bitnet.bench import gpu_kernels, gpu_models
 from sparse_bitnet.bench.gpu_models import ternary_model
-from sparse_bitnet.bench.gpu_options import GpuBenchOptions
 from sparse_bitnet.bench.gpu_record import rows_of, table
 from sparse_bitnet.bench.gpu_timing import GpuRoofline, measured
+from sparse_bitnet.bench.options import GpuBenchOptions
 from sparse_bitnet.cli.bench_gpu import run
 from sparse_bitnet.engine.gpu.linear import RoutePolicy
 from sparse_bitnet.engine.gpu.measure import set_policy_, ternary_layers
@@ -37,7 +37,7 @@ def text_of(printable) -> str:
 
 def test_prefill(options):
     options.tokens = [5, 9]
-    rows = list(gpu_inference.run(options, "prefill"))
+    rows = list(gpu_models.run_inference(options, "prefill"))
     assert [(row.variant, row.size) for row in rows] == [
         (variant, size) for size in (5, 9) for variant in ("bf16", "int8", "sparse", "chosen")
     ]
@@ -46,22 +46,22 @@ def test_prefill(options):
 
 def test_decode(options):
     options.batch = [2]
-    rows = list(gpu_inference.run(options, "decode"))
+    rows = list(gpu_models.run_inference(options, "decode"))
     assert [row.variant for row in rows] == ["bf16", "int8", "sparse", "packed", "chosen"]
 
 
 def test_train(options):
     options.tokens, options.batch = [16, 8], [2]
-    rows = list(gpu_train.run(options))
+    rows = list(gpu_models.run_training(options))
     assert [(row.variant, row.layer, row.size) for row in rows] == [
-        (name, f"2 x {length}", 2 * length) for length in (16, 8) for name in gpu_train.VARIANTS
+        (name, f"2 x {length}", 2 * length) for length in (16, 8) for name in gpu_models.VARIANTS
     ]
     assert all(row.peak_bytes > 0 for row in rows)
 
 
 def test_both_forwards_of_training_compute_the_same(options):
     ids = torch.randint(0, 1024, (2, 8))
-    models = [gpu_train.training_model(name, options, CPU) for name in ("fake", "int8")]
+    models = [gpu_models.training_model(name, options, CPU) for name in ("fake", "int8")]
     assert torch.equal(*(model(ids, labels=ids).loss for model in models))
 
 
@@ -134,8 +134,8 @@ def test_what_finds_no_memory_becomes_a_row(options, monkeypatch):
         raise torch.OutOfMemoryError("no memory")
 
     options.tokens = [4]
-    monkeypatch.setattr(gpu_inference.SlotDecoder, "prompt", forward)
-    rows = list(gpu_inference.run(options, "prefill"))
+    monkeypatch.setattr(gpu_models.SlotDecoder, "prompt", forward)
+    rows = list(gpu_models.run_inference(options, "prefill"))
     assert {row.failed for row in rows} == {"out of memory"}
     assert {row.tokens_per_second for row in rows} == {None}
     assert "out of memory" in text_of(table(rows, "title"))
@@ -166,14 +166,14 @@ def test_training_takes_the_largest_batch_that_all_have_memory_for(options, monk
             raise torch.OutOfMemoryError("no memory")
         return lambda: None
 
-    monkeypatch.setattr(gpu_train, "_training_step", step)
-    rows = list(gpu_train.run(options))
+    monkeypatch.setattr(gpu_models, "_training_step", step)
+    rows = list(gpu_models.run_training(options))
     assert [row.size // 2048 for row in rows] == [4, 4, 4, 2, 2, 2]
     assert [row.variant for row in rows if row.failed] == ["fake"]
 
 
 def test_the_papers_sizes_are_the_defaults():
-    from sparse_bitnet.bench.gpu_options import PAPER_DECODE, PAPER_PREFILL
+    from sparse_bitnet.bench.options import PAPER_DECODE, PAPER_PREFILL
 
     assert list(PAPER_PREFILL) == [2**power for power in range(9, 17)]
     assert list(PAPER_DECODE) == [64, 128, 256, 512]
@@ -190,7 +190,7 @@ def test_what_cannot_be_measured_is_refused(options):
             ternary_model(options, CPU)
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="no CUDA device"):
-            list(gpu_train.run(GpuBenchOptions()))
+            list(gpu_models.run_training(GpuBenchOptions()))
 
 
 def test_the_command_prints_and_records(tmp_path, capsys):

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from sparse_bitnet.bench import gpu_train
-from sparse_bitnet.bench.gpu_options import GpuBenchOptions
+from sparse_bitnet.bench import gpu_models
+from sparse_bitnet.bench.options import GpuBenchOptions
 from sparse_bitnet.training import device
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.widened_products import WidenProducts
@@ -64,9 +64,9 @@ def test_training_is_measured_with_the_kernels_of_a_run(monkeypatch):
         chosen.append(where.type)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(gpu_train, "make_deterministic", stop)
+    monkeypatch.setattr(gpu_models, "make_deterministic", stop)
     with pytest.raises(KeyboardInterrupt):
-        next(gpu_train.run(GpuBenchOptions(device="cpu")))
+        next(gpu_models.run_training(GpuBenchOptions(device="cpu")))
     assert chosen == ["cpu"]
 
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparse_bitnet.bench.gpu_models import bench_device, ternary_model
-from sparse_bitnet.bench.gpu_options import GpuBenchOptions
 from sparse_bitnet.bench.gpu_record import GpuRow, rows_of
 from sparse_bitnet.bench.gpu_timing import GpuRoofline, measure_roofline, measured
+from sparse_bitnet.bench.options import GpuBenchOptions
 from sparse_bitnet.engine.gpu.decode import SlotDecoder, recorded
 from sparse_bitnet.engine.gpu.linear import (
     RoutePolicy,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sparse_bitnet.bench.gpu_options import PAPER_DECODE, PAPER_PREFILL
+from sparse_bitnet.bench.options import PAPER_DECODE, PAPER_PREFILL
 
 if TYPE_CHECKING:
     from rich.table import Table

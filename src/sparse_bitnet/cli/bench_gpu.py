@@ -5,7 +5,7 @@ single kernels on a GPU; `bench gpu --all` measures everything."""
 from pathlib import Path
 from typing import Annotated
 
-from sparse_bitnet.bench.gpu_options import GpuBenchOptions
+from sparse_bitnet.bench.options import GpuBenchOptions
 from sparse_bitnet.cli.arguments import FLAT, parse
 from sparse_bitnet.errors import UserError
 
@@ -58,15 +58,15 @@ def run(kind: str, options: GpuBenchOptions, out: Path | None) -> None:
     """
     from rich.console import Console
 
-    from sparse_bitnet.bench import gpu_inference, gpu_kernels, gpu_train
+    from sparse_bitnet.bench import gpu_kernels, gpu_models
     from sparse_bitnet.bench.gpu_record import record, table
     from sparse_bitnet.bench.record import append_records, check_records
     from sparse_bitnet.experiments.provenance import provenance
 
     measured = {
-        "prefill": lambda: gpu_inference.run(options, "prefill"),
-        "decode": lambda: gpu_inference.run(options, "decode"),
-        "train": lambda: gpu_train.run(options),
+        "prefill": lambda: gpu_models.run_inference(options, "prefill"),
+        "decode": lambda: gpu_models.run_inference(options, "decode"),
+        "train": lambda: gpu_models.run_training(options),
         "kernels": lambda: gpu_kernels.run(options),
         "profile": lambda: gpu_kernels.run_profile(options),
     }
