@@ -62,6 +62,7 @@ BAD_INPUT = [
     (["reproduce", "search", "--scale", "smoke", "--out", "/dev/null"], "cannot write /dev/null"),
     (["bench", "--weight-format"], "--weight-format: give at least one"),
     (["bench", "--isa"], "--isa: give at least one"),
+    (["serve", "x", "--api-key", ""], "--api-key is empty"),
     (["bench", "--out", "."], "cannot write .: Is a directory"),
     (["bench", "train", "--out", "."], "cannot write .: Is a directory"),
     (["prepare", "python-stdlib", "out", "--tokenizer", "."], "from one of: (1) "),

@@ -66,6 +66,16 @@ def test_names_that_are_none_are_refused(name):
         AllowedHosts("127.0.0.1", [name])
 
 
+@pytest.mark.parametrize("origin", ["", "chat.example", "https://", "https://chat.example/page"])
+def test_origins_that_no_browser_sends_are_refused(origin):
+    known = ["https://Chat.example:8443/", "http://[::1]:80", "null", "*", "app://x"]
+    assert "https://chat.example:8443" in AllowedHosts("127.0.0.1", origins=known).origins
+    with pytest.raises(
+        UserError, match=f"--cors-origin {origin.rstrip('/')}: write it as https://"
+    ):
+        AllowedHosts("127.0.0.1", origins=[*known, origin])
+
+
 def test_a_host_that_is_missing_or_doubled_is_refused():
     hosts = AllowedHosts("127.0.0.1")
     doubled = {"headers": request("localhost")["headers"] * 2}

@@ -73,6 +73,10 @@ class ServeConfig:
         check_least(self, max_body_bytes=1, max_tokens=1)
         if self.port > 65535:
             raise UserError(f"--port {self.port}: must be at most 65535")
+        if self.api_key == "":
+            raise UserError(
+                "--api-key is empty, and would ask for no key: give one, or leave it out"
+            )
         if not 0 <= self.grace <= 3600:
             raise UserError(f"--grace {self.grace}: must be 0 to 3600 seconds")
 

@@ -17,6 +17,8 @@ from sparse_bitnet.serve.api_error import ApiError
 
 ANY = "*"
 _HOST = re.compile(r"(\[[^][/@\s]+\]|[^][:/@?#\s]+)(:\d*)?")
+_ORIGIN = re.compile(rf"[a-z][a-z0-9+.-]*://{_HOST.pattern}|null|\*")
+"""As browsers write it; "null" of a page that is a file."""
 
 
 class AllowedHosts:
@@ -31,12 +33,15 @@ class AllowedHosts:
             names: further ones, `ANY` for whatever comes.
             origins: of pages elsewhere that may read the answers, such as https://chat.example; `ANY`.
 
-        Raises `UserError` for what is no name.
+        Raises `UserError` for what is no name, and for an origin that no browser sends.
         """
         for name in names:
             if name != ANY and not _canonical(name):
                 raise UserError(f"--allowed-host {name}: give a name or an address alone")
         self.origins = frozenset(origin.rstrip("/").lower() for origin in origins)
+        for origin in self.origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise UserError(f"--cors-origin {origin}: write it as https://chat.example")
         address = ipaddress.ip_address(listening.partition("%")[0])
         self._is_open = ANY in names
         self._names = {_canonical(name) for name in names} | {str(address)}
