@@ -15,13 +15,13 @@ from scripted_engine import ScriptedEngine, greedy, logits_after
 from sparse_bitnet.engine.protocol import ContextFull
 from sparse_bitnet.generation import request as request_module
 from sparse_bitnet.generation.observer import Observer
+from sparse_bitnet.generation.output import score
 from sparse_bitnet.generation.prefix_cache import PrefixCache
 from sparse_bitnet.generation.request import GenerationRequest
 from sparse_bitnet.generation.sampling_options import SamplingOptions
 from sparse_bitnet.generation.scheduler import Scheduler
 from sparse_bitnet.generation.scheduler_thread import QueueFull, Stopping, ThreadedScheduler
 from sparse_bitnet.generation.text import TextTokenizer
-from sparse_bitnet.generation.token_score import score
 
 VOCAB = 300
 LONG = 30.0
@@ -268,7 +268,7 @@ def test_failures_stay_with_the_one_that_fails(sink):
         [later] = scheduler.submit([sink.request([1, 2, 3], 1)])
         sink.wait(1)
     assert generations[2].finish_reason == "error"
-    assert generations[2].error == "RuntimeError"
+    assert isinstance(generations[2].failure, RuntimeError)
     for generation in [*generations[:2], generations[3], *generations[5:], later]:
         assert generation.finish_reason == "length"
         assert generated(generation) == greedy(generation.request.prompt, 1, VOCAB)
@@ -290,7 +290,7 @@ def test_logits_that_are_no_numbers_fail_their_own_generation(sink):
         sink.wait(3)
     for generation in (bad, scored):
         assert generation.finish_reason == "error"
-        assert "damaged" in generation.error
+        assert "damaged" in str(generation.failure)
     assert generated(good) == greedy([8], 5, VOCAB)
 
 

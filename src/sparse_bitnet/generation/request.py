@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sparse_bitnet.engine.protocol import EngineSequence, WhichLogits
-from sparse_bitnet.errors import UserError
-from sparse_bitnet.generation.output import FinishReason, GeneratedText, Output
+from sparse_bitnet.generation.output import FinishReason, GeneratedText, Output, TokenScore, score
 from sparse_bitnet.generation.pooling import PooledStates, Pooling
 from sparse_bitnet.generation.sampling import Sampler
 from sparse_bitnet.generation.sampling_options import SamplingOptions
 from sparse_bitnet.generation.text import TextTokenizer
-from sparse_bitnet.generation.token_score import TokenScore, score
 
 if TYPE_CHECKING:
     from sparse_bitnet.generation.grammar import Form
@@ -116,14 +114,6 @@ class Generation:
     def generated(self) -> int:
         """Tokens drawn."""
         return len(self.context) - self.prompt_tokens
-
-    @property
-    def error(self) -> str | None:
-        """What to tell of `failure`."""
-        if self.failure is None:
-            return None
-        failure = self.failure
-        return str(failure) if isinstance(failure, UserError) else type(failure).__name__
 
     @cached_property
     def prompt_array(self) -> np.ndarray:

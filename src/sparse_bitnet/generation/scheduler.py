@@ -230,8 +230,6 @@ class Scheduler:
                 if self._speculation is not None and len(drawing) == len(batch):
                     passed = time.perf_counter() - started
                     self._speculation.costs.add(sum(size for _, size in batch), passed)
-                if which == "none":
-                    results = []
                 self._take([generation for generation, _ in batch], results, which)
                 drawn = sum(g.generated for g, _ in drawing) - before
                 self._count(batch, drawing, drawn, time.perf_counter() - started)

@@ -12,10 +12,10 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from sparse_bitnet.engine.protocol import ContextFull
-from sparse_bitnet.generation.output import Output
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.generation.output import Output, TokenScore
 from sparse_bitnet.generation.request import Generation, GenerationRequest
 from sparse_bitnet.generation.scheduler_thread import QueueFull, Stopping, ThreadedScheduler
-from sparse_bitnet.generation.token_score import TokenScore
 from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.generations import Prepared, ServedModel, prepare, try_form
 from sparse_bitnet.serve.outbox import Outbox
@@ -219,8 +219,9 @@ def failure(generation: Generation) -> ApiError:
         return ApiError(503, "the server is shutting down", code="server_shutdown")
     if generation.finish_reason == "cancelled":
         return ApiError(499, "cancelled")
-    message = f"the generation failed: {generation.error}"
-    return ApiError(500, message, code="generation_failed")
+    error = generation.failure
+    reason = error if isinstance(error, UserError) else type(error).__name__
+    return ApiError(500, f"the generation failed: {reason}", code="generation_failed")
 
 
 class _EventStream(StreamingResponse):

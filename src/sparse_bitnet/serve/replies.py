@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+from sparse_bitnet.generation.output import TokenScore
 from sparse_bitnet.generation.request import Generation
 from sparse_bitnet.generation.text import TextStream
-from sparse_bitnet.generation.token_score import TokenScore
 from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.generations import ServedModel
 from sparse_bitnet.serve.schema import Body, ChatBody

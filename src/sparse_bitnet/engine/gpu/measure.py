@@ -29,20 +29,22 @@ Name = TypeVar("Name", bound=str)
 _FLUSH_BYTES = 256 << 20
 
 
+def _all_layers(model: nn.Module) -> list[TernaryLinear]:
+    return [module for module in model.modules() if isinstance(module, TernaryLinear)]
+
+
 def ternary_layers(model: nn.Module) -> dict[LayerShape, TernaryLinear]:
     """One layer of every shape of a prepared model, in the model's order."""
     layers: dict[LayerShape, TernaryLinear] = {}
-    for module in model.modules():
-        if isinstance(module, TernaryLinear):
-            layers.setdefault(module.shape, module)
+    for layer in _all_layers(model):
+        layers.setdefault(layer.shape, layer)
     return layers
 
 
 def set_policy_(model: nn.Module, policy: RoutePolicy) -> None:
     """Give every layer of a prepared model the policy."""
-    for module in model.modules():
-        if isinstance(module, TernaryLinear):
-            module.set_policy_(policy)
+    for layer in _all_layers(model):
+        layer.set_policy_(policy)
 
 
 def measured_policy(model: nn.Module) -> RoutePolicy:
@@ -52,9 +54,8 @@ def measured_policy(model: nn.Module) -> RoutePolicy:
     if policy.always is None:
         policy = RoutePolicy(table=measured_table(model))
     set_policy_(model, policy)
-    for module in model.modules():
-        if isinstance(module, TernaryLinear):
-            module.drop_unused_()
+    for layer in _all_layers(model):
+        layer.drop_unused_()
     return policy
 
 
