@@ -438,6 +438,14 @@ def test_what_a_file_does_not_say_is_as_in_llama_cpp(
     assert (encoded.count(1), encoded.count(2), 3 in encoded) == (first, last, True)
 
 
+def test_tokens_around_a_text_may_be_of_any_spelling(tmp_path: Path) -> None:
+    fields = {"model": "gpt2", "tokens": ["a", ":", "$A"], "bos_token_id": 1, "eos_token_id": 2}
+    fields |= {"add_bos_token": True, "add_eos_token": True}
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
+    write_tokenizer(metadata, tmp_path / "model.gguf", tmp_path)
+    assert load_tokenizer(tmp_path)("a").input_ids == [1, 0, 2]
+
+
 @pytest.mark.parametrize("types", [[1, 1, 1, 3, 3, 4], []])
 def test_special_tokens_are_spelled_as_in_texts(tmp_path: Path, types: list[int]) -> None:
     """DeepSeek's, whose characters are none of the byte alphabet."""

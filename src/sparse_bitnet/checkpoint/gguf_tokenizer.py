@@ -229,8 +229,22 @@ def _surround(tokenizer: Any, first: str | None, last: str | None) -> None:
     """Every text begins and ends with these tokens, as the file's reader has it."""
     from tokenizers.processors import TemplateProcessing
 
-    tokenizer.post_processor = TemplateProcessing(
-        single=[part for part in (first, "$A", last) if part],
-        pair=[part for part in (first, "$A", "$B", last) if part],
-        special_tokens=[(token, tokenizer.token_to_id(token)) for token in (first, last) if token],
-    )
+    def part(kind: str, name: str) -> dict[str, Any]:
+        return {kind: {"id": name, "type_id": 0}}
+
+    before, after = ([part("SpecialToken", token)] if token else [] for token in (first, last))
+    text, other = part("Sequence", "A"), part("Sequence", "B")
+    tokens = [token for token in (first, last) if token]
+    content = {
+        "type": "TemplateProcessing",
+        "single": [*before, text, *after],
+        "pair": [*before, text, other, *after],
+        "special_tokens": {
+            token: {"id": token, "ids": [tokenizer.token_to_id(token)], "tokens": [token]}
+            for token in tokens
+        },
+    }
+    # As tokenizer.json has it: in the constructor's notation a token has no colon and no dollar in front.
+    processor = TemplateProcessing()
+    processor.__setstate__(json.dumps(content).encode())
+    tokenizer.post_processor = processor
