@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from sparse_bitnet.checkpoint.gguf_file import GgufFile
+from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
+from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.generation.packed_once import packed_once
 
 
@@ -35,6 +37,18 @@ def test_gguf_takes_the_template_that_transformers_takes(edited, tmp_path: Path)
         "tokenizer.chat_template": "new",
         "tokenizer.chat_template.tool_use": "tools",
     }
+
+
+def test_templates_by_name_are_copied(edited, tmp_path: Path) -> None:
+    folder = edited()
+    (folder / "chat_template.jinja").write_text("plain")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    export(folder, tmp_path / "dense", ExportConfig(format="dense"))
+    pack_checkpoint(folder, tmp_path / "packed")
+    for out in ("dense", "packed"):
+        found = load_tokenizer(tmp_path / out).chat_template
+        assert found == {"default": "plain", "tool_use": "tools"}
 
 
 def test_a_changed_template_is_packed_again(

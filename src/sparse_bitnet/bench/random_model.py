@@ -147,7 +147,7 @@ def write_random_model(
         if tokenizer is None:
             _write_tokenizer(folder)
         else:
-            copy_files(tokenizer, folder, (*TOKENIZER_FILES, "chat_template.jinja"))
+            copy_files(tokenizer, folder, TOKENIZER_FILES)
 
 
 def _tensors(

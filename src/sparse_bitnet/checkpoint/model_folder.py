@@ -24,6 +24,7 @@ LINEAR_NORMS = "linear_norms_epsilon"
 TOKENIZER_FILES = (
     *("tokenizer*", "vocab*", "merges.txt"),
     *("special_tokens_map.json", "added_tokens.json"),
+    *("chat_template*", "additional_chat_templates/*.jinja"),
 )
 
 _LARGEST = {name: 128 << 20 for name in ("tokenizer.json", "vocab.json", "merges.txt", INDEX_FILE)}

@@ -134,7 +134,7 @@ def plain_config(config: dict[str, Any]) -> dict[str, Any]:
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
     """Copy the tokenizer files, under the class name that every release of transformers knows."""
-    copy_files(source, folder, (*TOKENIZER_FILES, "chat_template.jinja"))
+    copy_files(source, folder, TOKENIZER_FILES)
     if (source / "tokenizer_config.json").is_file():
         config = read_json(source / "tokenizer_config.json")
         if config.get("tokenizer_class") == "TokenizersBackend":

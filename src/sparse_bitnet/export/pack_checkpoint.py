@@ -44,10 +44,7 @@ from sparse_bitnet.packing.tensor_writer import TensorFileWriter, TensorSpec
 from sparse_bitnet.packing.ternary import TableScales
 from sparse_bitnet.progress import OnProgress
 
-COPIED = (
-    *(*TOKENIZER_FILES, "chat_template*", "generation_config.json"),
-    *("LICENSE*", "1_Pooling/config.json"),
-)
+COPIED = (*TOKENIZER_FILES, "generation_config.json", "LICENSE*", "1_Pooling/config.json")
 """Files beside the weights that belong to the model."""
 
 

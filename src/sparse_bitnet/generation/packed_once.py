@@ -10,7 +10,7 @@ from filelock import FileLock
 from sparse_bitnet import __version__
 from sparse_bitnet.checkpoint.checkpoint import StoredModel
 from sparse_bitnet.checkpoint.locate import resolve_checkpoint
-from sparse_bitnet.checkpoint.model_folder import CONFIG_FILE, HUB_FILES
+from sparse_bitnet.checkpoint.model_folder import CONFIG_FILE, HUB_FILES, TOKENIZER_FILES
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
 from sparse_bitnet.engine.architecture import read_architecture
 from sparse_bitnet.engine.engine_options import EngineOptions
@@ -59,7 +59,7 @@ def _suits_cpu(found: StoredModel, options: EngineOptions) -> bool:
 
 def _target(path: Path) -> Path:
     """The folder in the cache, another one whenever the files change."""
-    patterns = (*HUB_FILES, "1_Pooling/config.json")
+    patterns = (*HUB_FILES, *TOKENIZER_FILES, "1_Pooling/config.json")
     found = {file for pattern in patterns for file in path.glob(pattern)}
     files = [path] if path.is_file() else sorted(found)
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
