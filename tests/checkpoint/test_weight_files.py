@@ -45,6 +45,20 @@ def test_tensors_of_several_files(tmp_path: Path, has_index: bool) -> None:
         files.read("d")
 
 
+def test_what_has_not_changed_is_compared_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, table = tmp_path / "model.safetensors", TENSORS["a"]
+    reads = []
+    read = WeightFiles.read
+    monkeypatch.setattr(WeightFiles, "read", lambda *args: (reads.append(args), read(*args))[1])
+    for second, count in ((table, 2), (table, 2), (-table, 4)):
+        if second is not table or not reads:
+            save_file({"a": table, "b": second.clone()}, path)
+        assert WeightFiles.in_folder(tmp_path).equal("a", "b") is (second is table)
+        assert len(reads) == count
+
+
 def test_incomplete_and_damaged_folders(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds no model\*\.safetensors"):
         WeightFiles.in_folder(tmp_path)

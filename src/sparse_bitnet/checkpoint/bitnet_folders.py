@@ -47,11 +47,9 @@ def read(found: StoredModel) -> Checkpoint:
     return _open_bitnet(found, files.renamed(new_name))
 
 
-def has_linear_norms(folder: Path) -> bool:
+def has_linear_norms(files: WeightFiles | None) -> bool:
     """Whether the layers of a folder of other tools have norms of their own (BitNet-embedding)."""
-    if not any(folder.glob("model*.safetensors")):
-        return False
-    return any(_IS_LINEAR_NORM(name) for name in WeightFiles.in_folder(folder).shapes)
+    return files is not None and any(map(_IS_LINEAR_NORM, files.shapes))
 
 
 _RENAMED = {

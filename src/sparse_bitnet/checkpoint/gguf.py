@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -32,10 +31,6 @@ from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.packing.ternary import TernaryWeight, ternary_of_floats, with_fewest_scales
 from sparse_bitnet.pattern import NMPattern
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-
 _TABLES = ("model.embed_tokens", "lm_head")
 _SCALES = ("scale", "weight_scale")
 """Ends of tensors that multiply a whole matrix, beside it."""
@@ -49,11 +44,6 @@ def find_gguf(path: Path) -> StoredModel:
     Raises `UserError` for a damaged file and for an architecture or a tensor that is not covered.
     """
     config = _Opened(path).config
-
-    @functools.cache
-    def model() -> "PreTrainedModel":
-        return skeleton(config, path)
-
     return StoredModel(
         name=str(path),
         folder=path,
@@ -61,7 +51,7 @@ def find_gguf(path: Path) -> StoredModel:
         reader="gguf",
         config=config,
         entry={},
-        model=model,
+        model=functools.cache(partial(skeleton, config, path)),
     )
 
 

@@ -3,17 +3,16 @@
 
 import functools
 import importlib
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint, StoredModel
+from sparse_bitnet.checkpoint.load import skeleton
 from sparse_bitnet.checkpoint.locate import resolve_checkpoint
 from sparse_bitnet.checkpoint.model_folder import CONFIG_FILE, open_folder
+from sparse_bitnet.checkpoint.weight_files import WeightFiles
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.packing.metadata import QUANT_METHOD
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _READERS = {
     "sparse_bitnet": ("trained", "trained"),
@@ -44,6 +43,10 @@ def find_checkpoint(path: str | Path) -> StoredModel:
     folder, config, entry = open_folder(name)
     method = entry.get("quant_method")
     kind, reader = _DENSE if method is None else _READERS.get(str(method), _UNKNOWN)
+    is_tied = config.get("tie_word_embeddings") is not False
+    files = None
+    if kind == "dense" or (is_tied and kind not in ("packed", "unknown")):
+        files = WeightFiles.if_any(folder)
     if method is None:
         from sparse_bitnet.checkpoint.bitnet_folders import has_linear_norms
         from sparse_bitnet.checkpoint.ternary_folders import found_ternary
@@ -51,32 +54,26 @@ def find_checkpoint(path: str | Path) -> StoredModel:
         if "BitnetForCausalLM" in (config.get("architectures") or ()):
             # The first published form of BitNet b1.58.
             config = {**config, "model_type": "bitnet", "architectures": ["BitNetForCausalLM"]}
-        if (ternary := found_ternary(folder, config)) is not None:
+        if (ternary := found_ternary(config, files)) is not None:
             config, kind, reader = ternary, "foreign", "ternary_folders"
-        elif config.get("model_type") == "bitnet" or has_linear_norms(folder):
+        elif config.get("model_type") == "bitnet" or has_linear_norms(files):
             kind, reader = _READERS["bitnet"]
-    if kind not in ("packed", "unknown") and _has_own_head(config, folder):
+    if is_tied and files is not None and _has_own_head(files):
         config = {**config, "tie_word_embeddings": False}
-
-    @functools.cache
-    def model() -> "PreTrainedModel":
-        from sparse_bitnet.checkpoint.load import skeleton
-
-        return skeleton(config, folder)
-
     return StoredModel(
-        name=name, folder=folder, kind=kind, reader=reader, config=config, entry=entry, model=model
+        name=name,
+        folder=folder,
+        kind=kind,
+        reader=reader,
+        config=config,
+        entry=entry,
+        model=functools.cache(partial(skeleton, config, folder)),
     )
 
 
-def _has_own_head(config: dict[str, Any], folder: Path) -> bool:
+def _has_own_head(files: WeightFiles) -> bool:
     """Whether the files hold a head with other values than the embedding to which the config ties it:
     transformers then leaves the two apart."""
-    from sparse_bitnet.checkpoint.weight_files import WeightFiles
-
-    if config.get("tie_word_embeddings") is False or not any(folder.glob("model*.safetensors")):
-        return False
-    files = WeightFiles.in_folder(folder)
     tables = [name for name in files.shapes if name.endswith(_TABLES)]
     return len(tables) == 2 and not files.equal(*tables)
 

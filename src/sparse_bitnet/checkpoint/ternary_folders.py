@@ -5,7 +5,6 @@ Floats of which each run of a row holds 0 and +s and -s (TriLM, BitCPM, dequanti
 refused. MLX with two bits a weight, in which ternary models are published too.
 """
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ _LOOKED_AT = 64
 """Rows of a matrix that tell whether it is ternary."""
 
 
-def found_ternary(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:
+def found_ternary(config: dict[str, Any], files: WeightFiles | None) -> dict[str, Any] | None:
     """The config.json of the model that a folder without quantization_config holds, if it is ternary;
     None where it is not. Of floats the first rows of the first matrix of a block are looked at."""
     entry = config.get(_MLX_ENTRY)
@@ -33,9 +32,8 @@ def found_ternary(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None
         if entry.get("bits") != 2:
             return None
         return {key: value for key, value in config.items() if key != _MLX_ENTRY}
-    if not any(folder.glob("model*.safetensors")):
+    if files is None:
         return None
-    files = WeightFiles.in_folder(folder)
     first = next((name for name in sorted(files.shapes) if name.endswith("proj.weight")), None)
     return config if first is not None and _looks_ternary(files, first) else None
 

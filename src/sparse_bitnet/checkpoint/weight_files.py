@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 _COMPARED_ROWS = 4096
 """At a time."""
+_EQUAL: dict[tuple[Any, ...], bool] = {}
+"""Two names and the state of their files -> whether they are equal."""
 
 
 class WeightFiles:
@@ -54,6 +56,11 @@ class WeightFiles:
         """
         return cls(_paths(folder))
 
+    @classmethod
+    def if_any(cls, folder: Path) -> "WeightFiles | None":
+        """The same; None for a folder that holds no model*.safetensors."""
+        return cls.in_folder(folder) if any(folder.glob("model*.safetensors")) else None
+
     def renamed(self, new: Callable[[str], str]) -> "WeightFiles":
         """The same tensors under other names."""
         found = copy.copy(self)
@@ -75,15 +82,25 @@ class WeightFiles:
             return file.get_tensor(stored) if part is None else file.get_slice(stored)[part]
 
     def equal(self, first: str, second: str) -> bool:
-        """Whether two names are matrices of the same bytes."""
+        """Whether two names are matrices of the same bytes. Files that have not changed since are not
+        compared again."""
         import torch
 
         shape = self.shapes[first]
         if len(shape) != 2 or shape != self.shapes[second]:
             return False
-        parts = (slice(at, at + _COMPARED_ROWS) for at in range(0, shape[0], _COMPARED_ROWS))
-        pairs = ((self.read(first, part), self.read(second, part)) for part in parts)
-        return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+        files = ((path := self._paths[name], path.stat()) for name in (first, second))
+        states = (
+            (path.absolute(), stat.st_ino, stat.st_size, stat.st_mtime_ns) for path, stat in files
+        )
+        key = (first, second, *states)
+        if key not in _EQUAL:
+            parts = (slice(at, at + _COMPARED_ROWS) for at in range(0, shape[0], _COMPARED_ROWS))
+            pairs = ((self.read(first, part), self.read(second, part)) for part in parts)
+            _EQUAL[key] = all(
+                torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs
+            )
+        return _EQUAL[key]
 
 
 @contextmanager
