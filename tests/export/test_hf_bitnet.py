@@ -14,9 +14,9 @@ from factories import tiny_model
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.export import hf_bitnet
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
+from sparse_bitnet.export.folder_formats import FOLDER_FORMATS
 from sparse_bitnet.nn.convert import convert_
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.packing.two_bits import pack_row_planes, unpack_row_planes
@@ -43,7 +43,7 @@ def test_rows_that_do_not_divide_are_refused_by_name(source: Checkpoint) -> None
     name = "model.layers.0.mlp.up_proj"
     other = dataclasses.replace(source, layers=source.layers | {name: (190, 64)})
     with pytest.raises(UserError, match=rf"layer {name} has 190 rows.*compressed-tensors-w8a8"):
-        hf_bitnet.check(other)
+        FOLDER_FORMATS["bitnet"].check(other)
 
 
 @pytest.mark.parametrize(("embeddings", "bound"), [("f32", 2e-5), ("bf16", 0.02)])

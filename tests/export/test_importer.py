@@ -60,6 +60,15 @@ def test_masters_of_a_large_matrix(random_codes) -> None:
     assert selection.weight_scale == ternary.weight_scale
 
 
+def test_of_a_remembered_format_the_pattern_counts(checkpoint: Path, tmp_path: Path) -> None:
+    """What its training registered, readers need not have."""
+    export(checkpoint, tmp_path / "out", ExportConfig(format="bitnet"))
+    path = tmp_path / "out" / "config.json"
+    config = json.loads(path.read_text()) | {"sparse_bitnet_format": "ternary-6:8,quantizer=mine"}
+    path.write_text(json.dumps(config))
+    assert open_checkpoint(tmp_path / "out").format == SparseBitConfig(pattern=NMPattern(6, 8))
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_exports_come_back(checkpoint: Path, tmp_path: Path, format: str) -> None:
     export(checkpoint, tmp_path / "out", ExportConfig(format=format, embeddings="f32"))

@@ -17,7 +17,7 @@ from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
-from sparse_bitnet.export.hf_folder import require_ternary_int8
+from sparse_bitnet.export.folder_formats import require_ternary_int8
 from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.nn.layer import SparseBitConfig
 

@@ -235,7 +235,7 @@ def test_what_cannot_be_packed(trained: Trained, tmp_path: Path) -> None:
 def test_existing_folders_are_not_touched(trained: Trained, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match="exists and is not an empty folder"):
+    with pytest.raises(UserError, match="exists already; choose another folder"):
         pack_checkpoint(trained(), tmp_path / "out")
     assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
     (tmp_path / "empty").mkdir()

@@ -16,6 +16,7 @@ from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.packing.metadata import PackedMetadata
 from sparse_bitnet.packing.tensor_file import TensorFile
 from sparse_bitnet.packing.ternary import TernaryWeight
+from sparse_bitnet.pattern import NMPattern
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -148,6 +149,17 @@ class Checkpoint(StoredModel):
         if self.selection is None or self.master is None:
             return self.ternary(layer).values()
         return self.selection(layer).effective(self.master(layer).float())
+
+
+def exported_format(remembered: object) -> SparseBitConfig:
+    """Of another tool's checkpoint: ternary, and dense unless it is an export of ours, which remembers
+    the format of its training."""
+    pattern = NMPattern(8, 8)
+    if isinstance(remembered, str):
+        # Ablations, which may not be registered here, change how masters give codes: those of an import
+        # are plain.
+        pattern = SparseBitConfig.parse(remembered.partition(",")[0]).pattern
+    return SparseBitConfig(pattern=pattern)
 
 
 def embedding_weights(model: Any) -> list[str]:

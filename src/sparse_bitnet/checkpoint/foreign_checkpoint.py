@@ -6,13 +6,16 @@ from typing import Any
 
 from torch import Tensor
 
-from sparse_bitnet.checkpoint.checkpoint import Checkpoint, StoredModel, stored_tensors
+from sparse_bitnet.checkpoint.checkpoint import (
+    Checkpoint,
+    StoredModel,
+    exported_format,
+    stored_tensors,
+)
 from sparse_bitnet.checkpoint.model_folder import EXPORTED_FORMAT
 from sparse_bitnet.checkpoint.weight_files import WeightFiles
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.packing.ternary import TernaryWeight
-from sparse_bitnet.pattern import NMPattern
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _COMPUTED = ".rotary_emb.inv_freq"
@@ -110,19 +113,9 @@ def opened(
     return Checkpoint(
         **vars(found),
         tool=tool,
-        format=_format(found.config),
+        format=exported_format(found.config.get(EXPORTED_FORMAT)),
         layers=layers,
         others={name: shapes[name] for name in others},
         dtypes={name: files.dtypes[name] for name in others},
         **readers,
     )
-
-
-def _format(config: dict[str, Any]) -> SparseBitConfig:
-    """Ternary, and dense unless it is an export of ours, which remembers its pattern."""
-    remembered = config.get(EXPORTED_FORMAT)
-    pattern = NMPattern(8, 8)
-    if isinstance(remembered, str):
-        # Ablations change how masters give codes; the masters of an import are plain.
-        pattern = SparseBitConfig.parse(remembered).pattern
-    return SparseBitConfig(pattern=pattern)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sparse_bitnet.checkpoint.checkpoint import Checkpoint, StoredModel
+from sparse_bitnet.checkpoint.checkpoint import Checkpoint, StoredModel, exported_format
 from sparse_bitnet.checkpoint.gguf_architectures import TOP
 from sparse_bitnet.checkpoint.gguf_config import (
     FORMAT,
@@ -27,9 +27,7 @@ from sparse_bitnet.checkpoint.gguf_file import GgufFile
 from sparse_bitnet.checkpoint.gguf_tokenizer import write_tokenizer
 from sparse_bitnet.checkpoint.load import skeleton
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.packing.ternary import TernaryWeight, ternary_of_floats, with_fewest_scales
-from sparse_bitnet.pattern import NMPattern
 
 _TABLES = ("model.embed_tokens", "lm_head")
 _SCALES = ("scale", "weight_scale")
@@ -119,7 +117,7 @@ class _Opened:
         return _GgufCheckpoint(
             **vars(found),
             tool=f"GGUF {'/'.join(sorted(kinds))}",
-            format=self._format(),
+            format=exported_format(self.file.metadata.get(FORMAT)),
             layers=layers,
             others=others,
             dtypes=dict.fromkeys(others, "F32"),
@@ -169,13 +167,6 @@ class _Opened:
     def _floats(self, stored: str, part: slice = slice(None)) -> np.ndarray:
         values, factor = self.file.floats(stored, part), self._factor(stored)
         return values if factor == 1 else values * factor
-
-    def _format(self) -> SparseBitConfig:
-        """Dense, unless it is an export of ours, which remembers its pattern."""
-        remembered = self.file.metadata.get(FORMAT)
-        if isinstance(remembered, str):
-            return SparseBitConfig(pattern=SparseBitConfig.parse(remembered).pattern)
-        return SparseBitConfig(pattern=NMPattern(8, 8))
 
     def ternary(self, layer: str) -> TernaryWeight:
         found = self._stored_ternary(layer)

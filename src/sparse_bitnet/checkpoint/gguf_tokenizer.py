@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sparse_bitnet.checkpoint.model_folder import write_json
 from sparse_bitnet.errors import UserError, reason_of
 
 if TYPE_CHECKING:
@@ -113,12 +114,9 @@ def write_tokenizer(metadata: dict[str, Any], path: Path, folder: Path) -> None:
         config["chat_template"] = template
     ids = (fields.get(f"{name}_token_id") for name in ("eos", "eot", "eom"))
     ends = {index for index in ids if type(index) is int and 0 <= index < len(tokens)}
-    for name, content in (
-        ("tokenizer_config.json", config),
-        ("generation_config.json", {"eos_token_id": sorted(ends)} if ends else None),
-    ):
-        if content is not None:
-            (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    write_json(folder / "tokenizer_config.json", config)
+    if ends:
+        write_json(folder / "generation_config.json", {"eos_token_id": sorted(ends)})
 
 
 def read_tokenizer(fields: dict[str, Any], where: str) -> "Tokenizer":

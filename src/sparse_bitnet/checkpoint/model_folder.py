@@ -92,6 +92,11 @@ def read_json_if_there(path: Path) -> dict[str, Any]:
     return read_json(path) if os.path.lexists(path) else {}
 
 
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Indented, sorted as given, with a newline at the end."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 def read_small(path: Path) -> bytes:
     """A whole file that holds no weights. Raises `UserError` where it is missing or none to read."""
     try:

@@ -5,13 +5,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sparse_bitnet.packing.tensor_file import ITEM_BYTES
 from sparse_bitnet.packing.tensor_writer import TensorFileWriter, TensorSpec
 from sparse_bitnet.progress import OnProgress
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -22,6 +23,19 @@ class DeferredTensors:
     specs: tuple[TensorSpec, ...]
     make: "Callable[[], Sequence[Tensor]]"
     """Returns tensors in the order and of the types and shapes of `specs`."""
+
+
+def deferred(
+    name: str, dtype: "torch.dtype", shape: tuple[int, ...], read: Callable[[], Any]
+) -> DeferredTensors:
+    """One tensor: what `read` returns, a tensor or an array, cast to `dtype`."""
+
+    def make() -> "Sequence[Tensor]":
+        import torch
+
+        return (torch.as_tensor(read()).to(dtype),)
+
+    return DeferredTensors((TensorSpec(name, dtype, shape),), make)
 
 
 def write_safetensors(

@@ -5,10 +5,8 @@ Everything that can be refused from names and shapes is refused before the first
 files appear under their name when all of them are complete.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,52 +14,18 @@ from sparse_bitnet.checkpoint.checkpoint import Checkpoint, stored_tensors
 from sparse_bitnet.checkpoint.model_folder import LINEAR_NORMS
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.export import compressed_tensors, dense, gguf_export, hf_bitnet
-from sparse_bitnet.export.deferred import DeferredTensors
+from sparse_bitnet.export import gguf_export
 from sparse_bitnet.export.export_config import ExportConfig
+from sparse_bitnet.export.folder_formats import DENSE_WARNING, FOLDER_FORMATS
 from sparse_bitnet.export.hf_folder import check_new_folder, write_folder
 from sparse_bitnet.export.model_card import gguf_file_name, model_card
 from sparse_bitnet.export.readers import absent_reader
 from sparse_bitnet.export.verify import Verification, verify
 from sparse_bitnet.files import atomic_folder, write_atomic
 from sparse_bitnet.packing.gguf_blocks import BLOCK_TYPES, BlockType
-from sparse_bitnet.packing.two_bits import W2A8, W8A8
 from sparse_bitnet.progress import OnProgress
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-
-
-@dataclass(frozen=True, kw_only=True)
-class FolderFormat:
-    """A format that is a Hugging Face folder."""
-
-    check: Callable[[Checkpoint], None]
-    plan: Callable[[Checkpoint, torch.dtype], list[DeferredTensors]]
-    quantization_config: Callable[[Checkpoint], dict[str, Any] | None]
-
-
-FOLDER_FORMATS: dict[str, FolderFormat] = {
-    "bitnet": FolderFormat(
-        check=hf_bitnet.check,
-        plan=hf_bitnet.plan,
-        quantization_config=hf_bitnet.quantization_config,
-    ),
-    "compressed-tensors-w2a8": FolderFormat(
-        check=compressed_tensors.check,
-        plan=compressed_tensors.plan_w2a8,
-        quantization_config=lambda source: compressed_tensors.quantization_config(source, W2A8, 2),
-    ),
-    "compressed-tensors-w8a8": FolderFormat(
-        check=compressed_tensors.check,
-        plan=compressed_tensors.plan_w8a8,
-        quantization_config=lambda source: compressed_tensors.quantization_config(source, W8A8, 8),
-    ),
-    "dense": FolderFormat(
-        check=lambda source: None,
-        plan=dense.plan,
-        quantization_config=lambda source: None,
-    ),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +146,7 @@ def _card(source: Checkpoint, config: ExportConfig, verification: Verification |
 def _warning(source: Checkpoint, config: ExportConfig) -> str | None:
     if config.format in FOLDER_FORMATS:
         is_plain = config.format == "dense" and source.format.weight == "ternary"
-        return dense.WARNING if is_plain else None
+        return DENSE_WARNING if is_plain else None
     return gguf_export.notes(source, _block(config))
 
 

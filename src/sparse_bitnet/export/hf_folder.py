@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A complete Hugging Face model folder: config, weights, tokenizer, generation config, model card."""
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
+from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.checkpoint.model_folder import (
     CONFIG_FILE,
     EXPORTED_FORMAT,
@@ -15,42 +15,26 @@ from sparse_bitnet.checkpoint.model_folder import (
     copy_files,
     read_json,
     read_json_if_there,
+    write_json,
 )
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.export.deferred import DeferredTensors, write_safetensors
 from sparse_bitnet.files import atomic_folder
-from sparse_bitnet.packing.tensor_writer import TensorSpec
 from sparse_bitnet.progress import OnProgress
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
-
-LayerTensors = Callable[[str, tuple[int, int]], DeferredTensors]
-"""(layer name, [out_features, in_features]) -> what stands for the layer's weight."""
 
 
 def check_new_folder(out: str | Path) -> Path:
     """`out` as a path. Raises `UserError` when something is there: an export replaces nothing."""
     out = Path(out)
     if out.suffix == ".gguf":
-        raise UserError(f"{out}: give a folder, which gets the .gguf file and a model card")
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError(f"{out} exists already; choose another folder or remove it")
+        raise UserError(f"{out}: give a folder; one of such a name would be taken for a GGUF file")
+    with os_errors_as(f"cannot write {out}"):
+        if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+            raise UserError(f"{out} exists already; choose another folder or remove it")
     return out
-
-
-def require_ternary_int8(source: Checkpoint, target: str) -> None:
-    """Raise `UserError` unless the model computes as `target` does: ternary x int8."""
-    if source.format.weight != "ternary":
-        raise UserError(
-            f"{source.folder} is {source.format}: {target} holds ternary weights; use --format dense"
-        )
-    if source.format.activation != "int8":
-        raise UserError(
-            f"{source.folder} was trained without int8 activations ({source.format}), with which every "
-            f"reader of {target} computes; use --format dense"
-        )
 
 
 def scale_groups(source: Checkpoint) -> dict[str, int]:
@@ -61,36 +45,6 @@ def scale_groups(source: Checkpoint) -> dict[str, int]:
         shape = (stored or source.ternary(name).weight_scale).shape
         groups[name] = 0 if prod(shape) == 1 else columns // shape[-1]
     return groups
-
-
-def refuse_groups(source: Checkpoint, target: str, rows: bool) -> None:
-    """Raise `UserError` for more scales than one a matrix, or with `rows` than one a row."""
-    for name, group in scale_groups(source).items():
-        if group and not (rows and group == source.layers[name][1]):
-            what = "row" if rows else "matrix"
-            raise UserError(
-                f"layer {name} has a scale for every {group} weights of a row, {target} one for a "
-                f"{what}; use --format dense, or `sparse-bitnet pack`"
-            )
-
-
-def plan_tensors(
-    source: Checkpoint, dtype: "torch.dtype", layer_tensors: LayerTensors
-) -> Iterator[DeferredTensors]:
-    """Every tensor of the export: sparse layers by `layer_tensors`, the rest cast to `dtype`."""
-    for layer, sizes in source.layers.items():
-        yield layer_tensors(layer, sizes)
-    for name, shape in source.others.items():
-        yield _cast(source, name, shape, dtype)
-
-
-def _cast(
-    source: Checkpoint, name: str, shape: tuple[int, ...], dtype: "torch.dtype"
-) -> DeferredTensors:
-    def make() -> "Sequence[Tensor]":
-        return (source.read(name).to(dtype),)
-
-    return DeferredTensors((TensorSpec(name, dtype, shape),), make)
 
 
 def write_folder(
@@ -147,7 +101,8 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 def write_generation_config(source: Path, folder: Path) -> None:
     """Copy generation_config.json, naming the end tokens where it names none."""
     config = read_json_if_there(source / "generation_config.json")
-    end = end_token_id(source)
+    has_tokenizer = (source / "tokenizer.json").is_file()
+    end = load_tokenizer(source).eos_token_id if has_tokenizer else None
     if config.get("eos_token_id") is None and end is not None:
         ends = stored_ends(source)
         config |= {"eos_token_id": end if ends is None else ends, "pad_token_id": end}
@@ -161,17 +116,3 @@ def stored_ends(folder: Path) -> Any:
         if (ends := read_json_if_there(folder / name).get("eos_token_id")) is not None:
             return ends
     return None
-
-
-def end_token_id(folder: Path) -> int | None:
-    """Id of the tokenizer's end-of-text token; None without a tokenizer."""
-    from sparse_bitnet.checkpoint.load import load_tokenizer
-
-    if not (folder / "tokenizer.json").is_file():
-        return None
-    return load_tokenizer(folder).eos_token_id
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Indented, sorted as given, with a newline at the end."""
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -17,16 +17,15 @@ import torch
 from torch import Tensor
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
-from sparse_bitnet.checkpoint.model_folder import LINEAR_NORMS
+from sparse_bitnet.checkpoint.model_folder import LINEAR_NORMS, write_json
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.export.deferred import DeferredTensors, write_safetensors
-from sparse_bitnet.export.hf_folder import plain_config, write_json
+from sparse_bitnet.export.deferred import DeferredTensors, deferred, write_safetensors
+from sparse_bitnet.export.hf_folder import plain_config
 from sparse_bitnet.files import atomic_folder
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.nn.convert import FORMAT_VERSION
 from sparse_bitnet.nn.selection import select
 from sparse_bitnet.packing.formats import SCALE_FLOOR
-from sparse_bitnet.packing.tensor_writer import TensorSpec
 from sparse_bitnet.packing.ternary import TernaryWeight
 from sparse_bitnet.progress import OnProgress
 
@@ -68,15 +67,10 @@ def _config(foreign: Checkpoint, format: SparseBitConfig) -> dict[str, Any]:
 
 def _plan(foreign: Checkpoint, format: SparseBitConfig) -> Iterator[DeferredTensors]:
     for layer, sizes in foreign.layers.items():
-        yield _deferred(f"{layer}.weight", sizes, partial(_master, foreign, layer, format))
+        read = partial(_master, foreign, layer, format)
+        yield deferred(f"{layer}.weight", torch.float32, sizes, read)
     for name, shape in foreign.others.items():
-        yield _deferred(name, shape, partial(foreign.read, name))
-
-
-def _deferred(name: str, shape: tuple[int, ...], read: Callable[[], Any]) -> DeferredTensors:
-    return DeferredTensors(
-        (TensorSpec(name, torch.float32, shape),), lambda: (torch.as_tensor(read()).float(),)
-    )
+        yield deferred(name, torch.float32, shape, partial(foreign.read, name))
 
 
 def _master(foreign: Checkpoint, layer: str, format: SparseBitConfig) -> Tensor:

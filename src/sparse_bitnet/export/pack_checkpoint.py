@@ -27,6 +27,7 @@ from sparse_bitnet.checkpoint.model_folder import TOKENIZER_FILES, copy_files, r
 from sparse_bitnet.checkpoint.open_checkpoint import open_ternary
 from sparse_bitnet.checkpoint.packed import MODEL_FILE
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.export.hf_folder import check_new_folder
 from sparse_bitnet.export.packed_tables import table_specs, ternary_tables, write_table
 from sparse_bitnet.files import atomic_folder
 from sparse_bitnet.layer_config import SparseBitConfig
@@ -96,9 +97,7 @@ def pack_checkpoint(
         raise UserError(f"embeddings {embeddings!r}: choose one of auto, {', '.join(EMBEDDINGS)}")
     if format != "auto":
         check_format(format)
-    out = Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists and is not an empty folder: choose another one or remove it")
+    out = check_new_folder(out)
     checkpoint = source if isinstance(source, Checkpoint) else open_ternary(source)
     tables = ternary_tables(checkpoint, embeddings)
     if embeddings == "auto":
