@@ -70,6 +70,11 @@ def test_missing_folders_are_refused_without_asking_the_hub(name, tmp_path, monk
         resolve_checkpoint(name)
 
 
+def test_a_name_longer_than_any_is_one_line():
+    with pytest.raises(UserError, match=r"cannot read namename.*: File name too long"):
+        resolve_checkpoint("name" * 99)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [(None, "neither a run folder"), ("{}", "neither a run folder"), ("not json", "is damaged")],

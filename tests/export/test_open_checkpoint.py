@@ -116,6 +116,11 @@ def test_a_packed_folder_is_the_same_source(
         assert difference <= tolerance * original.abs().max()
 
 
+def test_a_folder_may_be_named_as_a_file(checkpoint: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "model.gguf")
+    assert open_checkpoint(folder).kind == "trained"
+
+
 def test_full_precision_formats_have_effective_weights_only(make_checkpoint) -> None:
     source = open_checkpoint(make_checkpoint("full-2:4"))
     name = next(iter(source.layers))

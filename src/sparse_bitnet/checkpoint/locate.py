@@ -11,7 +11,7 @@ from sparse_bitnet.checkpoint.model_folder import (
     read_json_if_there,
 )
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, os_errors_as
 
 TRAINED_CONTEXT = "trained_context_length"
 """Key of a packed folder's config.json; other readers ignore it."""
@@ -27,26 +27,27 @@ def resolve_checkpoint(path_or_id: str | Path) -> str:
     Raises `UserError` for a folder that holds no model and for a path that does not exist.
     """
     path = Path(path_or_id)
-    if path.suffix == ".gguf" and path.is_file():
-        return str(path)
-    if (path / "final" / "config.json").is_file():
-        return str(path / "final")
-    found = list_checkpoints(path) or list_checkpoints(path.parent.parent)
-    named = [one for one in found if path in (one.path, one.path.parent.parent)]
-    if named:
-        from sparse_bitnet.checkpoint.consolidate import consolidated
+    with os_errors_as(f"cannot read {path}"):
+        if path.suffix == ".gguf" and path.is_file():
+            return str(path)
+        if (path / "final" / "config.json").is_file():
+            return str(path / "final")
+        found = list_checkpoints(path) or list_checkpoints(path.parent.parent)
+        named = [one for one in found if path in (one.path, one.path.parent.parent)]
+        if named:
+            from sparse_bitnet.checkpoint.consolidate import consolidated
 
-        return str(consolidated(named[-1]))
-    if _is_model_folder(path):
-        return str(path)
-    if path.exists():
-        raise UserError(
-            f"{path} is neither a run folder with a checkpoint nor a model folder (config.json)"
-        )
-    if is_hub_id(str(path_or_id)):
-        is_file = ".gguf" in path.name
-        return str(local_folder(path_or_id)) if is_file else str(path_or_id)
-    raise UserError(f"no such checkpoint: no folder {path_or_id} (hub models are OWNER/NAME)")
+            return str(consolidated(named[-1]))
+        if _is_model_folder(path):
+            return str(path)
+        if path.exists():
+            raise UserError(
+                f"{path} is neither a run folder with a checkpoint nor a model folder (config.json)"
+            )
+        if is_hub_id(str(path_or_id)):
+            is_file = ".gguf" in path.name
+            return str(local_folder(path_or_id)) if is_file else str(path_or_id)
+        raise UserError(f"no such checkpoint: no folder {path_or_id} (hub models are OWNER/NAME)")
 
 
 def _is_model_folder(path: Path) -> bool:

@@ -36,7 +36,7 @@ def find_checkpoint(path: str | Path) -> StoredModel:
     Raises `UserError` for what is not a model folder, and for one whose files are not to be read.
     """
     name = resolve_checkpoint(path)
-    if name.endswith(".gguf"):
+    if Path(name).is_file():
         from sparse_bitnet.checkpoint.gguf import find_gguf
 
         return find_gguf(Path(name))
