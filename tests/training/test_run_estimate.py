@@ -11,7 +11,7 @@ from sparse_bitnet.cli.plan import main
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import selected, sparse_layers
 from sparse_bitnet.nn.layer import SparseBitConfig
-from sparse_bitnet.ops.operands import pack_codes, unpack_codes
+from sparse_bitnet.packing.two_bits import pack_codes, unpack_codes
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import autocast
 from sparse_bitnet.training.footprint import activation_bytes, state_bytes

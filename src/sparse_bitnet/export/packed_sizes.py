@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sparse_bitnet.checkpoint.open_checkpoint import open_ternary
@@ -33,6 +32,7 @@ from sparse_bitnet.packing.formats import (
     nm_enum_states,
     row_bytes,
 )
+from sparse_bitnet.packing.two_bits import pack_codes
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.presets import find_preset
 from sparse_bitnet.progress import OnProgress
@@ -226,7 +226,5 @@ def _zstd_bytes(codes: Tensor) -> int:
     """Bytes of a zstd frame over four consecutive two-bit codes a byte."""
     import zstandard
 
-    digits = (codes.flatten() + 1).to(torch.uint8)
-    fours = F.pad(digits, (0, -len(digits) % 4), value=1).view(-1, 4)
-    plain = fours[:, 0] | fours[:, 1] << 2 | fours[:, 2] << 4 | fours[:, 3] << 6
+    plain = pack_codes(codes.reshape(1, -1))
     return len(zstandard.ZstdCompressor(level=3).compress(plain.numpy().data))

@@ -14,9 +14,9 @@ from torch.autograd.function import once_differentiable
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.ops.int8_linear import int8_linear, int8_linear_reference
-from sparse_bitnet.ops.operands import unpack_codes
 from sparse_bitnet.ops.quantize_int8 import quantize_int8
 from sparse_bitnet.ops.select_ternary import quantize_ternary
+from sparse_bitnet.packing.two_bits import unpack_codes
 
 
 def fake_quantize_ternary(weight: Tensor) -> Tensor:

@@ -29,9 +29,14 @@ def norm_quantize_reference(
     x: Tensor, weight: Tensor, epsilon: float, n: int, m: int
 ) -> tuple[Tensor, Tensor]:
     """What transformers and `quantize_int8` compute one after the other, in the same types."""
+    return quantize_in_order(rms_norm(x, weight, epsilon), n, m)
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """As transformers computes it: in float32, but for the product with `weight`."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
-    return quantize_in_order(weight * normed.to(x.dtype), n, m)
+    return weight * normed.to(x.dtype)
 
 
 define(

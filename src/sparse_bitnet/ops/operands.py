@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ops exchange: masks as one integer a group, ternary codes as two bits each, int8 tokens."""
+"""What the ops exchange: masks as one integer a group, int8 tokens."""
 
 import numpy as np
 import torch
@@ -68,24 +68,3 @@ def mask_flip_rate(previous: Tensor, current: Tensor) -> Tensor:
     """
     assert previous.shape == current.shape, (previous.shape, current.shape)
     return (previous ^ current).sum(dtype=torch.float64) / current.numel()
-
-
-def pack_codes(codes: Tensor) -> Tensor:
-    """Four codes a byte, the first in the lowest bits, each stored as code + 1.
-
-    Args:
-        codes: int8 [rows, in_features] in {-1, 0, 1}.
-
-    Returns uint8 [rows, ceil(in_features / 4)], for sending; files have `packing`'s formats.
-    """
-    rows, width = codes.shape
-    padded = torch.nn.functional.pad(codes + 1, (0, -width % 4)).to(torch.uint8)
-    lanes = padded.view(rows, -(-width // 4), 4)
-    return lanes[..., 0] | lanes[..., 1] << 2 | lanes[..., 2] << 4 | lanes[..., 3] << 6
-
-
-def unpack_codes(packed: Tensor, in_features: int) -> Tensor:
-    """Inverse of `pack_codes`: int8 [rows, in_features]."""
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=packed.device)
-    lanes = (packed.unsqueeze(-1) >> shifts) & 3
-    return lanes.flatten(-2)[..., :in_features].to(torch.int8) - 1

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from sparse_bitnet.ops.backends import define
+from sparse_bitnet.ops.norm_quantize import rms_norm
 
 
 def rope_cache(
@@ -54,9 +55,7 @@ def rope_cache_reference(
 
     def rotated(x: Tensor, norm: Tensor | None) -> Tensor:
         if norm is not None:
-            wide = x.float()
-            normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
-            x = norm * normed.to(x.dtype)
+            x = rms_norm(x, norm, epsilon)
         low, high = x.chunk(2, -1)
         return x * cos.unsqueeze(2) + torch.cat((-high, low), -1) * sin.unsqueeze(2)
 

@@ -68,6 +68,20 @@ def codes_of(nonzero: Bytes, negative: Bytes, in_features: int) -> np.ndarray:
     return codes
 
 
+def bits_of_words(words: np.ndarray, count: int) -> Bytes:
+    """uint64 [...] -> [..., count] of 0 and 1: the lowest bits of every word."""
+    as_bytes = words.astype("<u8", copy=False).view(np.uint8).reshape(*words.shape, 8)
+    return np.unpackbits(as_bytes, axis=-1, count=count, bitorder="little")
+
+
+def words_of_bits(bits: Bytes) -> np.ndarray:
+    """Inverse of `bits_of_words`."""
+    as_bytes = np.zeros((*bits.shape[:-1], 8), np.uint8)
+    packed = np.packbits(bits, axis=-1, bitorder="little")
+    as_bytes[..., : packed.shape[-1]] = packed
+    return as_bytes.view("<u8")[..., 0].astype(np.uint64)
+
+
 def in_chunks(bitmap: Bytes) -> Bytes:
     """[rows, bytes] -> [rows, chunks, 8], zeros added."""
     padding = -bitmap.shape[1] % CHUNK_BYTES

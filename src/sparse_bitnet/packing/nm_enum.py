@@ -5,7 +5,7 @@ from functools import cache
 
 import numpy as np
 
-from sparse_bitnet.packing.bitmaps import Bytes, DamagedBytes
+from sparse_bitnet.packing.bitmaps import Bytes, DamagedBytes, bits_of_words, words_of_bits
 from sparse_bitnet.packing.formats import (
     coded_pattern,
     nm_enum_bits,
@@ -60,22 +60,17 @@ def unpack_rows(packed: Bytes, pattern: NMPattern, in_features: int) -> np.ndarr
 def _word_bits(numbers: np.ndarray, coded: NMPattern, groups: int) -> Bytes:
     """Numbers [rows, words, groups] -> bits [rows, words, w]."""
     states = np.uint64(nm_enum_states(coded.m, coded.n))
-    word = numbers[:, :, -1].astype("<u8")
+    word = numbers[:, :, -1].astype(np.uint64)
     for i in range(groups - 2, -1, -1):
         word *= states
         word += numbers[:, :, i]
-    as_bytes = word.view(np.uint8).reshape(*word.shape, 8)
-    count = nm_enum_bits(coded, groups)
-    return np.unpackbits(as_bytes, axis=2, count=count, bitorder="little")
+    return bits_of_words(word, nm_enum_bits(coded, groups))
 
 
 def _split_words(bits: Bytes, coded: NMPattern, numbers: np.ndarray) -> None:
     """Bits [rows, words, w] -> `numbers` [rows, words, groups], in place."""
     states = np.uint64(nm_enum_states(coded.m, coded.n))
-    as_bytes = np.zeros((*bits.shape[:2], 8), np.uint8)
-    packed = np.packbits(bits, axis=2, bitorder="little")
-    as_bytes[:, :, : packed.shape[2]] = packed
-    word = as_bytes.view("<u8")[:, :, 0].astype(np.uint64)
+    word = words_of_bits(bits)
     for i in range(numbers.shape[2]):
         quotient = word // states
         numbers[:, :, i] = word - quotient * states

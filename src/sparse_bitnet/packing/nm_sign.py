@@ -6,7 +6,7 @@ from functools import cache
 
 import numpy as np
 
-from sparse_bitnet.packing.bitmaps import Bytes, DamagedBytes
+from sparse_bitnet.packing.bitmaps import Bytes, DamagedBytes, bits_of_words, words_of_bits
 from sparse_bitnet.packing.formats import (
     coded_pattern,
     nm_sign_group_bits,
@@ -22,15 +22,14 @@ def pack_rows(codes: np.ndarray, pattern: NMPattern) -> Bytes:
     rows, in_features = codes.shape
     place_bits, sets = nm_sign_place_bits(coded), _sets(coded)
     by_place = codes.reshape(rows, -1, coded.m)
-    groups = np.zeros(by_place.shape[:2], "<u8")
+    groups = np.zeros(by_place.shape[:2], np.uint64)
     rank = np.zeros(groups.shape, np.uint8)
     for place in range(coded.m):
         code = by_place[:, :, place]
         groups |= (code < 0).astype(np.uint64) << (rank + np.uint64(place_bits))
         rank += code != 0
         groups += np.where(code != 0, sets[place, rank], np.uint64(0))
-    as_bytes = groups.view(np.uint8).reshape(*groups.shape, 8)
-    bits = np.unpackbits(as_bytes, axis=2, count=nm_sign_group_bits(coded), bitorder="little")
+    bits = bits_of_words(groups, nm_sign_group_bits(coded))
     packed = np.packbits(bits.reshape(rows, -1), axis=1, bitorder="little")
     assert packed.shape[1] == nm_sign_row_bytes(coded, in_features)
     return packed
@@ -44,11 +43,7 @@ def unpack_rows(packed: Bytes, pattern: NMPattern, in_features: int) -> np.ndarr
     bits = np.unpackbits(packed, axis=1, bitorder="little")
     if bits[:, count * group_bits :].any():
         raise DamagedBytes("the padding of a row is not zero bits")
-    by_group = bits[:, : count * group_bits].reshape(len(packed), count, group_bits)
-    as_bytes = np.zeros((*by_group.shape[:2], 8), np.uint8)
-    gathered = np.packbits(by_group, axis=2, bitorder="little")
-    as_bytes[:, :, : gathered.shape[2]] = gathered
-    groups = as_bytes.view("<u8")[:, :, 0].astype(np.uint64)
+    groups = words_of_bits(bits[:, : count * group_bits].reshape(len(packed), count, group_bits))
     left = groups & np.uint64((1 << place_bits) - 1)
     if (left >= math.comb(coded.m, coded.n)).any():
         raise DamagedBytes("a group has places that no group has")
