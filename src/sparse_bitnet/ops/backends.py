@@ -13,7 +13,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from sparse_bitnet.pattern import MAX_GROUP
 
 if TYPE_CHECKING:
     from sparse_bitnet.ops.cpu import Kernels
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 CHOICES = ("auto", "reference", "cpu", "triton", "cusparselt")
 CPU_DTYPES = (torch.float32, torch.bfloat16)
@@ -141,14 +144,14 @@ def status() -> list[KernelStatus]:
 
 def define(
     schema: str,
-    reference: Callable[..., Any],
+    reference: Callable[Arguments, Result],
     fake: Callable[..., Any] | None,
     *,
     takes: Callable[..., bool] = lambda *arguments: True,
     cpu: bool = False,
     cuda: str | Callable[..., Any] = "",
     cuda_unavailable: Callable[[], str] = triton_unavailable,
-) -> None:
+) -> Callable[Arguments, Result]:
     """Register an op `torch.ops.sparse_bitnet.NAME` with all its implementations.
 
     Args:
@@ -159,6 +162,8 @@ def define(
         cpu: whether the compiled kernels have a method of this name.
         cuda: the kernel for CUDA tensors, or "module.function" of `ops.triton`, imported on first use.
         cuda_unavailable: why that kernel cannot run here, empty where it can.
+
+    Returns the op.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
@@ -182,6 +187,7 @@ def define(
             return on_its_device(_kernel(cuda) if isinstance(cuda, str) else cuda)(*arguments)
 
         _LIBRARY.impl(name, on_cuda, "CUDA")
+    return getattr(torch.ops.sparse_bitnet, name)
 
 
 @cache

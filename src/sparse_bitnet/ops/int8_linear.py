@@ -15,34 +15,6 @@ from sparse_bitnet.ops.backends import define
 _EXACT_IN_FLOAT32 = 1 << 17
 
 
-def int8_linear(
-    x_codes: Tensor,
-    activation_scale: Tensor,
-    codes: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    *,
-    ternary: bool = True,
-) -> Tensor:
-    """x_codes @ codes.T in int32, times activation_scale * weight_scale, plus bias, rounded to `dtype`.
-
-    Args:
-        x_codes: int8 [..., in_features].
-        activation_scale: float32 [..., 1].
-        codes: int8 [out_features, in_features].
-        weight_scale: float32, one value or [out_features].
-        bias: [out_features] or None.
-        dtype: of the output; all before it is float32.
-        ternary: codes are in {-1, 0, 1}; else any int8, as a head's are.
-
-    Returns [..., out_features]. No gradient flows.
-    """
-    return torch.ops.sparse_bitnet.int8_linear(
-        x_codes, activation_scale, codes, weight_scale, bias, dtype, ternary
-    )
-
-
 def int8_linear_reference(
     x_codes: Tensor,
     activation_scale: Tensor,
@@ -52,10 +24,21 @@ def int8_linear_reference(
     dtype: torch.dtype,
     ternary: bool = True,
 ) -> Tensor:
-    """`int8_linear` in plain PyTorch: what every kernel returns, bit for bit.
+    """x_codes @ codes.T in int32, times activation_scale * weight_scale, plus bias, rounded to `dtype`:
+    what every kernel returns, bit for bit.
 
-    Here `weight_scale` may also be [out_features, groups], one for each run of in_features / groups
-    weights: the runs are added up in ascending order, as csrc/packed_format.h has it.
+    Args:
+        x_codes: int8 [..., in_features].
+        activation_scale: float32 [..., 1].
+        codes: int8 [out_features, in_features].
+        weight_scale: float32, one value or [out_features]. Here, and not in kernels, also
+            [out_features, groups], one for each run of in_features / groups weights: the runs are added
+            up in ascending order, as csrc/packed_format.h has it.
+        bias: [out_features] or None.
+        dtype: of the output; all before it is float32.
+        ternary: codes are in {-1, 0, 1}; else any int8, as a head's are.
+
+    Returns [..., out_features]. No gradient flows.
     """
     # Not even float32 products may become bfloat16 ones here.
     with torch.autocast(x_codes.device.type, enabled=False):
@@ -101,7 +84,7 @@ def _fake(x_codes, activation_scale, codes, weight_scale, bias, dtype, ternary=T
     return torch.empty(shape, dtype=dtype, device=x_codes.device)
 
 
-define(
+int8_linear = define(
     "int8_linear(Tensor x_codes, Tensor activation_scale, Tensor codes, Tensor weight_scale, "
     "Tensor? bias, ScalarType dtype, bool ternary=True) -> Tensor",
     int8_linear_reference,

@@ -31,24 +31,10 @@ def pack_blocks(codes: Tensor) -> Tensor:
     return pack(whole, "i2", _ANY).to(codes.device)
 
 
-def packed_int8_linear(
-    x_codes: Tensor,
-    activation_scale: Tensor,
-    packed: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    """`int8_linear` of few tokens, with `packed` of `pack_blocks` in the place of the codes."""
-    return torch.ops.sparse_bitnet.packed_int8_linear(
-        x_codes, activation_scale, packed, weight_scale, bias, dtype
-    )
-
-
 def packed_int8_linear_reference(
     x_codes: Tensor, activation_scale: Tensor, packed: Tensor, *more: Any
 ) -> Tensor:
-    """`int8_linear` of the unpacked codes."""
+    """`int8_linear` of few tokens, with `packed` of `pack_blocks` in the place of the codes."""
     codes = unpack(packed, "i2", _ANY, (packed.shape[0], 4 * packed.shape[1])).to(x_codes.device)
     codes = codes[:, : x_codes.shape[-1]]
     return int8_linear_reference(x_codes, activation_scale, codes, *more)
@@ -58,7 +44,7 @@ def _fake(x_codes, activation_scale, packed, weight_scale, bias, dtype):
     return torch.empty((*x_codes.shape[:-1], packed.shape[0]), dtype=dtype, device=x_codes.device)
 
 
-define(
+packed_int8_linear = define(
     "packed_int8_linear(Tensor x_codes, Tensor activation_scale, Tensor packed, "
     "Tensor weight_scale, Tensor? bias, ScalarType dtype) -> Tensor",
     packed_int8_linear_reference,

@@ -8,34 +8,6 @@ from sparse_bitnet.ops.backends import define
 from sparse_bitnet.ops.norm_quantize import rms_norm
 
 
-def rope_cache(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    places: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    epsilon: float,
-) -> Tensor:
-    """Queries, rotated; rotated keys and the values go to their places in a cache.
-
-    Args:
-        qkv: float [sequences, tokens, (heads + 2 * kv_heads) * head_dim], all queries first.
-        cos, sin: of the same dtype, [sequences, tokens, head_dim], both halves alike.
-        places: int64 [sequences, tokens], where a token is written.
-        keys, values: contiguous [sequences, kv_heads, length, head_dim], written to.
-        q_norm, k_norm: weights of an RMSNorm of every query and key, [head_dim], both or neither.
-        epsilon: of these norms.
-
-    Returns [sequences, heads, tokens, head_dim].
-    """
-    return torch.ops.sparse_bitnet.rope_cache(
-        qkv, cos, sin, places, keys, values, q_norm, k_norm, epsilon
-    )
-
-
 def rope_cache_reference(
     qkv: Tensor,
     cos: Tensor,
@@ -47,7 +19,19 @@ def rope_cache_reference(
     k_norm: Tensor | None,
     epsilon: float,
 ) -> Tensor:
-    """What transformers computes for qwen2, qwen3 and llama, in the same types."""
+    """Queries, rotated; rotated keys and the values go to their places in a cache: what transformers
+    computes for qwen2, qwen3 and llama, in the same types.
+
+    Args:
+        qkv: float [sequences, tokens, (heads + 2 * kv_heads) * head_dim], all queries first.
+        cos, sin: of the same dtype, [sequences, tokens, head_dim], both halves alike.
+        places: int64 [sequences, tokens], where a token is written.
+        keys, values: contiguous [sequences, kv_heads, length, head_dim], written to.
+        q_norm, k_norm: weights of an RMSNorm of every query and key, [head_dim], both or neither.
+        epsilon: of these norms.
+
+    Returns [sequences, heads, tokens, head_dim].
+    """
     assert keys.is_contiguous()
     assert values.is_contiguous()
     heads = qkv.unflatten(-1, (-1, keys.shape[3]))
@@ -71,7 +55,7 @@ def _fake(qkv, cos, sin, places, keys, values, q_norm, k_norm, epsilon):
     return qkv.new_empty(sequences, heads, tokens, keys.shape[3])
 
 
-define(
+rope_cache = define(
     "rope_cache(Tensor qkv, Tensor cos, Tensor sin, Tensor places, Tensor(a!) keys, "
     "Tensor(b!) values, Tensor? q_norm, Tensor? k_norm, float epsilon) -> Tensor",
     rope_cache_reference,

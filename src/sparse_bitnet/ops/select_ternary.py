@@ -31,8 +31,10 @@ def quantize_ternary(weight: Tensor, weight_scale: Tensor | None = None) -> tupl
     return codes, scale
 
 
-def select_ternary(weight: Tensor, weight_scale: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
-    """Codes of the kept weights, zero elsewhere, and the mask.
+def select_ternary_reference(
+    weight: Tensor, weight_scale: Tensor, n: int, m: int
+) -> tuple[Tensor, Tensor]:
+    """Codes of the kept weights, zero elsewhere, and the mask: what every kernel returns, bit for bit.
 
     Args:
         weight: float [..., in_features], in_features a multiple of m.
@@ -41,23 +43,6 @@ def select_ternary(weight: Tensor, weight_scale: Tensor, n: int, m: int) -> tupl
 
     Returns (int8 codes, bool mask), both of the shape of `weight`.
     """
-    return torch.ops.sparse_bitnet.select_ternary(weight, weight_scale, n, m)
-
-
-def select_ternary_bits(
-    weight: Tensor, weight_scale: Tensor, n: int, m: int, previous: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes as of `select_ternary`, the mask as of `pack_mask`, and its flips against `previous`.
-
-    Returns (int8 codes, mask words, int64 scalar: 0 without `previous`).
-    """
-    return torch.ops.sparse_bitnet.select_ternary_bits(weight, weight_scale, n, m, previous)
-
-
-def select_ternary_reference(
-    weight: Tensor, weight_scale: Tensor, n: int, m: int
-) -> tuple[Tensor, Tensor]:
-    """`select_ternary` in plain PyTorch: what every kernel returns, bit for bit."""
     weight = weight.contiguous()
     mask = nm_mask_reference(weight, n, m)
     codes = (weight.float() / weight_scale).round().clamp(-1, 1).to(torch.int8)
@@ -67,7 +52,11 @@ def select_ternary_reference(
 def select_ternary_bits_reference(
     weight: Tensor, weight_scale: Tensor, n: int, m: int, previous: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`select_ternary_bits` of `select_ternary`, by whatever kernel that has."""
+    """Codes as of `select_ternary`, by whatever kernel that has, the mask as of `pack_mask`, and its
+    flips against `previous`.
+
+    Returns (int8 codes, mask words, int64 scalar: 0 without `previous`).
+    """
     codes, mask = select_ternary(weight, weight_scale, n, m)
     words = pack_mask(mask, m)
     flips = count_flips(words if previous is None else previous, words)
@@ -100,7 +89,7 @@ def _fake_bits(
     return codes, words, torch.empty((), dtype=torch.int64, device=weight.device)
 
 
-define(
+select_ternary = define(
     "select_ternary(Tensor weight, Tensor weight_scale, int n, int m) -> (Tensor codes, Tensor mask)",
     select_ternary_reference,
     _fake,
@@ -108,7 +97,7 @@ define(
     cpu=True,
     cuda="select.select_ternary",
 )
-define(
+select_ternary_bits = define(
     "select_ternary_bits(Tensor weight, Tensor weight_scale, int n, int m, Tensor? previous) -> "
     "(Tensor codes, Tensor mask_words, Tensor flips)",
     select_ternary_bits_reference,

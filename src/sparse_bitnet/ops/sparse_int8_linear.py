@@ -30,32 +30,18 @@ def compress_windows(expanded: Tensor) -> Tensor:
     return torch.ops.sparse_bitnet.compress_windows(F.pad(expanded, (0, 0, 0, -len(expanded) % 32)))
 
 
-def sparse_int8_linear(
-    x_codes: Tensor,
-    activation_scale: Tensor,
-    compressed: Tensor,
-    out_features: int,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    """`int8_linear` with a weight of `compress_windows`.
-
-    Args:
-        x_codes: int8 [..., K'] of `quantize_windows`.
-        compressed: the weight.
-        out_features: its rows without those that fill up.
-        activation_scale, weight_scale, bias, dtype: as `int8_linear` takes them.
-    """
-    return torch.ops.sparse_bitnet.sparse_int8_linear(
-        x_codes, activation_scale, compressed, out_features, weight_scale, bias, dtype
-    )
-
-
 def sparse_int8_linear_reference(
     x_codes: Tensor, activation_scale: Tensor, compressed: Tensor, out_features: int, *more: Any
 ) -> Tensor:
-    """With what the reference of `compress_windows` returns: the expanded codes themselves."""
+    """`int8_linear` with a weight of `compress_windows`, here the expanded codes themselves.
+
+    Args:
+        x_codes: int8 [..., K'] of `quantize_windows`.
+        activation_scale: as `int8_linear` takes it.
+        compressed: the weight.
+        out_features: its rows without those that fill up.
+        more: weight_scale, bias and dtype, as `int8_linear` takes them.
+    """
     return int8_linear_reference(x_codes, activation_scale, compressed[:out_features], *more)
 
 
@@ -122,7 +108,7 @@ define(
     cuda=lambda expanded: torch._cslt_compress(expanded.contiguous()),
     cuda_unavailable=cusparselt_unavailable,
 )
-define(
+sparse_int8_linear = define(
     "sparse_int8_linear(Tensor x_codes, Tensor activation_scale, Tensor compressed, "
     "int out_features, Tensor weight_scale, Tensor? bias, ScalarType dtype) -> Tensor",
     sparse_int8_linear_reference,
