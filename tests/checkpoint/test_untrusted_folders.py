@@ -14,8 +14,8 @@ import pytest
 
 from small_models import write_models
 from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
-from sparse_bitnet.checkpoint.locate import resolve_checkpoint
 from sparse_bitnet.checkpoint.model_folder import check_folder, file_inside, local_folder, read_json
+from sparse_bitnet.checkpoint.open_checkpoint import resolve_checkpoint
 from sparse_bitnet.cli.main import main
 from sparse_bitnet.data.preparation import prepare
 from sparse_bitnet.data.sources import parse_source

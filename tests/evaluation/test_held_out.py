@@ -7,8 +7,9 @@ import shutil
 import numpy as np
 import pytest
 
+from sparse_bitnet.checkpoint.checkpoint import trained_context_length
 from sparse_bitnet.checkpoint.load import load_tokenizer
-from sparse_bitnet.checkpoint.locate import resolve_checkpoint, trained_context_length
+from sparse_bitnet.checkpoint.open_checkpoint import resolve_checkpoint
 from sparse_bitnet.data.preparation import prepare
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.data.sources import parse_source

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from small_models import CHAT_TEMPLATE, write_models
-from sparse_bitnet.checkpoint.locate import resolve_checkpoint
 from sparse_bitnet.checkpoint.model_folder import local_folder
+from sparse_bitnet.checkpoint.open_checkpoint import resolve_checkpoint
 from sparse_bitnet.cli.main import main
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError

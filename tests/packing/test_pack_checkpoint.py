@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from sparse_bitnet.checkpoint import checkpoint as source_module
+from sparse_bitnet.checkpoint.checkpoint import trained_context_length
 from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
-from sparse_bitnet.checkpoint.locate import trained_context_length
 from sparse_bitnet.checkpoint.packed_loading import open_packed
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export import pack_checkpoint as checkpoint_module

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from factories import tiny_model
 from sparse_bitnet.checkpoint.consolidate import read_tensors
-from sparse_bitnet.checkpoint.locate import resolve_checkpoint
+from sparse_bitnet.checkpoint.open_checkpoint import resolve_checkpoint
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.checkpoint.store_path import StorePath
 from sparse_bitnet.errors import UserError

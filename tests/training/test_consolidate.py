@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from sparse_bitnet.checkpoint.checkpoint import trained_context_length
 from sparse_bitnet.checkpoint.load import from_pretrained
-from sparse_bitnet.checkpoint.locate import resolve_checkpoint, trained_context_length
+from sparse_bitnet.checkpoint.open_checkpoint import resolve_checkpoint
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.perplexity import evaluate

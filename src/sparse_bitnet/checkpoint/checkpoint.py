@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparse_bitnet.checkpoint.locate import trained_context_length
+from sparse_bitnet.checkpoint.model_folder import CONFIG_FILE, read_json_if_there
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.packing.metadata import PackedMetadata
 from sparse_bitnet.packing.tensor_file import TensorFile
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
     from sparse_bitnet.nn.selection import Selection
+
+TRAINED_CONTEXT = "trained_context_length"
+"""Key of a packed folder's config.json; other readers ignore it."""
 
 _PIECE_VALUES = 1 << 24
 """Values of an embedding read at a time."""
@@ -149,6 +152,21 @@ class Checkpoint(StoredModel):
         if self.selection is None or self.master is None:
             return self.ternary(layer).values()
         return self.selection(layer).effective(self.master(layer).float())
+
+
+def trained_context_length(checkpoint: str) -> int | None:
+    """The sequence length with which a checkpoint of ours was trained; None for any other."""
+    folder = Path(checkpoint)
+    places = (
+        (folder / "train_config.json", "sequence_length"),
+        (folder / CONFIG_FILE, TRAINED_CONTEXT),
+        (folder.parent / "config.json", "sequence_length"),
+    )
+    for path, key in places:
+        found = read_json_if_there(path).get(key)
+        if type(found) is int and found > 0:
+            return found
+    return None
 
 
 def exported_format(remembered: object) -> SparseBitConfig:

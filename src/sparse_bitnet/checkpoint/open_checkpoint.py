@@ -8,10 +8,16 @@ from pathlib import Path
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint, StoredModel
 from sparse_bitnet.checkpoint.load import skeleton
-from sparse_bitnet.checkpoint.locate import resolve_checkpoint
-from sparse_bitnet.checkpoint.model_folder import CONFIG_FILE, open_folder
+from sparse_bitnet.checkpoint.model_folder import (
+    CONFIG_FILE,
+    is_hub_id,
+    local_folder,
+    open_folder,
+    read_config,
+)
+from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.checkpoint.weight_files import WeightFiles
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.packing.metadata import QUANT_METHOD
 
 _READERS = {
@@ -25,6 +31,43 @@ _DENSE = ("dense", "trained")
 _UNKNOWN = ("unknown", "")
 _TABLES = ("lm_head.weight", "embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 """Ends of the names of a head and of the embedding to which it may be tied."""
+
+
+def resolve_checkpoint(path_or_id: str | Path) -> str:
+    """The folder (or hub id) to load for what a user names.
+
+    A run folder stands for its finished model `final`, before that for its latest checkpoint, which
+    is put together first if several processes wrote it; a folder with a config.json of transformers
+    for itself, and so does a .gguf file; OWNER/NAME that is not a local path for a model of the hub.
+
+    Raises `UserError` for a folder that holds no model and for a path that does not exist.
+    """
+    path = Path(path_or_id)
+    with os_errors_as(f"cannot read {path}"):
+        if path.suffix == ".gguf" and path.is_file():
+            return str(path)
+        if (path / "final" / "config.json").is_file():
+            return str(path / "final")
+        found = list_checkpoints(path) or list_checkpoints(path.parent.parent)
+        named = [one for one in found if path in (one.path, one.path.parent.parent)]
+        if named:
+            from sparse_bitnet.checkpoint.consolidate import consolidated
+
+            return str(consolidated(named[-1]))
+        if _is_model_folder(path):
+            return str(path)
+        if path.exists():
+            raise UserError(
+                f"{path} is neither a run folder with a checkpoint nor a model folder (config.json)"
+            )
+        if is_hub_id(str(path_or_id)):
+            is_file = ".gguf" in path.name
+            return str(local_folder(path_or_id)) if is_file else str(path_or_id)
+        raise UserError(f"no such checkpoint: no folder {path_or_id} (hub models are OWNER/NAME)")
+
+
+def _is_model_folder(path: Path) -> bool:
+    return (path / CONFIG_FILE).is_file() and "model_type" in read_config(path)
 
 
 def find_checkpoint(path: str | Path) -> StoredModel:

@@ -85,7 +85,7 @@ def perplexity_of_engine(
     checkpoint: str, config: EvaluateConfig, on_batch: OnProgress
 ) -> "Evaluation":
     """As `evaluation.perplexity.evaluate`."""
-    from sparse_bitnet.checkpoint.locate import trained_context_length
+    from sparse_bitnet.checkpoint.checkpoint import trained_context_length
     from sparse_bitnet.checkpoint.model_folder import quantization_entry, read_config
     from sparse_bitnet.engine.engine import Engine
     from sparse_bitnet.evaluation.held_out import DEFAULT_CONTEXT_LENGTH, read_held_out

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparse_bitnet.checkpoint.checkpoint import Checkpoint
-from sparse_bitnet.checkpoint.locate import TRAINED_CONTEXT
+from sparse_bitnet.checkpoint.checkpoint import TRAINED_CONTEXT, Checkpoint
 from sparse_bitnet.checkpoint.model_folder import TOKENIZER_FILES, copy_files, read_json_if_there
 from sparse_bitnet.checkpoint.open_checkpoint import open_ternary
 from sparse_bitnet.checkpoint.packed import MODEL_FILE

@@ -9,9 +9,8 @@ from filelock import FileLock
 
 from sparse_bitnet import __version__
 from sparse_bitnet.checkpoint.checkpoint import StoredModel
-from sparse_bitnet.checkpoint.locate import resolve_checkpoint
 from sparse_bitnet.checkpoint.model_folder import CONFIG_FILE, HUB_FILES, TOKENIZER_FILES
-from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
+from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, resolve_checkpoint
 from sparse_bitnet.engine.architecture import read_architecture
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import EngineLacks
