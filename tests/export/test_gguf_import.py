@@ -371,6 +371,10 @@ def test_files_that_are_not_ternary(tmp_path: Path) -> None:
             "1000 tokens, but rows of token_embd.weight for",
         ),
         (lambda w: w.add_uint64("qwen2.attention.key_length", 1 << 40), "not a size"),
+        (
+            lambda w: w.add_array("qwen2.attention.key_length", [7] * 999),
+            r"key_length is \[[7, ]{39}, not a positive number",
+        ),
     ],
 )
 def test_settings_that_would_be_dropped_are_refused(tmp_path: Path, add: Any, message: str) -> None:
@@ -444,6 +448,13 @@ def test_tokens_around_a_text_may_be_of_any_spelling(tmp_path: Path) -> None:
     metadata = {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
     write_tokenizer(metadata, tmp_path / "model.gguf", tmp_path)
     assert load_tokenizer(tmp_path)("a").input_ids == [1, 0, 2]
+
+
+@pytest.mark.parametrize("model", [None, 7, "t5", ["gpt2"]])
+def test_other_kinds_of_tokenizers_are_refused(tmp_path: Path, model: object) -> None:
+    metadata = {"tokenizer.ggml.model": model, "tokenizer.ggml.tokens": ["a"]}
+    with pytest.raises(UserError, match=r"model\.gguf: a tokenizer .* is not covered; gpt2 and"):
+        write_tokenizer(metadata, tmp_path / "model.gguf", tmp_path)
 
 
 @pytest.mark.parametrize("types", [[1, 1, 1, 3, 3, 4], []])

@@ -89,6 +89,12 @@ def test_gpt_2_pre_tokenizer(changed) -> None:
     assert read_vocabulary(folder, 392).pre_tokenizer == "gpt-2"
 
 
+def test_a_model_that_is_no_table_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"model": true}')
+    with pytest.raises(UserError, match="not a plain BPE"):
+        read_vocabulary(tmp_path, 392)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

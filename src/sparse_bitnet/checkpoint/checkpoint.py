@@ -57,6 +57,11 @@ class StoredModel:
     """The transformers model on the meta device, before anything is converted."""
 
     @property
+    def title(self) -> str:
+        """Its name in what is made of it: that of the folder, or of the run."""
+        return (self.folder.parent if self.folder.name == "final" else self.folder).name
+
+    @property
     def trained_context_length(self) -> int | None:
         """The sequence length with which a checkpoint of ours was trained; None for any other."""
         return trained_context_length(str(self.folder))

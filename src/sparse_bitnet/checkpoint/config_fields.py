@@ -40,7 +40,7 @@ class Fields:
         value = self._values.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _LARGEST:
             return float(value)
-        raise UserError(f"{self._where}{name} is {repr(value)[:40]}, not a positive number")
+        raise UserError(f"{self._where}{name} is {shown(value)}, not a positive number")
 
     def optional(self, name: str, default: float) -> float:
         """The same of one that may be missing."""
@@ -55,10 +55,15 @@ class Fields:
         value = self._values.get(name)
         value = default if value is None else value
         if type(value) is not int or value < 1:
-            raise UserError(f"{self._where}{name} is {value!r}, not a positive size")
+            raise UserError(f"{self._where}{name} is {shown(value)}, not a positive size")
         if value > most:
             raise UserError(f"{self._where}{name} is above {most:,}, the most that can be computed")
         return value
+
+
+def shown(value: object) -> str:
+    """As a message quotes what a file says, which may be of any length."""
+    return repr(value)[:40]
 
 
 def head_size(config: dict[str, Any]) -> Any:
@@ -98,7 +103,7 @@ def windows_of(config: dict[str, Any], where: str) -> tuple[int, ...]:
     elif model_type == GEMMA3:
         has_window = gemma_windows(layers, fields.size("sliding_window_pattern", _EVERY))
     elif type(first) is not int:
-        raise UserError(f"{where}: max_window_layers is {first!r}, not a number of layers")
+        raise UserError(f"{where}: max_window_layers is {shown(first)}, not a number of layers")
     else:
         has_window = [layer >= first for layer in range(layers)]
     return tuple(window if has else 0 for has in has_window)

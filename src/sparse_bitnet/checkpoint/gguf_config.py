@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from sparse_bitnet.checkpoint.config_fields import FULL, GEMMA3, WINDOWED, gemma_windows
+from sparse_bitnet.checkpoint.config_fields import FULL, GEMMA3, WINDOWED, gemma_windows, shown
 from sparse_bitnet.checkpoint.gguf_architectures import (
     ARCHITECTURES,
     LINEAR_NORM,
@@ -55,8 +55,8 @@ def architecture_of(file: GgufFile) -> GgufArchitecture:
     if not found:
         known = dict.fromkeys(row.name for row in ARCHITECTURES)
         raise UserError(
-            f"{file.path}: its architecture {name!r} is not covered; {', '.join(known)} are; `--engine "
-            "transformers` may run the model that this file was made from"
+            f"{file.path}: its architecture {shown(name)} is not covered; {', '.join(known)} are; "
+            "`--engine transformers` may run the model that this file was made from"
         )
     has_norms = _FIRST_LINEAR_NORM in file.tensors
     found = [row for row in found if row.linear_norms == has_norms]
@@ -151,7 +151,7 @@ class _Metadata:
         for key, value in self.file.metadata.items():
             setting = key.removeprefix(prefix)
             if key.startswith(prefix) and setting not in _READ and value != _DEFAULTS.get(setting):
-                raise UserError(f"{self.file.path}: {key} = {value!r} is not covered")
+                raise UserError(f"{self.file.path}: {key} = {shown(value)} is not covered")
         kind = self.file.metadata.get(f"{prefix}type", "linear")
         factor = self._number(f"{SCALING}.factor", self._number("rope.scale_linear", 1))
         if kind == "linear" and factor == 1:
@@ -163,7 +163,8 @@ class _Metadata:
                 rope["original_max_position_embeddings"] = context
         elif kind != "none":
             raise UserError(
-                f"{self.file.path}: rope scaling {kind!r} is not covered; {' and '.join(KINDS)} are"
+                f"{self.file.path}: rope scaling {shown(kind)} is not covered; "
+                f"{' and '.join(KINDS)} are"
             )
         if ROPE_FACTORS in self.file.tensors:
             rope |= self._llama3(rope["rope_theta"], head // 2 if kind == "none" else 0)
@@ -183,7 +184,7 @@ class _Metadata:
     def _size(self, key: str, default: int | None = None) -> int:
         value = self._number(key, default)
         if not isinstance(value, int) or value >= 1 << 31:
-            raise UserError(f"{self.file.path}: {self.name}.{key} is {value!r}, not a size")
+            raise UserError(f"{self.file.path}: {self.name}.{key} is {shown(value)}, not a size")
         return value
 
     def _number(self, key: str, default: float | None = None) -> Any:
@@ -194,7 +195,7 @@ class _Metadata:
             or not 0 < value < _LARGEST
         ):
             raise UserError(
-                f"{self.file.path}: {self.name}.{key} is {value!r}, not a positive number"
+                f"{self.file.path}: {self.name}.{key} is {shown(value)}, not a positive number"
             )
         # The shortest number that is the same in float32, as 1e-6 was before it was stored.
         return value if isinstance(value, int) else float(str(np.float32(value)))

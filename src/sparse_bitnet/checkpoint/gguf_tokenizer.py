@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sparse_bitnet.checkpoint.config_fields import shown
 from sparse_bitnet.checkpoint.model_folder import write_json
 from sparse_bitnet.errors import UserError, reason_of
 
@@ -125,14 +126,15 @@ def read_tokenizer(fields: dict[str, Any], where: str) -> "Tokenizer":
     Raises `UserError`, beginning with `where`, for another kind and for what makes none.
     """
     builders = {"gpt2": _byte_level, "llama": _sentence_piece}
-    if fields.get("model") not in builders:
+    kind = fields.get("model")
+    if not isinstance(kind, str) or kind not in builders:
         kinds = " and ".join(builders)
-        raise UserError(f"{where}: a tokenizer {fields.get('model')!r} is not covered; {kinds} are")
+        raise UserError(f"{where}: a tokenizer {shown(kind)} is not covered; {kinds} are")
     from tokenizers import AddedToken
 
     try:
         tokens, types = fields["tokens"], fields.get("token_type", ())
-        tokenizer = builders[fields["model"]](fields)
+        tokenizer = builders[kind](fields)
         for kind in _WHOLE:
             added = [
                 AddedToken(token, normalized=kind == _USER_DEFINED, special=kind == _CONTROL)

@@ -15,6 +15,7 @@ from sparse_bitnet.checkpoint.config_fields import (
     WINDOWED,
     Fields,
     head_size,
+    shown,
     windows_of,
 )
 from sparse_bitnet.checkpoint.model_folder import LINEAR_NORMS
@@ -208,7 +209,7 @@ def _refuse_variants(config: dict[str, Any], where: str) -> None:
     elif config.get("mlp_bias"):
         reason = "biases in the feed-forward part"
     elif layer_types is not None and not isinstance(layer_types, list):
-        raise UserError(f"{where}: layer_types is {repr(layer_types)[:40]}, not a list")
+        raise UserError(f"{where}: layer_types is {shown(layer_types)}, not a list")
     elif layer_types and any(kind not in (FULL, WINDOWED) for kind in layer_types):
         reason = "layers but those with full or sliding attention"
     elif WINDOWED in (layer_types or ()) and not config.get(

@@ -279,9 +279,7 @@ def write(
 def _add_metadata(writer: "GGUFWriter", source: Checkpoint, block: BlockType) -> None:
     from gguf import GGUFValueType
 
-    writer.add_name(
-        source.folder.parent.name if source.folder.name == "final" else source.folder.name
-    )
+    writer.add_name(source.title)
     writer.add_description(f"sparse-bitnet {source.format}")
     writer.add_file_type(block.file_type)
     writer.add_quantization_version(2)

@@ -71,8 +71,8 @@ def read_vocabulary(folder: Path, vocab_size: int) -> GgufVocabulary:
     """
     path = folder / "tokenizer.json"
     content = read_json(path)
-    model = content.get("model", {})
-    if model.get("type") != "BPE" or model.get("dropout"):
+    model = content.get("model")
+    if not isinstance(model, dict) or model.get("type") != "BPE" or model.get("dropout"):
         raise UserError(f"{path}: not a plain BPE; the GGUF export covers no other kind")
     own = load_tokenizer(folder)
     tokens = [f"[PAD{index}]" for index in range(vocab_size)]

@@ -75,7 +75,7 @@ def model_card(source: Checkpoint, format: str, embeddings: str, *, checked: lis
     """
     sections = [
         _head(source, format),
-        f"# {_title(source)}",
+        f"# {source.title}",
         f"A language model with ternary weights (1.58 bits) and {source.format.pattern} sparsity, "
         f"exported as {FORMATS[format].summary}."
         if source.format.weight == "ternary"
@@ -100,11 +100,6 @@ def _head(source: Checkpoint, format: str) -> str:
     tags = ["bitnet", "1-bit", "sparse", str(source.format.pattern).replace(":", "-")]
     lines = [f"library_name: {library}", "pipeline_tag: text-generation", "tags:"]
     return "\n".join(["---", *lines, *(f"- {tag}" for tag in tags), "---"])
-
-
-def _title(source: Checkpoint) -> str:
-    folder = source.folder
-    return folder.parent.name if folder.name == "final" else folder.name
 
 
 def _model_rows(source: Checkpoint, format: str, embeddings: str) -> list[Row]:

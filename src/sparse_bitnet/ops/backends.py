@@ -166,6 +166,7 @@ def define(
     Returns the op.
     """
     name = schema.partition("(")[0]
+    otherwise: Callable[..., Any] = reference
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
     if fake is not None:
@@ -176,14 +177,14 @@ def define(
 
         def on_cpu(*arguments: Any) -> Any:
             fits = arguments[0].dtype in CPU_DTYPES and takes(*arguments)
-            return (kernel if fits else reference)(*arguments)
+            return (kernel if fits else otherwise)(*arguments)
 
         _LIBRARY.impl(name, on_cpu, "CPU")
     if cuda and torch.version.cuda is not None and choice_of_kernel() != "reference":
 
         def on_cuda(*arguments: Any) -> Any:
             if cuda_unavailable() or not takes(*arguments):
-                return reference(*arguments)
+                return otherwise(*arguments)
             return on_its_device(_kernel(cuda) if isinstance(cuda, str) else cuda)(*arguments)
 
         _LIBRARY.impl(name, on_cuda, "CUDA")
