@@ -3,7 +3,6 @@
 
 import functools
 import importlib
-from functools import partial
 from pathlib import Path
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint, StoredModel
@@ -110,7 +109,7 @@ def find_checkpoint(path: str | Path) -> StoredModel:
         reader=reader,
         config=config,
         entry=entry,
-        model=functools.cache(partial(skeleton, config, folder)),
+        model=functools.cache(functools.partial(skeleton, config, folder)),
     )
 
 

@@ -3,11 +3,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparse_bitnet.packing.tensor_file import ITEM_BYTES
 from sparse_bitnet.packing.tensor_writer import TensorFileWriter, TensorSpec
 from sparse_bitnet.progress import OnProgress
 
@@ -46,16 +44,12 @@ def write_safetensors(
     Raises `OSError` when the disk is full; the caller's folder is temporary.
     """
     specs = [spec for group in groups for spec in group.specs]
-    done, total = 0, sum(_nbytes(spec) for spec in specs)
+    done, total = 0, sum(spec.nbytes for spec in specs)
     with TensorFileWriter(path, specs, {"kind": "export"}) as file:
         for group in groups:
             for spec, tensor in zip(group.specs, group.make(), strict=True):
                 assert tuple(tensor.shape) == spec.shape, (spec, tensor.shape)
                 file.write(spec.name, [tensor])
-                done += _nbytes(spec)
+                done += spec.nbytes
                 if on_progress is not None:
                     on_progress(done, total)
-
-
-def _nbytes(spec: TensorSpec) -> int:
-    return prod(spec.shape) * ITEM_BYTES[spec.key]

@@ -53,6 +53,11 @@ class TensorSpec(NamedTuple):
         """The file's name of the type, one of `DTYPES`."""
         return _LONGEST_KEY if self.dtype is None else _KEYS[_type_name(self.dtype)]
 
+    @property
+    def nbytes(self) -> int:
+        """Of all its values."""
+        return math.prod(self.shape) * ITEM_BYTES[self.key]
+
 
 class TensorFileWriter:
     """Writes tensors in any order, a piece at a time, without holding them.
@@ -78,13 +83,11 @@ class TensorFileWriter:
             spec for spec in self._specs.values() if spec.dtype is not None and spec.key != "U8"
         ]
         placed.sort(key=lambda spec: -ITEM_BYTES[spec.key])
-        wide = sum(
-            math.prod(spec.shape) * ITEM_BYTES[spec.key] for spec in placed if spec.key != "I8"
-        )
+        wide = sum(spec.nbytes for spec in placed if spec.key != "I8")
         wide -= wide % _HEADER_ALIGNMENT
         self._begin = self._end = -(-(used + wide) // _ALIGNMENT) * _ALIGNMENT - wide
         for spec in placed:
-            self._place(spec, spec.shape)
+            self._place(spec)
         self._file: BinaryIO = open(path, "wb")
 
     def __enter__(self) -> "TensorFileWriter":
@@ -108,8 +111,10 @@ class TensorFileWriter:
         spec = self._specs[name]
         if spec.dtype is None:
             spec = spec._replace(dtype=dtype)
+        if shape is not None:
+            spec = spec._replace(shape=shape)
         if name not in self._entries:
-            self._place(spec, spec.shape if shape is None else shape)
+            self._place(spec)
         entry = self._entries[name]
         self._file.seek(entry.begin)
         crc32 = 0
@@ -121,9 +126,9 @@ class TensorFileWriter:
         self._crc32[name] = f"{crc32:08x}"
         self._written.add(name)
 
-    def _place(self, spec: TensorSpec, shape: tuple[int, ...]) -> None:
-        begin, self._end = self._end, self._end + math.prod(shape) * ITEM_BYTES[spec.key]
-        self._entries[spec.name] = Entry(spec.key, shape, begin, self._end)
+    def _place(self, spec: TensorSpec) -> None:
+        begin, self._end = self._end, self._end + spec.nbytes
+        self._entries[spec.name] = Entry(spec.key, spec.shape, begin, self._end)
 
     def _finish(self) -> None:
         assert self._written == set(self._specs), "a tensor was not written"
