@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from sparse_bitnet.cli.arguments import parse
+from sparse_bitnet.cli.arguments import FLAT, command
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import DenseLayersOption
 from sparse_bitnet.pattern import NMPattern
@@ -27,15 +27,13 @@ class AnalyzeConfig(DenseLayersOption):
     """Whose group thresholds to draw."""
 
 
-def main(arguments: list[str]) -> None:
-    """Count the weights of some checkpoints; prints a table and writes figures."""
-    options = parse(
-        AnalyzeConfig,
-        arguments,
-        prog="sparse-bitnet analyze",
-        description="Histograms, thresholds, near-zero mass and zero codes of any checkpoint, read "
-        "one layer at a time.",
-    )
+@command("analyze")
+def main(options: Annotated[AnalyzeConfig, FLAT]) -> None:
+    """Histograms, thresholds, near-zero mass and zero codes of any checkpoint, read one layer at a time.
+
+    Args:
+        options: what to count.
+    """
     from rich.console import Console
 
     from sparse_bitnet.experiments.table import print_table

@@ -84,6 +84,12 @@ def parse(
     return parsed if isinstance(target, type) else parsed()
 
 
+def command(verb: str) -> Callable[[Callable[..., None]], Callable[[list[str]], None]]:
+    """Of a function whose parameters are the options of `sparse-bitnet VERB`, and whose docstring is its
+    help, make the command's `main`, which takes the words after the verb."""
+    return lambda function: functools.partial(parse, function, prog=f"sparse-bitnet {verb}")
+
+
 @contextmanager
 def _tidied() -> Iterator[None]:
     """Paragraphs of docstrings as one text, and no "(default: None)", which tyro has no setting for. The
@@ -117,11 +123,6 @@ def _tidied() -> Iterator[None]:
         resolver.is_instance = is_instance
         _strings.remove_single_line_breaks = joined
         _arguments.generate_argument_helptext = help_of
-
-
-def no_options(arguments: list[str], *, prog: str, description: str | None) -> None:
-    """Parse the arguments of a command that has none."""
-    parse(lambda: None, arguments, prog=prog, description=description)
 
 
 def _or_none(info: "PrimitiveTypeInfo") -> "PrimitiveConstructorSpec | None":

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from sparse_bitnet.cli.arguments import FLAT, CheckpointArgument, parse
+from sparse_bitnet.cli.arguments import FLAT, CheckpointArgument, command
 from sparse_bitnet.cli.generate import statistics
 from sparse_bitnet.cli.text_options import SpeculationOptions, TextOptions
 from sparse_bitnet.engine.engine_options import EngineOptions
@@ -35,12 +35,8 @@ class ChatConfig:
     """Print tokens a second after each answer, on standard error."""
 
 
-def main(arguments: list[str]) -> None:
-    """Read lines, print answers."""
-    parse(run, arguments, prog="sparse-bitnet chat")
-
-
-def run(
+@command("chat")
+def main(
     checkpoint: CheckpointArgument,
     config: Annotated[ChatConfig, FLAT],
     text: Annotated[TextOptions, FLAT],

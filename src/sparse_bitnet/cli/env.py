@@ -6,7 +6,7 @@ import platform
 from importlib import metadata
 from importlib.util import find_spec
 
-from sparse_bitnet.cli.arguments import no_options
+from sparse_bitnet.cli.arguments import command
 
 PACKAGES = (
     "sparse-bitnet",
@@ -22,9 +22,9 @@ PACKAGES = (
 )
 
 
-def main(arguments: list[str]) -> None:
+@command("env")
+def main() -> None:
     """Print versions, devices and kernels; attach it to a bug report."""
-    no_options(arguments, prog="sparse-bitnet env", description=main.__doc__)
     for name, value in environment().items():
         print(f"{name:<14} {value}")
     if find_spec("torch") is None:

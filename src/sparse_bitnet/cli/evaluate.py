@@ -8,7 +8,7 @@ that the numbers are those of the PyTorch code; --head and --kv-cache show what 
 import json
 from typing import TYPE_CHECKING, Annotated
 
-from sparse_bitnet.cli.arguments import FLAT, CheckpointArgument, parse
+from sparse_bitnet.cli.arguments import FLAT, CheckpointArgument, command
 from sparse_bitnet.cli.evaluate_options import EvaluateConfig
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import check_new_file
@@ -20,12 +20,8 @@ if TYPE_CHECKING:
     from sparse_bitnet.evaluation.perplexity import Evaluation
 
 
-def main(arguments: list[str]) -> None:
-    """Print a table and write JSON."""
-    parse(run, arguments, prog="sparse-bitnet evaluate")
-
-
-def run(checkpoint: CheckpointArgument, config: Annotated[EvaluateConfig, FLAT]) -> None:
+@command("evaluate")
+def main(checkpoint: CheckpointArgument, config: Annotated[EvaluateConfig, FLAT]) -> None:
     """Held-out perplexity: the exact mean over all tokens, of the trained forward. With --tasks
     accuracy on lm-eval's tasks.
 

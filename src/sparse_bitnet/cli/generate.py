@@ -5,7 +5,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from sparse_bitnet.cli.arguments import FLAT, CheckpointArgument, parse
+from sparse_bitnet.cli.arguments import FLAT, CheckpointArgument, command
 from sparse_bitnet.cli.text_options import SpeculationOptions, TextOptions, read_text
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError, check_least
@@ -32,12 +32,8 @@ class GenerateConfig:
     """Print tokens a second at the end, on standard error."""
 
 
-def main(arguments: list[str]) -> None:
-    """Print a prompt and its continuation."""
-    parse(run, arguments, prog="sparse-bitnet generate")
-
-
-def run(
+@command("generate")
+def main(
     checkpoint: CheckpointArgument,
     config: Annotated[GenerateConfig, FLAT],
     text: Annotated[TextOptions, FLAT],

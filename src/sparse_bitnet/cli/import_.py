@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from sparse_bitnet.cli.arguments import FLAT, OutArgument, parse
+from sparse_bitnet.cli.arguments import FLAT, OutArgument, command
 from sparse_bitnet.errors import UserError
 
 
@@ -26,12 +26,8 @@ class ImportConfig:
     that, else bf16."""
 
 
-def main(arguments: list[str]) -> None:
-    """Import a Hugging Face bitnet, compressed-tensors or BitNet b1.58 masters folder."""
-    parse(run, arguments, prog="sparse-bitnet import")
-
-
-def run(
+@command("import")
+def main(
     folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")],
     out: OutArgument,
     config: Annotated[ImportConfig, FLAT],

@@ -7,34 +7,28 @@ import os
 import sys
 from typing import NoReturn
 
-COMMANDS: dict[str, tuple[str, str]] = {
-    "quickstart": ("sparse_bitnet.cli.quickstart:main", "the paper's four models in four minutes"),
-    "prepare": ("sparse_bitnet.cli.prepare:main", "tokenise text into memory-mapped shards"),
-    "train": ("sparse_bitnet.cli.train:main", "train a model, or continue a run"),
-    "distill": (
-        "sparse_bitnet.cli.distill:main",
-        "train from a pretrained model, with it as teacher",
-    ),
-    "evaluate": ("sparse_bitnet.cli.evaluate:main", "held-out perplexity of a checkpoint"),
-    "generate": ("sparse_bitnet.cli.generate:main", "continue a prompt with a checkpoint"),
-    "chat": ("sparse_bitnet.cli.chat:main", "talk with a chat model in the terminal"),
-    "serve": ("sparse_bitnet.cli.serve:main", "serve a checkpoint as OpenAI's API"),
-    "pack": ("sparse_bitnet.cli.pack:main", "write a trained model as a small, exact file"),
-    "export": ("sparse_bitnet.cli.export:main", "write a model in a format other tools read"),
-    "import": ("sparse_bitnet.cli.import_:main", "read a ternary checkpoint of another tool"),
-    "sizes": ("sparse_bitnet.cli.sizes:main", "bits a weight and megabytes of packed models"),
-    "bench": (
-        "sparse_bitnet.cli.bench:main",
-        "speed of the CPU engine, beside the machine's limits",
-    ),
-    "reproduce": ("sparse_bitnet.cli.reproduce:main", "the paper's experiments at a chosen scale"),
-    "report": ("sparse_bitnet.cli.report:main", "tables, figures and claims from their results"),
-    "analyze": ("sparse_bitnet.cli.analyze:main", "weight statistics and figures of checkpoints"),
-    "plan": ("sparse_bitnet.cli.plan:main", "memory, time and traffic of a run on GPUs"),
-    "models": ("sparse_bitnet.cli.models:main", "list the model presets"),
-    "env": ("sparse_bitnet.cli.env:main", "versions, devices, and which kernels are in use"),
+COMMANDS = {
+    "quickstart": "the paper's four models in four minutes",
+    "prepare": "tokenise text into memory-mapped shards",
+    "train": "train a model, or continue a run",
+    "distill": "train from a pretrained model, with it as teacher",
+    "evaluate": "held-out perplexity of a checkpoint",
+    "generate": "continue a prompt with a checkpoint",
+    "chat": "talk with a chat model in the terminal",
+    "serve": "serve a checkpoint as OpenAI's API",
+    "pack": "write a trained model as a small, exact file",
+    "export": "write a model in a format other tools read",
+    "import": "read a ternary checkpoint of another tool",
+    "sizes": "bits a weight and megabytes of packed models",
+    "bench": "speed of the CPU engine, beside the machine's limits",
+    "reproduce": "the paper's experiments at a chosen scale",
+    "report": "tables, figures and claims from their results",
+    "analyze": "weight statistics and figures of checkpoints",
+    "plan": "memory, time and traffic of a run on GPUs",
+    "models": "list the model presets",
+    "env": "versions, devices, and which kernels are in use",
 }
-
+"""Each verb, whose module has its name and a `main`."""
 
 OF_TRAIN = (
     *("torch", "transformers", "safetensors", "datasets", "pyarrow", "scipy", "rensa"),
@@ -52,7 +46,7 @@ ONLY_WITH_TRAIN = (
 def usage() -> str:
     """The list of all commands."""
     lines = ["usage: sparse-bitnet COMMAND [OPTIONS]", "", "commands:"]
-    lines += [f"  {name:<12}{summary}" for name, (_, summary) in COMMANDS.items()]
+    lines += [f"  {name:<12}{summary}" for name, summary in COMMANDS.items()]
     lines += ["", "`sparse-bitnet COMMAND --help` lists a command's options."]
     return "\n".join(lines)
 
@@ -85,11 +79,11 @@ def main(arguments: list[str] | None = None) -> None:
         for package in OF_TRAIN:
             if importlib.util.find_spec(package) is None:
                 _fail_without(verb, package)
-    module, _, function = COMMANDS[verb][0].partition(":")
+    name = "import_" if verb == "import" else verb  # which is no name for a module
     from sparse_bitnet.errors import UserError
 
     try:
-        getattr(importlib.import_module(module), function)(rest)
+        importlib.import_module(f"sparse_bitnet.cli.{name}").main(rest)
     except UserError as error:
         _fail(str(error))
     except ModuleNotFoundError as error:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sparse-bitnet models`: the presets and their sizes, and public models that are read."""
 
-from sparse_bitnet.cli.arguments import parse
+from sparse_bitnet.cli.arguments import command
 
 _KNOWN = (
     ("microsoft/bitnet-b1.58-2B-4T", "2.4 B", "MIT", "uint8 packed", "exact"),
@@ -47,12 +47,8 @@ _KNOWN = (
 """Name, parameters, licence, layout, and how codes and scales are read."""
 
 
-def main(arguments: list[str]) -> None:
-    """Print every preset with its shape and parameter counts."""
-    parse(run, arguments, prog="sparse-bitnet models")
-
-
-def run(*, known: bool = False) -> None:
+@command("models")
+def main(*, known: bool = False) -> None:
     """Presets with their shapes and parameter counts.
 
     Args:

@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from sparse_bitnet.cli.arguments import FLAT, CheckpointArgument, OutArgument, parse
+from sparse_bitnet.cli.arguments import FLAT, CheckpointArgument, OutArgument, command
 from sparse_bitnet.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,12 +31,8 @@ class PackConfig:
     """Load trained and packed model, one after the other, and compare their logits."""
 
 
-def main(arguments: list[str]) -> None:
-    """Pack, check, and print what it takes."""
-    parse(run, arguments, prog="sparse-bitnet pack")
-
-
-def run(
+@command("pack")
+def main(
     checkpoint: CheckpointArgument, out: OutArgument, config: Annotated[PackConfig, FLAT]
 ) -> None:
     """Write a trained ternary model as a small, complete folder.

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sparse-bitnet plan`: what a run would take on some GPUs."""
 
-from sparse_bitnet.cli.arguments import parse
+from typing import Annotated
+
+from sparse_bitnet.cli.arguments import FLAT, command
 from sparse_bitnet.training.job import GPUS, Job
 from sparse_bitnet.training.run_estimate import (
     COLLECTIVE_LATENCY,
@@ -13,14 +15,13 @@ from sparse_bitnet.training.run_estimate import (
 )
 
 
-def main(arguments: list[str]) -> None:
-    """Print memory, communication, time and checkpoints of a job, with what they are estimated from."""
-    job = parse(
-        Job,
-        arguments,
-        prog="sparse-bitnet plan",
-        description="Estimate a training run on GPUs from its shapes; nothing is run.",
-    )
+@command("plan")
+def main(job: Annotated[Job, FLAT]) -> None:
+    """Estimate a training run on GPUs from its shapes; nothing is run.
+
+    Args:
+        job: what is planned.
+    """
     from rich.console import Console
 
     from sparse_bitnet.experiments.table import Table, print_table

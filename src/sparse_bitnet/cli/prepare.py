@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from sparse_bitnet.cli.arguments import FLAT, OutArgument, parse
+from sparse_bitnet.cli.arguments import FLAT, OutArgument, command
 from sparse_bitnet.errors import UserError
 
 
@@ -63,12 +63,8 @@ class PrepareConfig:
     """Which of --parts this process prepares, from 0."""
 
 
-def main(arguments: list[str]) -> None:
-    """Prepare data and print what the folder holds."""
-    parse(run, arguments, prog="sparse-bitnet prepare")
-
-
-def run(
+@command("prepare")
+def main(
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")],
     out: OutArgument,
     config: Annotated[PrepareConfig, FLAT],

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from sparse_bitnet.cli.arguments import parse
+from sparse_bitnet.cli.arguments import FLAT, command
 from sparse_bitnet.errors import UserError, check_least, refuse_unused
 from sparse_bitnet.experiments.paper_runs import EXPERIMENTS, plan
 from sparse_bitnet.experiments.scales import Scale, find_scale
@@ -19,59 +19,60 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def main(arguments: list[str]) -> None:
-    """Train what is missing of some experiments; prints how to see the results."""
+@dataclass(kw_only=True)
+class ReproduceConfig(DenseLayersOption):
+    """Which experiments, at what scale, where, and for how long."""
 
-    @dataclass(kw_only=True)
-    class Options(DenseLayersOption):
-        experiments: Annotated[tuple[str, ...], tyro.conf.Positional] = ("all",)
-        """all, or some of table2, sweep, ablations, schedule, mask-source, analyses, search, own-rates,
-        recipe, near-zero; not part of all: ideas (every score, quantizer, activation and schedule) and
-        table1 (after table2), which scores its models on tasks."""
+    experiments: Annotated[tuple[str, ...], tyro.conf.Positional] = ("all",)
+    """all, or some of table2, sweep, ablations, schedule, mask-source, analyses, search, own-rates,
+    recipe, near-zero; not part of all: ideas (every score, quantizer, activation and schedule) and
+    table1 (after table2), which scores its models on tasks."""
 
-        scale: str = "cpu"
-        """smoke (seconds), cpu (1 to 2.5 hours on 2 cores), cpu-paper (days of a core), gpu (25 minutes,
-        one H200) or paper."""
+    scale: str = "cpu"
+    """smoke (seconds), cpu (1 to 2.5 hours on 2 cores), cpu-paper (days of a core), gpu (25 minutes,
+    one H200) or paper."""
 
-        out: Path | None = None
-        """Folder of the results, new or continued; default runs/SCALE."""
+    out: Path | None = None
+    """Folder of the results, new or continued; default runs/SCALE."""
 
-        seeds: int | None = None
-        """Seeds of every experiment, instead of the scale's own numbers."""
+    seeds: int | None = None
+    """Seeds of every experiment, instead of the scale's own numbers."""
 
-        data: Path | None = None
-        """Text prepared by `sparse-bitnet prepare`, instead of the scale's own."""
+    data: Path | None = None
+    """Text prepared by `sparse-bitnet prepare`, instead of the scale's own."""
 
-        other_text: Path | None = None
-        """Text file or glob on which every model's perplexity is measured too."""
+    other_text: Path | None = None
+    """Text file or glob on which every model's perplexity is measured too."""
 
-        workers: int | None = None
-        """Runs trained at once; default: one for each core, four on a GPU."""
+    workers: int | None = None
+    """Runs trained at once; default: one for each core, four on a GPU."""
 
-        threads: int | None = None
-        """CPU threads of each run; default: the scale's own."""
+    threads: int | None = None
+    """CPU threads of each run; default: the scale's own."""
 
-        budget_minutes: float | None = None
-        """Start only runs that would end within this many minutes."""
+    budget_minutes: float | None = None
+    """Start only runs that would end within this many minutes."""
 
-        tasks: str = "paper"
-        """Of table1: lm-eval task names joined by commas; paper stands for its five."""
+    tasks: str = "paper"
+    """Of table1: lm-eval task names joined by commas; paper stands for its five."""
 
-        include_path: Path | None = None
-        """Of table1: folder of data sets or task files, for use without network; see `evaluate`."""
+    include_path: Path | None = None
+    """Of table1: folder of data sets or task files, for use without network; see `evaluate`."""
 
-        limit: int | None = None
-        """Of table1: score only this many questions of each task, the first ones."""
+    limit: int | None = None
+    """Of table1: score only this many questions of each task, the first ones."""
 
-        dry_run: bool = False
-        """Print what would be trained, and train nothing."""
+    dry_run: bool = False
+    """Print what would be trained, and train nothing."""
 
-    options = parse(
-        Options,
-        arguments,
-        prog="sparse-bitnet reproduce",
-        description="Train the runs of the paper's experiments; those that are done are skipped.",
-    )
+
+@command("reproduce")
+def main(options: Annotated[ReproduceConfig, FLAT]) -> None:
+    """Train the runs of the paper's experiments; those that are done are skipped.
+
+    Args:
+        options: what to train.
+    """
     check_least(options, workers=1, budget_minutes=0, limit=1)
     scale = dataclasses.replace(find_scale(options.scale), dense_layers=options.dense_globs)
     if options.threads is not None:
@@ -89,7 +90,7 @@ def main(arguments: list[str]) -> None:
     else:
         chosen = list(dict.fromkeys([*chosen, "table2"]))
     if options.dry_run:
-        dry_run(scale, chosen, out, options.seeds, options.workers, console)
+        dry_run(scale, chosen, out, options, console)
         return
     run(
         scale,
@@ -106,7 +107,7 @@ def main(arguments: list[str]) -> None:
         run_tasks(scale, out, options, console)
 
 
-def run_tasks(scale: Scale, out: Path, options: Any, console: "Console") -> None:
+def run_tasks(scale: Scale, out: Path, options: ReproduceConfig, console: "Console") -> None:
     """Score table 2's models, of seed 0 unless more are asked for."""
     from sparse_bitnet.experiments.downstream import score
 
@@ -152,12 +153,7 @@ def run(
 
 
 def dry_run(
-    scale: Scale,
-    experiments: list[str],
-    out: Path,
-    seeds: int | None,
-    workers: int | None,
-    console: "Console",
+    scale: Scale, experiments: list[str], out: Path, options: ReproduceConfig, console: "Console"
 ) -> None:
     """Which runs there are, which are done in `out`, and how long the others take."""
     from sparse_bitnet.experiments.estimate import Speed, print_plan
@@ -167,11 +163,11 @@ def dry_run(
     from sparse_bitnet.training.device import resolve_device
 
     results = Results(out)
-    runs = plan(scale, experiments, seeds, results.losses)
+    runs = plan(scale, experiments, options.seeds, results.losses)
     done = finished(results, runs)
     speed = None
     if not (scale.needs_gpu and resolve_device("auto").type == "cpu"):
         here = hardware()
         speed = Speed([row for row in results.rows if row.provenance["hardware"] == here])
     console.print(f"{out}: {len(done)} of {len(runs)} runs are done", highlight=False)
-    print_plan(scale, runs, done, speed, workers or default_workers(scale), console)
+    print_plan(scale, runs, done, speed, options.workers or default_workers(scale), console)

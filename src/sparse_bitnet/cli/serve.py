@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from sparse_bitnet.cli.arguments import FLAT, CheckpointArgument, parse
+from sparse_bitnet.cli.arguments import FLAT, CheckpointArgument, command
 from sparse_bitnet.cli.text_options import SpeculationOptions
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError, check_least
@@ -81,12 +81,8 @@ class ServeConfig:
             raise UserError(f"--grace {self.grace}: must be 0 to 3600 seconds")
 
 
-def main(arguments: list[str]) -> None:
-    """Serve until Ctrl-C."""
-    parse(run, arguments, prog="sparse-bitnet serve")
-
-
-def run(
+@command("serve")
+def main(
     checkpoint: CheckpointArgument,
     config: Annotated[ServeConfig, FLAT],
     speculation: Annotated[SpeculationOptions, FLAT],

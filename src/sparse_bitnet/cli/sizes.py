@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from sparse_bitnet.cli.arguments import FLAT, parse
+from sparse_bitnet.cli.arguments import FLAT, command
 from sparse_bitnet.errors import UserError, refuse_unused
 from sparse_bitnet.layer_config import DenseLayersOption
 
@@ -48,12 +48,8 @@ class SizesConfig(DenseLayersOption):
             raise UserError("--gaussian: rows and columns must be at least 1")
 
 
-def main(arguments: list[str]) -> None:
-    """Print sizes of the presets, or how compactly one trained model's codes are stored."""
-    parse(run, arguments, prog="sparse-bitnet sizes")
-
-
-def run(
+@command("sizes")
+def main(
     checkpoint: Annotated[
         str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT]")
     ] = None,
