@@ -15,7 +15,7 @@ import torch
 
 from sparse_bitnet.bench import gpu_all
 from sparse_bitnet.bench.gpu_all import PAGE, Step, all_steps, failure_of, run_all
-from sparse_bitnet.cli.bench_gpu import main
+from sparse_bitnet.cli.bench import main
 from sparse_bitnet.errors import UserError
 
 OUTSIDE = gpu_all.run_command

@@ -14,7 +14,7 @@ from sparse_bitnet.bench.gpu_models import ternary_model
 from sparse_bitnet.bench.gpu_record import rows_of, table
 from sparse_bitnet.bench.gpu_timing import GpuRoofline, measured
 from sparse_bitnet.bench.options import GpuBenchOptions
-from sparse_bitnet.cli.bench_gpu import run
+from sparse_bitnet.cli.bench import on_gpu
 from sparse_bitnet.engine.gpu.linear import RoutePolicy
 from sparse_bitnet.engine.gpu.measure import set_policy_, ternary_layers
 from sparse_bitnet.errors import UserError
@@ -68,7 +68,7 @@ def test_both_forwards_of_training_compute_the_same(options):
 def test_kernels_and_records(options, tmp_path, capsys):
     options.tokens = [2]
     out = tmp_path / "rows.jsonl"
-    run("kernels", options, out)
+    on_gpu("kernels", options, out)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     layers = ternary_layers(ternary_model(options, CPU))
     shapes = {f"{shape.out_features} x {shape.in_features}" for shape in layers}
@@ -194,7 +194,7 @@ def test_what_cannot_be_measured_is_refused(options):
 
 
 def test_the_command_prints_and_records(tmp_path, capsys):
-    from sparse_bitnet.cli.bench_gpu import main
+    from sparse_bitnet.cli.bench import main
 
     out = tmp_path / "rows.jsonl"
     small = ["--model", "qwen2.5-0.3m", "--layers", "1", "--device", "cpu", "--rounds", "1"]
@@ -208,7 +208,7 @@ def test_the_command_prints_and_records(tmp_path, capsys):
 def test_help_needs_no_torch():
     code = (
         "import sys\n"
-        "from sparse_bitnet.cli.bench_gpu import main\n"
+        "from sparse_bitnet.cli.bench import main\n"
         "try:\n"
         "    main(['train', '--help'])\n"
         "except SystemExit as stop:\n"
