@@ -105,6 +105,14 @@ def test_not_a_run_folder(tmp_path):
         read_config(tmp_path)
 
 
+@pytest.mark.parametrize("content", [b"\xff{}", b"[" * 100_000, b""])
+def test_a_damaged_config_is_one_line(tmp_path, content):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(UserError, match=r"config\.json: not valid JSON") as caught:
+        read_config(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
 def test_config_modules_do_not_import_torch():
     code = (
         "import sys, sparse_bitnet.training.config, sparse_bitnet.training.recipes, "

@@ -14,7 +14,7 @@ from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.packing.two_bits import pack_codes, unpack_codes
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import autocast
-from sparse_bitnet.training.footprint import activation_bytes, state_bytes
+from sparse_bitnet.training.footprint import activation_bytes, parameter_counts
 from sparse_bitnet.training.job import GPUS, Job
 from sparse_bitnet.training.loss import causal_lm_loss
 from sparse_bitnet.training.optimizer import build_optimizer
@@ -66,7 +66,12 @@ def test_memory_is_what_a_model_holds(monkeypatch, format, dtype):
     monkeypatch.setitem(PRESETS, "qwen2.5-small-for-a-test", SMALL)
     config = SparseBitConfig.parse(format)
     (state, few), (_, many) = (measured(config, dtype, rows) for rows in (2, 6))
-    assert state_bytes(SMALL, config) == pytest.approx(state, rel=0.01)
+    job = Job(model="qwen2.5-small-for-a-test", format=format, gpus=1, batch_size=2)
+    held = [
+        plan(job).memory[part] for part in ("masters (float32)", "AdamW moments", "mask, codes")
+    ]
+    gradients = 4 * sum(parameter_counts(SMALL))
+    assert sum(held) + gradients == pytest.approx(state, rel=0.01)
 
     def planned(rows: int) -> int:
         size = activation_bytes(

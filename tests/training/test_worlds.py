@@ -257,10 +257,10 @@ def test_bad_launches_are_refused_by_all(worlds, run_config):
 
 
 def test_a_folder_in_use_is_refused_by_all(worlds, run_config):
-    from sparse_bitnet.training.run_folder import open_run
+    from sparse_bitnet.training.run_folder import run_lock
 
     config = run_config("run")
-    with open_run(Path(config.out), config, {}):
+    with run_lock(Path(config.out)):
         outcomes = worlds.run(config, size=2)
     assert [code for code, _ in outcomes] == [2, 2]
     assert "in use by another" in outcomes[0][1]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.training.config_checks import check_config
 
 ADDED_LATER = {
@@ -220,11 +220,11 @@ class TrainConfig:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, where: str) -> Self:
+    def from_json(cls, text: str | bytes, where: str) -> Self:
         """Read `to_json`'s text. Raises `UserError` for unknown or missing keys, naming `where`."""
         try:
             values = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{where}: not valid JSON ({error})") from error
         if not isinstance(values, dict):
             raise UserError(f"{where}: not a JSON object")
@@ -278,8 +278,9 @@ def as_written_now(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_config(run: Path) -> TrainConfig:
-    """The config of a run folder. Raises `UserError` when the folder holds no run."""
+    """The config of a run folder. Raises `UserError` when the folder holds no run, or a damaged one."""
     path = run / "config.json"
     if not path.is_file():
         raise UserError(f"{run} is not a run folder: it has no config.json")
-    return TrainConfig.from_json(path.read_text(), str(path))
+    with os_errors_as(f"cannot read {path}"):
+        return TrainConfig.from_json(path.read_bytes(), str(path))

@@ -22,7 +22,12 @@ from torch import Tensor
 
 from sparse_bitnet.errors import UserError, reason_of
 from sparse_bitnet.training.rendezvous import rendezvous
-from sparse_bitnet.training.watchdog import ProcessLost, Watchdog, is_communication_error
+from sparse_bitnet.training.watchdog import (
+    ProcessLost,
+    Watchdog,
+    is_communication_error,
+    launcher_store,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -188,7 +193,9 @@ def open_world(launch: Launch, device: torch.device) -> Iterator[World]:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
         rank = int(os.environ["RANK"])
-        store = _launcher_store(rank, timedelta(seconds=launch.timeout_seconds))
+        # That of torchrun's agent, or without one a store of rank 0.
+        hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        store = launcher_store(launch.timeout_seconds, is_master=rank == 0 and not hosted)
         name = rendezvous(store, rank, size, launch.timeout_seconds)
         watchdog = Watchdog(rank, size, launch.timeout_seconds, name=name)
         # Collectives outlast the watchdog, which knows more to say of the same wait.
@@ -217,15 +224,3 @@ def open_world(launch: Launch, device: torch.device) -> Iterator[World]:
         )
     finally:
         dist.destroy_process_group()
-
-
-def _launcher_store(rank: int, timeout: timedelta) -> dist.Store:
-    """The key-value store of torchrun's agent, or without one a store of rank 0."""
-    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=rank == 0 and not hosted,
-        wait_for_workers=False,
-        timeout=timeout,
-    )

@@ -24,13 +24,6 @@ def converted_weights(shape: Shape, config: SparseBitConfig) -> int:
     return sum(rows * in_features for rows, in_features in linears.values())
 
 
-def state_bytes(shape: Shape, config: SparseBitConfig, vocab_size: int | None = None) -> int:
-    """Masters, gradients, moments, and one step's codes and masks, of a model that is not split."""
-    block, embedding, small = parameter_counts(shape, vocab_size)
-    selection = (config.weight == "ternary") + mask_bytes(config)
-    return 16 * (block + embedding + small) + round(selection * converted_weights(shape, config))
-
-
 def mask_bytes(config: SparseBitConfig) -> float:
     """Bytes a weight of a mask: one integer a group, and bools where a step computes with them."""
     if config.pattern.is_dense:
@@ -45,7 +38,6 @@ def activation_bytes(
     config: SparseBitConfig,
     tokens: int,
     *,
-    vocab_size: int | None = None,
     checkpointing: bool = False,
     compute_bytes: int = 2,
     chunk_tokens: int = LOSS_CHUNK,
@@ -69,7 +61,7 @@ def activation_bytes(
     kept = layer * shape.num_hidden_layers
     if checkpointing:
         kept = 4 * hidden * shape.num_hidden_layers + layer
-    logits = 8 * min(chunk_tokens, tokens) * (vocab_size or shape.vocab_size)
+    logits = 8 * min(chunk_tokens, tokens) * shape.vocab_size
     return tokens * (kept + outside) + logits
 
 

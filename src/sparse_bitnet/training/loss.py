@@ -7,8 +7,7 @@ head is formed at once, and the logits are dropped before the next chunk.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -219,7 +218,10 @@ class SummedLoss(torch.nn.Module):
     """A causal LM whose forward is its `causal_lm_loss`: what a step calls, and what is split."""
 
     def __init__(
-        self, model: "PreTrainedModel", chunk_tokens: int | None, compiled: bool = False
+        self,
+        model: "PreTrainedModel",
+        chunk_tokens: int | None = None,
+        compiled: bool = False,
     ) -> None:
         super().__init__()
         self.model, self.chunk_tokens, self.compiled = model, chunk_tokens, compiled
@@ -244,7 +246,6 @@ def mean_token_loss(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
-    chunk_tokens: int | None = None,
 ) -> tuple[float, int]:
     """Exact token-weighted mean loss in nats, and how many tokens were scored.
 
@@ -252,18 +253,9 @@ def mean_token_loss(
     `dtype`; `batches` yields (input_ids, labels) as `causal_lm_loss` takes them. The model's mode is
     restored.
     """
-    loss = SummedLoss(model, chunk_tokens)
-    with selected_for_evaluation(loss, selected(model)):
+    loss = SummedLoss(model)
+    with evaluation_mode(model), selected(model):
         return mean_of(*token_loss_sum(loss, batches, device=device, dtype=dtype).tolist())
-
-
-@contextmanager
-def selected_for_evaluation(
-    loss: SummedLoss, selection: AbstractContextManager[None]
-) -> Iterator[None]:
-    """The model in evaluation mode inside of `selection`; then back in its own."""
-    with evaluation_mode(loss.model), selection:
-        yield
 
 
 @torch.no_grad()

@@ -7,8 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,8 @@ class Interrupted(Exception):
 
 
 def run_lock(run: Path) -> AbstractContextManager[None]:
-    """Hold the folder for this process alone. Raises `UserError` when another process holds it."""
+    """Hold the folder for this process alone. Raises `UserError` when another process holds it, and when
+    it cannot be written."""
     return locked_folder(run, f"{run} is in use by another running process")
 
 
@@ -118,20 +118,8 @@ def _prolongs(stored: TrainConfig, config: TrainConfig) -> bool:
     return set(stored.difference(config)) == {"steps"} and config.steps > stored.steps
 
 
-@contextmanager
-def open_run(run: Path, config: TrainConfig, data: dict[str, Any]) -> Iterator[None]:
-    """Hold `run`, new or continued, as the folder of this config for this process alone.
-
-    Raises `UserError` as `check_run` does, when another process holds the folder, and when it cannot be
-    written.
-    """
-    with run_lock(run):
-        check_run(run, config, data)
-        yield
-
-
 def claim(run: Path, config: TrainConfig) -> None:
-    """Write the config into a folder that `open_run` holds, once its checkpoint is found to fit.
+    """Write the config into a folder that is held and checked, once its checkpoint is found to fit.
 
     A finished run of fewer steps is prolonged: its model and result are kept as `final-STEPS` and
     `result-STEPS.json`.

@@ -11,7 +11,7 @@ from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import resolve_device
 from sparse_bitnet.training.distributed import Launch, open_world
-from sparse_bitnet.training.run_folder import Interrupted, RunResult, check_run, open_run
+from sparse_bitnet.training.run_folder import Interrupted, RunResult, check_run, run_lock
 from sparse_bitnet.training.schedule import format_of
 from sparse_bitnet.training.trainer import OnStep, Trainer
 from sparse_bitnet.training.validation import check_validation_data, identity_of
@@ -60,5 +60,6 @@ def _check(run: Path, config: TrainConfig) -> tuple[dict[str, Any], RunResult | 
 
 
 def _take(run: Path, config: TrainConfig, data: dict[str, Any], held: ExitStack) -> None:
-    held.enter_context(open_run(run, config, data))
+    held.enter_context(run_lock(run))
+    check_run(run, config, data)
     clean_run(run)

@@ -12,15 +12,11 @@ from sparse_bitnet.data.documents import SPLITS
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.data.windows import Windows
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.nn.calibration import evaluation_mode
 from sparse_bitnet.nn.convert import sparse_layers
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.distributed import World
-from sparse_bitnet.training.loss import (
-    SummedLoss,
-    mean_of,
-    selected_for_evaluation,
-    token_loss_sum,
-)
+from sparse_bitnet.training.loss import SummedLoss, mean_of, token_loss_sum
 from sparse_bitnet.training.sharded_linear import selected_shards
 
 
@@ -80,6 +76,6 @@ def validation_loss(
                 yield input_ids, torch.full_like(labels, -100), *positions
 
     layers = sparse_layers(loss.model).values()
-    with selected_for_evaluation(loss, selected_shards(layers, world.sum_shards)):
+    with evaluation_mode(loss.model), selected_shards(layers, world.sum_shards):
         sums = token_loss_sum(loss, batches(), device=device, dtype=dtype)
     return mean_of(*world.sum(sums).tolist())

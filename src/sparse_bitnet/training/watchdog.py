@@ -80,13 +80,7 @@ class Watchdog:
 
     def __enter__(self) -> "Watchdog":
         # A connection of its own: the main thread may be blocked inside the group's.
-        store = dist.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=self._store_seconds),
-        )
+        store = launcher_store(self._store_seconds)
         self._store = dist.PrefixStore(f"heartbeat/{self.name}", store)
         self.progress(0)
         for thread in self._threads:
@@ -225,6 +219,19 @@ class Watchdog:
     def _end_process(self, message: str) -> None:
         print(f"sparse-bitnet: {message}; start the run again", file=sys.stderr, flush=True)
         os._exit(EXIT_CODE)
+
+
+def launcher_store(seconds: float, *, is_master: bool = False) -> dist.Store:
+    """A connection to the key-value store that the processes of a run share; the master makes it.
+
+    `seconds` is the longest wait for an answer."""
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=is_master,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=seconds),
+    )
 
 
 def is_communication_error(error: BaseException) -> bool:
