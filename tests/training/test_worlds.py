@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Zamba2Config
 from world_processes import Worlds
 
 from factories import tiny_model
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.checkpoint.store_path import StorePath
+from sparse_bitnet.errors import UserError
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.metrics import read_rows
+from sparse_bitnet.training.sharding import check_splits
 from sparse_bitnet.training.train_run import train
 
 pytestmark = pytest.mark.timeout(900)
@@ -254,6 +257,35 @@ def test_bad_launches_are_refused_by_all(worlds, run_config):
     outcomes = worlds.run(run_config("run", data="missing"), size=2)
     assert "no prepared data" in outcomes[0][1]
     assert outcomes[1][1].startswith("ErrorElsewhere")
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_blocks_that_share_weights_are_not_split(outside):
+    model = tiny_model(tie_word_embeddings=True)
+    check_splits(model)
+    first, second = model.get_decoder().layers[:2]
+    if outside:
+        model.get_decoder().norm.weight = first.input_layernorm.weight
+    else:
+        second.mlp.down_proj.weight = first.mlp.down_proj.weight
+    with pytest.raises(UserError, match=r"blocks of \w+ share weights, .* leave out torchrun$"):
+        check_splits(model)
+
+
+def test_a_model_that_cannot_be_split_is_refused_by_all(worlds, run_config):
+    config = Zamba2Config(
+        **{"vocab_size": 2048, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4},
+        **{"mamba_headdim": 16, "n_mamba_heads": 8, "mamba_d_state": 8, "chunk_size": 8},
+        layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
+        num_mem_blocks=1,
+    )
+    shared = run_config("shared").out
+    AutoModelForCausalLM.from_config(config).save_pretrained(shared)
+    run = run_config("run", init=shared, format="ternary-6:8")
+    outcomes = worlds.run(run, size=2)
+    assert [code for code, _ in outcomes] == [2, 2]
+    assert "blocks of Zamba2ForCausalLM share weights" in outcomes[0][1]
+    assert not Path(run.out).exists()
 
 
 def test_a_folder_in_use_is_refused_by_all(worlds, run_config):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import sparse_layers
 from sparse_bitnet.training.distributed import World
 from sparse_bitnet.training.loss import SummedLoss
@@ -15,6 +16,20 @@ from sparse_bitnet.training.sharded_linear import prepare_linears_
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+def check_splits(model: "PreTrainedModel") -> None:
+    """Raise `UserError` for a model of which a block shares weights with another one, or with what lies
+    outside of all: split, each would have its own."""
+    blocks: Any = list(model.get_decoder().layers)
+    inside = {module for block in blocks for module in block.modules()}
+    groups = [set(block.parameters()) for block in blocks]
+    groups.append({p for m in model.modules() if m not in inside for p in m.parameters(False)})
+    if sum(map(len, groups)) > len(set().union(*groups)):
+        raise UserError(
+            f"blocks of {type(model).__name__} share weights, and such a model trains in one process: "
+            "leave out torchrun"
+        )
 
 
 def place_(

@@ -54,7 +54,13 @@ from sparse_bitnet.training.schedule import (
     weight_decay_factor,
 )
 from sparse_bitnet.training.sharded_linear import gathered_bytes, selected_shards, sharded
-from sparse_bitnet.training.sharding import gather_once_, place_, reshard_, whole_model
+from sparse_bitnet.training.sharding import (
+    check_splits,
+    gather_once_,
+    place_,
+    reshard_,
+    whole_model,
+)
 from sparse_bitnet.training.teacher_loss import check_finite
 from sparse_bitnet.training.validation import validation_loss
 
@@ -116,6 +122,8 @@ class Trainer:
         self.build = partial(initial_model, config, self.format, self.dataset, self.tokenizer)
         self.whole = self.build() if world.is_main else None
         self.model = self.build(meta=True) if world.mesh else cast(Any, self.whole)
+        if world.mesh:
+            check_splits(self.model)
         if config.lora:
             if world.mesh:
                 raise UserError("lora trains in one process: leave out torchrun")
