@@ -255,3 +255,9 @@ def test_each_run_folder_is_a_run_of_its_own_at_wandb(small_run, tmp_path, monke
     first, second, moved = seen
     assert first["id"] != second["id"]
     assert moved["id"] == first["id"]
+
+
+def test_the_folder_is_printed_as_it_is_called(small_run, tmp_path, capsys):
+    config = small_run(steps=1, out=str(tmp_path / f"{'long' * 30}[bold]"))
+    main(["train", *options(config)])
+    assert f"model: {config.out}/final   curves" in capsys.readouterr().out

@@ -61,8 +61,4 @@ def main(options: Annotated[AnalyzeConfig, FLAT]) -> None:
         ]
     print_table(summary_table(found), console, "")
     write_weight_report(found, pattern, options.out)
-    console.print(
-        f"{options.out}/weights.html: figures; {options.out}/weights.json: every layer",
-        highlight=False,
-        soft_wrap=True,
-    )
+    print(f"{options.out}/weights.html: figures; {options.out}/weights.json: every layer")

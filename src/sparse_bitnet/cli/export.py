@@ -46,11 +46,9 @@ def run(
             on_progress=lines.line(f"writing {config.format}", "MB", 1e6),
             on_verified=lines.line("comparing", "tokens"),
         )
-    console.print(
-        f"{result.folder}: {config.format}, {result.nbytes / 1e6:,.1f} MB", highlight=False
-    )
+    print(f"{result.folder}: {config.format}, {result.nbytes / 1e6:,.1f} MB")
     if result.warning:
-        console.print(f"note: {result.warning}", highlight=False)
+        print(f"note: {result.warning}")
     if result.verification is None:
         return
     table = Table(title="Export against trained model", show_header=False)

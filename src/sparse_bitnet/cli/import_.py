@@ -49,9 +49,8 @@ def main(
 
     if config.packed is None and config.embeddings != "auto":
         raise UserError("--embeddings is an option of the packed form: give --packed")
-    console = Console(markup=False)
     pattern = None if config.pattern is None else NMPattern.parse(config.pattern)
-    with Progress(console) as lines:
+    with Progress(Console()) as lines:
         result = import_checkpoint(
             folder,
             out,
@@ -60,7 +59,4 @@ def main(
             embeddings=config.embeddings,
             on_progress=lines.line("importing", "MB", 1e6),
         )
-    console.print(
-        f"{result.folder}: {result.layers} layers of {result.kind} as {result.format}",
-        highlight=False,
-    )
+    print(f"{result.folder}: {result.layers} layers of {result.kind} as {result.format}")

@@ -61,7 +61,7 @@ def main(
     if config.check:
         with console.status("comparing with the trained model"):
             found = check_packed(checkpoint, out)
-        _print_check(console, found, out)
+        _print_check(found, out)
 
 
 def _print_result(console: "Console", packed: "PackResult") -> None:
@@ -80,20 +80,17 @@ def _print_result(console: "Console", packed: "PackResult") -> None:
     table.add_row("norms, biases, header", f"{others:,}")
     table.add_row("model.safetensors", f"{packed.file_bytes:,}", style="bold")
     console.print(table)
-    console.print(
-        f"{packed.folder} written in {packed.seconds:.1f} s", highlight=False, soft_wrap=True
-    )
+    print(f"{packed.folder} written in {packed.seconds:.1f} s")
 
 
-def _print_check(console: "Console", found: "PackCheck", out: str) -> None:
+def _print_check(found: "PackCheck", out: str) -> None:
     if not found.exact:
         raise UserError(
             f"{out} does not compute what the trained model computes (logits differ by up to "
             f"{found.largest_difference:.3g}): do not use it, and report this as a defect"
         )
-    console.print(
+    print(
         f"loaded back: logits of {found.tokens} tokens equal the trained model's bit for bit, given "
         f"the stored embeddings; storing those moves logits by at most {found.largest_difference:.3g} "
-        f"(KL divergence {found.kl_divergence:.2g} nats)",
-        highlight=False,
+        f"(KL divergence {found.kl_divergence:.2g} nats)"
     )

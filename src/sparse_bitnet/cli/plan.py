@@ -30,12 +30,10 @@ def main(job: Annotated[Job, FLAT]) -> None:
     found, gpu, console = plan(job), GPUS[job.gpu], Console()
 
     replicas = job.gpus // job.shards
-    console.print(
+    print(
         f"{job.model}, {job.config}, on {job.gpus} x {job.gpu.upper()}: split over {job.shards}, "
         f"{replicas} replica{'s' if replicas > 1 else ''}; {job.batch_size} x {job.sequence_length} "
-        f"tokens a step, {job.rows} sequences a forward, {job.micro_steps} forwards a GPU",
-        highlight=False,
-        soft_wrap=True,
+        f"tokens a step, {job.rows} sequences a forward, {job.micro_steps} forwards a GPU"
     )
     total = found.memory_bytes
     memory = [[name, f"{size / 1e9:,.2f}"] for name, size in found.memory.items()]
@@ -53,20 +51,16 @@ def main(job: Annotated[Job, FLAT]) -> None:
     seconds.append(["step", f"{1000 * found.step_seconds:,.2f}"])
     seconds.append(["step, bf16 weights gathered", f"{1000 * found.step_seconds_bf16:,.2f}"])
     print_table(Table(["part", "ms"], seconds), console, "Time of a step")
-    fits = (
-        "fits"
-        if total <= gpu.memory
-        else ("does NOT fit: smaller --micro-batch-size, --activation-checkpointing or more GPUs")
-    )
-    console.print(
+    fits = "fits"
+    if total > gpu.memory:
+        fits = "does NOT fit: smaller --micro-batch-size, --activation-checkpointing or more GPUs"
+    print(
         f"memory: {fits}\n"
         f"{found.tokens_per_second:,.0f} tokens/s, {found.tokens_per_second / job.gpus:,.0f} a GPU; "
         f"{job.tokens:.3g} tokens in {found.days:,.2f} days\n"
         f"a checkpoint: {found.checkpoint_bytes / 1e9:,.1f} GB, training waits "
         f"{found.checkpoint_stall:,.2f} s, written in {found.checkpoint_write:,.0f} s behind it at "
-        f"{job.storage / 1e9:g} GB/s a machine",
-        highlight=False,
-        soft_wrap=True,
+        f"{job.storage / 1e9:g} GB/s a machine"
     )
     console.print(
         f"From data sheets: {gpu.flops / 1e12:,.0f} TFLOP/s bf16 at {UTILISATION:.0%}, memory "

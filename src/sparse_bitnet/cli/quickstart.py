@@ -31,21 +31,14 @@ def run(config: QuickstartConfig) -> None:
         print(f"\n{reason}; the same command continues from there", file=sys.stderr)
         sys.exit(130)
     title = f"Held-out perplexity, {config.model}, {config.source}"
-    print_table(
-        perplexity_tables.comparison_table(found.cells),
-        console,
-        title,
-        "The paper's Qwen2.5 models",
-    )
+    table = perplexity_tables.comparison_table(found.cells)
+    print_table(table, console, title, "The paper's Qwen2.5 models")
     console.print(f"\n{perplexity_tables.verdict(found.cells)}", highlight=False)
-    sparse_ternary = f"ternary-{config.pattern}"
-    console.print(f"\n{sparse_ternary} continues {config.prompt!r}:", style="bold", highlight=False)
+    heading = f"\nternary-{config.pattern} continues {config.prompt!r}:"
+    console.print(heading, style="bold", highlight=False, markup=False)
     console.print(f"{config.prompt}{found.sample}", highlight=False, markup=False)
     minutes, seconds = divmod(round(time.monotonic() - began), 60)
-    console.print(
+    print(
         f"\nreport:  {found.report}\nresults: {config.out}/results.jsonl\n"
-        f"models:  {found.model.parent.parent}/*/final\ntime:    {minutes} min {seconds} s",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
+        f"models:  {found.model.parent.parent}/*/final\ntime:    {minutes} min {seconds} s"
     )

@@ -104,10 +104,10 @@ def main(options: Annotated[ReproduceConfig, FLAT]) -> None:
         console=console,
     )
     if "table1" in names:
-        run_tasks(scale, out, options, console)
+        run_tasks(scale, out, options)
 
 
-def run_tasks(scale: Scale, out: Path, options: ReproduceConfig, console: "Console") -> None:
+def run_tasks(scale: Scale, out: Path, options: ReproduceConfig) -> None:
     """Score table 2's models, of seed 0 unless more are asked for."""
     from sparse_bitnet.experiments.downstream import score
 
@@ -118,9 +118,9 @@ def run_tasks(scale: Scale, out: Path, options: ReproduceConfig, console: "Conso
         include_path=options.include_path,
         limit=options.limit,
         seeds=options.seeds or 1,
-        on_model=lambda name: console.print(f"scoring {name}", highlight=False, soft_wrap=True),
+        on_model=lambda name: print(f"scoring {name}"),
     )
-    console.print(f"{count} models scored; `sparse-bitnet report {out}` shows table 1")
+    print(f"{count} models scored; `sparse-bitnet report {out}` shows table 1")
 
 
 def run(
@@ -136,18 +136,14 @@ def run(
     try:
         outcome = reproduce(scale, experiments, out, console=console, **options)
     except Interrupted as stop:
-        console.print(f"{stop}; the same command continues from there", highlight=False)
+        print(f"{stop}; the same command continues from there")
         sys.exit(130)
-    console.print(
+    print(
         f"{out}: {outcome.trained} runs trained, {outcome.skipped} were done before; "
-        f"`sparse-bitnet report {out}` shows the results",
-        highlight=False,
-        soft_wrap=True,
+        f"`sparse-bitnet report {out}` shows the results"
     )
     if outcome.left:
-        console.print(
-            f"{outcome.left} runs did not fit into the budget; the same command trains them"
-        )
+        print(f"{outcome.left} runs did not fit into the budget; the same command trains them")
     if outcome.failed:
         raise UserError("; ".join(outcome.failed))
 
@@ -169,5 +165,5 @@ def dry_run(
     if not (scale.needs_gpu and resolve_device("auto").type == "cpu"):
         here = hardware()
         speed = Speed([row for row in results.rows if row.provenance["hardware"] == here])
-    console.print(f"{out}: {len(done)} of {len(runs)} runs are done", highlight=False)
+    print(f"{out}: {len(done)} of {len(runs)} runs are done")
     print_plan(scale, runs, done, speed, options.workers or default_workers(scale), console)

@@ -18,8 +18,6 @@ from sparse_bitnet.training.recipes import RECIPES
 from sparse_bitnet.training.schedule import format_of
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from sparse_bitnet.training.run_folder import RunResult
 
 
@@ -112,9 +110,8 @@ def run(chosen: Options) -> None:
 
     launch = Launch(shard=chosen.shard, timeout_seconds=chosen.timeout_seconds)
     is_first = os.environ.get("RANK", "0") == "0"
-    console = Console(quiet=not is_first)
     try:
-        with Progress(console, plain_lines=PLAIN_LINES) as progress:
+        with Progress(Console(quiet=not is_first), plain_lines=PLAIN_LINES) as progress:
             line = progress.line(config.format, "steps")
             result = train(
                 config,
@@ -122,7 +119,8 @@ def run(chosen: Options) -> None:
                 launch=launch,
             )
     except Interrupted as stop:
-        console.print(f"{stop}; the same command continues from there", highlight=False)
+        if is_first:
+            print(f"{stop}; the same command continues from there")
         sys.exit(130)
     except ErrorElsewhere:
         sys.exit(2)
@@ -131,7 +129,7 @@ def run(chosen: Options) -> None:
         # A checkpoint under way waits for the lost process, and cannot be called off.
         os._exit(EXIT_CODE)
     if is_first:
-        print_result(result, config, console)
+        print_result(result, config)
 
 
 def prepare_chat(source: str, config: TrainConfig) -> None:
@@ -146,25 +144,21 @@ def prepare_chat(source: str, config: TrainConfig) -> None:
     prepare(parse_source(source, chat=True), config.data, tokenizer=config.init, chat=True)
 
 
-def print_result(result: "RunResult", config: TrainConfig, console: "Console") -> None:
+def print_result(result: "RunResult", config: TrainConfig) -> None:
     """Perplexity, sparsity, where the files are; of several processes also what they sent."""
     flips = "-" if result.flip_rate is None else f"{result.flip_rate:.2e}"
-    console.print(
+    print(
         f"{result.format}: validation perplexity {result.validation_perplexity:.3f} over "
         f"{result.validation_tokens:,} tokens after {result.steps:,} steps "
         f"({result.tokens:,} tokens); zero fraction {result.zero_fraction:.3f}, "
-        f"last flip rate {flips}\nmodel: {config.out}/final   curves: {config.out}/metrics.jsonl",
-        highlight=False,
-        soft_wrap=True,
+        f"last flip rate {flips}\nmodel: {config.out}/final   curves: {config.out}/metrics.jsonl"
     )
     from sparse_bitnet.training.metrics import TIMING_FILE, read_rows
 
     rows = read_rows(Path(config.out) / TIMING_FILE)
     if rows and rows[-1].get("gathered_bytes"):
         received, dense = rows[-1]["gathered_bytes"], rows[-1]["gathered_bytes_as_bf16"]
-        console.print(
+        print(
             f"linear layers: each process received {received / 1e6:,.3f} MB a step, "
-            f"1/{dense / received:.2f} of bfloat16 weights",
-            highlight=False,
-            soft_wrap=True,
+            f"1/{dense / received:.2f} of bfloat16 weights"
         )
