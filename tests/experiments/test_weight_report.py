@@ -3,6 +3,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -94,6 +95,15 @@ def test_the_command_prints_a_table_and_names_its_files(ours, tmp_path, capsys):
     text = capsys.readouterr().out
     assert "near-zero" in text
     assert "weights.html" in text
+
+
+def test_a_name_with_brackets_is_shown_as_it_is(ours, tmp_path, monkeypatch, capsys):
+    shutil.move(ours, tmp_path / "run[v2]")
+    monkeypatch.chdir(tmp_path)
+    analyze.main(["run[v2]"])
+    assert "run[v2]" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"x\[/b\]"):
+        analyze.main(["x[/b]"])
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ def main(options: Annotated[AnalyzeConfig, FLAT]) -> None:
         options: what to count.
     """
     from rich.console import Console
+    from rich.text import Text
 
     from sparse_bitnet.experiments.table import print_table
     from sparse_bitnet.experiments.weight_report import (
@@ -54,7 +55,7 @@ def main(options: Annotated[AnalyzeConfig, FLAT]) -> None:
             read_checkpoint(
                 name,
                 pattern,
-                lambda path: status.update(f"reading {path}"),
+                lambda path: status.update(Text(f"reading {path}")),
                 options.dense_globs,
             )
             for name in options.checkpoints

@@ -6,18 +6,98 @@ that the numbers are those of the PyTorch code; --head and --kv-cache show what 
 """
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
 
 from sparse_bitnet.cli.arguments import FLAT, CheckpointArgument, command
-from sparse_bitnet.cli.evaluate_options import EvaluateConfig
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, check_least
 from sparse_bitnet.files import check_new_file
-from sparse_bitnet.progress import OnProgress
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from sparse_bitnet.evaluation.perplexity import Evaluation
+
+
+@dataclass(kw_only=True)
+class EvaluateConfig:
+    """What to score, and how."""
+
+    data: str | None = None
+    """Folder written by `sparse-bitnet prepare` (its validation split), or a text file or glob (.txt,
+    .jsonl, .jsonl.zst, .parquet; every document is scored)."""
+
+    tasks: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """lm-eval tasks, groups or tags to score instead, joined by commas; `paper`: the paper's five
+    zero-shot tasks."""
+
+    include_path: str | None = None
+    """Folder of the paper's data sets as they were downloaded (FOLDER/hellaswag, FOLDER/ai2_arc,
+    FOLDER/piqa, FOLDER/super_glue), or of lm-eval task files (.yaml) of your own: no network needed."""
+
+    fewshot: int = 0
+    """Examples before each question of a task."""
+
+    limit: int | None = None
+    """Score only this many questions of each task, the first ones."""
+
+    context_length: int | None = None
+    """Tokens the model sees at once. Default: as in training, or 2048."""
+
+    stride: int | None = None
+    """Tokens between windows; below context-length windows overlap, and every token has at least
+    context-length minus stride tokens before it. Default: no overlap."""
+
+    batch_size: int = 8
+    """Windows per forward."""
+
+    max_tokens: int = 0
+    """Score only this many tokens, the first ones; 0: all."""
+
+    precision: Literal["auto", "bf16", "float32"] = "auto"
+    """Compute type. auto: bf16 where the device has fast bf16 products."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute."""
+
+    engine: Literal["auto", "cpu", "transformers"] = "auto"
+    """cpu packs ternary models of other tools first; transformers runs anything that it can load. auto:
+    cpu for what is packed, where it can."""
+
+    threads: int | None = None
+    """Threads of the CPU engine. Default: one for each core."""
+
+    head: Literal["stored", "int8", "int4"] = "stored"
+    """Form of the output head in the CPU engine."""
+
+    kv_cache: Literal["float32", "float16", "int8", "int4"] = "float32"
+    """Form of cached keys and values in the CPU engine."""
+
+    activations: Literal["auto", "token", "group"] = "auto"
+    """What shares a scale of int8 activations in the CPU engine: see `generate`."""
+
+    column: str = "text"
+    """Column of the text in .jsonl and .parquet files."""
+
+    json: str | None = None
+    """Also write the result to this file; of tasks, in lm-eval's form."""
+
+    def __post_init__(self) -> None:
+        """Raise `UserError` that names the option."""
+        check_least(self, fewshot=0, limit=1, context_length=1, stride=1)
+        check_least(self, batch_size=1, max_tokens=0, threads=1)
+        others = ("context_length", "stride", "max_tokens", "column")
+        for name in others if self.tasks else ("include_path", "fewshot", "limit"):
+            if getattr(self, name) != getattr(type(self), name):
+                raise UserError(
+                    f"--{name.replace('_', '-')} is an option of {'--data' if self.tasks else '--tasks'}"
+                )
+        if self.engine == "cpu" and (self.device == "cuda" or self.precision == "bf16"):
+            raise UserError(
+                "--engine cpu computes in float32 on the CPU: leave out --device and --precision"
+            )
 
 
 @command("evaluate")
@@ -85,39 +165,32 @@ def _run_perplexity(checkpoint: str, config: EvaluateConfig) -> None:
     from rich.console import Console
 
     from sparse_bitnet.cli.evaluate_engine import perplexity_of_engine, uses_cpu_engine
+    from sparse_bitnet.evaluation.perplexity import evaluate
     from sparse_bitnet.files import write_atomic
     from sparse_bitnet.progress import Progress
 
-    console = Console()
+    console = Console(markup=False)
     with Progress(console) as progress:
         on_batch = progress.line("scoring", "tokens")
         if uses_cpu_engine(checkpoint, config):
             found = perplexity_of_engine(checkpoint, config, on_batch)
         else:
-            found = _perplexity_of_model(checkpoint, config, on_batch)
+            assert config.data is not None
+            found = evaluate(
+                checkpoint,
+                config.data,
+                context_length=config.context_length,
+                stride=config.stride,
+                batch_size=config.batch_size,
+                max_tokens=config.max_tokens,
+                precision=config.precision,
+                device=config.device,
+                column=config.column,
+                on_batch=on_batch,
+            )
     _print(found, console)
     if config.json:
         write_atomic(config.json, json.dumps(found.to_dict(), indent=2) + "\n")
-
-
-def _perplexity_of_model(
-    checkpoint: str, config: EvaluateConfig, on_batch: OnProgress
-) -> "Evaluation":
-    from sparse_bitnet.evaluation.perplexity import evaluate
-
-    assert config.data is not None
-    return evaluate(
-        checkpoint,
-        config.data,
-        context_length=config.context_length,
-        stride=config.stride,
-        batch_size=config.batch_size,
-        max_tokens=config.max_tokens,
-        precision=config.precision,
-        device=config.device,
-        column=config.column,
-        on_batch=on_batch,
-    )
 
 
 def _print(found: "Evaluation", console: "Console") -> None:

@@ -3,11 +3,11 @@
 
 from typing import TYPE_CHECKING, Any
 
-from sparse_bitnet.cli.evaluate_options import EvaluateConfig
 from sparse_bitnet.errors import refuse_unused
 from sparse_bitnet.progress import OnProgress
 
 if TYPE_CHECKING:
+    from sparse_bitnet.cli.evaluate import EvaluateConfig
     from sparse_bitnet.engine.engine_options import EngineOptions
     from sparse_bitnet.evaluation.perplexity import Evaluation
 
@@ -17,7 +17,7 @@ _TASK_TOKENS = 4096
 """Room for each question of a batch with its answers; longer ones are computed in smaller batches."""
 
 
-def uses_cpu_engine(checkpoint: str, config: EvaluateConfig) -> bool:
+def uses_cpu_engine(checkpoint: str, config: "EvaluateConfig") -> bool:
     """Whether the CPU engine is asked for, or left to us and able to run the checkpoint.
 
     Raises `UserError` for options of the engine where it does not run, and the other way round.
@@ -38,7 +38,7 @@ def uses_cpu_engine(checkpoint: str, config: EvaluateConfig) -> bool:
 
 
 def _engine_options(
-    config: EvaluateConfig, *, context_length: int | None, cache_tokens: int
+    config: "EvaluateConfig", *, context_length: int | None, cache_tokens: int
 ) -> "EngineOptions":
     from sparse_bitnet.engine.engine_options import EngineOptions
 
@@ -53,7 +53,7 @@ def _engine_options(
     )
 
 
-def tasks_of_engine(checkpoint: str, config: EvaluateConfig) -> dict[str, Any]:
+def tasks_of_engine(checkpoint: str, config: "EvaluateConfig") -> dict[str, Any]:
     """As `evaluation.harness.evaluate_tasks`."""
     from sparse_bitnet.evaluation.harness import load_tasks, score_tasks
     from sparse_bitnet.generation.open_model import open_model, position_count
@@ -82,7 +82,7 @@ def tasks_of_engine(checkpoint: str, config: EvaluateConfig) -> dict[str, Any]:
 
 
 def perplexity_of_engine(
-    checkpoint: str, config: EvaluateConfig, on_batch: OnProgress
+    checkpoint: str, config: "EvaluateConfig", on_batch: OnProgress
 ) -> "Evaluation":
     """As `evaluation.perplexity.evaluate`."""
     from sparse_bitnet.checkpoint.checkpoint import trained_context_length

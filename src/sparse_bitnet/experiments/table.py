@@ -63,8 +63,11 @@ def print_table(table: Table, console: "Console", title: str, title_of_rest: str
 def _rich(table: Table, title: str, shown: Sequence[int]) -> "RichTable":
     from rich import box
     from rich.table import Table as RichTable
+    from rich.text import Text
 
-    rich = RichTable(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    # As `Text` no name in brackets is taken for a style.
+    shown_title = Text(title, style="bold")
+    rich = RichTable(title=shown_title, title_justify="left", box=box.SIMPLE_HEAD)
     # A title cannot span columns here: its words stand over the first ones of its group.
     above = [""]
     for group, count in table.groups:
@@ -74,5 +77,5 @@ def _rich(table: Table, title: str, shown: Sequence[int]) -> "RichTable":
         number = table.numeric and index > 0
         rich.add_column(head, justify="right" if number else "left", no_wrap=table.numeric)
     for line in table.lines:
-        rich.add_row(*(line[index] for index in (0, *shown)))
+        rich.add_row(*(Text(line[index]) for index in (0, *shown)))
     return rich
