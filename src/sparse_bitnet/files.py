@@ -49,6 +49,12 @@ def write_atomic(path: Path | str, data: bytes | str) -> None:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
 
 
+def make_folder(path: Path) -> None:
+    """A folder and its parents, where they are not. Raises `UserError` where that cannot be."""
+    with os_errors_as(f"cannot write {path}"):
+        path.mkdir(parents=True, exist_ok=True)
+
+
 def check_new_file(path: Path | str) -> None:
     """Raise `UserError` where `write_atomic` could not write: for before the work, not after."""
     path = Path(path)

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.experiments import results_page
 from sparse_bitnet.experiments.downstream import CHANCE, downstream_table
 from sparse_bitnet.experiments.results import Results
 from sparse_bitnet.experiments.scales import find_scale
@@ -100,3 +101,11 @@ def test_table_3_needs_rows_of_bench(tmp_path):
     path.write_text('{"model": 1}\n')
     with pytest.raises(UserError, match="no run of dense and sparse models in turn"):
         throughput_blocks(path)
+
+
+@pytest.mark.parametrize("what", ["document", "page"])
+def test_a_page_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, what):
+    monkeypatch.setattr(results_page, "report_blocks", lambda *_: [])
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"^cannot write .*file"):
+        results_page.write_report([], **{what: tmp_path / "file" / "page.md"})

@@ -37,7 +37,7 @@ from sparse_bitnet.training import device
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
 from sparse_bitnet.training.loss import SummedLoss
-from sparse_bitnet.training.run_folder import StopSignal
+from sparse_bitnet.training.run_folder import stop_signals
 from sparse_bitnet.training.validation import validation_loss
 
 ALL = list(EXPERIMENTS)
@@ -444,9 +444,10 @@ def test_a_signal_before_training_listens_stops_at_the_first_step(monkeypatch):
     (run,) = plan(small_scale(), ["table2"])[:1]
 
     def train_one(run, on_step):
-        with StopSignal() as stop:
+        received = threading.Event()
+        with stop_signals(received.set):
             for step in (1, 2):
                 on_step(run.name, {"step": step, "loss": 1.0})
-            return stop.received
+            return received.is_set()
 
     assert workers._in_worker(train_one, run)

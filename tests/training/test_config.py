@@ -119,9 +119,3 @@ def test_config_modules_do_not_import_torch():
         "sparse_bitnet.training.schedule; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_a_config_from_before_a_field_existed_is_read():
-    values = json.loads(TrainConfig().to_json())
-    del values["forward"]
-    assert TrainConfig.from_json(json.dumps(values), "config.json") == TrainConfig()

@@ -186,6 +186,9 @@ def test_an_unfinished_cache_goes_on(
         cache("parts", seed=1)
     with pytest.raises(UserError, match="is a cache of another top_logits"):
         LogitCache(tmp_path / "parts", str(teacher), loader(), 100, k=9, vocab=VOCAB)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"^cannot write .*file: File exists$"):
+        cache("file").fill(model, 16)
     with pytest.raises(UserError, match="holds other files and no logit cache"):
         LogitCache(Path(distil().data), str(teacher), loader(), 100, k=8, vocab=VOCAB)
 

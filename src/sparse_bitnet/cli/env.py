@@ -9,16 +9,8 @@ from importlib.util import find_spec
 from sparse_bitnet.cli.arguments import command
 
 PACKAGES = (
-    "sparse-bitnet",
-    "torch",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "datasets",
-    "accelerate",
-    "numpy",
-    "lm_eval",
-    "triton",
+    *("sparse-bitnet", "torch", "transformers", "tokenizers", "safetensors", "datasets"),
+    *("accelerate", "numpy", "lm_eval", "triton"),
 )
 
 

@@ -55,7 +55,6 @@ def _robustness(results: Results) -> Iterator[Claim]:
             paper=f"{paper['full']} against {paper['ternary']} % (0.5B / 1.5B / 3B)",
             expected=None if (cost := theirs[model]) is None else cost["full"] - cost["ternary"],
             estimate=cost_estimate(losses_of(rows)),
-            unit="points",
         )
         yield claim
         shown: list[Mapping[str, Mapping[int, ResultRow]]] = [{}, rows]
@@ -88,7 +87,6 @@ def _robustness(results: Results) -> Iterator[Claim]:
                     lambda a, b: 100 * math.log(a / b),
                 )
             ),
-            unit="points",
         )
 
 
@@ -184,7 +182,6 @@ def _comparisons(
                 residual=residual,
                 weight=100 * math.sqrt(2),
             ),
-            unit="points",
         )
 
 
@@ -221,7 +218,6 @@ def _near_zero(results: Results) -> Iterator[Claim]:
             estimate=Estimate(
                 values=tuple(100 * fall for fall in _falls(results, "ternary-8:8", model))
             ),
-            unit="points",
         )
         yield Claim(
             text="Near-zero mass does not fall for the full-precision model",
@@ -232,7 +228,6 @@ def _near_zero(results: Results) -> Iterator[Claim]:
                 values=tuple(-100 * fall for fall in _falls(results, "full-8:8", model))
             ),
             null=-100 * STILL_MASS,
-            unit="points",
         )
 
 
@@ -268,5 +263,4 @@ def _downstream(results: Results) -> Iterator[Claim]:
             estimate=Estimate(
                 values=paired(changes["ternary"], changes["full"], lambda a, b: a - b)
             ),
-            unit="points",
         )

@@ -189,18 +189,8 @@ def _commands(config: QuickstartConfig, row: ResultRow) -> list[str]:
 
 def _settings(config: QuickstartConfig, rows: list[ResultRow]) -> dict[str, Any]:
     shown = (
-        "model",
-        "steps",
-        "batch_size",
-        "sequence_length",
-        "learning_rate",
-        "schedule",
-        "warmup_fraction",
-        "weight_decay",
-        "beta1",
-        "beta2",
-        "epsilon",
-        "gradient_clip",
+        *("model", "steps", "batch_size", "sequence_length", "learning_rate", "schedule"),
+        *("warmup_fraction", "weight_decay", "beta1", "beta2", "epsilon", "gradient_clip"),
     )
     seconds = sum(row.seconds for row in rows)
     return {

@@ -123,14 +123,15 @@ class Estimate:
             seeds += 1
         return seeds
 
-    def text(self, form: str, unit: str) -> str:
+    def text(self, unit: str) -> str:
         """Mean, 95 % interval and number of seeds."""
-        text, count = f"{self.mean:{form}}{unit and f' {unit}'}", len(self.values)
-        return f"{text} (1 seed)" if count == 1 else f"{text} {self.interval(form)}, {count} seeds"
+        text, count = f"{self.mean:+.2f} {unit}", len(self.values)
+        return f"{text} (1 seed)" if count == 1 else f"{text} {self.interval}, {count} seeds"
 
-    def interval(self, form: str) -> str:
+    @property
+    def interval(self) -> str:
         """Of the mean, 95 %."""
-        return f"[{self.mean - self.half_width:{form}}, {self.mean + self.half_width:{form}}]"
+        return f"[{self.mean - self.half_width:+.2f}, {self.mean + self.half_width:+.2f}]"
 
     @property
     def _freedom(self) -> int:
@@ -164,15 +165,14 @@ class Claim:
     null: float = 0.0
     """What the measure must exceed."""
 
-    form: str = "+.2f"
-    unit: str = ""
+    unit: str = "points"
     verdict: str = OPEN
     """By `judged`."""
 
     @property
     def result(self) -> str:
         """Mean, interval and seeds in words."""
-        return self.estimate.text(self.form, self.unit)
+        return self.estimate.text(self.unit)
 
 
 def judged(claims: Sequence[Claim]) -> list[Claim]:

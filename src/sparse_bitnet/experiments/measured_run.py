@@ -101,7 +101,10 @@ def thinned(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     result = []
     for start in range(0, len(steps), width):
         part = steps[start : start + width]
-        row = {"step": part[-1]["step"], "loss": _mean(part, "loss")}
+        row = {
+            "step": part[-1]["step"],
+            "loss": _short(statistics.fmean(step["loss"] for step in part)),
+        }
         flips = [step["flip_rate"] for step in part if step["flip_rate"] is not None]
         if flips and any(flips):
             differences = np.diff(flips)
@@ -186,10 +189,6 @@ def _held_out(
         }
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return measure_one(TokenDataset.open(config.data, "validation")), other, parameters
-
-
-def _mean(rows: Sequence[dict[str, Any]], key: str) -> float:
-    return _short(statistics.fmean(row[key] for row in rows))
 
 
 def _short(value: float, digits: int = 6) -> float:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Table 2: the four models side by side, with the paper's beside them, and what it says in words."""
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -19,9 +20,7 @@ DECIDED_POINTS = 2.0
 def comparison_table(ours: Sequence[Cell]) -> Table:
     """Table 2 for one size, beside the paper's own numbers for that pattern."""
     columns = [
-        [_text(cell.perplexity, ".2f") for cell in ours],
-        [_text(cell.delta, "+.2f") for cell in ours],
-        [_text(cell.relative, "+.1f") for cell in ours],
+        *_perplexity_columns(ours),
         # The mean alone: seeds hardly differ in shares of weights.
         [_percent(cell.zero_fraction, 1) for cell in ours],
         [_percent(cell.flip_rate, 3) for cell in ours],
@@ -44,13 +43,7 @@ def perplexity_table(results: Results) -> Table | None:
     ours = {model: found for model in results.models if (found := cells_of(results, model))}
     if not ours:
         return None
-    columns = []
-    for column in ours.values():
-        columns += [
-            [_text(cell.perplexity, ".2f") for cell in column],
-            [_text(cell.delta, "+.2f") for cell in column],
-            [_text(cell.relative, "+.1f") for cell in column],
-        ]
+    columns = [column for cells in ours.values() for column in _perplexity_columns(cells)]
     groups = [(model, ("PPL", "Δ", "Δ %")) for model in ours]
     seeds = {model: len(column[0].perplexity.values) for model, column in ours.items()}
     return _beside_paper(next(iter(ours.values())), groups, columns, [seeds_note(seeds)])
@@ -71,7 +64,7 @@ def seed_table(results: Results) -> Table | None:
                     f"{there}",
                     f"{100 * deviation:.2f} %",
                     f"{cost.deviation:.2f}",
-                    Estimate(values=cost.values).interval("+.2f"),
+                    Estimate(values=cost.values).interval,
                     f"{needed}",
                     f"{max(0, needed - there)}",
                 )
@@ -121,10 +114,18 @@ def other_text_table(results: Results) -> Table | None:
             )
         losses = {f: {s: math.log(values[s]) for s in seeds} for f, values in found.items()}
         if len(seeds) > 1:
-            cost = cost_estimate(losses).text("+.2f", "points")
+            cost = cost_estimate(losses).text("points")
             notes.append(f"{model}, full minus ternary: {cost}; not among the claims.")
     head = ("model", "seeds", f"PPL of {', '.join(sorted(names))}", "Δ %")
     return Table(head, body, notes=notes) if body else None
+
+
+def _perplexity_columns(cells: Sequence[Cell]) -> list[list[str]]:
+    return [
+        [_text(cell.perplexity, ".2f") for cell in cells],
+        [_text(cell.delta, "+.2f") for cell in cells],
+        [_text(cell.relative, "+.1f") for cell in cells],
+    ]
 
 
 def _beside_paper(
@@ -136,13 +137,12 @@ def _beside_paper(
     """Columns of the four models under their titles, then the paper's at each of its sizes."""
     paper = paper_cells(ours[1].pattern)
     groups = [*groups, *((f"paper {size}", ("PPL", "Δ %")) for size in paper)]
-    columns = list(columns)
-    for column in paper.values():
-        columns.append([_text(cell.perplexity, ".2f") for cell in column])
-        columns.append([_text(cell.relative, "+.1f") for cell in column])
+    theirs = [_perplexity_columns(cells)[::2] for cells in paper.values()]
     return Table(
         head=("model", *(name for _, names in groups for name in names)),
-        lines=list(zip([cell.label for cell in ours], *columns, strict=True)),
+        lines=list(
+            zip([cell.label for cell in ours], *columns, *itertools.chain(*theirs), strict=True)
+        ),
         groups=[(title, len(names)) for title, names in groups],
         notes=notes,
     )

@@ -94,7 +94,7 @@ def recipe_table(results: Results) -> Table | None:
         cost = cost_estimate(losses[name], residual)
         seeds[name] = len(cost.values)
         between = f"{cost.mean:+.2f}" if cost.values else NOTHING
-        sure = f"\n{cost.interval('+.2f')}" if cost.values and residual else ""
+        sure = f"\n{cost.interval}" if cost.values and residual else ""
         body.append((*line, between + sure))
     columns = ("dense PPL", f"{results.setting['pattern']} PPL", "Δ %")
     groups = [("full", 3), ("ternary", 3), ("full minus ternary", 1)]
@@ -155,7 +155,7 @@ def ideas_table(results: Results) -> Table | None:
 
 
 def _full_minus_ternary(what: str, cost: Estimate) -> str:
-    return f"{what}, full minus ternary: {cost.text('+.2f', 'points')}."
+    return f"{what}, full minus ternary: {cost.text('points')}."
 
 
 def _label(format: str) -> str:

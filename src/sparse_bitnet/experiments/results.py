@@ -20,7 +20,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.experiments.result_row import ResultRow, read_lines, read_rows, write_rows
 from sparse_bitnet.experiments.scales import DENSE_PATTERN, four_formats
 from sparse_bitnet.experiments.setting import SETTING, read_setting, setting_changes
-from sparse_bitnet.files import write_atomic
+from sparse_bitnet.files import make_folder, write_atomic
 from sparse_bitnet.training.config import as_written_now
 
 MACHINES = "machines.jsonl"
@@ -77,7 +77,7 @@ class Results:
         known = self.path / SETTING
         if known.is_file():
             self.check(setting)
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
         write_atomic(known, json.dumps(setting, indent=2) + "\n")
         if not (self.path / ".gitignore").exists():
             write_atomic(self.path / ".gitignore", "/data/\n/runs/\n/.lock\n")
@@ -95,7 +95,7 @@ class Results:
 
     def write(self, relative: str, text: str) -> None:
         """Write one of the set's other files."""
-        (self.path / relative).parent.mkdir(parents=True, exist_ok=True)
+        make_folder((self.path / relative).parent)
         write_atomic(self.path / relative, text)
 
     def curves(self, row: ResultRow) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ from sparse_bitnet.experiments.results import Results
 from sparse_bitnet.experiments.scales import DENSE_PATTERN
 from sparse_bitnet.experiments.table import Table, print_table
 from sparse_bitnet.experiments.throughput import throughput_blocks
-from sparse_bitnet.files import write_atomic
+from sparse_bitnet.files import make_folder, write_atomic
 from sparse_bitnet.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -53,11 +53,11 @@ def write_report(
     sets = [Results(folder) for folder in folders]
     blocks = report_blocks(sets, engine)
     if page is not None:
-        page.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(page.parent)
         write_atomic(page, html(TITLE, blocks))
     if document is not None:
         text, files = markdown(TITLE, blocks, "figures")
-        (document.parent / "figures").mkdir(parents=True, exist_ok=True)
+        make_folder(document.parent / "figures")
         for name, svg in files.items():
             write_atomic(document.parent / "figures" / name, svg)
         write_atomic(document, text)

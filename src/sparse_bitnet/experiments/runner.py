@@ -10,10 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparse_bitnet.data.documents import SPLITS
 from sparse_bitnet.data.manifest import TOKENIZER
 from sparse_bitnet.data.preparation import prepare
-from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.held_out import read_held_out
@@ -33,6 +31,7 @@ from sparse_bitnet.progress import Line, Progress
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
 from sparse_bitnet.training.run_folder import run_lock
 from sparse_bitnet.training.train_run import train
+from sparse_bitnet.training.validation import identity_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -106,7 +105,7 @@ def reproduce(
         data = data or prepare_text(scale, results.data)
         if other_text is not None:
             read_held_out(other_text, str(data / TOKENIZER))  # refuses what could not be read later
-        results.open(_setting(results, scale, _identity(data)))
+        results.open(_setting(results, scale, identity_of(data, verify="changed")))
         record_machine(results, scale.recipe)
         whole = Outcome(0, -1, 0, ())
         while True:
@@ -258,10 +257,6 @@ def prepare_text(scale: Scale, folder: Path) -> Path:
     source = parse_source(text.source, column=text.column, limit_bytes=text.limit_bytes)
     prepare(source, folder, tokenizer=text.tokenizer, vocab_size=text.vocab_size)
     return folder
-
-
-def _identity(data: Path) -> dict[str, Any]:
-    return {split: TokenDataset.open(data, split).identity() for split in SPLITS}
 
 
 def _setting(results: Results, scale: Scale, data: dict[str, Any]) -> dict[str, Any]:

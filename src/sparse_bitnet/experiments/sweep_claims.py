@@ -35,7 +35,6 @@ def sweep_claims(results: Results) -> Iterator[Claim]:
             residual=_residual(results, sweep),
             weight=200.0,
         ),
-        unit="points",
     )
     limits = {weight: collapse_density(results, weight) for weight in ("full", "ternary")}
     yield Claim(
@@ -47,7 +46,6 @@ def sweep_claims(results: Results) -> Iterator[Claim]:
         estimate=Estimate(
             values=paired(limits["full"], limits["ternary"], lambda a, b: 100 * (a - b))
         ),
-        unit="points",
     )
 
 

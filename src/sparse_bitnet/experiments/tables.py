@@ -53,8 +53,9 @@ def sweep_table(results: Results) -> Table:
     for pattern in results.setting["patterns"]:
         line = [pattern]
         for weight in ("full", "ternary"):
-            line.append(perplexities(results.by_seed(f"{weight}-{pattern}")))
-            line.append(_increase(results, f"{weight}-{pattern}"))
+            dense, rows = (results.by_seed(f"{weight}-{each}") for each in ("8:8", pattern))
+            over = NOTHING if pattern == "8:8" else percent_over(rows, dense, "+.1f")
+            line += [perplexities(rows), over]
         for theirs in paper.values():
             line.append(f"{100 * (theirs[pattern] / theirs['8:8'] - 1):+.1f}")
         body.append(tuple(line))
@@ -194,9 +195,3 @@ def _share_used(results: Results, rows: Sequence[ResultRow]) -> str:
             operations = flops_per_token(PRESETS[row.model], length, vocab)
             shares.append(operations * row.tokens_per_second / rate)
     return f"{100 * statistics.median(shares):.1f} %" if shares else NOTHING
-
-
-def _increase(results: Results, format: str) -> str:
-    if format.endswith("-8:8"):
-        return NOTHING
-    return spread_text([100 * (value - 1) for value in results.relative(format).values()], "+.1f")

@@ -19,11 +19,10 @@ from sparse_bitnet.analysis.weight_statistics import WeightStatistics, pool
 from sparse_bitnet.analysis.weights import checkpoint_statistics
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
-from sparse_bitnet.errors import os_errors_as
 from sparse_bitnet.experiments.measured_run import depth_parts
 from sparse_bitnet.experiments.page import Block, Figure, Paragraph, Section, html
 from sparse_bitnet.experiments.table import Table
-from sparse_bitnet.files import write_atomic
+from sparse_bitnet.files import make_folder, write_atomic
 from sparse_bitnet.pattern import NMPattern
 
 PAPER_ZERO_CODES = 0.423
@@ -149,8 +148,7 @@ def write_weight_report(
     checkpoints: Sequence[CheckpointWeights], pattern: NMPattern, out: Path
 ) -> None:
     """Write `weights.html` and `weights.json` to the folder `out`."""
-    with os_errors_as(f"cannot write {out}"):
-        out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     write_atomic(out / "weights.json", weight_json(checkpoints))
     write_atomic(out / "weights.html", weight_page(checkpoints, pattern))
 

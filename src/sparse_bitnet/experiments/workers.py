@@ -21,7 +21,7 @@ from typing import Any
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.experiments.result_row import ResultRow
 from sparse_bitnet.experiments.training_run import Run
-from sparse_bitnet.training.run_folder import Interrupted
+from sparse_bitnet.training.run_folder import Interrupted, stop_signals
 
 OnStep = Callable[[str, dict[str, Any]], None]
 """Called with a run's name and the `on_step` row of `train`."""
@@ -105,25 +105,17 @@ def _interruptible(pool: ProcessPoolExecutor) -> Iterator[threading.Event]:
     """An event that SIGINT and SIGTERM set; they, and an exception here, stop the workers' runs."""
     event = threading.Event()
 
-    def receive(number: int, frame: Any) -> None:
-        if event.is_set():
-            raise KeyboardInterrupt
+    def stop() -> None:
         event.set()
         _stop_runs(pool)
 
-    previous = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            previous[number] = signal.signal(number, receive)
-    try:
-        yield event
-    except BaseException:
-        if not event.is_set():
-            _stop_runs(pool)
-        raise
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    with stop_signals(stop):
+        try:
+            yield event
+        except BaseException:
+            if not event.is_set():
+                _stop_runs(pool)
+            raise
 
 
 def _stop_runs(pool: ProcessPoolExecutor) -> None:

@@ -252,19 +252,9 @@ class TrainConfig:
         }
 
 
-WITHOUT_EFFECT_ON_WEIGHTS = frozenset(
-    (
-        "data",
-        "out",
-        "validation_every",
-        "validation_tokens",
-        "layer_metrics_every",
-        "checkpoint_every",
-        "keep_checkpoints",
-        "checkpoint_url",
-        "tensorboard",
-        "wandb",
-    )
+WITHOUT_EFFECT_ON_WEIGHTS = (
+    *("data", "out", "validation_every", "validation_tokens", "layer_metrics_every"),
+    *("checkpoint_every", "keep_checkpoints", "checkpoint_url", "tensorboard", "wandb"),
 )
 """Fields that may change between the parts of one run: the data is compared by its content instead."""
 

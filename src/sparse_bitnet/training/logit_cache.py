@@ -25,7 +25,7 @@ from sparse_bitnet.checkpoint.model_folder import local_folder, read_json_if_the
 from sparse_bitnet.data.loader import TokenLoader, permuted
 from sparse_bitnet.data.shards import token_dtype
 from sparse_bitnet.errors import UserError, os_errors_as
-from sparse_bitnet.files import file_crc32, write_atomic
+from sparse_bitnet.files import file_crc32, make_folder, write_atomic
 from sparse_bitnet.progress import OnProgress
 from sparse_bitnet.training.teacher_loss import Teacher
 
@@ -90,7 +90,7 @@ class LogitCache:
 
         Raises `UserError` where the teacher's logits are not finite, or the disk is full.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         for part in range(len(self.checksums), self.parts):
             first = part * self.per_part
             last = min(self.windows, first + self.per_part)

@@ -7,7 +7,8 @@ import os
 import signal
 import sys
 import threading
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -154,26 +155,27 @@ def _prolonged(stored: TrainConfig, config: TrainConfig) -> str:
     return text
 
 
-class StopSignal:
-    """Turns the first SIGINT or SIGTERM into a flag looked at between steps."""
+@contextmanager
+def stop_signals(on_first: Callable[[], None]) -> Iterator[None]:
+    """Inside, in the main thread, the first SIGINT or SIGTERM calls `on_first`, and the second is a
+    `KeyboardInterrupt`."""
+    received = False
 
-    def __init__(self) -> None:
-        self.received = False
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> "StopSignal":
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._receive)
-        return self
-
-    def _receive(self, number: int, frame: Any) -> None:
-        if self.received:
+    def receive(number: int, frame: Any) -> None:
+        nonlocal received
+        if received:
             raise KeyboardInterrupt
-        self.received = True
+        received = True
+        on_first()
 
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._previous.items():
+    previous = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            previous[number] = signal.signal(number, receive)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 

@@ -52,7 +52,7 @@ def train(
 def _check(run: Path, config: TrainConfig) -> tuple[dict[str, Any], RunResult | None]:
     TokenDataset.open(config.data, "train")
     check_validation_data(config)
-    data = identity_of(config)
+    data = identity_of(config.data)
     finished = check_run(run, config, data)
     if finished is None and config.checkpoint_url is not None:
         check_store(config.checkpoint_url)

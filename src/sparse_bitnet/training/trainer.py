@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -41,10 +42,10 @@ from sparse_bitnet.training.run_checkpoint import CheckpointWriter, RunState, mo
 from sparse_bitnet.training.run_folder import (
     Interrupted,
     RunResult,
-    StopSignal,
     checkpoints_of,
     claim,
     say,
+    stop_signals,
 )
 from sparse_bitnet.training.schedule import (
     format_of,
@@ -100,7 +101,7 @@ class Trainer:
         self.shards = sharded(self.layers.values())
         self.parameters = dict(self.model.named_parameters())
         self.optimizer = build_optimizer(self.model, config)
-        self.stop = StopSignal()
+        self.stop = Event()
 
     def _read_and_build(self) -> None:
         config, world = self.config, self.world
@@ -173,7 +174,7 @@ class Trainer:
                         f"before the first step: validation perplexity "
                         f"{untrained['validation_perplexity']:,.3f}"
                     )
-            with self.stop:
+            with stop_signals(self.stop.set):
                 for step in range(start + 1, config.steps + 1):
                     compiles = self.compiles and step == start + 1
                     with self.world.busy() if compiles else nullcontext():
@@ -183,7 +184,7 @@ class Trainer:
                         self._write(self._validate(step))
                     due = config.checkpoint_every and step % config.checkpoint_every == 0
                     # Several processes have to agree, and do so in the sums of a step.
-                    stopping = self.stop.received if self.world.size == 1 else self.stops > 0
+                    stopping = self.stop.is_set() if self.world.size == 1 else self.stops > 0
                     if due or last or stopping:
                         self.writer.save(step)
                     if stopping and not last:
@@ -278,7 +279,7 @@ class Trainer:
             total += loss.detach()
         for layer in self.shards:
             layer.mask_gradient_()
-        stop = torch.full_like(total, float(self.stop.received))
+        stop = torch.full_like(total, float(self.stop.is_set()))
         sums = self.world.sum(torch.stack([total, stop]))
         sums[0] /= learnt
         return sums

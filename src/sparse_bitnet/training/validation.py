@@ -2,7 +2,8 @@
 """The loss of a run's held-out tokens, shared by its processes."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -31,9 +32,9 @@ def check_validation_data(config: TrainConfig) -> None:
         )
 
 
-def identity_of(config: TrainConfig) -> dict[str, Any]:
-    """What the text of a run is, by split; see `TokenDataset.identity`."""
-    opened = (TokenDataset.open(config.data, split, verify="never") for split in SPLITS)
+def identity_of(data: str | Path, verify: Literal["changed", "never"] = "never") -> dict[str, Any]:
+    """What prepared text is, by split; see `TokenDataset.identity`, and `open` for `verify`."""
+    opened = (TokenDataset.open(data, split, verify=verify) for split in SPLITS)
     return {dataset.split: dataset.identity() for dataset in opened}
 
 
