@@ -9,8 +9,8 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.schedule import (
     format_of,
-    is_sparse,
     learning_rate,
+    phase,
     weight_decay_factor,
 )
 
@@ -52,8 +52,8 @@ def test_no_warmup():
 @pytest.mark.parametrize(("fraction", "sparse_steps"), [(0.0, 0), (0.25, 2), (0.5, 4), (1.0, 8)])
 def test_the_last_share_of_the_steps_is_sparse(fraction, sparse_steps):
     config = TrainConfig(steps=8, sparse_fraction=fraction)
-    flags = [is_sparse(config, step) for step in range(1, 9)]
-    assert flags == [False] * (8 - sparse_steps) + [True] * sparse_steps
+    kept = [phase(config, format_of(config), step)[0] for step in range(1, 9)]
+    assert kept == [8] * (8 - sparse_steps) + [6] * sparse_steps
 
 
 def test_weight_decay_goes_to_its_end_in_a_straight_line():

@@ -16,6 +16,7 @@ from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.checkpoint.store_path import StorePath
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.training.config import TrainConfig
+from sparse_bitnet.training.distributed import Launch, open_world
 from sparse_bitnet.training.metrics import read_rows
 from sparse_bitnet.training.sharding import check_splits
 from sparse_bitnet.training.train_run import train
@@ -257,6 +258,13 @@ def test_bad_launches_are_refused_by_all(worlds, run_config):
     outcomes = worlds.run(run_config("run", data="missing"), size=2)
     assert "no prepared data" in outcomes[0][1]
     assert outcomes[1][1].startswith("ErrorElsewhere")
+
+
+@pytest.mark.parametrize("given", ["two", "0", "-1"])
+def test_a_world_of_no_size_is_one_line(given, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", given)
+    with pytest.raises(UserError, match=f"^WORLD_SIZE={given}: the number of processes"):
+        open_world(Launch(), torch.device("cpu")).__enter__()
 
 
 @pytest.mark.parametrize("outside", [False, True])

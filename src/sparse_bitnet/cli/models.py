@@ -76,15 +76,9 @@ def main(*, known: bool = False) -> None:
     table.add_column("block weights", justify="right")
     table.add_column("embedding", justify="right")
     for name, shape in PRESETS.items():
-        table.add_row(
-            name,
-            str(shape.hidden_size),
-            str(shape.intermediate_size),
-            str(shape.num_hidden_layers),
-            str(shape.num_attention_heads),
-            str(shape.num_key_value_heads),
-            f"{shape.vocab_size:,}",
-            f"{shape.block_weights:,}",
-            f"{shape.vocab_size * shape.hidden_size:,}",
-        )
+        heads = (shape.num_attention_heads, shape.num_key_value_heads)
+        sizes = (shape.hidden_size, shape.intermediate_size, shape.num_hidden_layers, *heads)
+        embedding = shape.vocab_size * shape.hidden_size
+        counts = (shape.vocab_size, shape.block_weights, embedding)
+        table.add_row(name, *map(str, sizes), *(f"{count:,}" for count in counts))
     Console().print(table)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The paper's four models: our numbers, the paper's own, and what is derived from both (table 2)."""
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,6 @@ from importlib.resources import files
 from statistics import fmean
 from typing import Any
 
-from sparse_bitnet.errors import UserError
 from sparse_bitnet.experiments.result_row import ResultRow
 from sparse_bitnet.experiments.results import Results
 from sparse_bitnet.experiments.scales import DENSE_PATTERN, four_formats
@@ -43,10 +43,7 @@ def model_label(weight: str, pattern: str) -> str:
 
 
 def cells(rows: Iterable[ResultRow], pattern: str) -> list[Cell]:
-    """The four models in the paper's order; only seeds of which all four are there count.
-
-    Raises `UserError` when no seed is complete.
-    """
+    """The four models in the paper's order, over the seeds that have all four; none without one."""
     found = {(row.variant, row.seed): row for row in rows}
     formats = four_formats(pattern)
     seeds = [
@@ -54,10 +51,8 @@ def cells(rows: Iterable[ResultRow], pattern: str) -> list[Cell]:
         for seed in sorted({seed for _, seed in found})
         if all((format, seed) in found for format in formats)
     ]
-    if not seeds:
-        raise UserError("no seed has results of all four models; continue the experiment first")
     result = []
-    for format in formats:
+    for format in formats if seeds else ():
         mine = [found[format, seed] for seed in seeds]
         dense = [found[f"{mine[0].weight}-{DENSE_PATTERN}", seed] for seed in seeds]
         shares: dict[str, Any] = {
@@ -73,11 +68,9 @@ def cells(rows: Iterable[ResultRow], pattern: str) -> list[Cell]:
 
 
 def cells_of(results: Results, model: str) -> list[Cell]:
-    """The four models of one size of a set; none unless some seed has all four."""
-    rows = [results.by_seed(format, model=model) for format in results.four_formats]
-    if not set.intersection(*(set(found) for found in rows)):
-        return []
-    return cells((row for found in rows for row in found.values()), results.setting["pattern"])
+    """`cells` of one size of a set."""
+    rows = (results.by_seed(format, model=model).values() for format in results.four_formats)
+    return cells(itertools.chain(*rows), results.setting["pattern"])
 
 
 def _cell(format: str, ours: Sequence[float], dense: Sequence[float], **shares: Any) -> Cell:

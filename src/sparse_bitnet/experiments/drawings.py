@@ -199,19 +199,16 @@ def dense_figures(results: Results) -> list[Figure]:
     if found is None:
         return []
     model, weights = found
-    maps, histograms, thresholds = [], [], []
+    maps, profiles, histograms, thresholds = [], [], [], []
     for weight, history in weights.items():
         label, masses = f"{LABELS[weight]}, dense", np.array(history["near_zero_mass"])
         final = {k: WeightStatistics.from_dict(part) for k, part in history["final"].items()}
         maps.append((label, history["steps"], masses))
+        profiles.append((label, weight, masses[-1]))
         histograms.append((label, weight, final.pop("all")))
         thresholds.append((LABELS[weight], weight, final))
     layers = history["layers"]
     name = _name(results, "thresholds")
-    profiles = [
-        (label, weight, masses[-1])
-        for (label, _, masses), weight in zip(maps, weights, strict=True)
-    ]
     return [
         Figure(
             _name(results, "layer-profile"),

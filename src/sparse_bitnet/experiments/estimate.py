@@ -105,15 +105,9 @@ def flops(config: TrainConfig, vocab_size: int | None = None) -> float:
     return float(config.steps * config.tokens_per_step) * a_token
 
 
-def gpu_hours(
-    config: TrainConfig,
-    gpu: str,
-    vocab_size: int | None = None,
-    share: float = UTILISATION,
-) -> float:
-    """On one GPU that reaches this share of its rate; n of them take the n-th part as long as
-    communication stays hidden."""
-    return flops(config, vocab_size) / (GPUS[gpu] * share) / 3600
+def gpu_hours(config: TrainConfig, gpu: str, vocab_size: int | None = None) -> float:
+    """On one GPU; n of them take the n-th part as long as communication stays hidden."""
+    return flops(config, vocab_size) / (GPUS[gpu] * UTILISATION) / 3600
 
 
 def print_plan(

@@ -69,15 +69,8 @@ def seed_table(results: Results) -> Table | None:
                     f"{max(0, needed - there)}",
                 )
             )
-    head = (
-        "size",
-        "seeds",
-        "deviation of a model",
-        "of the comparison, points",
-        "interval by its own spread",
-        f"seeds for {DECIDED_POINTS:g} points",
-        "still",
-    )
+    spreads = ("deviation of a model", "of the comparison, points", "interval by its own spread")
+    head = ("size", "seeds", *spreads, f"seeds for {DECIDED_POINTS:g} points", "still")
     note = (
         "Deviation: what a mean for each model and a shift for each seed leave, by which the claim is "
         "judged. The comparison's own spread leaves out what its models share. This many seeds would "

@@ -28,12 +28,8 @@ CURVE_POINTS = 100
 """Most points of a thinned curve: 100 runs then fit into a megabyte."""
 
 VARIED = (
-    "learning_rate",
-    "batch_size",
-    "final_learning_rate_fraction",
-    "final_weight_decay_fraction",
-    "masters",
-    "initial_weights",
+    *("learning_rate", "batch_size", "masters", "initial_weights"),
+    *("final_learning_rate_fraction", "final_weight_decay_fraction"),
 )
 """Fields of the recipe in which runs of one set may differ."""
 

@@ -155,19 +155,13 @@ def write_weight_report(
 
 def summary_table(checkpoints: Sequence[CheckpointWeights]) -> Table:
     """One line per checkpoint."""
-    head = (
-        "checkpoint",
-        "layers",
-        "weights",
-        "near-zero mass",
-        "zero codes",
-        "zeros in the forward",
-    )
+    shares = ("near-zero mass", "zero codes", "zeros in the forward")
+    head = ("checkpoint", "layers", "weights", *shares)
     lines = []
     for checkpoint in checkpoints:
         whole = pool(checkpoint.layers)
-        shares = (whole.near_zero_mass, whole.code_zero_fraction, whole.zero_fraction)
-        texts = (f"{100 * share:.1f} %" for share in shares)
+        found = (whole.near_zero_mass, whole.code_zero_fraction, whole.zero_fraction)
+        texts = (f"{100 * share:.1f} %" for share in found)
         lines.append((checkpoint.label, f"{len(checkpoint.layers)}", f"{whole.weights:,}", *texts))
     return Table(head, lines)
 

@@ -68,11 +68,7 @@ class SparseBitCallback(TrainerCallback):
             self._selection.enter_context(selected(kwargs["model"]))
             self._in_evaluation = True
 
-    def on_evaluate(self, *_: Any, **kwargs: Any) -> None:
-        self._release()
-
-    def on_predict(self, *_: Any, **kwargs: Any) -> None:
-        self._release()
+    on_evaluate = on_predict = on_step_end
 
     def on_log(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         logs = kwargs["logs"]

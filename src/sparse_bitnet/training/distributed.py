@@ -181,8 +181,10 @@ def open_world(launch: Launch, device: torch.device) -> Iterator[World]:
 
     Raises `UserError` when `launch.shard` does not divide their number, or not all of them come.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1:
+    given = os.environ.get("WORLD_SIZE") or "1"
+    if not (given.isdecimal() and int(given)):
+        raise UserError(f"WORLD_SIZE={given}: the number of processes, which torchrun sets")
+    if (size := int(given)) == 1:
         yield World()
         return
     shard = launch.shard or size

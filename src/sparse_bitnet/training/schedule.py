@@ -33,11 +33,6 @@ def weight_decay_factor(config: TrainConfig, step: int) -> float:
     return 1 + (config.final_weight_decay_fraction - 1) * (step - 1) / max(1, config.steps - 1)
 
 
-def is_sparse(config: TrainConfig, step: int) -> bool:
-    """Whether step `step` is one of the last share that uses the mask (dense-to-sparse)."""
-    return step >= config.first_sparse_step
-
-
 def format_of(config: TrainConfig) -> SparseBitConfig:
     """The parsed format. Raises `UserError` where it and `sparse_fraction` both say when masks begin."""
     format = SparseBitConfig.parse(config.format)
@@ -56,7 +51,7 @@ def phase(config: TrainConfig, format: SparseBitConfig, step: int) -> tuple[int,
     """
     n, m = format.pattern.n, format.pattern.m
     if format.schedule == REGISTERED["schedule"]:
-        return (n if is_sparse(config, step) else m), 1.0
+        return (n if step >= config.first_sparse_step else m), 1.0
     schedule = format.variant("schedule")
     kept, blend = schedule.call((step - 1) / config.steps, n, m)
     blends = schedule.entry.blends or blend == 1

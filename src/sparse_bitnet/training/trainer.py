@@ -49,7 +49,6 @@ from sparse_bitnet.training.run_folder import (
 )
 from sparse_bitnet.training.schedule import (
     format_of,
-    is_sparse,
     learning_rate,
     phase,
     weight_decay_factor,
@@ -228,7 +227,7 @@ class Trainer:
             "loss": loss,
             "learning_rate": rate,
             "gradient_norm": norm,
-            "sparse": kept == self.format.pattern.n and is_sparse(config, step),
+            "sparse": kept == self.format.pattern.n and step >= config.first_sparse_step,
             **metrics.selection_metrics(
                 self.layers, (figures[3 : 3 + count], figures[3 + count :]), bool(by_layer)
             ),
