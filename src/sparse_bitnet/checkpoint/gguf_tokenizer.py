@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparse_bitnet.checkpoint.config_fields import shown
 from sparse_bitnet.checkpoint.model_folder import write_json
-from sparse_bitnet.errors import UserError, reason_of
+from sparse_bitnet.errors import UserError, library_errors_as
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -132,7 +132,7 @@ def read_tokenizer(fields: dict[str, Any], where: str) -> "Tokenizer":
         raise UserError(f"{where}: a tokenizer {shown(kind)} is not covered; {kinds} are")
     from tokenizers import AddedToken
 
-    try:
+    with library_errors_as(f"{where}: its tokenizer cannot be read"):
         tokens, types = fields["tokens"], fields.get("token_type", ())
         tokenizer = builders[kind](fields)
         for kind in _WHOLE:
@@ -143,8 +143,6 @@ def read_tokenizer(fields: dict[str, Any], where: str) -> "Tokenizer":
             ]
             tokenizer.add_tokens(added)
         return tokenizer
-    except Exception as error:  # of values that make none, anything
-        raise UserError(f"{where}: its tokenizer cannot be read ({reason_of(error)})") from error
 
 
 def _byte_level(fields: dict[str, Any]) -> "Tokenizer":
