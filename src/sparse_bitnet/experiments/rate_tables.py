@@ -84,9 +84,10 @@ def recipe_table(results: Results) -> Table | None:
     }
     found = {name: rows for name, rows in found.items() if any(rows.values())}
     losses = {name: losses_of(rows) for name, rows in found.items()}
-    residual = residual_of({(n, f): each for n, all in losses.items() for f, each in all.items()})
     body, seeds = [], {}
     for name, rows in found.items():
+        alike = [n for n in found if changes[n].get("steps") == changes[name].get("steps")]
+        residual = residual_of({(n, f): each for n in alike for f, each in losses[n].items()})
         line = [name]
         for weight in ("full", "ternary"):
             dense, sparse = (rows[f] for f in results.four_formats if f.startswith(weight))
@@ -101,7 +102,7 @@ def recipe_table(results: Results) -> Table | None:
     notes = [
         seeds_note(seeds),
         "Full minus ternary: as in the claims but not among them, with its 95 % interval by the residual "
-        "of all models of the table.",
+        "of all models of as many steps.",
     ]
     head = ("recipe", *columns, *columns, "points")
     return Table(head, body, groups=groups, notes=notes) if len(body) > 1 else None
