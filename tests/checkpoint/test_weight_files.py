@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from sparse_bitnet.checkpoint import weight_files
 from sparse_bitnet.checkpoint.weight_files import INDEX_FILE, WeightFiles
 from sparse_bitnet.errors import UserError
 
@@ -50,8 +51,8 @@ def test_what_has_not_changed_is_compared_once(
 ) -> None:
     path, table = tmp_path / "model.safetensors", TENSORS["a"]
     reads = []
-    read = WeightFiles.read
-    monkeypatch.setattr(WeightFiles, "read", lambda *args: (reads.append(args), read(*args))[1])
+    read = weight_files._read
+    monkeypatch.setattr(weight_files, "_read", lambda *args: (reads.append(args), read(*args))[1])
     for second, count in ((table, 2), (table, 2), (-table, 4)):
         if second is not table or not reads:
             save_file({"a": table, "b": second.clone()}, path)

@@ -103,6 +103,7 @@ def test_forms():
     ("more", "complaint"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id is not supported"),
+        ({"top_logprobs": False}, "top_logprobs is not supported"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": []}, "input"),
         ({"tools": [{"type": "web_search"}]}, "tools"),

@@ -99,6 +99,7 @@ def test_texts_are_those_of_the_engine_and_torch_stays_away(folder, engine_optio
     [
         ({"port": 70_000}, "--port 70000"),
         ({"max_running": 0}, "--max-running 0"),
+        ({"max_running": 1 << 40}, "--max-running 1099511627776: must be at most"),
         ({"prefill_slice": 0}, "--prefill-slice 0"),
         ({"max_tokens": 0}, "--max-tokens 0"),
         ({"grace": -1.0}, "--grace -1"),

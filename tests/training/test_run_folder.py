@@ -219,6 +219,16 @@ def test_a_kill_while_old_checkpoints_are_dropped_leaves_nothing_for_good(small_
     ]
 
 
+def test_a_damaged_config_in_a_store_is_one_line(small_run, tmp_path):
+    store = tmp_path / "store"
+    config = small_run(steps=2, checkpoint_url=f"file://{store}")
+    train(config)
+    shutil.rmtree(config.out)
+    (list_checkpoints(store)[-1].path / "train_config.json").write_bytes(b"\xff{}")
+    with pytest.raises(UserError, match=r"train_config\.json: not valid JSON"):
+        train(config)
+
+
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
 def test_a_file_system_without_locks_is_locked_by_a_file(tmp_path, monkeypatch, number):
     import fcntl

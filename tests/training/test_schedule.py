@@ -24,6 +24,8 @@ def test_two_beginnings_of_the_mask_are_refused():
     assert format_of(TrainConfig(**gradual)).schedule == "gradual"
     with pytest.raises(UserError, match=r"sparse_fraction=0.5 contradicts schedule=gradual"):
         format_of(TrainConfig(**gradual, sparse_fraction=0.5))
+    with pytest.raises(UserError, match=r"schedule until=7.0: must lie in 0..1"):
+        format_of(TrainConfig(format="ternary-6:8,schedule=gradual:until=7"))
 
 
 def test_cosine_rises_to_the_peak_and_falls_to_its_floor():

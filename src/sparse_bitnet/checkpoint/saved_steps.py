@@ -93,7 +93,7 @@ def write_state(
 def check_state(checkpoint: SavedStep, data_identity: dict[str, Any]) -> None:
     """Raises `UserError` for a checkpoint of another version, or of other data."""
     path = checkpoint.path
-    state = json.loads((path / STATE).read_text())
+    state = json.loads((path / STATE).read_bytes())
     if state.get("version") != CHECKPOINT_VERSION:
         raise UserError(
             f"{path}: checkpoint version {state.get('version')}, this release reads "
@@ -114,7 +114,7 @@ def damage(checkpoint: SavedStep, part: int = 0, parts: int = 1) -> str | None:
             reading.
     """
     try:
-        state = json.loads((checkpoint.path / STATE).read_text())
+        state = json.loads((checkpoint.path / STATE).read_bytes())
         files = sorted(state.get("files", {}).items())
     except (OSError, ValueError, AttributeError) as error:
         return f"{STATE} is damaged ({error})"

@@ -35,7 +35,7 @@ def check_store(url: str) -> None:
     with os_errors_as(f"checkpoint_url={url}: cannot write there"):
         path.mkdir()
         probe.write_text("")
-        probe.read_text()
+        probe.read_bytes()
         probe.remove()
 
 
@@ -79,9 +79,9 @@ class StorePath:
         """With its parents, where the store has folders."""
         self._do("makedirs", exist_ok=True)
 
-    def read_text(self) -> str:
-        """Of a whole file, UTF-8."""
-        return self._do("cat_file").decode()
+    def read_bytes(self) -> bytes:
+        """Of a whole file."""
+        return self._do("cat_file")
 
     def write_text(self, text: str) -> None:
         """A whole file, UTF-8."""

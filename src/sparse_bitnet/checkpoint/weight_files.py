@@ -4,6 +4,7 @@
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
 
 _COMPARED_ROWS = 4096
 """At a time."""
-_EQUAL: dict[tuple[Any, ...], bool] = {}
-"""Two names and the state of their files -> whether they are equal."""
+_Place = tuple[Path, str, tuple[int, int, int]]
+"""File, name in it, and its inode, size and time of change."""
 
 
 class WeightFiles:
@@ -76,31 +77,38 @@ class WeightFiles:
         """A tensor in its stored dtype, or some of its rows. Raises `UserError` where it is missing."""
         if name not in self._paths:
             raise UserError(f"{self.folder} lacks {name}: the files are incomplete")
-        # Opened anew each time: the pages of a mapping that stays open would count as our memory.
-        with _opened(self._paths[name]) as file:
-            stored = self._stored.get(name, name)
-            return file.get_tensor(stored) if part is None else file.get_slice(stored)[part]
+        return _read(self._paths[name], self._stored.get(name, name), part)
 
     def equal(self, first: str, second: str) -> bool:
         """Whether two names are matrices of the same bytes. Files that have not changed since are not
         compared again."""
-        import torch
-
         shape = self.shapes[first]
         if len(shape) != 2 or shape != self.shapes[second]:
             return False
-        files = ((path := self._paths[name], path.stat()) for name in (first, second))
-        states = (
-            (path.absolute(), stat.st_ino, stat.st_size, stat.st_mtime_ns) for path, stat in files
-        )
-        key = (first, second, *states)
-        if key not in _EQUAL:
-            parts = (slice(at, at + _COMPARED_ROWS) for at in range(0, shape[0], _COMPARED_ROWS))
-            pairs = ((self.read(first, part), self.read(second, part)) for part in parts)
-            _EQUAL[key] = all(
-                torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs
-            )
-        return _EQUAL[key]
+        return _equal(self._place(first), self._place(second), shape[0])
+
+    def _place(self, name: str) -> _Place:
+        path = self._paths[name].absolute()
+        state = path.stat()
+        version = (state.st_ino, state.st_size, state.st_mtime_ns)
+        return path, self._stored.get(name, name), version
+
+
+def _read(path: Path, stored: str, part: slice | None) -> "Tensor":
+    # Opened anew each time: the pages of a mapping that stays open would count as our memory.
+    with _opened(path) as file:
+        return file.get_tensor(stored) if part is None else file.get_slice(stored)[part]
+
+
+@cache
+def _equal(first: _Place, second: _Place, rows: int) -> bool:
+    import torch
+
+    for start in range(0, rows, _COMPARED_ROWS):
+        a, b = (_read(*at[:2], slice(start, start + _COMPARED_ROWS)) for at in (first, second))
+        if not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+            return False
+    return True
 
 
 @contextmanager

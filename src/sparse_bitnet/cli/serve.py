@@ -15,6 +15,7 @@ from sparse_bitnet.errors import UserError, check_least
 API_KEY_VARIABLE = "SPARSE_BITNET_API_KEY"
 _CACHE_TOKENS = 1024
 """Room in the cache for each of the generations that run at the same time, by default."""
+_MOST_RUNNING = 1 << 16
 
 
 @dataclass(kw_only=True)
@@ -71,8 +72,11 @@ class ServeConfig:
         """Raise `UserError` that names the option."""
         check_least(self, port=0, max_running=1, prefill_slice=1, max_queue=0)
         check_least(self, max_body_bytes=1, max_tokens=1)
-        if self.port > 65535:
-            raise UserError(f"--port {self.port}: must be at most 65535")
+        for name, most in (("port", 65535), ("max_running", _MOST_RUNNING)):
+            if getattr(self, name) > most:
+                raise UserError(
+                    f"--{name.replace('_', '-')} {getattr(self, name)}: must be at most {most}"
+                )
         if self.api_key == "":
             raise UserError(
                 "--api-key is empty, and would ask for no key: give one, or leave it out"

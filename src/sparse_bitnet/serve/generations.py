@@ -178,10 +178,13 @@ def chat_text(body: ChatBody, model: ServedModel) -> str:
         # Without what is None: templates ask whether a name is defined.
         effort = {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}
         variables = effort | (body.chat_template_kwargs or {})
+        if taken := sorted(variables.keys() & {"self", "messages"}):
+            message = f"chat_template_kwargs holds {taken[0]}, which is no variable to give"
+            raise ApiError(400, message, param="chat_template_kwargs")
         if tools := body.plain_tools():
             variables["tools"] = tools
         return model.template.render([message.plain() for message in body.messages], **variables)
-    except (UserError, TypeError) as error:
+    except UserError as error:
         raise ApiError(400, str(error), param="messages") from error
 
 

@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field
 from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.messages import StrictModel
 from sparse_bitnet.serve.response_format import NamedSchema
-from sparse_bitnet.serve.schema import ChatBody, parse_body
+from sparse_bitnet.serve.schema import ChatBody, is_neutral, parse_body
 from sparse_bitnet.serve.tools import FunctionTool, NamedFunction
 
 
@@ -122,7 +122,7 @@ class ResponsesBody(StrictModel):
     def check(self) -> None:
         """Raises `ApiError` for parameters that are not supported. Others a chat refuses."""
         for name, value in (self.model_extra or {}).items():
-            if value is None or value in _NEUTRAL.get(name, ()):
+            if is_neutral(value, _NEUTRAL.get(name, ())):
                 continue
             if name in _NEUTRAL:
                 message = f"{name} is not supported: leave it out"

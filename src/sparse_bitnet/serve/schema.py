@@ -68,6 +68,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Values that change nothing, as None does, of parameters that are not supported."""
 
 
+def is_neutral(value: object, neutral: tuple[Any, ...]) -> bool:
+    """Whether a parameter's value is one of those that change nothing. False is not 0."""
+    same = [other for other in (None, *neutral) if value == other]
+    return any(isinstance(value, bool) == isinstance(other, bool) for other in same)
+
+
 def listed(given: Any) -> list[str | list[int]]:
     """Texts or token ids, of which a client may also have given one alone."""
     return [given] if isinstance(given, str) or isinstance(given[0], int) else given
@@ -115,9 +121,7 @@ class TolerantBody(StrictModel):
                 hint = f" (did you mean {near[0]}?)" if near else ""
                 message = f"unknown parameter: {name[:200]}{hint}"
                 raise ApiError(400, message, param=name[:200], code="unknown_parameter")
-            # False is not 0.
-            same = [other for other in self.neutral[name] if value == other]
-            if not any(isinstance(value, bool) == isinstance(other, bool) for other in same):
+            if not is_neutral(value, self.neutral[name]):
                 message = f"{name} is not supported: leave it out"
                 raise ApiError(400, message, param=name, code="unsupported_parameter")
 

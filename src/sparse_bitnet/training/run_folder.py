@@ -77,7 +77,7 @@ def check_run(run: Path, config: TrainConfig, data: dict[str, Any]) -> RunResult
     elif kept:
         found, where = kept[0].path / "train_config.json", str(place)
         with os_errors_as(f"cannot read {found}"):
-            stored = TrainConfig.from_json(found.read_text(), str(found))
+            stored = TrainConfig.from_json(found.read_bytes(), str(found))
     else:
         return None
     result = _result(run)

@@ -34,13 +34,15 @@ def weight_decay_factor(config: TrainConfig, step: int) -> float:
 
 
 def format_of(config: TrainConfig) -> SparseBitConfig:
-    """The parsed format. Raises `UserError` where it and `sparse_fraction` both say when masks begin."""
+    """The parsed format. Raises `UserError` where it and `sparse_fraction` both say when masks begin, and
+    as `phase`."""
     format = SparseBitConfig.parse(config.format)
     if config.sparse_fraction != 1 and format.schedule != REGISTERED["schedule"]:
         raise UserError(
             f"sparse_fraction={config.sparse_fraction} contradicts schedule={format.schedule} of the "
             "format, which says itself when masks begin: leave one of them out"
         )
+    phase(config, format, 1)
     return format
 
 
