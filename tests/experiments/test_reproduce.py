@@ -392,12 +392,15 @@ def test_a_folder_without_results_is_refused(tmp_path):
         ("setting.json", '{"version": 1}', "setting.json is damaged: it has no data, main"),
         ("machines.jsonl", "x\n", "machines.jsonl:1: not JSON"),
         ("downstream.jsonl", "[]\n", "downstream.jsonl:1: not a JSON object"),
+        ("downstream.jsonl", "{}\n", "downstream.jsonl:1: damaged, it lacks run"),
+        ("machines.jsonl", "{}\n", "machines.jsonl:1: damaged, it lacks hardware"),
+        ("notes.md", "Gr\xf6\xdfe", "notes.md: 'utf-8' codec can't decode"),
     ],
 )
 def test_damaged_files_of_a_set_are_named(smoke, tmp_path, name, content, words):
     ignored = shutil.ignore_patterns("runs", "data")
     shutil.copytree(smoke, tmp_path / "set", ignore=ignored)
-    (tmp_path / "set" / name).write_text(content)
+    (tmp_path / "set" / name).write_text(content, encoding="latin-1")
     with pytest.raises(UserError, match=re.escape(words)):
         write_report([tmp_path / "set"], document=tmp_path / "a.md")
 

@@ -6,17 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sparse_bitnet.bench.options import PAPER_DECODE, PAPER_PREFILL
+from sparse_bitnet.experiments.cells import paper_gains
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-# Speedup of 6:8 over dense in the paper's Table 3: prefill on an A100, decode on a B200.
-_PREFILL = (1.09, 1.05, 1.13, 1.28, 1.27, 1.29, 1.29, 1.30)
-PAPER_SPEEDUP = {
-    "prefill": dict(zip(PAPER_PREFILL, _PREFILL, strict=True)),
-    "decode": dict(zip(PAPER_DECODE, (1.09, 1.18, 1.12, 1.13), strict=True)),
-}
 BASELINE = {"prefill": "int8", "decode": "int8", "train": "bf16"}
 
 
@@ -74,7 +68,7 @@ def table(rows: list[GpuRow], title: str) -> "Table":
     from rich.table import Table
 
     phase = rows[0].phase
-    baseline, paper = BASELINE.get(phase), PAPER_SPEEDUP.get(phase, {})
+    baseline, (_, paper) = BASELINE.get(phase), paper_gains(phase)
     found = {(row.layer, row.size, row.variant): row for row in rows}
     variants = list(dict.fromkeys(row.variant for row in rows))
     caption = f"tokens/s, and their ratio to {baseline}"

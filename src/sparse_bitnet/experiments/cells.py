@@ -98,6 +98,18 @@ def paper_sweep() -> dict[str, dict[str, float]]:
     }
 
 
+def paper_gains(phase: str) -> tuple[str, dict[int, float]]:
+    """Of "prefill" or "decode" the GPU of the paper's table 3, and by prompt length or batch the speed of
+    6:8 over that of dense; of another phase nothing."""
+    for name, found in paper_results()["throughput_qwen2.5_3B_tokens_per_second"].items():
+        if name.startswith(f"{phase}_"):
+            sizes, dense, sparse = found.values()
+            pairs = zip(sparse, dense, strict=True)
+            gains = dict(zip(sizes, (ours / base for ours, base in pairs), strict=True))
+            return name.partition("_")[2], gains
+    return "", {}
+
+
 def paper_cells(pattern: str) -> dict[str, list[Cell]]:
     """The paper's perplexities by model size ("0.5B", "1.5B", "3B"), four cells each.
 

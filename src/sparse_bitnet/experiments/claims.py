@@ -13,7 +13,14 @@ from sparse_bitnet.experiments.cells import (
     paper_results,
 )
 from sparse_bitnet.experiments.flips import flip_claims
-from sparse_bitnet.experiments.judge import Claim, Estimate, Residual, paired, pooled_residual
+from sparse_bitnet.experiments.judge import (
+    Claim,
+    Estimate,
+    Residual,
+    losses_of,
+    paired,
+    residual_of,
+)
 from sparse_bitnet.experiments.paper_runs import ABLATIONS
 from sparse_bitnet.experiments.result_row import ResultRow
 from sparse_bitnet.experiments.results import Results
@@ -97,11 +104,6 @@ def beside_the_search(
     return {name: {s: row for s, row in found.items() if s} for name, found in rows.items()}
 
 
-def losses_of(rows: Mapping[K, Mapping[int, ResultRow]]) -> dict[K, dict[int, float]]:
-    """Held-out losses of runs by model and seed."""
-    return {name: {seed: row.loss for seed, row in found.items()} for name, found in rows.items()}
-
-
 def cost_estimate(
     losses: Mapping[str, Mapping[int, float]], residual: Residual | None = None
 ) -> Estimate:
@@ -118,13 +120,6 @@ def cost_estimate(
         ),
         residual=residual or residual_of(losses),
         weight=200.0,
-    )
-
-
-def residual_of(losses: Mapping[K, Mapping[int, float]]) -> Residual | None:
-    """`pooled_residual` of losses by model and seed."""
-    return pooled_residual(
-        {(str(name), seed): loss for name, found in losses.items() for seed, loss in found.items()}
     )
 
 

@@ -151,7 +151,8 @@ def sweep_figure(results: Results) -> Figure | None:
         _name(results, "norm-ppl"),
         norm_ppl(ours, paper, patterns),
         f"Perplexity of {results.main} over that of its own dense model, by pattern: mean and range "
-        "of the seeds. Dotted: the paper's 0.5B models. 2:4 has the density of 4:8.",
+        "of the seeds, whose number the table says. Dotted: the paper's 0.5B models. 2:4 has the density "
+        "of 4:8.",
     )
 
 
@@ -167,7 +168,7 @@ def ablation_figures(results: Results) -> list[Figure]:
     if len(perplexity) < 2:
         return []
     tokens = results.setting["recipe"]["validation_tokens"]
-    where = f"{results.main}, 6:8; bands are the range of the seeds."
+    where = f"{results.main}, 6:8; bands are the range of the seeds, whose number the table says."
     return [
         Figure(
             _name(results, "ablation-ppl"),

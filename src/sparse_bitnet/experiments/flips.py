@@ -10,6 +10,10 @@ from sparse_bitnet.experiments.judge import Claim, Estimate, paired
 from sparse_bitnet.experiments.paper_runs import ABLATIONS
 from sparse_bitnet.experiments.results import Results
 
+_STILL = {"flip_rate": 0.0, "flip_noise": 0.0}
+_LEAST = 1e-9
+"""Stands for no flips at all, which have no logarithm."""
+
 Curves = dict[int, list[dict[str, Any]]]
 """Thinned rows by seed."""
 
@@ -86,9 +90,7 @@ def _octaves(
     return paired(
         first,
         second,
-        lambda a, b: math.log2(
-            max(_part(a, key, start, end), 1e-9) / max(_part(b, key, start, end), 1e-9)
-        ),
+        lambda a, b: math.log2(_part(a, key, start, end) / _part(b, key, start, end)),
     )
 
 
@@ -96,12 +98,14 @@ def _curves(results: Results, format: str) -> Curves:
     """Those of flip rates; of runs long enough to tell tenths apart."""
     found = {}
     for seed, row in results.by_seed(format).items():
-        curve = [part for part in results.curves(row) if part.get("flip_rate")]
-        if len(curve) >= 20:
+        # A stretch without a flip has no rate.
+        curve = [_STILL | part for part in results.curves(row) if "loss" in part]
+        if len(curve) >= 20 and any(part["flip_rate"] for part in curve):
             found[seed] = curve
     return found
 
 
 def _part(curve: Sequence[Mapping[str, Any]], key: str, start: float, end: float) -> float:
     last = curve[-1]["step"]
-    return fmean(row[key] for row in curve if start * last < row["step"] <= end * last)
+    mean = fmean(row[key] for row in curve if start * last < row["step"] <= end * last)
+    return max(mean, _LEAST)

@@ -4,12 +4,15 @@
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 
+from sparse_bitnet.experiments.result_row import ResultRow
+
+K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 LEAST_SEEDS = 3
@@ -61,6 +64,18 @@ def pooled_residual(values: Mapping[tuple[str, int], float]) -> Residual | None:
     return Residual(math.sqrt(float(rest @ rest) / freedom), freedom)
 
 
+def losses_of(rows: Mapping[K, Mapping[int, ResultRow]]) -> dict[K, dict[int, float]]:
+    """Held-out losses of runs by model and seed."""
+    return {name: {seed: row.loss for seed, row in found.items()} for name, found in rows.items()}
+
+
+def residual_of(losses: Mapping[K, Mapping[int, float]]) -> Residual | None:
+    """`pooled_residual` of losses by model and seed."""
+    return pooled_residual(
+        {(str(name), seed): loss for name, found in losses.items() for seed, loss in found.items()}
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
     """The mean of a measure over seeds, and how sure it is."""
@@ -107,19 +122,22 @@ class Estimate:
     def seeds_needed(self, effect: float, level: float = LEVEL) -> int:
         """All seeds with which a test at this level sees an effect of this size four times in five.
 
-        Without a known deviation as many as decide anything.
+        Without a known deviation, and without any, as many as decide anything.
         """
-        if math.isinf(self.deviation):
+        if self.deviation in (0, math.inf):
             return LEAST_SEEDS
-        from scipy.special import ndtri, stdtrit
+        from scipy.special import nctdtr, ndtri, stdtrit
 
-        def enough(away: float) -> float:
-            return (away * self.deviation / effect) ** 2
+        ratio, freedom = effect / self.deviation, self._freedom / max(1, len(self.values) - 1)
+
+        def misses(seeds: int) -> float:
+            of_all = freedom * (seeds - 1)
+            return nctdtr(of_all, ratio * math.sqrt(seeds), stdtrit(of_all, 1 - level / 2))
 
         # As many as with a deviation that is known, then more until it is known well enough.
-        seeds = max(LEAST_SEEDS, math.ceil(enough(ndtri(1 - level / 2) + ndtri(0.8))))
-        freedom = self._freedom / max(1, len(self.values) - 1)
-        while seeds < enough(sum(stdtrit(freedom * (seeds - 1), p) for p in (1 - level / 2, 0.8))):
+        least = ((ndtri(1 - level / 2) + ndtri(0.8)) / ratio) ** 2
+        seeds = max(LEAST_SEEDS, math.ceil(least))
+        while misses(seeds) > 0.2:
             seeds += 1
         return seeds
 

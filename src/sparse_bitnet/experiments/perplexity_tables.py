@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 
 from sparse_bitnet.experiments.cells import Cell, cells_of, model_label, paper_cells
-from sparse_bitnet.experiments.claims import cost_estimate, losses_of
-from sparse_bitnet.experiments.judge import Estimate
+from sparse_bitnet.experiments.claims import cost_estimate
+from sparse_bitnet.experiments.judge import Estimate, losses_of
 from sparse_bitnet.experiments.results import Results
 from sparse_bitnet.experiments.scales import DENSE_PATTERN
 from sparse_bitnet.experiments.spread import Spread, seeds_note, spread_text

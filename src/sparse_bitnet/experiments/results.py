@@ -11,6 +11,7 @@ data/, runs/      prepared text and run folders with checkpoints; not for a repo
 """
 
 import json
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -101,16 +102,18 @@ class Results:
     def weights(self, row: ResultRow) -> dict[str, Any]:
         """Weight statistics of a dense run; see `measured_run.weight_history`."""
         assert row.weights is not None
-        return read_json(self.path / row.weights)
+        path = self.path / row.weights
+        return _with_keys(read_json(path), ("overall",), f"{path}")
 
     def scores(self) -> list[dict[str, Any]]:
         """Lines of downstream.jsonl; see `downstream`."""
-        return self._lines("downstream.jsonl")
+        return self._lines("downstream.jsonl", ("run", "asked", "tasks", "questions"))
 
     @property
     def machines(self) -> list[dict[str, Any]]:
         """Lines of machines.jsonl; see `machine`."""
-        return self._lines(MACHINES)
+        keys = ("hardware", "threads", "precision", "operations_per_second")
+        return self._lines(MACHINES, keys)
 
     def product_rate(self, row: ResultRow) -> float | None:
         """Operations a second of large products where and as a run was trained; None if not measured."""
@@ -124,9 +127,10 @@ class Results:
                 return each["operations_per_second"]
         return None
 
-    def _lines(self, relative: str) -> list[dict[str, Any]]:
+    def _lines(self, relative: str, keys: Sequence[str]) -> list[dict[str, Any]]:
         path = self.path / relative
-        return [line for _, line in read_lines(path)] if path.exists() else []
+        lines = read_lines(path) if path.exists() else ()
+        return [_with_keys(line, keys, where) for where, line in lines]
 
     @property
     def main(self) -> str:
@@ -237,3 +241,9 @@ class Results:
             for line in lines
             if line["asked"] == lines[-1]["asked"]
         ]
+
+
+def _with_keys(values: dict[str, Any], keys: Sequence[str], where: str) -> dict[str, Any]:
+    if missing := [key for key in keys if key not in values]:
+        raise UserError(f"{where}: damaged, it lacks {missing[0]}")
+    return values

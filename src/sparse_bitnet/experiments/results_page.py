@@ -84,9 +84,10 @@ def report_blocks(sets: Sequence[Results], engine: Path | None = None) -> list[B
     command += f" --engine {engine}" if engine else ""
     blocks: list[Block] = [
         Paragraph(
-            "Every number and every verdict on this page is computed from the result files named in "
-            f"its chapter; the page is the output of `sparse-bitnet report {command}`. full and ternary "
-            "are the paper's BF16 and BitNet; perplexity (PPL) is that of the whole held-out text."
+            "Every verdict, and every number in a table or a figure, is computed from the result files "
+            "named in its chapter; what to make of it is written by hand. The page is the output of "
+            f"`sparse-bitnet report {command}`. full and ternary are the paper's BF16 and BitNet; "
+            "perplexity (PPL) is that of the whole held-out text."
         ),
         Paragraph(RULE),
     ]
@@ -133,7 +134,11 @@ def _chapter(results: Results, found: Sequence[Claim]) -> list[Block]:
         ]
     notes = results.path / "notes.md"
     if notes.is_file():
-        blocks += [Section(f"What to make of it ({name})", 3), Paragraph(notes.read_text().strip())]
+        try:
+            text = notes.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"cannot read {notes}: {error}") from error
+        blocks += [Section(f"What to make of it ({name})", 3), Paragraph(text)]
     return blocks + _parts(results)
 
 
@@ -170,7 +175,8 @@ def _setting(results: Results) -> list[Block]:
         ),
         Code(
             f"sparse-bitnet reproduce {'all' if _is_of_the_paper(results) else 'ideas'} "
-            f"--scale {setting['scale']}"
+            + "table1 " * bool(results.scores())
+            + f"--scale {setting['scale']}"
             + ("" if setting["text"]["source"] else " --data DATA")
             + (" --other-text TEXT" if any(row.other_text for row in rows) else "")
         ),
@@ -233,7 +239,8 @@ def _parts(results: Results) -> list[Block]:
     if not _is_of_the_paper(results):
         parts = parts[-1:]
     blocks: list[Block] = []
-    missing = []
+    sizes = results.setting["sizes"] if _is_of_the_paper(results) else ()
+    missing = [f"{model}: not run." for model in sizes if model not in results.models]
     for title, found in parts:
         if shown := [block for block in found if block is not None]:
             blocks += [Section(f"{title}, {name}", 3), *shown]

@@ -2,13 +2,14 @@
 """The paper's claims on N:8 patterns, and where on the way to sparser ones a model collapses."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from sparse_bitnet.experiments.cells import paper_sweep
-from sparse_bitnet.experiments.judge import Claim, Estimate, Residual, paired, pooled_residual
+from sparse_bitnet.experiments.judge import Claim, Estimate, losses_of, paired, residual_of
 from sparse_bitnet.experiments.results import Results
 from sparse_bitnet.experiments.scales import DENSE_PATTERN
+from sparse_bitnet.pattern import NMPattern
 
 COLLAPSE = 1.10
 """NormPPL beyond which the paper calls a model collapsed."""
@@ -32,7 +33,7 @@ def sweep_claims(results: Results) -> Iterator[Claim]:
                 results.relative("ternary-2:4"),
                 lambda a, b: 100 * math.log(a / b),
             ),
-            residual=_residual(results, sweep),
+            residual=residual_of(losses_of({format: results.by_seed(format) for format in sweep})),
             weight=200.0,
         ),
     )
@@ -46,16 +47,6 @@ def sweep_claims(results: Results) -> Iterator[Claim]:
         estimate=Estimate(
             values=paired(limits["full"], limits["ternary"], lambda a, b: 100 * (a - b))
         ),
-    )
-
-
-def _residual(results: Results, formats: Iterable[str]) -> Residual | None:
-    return pooled_residual(
-        {
-            (format, seed): row.loss
-            for format in formats
-            for seed, row in results.by_seed(format).items()
-        }
     )
 
 
@@ -77,22 +68,15 @@ def collapse_density(results: Results, weight: str) -> dict[int, float]:
 
 def norm_ppl_by_seed(results: Results, weight: str) -> dict[int, list[tuple[float, float]]]:
     """(density, NormPPL) from dense to sparse, for seeds with every pattern of the sweep."""
-    columns = {
-        pattern: results.relative(f"{weight}-{pattern}") for pattern in results.setting["patterns"]
-    }
-    seeds = set.intersection(*(set(column) for column in columns.values()))
+    columns = [
+        (NMPattern.parse(pattern).density, results.relative(f"{weight}-{pattern}"))
+        for pattern in results.setting["patterns"]
+    ]
+    seeds = set.intersection(*(set(column) for _, column in columns))
     return {
-        seed: sorted(
-            ((density(pattern), column[seed]) for pattern, column in columns.items()), reverse=True
-        )
+        seed: sorted(((density, column[seed]) for density, column in columns), reverse=True)
         for seed in sorted(seeds)
     }
-
-
-def density(pattern: str) -> float:
-    """ "6:8" -> 0.75."""
-    kept, group = pattern.split(":")
-    return int(kept) / int(group)
 
 
 def _crossing(curve: Sequence[tuple[float, float]]) -> float:

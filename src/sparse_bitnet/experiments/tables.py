@@ -49,19 +49,20 @@ def _verdicts(text: str, claims: Sequence[Claim]) -> str:
 def sweep_table(results: Results) -> Table:
     """Raw perplexities of the sweep and their increase over dense (appendix table, figure 2)."""
     paper = paper_sweep()
-    body = []
+    body, seeds = [], {}
     for pattern in results.setting["patterns"]:
         line = [pattern]
         for weight in ("full", "ternary"):
             dense, rows = (results.by_seed(f"{weight}-{each}") for each in ("8:8", pattern))
             over = NOTHING if pattern == "8:8" else percent_over(rows, dense, "+.1f")
             line += [perplexities(rows), over]
+            seeds[pattern] = len(rows)
         for theirs in paper.values():
             line.append(f"{100 * (theirs[pattern] / theirs['8:8'] - 1):+.1f}")
         body.append(tuple(line))
     ours = ("full PPL", "full %", "ternary PPL", "ternary %")
     head = ("pattern", *ours, "paper full %", "paper ternary %")
-    return Table(head, body)
+    return Table(head, body, notes=[seeds_note(seeds)])
 
 
 def ablation_table(results: Results) -> Table:
@@ -102,11 +103,12 @@ def flip_table(results: Results) -> Table | None:
 
 def _quarters(results: Results, row: ResultRow) -> tuple[float, float]:
     """Mean flip rate of the first and of the last quarter of the steps."""
-    curve = [part for part in results.curves(row) if "flip_rate" in part]
-    if not curve:
+    curve = [part for part in results.curves(row) if "loss" in part]
+    if not any("flip_rate" in part for part in curve):
         return math.nan, math.nan
-    first = [part["flip_rate"] for part in curve if part["step"] <= max(row.steps / 4, 2)]
-    last = [part["flip_rate"] for part in curve if part["step"] > row.steps * 3 / 4]
+    rates = [(part["step"], part.get("flip_rate", 0.0)) for part in curve]
+    first = [rate for step, rate in rates if step <= max(row.steps / 4, 2)]
+    last = [rate for step, rate in rates if step > row.steps * 3 / 4]
     return statistics.fmean(first), statistics.fmean(last)
 
 
@@ -181,7 +183,8 @@ def effort_table(results: Results) -> Table:
     head = ("model", "runs", "steps", *tokens, "of the product rate", "minutes")
     note = (
         "Of the product rate: operations a second of the model (dense products, forward and backward) "
-        "over those of large matrix products of the same type on as many threads."
+        "over those of large matrix products of the same type on as many threads. Steps and what follows "
+        "from them: where a table does not vary them."
     )
     return Table(head, body, notes=[note])
 
