@@ -305,3 +305,20 @@ def test_a_checkpoint_lists_files_of_its_own(small_run, name):
     state.write_text(state.read_text().replace("sharded/__0_0.distcp", name))
     with pytest.raises(UserError, match="is not a file in its folder"):
         resolve_checkpoint(config.out)
+
+
+def test_weights_that_no_step_uses_are_no_hindrance(small_run, tmp_path):
+    """Bart's decoder alone has attention to an encoder, which gets no gradient."""
+    from transformers import BartConfig, BartForCausalLM
+
+    sizes = {"d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 2}
+    config = BartConfig(vocab_size=512, decoder_ffn_dim=64, max_position_embeddings=64, **sizes)
+    BartForCausalLM(config).save_pretrained(tmp_path / "bart")
+    options = {"steps": 4, "init": str(tmp_path / "bart"), "format": "ternary-6:8"}
+    whole = small_run(out=str(tmp_path / "whole"), **options)
+    train(whole)
+    stopped = small_run(**options)
+    interrupted(stopped, 2)
+    train(stopped)
+    final = [Path(run.out) / "final" / "model.safetensors" for run in (whole, stopped)]
+    assert final[0].read_bytes() == final[1].read_bytes()

@@ -189,7 +189,7 @@ def test_an_unfinished_cache_goes_on(
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"^cannot write .*file: File exists$"):
         cache("file").fill(model, 16)
-    with pytest.raises(UserError, match="holds other files and no logit cache"):
+    with pytest.raises(UserError, match="is neither empty nor a logit cache"):
         LogitCache(Path(distil().data), str(teacher), loader(), 100, k=8, vocab=VOCAB)
 
 

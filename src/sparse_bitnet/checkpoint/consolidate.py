@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from sparse_bitnet.checkpoint.model_folder import check_folder
+from sparse_bitnet.checkpoint.model_folder import check_folder, read_small
 from sparse_bitnet.checkpoint.saved_steps import FOLDER, MODEL_FOLDER, SavedStep, damage
 from sparse_bitnet.checkpoint.shard_readers import shard_reader
 from sparse_bitnet.errors import UserError, reason_of
@@ -26,6 +26,7 @@ from sparse_bitnet.files import NO_SPACE, atomic_folder
 
 CONSOLIDATED = "consolidated"
 MODEL_PREFIX = "model/"
+_MAY_LACK = ("rng/", "exp_avg/", "exp_avg_sq/")
 
 
 def consolidated(checkpoint: SavedStep) -> Path:
@@ -54,7 +55,7 @@ def consolidated(checkpoint: SavedStep) -> Path:
     with atomic_folder(made) as folder:
         for file in described.iterdir():
             shutil.copy(file, folder)
-        shutil.copy(path / "train_config.json", folder)
+        (folder / "train_config.json").write_bytes(read_small(path / "train_config.json"))
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     for other in made.parent.glob("step-*"):
         if other != made:
@@ -89,7 +90,7 @@ def read_tensors(
 ) -> None:
     """Fill tensors, named as in the checkpoint, in place; of split ones the own part.
 
-    Random states may be missing there.
+    Random states may be missing there, and moments, which a weight without gradients does not have.
 
     Args:
         checkpoint: a listed one.
@@ -102,7 +103,7 @@ def read_tensors(
     try:
         reader = shard_reader(checkpoint.path / FOLDER)
         stored = reader.read_metadata().state_dict_metadata
-        for key in [key for key in state if key.startswith("rng/") and key not in stored]:
+        for key in [key for key in state if key.startswith(_MAY_LACK) and key not in stored]:
             del state[key]
         with warnings.catch_warnings():
             # A single process may read alone.

@@ -116,7 +116,7 @@ def damage(checkpoint: SavedStep, part: int = 0, parts: int = 1) -> str | None:
     try:
         state = json.loads((checkpoint.path / STATE).read_bytes())
         files = sorted(state.get("files", {}).items())
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         return f"{STATE} is damaged ({error})"
     for name, expected in files[part::parts]:
         try:

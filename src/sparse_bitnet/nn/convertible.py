@@ -31,7 +31,7 @@ def is_fused_experts(module: nn.Module) -> bool:
         return False
     unlike = ("is_transposed", "has_bias", "has_post_expert_norm")
     weights = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
-    return not any(getattr(module, name) for name in unlike) and all(
+    return not any(getattr(module, name, False) for name in unlike) and all(
         isinstance(weight, nn.Parameter) and weight.dim() == 3 for weight in weights
     )
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.files import write_atomic
+from sparse_bitnet.files import make_folder, write_atomic
 from sparse_bitnet.host import cache_folder
 from sparse_bitnet.pattern import NMPattern
 
@@ -86,7 +86,7 @@ class TuningCache:
             for shape, found in self.fastest.items()
         ]
         entry = {"version": VERSION, "machine": self.machine, "rows": rows}
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         write_atomic(path, json.dumps(entry, indent=1) + "\n")
 
     @classmethod

@@ -41,7 +41,7 @@ def check_config(config: Any, asked_for_nothing: Mapping[str, Any]) -> None:
     `asked_for_nothing`: values of the fields that others need, by which they ask for nothing.
     """
     for field in dataclasses.fields(config):
-        _check_kind(field.name, getattr(config, field.name), field.type)
+        check_kind(field.name, getattr(config, field.name), field.type)
 
     def require(names: tuple[str, ...], holds: Callable[[Any], bool], reason: str) -> None:
         for name in names:
@@ -70,7 +70,7 @@ def check_config(config: Any, asked_for_nothing: Mapping[str, Any]) -> None:
         raise UserError(f"micro_batch_size={micro} does not divide batch_size={batch}")
 
 
-def _check_kind(name: str, value: object, kind: Any) -> None:
+def check_kind(name: str, value: object, kind: Any) -> None:
     """Raise `UserError` for a value of another type than the field's, and for NaN and infinity."""
     kinds = typing.get_args(kind) or (kind,)
     if typing.get_origin(kind) is Literal:

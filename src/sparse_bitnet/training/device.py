@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.host import cpu_info
@@ -106,6 +107,14 @@ def compiles(config: TrainConfig, device: torch.device, weights: int) -> bool:
     return device.type == "cpu" and has_compiler and work >= WORTH_COMPILING
 
 
+def blocks_of(model: "PreTrainedModel") -> nn.ModuleList:
+    """A decoder's blocks, whatever its list of them is called. Raises `UserError` where it has none."""
+    found = (part for part in model.get_decoder().children() if isinstance(part, nn.ModuleList))
+    if (blocks := next(found, None)) is None:
+        raise UserError(f"{type(model).__name__} has no list of blocks")
+    return blocks
+
+
 def compile_decoder_(
     model: "PreTrainedModel", config: TrainConfig, device: torch.device, processes: int
 ) -> None:
@@ -122,9 +131,10 @@ def compile_decoder_(
 
         model.set_attn_implementation(NAME)
         store_rotations_(decoder)
-    shallow = on_cpu and len(decoder.layers) <= MOST_BLOCKS_AT_ONCE
+    blocks = blocks_of(model)
+    shallow = on_cpu and len(blocks) <= MOST_BLOCKS_AT_ONCE
     at_once = shallow and processes == 1 and not config.activation_checkpointing
-    for part in [decoder] if at_once else decoder.layers:
+    for part in [decoder] if at_once else blocks:
         part.compile(options=compile_options(device))
 
 
@@ -144,8 +154,11 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Most memory this process has held: on the GPU if it computes there, else resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    import resource
     import sys
 
+    from sparse_bitnet.host import resource
+
+    if resource is None:  # Windows
+        return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

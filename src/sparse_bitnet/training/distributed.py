@@ -191,7 +191,12 @@ def open_world(launch: Launch, device: torch.device) -> Iterator[World]:
     if size % shard:
         raise UserError(f"shard={shard} does not divide the {size} processes of this run")
     if device.type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        local, gpus = os.environ.get("LOCAL_RANK") or "0", torch.cuda.device_count()
+        if not (local.isdecimal() and int(local) < gpus):
+            raise UserError(
+                f"LOCAL_RANK={local}: this machine has {gpus} GPUs; start one process for each"
+            )
+        torch.cuda.set_device(int(local))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
         rank = int(os.environ["RANK"])

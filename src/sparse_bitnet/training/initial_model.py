@@ -51,10 +51,11 @@ def initial_model(
             parameter.data = parameter.data.bfloat16()
     set_integer_forward_(model, config.forward == "int8")
     dataset.check_vocab(cast(torch.nn.Embedding, model.get_input_embeddings()).num_embeddings)
-    if config.sequence_length > model.config.max_position_embeddings:
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if most is not None and config.sequence_length > most:
         raise UserError(
-            f"sequence_length={config.sequence_length}: {config.model} has positions for "
-            f"{model.config.max_position_embeddings}"
+            f"sequence_length={config.sequence_length}: {config.init or config.model} has positions for "
+            f"{most}"
         )
     if dataset.is_chat:
         check_packs(model)

@@ -25,7 +25,7 @@ from sparse_bitnet.checkpoint.model_folder import local_folder, read_json_if_the
 from sparse_bitnet.data.loader import TokenLoader, permuted
 from sparse_bitnet.data.shards import token_dtype
 from sparse_bitnet.errors import UserError, os_errors_as
-from sparse_bitnet.files import file_crc32, make_folder, write_atomic
+from sparse_bitnet.files import check_ours, file_crc32, make_folder, write_atomic
 from sparse_bitnet.progress import OnProgress
 from sparse_bitnet.training.teacher_loss import Teacher
 
@@ -69,8 +69,8 @@ class LogitCache:
         if "teacher" in stored:
             self._check(stored)
             self.checksums = stored["checksums"]
-        elif stored or (folder.is_dir() and any(folder.iterdir())):
-            raise UserError(f"{folder} holds other files and no logit cache: choose another folder")
+        else:  # a call that was killed before its first manifest leaves a part
+            check_ours(folder, [] if stored else [self._path(0).name], "a logit cache")
         self._maps: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     @property
@@ -178,8 +178,9 @@ class LogitCache:
 def fingerprint(teacher: str) -> str:
     """16 hexadecimal digits of a model folder's config and weights."""
     folder, content = local_folder(teacher), hashlib.blake2b(digest_size=8)
-    for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
-        with open(path, "rb") as file:
+    weights = [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
+    for path in sorted([folder / "config.json", *weights]):
+        with os_errors_as(f"cannot read {path}"), open(path, "rb") as file:
             while block := file.read(1 << 24):
                 content.update(block)
     return content.hexdigest()

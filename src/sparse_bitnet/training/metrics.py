@@ -118,7 +118,8 @@ class JsonLines(RowSink):
 
 def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
     """Each whole line, and its row."""
-    content = path.read_bytes() if path.exists() else b""
+    with os_errors_as(f"cannot read {path}"):
+        content = path.read_bytes() if path.exists() else b""
     found = []
     for number, line in enumerate(content.splitlines(keepends=True), 1):
         if line.endswith(b"\n"):
@@ -127,7 +128,7 @@ def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
                 if not isinstance(row["step"], int):
                     raise TypeError("no step")
                 found.append((line.decode(), row))
-            except (ValueError, TypeError, KeyError) as error:
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
                 raise UserError(f"{path}:{number} is damaged: take the line out") from error
     return found
 

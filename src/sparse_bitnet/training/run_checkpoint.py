@@ -275,6 +275,9 @@ def load(
     state.allocate_(checkpoint.step)
     tensors = state.tensors()
     read_tensors(checkpoint, tensors, world.background_group, no_dist=world.mesh is None)
+    for name, parameter in state.parameters.items():
+        if f"{MOMENTS[0]}/{name}" not in tensors:  # no step has given it a gradient
+            state.optimizer.state.pop(parameter, None)
     if "rng/cpu" in tensors:
         torch.set_rng_state(tensors["rng/cpu"])
     if "rng/cuda" in tensors:

@@ -20,6 +20,7 @@ from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.files import check_ours, locked_folder, write_atomic
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.training.config import TrainConfig, read_config
+from sparse_bitnet.training.config_checks import check_kind
 from sparse_bitnet.training.schedule import learning_rate, phase
 
 RESULT = "result.json"
@@ -41,6 +42,12 @@ class RunResult:
     zero_fraction: float
     data: dict[str, Any] | None = None
     """`TokenDataset.identity` of each split; None of runs that did not record it."""
+
+    def __post_init__(self) -> None:
+        """Raise `UserError` for a value of another type."""
+        for field in dataclasses.fields(self):
+            if field.name != "data":
+                check_kind(field.name, getattr(self, field.name), field.type)
 
     def write(self, run: Path) -> None:
         """Beside the checkpoints: from then on the run is finished."""
@@ -109,9 +116,10 @@ def checkpoints_of(run: Path, config: TrainConfig) -> Path | StorePath:
 def _result(run: Path) -> RunResult | None:
     if not (path := run / RESULT).is_file():
         return None
+    stored = read_json(path)
     try:
-        return RunResult(**read_json(path))
-    except TypeError as error:
+        return RunResult(**stored)
+    except (TypeError, UserError) as error:
         raise UserError(f"{path} is damaged: {error}") from error
 
 

@@ -19,13 +19,12 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     warmup = round(config.steps * config.warmup_fraction)
     if step <= warmup:
         return peak * step / warmup
-    remaining = max(1, config.steps - warmup)
-    progress = (step - warmup) / remaining
+    progress = (step - warmup) / (config.steps - warmup)
     if config.schedule == "cosine":
         return last + (peak - last) * 0.5 * (1 + math.cos(math.pi * progress))
     decay = max(1, round(config.steps * config.decay_fraction))
     falling = (step - (config.steps - decay)) / decay
-    return peak if falling <= 0 else peak + (last - peak) * min(1.0, falling)
+    return peak if falling <= 0 else peak + (last - peak) * falling
 
 
 def weight_decay_factor(config: TrainConfig, step: int) -> float:

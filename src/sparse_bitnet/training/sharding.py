@@ -9,6 +9,7 @@ import torch
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import sparse_layers
+from sparse_bitnet.training.device import blocks_of
 from sparse_bitnet.training.distributed import World
 from sparse_bitnet.training.loss import SummedLoss
 from sparse_bitnet.training.row_shard import local_rows
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 def check_splits(model: "PreTrainedModel") -> None:
     """Raise `UserError` for a model of which a block shares weights with another one, or with what lies
     outside of all: split, each would have its own."""
-    blocks: Any = list(model.get_decoder().layers)
+    blocks = list(blocks_of(model))
     inside = {module for block in blocks for module in block.modules()}
     groups = [set(block.parameters()) for block in blocks]
     groups.append({p for m in model.modules() if m not in inside for p in m.parameters(False)})
@@ -62,7 +63,7 @@ def place_(
 
     policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     model: Any = loss.model
-    for block in model.get_decoder().layers:
+    for block in blocks_of(model):
         block.to_empty(device=device)
         prepare_linears_(block, world.mesh.size(-1), compute_dtype)
         fully_shard(

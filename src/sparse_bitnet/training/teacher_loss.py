@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.training.config import TrainConfig
+from sparse_bitnet.training.device import blocks_of
 from sparse_bitnet.training.loss import (
     SoftTargets,
     SummedLoss,
@@ -107,6 +108,12 @@ class DistillationLoss(SummedLoss):
             assert teacher is not None
             self._student_states = States(model, config.relations_layer)
             self._teacher_states = States(teacher.model, config.relations_layer)
+            heads = self._teacher_states.heads
+            if any(width % heads for width in self._student_states.widths):
+                raise UserError(
+                    f"relations_weight: the student's projections, of {self._student_states.widths} "
+                    f"values, are not cut into the teacher's {heads} heads"
+                )
 
     def forward(
         self,
@@ -193,7 +200,7 @@ class States:
 
     def __init__(self, model: "PreTrainedModel", layer: int) -> None:
         """Raises `UserError` for a layer that is not there, and for attention of another form."""
-        blocks: Any = model.get_decoder().layers
+        blocks = blocks_of(model)
         if not -len(blocks) <= layer < len(blocks):
             raise UserError(f"relations_layer={layer}: the model has {len(blocks)} layers")
         found = {
@@ -206,7 +213,8 @@ class States:
             raise UserError(f"relations_weight: {type(model).__name__} has no {missing[0]}")
         config: Any = model.config
         self.heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        self._found: dict[str, nn.Module] = found
+        self._found: dict[str, Any] = found
+        self.widths = sorted({int(module.weight.shape[0]) for module in found.values()})
 
     @contextmanager
     def kept(self) -> Iterator[dict[str, Tensor]]:

@@ -68,6 +68,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 OnStep = Callable[[dict[str, Any]], None]
+_OF_RESULT = {"loss", "tokens", "sparse", "flip_rate", "zero_fraction"}
+"""What a result takes from the row of the last step."""
 
 
 class Trainer:
@@ -318,7 +320,7 @@ class Trainer:
         """Of a run killed between its last step and its result."""
         path = self.run / metrics.METRICS_FILE
         for row in reversed(metrics.read_rows(path)):
-            if "loss" in row and row["step"] == self.config.steps:
+            if row["step"] == self.config.steps and row.keys() >= _OF_RESULT:
                 return row
         raise UserError(
             f"{path} lacks the row of step {self.config.steps}: bring the file back, or remove "
