@@ -181,3 +181,22 @@ def test_hub_ids(models: Path, hub: list[str], capsys: pytest.CaptureFixture[str
         local_folder("owner/other@v1")
     with pytest.raises(UserError, match=r"hf download owner/other a\.gguf"):
         resolve_checkpoint("owner/other/a.gguf")
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(
+    models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SPARSE_BITNET_CACHE", "/dev/null/cache")
+    with pytest.raises(SystemExit, match="2"):
+        main(["generate", str(models / "model.gguf"), "--prompt", "a"])
+    assert "cannot write /dev/null/cache/models" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["generate", "chat", "serve"])
+def test_a_name_of_which_no_file_can_be_is_one_line(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--port", "0"] if verb == "serve" else []
+    with pytest.raises(SystemExit, match="2"):
+        main([verb, "a" * 300, *options])
+    assert capsys.readouterr().err.startswith("sparse-bitnet: cannot read aaa")

@@ -183,6 +183,10 @@ def test_pooling_is_that_of_sentence_transformers_files(tmp_path, folder):
     (trained / "1_Pooling" / "config.json").write_bytes(config.read_bytes())
     pack_checkpoint(trained, tmp_path / "packed")
     assert read_pooling(tmp_path / "packed") == "mean"
-    (tmp_path / "2_Dense").mkdir()
-    with pytest.raises(UserError, match="2_Dense follows the pooling"):
-        read_pooling(tmp_path)
+    # And what follows it, which is refused there too.
+    (trained / "2_Dense").mkdir()
+    (trained / "2_Dense" / "config.json").write_text("{}")
+    pack_checkpoint(trained, tmp_path / "with layers")
+    for place in (trained, tmp_path / "with layers"):
+        with pytest.raises(UserError, match="2_Dense follows the pooling"):
+            read_pooling(place)

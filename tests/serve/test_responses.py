@@ -109,6 +109,8 @@ def test_forms():
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"extra_body": {"messages": []}}, "unknown parameter: messages"),
         ({"extra_body": {"tempature": 1}}, "unknown parameter: tempature"),
+        ({"extra_body": {"max_output_token": 1}}, "did you mean max_output_tokens?"),
+        ({"tool_choice": "maybe"}, "tool_choice: "),
         ({"temperature": 101}, "temperature"),
         ({"text": {"format": {"type": "text", "schema": SCHEMA}}}, "schema"),
         ({"tool_choice": {"type": "function", "name": "x"}}, "not one of the tools"),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a text goes on, on the command line of `generate` and `chat`."""
 
+import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -121,7 +122,7 @@ class SpeculationOptions:
     ) -> "InferenceEngine":
         from sparse_bitnet.generation.open_model import is_packed, open_model
 
-        if not Path(folder).exists():
+        if not os.path.exists(folder):
             raise UserError(f"--draft {folder}: there is no such folder")
         if not is_packed(folder):
             raise UserError(f"--draft {folder}: not a packed model; `sparse-bitnet pack` makes one")

@@ -2,6 +2,7 @@
 """A chat with one model: the template makes prompts of it, and what was computed for earlier turns is
 not computed again."""
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -57,9 +58,8 @@ class Conversation:
     ) -> "Conversation":
         """Raises `UserError` for a model that cannot be loaded or has no chat template, and a grammar
         that is none."""
-        template = (
-            ChatTemplate.load(checkpoint) if Path(checkpoint, "config.json").is_file() else None
-        )
+        is_folder = os.path.isfile(os.path.join(checkpoint, "config.json"))
+        template = ChatTemplate.load(checkpoint) if is_folder else None
         model = open_model(checkpoint, engine)
         try:
             if template is None:

@@ -198,7 +198,7 @@ class EngineLM(TemplateLM):
             max_new_tokens=most,
             stop=tuple(string for string in until if string),
             sampling=SamplingOptions(
-                temperature=0 if is_greedy else known["temperature"],
+                temperature=0 if is_greedy else known.get("temperature", 1.0),
                 top_k=known.get("top_k") or 0,
                 top_p=known.get("top_p", 1.0),
                 min_p=known.get("min_p") or 0.0,

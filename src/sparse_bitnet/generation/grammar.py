@@ -27,6 +27,10 @@ _OFFSETS = np.where(_FLAGS == 1, np.float32(0), np.float32(-np.inf))
 """float32 [256, 8]: what a byte of a mask adds to the logits of its eight tokens."""
 
 
+class FormLost(UserError):
+    """A text cannot go on in its form."""
+
+
 @dataclass(frozen=True)
 class Grammar:
     """A form, in llguidance's words."""
@@ -242,7 +246,7 @@ class Form:
             failure = _one_line(self._matcher.get_error())
             is_stuck = not failure or failure.startswith("NoExtension")
             reason = "the vocabulary lacks what comes next" if is_stuck else failure
-            raise UserError(f"the text cannot be given its form: {reason}")
+            raise FormLost(f"the text cannot be given its form: {reason}")
 
     def take(self, token: int) -> bool:
         """Go on with a token; whether the text is complete and nothing can follow."""

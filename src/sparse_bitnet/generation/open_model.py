@@ -2,6 +2,7 @@
 """A checkpoint as people name it becomes an engine, a tokenizer and the tokens that end a text."""
 
 import importlib
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,7 +207,8 @@ def position_count(folder: str | Path) -> int:
 
 def is_packed(checkpoint: str | Path) -> bool:
     """Whether it is a folder written by `sparse-bitnet pack`, by its config.json."""
-    if not (Path(checkpoint) / CONFIG_FILE).is_file():
+    # Unlike a path's method false, too, for names of which no file can be.
+    if not os.path.isfile(os.path.join(checkpoint, CONFIG_FILE)):
         return False
     return quantization_entry(read_config(checkpoint)).get("quant_method") == QUANT_METHOD
 

@@ -9,11 +9,17 @@ from filelock import FileLock
 
 from sparse_bitnet import __version__
 from sparse_bitnet.checkpoint.checkpoint import StoredModel
-from sparse_bitnet.checkpoint.model_folder import CONFIG_FILE, HUB_FILES, TOKENIZER_FILES
+from sparse_bitnet.checkpoint.model_folder import (
+    CONFIG_FILE,
+    HUB_FILES,
+    POOLING_FILES,
+    TOKENIZER_FILES,
+)
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, resolve_checkpoint
 from sparse_bitnet.engine.architecture import read_architecture
 from sparse_bitnet.engine.engine_options import EngineOptions
-from sparse_bitnet.errors import EngineLacks
+from sparse_bitnet.errors import EngineLacks, os_errors_as
+from sparse_bitnet.files import make_folder
 from sparse_bitnet.host import cache_folder
 
 
@@ -34,10 +40,12 @@ def packed_once(checkpoint: str | Path, options: EngineOptions) -> str | Path:
     if found.kind == "packed":
         return found.folder
     if found.kind != "foreign" or not (found.folder.is_file() or _suits_cpu(found, options)):
-        return name
+        return found.folder
     target = _target(found.folder)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{target}.lock"):
+    make_folder(target.parent)
+    with os_errors_as(f"cannot write {target}"):
+        held = FileLock(f"{target}.lock").acquire()
+    with held:
         if not (target / CONFIG_FILE).is_file():
             from sparse_bitnet.export.importer import import_checkpoint
 
@@ -58,7 +66,7 @@ def _suits_cpu(found: StoredModel, options: EngineOptions) -> bool:
 
 def _target(path: Path) -> Path:
     """The folder in the cache, another one whenever the files change."""
-    patterns = (*HUB_FILES, *TOKENIZER_FILES, "1_Pooling/config.json")
+    patterns = (*HUB_FILES, *TOKENIZER_FILES, POOLING_FILES)
     found = {file for pattern in patterns for file in path.glob(pattern)}
     files = [path] if path.is_file() else sorted(found)
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]

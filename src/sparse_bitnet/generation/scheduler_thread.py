@@ -78,9 +78,10 @@ class ThreadedScheduler(Scheduler):
             self._lock.notify()
         return generations
 
-    def cancel(self, generation: Generation) -> None:
-        """End a generation soon; does nothing if it has ended."""
-        generation.cancel_asked = True
+    def cancel(self, *generations: Generation) -> None:
+        """End generations soon; does nothing to those that have ended."""
+        for generation in generations:
+            generation.cancel_asked = True
         with self._lock:
             self._lock.notify()
 
@@ -88,10 +89,8 @@ class ThreadedScheduler(Scheduler):
         """Take no more requests, end waiting ones now and running ones after `grace` seconds at the
         latest. Returns at once; the thread ends when all have ended."""
         with self._lock:
-            if self._stop_at is None:
-                self._stop_at = time.monotonic() + grace
-            else:
-                self._stop_at = min(self._stop_at, time.monotonic() + grace)
+            at = time.monotonic() + grace
+            self._stop_at = at if self._stop_at is None else min(self._stop_at, at)
             self._lock.notify()
 
     def join(self, timeout: float | None = None) -> bool:
@@ -141,8 +140,7 @@ class ThreadedScheduler(Scheduler):
 
     def _end_unwanted(self) -> None:
         super()._end_unwanted()
-        with self._lock:
-            stop_at = self._stop_at
+        stop_at = self._stop_at
         late = stop_at is not None and time.monotonic() >= stop_at
         for generation in self._under_way() if stop_at is not None else ():
             if late or not generation.started:

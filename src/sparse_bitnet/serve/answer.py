@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from sparse_bitnet.engine.protocol import ContextFull
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.generation.grammar import FormLost
 from sparse_bitnet.generation.output import Output, TokenScore
 from sparse_bitnet.generation.request import Generation, GenerationRequest
 from sparse_bitnet.generation.scheduler_thread import QueueFull, Stopping, ThreadedScheduler
@@ -98,18 +99,14 @@ async def cancelled_when_gone(
     async def watch() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
-        cancel()
-
-    def cancel() -> None:
-        for generation in generations:
-            scheduler.cancel(generation)
+        scheduler.cancel(*generations)
 
     watching = asyncio.create_task(watch())
     try:
         yield
     finally:
         watching.cancel()
-        cancel()
+        scheduler.cancel(*generations)
 
 
 async def json_response(blocks: Iterator[bytes]) -> Response:
@@ -144,8 +141,7 @@ class _Answer:
 
     def cancel(self) -> None:
         """End what has not ended."""
-        for generation in self._generations:
-            self._scheduler.cancel(generation)
+        self._scheduler.cancel(*self._generations)
 
     async def whole(self, request: Request) -> Response:
         """One JSON object when all have ended; a client that goes away ends them."""
@@ -220,6 +216,8 @@ def failure(generation: Generation) -> ApiError:
     if generation.finish_reason == "cancelled":
         return ApiError(499, "cancelled")
     error = generation.failure
+    if isinstance(error, FormLost):
+        return ApiError(400, str(error), code="invalid_grammar")
     reason = error if isinstance(error, UserError) else type(error).__name__
     return ApiError(500, f"the generation failed: {reason}", code="generation_failed")
 

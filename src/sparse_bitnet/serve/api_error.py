@@ -43,7 +43,8 @@ def invalid_body(error: ValidationError) -> ApiError:
     *way, last = first["loc"] or ("",)
     # Pydantic also names the members of unions, such as "str" and "list[...]".
     parts = [str(part) for part in way if str(part).isidentifier() or isinstance(part, int)]
-    is_member = kind != "extra_forbidden" and last in ("str", "constrained-str")
+    is_member = last in ("str", "constrained-str") or str(last).startswith("literal[")
+    is_member &= kind != "extra_forbidden"
     names = [*parts, *([] if is_member or last == "" else [str(last)])]
     where, param = ".".join(names)[:200], names[0][:200] if names else None
     if kind == "json_invalid":

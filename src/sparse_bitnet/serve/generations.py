@@ -118,7 +118,7 @@ def _check_counts(body: Body, model: ServedModel, scheduler: ThreadedScheduler) 
     if body.wanted_tokens is not None and body.wanted_tokens > most:
         raise ApiError(
             400,
-            f"max_tokens {body.wanted_tokens} is above this server's limit of {most}",
+            f"{body.wanted_tokens} tokens are above this server's limit of {most}",
             param="max_tokens",
             code="context_length_exceeded" if model.max_tokens is None else None,
         )
@@ -152,7 +152,7 @@ def prompt_tokens(
         tokens = prompt
         if len(tokens) > most:
             raise _too_long(most)
-        model.check_tokens(tokens, param)
+    model.check_tokens(tokens, param)
     if not tokens:
         raise ApiError(400, "the prompt is empty: it has no tokens", param=param)
     return tokens
@@ -190,6 +190,7 @@ def chat_text(body: ChatBody, model: ServedModel) -> str:
 
 def _chat_tokens(body: ChatBody, model: ServedModel, most: int) -> list[int]:
     tokens = encode(chat_text(body, model), model, most, add_special_tokens=False)
+    model.check_tokens(tokens, "messages")
     if not tokens:
         raise ApiError(400, "the chat is empty: it has no tokens", param="messages")
     return tokens

@@ -5,10 +5,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.messages import StrictModel
 from sparse_bitnet.serve.response_format import NamedSchema
-from sparse_bitnet.serve.schema import ChatBody, is_neutral, parse_body
+from sparse_bitnet.serve.schema import ChatBody, TolerantBody, parse_body
 from sparse_bitnet.serve.tools import FunctionTool, NamedFunction
 
 
@@ -97,12 +96,9 @@ class FlatChoice(NamedFunction):
     type: Literal["function"]
 
 
-class ResponsesBody(StrictModel):
+class ResponsesBody(TolerantBody):
     """POST /v1/responses"""
 
-    model_config = ConfigDict(extra="allow")
-
-    model: str
     input: (
         str
         | Annotated[
@@ -119,23 +115,20 @@ class ResponsesBody(StrictModel):
     tools: Annotated[list[FlatTool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
 
-    def check(self) -> None:
-        """Raises `ApiError` for parameters that are not supported. Others a chat refuses."""
-        for name, value in (self.model_extra or {}).items():
-            if is_neutral(value, _NEUTRAL.get(name, ())):
-                continue
-            if name in _NEUTRAL:
-                message = f"{name} is not supported: leave it out"
-                raise ApiError(400, message, param=name, code="unsupported_parameter")
-            if name in ChatBody.model_fields and name not in _COMMON:
-                message = f"unknown parameter: {name}"
-                raise ApiError(400, message, param=name, code="unknown_parameter")
+    @property
+    def others(self) -> dict[str, Any]:
+        """But for those that a chat has, too."""
+        return {name: value for name, value in super().others.items() if name not in _COMMON}
+
+    @property
+    def neutral(self) -> dict[str, tuple[Any, ...]]:
+        return super().neutral | _NEUTRAL
 
     def chat(self) -> ChatBody:
         """The same as a chat. Raises `ApiError` for what a chat would refuse."""
         others = self.model_extra or {}
         given: dict[str, Any] = {
-            name: value for name, value in others.items() if name not in _NEUTRAL
+            name: value for name, value in others.items() if name not in self.neutral
         }
         given |= {"model": self.model, "messages": self._messages(), "stream": self.stream}
         given["max_tokens"] = self.max_output_tokens

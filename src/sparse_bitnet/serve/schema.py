@@ -11,7 +11,6 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import ConfigDict, Field, ValidationError
 
-from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.sampling_options import RANGES, SamplingOptions
 from sparse_bitnet.serve.api_error import ApiError, invalid_body
 from sparse_bitnet.serve.messages import Message, StrictModel
@@ -68,12 +67,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Values that change nothing, as None does, of parameters that are not supported."""
 
 
-def is_neutral(value: object, neutral: tuple[Any, ...]) -> bool:
-    """Whether a parameter's value is one of those that change nothing. False is not 0."""
-    same = [other for other in (None, *neutral) if value == other]
-    return any(isinstance(value, bool) == isinstance(other, bool) for other in same)
-
-
 def listed(given: Any) -> list[str | list[int]]:
     """Texts or token ids, of which a client may also have given one alone."""
     return [given] if isinstance(given, str) or isinstance(given[0], int) else given
@@ -121,7 +114,9 @@ class TolerantBody(StrictModel):
                 hint = f" (did you mean {near[0]}?)" if near else ""
                 message = f"unknown parameter: {name[:200]}{hint}"
                 raise ApiError(400, message, param=name[:200], code="unknown_parameter")
-            if not is_neutral(value, self.neutral[name]):
+            # False is not 0.
+            same = [other for other in self.neutral[name] if value == other]
+            if not any(isinstance(value, bool) == isinstance(other, bool) for other in same):
                 message = f"{name} is not supported: leave it out"
                 raise ApiError(400, message, param=name, code="unsupported_parameter")
 
@@ -186,10 +181,6 @@ class _Body(Formed, TolerantBody):
         super().check()
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options")
-        try:
-            self.sampling(0)
-        except UserError as error:
-            raise ApiError(400, str(error)) from error
 
 
 class CompletionBody(_Body):

@@ -79,8 +79,6 @@ class ToolCallReader:
         match self._state:
             case "content":
                 return [held] if held.strip() or (held and not self.calls) else []
-            case "text":
-                return [held] if held else []
             case "body":
                 call = self._whole(held)
                 return [call] if call else [self._syntax.opening + held]
