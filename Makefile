@@ -9,7 +9,7 @@ SOURCES := pyproject.toml constraints.txt requirements.lock CMakeLists.txt $(wil
 # Tests that reach the extension, and where its other build goes.
 SANITIZED := build/sanitize/site
 SANITIZED_TESTS := $(addprefix tests/kernels/test_,cpu.py matmul.py repack.py thread_pool.py) \
-	$(addprefix tests/engine/test_,decoder.py engine.py kv_cache.py model_file.py)
+	$(addprefix tests/engine/test_,decoder.py engine.py kv_cache.py engine_model.py)
 
 .PHONY: quickstart experiments docs test test-fast test-light test-wheel sanitize cross lint format bench gpu wheel lock clean
 

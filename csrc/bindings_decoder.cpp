@@ -133,7 +133,8 @@ class ModelBuilder {
       require(model_.activation_group == 0 || matrix->group == model_.activation_group,
               name + "has matrices whose groups are not those of the activations");
     }
-    require(q.group == k.group && k.group == v.group && gate.group == up.group,
+    require(q.summed_group() == k.summed_group() && k.summed_group() == v.summed_group() &&
+                gate.summed_group() == up.summed_group(),
             name + "has matrices of one input with different groups");
     block.input_norm = floats(input_norm, name + "input_norm", true);
     block.post_attention_norm = floats(post_attention_norm, name + "post_attention_norm", true);

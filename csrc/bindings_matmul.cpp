@@ -80,6 +80,7 @@ void make_activations(Activations* place, std::int64_t tokens, std::int64_t colu
   require_columns(columns);
   require(group == 0 || (packed::is_scale_group(group, columns) && fine == 0),
           "scales are for 32, 64, 128 or 256 activations that divide the columns, without fine");
+  require((fine == 0) == (fine_sums == 0), "fine and fine_sums go together");
   require(tokens >= 0 && tokens <= most_elements / columns, "tokens are out of range");
   new (place) Activations{tokens,
                           columns,

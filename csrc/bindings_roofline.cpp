@@ -41,7 +41,7 @@ void bind_roofline(nb::module_& module) {
             }
             new (self) Roofline(threads, bytes);
           },
-          nb::arg("threads"), nb::arg("bytes"))
+          nb::arg("threads"), nb::arg("bytes"), unlocked)
       .def(
           "read_rate",
           [](Roofline& self, int prefetch_bytes) {

@@ -65,7 +65,7 @@ struct Decoder::State {
         pool(options.threads),
         cache(options.cache, std::int64_t(model.blocks.size()), model.kv_heads, model.head_dim,
               options.cache_tokens),
-        plan(cache, model.heads, model.kv_heads, model.head_dim, options.threads),
+        plan(cache, model.heads, model.kv_heads, model.head_dim, pool.threads()),
         q_width(model.heads * model.head_dim),
         kv_width(model.kv_heads * model.head_dim) {}
 

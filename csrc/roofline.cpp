@@ -55,10 +55,10 @@ constexpr int generic_lanes = 256;
 void int8_generic(std::int64_t count) {
   std::int8_t a[generic_lanes], b[generic_lanes];
   for (int i = 0; i < generic_lanes; ++i) a[i] = std::int8_t(i), b[i] = std::int8_t(3 * i);
-  std::int32_t sum = 0;
+  std::uint32_t sum = 0;  // wraps around
   for (std::int64_t n = 0; n < count; ++n) {
     __asm__ volatile("" : : "r"(a), "r"(b) : "memory");
-    for (int i = 0; i < generic_lanes; ++i) sum += std::int32_t(a[i]) * b[i];
+    for (int i = 0; i < generic_lanes; ++i) sum += std::uint32_t(std::int32_t(a[i]) * b[i]);
   }
   keep(&sum, sizeof sum);
 }

@@ -52,7 +52,7 @@ Loaded quantize_table(const Kernels& kernels, ThreadPool& pool, const StoredTabl
     }
     if (!all_finite(values, columns)) return not_finite;
     kernels.vector.quantize_int4(values, groups, to, scales + row * groups);
-    return nullptr;
+    return all_finite(scales + row * groups, groups) ? nullptr : not_finite;
   };
   return load_rows(kernels, pool, table.bytes, table.rows, Table::bytes_per_row(table.type, columns), 0, work);
 }

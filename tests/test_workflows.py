@@ -37,6 +37,15 @@ def test_a_workflow_runs_what_is_there(path):
                 assert (ROOT / step["run"]).is_file()
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_the_sanitizers_run_tests_that_are_there():
+    """pytest runs none of them where one is missing."""
+    done = subprocess.run(["make", "-n", "sanitize"], cwd=ROOT, capture_output=True, text=True)
+    tests = re.findall(r"tests/\S+\.py", done.stdout)
+    assert len(tests) > 4
+    assert [name for name in tests if not (ROOT / name).is_file()] == []
+
+
 def test_workflows_are_valid():
     """By actionlint, where it is installed."""
     if (actionlint := shutil.which("actionlint")) is None:
