@@ -144,6 +144,16 @@ def test_links_that_lead_out_are_refused(
         read_json(folder / name)
 
 
+def test_a_model_larger_than_its_file_is_not_built(models: Path, tmp_path: Path) -> None:
+    shutil.copytree(models / "trained", tmp_path / "large")
+    path = tmp_path / "large" / "config.json"
+    config = json.loads(path.read_text())
+    size = (tmp_path / "large" / "model.safetensors").stat().st_size
+    path.write_text(json.dumps(config | {"vocab_size": size // 2}))
+    with pytest.raises(UserError, match=r"config.json asks for [\d,]+ values, more than"):
+        from_pretrained(tmp_path / "large")
+
+
 @pytest.mark.parametrize("name", ["1_Pooling", "additional_chat_templates"])
 def test_sub_folders_are_no_way_out(folder: Path, name: str) -> None:
     (folder / name).mkdir()

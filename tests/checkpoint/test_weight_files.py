@@ -46,6 +46,12 @@ def test_tensors_of_several_files(tmp_path: Path, has_index: bool) -> None:
         files.read("d")
 
 
+def test_a_whole_file_comes_before_an_index_that_was_left(tmp_path: Path) -> None:
+    index(tmp_path, {"a": "model-1.safetensors"})
+    save_file({"a": TENSORS["a"]}, tmp_path / "model.safetensors")
+    assert torch.equal(WeightFiles.in_folder(tmp_path).read("a"), TENSORS["a"])
+
+
 def test_what_has_not_changed_is_compared_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -371,6 +371,15 @@ def test_files_that_are_not_ternary(tmp_path: Path) -> None:
             "1000 tokens, but rows of token_embd.weight for",
         ),
         (lambda w: w.add_uint64("qwen2.attention.key_length", 1 << 40), "not a size"),
+        (lambda w: w.add_uint32("qwen2.attention.key_length", 5), "an even number"),
+        (
+            lambda w: w.add_tensor("blk.00.attn_q.weight", np.ones((2, 2), "f4")),
+            "blk.00.attn_q.weight is not covered",
+        ),
+        (
+            lambda w: w.add_tensor(f"blk.{'1' * 5000}.attn_q.weight", np.ones((2, 2), "f4")),
+            "attn_q.weight is not covered",
+        ),
         (
             lambda w: w.add_array("qwen2.attention.key_length", [7] * 999),
             r"key_length is \[[7, ]{39}, not a positive number",

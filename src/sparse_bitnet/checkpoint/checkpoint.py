@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparse_bitnet.checkpoint.model_folder import CONFIG_FILE, read_json_if_there
+from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.packing.metadata import PackedMetadata
 from sparse_bitnet.packing.tensor_file import TensorFile
@@ -70,6 +71,8 @@ class StoredModel:
         """The model with its weights; `kwargs` are those of transformers' `from_pretrained`."""
         from sparse_bitnet.checkpoint.load import from_pretrained
 
+        if self.folder.is_file():
+            raise UserError(f"{self.folder} is a GGUF file: `sparse-bitnet import` it first")
         return from_pretrained(self.folder, **kwargs)
 
     def tokenizer(self) -> "PreTrainedTokenizerFast":

@@ -108,7 +108,9 @@ class _Opened:
             )
         layers = self._layers(wanted)
         scales = self.file.metadata.get(WEIGHT_SCALES)
-        if isinstance(scales, list) and len(scales) == len(layers):
+        if not (isinstance(scales, list) and all(type(each) is float for each in scales)):
+            scales = []
+        if len(scales) == len(layers):
             self.scales = dict(zip(layers, np.array(scales, np.float32), strict=True))
         others = {
             name: s for name, s in wanted.items() if name.removesuffix(".weight") not in layers
@@ -214,7 +216,7 @@ class _Opened:
         names = {}
         for stored in self.file.tensors:
             base, _, end = stored.rpartition(".")
-            block = re.fullmatch(r"blk\.(\d+)\.(\w+)", base)
+            block = re.fullmatch(r"blk\.(0|[1-9][0-9]{0,5})\.(\w+)", base)
             key = block[2] if block else base
             ours = self.architecture.block.get(key, (None,))[0] if block else TOP.get(key)
             weight = self.file.tensors.get(f"{base}.weight")

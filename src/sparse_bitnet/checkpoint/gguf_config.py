@@ -142,10 +142,10 @@ class _Metadata:
             "rope_theta": self._number(ROPE_BASE, 10_000.0),
         }
         rotated = self._size(HEAD_SIZES[2], head)
-        if rotated != head:
+        if rotated != head or head % 2:
             raise UserError(
-                f"{self.file.path}: {self.name}.{HEAD_SIZES[2]} is {rotated}; all {head} values of a "
-                "head are rotated here"
+                f"{self.file.path}: {self.name}.{HEAD_SIZES[2]} is {rotated} of {head}; all values of a "
+                "head, an even number, are rotated here"
             )
         prefix = f"{self.name}.{SCALING}."
         for key, value in self.file.metadata.items():

@@ -66,6 +66,7 @@ class GgufFile:
             ):
                 reader = _Reader(data)
                 self.metadata, entries, alignment = reader.header()
+                self._padding = max(64, alignment)
                 self.tensors = _placed(entries, reader.aligned(alignment), alignment, len(data))
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror or error}") from error
@@ -81,11 +82,9 @@ class GgufFile:
             return None
         rows, columns = entry.shape
         for block in candidates:
-            # Tensors begin at multiples of some 32 bytes.
-            if (
-                columns % block.codes == 0
-                and 0 <= entry.most - block.tensor_bytes(rows, columns) < 64
-            ):
+            # What follows a tensor begins at a multiple of the alignment, of some 32 bytes.
+            rest = entry.most - block.tensor_bytes(rows, columns)
+            if columns % block.codes == 0 and 0 <= rest < self._padding:
                 return block
         names = " or ".join(dict.fromkeys(block.name for block in candidates))
         raise UserError(
@@ -246,6 +245,8 @@ def _placed(
     entries: list[tuple[str, GgufEntry]], begin: int, alignment: int, size: int
 ) -> dict[str, GgufEntry]:
     """The tensors with their places in the file."""
+    if not entries:
+        raise ValueError("it holds no tensor")
     offsets = sorted({entry.begin for _, entry in entries})
     ends = dict(zip(offsets, [*offsets[1:], size - begin], strict=True))
     owners: dict[int, str] = {}

@@ -13,9 +13,11 @@ from sparse_bitnet.checkpoint.model_folder import (
     check_folder,
     check_sizes,
     local_folder,
+    quantization_entry,
     read_json_if_there,
 )
 from sparse_bitnet.errors import UserError, library_errors_as
+from sparse_bitnet.packing.metadata import QUANT_METHOD
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -52,13 +54,31 @@ def skeleton(config: dict[str, Any], folder: Path) -> "PreTrainedModel":
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    # A copy: transformers completes nested entries in place.
-    values = copy.deepcopy({**config, "quantization_config": None})
-    del values["quantization_config"]
     where = folder if folder.is_file() else folder / "config.json"
     failure = f"{where} describes no causal language model that transformers builds"
     with library_errors_as(failure), torch.device("meta"):
+        # A copy: transformers completes nested entries in place.
+        values = copy.deepcopy({**config, "quantization_config": None})
+        del values["quantization_config"]
         return load_with(AutoModelForCausalLM.from_config, AutoConfig.for_model(**values))
+
+
+def _check_fits(folder: Path) -> None:
+    """Raise `UserError` for a config.json that asks for more values than its weights can hold: all would
+    be made before any was missed."""
+    config = read_json_if_there(folder / CONFIG_FILE)
+    held = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    if not held or quantization_entry(config).get("quant_method") == QUANT_METHOD:
+        return
+    try:
+        model = skeleton(config, folder)
+    except UserError:
+        return  # for transformers to say
+    asked = sum(parameter.numel() for parameter in model.parameters())
+    if asked > 8 * held:
+        raise UserError(
+            f"{folder}: {CONFIG_FILE} asks for {asked:,} values, more than {held:,} bytes hold"
+        )
 
 
 def from_pretrained(path_or_id: str | Path, **kwargs: Any) -> "PreTrainedModel":
@@ -77,6 +97,7 @@ def from_pretrained(path_or_id: str | Path, **kwargs: Any) -> "PreTrainedModel":
     if (folder / "adapter_config.json").is_file():
         # With peft, transformers would load the model that it names, from anywhere.
         raise UserError(f"{path_or_id} holds an adapter (adapter_config.json): merge it first")
+    _check_fits(folder)
     with library_errors_as(f"cannot load a model from {path_or_id}"):
         loaded: Any = load_with(
             AutoModelForCausalLM.from_pretrained, path_or_id, output_loading_info=True, **kwargs

@@ -31,7 +31,9 @@ _LARGEST = {name: 128 << 20 for name in ("tokenizer.json", "vocab.json", "merges
 _LARGEST_OTHER = 16 << 20
 """Most bytes of a file that holds no weights; published tokenizer.json have up to 33 MB, others 1."""
 
-_READ_BELOW = ("1_Pooling", "additional_chat_templates")
+POOLING_FILES = "[1-9]_*/config.json"
+"""How sentence-transformers makes a vector of a text, layer by layer."""
+_READ_BELOW = ("[1-9]_*", "additional_chat_templates")
 """Sub-folders of which files are read."""
 _SMALL_SUFFIXES = {".json", ".jinja", ".txt"}
 _HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:/([\w./-]+\.gguf))?(?:@([\w./-]+))?")
@@ -120,7 +122,7 @@ def copy_files(source: Path, folder: Path, patterns: tuple[str, ...]) -> None:
 def check_folder(folder: Path) -> None:
     """`check_file` for every file of a model folder, for readers that open them by themselves."""
     try:
-        below = (path for name in _READ_BELOW for path in (folder / name).glob("*"))
+        below = (path for name in _READ_BELOW for path in folder.glob(f"{name}/*"))
         for path in (*folder.iterdir(), *below):
             if not path.is_dir():
                 check_file(path, folder)

@@ -60,7 +60,7 @@ def resolve_checkpoint(path_or_id: str | Path) -> str:
                 f"{path} is neither a run folder with a checkpoint nor a model folder (config.json)"
             )
         if is_hub_id(str(path_or_id)):
-            is_file = ".gguf" in path.name
+            is_file = ".gguf" in str(path_or_id)
             return str(local_folder(path_or_id)) if is_file else str(path_or_id)
         raise UserError(f"no such checkpoint: no folder {path_or_id} (hub models are OWNER/NAME)")
 
@@ -93,7 +93,7 @@ def find_checkpoint(path: str | Path) -> StoredModel:
         from sparse_bitnet.checkpoint.bitnet_folders import has_linear_norms
         from sparse_bitnet.checkpoint.ternary_folders import found_ternary
 
-        if "BitnetForCausalLM" in (config.get("architectures") or ()):
+        if config.get("architectures") == ["BitnetForCausalLM"]:
             # The first published form of BitNet b1.58.
             config = {**config, "model_type": "bitnet", "architectures": ["BitNetForCausalLM"]}
         if (ternary := found_ternary(config, files)) is not None:

@@ -46,7 +46,8 @@ def read(found: StoredModel) -> Checkpoint:
     }
     for name in (*sorted(int8), *tables):
         internal.add(f"{name}_scale")
-        whole = tables[name] if name in tables else file.entries[name].shape
+        # Of int8 one a row: rows of one value have no other groups.
+        whole = tables[name] if name in tables else (*file.entries[name].shape[:1], 1)
         _check_scales_entry(file, f"{name}_scale", whole, one=())
     others = {name: entry for name, entry in file.entries.items() if name not in internal}
 
@@ -56,9 +57,10 @@ def read(found: StoredModel) -> Checkpoint:
         name = f"{layer}.weight_packed"
         packed, scale = file.checked(name), file.checked(f"{layer}.weight_scale")
         check_scales(scale, f"{layer}.weight_scale")
-        shape = metadata.layers[layer]
-        codes = unpack(packed, metadata.packed_format, metadata.pattern, shape, name=name)
-        return TernaryWeight(codes, scale.clone().view(() if scale.shape == (1,) else scale.shape))
+        whole = metadata.layers[layer]
+        codes = unpack(packed, metadata.packed_format, metadata.pattern, whole, name=name)
+        shape = () if scale.shape == (1,) else scale.shape
+        return TernaryWeight(codes, scale.clone().view(shape))
 
     def ternary_rows(name: str, part: slice) -> TernaryWeight | None:
         if name not in tables:

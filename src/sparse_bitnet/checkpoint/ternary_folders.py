@@ -96,6 +96,7 @@ def _open_mlx(found: StoredModel, files: WeightFiles) -> Checkpoint:
             files.shapes.get(f"{name}.{end}", ()) for end in ("weight", "scales", "biases")
         )
         are_words = files.dtypes.get(f"{name}.weight") in ("U32", "I32") and len(words) == 2
+        are_words &= files.dtypes.get(f"{name}.scales") in ("F32", "F16", "BF16")
         runs = scales[1] if len(scales) == 2 and are_words and scales[0] == words[0] else 0
         if scales != biases or not runs or CODES_PER_WORD * words[1] % runs:
             raise UserError(

@@ -27,6 +27,8 @@ from sparse_bitnet.packing.ternary import TernaryWeight
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.variants.registry import Matrix
 
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -55,6 +57,8 @@ def read(found: StoredModel) -> Checkpoint:
             raise UserError(
                 f"{folder}: {name} is {list(stored)}, its {CONFIG_FILE} asks {list(expected)}"
             )
+        if name.removesuffix(".weight") in layers and files.dtypes[name] not in _FLOATS:
+            raise UserError(f"{folder}: {name} is {files.dtypes[name]}, and masters are floats")
 
     def selection(layer: str) -> Selection:
         norm = f"{layer}.input_norm"

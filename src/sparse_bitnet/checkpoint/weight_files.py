@@ -125,8 +125,10 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _paths(folder: Path) -> list[Path]:
-    index = folder / INDEX_FILE
-    if index.is_file():
+    index, whole = folder / INDEX_FILE, folder / "model.safetensors"
+    if index.is_file() and whole.is_file():
+        paths = [whole]  # as transformers has it, which may leave an index of earlier parts
+    elif index.is_file():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise UserError(f"{index} is damaged: no weight_map")

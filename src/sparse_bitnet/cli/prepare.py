@@ -41,7 +41,7 @@ class PrepareConfig:
     given: 0.03 of Python files, 0.01 of local documents, 0.0005 of a hub data set."""
 
     limit_documents: int | None = None
-    """Stop after this many documents of SOURCE."""
+    """Stop after this many documents of SOURCE; of few long ones, pieces."""
 
     limit_bytes: int | None = None
     """Stop after this many bytes of text of SOURCE."""

@@ -81,7 +81,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 def _read_record(folder: Path) -> dict[str, list[int | str]]:
     try:
         record = json.loads((folder / VERIFIED).read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return record if isinstance(record, dict) else {}
 

@@ -149,7 +149,7 @@ class Manifest:
                     f"{folder}: the preparation was not finished; run the same prepare command again"
                 ) from error
             raise UserError(f"{folder}: no prepared data here (no {MANIFEST})") from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{path}: damaged ({error}); prepare the data again") from error
         version = content.get("version") if isinstance(content, dict) else None
         if version != VERSION:

@@ -46,7 +46,7 @@ def begin(out: Path, settings: dict[str, Any]) -> PreparationState:
     if path.exists():
         try:
             found = PreparationState(**json.loads(path.read_bytes()))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise UserError(f"{path}: damaged; remove {out} and prepare again") from error
         if found.version != VERSION:
             raise UserError(f"{path}: of another version; remove {out} and prepare again")

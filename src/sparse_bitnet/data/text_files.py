@@ -153,7 +153,7 @@ def _read_parquet(path: Path, column: str, start: Place) -> Iterator[Row]:
                         row += 1
                         if row > start.record:
                             yield Row(value, f"{path}, row {row}", Place(row), size * row // rows)
-    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+    except (pyarrow.ArrowException, UnicodeDecodeError, OverflowError) as error:
         place = f"{path}, after row {row}" if row else str(path)
         raise UserError(f"{place}: not a readable parquet file: {reason_of(error)}") from error
 

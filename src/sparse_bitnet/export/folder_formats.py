@@ -129,7 +129,7 @@ def _w2a8_layer(source: Checkpoint, name: str, dtype: torch.dtype) -> DeferredTe
 
     def make() -> Sequence[Tensor]:
         codes, weight_scale = source.ternary(name)
-        scales = weight_scale.expand(rows, 1)
+        scales = weight_scale.float().expand(rows, 1)
         return pack_words(codes), scales, torch.tensor(shape, dtype=torch.int64)
 
     words = -(-columns // CODES_PER_WORD)
@@ -146,7 +146,7 @@ def _w8a8_layer(source: Checkpoint, name: str, dtype: torch.dtype) -> DeferredTe
 
     def make() -> Sequence[Tensor]:
         codes, weight_scale = source.ternary(name)
-        return codes, weight_scale.expand(rows, 1)
+        return codes, weight_scale.float().expand(rows, 1)
 
     codes = TensorSpec(f"{name}.weight", torch.int8, (rows, columns))
     scale = TensorSpec(f"{name}.weight_scale", torch.float32, (rows, 1))

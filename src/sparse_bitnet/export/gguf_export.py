@@ -159,7 +159,7 @@ def _ternary(
 ) -> Callable[[], np.ndarray]:
     def make() -> np.ndarray:
         codes, weight_scale = source.ternary(layer)
-        scale = weight_scale.numpy()
+        scale = weight_scale.float().numpy()
         far = abs(np.float16(scale) - scale) > _SCALE_TOLERANCE * scale
         if block is not I2_S and far.any():
             raise UserError(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
-from sparse_bitnet.checkpoint.model_folder import copy_files
+from sparse_bitnet.checkpoint.model_folder import POOLING_FILES, copy_files
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.export.hf_folder import (
     check_new_folder,
@@ -92,8 +92,14 @@ def _write_tokenizer(foreign: Checkpoint, folder: Path) -> None:
         foreign.write_tokenizer(folder)
     else:
         copy_tokenizer(foreign.folder, folder)
-        copy_files(foreign.folder, folder, ("1_Pooling/config.json",))
+        copy_files(foreign.folder, folder, (POOLING_FILES,))
         write_generation_config(foreign.folder, folder)
+
+
+def warn_of_zeros(ternary: TernaryWeight, layer: str, foreign: Checkpoint) -> None:
+    """Warn of a layer that is read and has no weight but zeros."""
+    if not ternary.codes.any():
+        warnings.warn(f"layer {layer} of {foreign.folder} has no weight but zeros", stacklevel=2)
 
 
 def _to_pack(foreign: Checkpoint, format: SparseBitConfig) -> Checkpoint:
@@ -105,10 +111,7 @@ def _to_pack(foreign: Checkpoint, format: SparseBitConfig) -> Checkpoint:
 
             return ternary_of(foreign.master(layer), format, layer)
         found = foreign.ternary(layer)
-        if not found.codes.any():
-            warnings.warn(
-                f"layer {layer} of {foreign.folder} has no weight but zeros", stacklevel=2
-            )
+        warn_of_zeros(found, layer, foreign)
         return found
 
     def read(*arguments: Any) -> Any:

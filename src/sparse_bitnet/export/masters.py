@@ -21,6 +21,7 @@ from sparse_bitnet.checkpoint.model_folder import LINEAR_NORMS, write_json
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.deferred import DeferredTensors, deferred, write_safetensors
 from sparse_bitnet.export.hf_folder import plain_config
+from sparse_bitnet.export.importer import warn_of_zeros
 from sparse_bitnet.files import atomic_folder
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.nn.convert import FORMAT_VERSION
@@ -80,6 +81,7 @@ def _master(foreign: Checkpoint, layer: str, format: SparseBitConfig) -> Tensor:
             ternary_of(master, format, layer)
         return master
     ternary = TernaryWeight(*map(torch.as_tensor, foreign.ternary(layer)))
+    warn_of_zeros(ternary, layer, foreign)
     if ternary.weight_scale.dim():
         raise UserError(
             f"layer {layer} has several scales, which masters cannot have: import it with --packed auto"

@@ -35,9 +35,9 @@ class TrainingRecord:
         """Where the prepared data is, if it still is there: the path was relative to where `train` ran,
         which is above the run wherever the export is made."""
         name = self.config.get("data")
-        places = (
-            [Path(name), *(above / name for above in self.folder.resolve().parents)] if name else []
-        )
+        if not isinstance(name, str) or not 0 < len(name) < 1000:
+            return None
+        places = [Path(name), *(above / name for above in self.folder.resolve().parents)]
         return next((place for place in places if (place / "manifest.json").is_file()), None)
 
 

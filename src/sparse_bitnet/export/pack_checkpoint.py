@@ -22,7 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from sparse_bitnet.checkpoint.checkpoint import TRAINED_CONTEXT, Checkpoint
-from sparse_bitnet.checkpoint.model_folder import TOKENIZER_FILES, copy_files, read_json_if_there
+from sparse_bitnet.checkpoint.model_folder import (
+    POOLING_FILES,
+    TOKENIZER_FILES,
+    copy_files,
+    read_json_if_there,
+)
 from sparse_bitnet.checkpoint.open_checkpoint import open_ternary
 from sparse_bitnet.checkpoint.packed import MODEL_FILE
 from sparse_bitnet.errors import UserError
@@ -44,7 +49,7 @@ from sparse_bitnet.packing.tensor_writer import TensorFileWriter, TensorSpec
 from sparse_bitnet.packing.ternary import TableScales
 from sparse_bitnet.progress import OnProgress
 
-COPIED = (*TOKENIZER_FILES, "generation_config.json", "LICENSE*", "1_Pooling/config.json")
+COPIED = (*TOKENIZER_FILES, "generation_config.json", "LICENSE*", POOLING_FILES)
 """Files beside the weights that belong to the model."""
 
 
