@@ -196,7 +196,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"model.norm.weight is \[3\], its config.json asks \[64\]",
     ),
     "broken index": (
-        lambda f: (f / "model.safetensors.index.json").write_text("{}"),
+        lambda f: (
+            (f / "model.safetensors").rename(f / "model-1.safetensors"),
+            (f / "model.safetensors.index.json").write_text("{}"),
+        ),
         "no weight_map",
     ),
 }
