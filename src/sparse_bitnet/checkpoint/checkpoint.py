@@ -5,6 +5,7 @@ Nothing but headers is read until a tensor is asked for, so that packing and exp
 size need the memory of its largest tensor.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -175,6 +176,12 @@ def trained_context_length(checkpoint: str) -> int | None:
         if type(found) is int and found > 0:
             return found
     return None
+
+
+def warn_of_zeros(ternary: TernaryWeight, layer: str, foreign: Checkpoint) -> None:
+    """Warn of a layer that is read and has no weight but zeros."""
+    if not ternary.codes.any():
+        warnings.warn(f"layer {layer} of {foreign.folder} has no weight but zeros", stacklevel=2)
 
 
 def exported_format(remembered: object) -> SparseBitConfig:

@@ -5,7 +5,6 @@ The packed form of a GGUF file is made without torch; masters (masters.py) need 
 """
 
 import dataclasses
-import warnings
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from sparse_bitnet.checkpoint.checkpoint import Checkpoint
+from sparse_bitnet.checkpoint.checkpoint import Checkpoint, warn_of_zeros
 from sparse_bitnet.checkpoint.model_folder import POOLING_FILES, copy_files
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.export.hf_folder import (
@@ -94,12 +93,6 @@ def _write_tokenizer(foreign: Checkpoint, folder: Path) -> None:
         copy_tokenizer(foreign.folder, folder)
         copy_files(foreign.folder, folder, (POOLING_FILES,))
         write_generation_config(foreign.folder, folder)
-
-
-def warn_of_zeros(ternary: TernaryWeight, layer: str, foreign: Checkpoint) -> None:
-    """Warn of a layer that is read and has no weight but zeros."""
-    if not ternary.codes.any():
-        warnings.warn(f"layer {layer} of {foreign.folder} has no weight but zeros", stacklevel=2)
 
 
 def _to_pack(foreign: Checkpoint, format: SparseBitConfig) -> Checkpoint:

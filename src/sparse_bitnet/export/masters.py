@@ -16,12 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparse_bitnet.checkpoint.checkpoint import Checkpoint
+from sparse_bitnet.checkpoint.checkpoint import Checkpoint, warn_of_zeros
 from sparse_bitnet.checkpoint.model_folder import LINEAR_NORMS, write_json
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.deferred import DeferredTensors, deferred, write_safetensors
 from sparse_bitnet.export.hf_folder import plain_config
-from sparse_bitnet.export.importer import warn_of_zeros
 from sparse_bitnet.files import atomic_folder
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.nn.convert import FORMAT_VERSION
