@@ -26,7 +26,8 @@ from sparse_bitnet.files import NO_SPACE, atomic_folder
 
 CONSOLIDATED = "consolidated"
 MODEL_PREFIX = "model/"
-_MAY_LACK = ("rng/", "exp_avg/", "exp_avg_sq/")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_MAY_LACK = ("rng/", *(f"{moment}/" for moment in MOMENTS))
 
 
 def consolidated(checkpoint: SavedStep) -> Path:

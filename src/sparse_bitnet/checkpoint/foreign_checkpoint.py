@@ -15,9 +15,9 @@ from sparse_bitnet.checkpoint.checkpoint import (
 from sparse_bitnet.checkpoint.model_folder import EXPORTED_FORMAT
 from sparse_bitnet.checkpoint.weight_files import WeightFiles
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.packing.tensor_file import FLOATS
 from sparse_bitnet.packing.ternary import TernaryWeight
 
-_FLOATS = ("F64", "F32", "F16", "BF16")
 _COMPUTED = ".rotary_emb.inv_freq"
 """End of the names of what old folders hold that follows from the config."""
 
@@ -30,7 +30,7 @@ def scaled(
     for name, (rows, _) in found.items():
         shape, dtype = (each[f"{name}.weight_scale"] for each in (files.shapes, files.dtypes))
         fits = prod(shape) == 1 or (per_row and shape in ((rows,), (rows, 1)))
-        if not fits or dtype not in _FLOATS:
+        if not fits or dtype not in FLOATS:
             raise UserError(
                 f"layer {name}: weight_scale is {dtype} {list(shape)}, expected a float for "
                 f"{'a row' if per_row else 'the matrix'}"
@@ -105,7 +105,7 @@ def opened(
         )
     for name in others:
         is_plain = shapes[name] == files.shapes[name]
-        if shapes[name] != wanted[name] or (is_plain and files.dtypes[name] not in _FLOATS):
+        if shapes[name] != wanted[name] or (is_plain and files.dtypes[name] not in FLOATS):
             raise UserError(
                 f"{found.folder}: {name} is {files.dtypes[name]} {list(shapes[name])}, its config.json "
                 f"asks floats {list(wanted[name])}"

@@ -108,9 +108,11 @@ class _Opened:
             )
         layers = self._layers(wanted)
         scales = self.file.metadata.get(WEIGHT_SCALES)
-        if not (isinstance(scales, list) and all(type(each) is float for each in scales)):
-            scales = []
-        if len(scales) == len(layers):
+        if (
+            isinstance(scales, list)
+            and len(scales) == len(layers)
+            and all(type(each) is float for each in scales)
+        ):
             self.scales = dict(zip(layers, np.array(scales, np.float32), strict=True))
         others = {
             name: s for name, s in wanted.items() if name.removesuffix(".weight") not in layers

@@ -22,12 +22,10 @@ from sparse_bitnet.layer_config import REGISTERED, SparseBitConfig
 from sparse_bitnet.nn.convert import convert_, sparse_layers
 from sparse_bitnet.nn.selection import Selection, select
 from sparse_bitnet.packing.formats import SCALE_GROUPS, scale_group
-from sparse_bitnet.packing.tensor_file import DTYPES
+from sparse_bitnet.packing.tensor_file import DTYPES, FLOATS
 from sparse_bitnet.packing.ternary import TernaryWeight
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.variants.registry import Matrix
-
-_FLOATS = ("F64", "F32", "F16", "BF16")
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,7 +55,7 @@ def read(found: StoredModel) -> Checkpoint:
             raise UserError(
                 f"{folder}: {name} is {list(stored)}, its {CONFIG_FILE} asks {list(expected)}"
             )
-        if name.removesuffix(".weight") in layers and files.dtypes[name] not in _FLOATS:
+        if name.removesuffix(".weight") in layers and files.dtypes[name] not in FLOATS:
             raise UserError(f"{folder}: {name} is {files.dtypes[name]}, and masters are floats")
 
     def selection(layer: str) -> Selection:

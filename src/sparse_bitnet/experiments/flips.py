@@ -8,6 +8,7 @@ from typing import Any
 
 from sparse_bitnet.experiments.judge import Claim, Estimate, paired
 from sparse_bitnet.experiments.paper_runs import ABLATIONS
+from sparse_bitnet.experiments.result_row import ResultRow
 from sparse_bitnet.experiments.results import Results
 
 _STILL = {"flip_rate": 0.0, "flip_noise": 0.0}
@@ -98,11 +99,15 @@ def _curves(results: Results, format: str) -> Curves:
     """Those of flip rates; of runs long enough to tell tenths apart."""
     found = {}
     for seed, row in results.by_seed(format).items():
-        # A stretch without a flip has no rate.
-        curve = [_STILL | part for part in results.curves(row) if "loss" in part]
-        if len(curve) >= 20 and any(part["flip_rate"] for part in curve):
+        if len(curve := flip_curve(results, row)) >= 20:
             found[seed] = curve
     return found
+
+
+def flip_curve(results: Results, row: ResultRow) -> list[dict[str, Any]]:
+    """Thinned rows of a run, a stretch without a flip at a rate of 0; none where nothing flips at all."""
+    curve = [_STILL | part for part in results.curves(row) if "loss" in part]
+    return curve if any(part["flip_rate"] for part in curve) else []
 
 
 def _part(curve: Sequence[Mapping[str, Any]], key: str, start: float, end: float) -> float:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from sparse_bitnet.experiments.cells import paper_results, paper_sweep
-from sparse_bitnet.experiments.flips import flips_by_tenth
+from sparse_bitnet.experiments.flips import flip_curve, flips_by_tenth
 from sparse_bitnet.experiments.judge import Claim
 from sparse_bitnet.experiments.paper_runs import ABLATIONS
 from sparse_bitnet.experiments.result_row import ResultRow
@@ -103,12 +103,10 @@ def flip_table(results: Results) -> Table | None:
 
 def _quarters(results: Results, row: ResultRow) -> tuple[float, float]:
     """Mean flip rate of the first and of the last quarter of the steps."""
-    curve = [part for part in results.curves(row) if "loss" in part]
-    if not any("flip_rate" in part for part in curve):
+    if not (curve := flip_curve(results, row)):
         return math.nan, math.nan
-    rates = [(part["step"], part.get("flip_rate", 0.0)) for part in curve]
-    first = [rate for step, rate in rates if step <= max(row.steps / 4, 2)]
-    last = [rate for step, rate in rates if step > row.steps * 3 / 4]
+    first = [part["flip_rate"] for part in curve if part["step"] <= max(row.steps / 4, 2)]
+    last = [part["flip_rate"] for part in curve if part["step"] > row.steps * 3 / 4]
     return statistics.fmean(first), statistics.fmean(last)
 
 

@@ -42,6 +42,7 @@ DTYPES: dict[str, str] = {
     "BOOL": "bool",
 }
 """The file's name of each type -> torch's."""
+FLOATS = ("F64", "F32", "F16", "BF16")
 
 ITEM_BYTES = {
     key: 2 if name == "bfloat16" else np.dtype(name).itemsize for key, name in DTYPES.items()
@@ -70,7 +71,7 @@ class Entry:
     @property
     def is_floating_point(self) -> bool:
         """Whether its values are floats."""
-        return self.dtype in ("F64", "F32", "F16", "BF16")
+        return self.dtype in FLOATS
 
 
 class TensorFile:

@@ -74,7 +74,7 @@ async def embeddings(
     wave = scheduler.max_running
     async with cancelled_when_gone(request, scheduler, generations):
         for start in range(0, len(requests), wave):
-            if any(one.cancel_asked for one in generations):
+            if generations and generations[0].cancel_asked:
                 raise ApiError(499, "cancelled")
             generations += answering.submit(requests[start : start + wave])
             for _ in requests[start : start + wave]:

@@ -126,10 +126,8 @@ class ResponsesBody(TolerantBody):
 
     def chat(self) -> ChatBody:
         """The same as a chat. Raises `ApiError` for what a chat would refuse."""
-        others = self.model_extra or {}
-        given: dict[str, Any] = {
-            name: value for name, value in others.items() if name not in self.neutral
-        }
+        others, neutral = self.model_extra or {}, self.neutral
+        given: dict[str, Any] = {n: value for n, value in others.items() if n not in neutral}
         given |= {"model": self.model, "messages": self._messages(), "stream": self.stream}
         given["max_tokens"] = self.max_output_tokens
         if self.reasoning is not None:

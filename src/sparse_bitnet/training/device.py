@@ -4,6 +4,7 @@
 import ctypes
 import os
 import shutil
+import sys
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.host import cpu_info
+from sparse_bitnet.host import cpu_info, resource
 from sparse_bitnet.training.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -154,10 +155,6 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Most memory this process has held: on the GPU if it computes there, else resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    import sys
-
-    from sparse_bitnet.host import resource
-
     if resource is None:  # Windows
         return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
-from sparse_bitnet.checkpoint.consolidate import first_reason, read_tensors
+from sparse_bitnet.checkpoint.consolidate import MOMENTS, first_reason, read_tensors
 from sparse_bitnet.checkpoint.saved_steps import (
     FOLDER,
     MODEL_FOLDER,
@@ -58,7 +58,6 @@ from sparse_bitnet.training.sharding import split_like
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 T = TypeVar("T")
 
 
