@@ -203,6 +203,20 @@ def test_no_run_is_started_beyond_the_budget(smoke, tmp_path):
     assert not (tmp_path / "results.jsonl").exists()
 
 
+def test_runs_that_fit_into_the_budget_are_trained_behind_one_that_does_not(
+    smoke, tmp_path, monkeypatch
+):
+    def seconds(speed, config):
+        return 7200.0 if config.format == "full-8:8" else 0.0
+
+    monkeypatch.setattr(runner.Speed, "seconds", seconds)
+    outcome = reproduce(
+        small_scale(), ["table2"], tmp_path, data=smoke / "data", budget_minutes=60, console=QUIET
+    )
+    assert (outcome.trained, outcome.left) == (3, 1)
+    assert "full-8:8" not in {row.format for row in Results(tmp_path).rows}
+
+
 def test_a_run_that_fails_is_named_and_the_others_go_on(smoke, tmp_path, monkeypatch):
     train = runner.train
 

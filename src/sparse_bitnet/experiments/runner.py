@@ -183,7 +183,7 @@ class _Set:
     def _next(self) -> Iterator[Run]:
         for run in self.pending:
             if time.monotonic() + (self.speed.seconds(run.config) or 0.0) > self.deadline:
-                return
+                continue  # a smaller one may fit
             self.under_way[run.name] = run, 0.0
             self.lines[run.name] = self.progress.line(f"{run.purpose}{self.seed(run)}", "steps")
             yield run
