@@ -156,6 +156,10 @@ class TestConvert:
         model = tiny_model(intermediate_size=172)
         with pytest.raises(UserError, match="172 is not a multiple of 8"):
             convert_(model, TERNARY)
+        groups = SparseBitConfig.parse("ternary-4:4,quantizer=per-group:size=64")
+        with pytest.raises(UserError, match=r"down_proj: .*size=64 does not divide a row of 172"):
+            convert_(model, groups)
+        assert not sparse_layers(model)
         convert_(model, SparseBitConfig(dense_layers=("down_proj",)))
         assert len(sparse_layers(model)) == 12
 

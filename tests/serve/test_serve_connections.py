@@ -60,6 +60,14 @@ def test_hosts_are_those_of_the_address_and_those_named(listening, names, allowe
             hosts.check(request(allowed[0], f"http://{host}"))
 
 
+def test_a_page_at_another_number_is_a_strangers():
+    hosts = AllowedHosts("0.0.0.0")
+    for origin in ("http://10.0.0.6:9", "http://localhost:3000"):
+        hosts.check(request("10.0.0.6:8000", origin))
+    with pytest.raises(ApiError, match="Origin 'http://6.6.6.6'"):
+        hosts.check(request("10.0.0.6:8000", "http://6.6.6.6"))
+
+
 @pytest.mark.parametrize("name", ["", "http://box", "a b", "[::1", "x@box"])
 def test_names_that_are_none_are_refused(name):
     with pytest.raises(UserError, match="--allowed-host"):

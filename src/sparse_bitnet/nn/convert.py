@@ -20,7 +20,7 @@ from sparse_bitnet.nn.convertible import (
 )
 from sparse_bitnet.nn.layer import SparseBitConfig, SparseBitLinear
 from sparse_bitnet.nn.saved_names import lost_weights
-from sparse_bitnet.nn.selection import select
+from sparse_bitnet.nn.selection import check_quantizer, select
 
 FORMAT_VERSION = 1
 """Version of the `quantization_config` entry that a converted model's config carries."""
@@ -56,8 +56,8 @@ def convert_(
     so make the optimiser afterwards. What stays as it is, unasked, is told in a warning. A transformers
     model's config gets the `quantization_config` with which it saves and loads.
 
-    Raises `UserError` when nothing matches, a pattern does not divide a layer, most matrix weights
-    would stay, or `model` is itself a linear layer; the model is then unchanged.
+    Raises `UserError` when nothing matches, a pattern or a quantizer's groups do not divide a layer, most
+    matrix weights would stay, or `model` is itself a linear layer; the model is then unchanged.
     """
     if is_linear(model):
         raise UserError(
@@ -83,6 +83,7 @@ def convert_(
     for name, module in targets.items():
         for width in in_features_of(module):
             config.pattern.check_divides(width, name)
+            check_quantizer(config, width, name)
     linear = {name: module for name, module in targets.items() if is_linear(module)}
     sees_inputs = config.variant("score").entry.sees_inputs
     if calibration is not None and sees_inputs and len(linear) < len(targets):

@@ -129,6 +129,19 @@ def _select_registered(
     return Selection(codes, mask, scale, value=value, blend=share)
 
 
+def check_quantizer(config: SparseBitConfig, in_features: int, name: str) -> None:
+    """Raise `UserError`, naming the layer, when the quantizer does not take rows of `in_features`."""
+    quantizer = config.variant("quantizer")
+    if config.weight == "full" or quantizer.entry.function is None:
+        return
+    try:
+        _quantized(quantizer, torch.ones(1, in_features), None, Matrix())
+    except UserError as error:
+        raise UserError(
+            f"layer {name}: {error}; choose another, or leave the layer dense (--dense-layers, dense_layers)"
+        ) from error
+
+
 def _quantized(
     quantizer: Variant, weight: Tensor, mask: Tensor | None, matrix: Matrix
 ) -> tuple[Tensor, Tensor]:

@@ -64,22 +64,19 @@ class AllowedHosts:
                 headers=_CLOSE,
             )
         host = [value for name, value in headers if name == b"host"]
-        if len(host) != 1 or not self._allows(host[0]):
+        called = _canonical(", ".join(host))
+        known = self._allows(called) or (self._takes_numbers and _is_number(called))
+        if len(host) != 1 or not known:
             raise _refusal("Host", ", ".join(host))
         for name, value in headers:
             if name != b"origin" or value in self.origins or ANY in self.origins:
                 continue
-            if not self._allows(value.partition("://")[2]):
+            # A stranger's page may stand at a number too: only the one that was called is ours.
+            if (origin := _canonical(value.partition("://")[2])) != called and not self._allows(origin):
                 raise _refusal("Origin", value)
 
-    def _allows(self, host: str) -> bool:
-        if self._is_open:
-            return True
-        try:
-            name = _canonical(host)
-            return name in self._names or (self._takes_numbers and bool(ipaddress.ip_address(name)))
-        except ValueError:
-            return False
+    def _allows(self, name: str) -> bool:
+        return self._is_open or name in self._names
 
 
 _CLOSE = {"Connection": "close"}
@@ -93,6 +90,13 @@ def _canonical(host: str) -> str:
         return str(ipaddress.ip_address(name))
     except ValueError:
         return name if found else ""
+
+
+def _is_number(name: str) -> bool:
+    try:
+        return bool(ipaddress.ip_address(name))
+    except ValueError:
+        return False
 
 
 def _refusal(header: str, value: str) -> ApiError:
