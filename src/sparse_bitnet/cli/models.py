@@ -17,8 +17,8 @@ _KNOWN = (
         "1bitLLM/bitnet_b1_58-*",
         "0.7 to 3 B",
         "see the hub",
-        "floats, norms before o, down",
-        "exact",
+        "float masters, norms before o, down",
+        "quantised once",
     ),
     (
         "microsoft/BitNet-embedding-0.6B, -270M",

@@ -11,6 +11,7 @@ import inspect
 import math
 import os
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -294,7 +295,7 @@ def check_module(kind: str, text: str, module: str) -> None:
     if (entry := _entry(kind, name)) is None:
         raise UserError(
             f"{kind} {name!r} is not registered here: import {module}, which registered it "
-            f"(--import or {IMPORTED} on the command line)"
+            f"({IMPORTED} on the command line)"
         )
     if entry.module != module and "__main__" not in (entry.module, module):
         raise UserError(f"{kind} {name!r} is that of {module}, here it is that of {entry.module}")
@@ -304,6 +305,8 @@ def _entry(kind: str, name: str) -> Entry | None:
     """What is registered, if need be by the modules that the user named in the environment."""
     if name not in _ENTRIES[kind]:
         for module in filter(None, os.environ.get(IMPORTED, "").split(",")):
+            if (here := os.getcwd()) not in sys.path:  # scripts do not look there
+                sys.path.append(here)
             try:
                 importlib.import_module(module.strip())
             except ImportError as error:
