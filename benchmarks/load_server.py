@@ -20,7 +20,6 @@ its own and not compared.
 import argparse
 import asyncio
 import json
-import os
 import random
 import sys
 import time
@@ -37,6 +36,7 @@ from recorded import RESULTS
 from rich.console import Console
 from server_processes import llama_server, started_server
 
+from sparse_bitnet.bench.child import resident_bytes
 from sparse_bitnet.bench.record import append_records, result_file, where_measured
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.host import available_cores
@@ -150,8 +150,7 @@ async def load(
 
             async def watch() -> None:
                 while True:
-                    pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
-                    tally.resident.append(pages * os.sysconf("SC_PAGE_SIZE"))
+                    tally.resident.append(resident_bytes(process) or 0)
                     await asyncio.sleep(0.5)
 
             watching = asyncio.create_task(watch())

@@ -17,6 +17,7 @@ from typing import Any
 
 from recorded import RESULTS
 
+from sparse_bitnet.bench.child import resident_bytes
 from sparse_bitnet.bench.record import append_records, result_file, where_measured
 from sparse_bitnet.data.checksums import record_written
 from sparse_bitnet.data.loader import TokenLoader
@@ -52,7 +53,7 @@ def write_sparse(folder: Path, tokens: int) -> int:
 
 def measure(folder: Path, shards: int) -> dict[str, Any]:
     """A row of the report."""
-    before, began = resident_bytes(), time.perf_counter()
+    before, began = resident_bytes() or 0, time.perf_counter()
     data = TokenDataset.open(folder)
     opened = time.perf_counter() - began
     loader = TokenLoader(data, sequence_length=2048, batch_size=512, seed=0, rank=3, world_size=64)
@@ -65,13 +66,8 @@ def measure(folder: Path, shards: int) -> dict[str, Any]:
         "bytes": 2 * len(data),
         "open_seconds": opened,
         "batches_seconds": time.perf_counter() - began - opened,
-        "memory_bytes": resident_bytes() - before,
+        "memory_bytes": (resident_bytes() or 0) - before,
     }
-
-
-def resident_bytes() -> int:
-    """Of this process (Linux)."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def main() -> None:

@@ -75,20 +75,18 @@ class Line:
         *,
         text: str = "",
         label: str | None = None,
-        seconds_left: float | None = None,
     ) -> None:
         """Show that `done` of `total` (None: unknown) is done.
 
         Args:
             text: shown after the amount.
             label: replaces the line's label from here on; another one begins another count.
-            seconds_left: of whoever knows better than this line's own rate.
         """
         if label and label != self._label:
             self._label = label
             self._recent.clear()
             self._printed = -1
-        state = self._state(done, total, text, seconds_left)
+        state = self._state(done, total, text)
         progress = self._progress
         if progress.console.is_terminal:
             if self._task is None:
@@ -108,9 +106,7 @@ class Line:
             self._progress.display.remove_task(self._task)
             self._task = None
 
-    def _state(
-        self, done: float, total: float | None, text: str, seconds_left: float | None
-    ) -> str:
+    def _state(self, done: float, total: float | None, text: str) -> str:
         recent, now = self._recent, time.monotonic()
         recent.append((now, done))
         while len(recent) > 2 and now - recent[1][0] > _RATE_SECONDS:
@@ -127,10 +123,8 @@ class Line:
             parts.append(f"{done / total:.0%}")
         if text:
             parts.append(text)
-        if seconds_left is None and rate > 0 and total is not None:
-            seconds_left = (total - done) / rate
-        if seconds_left:
-            parts.append(f"{duration(seconds_left)} left")
+        if rate > 0 and total is not None and done < total:
+            parts.append(f"{duration((total - done) / rate)} left")
         return ", ".join(parts)
 
 

@@ -154,6 +154,15 @@ def test_rows_hold_medians_rates_and_shares(tmp_path: Path, tiny_folder: Path) -
         assert row.memory_share == pytest.approx(expected)
 
 
+def test_prompts_and_contexts_end_where_the_models_positions_do(
+    tmp_path: Path, tiny_folder: Path
+) -> None:
+    positions = json.loads((tiny_folder / "config.json").read_text())["max_position_embeddings"]
+    far = [positions + 1]
+    rows, _ = pretend(tmp_path, tiny_folder, threads=[1], prefill=far, contexts=far, batches=[1])
+    assert [row.tokens for row in rows] == [positions, positions - BenchOptions.steps]
+
+
 def test_engines_take_turns(tmp_path: Path, tiny_folder: Path) -> None:
     _, log = pretend(
         tmp_path, tiny_folder, threads=[1, 2], prefill=[9], contexts=[0], batches=[1], rounds=4

@@ -123,7 +123,7 @@ def test_needs_no_torch(tmp_path: Path) -> None:
     ("options", "words"),
     [
         ({"preset": "qwen3"}, "not a preset"),
-        ({"packed_format": "nm-enum"}, "nm-enum"),
+        ({"packed_format": "nm-zstd"}, "nm-zstd"),
         ({"embeddings": "float32"}, "int8, bf16 or ternary"),
         ({"pattern": NMPattern(3, 7)}, "not a multiple of 7"),
     ],

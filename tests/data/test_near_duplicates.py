@@ -133,7 +133,7 @@ def test_parts_leave_held_out_near_duplicates_out(tmp_path: Path, tokenizer_fold
     assert before.overlap is not None
     assert before.overlap.windows_in_training > 0
     assert after.overlap.windows_in_training == 0
-    held_out = TokenDataset.open(out, VALIDATION, verify="always")
+    held_out = TokenDataset.open(out, VALIDATION)
     tokenizer = load_tokenizer(out / "tokenizer")
     kept = tokenizer.decode(held_out[:].tolist()).split(tokenizer.eos_token)[:-1]
     assert after.splits[VALIDATION].documents == len(kept)
@@ -159,7 +159,7 @@ def test_a_hub_data_set_leaves_held_out_near_duplicates_out(
     assert manifest.overlap.windows_in_training == 0
     files = {path.name for path in (tmp_path / "out").glob("*.bin")}
     assert files == {"train-00000.bin", "held-out-00000.bin"}
-    assert TokenDataset.open(tmp_path / "out", VALIDATION, verify="always")
+    assert TokenDataset.open(tmp_path / "out", VALIDATION)
     assert prepare(source, tmp_path / "out", tokenizer=tokenizer_folder) == manifest
 
 

@@ -40,7 +40,7 @@ def test_what_is_written(prepared: Path) -> None:
     assert (manifest.dtype, manifest.vocab_size, manifest.eos_token_id) == ("uint16", 300, 0)
     found = []
     for split, info in manifest.splits.items():
-        dataset = TokenDataset.open(prepared, split, verify="always")
+        dataset = TokenDataset.open(prepared, split)
         tokens = dataset[:]
         assert len(tokens) == info.tokens
         assert [shard.tokens for shard in info.shards[:-1]] == [1000] * (len(info.shards) - 1)
@@ -328,11 +328,16 @@ def test_bad_options(text: Path, tmp_path: Path, options: dict[str, Any], messag
 
 
 def test_progress_line(
-    text: Path, tmp_path: Path, tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]
+    text: Path,
+    tmp_path: Path,
+    tokenizer_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prepare(parse_source(str(text)), tmp_path / "quiet", tokenizer=tokenizer_folder)
     assert capsys.readouterr().err == ""
-    prepare(parse_source(str(text)), tmp_path / "shown", vocab_size=300, progress=True)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as a terminal
+    prepare(parse_source(str(text)), tmp_path / "shown", vocab_size=300)
     shown = capsys.readouterr().err
     assert "MB/s" in shown
     assert re.search(r"(\S+)/\1 MB", shown), "all of the text"

@@ -136,7 +136,7 @@ def test_corrupt_shard_is_named_on_opening(
     with pytest.raises(UserError, match=r"train-00001\.bin: corrupt \(checksum"):
         TokenDataset.open(data)
     TokenDataset.open(data, "validation")
-    TokenDataset.open(data, verify="never")
+    TokenDataset.open(data, verify=False)
 
 
 @pytest.mark.parametrize(("change", "message"), [(-1, "truncated"), (2, "too long")])
@@ -164,7 +164,7 @@ def test_large_data_is_read_once(data: Path, monkeypatch: pytest.MonkeyPatch) ->
     checksums_of = checksums.file_crc32
     monkeypatch.setattr(checksums, "file_crc32", recording)
     monkeypatch.setattr(shards, "ALWAYS_VERIFIED_BYTES", 0)
-    names = [shard.file for shard in TokenDataset.open(data, verify="never").shards]
+    names = [shard.file for shard in TokenDataset.open(data, verify=False).shards]
     (data / ".verified.json").unlink()
     TokenDataset.open(data)
     assert sorted(read) == names
@@ -174,7 +174,7 @@ def test_large_data_is_read_once(data: Path, monkeypatch: pytest.MonkeyPatch) ->
     (data / names[1]).touch()
     TokenDataset.open(data)
     assert read == names[1:2]
-    TokenDataset.open(data, verify="always")
+    TokenDataset.open(data).verify()
     assert sorted(read[1:]) == names
     # A silent change, without a new time: only asking finds it.
     flip_a_bit(data / names[0], keep_time=True)

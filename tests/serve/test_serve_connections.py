@@ -64,7 +64,7 @@ def test_a_page_at_another_number_is_a_strangers():
     hosts = AllowedHosts("0.0.0.0")
     for origin in ("http://10.0.0.6:9", "http://localhost:3000"):
         hosts.check(request("10.0.0.6:8000", origin))
-    with pytest.raises(ApiError, match="Origin 'http://6.6.6.6'"):
+    with pytest.raises(ApiError, match=r"Origin 'http://6\.6\.6\.6'"):
         hosts.check(request("10.0.0.6:8000", "http://6.6.6.6"))
 
 

@@ -27,7 +27,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.nn.convert import convert_, sparse_layers
 from sparse_bitnet.training.config import TrainConfig
-from sparse_bitnet.training.loss import causal_lm_loss, check_packs
+from sparse_bitnet.training.loss import SummedLoss, check_packs
 from sparse_bitnet.training.metrics import read_rows
 from sparse_bitnet.training.train_run import Interrupted, train
 
@@ -90,14 +90,14 @@ def test_a_window_of_conversations_is_as_good_as_each_alone(
     windows = Windows(dataset, 100)
     ids, labels, positions = map(torch.from_numpy, windows.batch(np.arange(2)))
     assert int((positions == 0).sum()) > 6
-    together = causal_lm_loss(model, ids, labels, positions)
+    together = SummedLoss(model)(ids, labels, positions)
     alone = 0.0
     for row, label, place in zip(ids, labels, positions, strict=True):
         bounds = [*torch.where(place == 0)[0].tolist(), len(row)]
         for start, end in itertools.pairwise(bounds):
-            alone += causal_lm_loss(model, row[None, start:end], label[None, start:end])
+            alone += SummedLoss(model)(row[None, start:end], label[None, start:end])
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-4)
-    assert abs(causal_lm_loss(model, ids, labels) - alone) > 1e-2
+    assert abs(SummedLoss(model)(ids, labels) - alone) > 1e-2
 
 
 def test_the_loss_is_that_of_what_the_assistant_says(chat_run: Any) -> None:

@@ -10,7 +10,7 @@ from sparse_bitnet.checkpoint.build_model import build_model
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.training import loss as loss_module
-from sparse_bitnet.training.loss import causal_lm_loss, chunked_cross_entropy, mean_token_loss
+from sparse_bitnet.training.loss import SummedLoss, chunked_cross_entropy, mean_token_loss
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
@@ -68,7 +68,7 @@ def test_model_loss_equals_transformers():
     model = build_model("qwen2.5-1m", SparseBitConfig.parse("ternary-6:8"), vocab_size=256)
     tokens = torch.randint(0, 256, (2, 33))
     expected = model(input_ids=tokens, labels=tokens).loss
-    total = causal_lm_loss(model, tokens[:, :-1], tokens[:, 1:], chunk_tokens=16)
+    total = SummedLoss(model, 16)(tokens[:, :-1], tokens[:, 1:])
     assert (total / 64).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
@@ -89,11 +89,9 @@ def test_logits_that_a_family_scales_or_caps(family, changes, monkeypatch):
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
     for compiled in (False, True):
-        loss = causal_lm_loss(
-            model, tokens[:, :-1], tokens[:, 1:], chunk_tokens=9, compiled=compiled
-        )
+        loss = SummedLoss(model, 9, compiled)(tokens[:, :-1], tokens[:, 1:])
         torch.testing.assert_close((loss / 64).float(), expected, rtol=1e-5, atol=0)
-    (causal_lm_loss(model, tokens[:, :-1], tokens[:, 1:], chunk_tokens=9) / 64).backward()
+    (SummedLoss(model, 9)(tokens[:, :-1], tokens[:, 1:]) / 64).backward()
     for parameter, wanted in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, wanted, rtol=1e-4, atol=1e-6)
 

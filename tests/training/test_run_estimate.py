@@ -16,7 +16,7 @@ from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import autocast
 from sparse_bitnet.training.footprint import activation_bytes, parameter_counts
 from sparse_bitnet.training.job import GPUS, Job
-from sparse_bitnet.training.loss import causal_lm_loss
+from sparse_bitnet.training.loss import SummedLoss
 from sparse_bitnet.training.optimizer import build_optimizer
 from sparse_bitnet.training.run_estimate import UNPACKING_BYTES, fitted, plan
 
@@ -50,7 +50,7 @@ def measured(config: SparseBitConfig, dtype: torch.dtype, rows: int) -> tuple[in
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
         with hooks, autocast("cpu", dtype):
-            loss = causal_lm_loss(model, tokens[:, :-1], tokens[:, 1:])
+            loss = SummedLoss(model)(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
         optimizer.step()
         state = [part for part in held if part is not None]

@@ -330,8 +330,8 @@ def test_a_loss_that_is_not_finite_stops_with_step_checkpoint_and_batch(small_ru
         loss = real_loss(*args, **kwargs)
         return loss * float("nan") if len(calls) > 5 else loss
 
-    real_loss = loss_module.causal_lm_loss
-    monkeypatch.setattr(loss_module, "causal_lm_loss", poisoned)
+    real_loss = loss_module.SummedLoss.forward
+    monkeypatch.setattr(loss_module.SummedLoss, "forward", poisoned)
     with pytest.raises(UserError, match="step 3: loss nan") as caught:
         train(config)
     message = str(caught.value)

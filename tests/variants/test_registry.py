@@ -2,6 +2,7 @@
 """What one registers oneself: in text forms, in training, in checkpoints, in packed files."""
 
 import json
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -254,7 +255,8 @@ def test_a_module_named_in_the_environment_is_imported(
         "from sparse_bitnet.variants.registry import register_score\n"
         "@register_score('mine')\ndef mine(weight):\n    return weight.abs()\n"
     )
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv(registry.IMPORTED, "my_scores")
     assert SparseBitConfig.parse("ternary-6:8,score=mine").to_dict()["registered_by"]
     monkeypatch.setenv(registry.IMPORTED, "no_such_module")
@@ -319,3 +321,16 @@ def test_whole_graph_equals_eager(text: str) -> None:
             y.square().sum().backward()
         results.append((y, forward(x), layer.weight.grad))
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def test_a_model_with_a_quantizer_of_ones_own_is_saved_and_loaded(
+    own: None, tmp_path: Path
+) -> None:
+    @register_quantizer("sign")
+    def sign(weight, mask):
+        return weight.sign(), weight.abs().mean()
+
+    model = convert_(tiny_model(), SparseBitConfig.parse("ternary-6:8,quantizer=sign"))
+    save_pretrained(model, tmp_path / "model")
+    loaded = from_pretrained(tmp_path / "model")
+    assert {layer.config.quantizer for layer in sparse_layers(loaded).values()} == {"sign"}

@@ -102,10 +102,10 @@ def serve(handle: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         answers.flush()
 
 
-def resident_bytes() -> int | None:
-    """Memory of this process that is in RAM; None where the system does not tell."""
+def resident_bytes(process: int | str = "self") -> int | None:
+    """Memory of a process that is in RAM; None where the system does not tell."""
     try:
-        with open("/proc/self/statm") as file:
+        with open(f"/proc/{process}/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
         return None

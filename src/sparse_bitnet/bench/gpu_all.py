@@ -115,7 +115,7 @@ def failure_of(folder: Path, step: Step) -> str | None:
         return json.loads(lines[0]).get("step_failed", "") if lines else "it wrote no rows"
     except OSError:
         return None
-    except ValueError as error:
+    except (AttributeError, ValueError) as error:
         return f"its rows cannot be read: {error}"
 
 

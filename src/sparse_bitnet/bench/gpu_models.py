@@ -25,7 +25,7 @@ from sparse_bitnet.nn.convert import convert_, selected, set_integer_forward_
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import autocast, make_deterministic, peak_memory_bytes
-from sparse_bitnet.training.loss import causal_lm_loss
+from sparse_bitnet.training.loss import SummedLoss
 from sparse_bitnet.training.optimizer import build_optimizer
 
 RECORDED_TOKENS = 8192
@@ -181,7 +181,7 @@ def _training_step(
     def step() -> None:
         with selected(model):
             with autocast(device, torch.bfloat16):
-                loss = causal_lm_loss(model, ids[:, :-1], ids[:, 1:])
+                loss = SummedLoss(model)(ids[:, :-1], ids[:, 1:])
             (loss / (batch * length)).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

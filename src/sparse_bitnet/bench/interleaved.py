@@ -6,10 +6,11 @@ are reported. So a neighbour that takes the machine for a moment disturbs one va
 engine's only. The roofline is measured in every round too.
 """
 
+import dataclasses
 import itertools
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,9 @@ from sparse_bitnet.bench.options import BenchOptions
 from sparse_bitnet.bench.random_model import cached_random_model
 from sparse_bitnet.bench.record import BenchRow
 from sparse_bitnet.bench.roofline import READ_BYTES, RooflineMeter
+from sparse_bitnet.checkpoint.model_folder import read_json
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
+from sparse_bitnet.engine.architecture import read_architecture
 from sparse_bitnet.errors import refuse_unused
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.presets import PRESETS
@@ -72,6 +75,7 @@ def run(
     report = progress or (lambda what, share: None)
     report("preparing the model", 0.0)
     models = _models(options)
+    options = _within_positions(options, models.values())
     measurements = _measurements(options)
     with ExitStack() as stack:
         variants = []
@@ -127,6 +131,14 @@ def _models(options: BenchOptions) -> dict[str, Path]:
         )
         for text, pattern in parsed.items()
     }
+
+
+def _within_positions(options: BenchOptions, folders: Iterable[Path]) -> BenchOptions:
+    """Prompts and contexts cut to what the models were made for."""
+    most = min(read_architecture(read_json(f / "config.json"), str(f)).positions for f in folders)
+    prefill = [min(tokens, most) for tokens in options.prefill]
+    contexts = [max(0, min(tokens, most - options.steps)) for tokens in options.contexts]
+    return dataclasses.replace(options, prefill=prefill, contexts=contexts)
 
 
 def _engine_options(options: BenchOptions) -> dict[str, Any]:

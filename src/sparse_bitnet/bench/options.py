@@ -49,10 +49,10 @@ class BenchOptions:
     """Thread counts."""
 
     prefill: list[int] = field(default_factory=lambda: [128, 512, 2048])
-    """Prompt lengths."""
+    """Prompt lengths; the model's positions where these are fewer."""
 
     contexts: list[int] = field(default_factory=lambda: [0, 2048])
-    """Tokens before those that are decoded."""
+    """Tokens before those that are decoded; as many as the model's positions leave room for."""
 
     batches: list[int] = field(default_factory=lambda: [1, 8, 32])
     """Sequences that decode together."""

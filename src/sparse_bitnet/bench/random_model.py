@@ -7,7 +7,7 @@ Nothing is trained and torch is not imported. The same seed gives the same bytes
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import atomic_folder
 from sparse_bitnet.generation.text import TextTokenizer
 from sparse_bitnet.layer_config import SparseBitConfig
-from sparse_bitnet.packing import b3, i2, nm_bitmap, nm_sign
+from sparse_bitnet.packing import i2
+from sparse_bitnet.packing.codec import ROWS
 from sparse_bitnet.packing.formats import check_layout, needs_exact, row_bytes
 from sparse_bitnet.packing.metadata import PackedMetadata
 from sparse_bitnet.packing.tensor_writer import TensorFileWriter, TensorSpec
@@ -38,13 +39,6 @@ END_OF_TEXT = "<|endoftext|>"
 
 _VERSION = 1
 _TABLE_GROUP = 128
-
-_PACK: dict[str, Callable[[np.ndarray, NMPattern], np.ndarray]] = {
-    "i2": lambda codes, pattern: i2.pack_rows(codes),
-    "b3": lambda codes, pattern: b3.pack_rows(codes),
-    "nm-bitmap": nm_bitmap.pack_rows,
-    "nm-sign": nm_sign.pack_rows,
-}
 
 
 def default_cache() -> Path:
@@ -98,7 +92,7 @@ def write_random_model(
         out: folder to write, replaced if it exists.
         preset: a name in `PRESETS` or `PUBLISHED`.
         pattern: n:m of the codes.
-        packed_format: "i2", "b3" or "nm-bitmap"; "nm-sign" for binary weights.
+        packed_format: a name in `ROWS`; "nm-sign" for binary weights.
         embeddings: of embedding and head, "int8", "bf16" or "ternary", with a float16 scale for
             `scale_group` weights or 128.
         scale_group: weights that share a scale in float16; 0 for one float32 scale a matrix.
@@ -113,8 +107,8 @@ def write_random_model(
     if tokenizer is not None:
         _take_vocabulary(config, preset, tokenizer)
     shape = read_architecture(config, preset)
-    if packed_format not in _PACK:
-        raise UserError(f"random models are written as {', '.join(_PACK)}, not {packed_format!r}")
+    if packed_format not in ROWS:
+        raise UserError(f"random models are written as {', '.join(ROWS)}, not {packed_format!r}")
     if embeddings not in ("int8", "bf16", "ternary"):
         raise UserError(f"random models have int8, bf16 or ternary embeddings, not {embeddings!r}")
     table_group = scale_group or _TABLE_GROUP
@@ -156,7 +150,7 @@ def _tensors(
     """Every tensor with its content, whose pieces are made as they are written."""
     packed_format, pattern = metadata.packed_format, metadata.pattern
     source = RandomCodes(pattern, seed, binary=needs_exact(packed_format))
-    pack = _PACK[packed_format]
+    pack = ROWS[packed_format].pack_rows
     for name, (rows, columns) in metadata.layers.items():
         size = rows, row_bytes(packed_format, pattern, columns)
         pieces = source.pieces(rows, columns)
@@ -173,7 +167,7 @@ def _tensors(
             source = RandomCodes(dense, seed + 1)
             size = shape.vocab, row_bytes("i2", dense, shape.hidden)
             pieces = source.pieces(shape.vocab, shape.hidden)
-            yield TensorSpec(table, "uint8", size), map(i2.pack_rows, pieces)
+            yield TensorSpec(table, "uint8", size), (i2.pack_rows(codes, dense) for codes in pieces)
             scales = shape.vocab, shape.hidden // (scale_group or _TABLE_GROUP)
             yield _filled(f"{table}_scale", "float16", scales, source.weight_scale)
             continue

@@ -10,7 +10,7 @@ run goes on from the one before.
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,34 +127,6 @@ def damage(checkpoint: SavedStep, part: int = 0, parts: int = 1) -> str | None:
             return str(error)
         if found != expected:
             return f"{name} is damaged (checksum {found}, written as {expected})"
-    return None
-
-
-def newest_intact(
-    found: Sequence[SavedStep],
-    find_damage: Callable[[SavedStep], str | None],
-    on_damaged: Callable[[SavedStep, str], None],
-) -> SavedStep | None:
-    """The newest undamaged checkpoint of `found` (oldest first); None when `found` is empty.
-
-    Args:
-        found: what `list_checkpoints` returned.
-        find_damage: `damage`, or what stands for it where several processes share the reading.
-        on_damaged: called with each damaged checkpoint and what is said about it.
-
-    Raises `UserError` when there are checkpoints and none is intact.
-    """
-    for number, checkpoint in reversed(list(enumerate(found))):
-        what = find_damage(checkpoint)
-        if what is None:
-            return checkpoint
-        if number == 0:
-            raise UserError(
-                f"{checkpoint.path}: {what}; no checkpoint of the run is intact: restore one, or "
-                "remove the run folder to start over"
-            )
-        older = found[number - 1].path.name
-        on_damaged(checkpoint, f"{checkpoint.path}: {what}; quarantined, going on from {older}")
     return None
 
 

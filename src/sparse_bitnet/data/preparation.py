@@ -72,7 +72,6 @@ def prepare(
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
     chat: bool = False,
     is_part: bool = False,
-    progress: bool | None = None,
 ) -> Manifest:
     """Tokenise `source` into the folder `out`; the end token follows each document.
 
@@ -88,7 +87,6 @@ def prepare(
         shard_tokens: tokens in each file but the last.
         chat: documents are conversations (`chat`), for the tokenizer's chat template.
         is_part: of a text, the whole of which is compared with what is held out (`parts.join`).
-        progress: show it on stderr; None: where that is a terminal.
 
     Raises:
         UserError: bad text or tokenizer, no training text, a full disk, a folder in use, or one that
@@ -127,11 +125,8 @@ def prepare(
         # There only if the process died between its last two steps.
         (out / PREPARATION).unlink(missing_ok=True)
         return manifest
-    from rich.console import Console
-
-    console = Console(stderr=True, force_terminal=progress)
     busy = f"{out}: another process is preparing data there"
-    with locked_folder(out, busy), Progress(console) as display:
+    with locked_folder(out, busy), Progress() as display:
         line = display.line("starting", "MB", 1e6)
         start = begin(out, settings)
         if isinstance(source, GroupedSource):

@@ -15,7 +15,7 @@ import os
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 import numpy as np
 from zlib_ng import zlib_ng
@@ -165,16 +165,15 @@ class TokenDataset:
         folder: str | os.PathLike[str],
         split: str = "train",
         *,
-        verify: Literal["changed", "always", "never"] = "changed",
+        verify: bool = True,
     ) -> "TokenDataset":
         """Open a split and check its shards.
 
         Args:
             folder: what `prepare` wrote.
             split: "train" or "validation".
-            verify: which checksums to compare (sizes always are): "changed", those of small data and
-                of shards not yet found right; "always"; "never", for the other processes of a run in
-                which one verifies.
+            verify: compare checksums (sizes always are), of small data and of shards not yet found
+                right; False for the other processes of a run in which one does.
 
         Raises:
             UserError: not prepared data, unfinished, of another version, without tokens in this
@@ -188,11 +187,11 @@ class TokenDataset:
         dataset = cls(folder, split, manifest)
         for shard in dataset.shards:
             check_size(folder, shard, dataset.dtype)
-        small = len(dataset) * dataset.dtype.itemsize <= ALWAYS_VERIFIED_BYTES
-        if verify == "always" or (verify == "changed" and small):
-            dataset.verify()
-        elif verify == "changed":
-            verify_shards(folder, changed_shards(folder, dataset.shards))
+        if verify:
+            small = len(dataset) * dataset.dtype.itemsize <= ALWAYS_VERIFIED_BYTES
+            verify_shards(
+                folder, dataset.shards if small else changed_shards(folder, dataset.shards)
+            )
         return dataset
 
     def verify(self) -> None:

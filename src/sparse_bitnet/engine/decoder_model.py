@@ -32,7 +32,10 @@ def build_model(
         architecture.embedding_scale,
         architecture.norms_rotated,
     )
-    model.add_rope(frequencies[1].ctypes.data, architecture.local_rope.scaling)
+    local = architecture.local_rope.scaling != architecture.rope.scaling
+    local |= not np.array_equal(*frequencies)
+    if local:
+        model.add_rope(frequencies[1].ctypes.data, architecture.local_rope.scaling)
     model.set_embedding(weights.embedding)
     model.set_head(weights.head)
     model.set_final_norm(weights.vectors["model.norm.weight"].ctypes.data)
@@ -68,6 +71,6 @@ def build_model(
             attention_out_norm=vector(out_norms[0]),
             ffn_out_norm=vector(out_norms[1]),
             window=window,
-            rope=int(window > 0),
+            rope=int(local and window > 0),
         )
     return model

@@ -66,7 +66,7 @@ def timed_seconds(config: TrainConfig, vocab_size: int | None) -> float:
 
     from sparse_bitnet.checkpoint.build_model import build_model
     from sparse_bitnet.training.device import autocast, resolve_device, resolve_dtype
-    from sparse_bitnet.training.loss import causal_lm_loss
+    from sparse_bitnet.training.loss import SummedLoss
     from sparse_bitnet.training.optimizer import build_optimizer
 
     device, threads = resolve_device(config.device), torch.get_num_threads()
@@ -84,7 +84,7 @@ def timed_seconds(config: TrainConfig, vocab_size: int | None) -> float:
     for _ in range(3):
         began = clock()
         with autocast(device, resolve_dtype(config.precision, device)):
-            loss = causal_lm_loss(model, tokens[:, :-1], tokens[:, 1:].contiguous())
+            loss = SummedLoss(model)(tokens[:, :-1], tokens[:, 1:].contiguous())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

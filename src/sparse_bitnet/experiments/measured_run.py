@@ -14,8 +14,7 @@ import numpy as np
 
 from sparse_bitnet.analysis.weight_statistics import WeightStatistics, pool
 from sparse_bitnet.analysis.weights import checkpoint_statistics, model_statistics
-from sparse_bitnet.checkpoint.build_model import build_model
-from sparse_bitnet.checkpoint.load import from_pretrained
+from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.evaluation.held_out import read_held_out
@@ -29,6 +28,7 @@ from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.training import metrics
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
+from sparse_bitnet.training.initial_model import initial_model
 from sparse_bitnet.training.train_run import RunResult
 
 
@@ -126,13 +126,11 @@ def weight_history(
     initial model. `final` holds histograms as counts of all layers, and of the middle and the last
     third of the blocks.
     """
-    initial = build_model(
-        config.model,
+    initial = initial_model(
+        config,
         SparseBitConfig.parse(config.format),
-        seed=config.seed,
-        vocab_size=TokenDataset.open(config.data, "train").vocab_size,
-        init=config.init,
-        uniform=config.initial_weights == "uniform",
+        TokenDataset.open(config.data, "train"),
+        load_tokenizer(Path(config.data) / "tokenizer"),
     )
     history = {0: model_statistics(initial, pattern=pattern)}
     for checkpoint in list_checkpoints(Path(config.out)):

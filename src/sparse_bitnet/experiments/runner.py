@@ -105,7 +105,7 @@ def reproduce(
         data = data or prepare_text(scale, results.data)
         if other_text is not None:
             read_held_out(other_text, str(data / TOKENIZER))  # refuses what could not be read later
-        results.open(_setting(results, scale, identity_of(data, verify="changed")))
+        results.open(_setting(results, scale, identity_of(data, verify=True)))
         record_machine(results, scale.recipe)
         whole = Outcome(0, -1, 0, ())
         while True:

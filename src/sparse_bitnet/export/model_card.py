@@ -27,8 +27,14 @@ class TrainingRecord:
     """The run's TrainConfig as JSON."""
     result: dict[str, Any]
     """result.json, for the finished model only."""
-    data: dict[str, Any]
-    """`source` entry of the prepared data's settings, where the data still exists."""
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """`source` entry of the prepared data's settings, where the data still exists."""
+        folder = self.data_folder
+        settings = _optional(folder / "manifest.json").get("settings") if folder else None
+        source = settings.get("source") if isinstance(settings, dict) else None
+        return source if isinstance(source, dict) else {}
 
     @property
     def data_folder(self) -> Path | None:
@@ -48,13 +54,7 @@ def read_record(folder: Path) -> TrainingRecord:
     if not config and folder.name == "final":
         config = _optional(folder.parent / "config.json")
         result = _optional(folder.parent / "result.json") if config else {}
-    record = TrainingRecord(folder=folder, config=config, result=result, data={})
-    if record.data_folder is None:
-        return record
-    settings = _optional(record.data_folder / "manifest.json").get("settings", {})
-    return TrainingRecord(
-        folder=folder, config=config, result=result, data=settings.get("source", {})
-    )
+    return TrainingRecord(folder=folder, config=config, result=result)
 
 
 def _optional(path: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,21 +34,6 @@ _NEEDED = {
 }
 
 
-class Reader(Protocol):
-    """A loaded model."""
-
-    name: str
-    """The tool and its version."""
-
-    def tokenise(self, text: str) -> list[int]:
-        """Token ids, no special tokens added and none recognised in the text."""
-        ...
-
-    def log_probabilities(self, tokens: np.ndarray) -> Tensor:
-        """float32 [len(tokens), vocabulary]: of the token after each."""
-        ...
-
-
 def absent_reader(format: str) -> str | None:
     """What to install before an export to `format` can be loaded back; None: all is there."""
     for prefix, (module, package, command) in _NEEDED.items():
@@ -58,7 +43,9 @@ def absent_reader(format: str) -> str | None:
 
 
 @contextmanager
-def open_reader(format: str, folder: Path, context_length: int) -> Iterator[Reader]:
+def open_reader(
+    format: str, folder: Path, context_length: int
+) -> Iterator["TransformersReader | LlamaCppReader"]:
     """Load an export with its real reader; memory is given back at the end of the block.
 
     Raises `UserError` when the reader refuses it.
@@ -95,12 +82,12 @@ class TransformersReader:
             self.log_probabilities(np.zeros(1))
 
     def tokenise(self, text: str) -> list[int]:
-        """See `Reader`."""
+        """Token ids, no special tokens added and none recognised in the text."""
         return self._tokenizer(text, add_special_tokens=False).input_ids
 
     @torch.no_grad()
     def log_probabilities(self, tokens: np.ndarray) -> Tensor:
-        """See `Reader`."""
+        """float32 [len(tokens), vocabulary]: of the token after each."""
         # transformers compiles parts of its bitnet layer, which needs a C++ compiler on a CPU.
         with torch.compiler.set_stance("force_eager"), selected(self._model):
             ids = torch.from_numpy(tokens.astype(np.int64))[None]
@@ -128,11 +115,11 @@ class LlamaCppReader:
             raise UserError(f"llama.cpp refuses {path}: {error}") from error
 
     def tokenise(self, text: str) -> list[int]:
-        """See `Reader`."""
+        """Token ids, no special tokens added and none recognised in the text."""
         return self._model.tokenize(text.encode(), add_bos=False, special=False)
 
     def log_probabilities(self, tokens: np.ndarray) -> Tensor:
-        """See `Reader`."""
+        """float32 [len(tokens), vocabulary]: of the token after each."""
         self._model.reset()
         self._model.eval([int(token) for token in tokens])
         return torch.log_softmax(torch.from_numpy(self._model.scores[: len(tokens)]).clone(), -1)

@@ -52,25 +52,19 @@ class ChatTemplate:
             )
         return cls(source, named_tokens(folder))
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        **variables: Any,
-    ) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """The chat as one text, to be tokenised without adding special tokens.
 
         Args:
             messages: each with "role" and "content", oldest first.
-            add_generation_prompt: end with the beginning of the assistant's answer.
-            variables: further names that the template knows, such as `tools`.
+            variables: further names that the template knows, such as `tools`; without
+                `add_generation_prompt=False` the text ends with the beginning of the assistant's answer.
 
         Raises `UserError` where the template refuses the chat, goes wrong, or takes more time, memory or
         text than `template_process` allows.
         """
-        given = {"tools": None, "documents": None} | self._special_tokens | variables
-        given |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        given = {"tools": None, "documents": None, "add_generation_prompt": True}
+        given |= self._special_tokens | variables | {"messages": list(messages)}
         try:
             request = json.dumps([self.source, given], default=_plain)
         except (RecursionError, TypeError, ValueError) as error:

@@ -131,14 +131,15 @@ def _select_registered(
 
 def check_quantizer(config: SparseBitConfig, in_features: int, name: str) -> None:
     """Raise `UserError`, naming the layer, when the quantizer does not take rows of `in_features`."""
-    quantizer = config.variant("quantizer")
-    if config.weight == "full" or quantizer.entry.function is None:
+    if config.weight == "full":
         return
+    row = torch.ones(1, in_features, device="cpu")  # where the model may be on "meta"
     try:
-        _quantized(quantizer, torch.ones(1, in_features), None, Matrix())
+        _quantized(config.variant("quantizer"), row, None, Matrix())
     except UserError as error:
         raise UserError(
-            f"layer {name}: {error}; choose another, or leave the layer dense (--dense-layers, dense_layers)"
+            f"layer {name}: {error}; choose another, or leave the layer dense (--dense-layers, "
+            "dense_layers)"
         ) from error
 
 

@@ -6,6 +6,7 @@ import numpy as np
 from sparse_bitnet.packing.bitmaps import Bytes, DamagedBytes
 from sparse_bitnet.packing.formats import B3_BLOCK_WEIGHTS, b3_plane_bytes
 from sparse_bitnet.packing.planes import pack_planes, unpack_planes
+from sparse_bitnet.pattern import NMPattern
 
 _DIGITS = 5
 _VALUES = 3**_DIGITS
@@ -23,12 +24,12 @@ for _digit in range(_DIGITS):
     _CODE[_digit, _FRACTION[:_VALUES]] = np.arange(_VALUES) // 3 ** (_DIGITS - 1 - _digit) % 3 - 1
 
 
-def pack_rows(codes: np.ndarray) -> Bytes:
+def pack_rows(codes: np.ndarray, pattern: NMPattern) -> Bytes:
     """int8 [rows, in_features] -> [rows, row_bytes]."""
     return pack_planes(codes, B3_BLOCK_WEIGHTS, b3_plane_bytes, _join)
 
 
-def unpack_rows(packed: Bytes, in_features: int) -> np.ndarray:
+def unpack_rows(packed: Bytes, pattern: NMPattern, in_features: int) -> np.ndarray:
     """[rows, row_bytes] -> int8 [rows, in_features]. Raises `DamagedBytes` for bytes no matrix has."""
     if not _IS_VALID[packed].all():
         raise DamagedBytes("a byte stands for no five codes")

@@ -4,7 +4,6 @@
 Takes arrays and torch's tensors, and returns what it was given. Importing this module imports no torch.
 """
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, Union
 
 import numpy as np
@@ -12,7 +11,6 @@ import numpy as np
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.packing import b3, i2, nm_bitmap, nm_enum, nm_sign, nm_zstd
 from sparse_bitnet.packing.bitmaps import (
-    Bytes,
     DamagedBytes,
     by_slices,
     fits_pattern,
@@ -32,21 +30,14 @@ if TYPE_CHECKING:
 
 Matrix = TypeVar("Matrix", bound=Union["Tensor", np.ndarray])
 
-_PACK: dict[str, Callable[[np.ndarray, NMPattern], Bytes]] = {
-    "i2": lambda codes, pattern: i2.pack_rows(codes),
-    "b3": lambda codes, pattern: b3.pack_rows(codes),
-    "nm-bitmap": nm_bitmap.pack_rows,
-    "nm-enum": nm_enum.pack_rows,
-    "nm-sign": nm_sign.pack_rows,
+ROWS: dict[str, Any] = {
+    "i2": i2,
+    "b3": b3,
+    "nm-bitmap": nm_bitmap,
+    "nm-enum": nm_enum,
+    "nm-sign": nm_sign,
 }
-
-_UNPACK: dict[str, Callable[[Bytes, NMPattern, int], np.ndarray]] = {
-    "i2": lambda packed, pattern, in_features: i2.unpack_rows(packed, in_features),
-    "b3": lambda packed, pattern, in_features: b3.unpack_rows(packed, in_features),
-    "nm-bitmap": nm_bitmap.unpack_rows,
-    "nm-enum": nm_enum.unpack_rows,
-    "nm-sign": nm_sign.unpack_rows,
-}
+"""By format the module that packs and unpacks its rows."""
 
 
 def pack(codes: Matrix, format: str, pattern: NMPattern, *, name: str = "(unnamed)") -> Matrix:
@@ -81,7 +72,7 @@ def pack(codes: Matrix, format: str, pattern: NMPattern, *, name: str = "(unname
     packed = np.empty((rows, row_bytes(format, pattern, in_features)), np.uint8)
 
     def pack_part(part: slice) -> None:
-        packed[part] = _PACK[format](array[part], pattern)
+        packed[part] = ROWS[format].pack_rows(array[part], pattern)
 
     by_slices(rows, in_features, pack_part)
     return _like(codes, packed)
@@ -123,7 +114,7 @@ def unpack(
         codes = np.empty((rows, in_features), np.int8)
 
         def unpack_part(part: slice) -> None:
-            codes[part] = _UNPACK[format](array[part], pattern, in_features)
+            codes[part] = ROWS[format].unpack_rows(array[part], pattern, in_features)
             if not fits_pattern(nonzero_bitmap(codes[part]), pattern, in_features):
                 raise DamagedBytes(f"a group has more non-zeros than the pattern {pattern} allows")
 

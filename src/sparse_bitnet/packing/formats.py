@@ -2,6 +2,7 @@
 """The packed formats: names, constants and sizes. Mirrors csrc/packed_format.h, which specifies them."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
@@ -114,9 +115,9 @@ def row_bytes(name: str, pattern: NMPattern, in_features: int, *, layer: str = "
     """
     check_layout(name, pattern, in_features, layer)
     if name == "i2":
-        return i2_row_bytes(in_features)
+        return _planes_row_bytes(in_features, I2_BLOCK_WEIGHTS, i2_plane_bytes)
     if name == "b3":
-        return b3_row_bytes(in_features)
+        return _planes_row_bytes(in_features, B3_BLOCK_WEIGHTS, b3_plane_bytes)
     if name == "nm-bitmap":
         return nm_bitmap_row_bytes(pattern, in_features)
     if name == "nm-enum":
@@ -160,21 +161,14 @@ def i2_plane_bytes(block_weights: int) -> int:
     return divide_up(divide_up(block_weights, 4), I2_TAIL_ALIGNMENT) * I2_TAIL_ALIGNMENT
 
 
-def i2_row_bytes(in_features: int) -> int:
-    """Bytes of a row in i2."""
-    blocks, tail = divmod(in_features, I2_BLOCK_WEIGHTS)
-    return blocks * I2_BLOCK_BYTES + i2_plane_bytes(tail)
-
-
 def b3_plane_bytes(block_weights: int) -> int:
     """Bytes of a b3 block of this many weights, at most 320."""
     return divide_up(block_weights, 5)
 
 
-def b3_row_bytes(in_features: int) -> int:
-    """Bytes of a row in b3."""
-    blocks, tail = divmod(in_features, B3_BLOCK_WEIGHTS)
-    return blocks * B3_BLOCK_BYTES + b3_plane_bytes(tail)
+def _planes_row_bytes(in_features: int, block: int, plane_bytes: Callable[[int], int]) -> int:
+    blocks, tail = divmod(in_features, block)
+    return blocks * plane_bytes(block) + plane_bytes(tail)
 
 
 def nm_bitmap_sign_bytes(pattern: NMPattern) -> int:

@@ -6,14 +6,15 @@ import numpy as np
 from sparse_bitnet.packing.bitmaps import Bytes, DamagedBytes
 from sparse_bitnet.packing.formats import I2_BLOCK_WEIGHTS, i2_plane_bytes
 from sparse_bitnet.packing.planes import pack_planes, unpack_planes
+from sparse_bitnet.pattern import NMPattern
 
 
-def pack_rows(codes: np.ndarray) -> Bytes:
+def pack_rows(codes: np.ndarray, pattern: NMPattern) -> Bytes:
     """int8 [rows, in_features] -> [rows, row_bytes]."""
     return pack_planes(codes, I2_BLOCK_WEIGHTS, i2_plane_bytes, _join)
 
 
-def unpack_rows(packed: Bytes, in_features: int) -> np.ndarray:
+def unpack_rows(packed: Bytes, pattern: NMPattern, in_features: int) -> np.ndarray:
     """[rows, row_bytes] -> int8 [rows, in_features]. Raises `DamagedBytes` for bytes no matrix has."""
     if (packed & (packed >> 1) & 0x55).any():
         raise DamagedBytes("a two-bit field holds 3, which stands for no code")

@@ -9,7 +9,6 @@ from sparse_bitnet.packing.bitmaps import (
     DamagedBytes,
     bits_of,
     codes_of,
-    fits_pattern,
     gather_signs,
     in_chunks,
     negative_bitmap,
@@ -41,8 +40,6 @@ def unpack_rows(packed: Bytes, pattern: NMPattern, in_features: int) -> np.ndarr
     nonzero = np.ascontiguousarray(records[:, :, sign_bytes:])
     bitmap = nonzero.reshape(rows, -1)
     padded = bitmap.shape[1] * 8
-    if not fits_pattern(bitmap, pattern, padded):
-        raise DamagedBytes(f"a group has more non-zeros than the pattern {pattern} allows")
     if padded > in_features and bits_of(bitmap, padded)[:, in_features:].any():
         raise DamagedBytes("the padding of a row is not zero codes")
     signs = np.zeros((rows, chunks, 8), np.uint8)

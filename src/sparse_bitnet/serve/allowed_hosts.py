@@ -51,6 +51,7 @@ class AllowedHosts:
             self._names |= {"localhost", "127.0.0.1", "::1"}
         if address.is_unspecified:
             self._names.add(_canonical(socket.gethostname()))
+        self._names.discard("")
 
     def check(self, scope: Scope) -> None:
         """Raises `ApiError` for a request that is not meant for this server, or whose end is unclear."""
@@ -71,8 +72,9 @@ class AllowedHosts:
         for name, value in headers:
             if name != b"origin" or value in self.origins or ANY in self.origins:
                 continue
+            origin = _canonical(value.partition("://")[2])
             # A stranger's page may stand at a number too: only the one that was called is ours.
-            if (origin := _canonical(value.partition("://")[2])) != called and not self._allows(origin):
+            if origin != called and not self._allows(origin):
                 raise _refusal("Origin", value)
 
     def _allows(self, name: str) -> bool:

@@ -19,20 +19,12 @@ class PlainText(StrictModel):
 
     type: Literal["text"]
 
-    def grammar(self) -> Grammar | None:
-        """None."""
-        return None
-
 
 class JsonObject(StrictModel):
     """Any JSON object, or one of a schema, as llama.cpp takes it."""
 
     type: Literal["json_object"]
     json_schema: Annotated[Schema | None, Field(alias="schema")] = None
-
-    def grammar(self) -> Grammar | None:
-        """Which texts are meant."""
-        return _of_json(self.json_schema)
 
 
 class NamedSchema(StrictModel):
@@ -43,20 +35,12 @@ class NamedSchema(StrictModel):
     json_schema: Annotated[Schema | None, Field(alias="schema")] = None
     strict: bool | None = None
 
-    def grammar(self) -> Grammar | None:
-        """Which texts are meant."""
-        return _of_json(self.json_schema, is_strict=bool(self.strict))
-
 
 class JsonSchema(StrictModel):
     """JSON of a schema."""
 
     type: Literal["json_schema"]
     json_schema: NamedSchema
-
-    def grammar(self) -> Grammar | None:
-        """Which texts are meant."""
-        return self.json_schema.grammar()
 
 
 ResponseFormat = Annotated[PlainText | JsonObject | JsonSchema, Field(discriminator="type")]
@@ -90,7 +74,7 @@ class Formed(StrictModel):
         for two forms at once."""
         outputs = self.structured_outputs or StructuredOutputs()
         given: list[tuple[str, Any, Callable[[Any], Grammar | None]]] = [
-            ("response_format", self.response_format, lambda value: value.grammar()),
+            ("response_format", self.response_format, _of_format),
             ("guided_json", self.guided_json, _of_json),
             ("guided_regex", self.guided_regex, Grammar.regex),
             ("guided_choice", self.guided_choice, Grammar.choice),
@@ -112,6 +96,14 @@ class Formed(StrictModel):
         if len(found) > 1:
             raise ApiError(400, f"give one of {', '.join(found)}", param=next(iter(found)))
         return next(iter(found.values()), None)
+
+
+def _of_format(given: PlainText | JsonObject | JsonSchema) -> Grammar | None:
+    if isinstance(given, PlainText):
+        return None
+    if isinstance(given, JsonObject):
+        return _of_json(given.json_schema)
+    return _of_json(given.json_schema.json_schema, is_strict=bool(given.json_schema.strict))
 
 
 def _of_json(schema: str | Schema | None, is_strict: bool = True) -> Grammar:

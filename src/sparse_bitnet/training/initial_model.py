@@ -36,11 +36,13 @@ def initial_model(
 
     Raises `UserError` for a model that the data does not fit.
     """
+    preset = PRESETS.get(config.model)
+    own = None if preset is None or preset.published else dataset.vocab_size
     model = build_model(
         config.model,
         format,
         seed=config.seed,
-        vocab_size=config.vocab_size or _default_vocab_size(config, dataset),
+        vocab_size=config.vocab_size or own,
         init=config.init,
         meta=meta,
         uniform=config.initial_weights == "uniform",
@@ -64,9 +66,3 @@ def initial_model(
         setattr(model.config, field, value)
         setattr(model.generation_config, field, value)
     return model
-
-
-def _default_vocab_size(config: TrainConfig, dataset: TokenDataset) -> int | None:
-    """None keeps the preset's own."""
-    preset = PRESETS.get(config.model)
-    return None if preset is None or preset.published else dataset.vocab_size

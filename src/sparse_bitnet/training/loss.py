@@ -165,37 +165,6 @@ def default_chunk_tokens(vocab_size: int) -> int:
     return max(512, 2**22 // vocab_size)
 
 
-def causal_lm_loss(
-    model: "PreTrainedModel",
-    input_ids: Tensor,
-    labels: Tensor,
-    position_ids: Tensor | None = None,
-    *,
-    chunk_tokens: int | None = None,
-    compiled: bool = False,
-) -> Tensor:
-    """Summed next-token loss of a transformers causal LM.
-
-    `labels[b, t]` is the token that follows `input_ids[b, t]` (already shifted), both
-    [batch, sequence] int64, as are `position_ids`: where these begin anew attention does not look
-    further back. Returns a float64 scalar.
-    """
-    hidden = hidden_states(model, input_ids, position_ids)
-    head, cap = model.get_output_embeddings(), logit_cap(model)
-    flat = hidden.flatten(0, 1)
-    if getattr(head, "bias", None) is None:
-        return chunked_cross_entropy(
-            flat,
-            head.weight,
-            labels.flatten(),
-            chunk_tokens=chunk_tokens,
-            compiled=compiled,
-            cap=cap,
-        )
-    logits = capped(head(flat).float(), cap)
-    return F.cross_entropy(logits, labels.flatten(), reduction="sum").double()
-
-
 def hidden_states(
     model: "PreTrainedModel", input_ids: Tensor, position_ids: Tensor | None = None
 ) -> Tensor:
@@ -215,7 +184,7 @@ def check_packs(model: "PreTrainedModel") -> None:
 
 
 class SummedLoss(torch.nn.Module):
-    """A causal LM whose forward is its `causal_lm_loss`: what a step calls, and what is split."""
+    """A transformers causal LM whose forward is its loss: what a step calls, and what is split."""
 
     def __init__(
         self,
@@ -229,15 +198,26 @@ class SummedLoss(torch.nn.Module):
     def forward(
         self, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None
     ) -> Tensor:
-        """float64 scalar; see `causal_lm_loss`."""
-        return causal_lm_loss(
-            self.model,
-            input_ids,
-            labels,
-            position_ids,
-            chunk_tokens=self.chunk_tokens,
-            compiled=self.compiled,
-        )
+        """The loss of the next tokens, summed: a float64 scalar.
+
+        `labels[b, t]` is the token that follows `input_ids[b, t]` (already shifted), both
+        [batch, sequence] int64, as are `position_ids`: where these begin anew attention does not look
+        further back.
+        """
+        hidden = hidden_states(self.model, input_ids, position_ids)
+        head, cap = self.model.get_output_embeddings(), logit_cap(self.model)
+        flat = hidden.flatten(0, 1)
+        if getattr(head, "bias", None) is None:
+            return chunked_cross_entropy(
+                flat,
+                head.weight,
+                labels.flatten(),
+                chunk_tokens=self.chunk_tokens,
+                compiled=self.compiled,
+                cap=cap,
+            )
+        logits = capped(head(flat).float(), cap)
+        return F.cross_entropy(logits, labels.flatten(), reduction="sum").double()
 
 
 def mean_token_loss(
@@ -250,7 +230,7 @@ def mean_token_loss(
     """Exact token-weighted mean loss in nats, and how many tokens were scored.
 
     Runs the trained forward (mask and codes selected once) in evaluation mode under autocast to
-    `dtype`; `batches` yields (input_ids, labels) as `causal_lm_loss` takes them. The model's mode is
+    `dtype`; `batches` yields (input_ids, labels) as `SummedLoss` takes them. The model's mode is
     restored.
     """
     loss = SummedLoss(model)

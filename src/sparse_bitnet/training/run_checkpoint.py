@@ -18,6 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -39,7 +40,6 @@ from sparse_bitnet.checkpoint.saved_steps import (
     damage,
     drop_old,
     list_checkpoints,
-    newest_intact,
     quarantine,
     remove,
     write_state,
@@ -246,21 +246,23 @@ def restore(
             return list_checkpoints(run)
 
     listed = world.on_main(find)
-
-    def find_damage(checkpoint: SavedStep) -> str | None:
-        parts = world.each(lambda: damage(checkpoint, world.rank, world.size))
-        return next((found for found in parts if found is not None), None)
-
-    def put_into_quarantine(checkpoint: SavedStep, message: str) -> None:
+    for number, checkpoint in reversed(list(enumerate(listed))):
+        # Each process reads its share of the files.
+        parts = world.each(partial(damage, checkpoint, world.rank, world.size))
+        what = next((found for found in parts if found is not None), None)
+        if what is None:
+            load(checkpoint, state, world, data_identity)
+            return checkpoint.step
+        if number == 0:
+            raise UserError(
+                f"{checkpoint.path}: {what}; no checkpoint of the run is intact: restore one, or "
+                "remove the run folder to start over"
+            )
         if world.is_main:
             quarantine(checkpoint)
-            say(message)
-
-    found = newest_intact(listed, find_damage, put_into_quarantine)
-    if found is None:
-        return 0
-    load(found, state, world, data_identity)
-    return found.step
+            older = listed[number - 1].path.name
+            say(f"{checkpoint.path}: {what}; quarantined, going on from {older}")
+    return 0
 
 
 def load(

@@ -108,9 +108,7 @@ class Trainer:
         config, world = self.config, self.world
         metrics.check_sinks(config)
         self.checkpoints = checkpoints_of(self.run, config)
-        self.dataset = TokenDataset.open(
-            config.data, "train", verify="changed" if world.is_main else "never"
-        )
+        self.dataset = TokenDataset.open(config.data, "train", verify=world.is_main)
         self.tokenizer = load_tokenizer(Path(config.data) / "tokenizer")
         self.loader = TokenLoader(
             self.dataset,

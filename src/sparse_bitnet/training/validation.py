@@ -3,7 +3,7 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from sparse_bitnet.training.sharded_linear import selected_shards
 
 def check_validation_data(config: TrainConfig) -> None:
     """Raise `UserError` when the validation split has no whole sequence: it is read at the end only."""
-    held_out = TokenDataset.open(config.data, "validation", verify="never")
+    held_out = TokenDataset.open(config.data, "validation", verify=False)
     if len(held_out) <= config.sequence_length and not held_out.is_chat:
         raise UserError(
             f"{config.data}: its {len(held_out):,} validation tokens are fewer than a sequence of "
@@ -32,7 +32,7 @@ def check_validation_data(config: TrainConfig) -> None:
         )
 
 
-def identity_of(data: str | Path, verify: Literal["changed", "never"] = "never") -> dict[str, Any]:
+def identity_of(data: str | Path, verify: bool = False) -> dict[str, Any]:
     """What prepared text is, by split; see `TokenDataset.identity`, and `open` for `verify`."""
     opened = (TokenDataset.open(data, split, verify=verify) for split in SPLITS)
     return {dataset.split: dataset.identity() for dataset in opened}
@@ -52,9 +52,7 @@ def validation_loss(
     tokens that were scored.
     """
     world = world or World()
-    dataset = TokenDataset.open(
-        config.data, "validation", verify="changed" if world.is_main else "never"
-    )
+    dataset = TokenDataset.open(config.data, "validation", verify=world.is_main)
     length = config.sequence_length
     cut = Windows(dataset, length)
     windows = len(cut)
