@@ -8,6 +8,7 @@
 
 #include "bindings.h"
 #include "ops.h"
+#include "packed_format.h"
 #include "platform.h"
 
 namespace nb = nanobind;
@@ -22,7 +23,7 @@ void require_array(std::int64_t count, std::int64_t width) {
 }
 
 void require_groups(std::int64_t groups, int n, int m) {
-  require(1 <= n && n <= m && m <= max_group, "the pattern is not 1 <= n <= m <= 32");
+  require(packed::is_valid({n, m}), "the pattern is not 1 <= n <= m <= 32");
   require_array(groups, m);
 }
 

@@ -72,6 +72,7 @@ class ModelBuilder {
             "head_dim is odd or outside 2..1024");
     require(heads >= 1 && heads <= most_columns / head_dim, "heads * head_dim is outside 1..2^23");
     require(kv_heads >= 1 && heads % kv_heads == 0, "heads is not a multiple of kv_heads");
+    require(heads / kv_heads <= 1024, "more than 1024 heads share keys");
     require(vocab >= 1 && vocab <= most_rows, "vocab is outside 1..2^31 - 1");
     require(std::isfinite(norm_epsilon) && norm_epsilon >= 0, "norm_epsilon is not finite");
     require(std::isfinite(query_scale) && query_scale >= 0, "query_scale is not finite");

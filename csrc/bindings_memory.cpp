@@ -94,9 +94,7 @@ void bind_memory(nb::module_& module, nb::class_<Kernels>& kernels) {
       .def(nb::init<std::int64_t>(), "size"_a)
       .def_prop_ro("address",
                    [](const HugeBuffer& buffer) { return reinterpret_cast<Address>(buffer.data()); })
-      .def_prop_ro("size", &HugeBuffer::size)
-      .def_prop_ro("huge_bytes", &HugeBuffer::huge_bytes,
-                   "Bytes in huge pages now; -1 where the system does not tell.");
+      .def_prop_ro("size", &HugeBuffer::size);
 
   nb::enum_<StoredFormat>(module, "StoredFormat", "See csrc/repack.h.")
       .value("i2", StoredFormat::i2)

@@ -60,12 +60,6 @@ void bind_roofline(nb::module_& module) {
           nb::arg("isa"), nb::arg("seconds"), unlocked,
           "Operations a second; a multiply-add is two. ValueError for an unknown isa.")
       .def(
-          "float32_rate",
-          [](Roofline& self, const std::string& isa, double seconds) {
-            return float32_rate(choose_kernels(isa).roofline, self.pool, checked(seconds));
-          },
-          nb::arg("isa"), nb::arg("seconds"), unlocked, "As int8_rate, of float32.")
-      .def(
           "clock_rate", [](Roofline& self, double seconds) { return clock_rate(self.pool, checked(seconds)); },
           nb::arg("seconds"), unlocked, "Cycles a second of a thread, while all of them work.");
 }

@@ -55,7 +55,7 @@ void Decoder::State::check(const Request* requests, int count) const {
 }
 
 std::int64_t Decoder::State::wide_floats() const {
-  return std::max(2 * (q_width + kv_width), 2 * model.intermediate);
+  return 2 * std::max({q_width + kv_width, model.intermediate, model.hidden});
 }
 
 std::int64_t Decoder::State::chunk_tokens() const {

@@ -24,8 +24,6 @@ struct AttentionState;
 struct MatmulKernels;
 struct RooflineLoops;
 
-constexpr int max_group = 32;
-
 // What is written in terms of vectors of any width (isa-inl.h).
 struct VectorKernels {
   // weight [groups, m] -> mask [groups, m], 1 where the weight is among the n largest magnitudes of

@@ -25,9 +25,7 @@
 
 #include <atomic>
 #include <cerrno>
-#include <cinttypes>
 #include <cstdint>
-#include <cstdio>
 #include <cstring>
 #include <limits>
 #include <new>
@@ -99,27 +97,6 @@ HugeBuffer::HugeBuffer(std::int64_t size) : size_(size) {
 }
 
 HugeBuffer::~HugeBuffer() { give_pages(mapped_, std::size_t(mapped_size_)); }
-
-std::int64_t HugeBuffer::huge_bytes() const {
-  std::FILE* maps = std::fopen("/proc/self/smaps", "r");
-  if (maps == nullptr) return -1;
-  const std::uintptr_t begin = reinterpret_cast<std::uintptr_t>(data_);
-  const std::uintptr_t end = begin + std::uintptr_t(size_);
-  std::int64_t kibibytes = 0;
-  bool is_ours = false;
-  char line[512];
-  while (std::fgets(line, sizeof line, maps) != nullptr) {
-    std::uintptr_t first, last;
-    std::int64_t count;
-    if (std::sscanf(line, "%" SCNxPTR "-%" SCNxPTR " ", &first, &last) == 2) {
-      is_ours = first < end && begin < last;
-    } else if (is_ours && std::sscanf(line, "AnonHugePages: %" SCNd64, &count) == 1) {
-      kibibytes += count;
-    }
-  }
-  std::fclose(maps);
-  return kibibytes * 1024;
-}
 
 bool ByteSource::read(std::int64_t first, std::int64_t size, std::uint8_t* buffer) const {
   if (data != nullptr) {

@@ -24,9 +24,6 @@ class HugeBuffer {
   std::uint8_t* data() const { return data_; }
   std::int64_t size() const { return size_; }
 
-  // Bytes that lie in huge pages now, as the system tells; -1 where it does not.
-  std::int64_t huge_bytes() const;
-
  private:
   std::int64_t size_, mapped_size_;
   void* mapped_;

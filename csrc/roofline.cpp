@@ -63,17 +63,6 @@ void int8_generic(std::int64_t count) {
   keep(&sum, sizeof sum);
 }
 
-void float32_generic(std::int64_t count) {
-  float sums[64];
-  for (int i = 0; i < 64; ++i) sums[i] = float(i);
-  float factor = 0.5f;
-  for (std::int64_t n = 0; n < count; ++n) {
-    __asm__ volatile("" : "+m"(factor));
-    for (int i = 0; i < 64; ++i) sums[i] = sums[i] * factor + 1.0f;
-  }
-  keep(sums, sizeof sums);
-}
-
 // Keeps a value in a register, and the compiler from knowing that two of them are equal.
 #if defined(__x86_64__)
 #define OPAQUE(value) __asm__("" : "+v"(value))
@@ -117,7 +106,7 @@ constexpr int sums_per_loop = 12;
 
 #if defined(__x86_64__)
 
-#define AVX2 __attribute__((target("avx2,fma")))
+#define AVX2 __attribute__((target("avx2")))
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni")))
 
 // A ReadPiece whose loads are vectors of the given type.
@@ -145,14 +134,12 @@ READ(AVX2, read_avx2, __m256i)
 READ(AVX512, read_avx512, __m512i)
 
 LOOP(AVX512, int8_avx512vnni, __m512i, _mm512_set1_epi8, 1, 3, _mm512_dpbusd_epi32(sum, a, b))
-LOOP(AVX512, float32_avx512, __m512, _mm512_set1_ps, 0.5f, 0.25f, _mm512_fmadd_ps(sum, a, b))
 LOOP(AVX2, int8_avx2, __m256i, _mm256_set1_epi8, 1, 3,
      _mm256_add_epi16(sum, _mm256_maddubs_epi16(a, b)))
 #if defined(SPARSE_BITNET_AVX_VNNI)
 #define AVXVNNI __attribute__((target("avx2,avxvnni")))
 LOOP(AVXVNNI, int8_avxvnni, __m256i, _mm256_set1_epi8, 1, 3, _mm256_dpbusd_avx_epi32(sum, a, b))
 #endif
-LOOP(AVX2, float32_avx2, __m256, _mm256_set1_ps, 0.5f, 0.25f, _mm256_fmadd_ps(sum, a, b))
 
 #if defined(SPARSE_BITNET_AMX)
 
@@ -193,13 +180,11 @@ I8MM int32x4_t dot_pairs(int32x4_t sum, int8x16_t a, int8x16_t b) {
 
 LOOP(DOTPROD, int8_neon, int32x4_t, vdupq_n_s8, 1, 3, dot(sum, a, b))
 LOOP(I8MM, int8_i8mm, int32x4_t, vdupq_n_s8, 1, 3, dot_pairs(sum, a, b))
-LOOP(DOTPROD, float32_neon, float32x4_t, vdupq_n_f32, 0.5f, 0.25f, vfmaq_f32(b, sum, a))
 
 #endif
 
 // Operations of a round of LOOP with registers of so many bytes.
 constexpr std::int64_t int8_ops(int bytes) { return sums_per_loop * bytes * 2; }
-constexpr std::int64_t float32_ops(int bytes) { return int8_ops(bytes) / 4; }
 
 double rate(ThreadPool& pool, void (*run)(std::int64_t), std::int64_t ops, double seconds) {
   // A piece is about 50 us at the speed that a first one shows, so that no thread ends much later.
@@ -217,28 +202,20 @@ double rate(ThreadPool& pool, void (*run)(std::int64_t), std::int64_t ops, doubl
 
 }  // namespace
 
-const RooflineLoops roofline_generic = {read_generic, int8_generic, generic_lanes * 2,
-                                               float32_generic, 64 * 2};
+const RooflineLoops roofline_generic = {read_generic, int8_generic, generic_lanes * 2};
 #if defined(__x86_64__)
-const RooflineLoops roofline_avx2 = {read_avx2, int8_avx2, int8_ops(32), float32_avx2,
-                                            float32_ops(32)};
+const RooflineLoops roofline_avx2 = {read_avx2, int8_avx2, int8_ops(32)};
 #if defined(SPARSE_BITNET_AVX_VNNI)
-const RooflineLoops roofline_avxvnni = {read_avx2, int8_avxvnni, int8_ops(32), float32_avx2,
-                                        float32_ops(32)};
+const RooflineLoops roofline_avxvnni = {read_avx2, int8_avxvnni, int8_ops(32)};
 #endif
-const RooflineLoops roofline_avx512 = {read_avx512, int8_avx2, int8_ops(32), float32_avx512,
-                                              float32_ops(64)};
-const RooflineLoops roofline_avx512vnni = {read_avx512, int8_avx512vnni, int8_ops(64),
-                                                  float32_avx512, float32_ops(64)};
+const RooflineLoops roofline_avx512 = {read_avx512, int8_avx2, int8_ops(32)};
+const RooflineLoops roofline_avx512vnni = {read_avx512, int8_avx512vnni, int8_ops(64)};
 #if defined(SPARSE_BITNET_AMX)
-const RooflineLoops roofline_amx_int8 = {read_avx512, int8_amx, amx_ops, float32_avx512,
-                                         float32_ops(64)};
+const RooflineLoops roofline_amx_int8 = {read_avx512, int8_amx, amx_ops};
 #endif
 #elif defined(__aarch64__)
-const RooflineLoops roofline_neon = {read_generic, int8_neon, int8_ops(16), float32_neon,
-                                            float32_ops(16)};
-const RooflineLoops roofline_i8mm = {read_generic, int8_i8mm, int8_ops(32), float32_neon,
-                                            float32_ops(16)};
+const RooflineLoops roofline_neon = {read_generic, int8_neon, int8_ops(16)};
+const RooflineLoops roofline_i8mm = {read_generic, int8_i8mm, int8_ops(32)};
 #endif
 
 std::unique_ptr<HugeBuffer> make_read_buffer(ThreadPool& pool, std::int64_t bytes) {
@@ -265,10 +242,6 @@ double read_rate(const RooflineLoops& loops, ThreadPool& pool, const HugeBuffer&
 
 double int8_rate(const RooflineLoops& loops, ThreadPool& pool, double seconds) {
   return rate(pool, loops.int8, loops.int8_ops, seconds);
-}
-
-double float32_rate(const RooflineLoops& loops, ThreadPool& pool, double seconds) {
-  return rate(pool, loops.float32, loops.float32_ops, seconds);
 }
 
 double clock_rate(ThreadPool& pool, double seconds) {

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What this machine can do at most, measured: memory read, int8 multiply-add, float32 multiply-add.
-// Speeds of the engine are given as shares of these.
+// What this machine can do at most, measured: memory read and int8 multiply-add. Speeds of the engine are given as shares of these.
 
 #pragma once
 
@@ -20,8 +19,6 @@ struct RooflineLoops {
   // `count` rounds of multiply-adds, of so many operations each.
   void (*int8)(std::int64_t count);
   std::int64_t int8_ops;
-  void (*float32)(std::int64_t count);
-  std::int64_t float32_ops;
 };
 
 extern const RooflineLoops roofline_generic, roofline_avx2, roofline_avxvnni, roofline_avx512,
@@ -41,9 +38,7 @@ double read_rate(const RooflineLoops& loops, ThreadPool& pool, const HugeBuffer&
 //   int8: amx_int8 tdpbsud; avx512vnni and avxvnni vpdpbusd; neon sdot; i8mm usmmla; avx2 and avx512
 //         vpmaddubsw with 16-bit additions, the most that a ternary product needs; generic whatever the
 //         compiler makes of an int32 sum of products.
-//   float32: fused multiply-adds; generic a multiplication and an addition.
 double int8_rate(const RooflineLoops& loops, ThreadPool& pool, double seconds);
-double float32_rate(const RooflineLoops& loops, ThreadPool& pool, double seconds);
 
 // Cycles a second: additions of registers, each of which waits for the one before.
 double clock_rate(ThreadPool& pool, double seconds);

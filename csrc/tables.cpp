@@ -11,14 +11,22 @@ namespace {
 
 constexpr char not_finite[] = "has values that are not finite";
 
-bool all_finite(const float* values, std::int64_t count) {
-  std::uint32_t broken = 0;
+// Of float32, or of bfloat16, which is its upper half.
+template <class Bits>
+bool all_finite(const void* values, std::int64_t count) {
+  constexpr Bits exponent = Bits(0x7f800000u >> (32 - 8 * sizeof(Bits)));
+  Bits broken = 0;
   for (std::int64_t i = 0; i < count; ++i) {
-    std::uint32_t bits;
-    std::memcpy(&bits, values + i, 4);
-    broken |= (bits & 0x7f800000u) == 0x7f800000u;
+    Bits bits;
+    std::memcpy(&bits, static_cast<const char*>(values) + i * std::int64_t(sizeof bits), sizeof bits);
+    broken |= (bits & exponent) == exponent;
   }
   return broken == 0;
+}
+
+bool all_finite(TableType type, const void* row, std::int64_t columns) {
+  if (type == TableType::float32) return all_finite<std::uint32_t>(row, columns);
+  return type != TableType::bfloat16 || all_finite<std::uint16_t>(row, columns);
 }
 
 }  // namespace
@@ -29,7 +37,7 @@ Loaded copy_table(const Kernels& kernels, ThreadPool& pool, const StoredTable& t
   return load_rows(kernels, pool, table.bytes, table.rows, row_bytes, 0,
                    [&](std::int64_t row, const std::uint8_t* from, int) -> const char* {
                      if (out != table.bytes.data) std::memcpy(out + row * row_stride, from, std::size_t(row_bytes));
-                     return nullptr;
+                     return all_finite(table.type, from, table.columns) ? nullptr : not_finite;
                    });
 }
 
@@ -50,9 +58,9 @@ Loaded quantize_table(const Kernels& kernels, ThreadPool& pool, const StoredTabl
                                    reinterpret_cast<std::int8_t*>(to), scales + row);
       return std::isfinite(scales[row]) ? nullptr : not_finite;
     }
-    if (!all_finite(values, columns)) return not_finite;
+    if (!all_finite(TableType::float32, values, columns)) return not_finite;
     kernels.vector.quantize_int4(values, groups, to, scales + row * groups);
-    return all_finite(scales + row * groups, groups) ? nullptr : not_finite;
+    return all_finite(TableType::float32, scales + row * groups, groups) ? nullptr : not_finite;
   };
   return load_rows(kernels, pool, table.bytes, table.rows, Table::bytes_per_row(table.type, columns), 0, work);
 }

@@ -84,11 +84,7 @@ def test_the_roofline_is_measured(threads: int) -> None:
         meter.visit()
     found = meter.result("generic")
     assert found.threads == threads
-    for rate in (
-        found.read_bytes_per_second,
-        found.int8_ops_per_second,
-        found.float32_ops_per_second,
-    ):
+    for rate in (found.read_bytes_per_second, found.int8_ops_per_second):
         assert 1e8 < rate < math.inf
     if "avx2" in _cpu.supported_isas():
         roofline = _cpu.Roofline(threads, 1)
@@ -103,8 +99,8 @@ def test_the_roofline_is_measured(threads: int) -> None:
         ("read_rate", (1 << 20,)),
         ("int8_rate", ("sse", 0.01)),
         ("int8_rate", ("generic", 0.0)),
-        ("float32_rate", ("generic", math.nan)),
-        ("float32_rate", ("generic", 1e9)),
+        ("int8_rate", ("generic", math.nan)),
+        ("int8_rate", ("generic", 1e9)),
     ],
 )
 def test_what_cannot_be_measured_is_refused(method: str, arguments: tuple) -> None:

@@ -100,6 +100,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None], **s
         ({"num_hidden_layers": 1}, r"tensor model\.layers\.1\.\S+ is not part of the qwen2 model"),
         ({"vocab_size": 97}, r"embed_tokens\.weight is bfloat16 \[96, 64\], the model needs"),
         ({"num_key_value_heads": 3}, "make no model"),
+        ({"num_attention_heads": 2048, "num_key_value_heads": 1, "head_dim": 2}, "make no model"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'"),
         ({"model_type": "qwen3"}, r"q_norm|k_norm|q_proj"),
         ({"tie_word_embeddings": False}, r"tensor lm_head\.weight is missing"),
@@ -255,6 +256,17 @@ def test_tensors_are_compared(packed: Path, original: Path) -> None:
         rewrite(packed, change)
         with pytest.raises(UserError, match=message):
             load(packed)
+
+
+@pytest.mark.parametrize("embeddings", ["float32", "bf16"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_table_that_stays_as_it_is_has_finite_values(
+    tmp_path: Path, embeddings: str, value: float
+) -> None:
+    folder = make_packed(tmp_path, embeddings=embeddings, tie_word_embeddings=False)
+    rewrite(folder, lambda tensors: tensors["model.embed_tokens.weight"][-1, -1:].fill_(value))
+    with pytest.raises(UserError, match=r"embed_tokens\.weight .*not finite"):
+        load(folder)
 
 
 def test_a_ternary_table_has_whole_groups(tmp_path: Path) -> None:

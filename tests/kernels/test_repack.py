@@ -291,7 +291,6 @@ def test_huge_buffer() -> None:
     view = np.ctypeslib.as_array((ctypes.c_uint8 * buffer.size).from_address(buffer.address))
     assert not view.any()
     view[:] = 1
-    assert buffer.huge_bytes == -1 or 0 <= buffer.huge_bytes <= 3 << 21
 
 
 @pytest.mark.parametrize(

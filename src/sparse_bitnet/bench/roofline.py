@@ -27,7 +27,6 @@ class Roofline:
     read_bytes_per_second: float
     int8_ops_per_second: float
     """A multiply-add is two operations."""
-    float32_ops_per_second: float
 
 
 class RooflineMeter:
@@ -41,14 +40,12 @@ class RooflineMeter:
         self._meter = _cpu.Roofline(threads, read_bytes)
         self._read: list[float] = []
         self._int8: dict[str, list[float]] = {isa: [] for isa in isas}
-        self._float32: dict[str, list[float]] = {isa: [] for isa in isas}
 
     def visit(self) -> None:
-        """Measure everything once, in about a tenth of a second."""
+        """Measure everything once, in less than a tenth of a second."""
         self._read.append(max(self._meter.read_rate(distance) for distance in PREFETCH_BYTES))
         for isa in self._int8:
             self._int8[isa].append(self._meter.int8_rate(isa, _LOOP_SECONDS))
-            self._float32[isa].append(self._meter.float32_rate(isa, _LOOP_SECONDS))
 
     def result(self, isa: str) -> Roofline:
         """The best of the visits so far, at least one: a neighbour can only lower what is seen."""
@@ -57,5 +54,4 @@ class RooflineMeter:
             isa=isa,
             read_bytes_per_second=max(self._read),
             int8_ops_per_second=max(self._int8[isa]),
-            float32_ops_per_second=max(self._float32[isa]),
         )

@@ -28,7 +28,7 @@ MODEL_TYPES = ("qwen2", "llama", "qwen3", "bitnet", "mistral", GEMMA3, HUNYUAN)
 ACTIVATIONS = {"silu": 0, "swish": 0, "relu2": 1, "gelu_pytorch_tanh": 2}
 """transformers' names -> csrc/decoder.h's Activation."""
 
-MOST_FEATURES, MOST_HEAD_DIM = 1 << 23, 1 << 10
+MOST_FEATURES, MOST_HEAD_DIM, MOST_SHARED = 1 << 23, 1 << 10, 1 << 10
 """The largest sizes that csrc/bindings_decoder.cpp takes."""
 
 _HEAD_NORMS = {
@@ -152,7 +152,8 @@ def read_architecture(config: dict[str, Any], where: str) -> Architecture:
     hidden = fields.size("hidden_size", most=MOST_FEATURES)
     kv_heads = fields.size("num_key_value_heads", heads)
     head_dim = fields.size("head_dim", head_size(config), most=MOST_HEAD_DIM)
-    if heads % kv_heads or head_dim % 2 or heads * head_dim > MOST_FEATURES:
+    shared = heads // kv_heads
+    if heads % kv_heads or shared > MOST_SHARED or head_dim % 2 or heads * head_dim > MOST_FEATURES:
         raise UserError(
             f"{where}: {heads} heads of {head_dim} values with {kv_heads} key-value heads make no model"
         )
