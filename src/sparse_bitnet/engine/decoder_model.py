@@ -33,7 +33,7 @@ def build_model(
         architecture.norms_rotated,
     )
     local = architecture.local_rope.scaling != architecture.rope.scaling
-    local |= not np.array_equal(*frequencies)
+    local |= not np.array_equal(frequencies[0], frequencies[1])
     if local:
         model.add_rope(frequencies[1].ctypes.data, architecture.local_rope.scaling)
     model.set_embedding(weights.embedding)
