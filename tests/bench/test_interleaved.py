@@ -161,6 +161,8 @@ def test_prompts_and_contexts_end_where_the_models_positions_do(
     far = [positions + 1]
     rows, _ = pretend(tmp_path, tiny_folder, threads=[1], prefill=far, contexts=far, batches=[1])
     assert [row.tokens for row in rows] == [positions, positions - BenchOptions.steps]
+    rows, _ = pretend(tmp_path, tiny_folder, threads=[1], quick=True)
+    assert rows[0].tokens == min(128, positions)
 
 
 def test_engines_take_turns(tmp_path: Path, tiny_folder: Path) -> None:

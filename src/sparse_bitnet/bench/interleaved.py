@@ -6,7 +6,7 @@ are reported. So a neighbour that takes the machine for a moment disturbs one va
 engine's only. The roofline is measured in every round too.
 """
 
-import dataclasses
+import copy
 import itertools
 import random
 import statistics
@@ -136,9 +136,10 @@ def _models(options: BenchOptions) -> dict[str, Path]:
 def _within_positions(options: BenchOptions, folders: Iterable[Path]) -> BenchOptions:
     """Prompts and contexts cut to what the models were made for."""
     most = min(read_architecture(read_json(f / "config.json"), str(f)).positions for f in folders)
-    prefill = [min(tokens, most) for tokens in options.prefill]
-    contexts = [max(0, min(tokens, most - options.steps)) for tokens in options.contexts]
-    return dataclasses.replace(options, prefill=prefill, contexts=contexts)
+    within = copy.copy(options)  # not `replace`, which would ask --quick again
+    within.prefill = [min(tokens, most) for tokens in options.prefill]
+    within.contexts = [max(0, min(tokens, most - options.steps)) for tokens in options.contexts]
+    return within
 
 
 def _engine_options(options: BenchOptions) -> dict[str, Any]:
