@@ -138,6 +138,8 @@ def test_parquet_errors(tmp_path: Path) -> None:
         read(path)
 
 
-def test_unreadable_files(tmp_path: Path) -> None:
+def test_unreadable_and_unknown_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot read .*absent\.jsonl: No such file"):
         read(tmp_path / "absent.jsonl")
+    with pytest.raises(UserError, match=r"unknown kind of file; known are \.jsonl, "):
+        read(tmp_path / "image.png")

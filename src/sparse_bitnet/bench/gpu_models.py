@@ -175,13 +175,13 @@ def _training_step(
     variant: str, options: GpuBenchOptions, device: torch.device, batch: int, length: int
 ) -> Callable[[], None]:
     model = training_model(variant, options, device)
-    optimizer = build_optimizer(model, TrainConfig())
+    optimizer, summed_loss = build_optimizer(model, TrainConfig()), SummedLoss(model)
     ids = torch.randint(0, model.config.vocab_size, (batch, length + 1), device=device)
 
     def step() -> None:
         with selected(model):
             with autocast(device, torch.bfloat16):
-                loss = SummedLoss(model)(ids[:, :-1], ids[:, 1:])
+                loss = summed_loss(ids[:, :-1], ids[:, 1:])
             (loss / (batch * length)).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -58,13 +58,12 @@ def read_records(
     Args:
         check: makes documents of what the column holds; default `check_text`.
 
-    Raises `UserError`, naming the file and where possible the line, for binary or undecodable text, a
-    broken JSON line, a missing or unreadable column and a truncated file.
+    Raises `UserError`, naming the file and where possible the line, for an unknown suffix, binary or
+    undecodable text, a broken JSON line, a missing or unreadable column and a truncated file.
     """
     end = start
-    read = next(each for suffix, each in READERS.items() if path.name.endswith(suffix))
     try:
-        for value, where, end, bytes_read in read(path, column, start):
+        for value, where, end, bytes_read in _reader(path)(path, column, start):
             if text := (check or check_text)(value, column, where):
                 yield Record(text, end, bytes_read)
     except OSError as error:
@@ -75,6 +74,13 @@ def read_records(
 def is_readable(path: Path) -> bool:
     """Whether the file's name ends in one of the known suffixes."""
     return path.name.endswith(tuple(READERS))
+
+
+def _reader(path: Path) -> Reader:
+    for suffix, reader in READERS.items():
+        if path.name.endswith(suffix):
+            return reader
+    raise UserError(f"{path}: unknown kind of file; known are {', '.join(READERS)}")
 
 
 def _read_text(path: Path, column: str, start: Place) -> Iterator[Row]:

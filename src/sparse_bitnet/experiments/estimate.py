@@ -77,14 +77,14 @@ def timed_seconds(config: TrainConfig, vocab_size: int | None) -> float:
     format = SparseBitConfig.parse(config.format)
     model = build_model(config.model, format, seed=0, vocab_size=vocab_size)
     model.to(device)  # type: ignore[arg-type]
-    optimizer = build_optimizer(model, config)
+    optimizer, summed_loss = build_optimizer(model, config), SummedLoss(model)
     size = (config.batch_size, config.sequence_length + 1)
     tokens = torch.randint(vocab_size or model.config.vocab_size, size, device=device)
     taken = []
     for _ in range(3):
         began = clock()
         with autocast(device, resolve_dtype(config.precision, device)):
-            loss = SummedLoss(model)(tokens[:, :-1], tokens[:, 1:].contiguous())
+            loss = summed_loss(tokens[:, :-1], tokens[:, 1:].contiguous())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

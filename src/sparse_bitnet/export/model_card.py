@@ -152,8 +152,8 @@ def _training_rows(record: TrainingRecord) -> list[Row]:
                 f"decay {config['weight_decay']:g}; gradient clipping {config['gradient_clip']:g}",
             ),
         ]
-    if record.data:
-        rows.append(("data", _data(record.data)))
+    if data := record.data:
+        rows.append(("data", _data(data)))
     if result:
         rows += [
             ("validation perplexity", f"{result['validation_perplexity']:.3f}"),

@@ -80,10 +80,13 @@ def convert_(
         raise UserError(
             f"convert_: no linear layer to convert in {type(model).__name__}; pass filter_fn"
         )
+    first: dict[int, str] = {}
     for name, module in targets.items():
         for width in in_features_of(module):
-            config.pattern.check_divides(width, name)
-            check_quantizer(config, width, name)
+            first.setdefault(width, name)
+    for width, name in first.items():
+        config.pattern.check_divides(width, name)
+        check_quantizer(config, width, name)
     linear = {name: module for name, module in targets.items() if is_linear(module)}
     sees_inputs = config.variant("score").entry.sees_inputs
     if calibration is not None and sees_inputs and len(linear) < len(targets):
