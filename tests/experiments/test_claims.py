@@ -330,7 +330,8 @@ def test_each_model_has_its_own_rate_inside_the_grid(paper_set):
     assert lines["qwen2.5-0.3m, ternary, dense"][3] == "-"
     *notes, last = table.notes
     assert [note.partition(" points [")[0] for note in notes] == [
-        f"{model}, full minus ternary: +9.53" for model in ("qwen2.5-0.3m", "qwen2.5-1m")
+        f"{model}, full minus ternary: +9.53"
+        for model in ("qwen2.5-0.3m", "qwen2.5-0.5m", "qwen2.5-1m")
     ]
     assert all(note.endswith("2 seeds.") for note in notes)
     assert last == "The differences leave out seed 0, which chose the rates."
@@ -339,10 +340,11 @@ def test_each_model_has_its_own_rate_inside_the_grid(paper_set):
 def test_a_size_may_have_a_rate_of_its_own_and_rates_of_several_seeds_are_compared(paper_set):
     table = search_table(paper_set)
     used = [line[0] for line in table.lines if "used" in line[0]]
-    assert used == ["qwen2.5-0.3m, 0.006 (used)", "qwen2.5-1m, 0.006 (used)"]
+    assert used == [f"qwen2.5-{size}, 0.006 (used)" for size in ("0.3m", "0.5m", "1m")]
     beside = " without seed 0, the search's"
     assert [note.partition(", full minus ternary: +9.53")[0] for note in table.notes[1:]] == [
         *("qwen2.5-0.3m, " + rate for rate in (f"0.003{beside}", "0.006", f"0.012{beside}")),
+        *("qwen2.5-0.5m, " + rate for rate in (f"0.003{beside}", "0.006")),
         *("qwen2.5-1m, " + rate for rate in (f"0.0015{beside}", f"0.003{beside}", "0.006")),
     ]
     rows = paper_set.by_seed("full-8:8", model="qwen2.5-3m")

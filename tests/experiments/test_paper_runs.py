@@ -171,19 +171,20 @@ def test_a_search_goes_on_until_the_best_rate_is_inside():
             losses[run.name] = abs(run.config.learning_rate - best)
     assert asked == [
         {*(("0.3m", rate) for rate in (3e-3, 6e-3, 1.2e-2))}
+        | {*(("0.5m", rate) for rate in (3e-3, 6e-3))}
         | {*(("1m", rate) for rate in (1.5e-3, 3e-3, 6e-3))},
-        {("0.3m", 2.4e-2), ("1m", 1.2e-2)},
-        {("0.3m", 4.8e-2), ("1m", 2.4e-2)},
-        {("1m", 4.8e-2)},
+        {("0.3m", 2.4e-2), ("0.5m", 1.2e-2), ("1m", 1.2e-2)},
+        {("0.3m", 4.8e-2), ("0.5m", 2.4e-2), ("1m", 2.4e-2)},
+        {("0.5m", 4.8e-2), ("1m", 4.8e-2)},
     ]
     own = plan(scale, ["own-rates"], None, losses)
     assert {(r.config.model[8:], r.config.format[:4], r.config.learning_rate) for r in own} == {
-        *((model, "full", 2.4e-2) for model in ("0.3m", "1m")),
-        *((model, "tern", 6e-3) for model in ("0.3m", "1m")),
+        *((model, "full", 2.4e-2) for model in ("0.3m", "0.5m", "1m")),
+        *((model, "tern", 6e-3) for model in ("0.3m", "0.5m", "1m")),
         # What is best for all four together, of the rates that all have tried.
-        *((model, kind, 1.2e-2) for model in ("0.3m", "1m") for kind in ("full", "tern")),
+        *((model, kind, 1.2e-2) for model in ("0.3m", "0.5m", "1m") for kind in ("full", "tern")),
     }
-    assert len(own) == (2 * 4 + 2 * 4) * scale.seeds["own-rates"]
+    assert len(own) == 3 * (4 + 4) * scale.seeds["own-rates"]
     assert not plan(scale, ["own-rates"])
 
 
