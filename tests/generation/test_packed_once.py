@@ -166,13 +166,18 @@ def hub(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     server.server_close()
 
 
-def test_hub_ids(models: Path, hub: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_hub_ids(
+    models: Path, hub: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A model, a file of one, each with a revision; what was fetched is found without the network."""
     for name, local in (("owner/name@old", "bitnet"), ("owner/name/model.gguf@old", "model.gguf")):
         main(["generate", str(models / local), *GREEDY])
         expected = capsys.readouterr().out
         main(["generate", name, *GREEDY])
         assert capsys.readouterr().out == expected
+    (tmp_path / "text.txt").write_text("some words and more words " * 9)
+    main(["evaluate", "owner/name/model.gguf@old", "--data", str(tmp_path / "text.txt")])
+    assert "on cpu engine" in capsys.readouterr().out
     assert any("/revision/old" in path for path in hub)
     assert any("/resolve/old/model.gguf" in path for path in hub)
     folder = local_folder("owner/name@old", ("*.json",))

@@ -122,6 +122,17 @@ def test_what_is_not_supported_is_refused(more, complaint):
             ask(client, **more)
 
 
+def test_what_a_chat_would_refuse_is_named_as_it_was_asked():
+    for template, more, param in (
+        (QWEN, {"max_output_tokens": 10**6}, "max_output_tokens"),
+        (None, {}, "input"),
+    ):
+        with serving(saying("x"), template) as running, running.client() as client:
+            with pytest.raises(openai.BadRequestError) as refused:
+                ask(client, **more)
+            assert refused.value.param == param
+
+
 def test_failures_are_events():
     engine = ScriptedEngine(vocab_size=300, logits=saying("x" * 50), fails=lambda t: len(t) > 40)
     with server(engine, template=QWEN) as running, running.client() as client:

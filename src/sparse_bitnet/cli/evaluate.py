@@ -113,7 +113,9 @@ def main(checkpoint: CheckpointArgument, config: Annotated[EvaluateConfig, FLAT]
         raise UserError("give either --data, for perplexity, or --tasks")
     if config.json:
         check_new_file(config.json)
-    if config.engine == "cpu" or checkpoint.endswith(".gguf"):
+    from sparse_bitnet.checkpoint.open_checkpoint import resolve_checkpoint
+
+    if config.engine == "cpu" or resolve_checkpoint(checkpoint).endswith(".gguf"):
         from sparse_bitnet.engine.engine_options import EngineOptions
         from sparse_bitnet.generation.packed_once import packed_once
 

@@ -15,7 +15,7 @@ from sparse_bitnet.generation.request import Generation, GenerationRequest
 from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
 from sparse_bitnet.generation.text import TextTokenizer
 from sparse_bitnet.serve.api_error import ApiError
-from sparse_bitnet.serve.responses import ResponsesBody
+from sparse_bitnet.serve.responses import PARAMETERS, ResponsesBody
 from sparse_bitnet.serve.schema import Body, ChatBody, CompletionBody, parse_body
 from sparse_bitnet.serve.tool_calls import ToolSyntax
 
@@ -87,7 +87,20 @@ def prepare(
 ) -> Prepared:
     """Raises `ApiError` for an invalid body, or asks for more than there is."""
     asked = parse_body(kind, raw)
-    body = asked.chat() if isinstance(asked, ResponsesBody) else asked
+    if not isinstance(asked, ResponsesBody):
+        return _prepare(asked, model, scheduler, deliver)
+    try:
+        prepared = _prepare(asked.chat(), model, scheduler, deliver)
+    except ApiError as error:
+        given = error.body["error"]
+        given["param"] = PARAMETERS.get(given["param"], given["param"])
+        raise
+    return replace(prepared, asked=asked)
+
+
+def _prepare(
+    body: Body, model: ServedModel, scheduler: ThreadedScheduler, deliver: Deliver
+) -> Prepared:
     model.check_name(body.model)
     _check_counts(body, model, scheduler)
     model.check_tokens(map(int, body.logit_bias or ()), "logit_bias")
@@ -102,7 +115,7 @@ def prepare(
     form = None if grammar is None else model.grammars.known(grammar)
     return Prepared(
         body=body,
-        asked=asked if isinstance(asked, ResponsesBody) else None,
+        asked=None,
         requests=_requests(body, prompts, model, scheduler, deliver, form),
         untried=grammar if form is None else None,
         echo=echo,

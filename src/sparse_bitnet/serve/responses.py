@@ -171,6 +171,9 @@ class ResponsesBody(TolerantBody):
         return found
 
 
+PARAMETERS = {"max_tokens": "max_output_tokens", "messages": "input", "response_format": "text"}
+"""A chat's by their names here, where they have others."""
+
 _COMMON = frozenset(
     {
         *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "repetition_penalty"),

@@ -193,7 +193,7 @@ class Trainer:
             return self._finish(row or self.world.on_main(self._last_row), data)
         finally:
             self.writer.close()
-            for sink in self.sinks:
+            for sink in (self.timing, *self.sinks) if self.world.is_main else ():
                 sink.close()
 
     def _step(self, step: int) -> dict[str, Any]:
