@@ -118,6 +118,7 @@ def in_this_process(command, seconds, **options):
 def test_the_rehearsal_comes_to_its_end(tmp_path, monkeypatch):
     """On a CPU, from the tests to the runs of training, each with its rows."""
     monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.syspath_prepend("benchmarks")  # as a script of this folder finds it
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(gpu_all, "run_command", in_this_process)
     for page in Path("docs").glob("[a-e]*.md"):
