@@ -13,7 +13,6 @@ import os
 import random
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -23,6 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from sparse_bitnet.bench.child import Child, serve
 from sparse_bitnet.presets import PRESETS, Shape
 from sparse_bitnet.training.config import TrainConfig
 
@@ -47,27 +47,12 @@ MEASURED = Shape(
 LIMIT_SECONDS = 300.0
 
 
-class Worlds:
+class Worlds(Child):
     """The process that forks worlds; ends with the `with` block."""
 
-    def __enter__(self) -> "Worlds":
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # a forked rank has no pool of compilers
-        }
-        self._child = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            text=True,
-        )
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._child.kill()
-        self._child.communicate()
+    def __init__(self) -> None:
+        # A forked rank has no pool of compilers.
+        super().__init__([__file__], {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"})
 
     def run(
         self,
@@ -94,11 +79,7 @@ class Worlds:
             "faults": faults or {},
             "measure": measure,
         }
-        assert self._child.stdin is not None
-        assert self._child.stdout is not None
-        self._child.stdin.write(json.dumps(request) + "\n")
-        self._child.stdin.flush()
-        return [(code, text) for code, text in json.loads(self._child.stdout.readline())]
+        return [(code, text) for code, text in self.ask(request)["ranks"]]
 
 
 def main() -> None:
@@ -114,8 +95,7 @@ def main() -> None:
     torch.set_num_threads(1)
     PRESETS["qwen2.5-1m"], PRESETS["qwen2.5-memory"] = TINY, MEASURED
     build_model("qwen2.5-1m", SparseBitConfig())  # transformers makes a table with the first model
-    for line in sys.stdin:
-        print(json.dumps(run_world(json.loads(line))), flush=True)
+    serve(lambda request: {"ranks": run_world(request)})
 
 
 def run_world(request: dict[str, Any]) -> list[tuple[int, str]]:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 from sparse_bitnet.errors import UserError
 
@@ -71,7 +71,7 @@ class Child:
             self._process.stdout.close()
         self._errors.close()
 
-    def __enter__(self) -> "Child":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
