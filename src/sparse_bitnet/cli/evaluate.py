@@ -6,6 +6,7 @@ that the numbers are those of the PyTorch code; --head and --kv-cache show what 
 """
 
 import json
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -113,9 +114,7 @@ def main(checkpoint: CheckpointArgument, config: Annotated[EvaluateConfig, FLAT]
         raise UserError("give either --data, for perplexity, or --tasks")
     if config.json:
         check_new_file(config.json)
-    from sparse_bitnet.checkpoint.open_checkpoint import resolve_checkpoint
-
-    if config.engine == "cpu" or resolve_checkpoint(checkpoint).endswith(".gguf"):
+    if config.engine == "cpu" or re.search(r"\.gguf(@[^/]*)?$", checkpoint):
         from sparse_bitnet.engine.engine_options import EngineOptions
         from sparse_bitnet.generation.packed_once import packed_once
 

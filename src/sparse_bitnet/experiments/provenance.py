@@ -57,6 +57,9 @@ def cpu_hardware() -> str:
     # A virtual machine may hide the matrix tiles, and the processor keeps its name.
     if processor.startswith("Intel") and "avx512_bf16" in flags and "amx_bf16" not in flags:
         processor += " without AMX"
+    # So do those of several generations.
+    if processor.startswith("AMD EPYC") and "avx2" in flags and "avx512f" not in flags:
+        processor += " without AVX-512"
     parts = [f"{processor}, {available_cores()} cores"]
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
