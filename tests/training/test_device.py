@@ -11,7 +11,7 @@ from sparse_bitnet.bench import gpu_models
 from sparse_bitnet.bench.options import GpuBenchOptions
 from sparse_bitnet.training import device
 from sparse_bitnet.training.config import TrainConfig
-from sparse_bitnet.training.widened_products import WidenProducts
+from sparse_bitnet.training.widened_products import WidenProducts, WideProducts
 
 
 @pytest.mark.parametrize(
@@ -28,24 +28,32 @@ def test_bfloat16_is_the_type_where_its_products_are_faster(vendor, flags, fast,
     wanted = torch.bfloat16 if fast else torch.float32
     assert device.resolve_dtype("auto", torch.device("cpu")) == wanted
     assert ("post_grad_custom_post_pass" in device.compile_options("cpu")) != fast
+    eager = device.wide_products("cpu", torch.bfloat16)
+    assert isinstance(eager, WideProducts) != fast
 
 
-def test_widened_products_are_those_of_float32_rounded_once():
+@pytest.mark.parametrize("compiled", [True, False])
+def test_widened_products_are_those_of_float32_rounded_once(compiled):
     def products(a, b, c):
         x = torch.mm(a, b)
         return torch.addmm(c, x, b), torch.bmm(a[None], x[None])
 
     torch.manual_seed(0)
     a, b, c = (torch.randn(*shape).bfloat16() for shape in ((17, 17), (17, 17), (17,)))
-    traced = make_fx(products)(a, b, c)
-    WidenProducts()(traced.graph)
-    traced.recompile()
+    if compiled:
+        traced = make_fx(products)(a, b, c)
+        WidenProducts()(traced.graph)
+        traced.recompile()
+        results = traced(a, b, c)
+    else:
+        with WideProducts():
+            results = products(a, b, c)
     x = (a.float() @ b.float()).bfloat16()
     wanted = (
         (c.float() + x.float() @ b.float()).bfloat16(),
         (a.float() @ x.float()).bfloat16()[None],
     )
-    for result, value in zip(traced(a, b, c), wanted, strict=True):
+    for result, value in zip(results, wanted, strict=True):
         assert result.dtype == torch.bfloat16
         torch.testing.assert_close(result, value)
 

@@ -64,6 +64,15 @@ def autocast(device: torch.device | str, dtype: torch.dtype) -> AbstractContextM
     return torch.autocast(torch.device(device).type, dtype=dtype)
 
 
+def wide_products(device: torch.device | str, dtype: torch.dtype) -> AbstractContextManager:
+    """For eager code under `autocast`: bfloat16 products as float32 ones where these are faster."""
+    if torch.device(device).type != "cpu" or dtype != torch.bfloat16 or cpu_has_fast_bf16():
+        return nullcontext()
+    from sparse_bitnet.training.widened_products import WideProducts
+
+    return WideProducts()
+
+
 def prepare_device(config: TrainConfig) -> tuple[torch.device, torch.dtype]:
     """Set seed, thread count and determinism; returns where and in which type to compute."""
     device = resolve_device(config.device)

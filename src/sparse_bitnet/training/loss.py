@@ -19,7 +19,7 @@ from torch import Tensor
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.calibration import evaluation_mode
 from sparse_bitnet.nn.convert import selected
-from sparse_bitnet.training.device import autocast, compile_options
+from sparse_bitnet.training.device import autocast, compile_options, wide_products
 from sparse_bitnet.training.output_scale import capped, logit_cap, output_scale
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ def mean_token_loss(
     restored.
     """
     loss = SummedLoss(model)
-    with evaluation_mode(model), selected(model):
+    with evaluation_mode(model), selected(model), wide_products(device, dtype):
         return mean_of(*token_loss_sum(loss, batches, device=device, dtype=dtype).tolist())
 
 
