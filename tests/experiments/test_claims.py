@@ -23,7 +23,7 @@ from sparse_bitnet.experiments.judge import (
     Estimate,
     Residual,
     judged,
-    pooled_residual,
+    residual_of,
 )
 from sparse_bitnet.experiments.page import Code, Figure, Section
 from sparse_bitnet.experiments.paper_runs import ABLATIONS, EXPERIMENTS, plan, with_seeds
@@ -533,24 +533,17 @@ def test_intervals_agree_with_students_t():
 
 def test_the_residual_is_that_of_a_two_way_layout():
     # R: summary(lm(y ~ m + s)): residual standard error on 2 degrees of freedom, no value missing.
-    values = {
-        ("a", 0): 1.0,
-        ("a", 1): 2.0,
-        ("a", 2): 4.0,
-        ("b", 0): 2.0,
-        ("b", 1): 2.0,
-        ("b", 2): 7.0,
-    }
+    values = {"a": {0: 1.0, 1: 2.0, 2: 4.0}, "b": {0: 2.0, 1: 2.0, 2: 7.0}}
     differences = [1.0, 0.0, 3.0]
-    residual = pooled_residual(values)
+    residual = residual_of(values)
     assert residual.freedom == 2
     assert residual.deviation == pytest.approx(statistics.stdev(differences) / math.sqrt(2))
     paired = Estimate(values=tuple(differences), residual=residual, weight=math.sqrt(2))
     assert paired.half_width == pytest.approx(Estimate(values=tuple(differences)).half_width)
-    del values["b", 2]
-    assert pooled_residual(values) == Residual(pytest.approx(0.5), 1)
-    assert pooled_residual({("a", 0): 1.0, ("b", 0): 2.0}) is None
-    assert pooled_residual({}) is None
+    del values["b"][2]
+    assert residual_of(values) == Residual(pytest.approx(0.5), 1)
+    assert residual_of({"a": {0: 1.0}, "b": {0: 2.0}}) is None
+    assert residual_of({}) is None
 
 
 def test_flips_are_compared_by_tenths(tmp_path):

@@ -50,30 +50,25 @@ class Residual:
     freedom: int
 
 
-def pooled_residual(values: Mapping[tuple[str, int], float]) -> Residual | None:
-    """Of measures by (model, seed), some of which may be missing; None where too few are there."""
-    models, seeds = sorted({model for model, _ in values}), sorted({seed for _, seed in values})
-    design = np.zeros((len(values), len(models) + len(seeds)))
-    for row, (model, seed) in enumerate(values):
+def residual_of(measured: Mapping[K, Mapping[int, float]]) -> Residual | None:
+    """Of measures by model and seed, some of which may be missing; None where too few are there."""
+    models = list(measured)
+    seeds = sorted({seed for found in measured.values() for seed in found})
+    places = [(model, seed) for model in models for seed in measured[model]]
+    design = np.zeros((len(places), len(models) + len(seeds)))
+    for row, (model, seed) in enumerate(places):
         design[row, models.index(model)] = design[row, len(models) + seeds.index(seed)] = 1
-    freedom = len(values) - int(np.linalg.matrix_rank(design)) if values else 0
+    freedom = len(places) - int(np.linalg.matrix_rank(design)) if places else 0
     if freedom < 1:
         return None
-    measured = np.array(list(values.values()))
-    rest = measured - design @ np.linalg.lstsq(design, measured, rcond=None)[0]
+    values = np.array([measured[model][seed] for model, seed in places])
+    rest = values - design @ np.linalg.lstsq(design, values, rcond=None)[0]
     return Residual(math.sqrt(float(rest @ rest) / freedom), freedom)
 
 
 def losses_of(rows: Mapping[K, Mapping[int, ResultRow]]) -> dict[K, dict[int, float]]:
     """Held-out losses of runs by model and seed."""
     return {name: {seed: row.loss for seed, row in found.items()} for name, found in rows.items()}
-
-
-def residual_of(losses: Mapping[K, Mapping[int, float]]) -> Residual | None:
-    """`pooled_residual` of losses by model and seed."""
-    return pooled_residual(
-        {(str(name), seed): loss for name, found in losses.items() for seed, loss in found.items()}
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
