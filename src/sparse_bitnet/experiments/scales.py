@@ -198,7 +198,7 @@ def cpu_paper() -> Scale:
         text=TextSource(source="", vocab_size=1024),
         sizes=(
             Size(model="qwen2.5-0.3m", steps=13440, seeds=12, search=(3e-3, 6e-3, 1.2e-2)),
-            Size(model="qwen2.5-0.5m", steps=6840, seeds=5, search=(3e-3, 6e-3)),
+            Size(model="qwen2.5-0.5m", steps=6840, seeds=23, search=(3e-3, 6e-3)),
             Size(model="qwen2.5-1m", steps=6480, seeds=3, search=(1.5e-3, 3e-3, 6e-3)),
             Size(model="qwen2.5-3m", steps=21708, seeds=3, learning_rate=3e-3),
         ),
