@@ -45,7 +45,7 @@ from sparse_bitnet.experiments.results import Results
 from sparse_bitnet.experiments.results_page import report_blocks
 from sparse_bitnet.experiments.scales import find_scale
 from sparse_bitnet.experiments.setting import make_setting
-from sparse_bitnet.experiments.sweep_claims import collapse_density
+from sparse_bitnet.experiments.sweep_claims import collapse_densities
 from sparse_bitnet.experiments.tables import (
     ablation_table,
     effort_table,
@@ -215,16 +215,33 @@ def test_claims_without_runs_are_left_out(tmp_path):
     assert claims(results) == []
 
 
+def test_what_is_not_whole_yet_changes_no_claim(tmp_path):
+    results = result_set(tmp_path)
+
+    def main_claims():
+        return [claim for claim in judged(claims(results)) if claim.text.startswith("6:8")]
+
+    before = main_claims()
+    row = next(row for row in results.rows if row.variant == "full-8:8" and row.seed == 2)
+    results.rows.append(dataclasses.replace(row, name="of a fourth seed", seed=3, loss=1.0))
+    assert main_claims() == before
+    large = next(row for row in results.rows if row.model == "qwen2.5-1m" and not row.weights)
+    results.setting["sizes"]["qwen2.5-3m"] = large.steps
+    results.rows.append(dataclasses.replace(large, model="qwen2.5-3m"))
+    shrinks = [claim for claim in claims(results) if "shrinks" in claim.text]
+    assert [claim.model for claim in shrinks] == ["qwen2.5-1m"]
+
+
 def test_collapse_is_where_the_straight_line_between_patterns_crosses(tmp_path):
     results = result_set(tmp_path)
-    full, ternary = collapse_density(results, "full"), collapse_density(results, "ternary")
+    full, ternary = collapse_densities(results)
     assert 0.5 < full[0] < 0.625  # the paper: between 5:8 and 4:8
     assert 0.375 < ternary[0] < 0.5  # between 4:8 and 3:8
 
 
 def test_without_a_collapse_there_is_nothing_to_compare(tmp_path):
     results = result_set(tmp_path, lambda config: 30.0)
-    assert collapse_density(results, "full") == {}
+    assert collapse_densities(results) == ({}, {})
     assert not [claim for claim in claims(results) if "later" in claim.text]
 
 
@@ -232,7 +249,8 @@ def test_a_model_that_never_collapses_counts_as_doing_so_at_the_sparsest(tmp_pat
     def never(config):
         return 30.0 if config.format.startswith("ternary") else paper_perplexity(config)
 
-    assert set(collapse_density(result_set(tmp_path, never), "ternary").values()) == {0.25}
+    _, ternary = collapse_densities(result_set(tmp_path, never))
+    assert set(ternary.values()) == {0.25}
 
 
 def test_other_learning_rates_and_schedules_stay_out_of_the_comparisons(tmp_path):

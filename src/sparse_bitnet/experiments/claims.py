@@ -78,15 +78,20 @@ def _robustness(results: Results) -> Iterator[Claim]:
                     measure=f"{claim.measure}; seed 0, which chose the rate, is left out",
                     estimate=estimate,
                 )
-    if len(results.models) > 1:
-        small, large = results.models[0], results.models[-1]
+    beside_paper = [
+        model
+        for model in results.models
+        if theirs[model] is not None and results.relative("ternary-6:8", model=model)
+    ]
+    if len(beside_paper) > 1:
+        small, large = beside_paper[0], beside_paper[-1]
         costs = (theirs[small], theirs[large])
         yield Claim(
             text="The ternary model's penalty shrinks with model size",
             measure=f"100 log of perplexity at 6:8 over dense, {small} minus {large}",
             model=large,
             paper="+1.2 against +1.0 %",
-            expected=None if None in costs else costs[0]["ternary"] - costs[1]["ternary"],  # type: ignore[index]
+            expected=costs[0]["ternary"] - costs[1]["ternary"],  # type: ignore[index]
             estimate=Estimate(
                 values=paired(
                     results.relative("ternary-6:8", model=small),
@@ -109,14 +114,14 @@ def cost_estimate(
 ) -> Estimate:
     """How many points more sparsity costs full precision, from the four models' losses by seed.
 
-    `residual` is by default that of these models.
+    Only of seeds that have all four. `residual` is by default that of these models.
     """
+    whole = set.intersection(*(set(found) for found in losses.values()))
+    losses = {name: {seed: found[seed] for seed in sorted(whole)} for name, found in losses.items()}
     dense, full, dense_ternary, ternary = losses.values()
     return Estimate(
         values=tuple(
-            100 * (full[seed] - dense[seed] - ternary[seed] + dense_ternary[seed])
-            for seed in full
-            if seed in dense and seed in ternary and seed in dense_ternary
+            100 * (full[seed] - dense[seed] - ternary[seed] + dense_ternary[seed]) for seed in full
         ),
         residual=residual or residual_of(losses),
         weight=200.0,

@@ -22,23 +22,23 @@ HOLDS, OPPOSITE = "holds", "opposite"
 EXCLUDED, OPEN = "excluded at the paper's size", "not decided"
 
 RULE = (
-    "How claims are judged, fixed before the runs of scale cpu-paper; what was added since changed no "
-    "verdict then: how searched rates are treated and further seeds counted, that too few seeds are no "
-    "test, and one claim on flips; the claims at searched rates count in the correction since. Every "
-    "claim is a number per seed that is positive where the claim is right; models of one seed share "
-    "initial weights and batches. Perplexities are compared by their logarithms (1 point is about 1 %), "
-    "with one residual pooled over all models of the experiment: what a mean for each model and a "
-    "shift for each seed leave. Other measures, and two sizes with each other, are judged by the spread "
-    "of their seeds. Each claim is tested (two-sided t) against zero (a near-zero mass that stays: "
-    "against a fall of one point) and, where the paper has a number, against that number; Holm's "
-    f"correction at {100 * LEVEL:g} % runs over all tests of the page. Where zero is rejected a claim "
-    "“holds” or is “opposite”; else, where the paper's number is rejected from below, it is “excluded "
-    "at the paper's size”: if there is an effect, it is smaller than the paper's (our first three sizes "
-    "stand beside its 0.5B, 1.5B and 3B); else it is “not decided”, with the further seeds that would "
-    "show, four times in five and at the level that Holm's correction leaves, an effect of the paper's "
-    "size, or of one unit where the paper has no number, if those there do not suffice. Claims with "
-    f"fewer than {LEAST_SEEDS} seeds are not tested. A set that is added can change the verdicts of "
-    "others. Brackets are 95 % intervals of one claim alone."
+    "How claims are judged, fixed before the first run of scale cpu-paper had ended; what was added "
+    "since changed no verdict then: how searched rates are treated and further seeds counted, that too "
+    "few seeds are no test, that a seed counts with all four models, and one claim on flips; the claims "
+    "at searched rates count in the correction since. Every claim is a number per seed that is positive "
+    "where the claim is right; models of one seed share initial weights and batches. Perplexities are "
+    "compared by their logarithms (1 point is about 1 %), with one residual pooled over all models of "
+    "the experiment: what a mean for each model and a shift for each seed leave. Other measures, and two "
+    "sizes with each other, are judged by the spread of their seeds. Each claim is tested (two-sided t) "
+    "against zero (a near-zero mass that stays: against a fall of one point) and, where the paper has a "
+    f"number, against that number; Holm's correction at {100 * LEVEL:g} % runs over all tests of the "
+    "page. Where zero is rejected a claim “holds” or is “opposite”; else, where the paper's number is "
+    "rejected from below, it is “excluded at the paper's size”: if there is an effect, it is smaller "
+    "than the paper's (our first three sizes stand beside its 0.5B, 1.5B and 3B); else it is “not "
+    "decided”, with the further seeds that would show, four times in five and at the level that Holm's "
+    "correction leaves, an effect of the paper's size, or of one unit where the paper has no number, if "
+    f"those there do not suffice. Claims with fewer than {LEAST_SEEDS} seeds are not tested. A set that "
+    "is added can change the verdicts of others. Brackets are 95 % intervals of one claim alone."
 )
 
 
@@ -123,7 +123,7 @@ class Estimate:
             return LEAST_SEEDS
         from scipy.special import nctdtr, ndtri, stdtrit
 
-        ratio, freedom = effect / self.deviation, self._freedom / max(1, len(self.values) - 1)
+        ratio, freedom = abs(effect) / self.deviation, self._freedom / max(1, len(self.values) - 1)
 
         def misses(seeds: int) -> float:
             of_all = freedom * (seeds - 1)
@@ -167,7 +167,7 @@ class Claim:
 
     model: str
     paper: str
-    """The paper's own value of the measure, where it has one, else "-"."""
+    """The paper's own value of the measure, or what it says in words; "-" where it says nothing."""
 
     estimate: Estimate
     """Without values where runs are missing."""

@@ -37,33 +37,31 @@ def sweep_claims(results: Results) -> Iterator[Claim]:
             weight=200.0,
         ),
     )
-    limits = {weight: collapse_density(results, weight) for weight in ("full", "ternary")}
+    full, ternary = collapse_densities(results)
     yield Claim(
         text="In the N:8 sweep ternary passes the 10 % line later",
         measure="density in percent at which the perplexity passes 1.10 times the dense one, full minus "
         "ternary",
         model=results.main,
         paper="between 5:8 and 4:8 against between 4:8 and 3:8",
-        estimate=Estimate(
-            values=paired(limits["full"], limits["ternary"], lambda a, b: 100 * (a - b))
-        ),
+        estimate=Estimate(values=paired(full, ternary, lambda a, b: 100 * (a - b))),
     )
 
 
-def collapse_density(results: Results, weight: str) -> dict[int, float]:
-    """By seed the density N/M at which NormPPL passes 1.10, between patterns by a straight line.
+def collapse_densities(results: Results) -> tuple[dict[int, float], ...]:
+    """Of full precision and ternary, by seed the density N/M at which NormPPL passes 1.10, between
+    patterns by a straight line.
 
     A model that never passes it counts as passing at the sparsest pattern. Only seeds with all
     patterns, and only where one of the two formats passes the line for that seed at all.
     """
-    curves = norm_ppl_by_seed(results, weight)
-    other = norm_ppl_by_seed(results, "full" if weight == "ternary" else "ternary")
-    passed = {
+    full, ternary = (norm_ppl_by_seed(results, weight) for weight in ("full", "ternary"))
+    passed = [
         seed
-        for seed in curves.keys() & other.keys()
-        if max(value for _, value in (*curves[seed], *other[seed])) > COLLAPSE
-    }
-    return {seed: _crossing(curves[seed]) for seed in sorted(passed)}
+        for seed in full
+        if seed in ternary and max(value for _, value in (*full[seed], *ternary[seed])) > COLLAPSE
+    ]
+    return tuple({seed: _crossing(curves[seed]) for seed in passed} for curves in (full, ternary))
 
 
 def norm_ppl_by_seed(results: Results, weight: str) -> dict[int, list[tuple[float, float]]]:
