@@ -136,6 +136,14 @@ def test_data_of_another_tokenizer_is_refused(tmp_path, prepared, model_folder):
         read_held_out(tmp_path / "other", str(model_folder))
 
 
+def test_a_model_of_the_hub_has_its_tokenizer_too(tmp_path, prepared, model_folder, monkeypatch):
+    source = parse_source(str(prepared.parent / "text" / "*.txt"), validation_fraction=0.3)
+    prepare(source, tmp_path / "other", vocab_size=290)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(model_folder))
+    with pytest.raises(UserError, match="prepared with another tokenizer"):
+        evaluate("own/model", tmp_path / "other")
+
+
 def test_another_end_token_is_no_other_tokenizer(tmp_path, prepared, model_folder):
     both = load_tokenizer(prepared / "tokenizer")
     both.add_special_tokens({"additional_special_tokens": ["<|end|>"]})

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exporting: folders that are complete, appear whole, and replace nothing."""
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.cli.main import main
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.export.export_checkpoint import export
+from sparse_bitnet.export.export_checkpoint import export, write
 from sparse_bitnet.export.export_config import FORMATS, ExportConfig
 
 FITTING = [name for name in FORMATS if not name.startswith("gguf-tq")]
@@ -54,6 +55,21 @@ def test_a_folder_is_complete(checkpoint: Path, tmp_path: Path, format: str) -> 
     assert str(tmp_path) not in "".join(
         file.read_text() for file in result.folder.iterdir() if file.suffix != ".safetensors"
     )
+
+
+def test_a_scale_whose_reciprocal_float16_lacks_is_refused(source, tmp_path: Path) -> None:
+    layer = next(iter(source.layers))
+    tiny = dataclasses.replace(
+        source,
+        ternary=lambda name: source.ternary(name)._replace(weight_scale=torch.tensor(1.2e-5)),
+    )
+    for embeddings in ("f32", "bf16"):
+        write(tiny, tmp_path / embeddings, ExportConfig(format="bitnet", embeddings=embeddings))
+    with pytest.raises(
+        UserError, match=f"{layer}: .* too large for float16; use --embeddings bf16"
+    ):
+        write(tiny, tmp_path / "out", ExportConfig(format="bitnet", embeddings="f16"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_several_end_tokens_stay(edited, tmp_path: Path) -> None:

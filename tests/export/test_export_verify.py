@@ -25,6 +25,7 @@ from sparse_bitnet.export.verify import (
     Verification,
     _score,
     bound_of,
+    text_to_verify,
     verify,
 )
 
@@ -37,6 +38,10 @@ def exported(checkpoint: Path, tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
+def verified(source, exported: Path, config: ExportConfig, on_progress=None) -> Verification:
+    return verify(source, exported, config, text_to_verify(source, config), on_progress)
+
+
 def spoil(folder: Path, name: str, change) -> None:
     tensors = load_file(folder / "model.safetensors")
     save_file(
@@ -45,7 +50,7 @@ def spoil(folder: Path, name: str, change) -> None:
 
 
 def test_an_export_passes(source, exported: Path) -> None:
-    found = verify(source, exported, BITNET)
+    found = verified(source, exported, BITNET)
     assert found.failures == []
     assert found.tokens > 300
     assert found.reader.startswith("transformers ")
@@ -64,7 +69,7 @@ def test_an_export_passes(source, exported: Path) -> None:
 )
 def test_an_export_that_differs_fails(source, exported: Path, name: str, change) -> None:
     spoil(exported, name, change)
-    failures = verify(source, exported, BITNET).failures
+    failures = verified(source, exported, BITNET).failures
     assert any(failure.startswith("log-probabilities") for failure in failures)
 
 
@@ -73,7 +78,7 @@ def test_another_tokenizer_fails(source, exported: Path) -> None:
     content = json.loads(path.read_text())
     content["model"]["merges"] = content["model"]["merges"][:-40]
     path.write_text(json.dumps(content))
-    assert verify(source, exported, BITNET).failures == ["other token ids"]
+    assert verified(source, exported, BITNET).failures == ["other token ids"]
 
 
 def test_missing_tensors_are_refused(source, exported: Path) -> None:
@@ -81,7 +86,7 @@ def test_missing_tensors_are_refused(source, exported: Path) -> None:
     del tensors["model.layers.0.mlp.up_proj.weight_scale"]
     save_file(tensors, exported / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match=r"lacks model.layers.0.mlp.up_proj.weight_scale"):
-        verify(source, exported, BITNET)
+        verified(source, exported, BITNET)
 
 
 def test_nan_is_out_of_bounds() -> None:
@@ -148,11 +153,12 @@ def test_the_text_can_be_chosen(source, exported: Path, tmp_path: Path) -> None:
     text = tmp_path / "words.txt"
     text.write_text("some words to predict " * 40)
     config = dataclasses.replace(BITNET, text=str(text), verify_tokens=50)
-    found = verify(source, exported, config)
+    found = verified(source, exported, config)
     assert (found.text, found.tokens) == ("words.txt", 50)
     text.write_text("")
     with pytest.raises(UserError):
-        verify(source, exported, config)
+        export(source.folder, tmp_path / "no", dataclasses.replace(config, verify=True))
+    assert not (tmp_path / "no").exists()
 
 
 @pytest.mark.parametrize(
@@ -258,5 +264,5 @@ def test_a_packed_source(checkpoint: Path, tmp_path: Path) -> None:
 
 def test_progress_counts_both_models(source, exported: Path) -> None:
     seen: list[tuple[int, int]] = []
-    found = verify(source, exported, BITNET, lambda *now: seen.append(now))
+    found = verified(source, exported, BITNET, lambda *now: seen.append(now))
     assert seen[-1] == (2 * found.tokens, 2 * found.tokens)

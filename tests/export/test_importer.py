@@ -241,6 +241,11 @@ def w2a8(checkpoint: Path, tmp_path: Path) -> Path:
         ),
         ("weight_scale", lambda t: t * 0, "weight scale is not a positive number"),
         ("weight_scale", lambda t: t * float("nan"), "weight scale is not a positive number"),
+        (
+            "weight_scale",
+            lambda t: t * 0 + 3e38,
+            "too large for masters: import it with --packed auto",
+        ),
         ("weight_scale", lambda t: t * 0 + 3e-6, "below 1e-05, the smallest there is here"),
     ],
 )

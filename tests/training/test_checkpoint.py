@@ -3,9 +3,11 @@
 
 import dataclasses
 import errno
+import io
 import os
 import pickle
 import shutil
+import tracemalloc
 from pathlib import Path
 
 import fsspec
@@ -18,6 +20,7 @@ from factories import tiny_model
 from sparse_bitnet.checkpoint.consolidate import read_tensors
 from sparse_bitnet.checkpoint.open_checkpoint import resolve_checkpoint
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
+from sparse_bitnet.checkpoint.shard_readers import _Unpickler
 from sparse_bitnet.checkpoint.store_path import StorePath
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import file_crc32
@@ -264,6 +267,14 @@ class Planted:
 def of_all(entries, **changes):
     for entry in entries.values():
         entry.__dict__.update(changes)
+
+
+def test_an_index_in_metadata_takes_no_memory():
+    tracemalloc.start()
+    with pytest.raises(EOFError):
+        _Unpickler(io.BytesIO(b"\x80\x02Nr\xff\xff\xff\x03")).load()
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

@@ -41,10 +41,13 @@ def scaled(
 def complete(
     layers: dict[str, tuple[int, int]], files: WeightFiles, weight: str
 ) -> dict[str, tuple[int, int]]:
-    """The layers. Raises `UserError` where there are none, or one has no tensor of the name `weight`."""
+    """The layers. Raises `UserError` where there are none, or one is empty or has no tensor of the name
+    `weight`."""
     if not layers:
         raise UserError(f"{files.folder} has no ternary layer")
-    for name in layers:
+    for name, shape in layers.items():
+        if 0 in shape:
+            raise UserError(f"{files.folder}: layer {name} is empty, {list(shape)}")
         if f"{name}.{weight}" not in files:
             raise UserError(f"{files.folder} lacks {name}.{weight}: the files are incomplete")
     return layers

@@ -39,7 +39,9 @@ for _module in ("pathlib", "pathlib._local"):
     _HELD |= {f"{_module}.PosixPath": _path, f"{_module}.WindowsPath": _path}
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
+    """In Python: that in C makes a table as long as an index in the file says."""
+
     def find_class(self, module: str, name: str) -> Any:
         found = _HELD.get(f"{module}.{name}")
         if found is None and module == "torch":

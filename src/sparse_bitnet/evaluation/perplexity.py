@@ -195,7 +195,7 @@ def evaluate(
     that cannot be used.
     """
     found = find_checkpoint(checkpoint)
-    text = read_held_out(data, found.name, column=column)
+    text = read_held_out(data, str(found.folder), column=column)
     where = resolve_device(device)
     dtype = resolve_dtype(precision, where)
     model = found.load(dtype=torch.float32)

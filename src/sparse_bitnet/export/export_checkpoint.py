@@ -20,7 +20,7 @@ from sparse_bitnet.export.folder_formats import DENSE_WARNING, FOLDER_FORMATS
 from sparse_bitnet.export.hf_folder import check_new_folder, write_folder
 from sparse_bitnet.export.model_card import gguf_file_name, model_card
 from sparse_bitnet.export.readers import absent_reader
-from sparse_bitnet.export.verify import Verification, verify
+from sparse_bitnet.export.verify import Verification, text_to_verify, verify
 from sparse_bitnet.files import atomic_folder, write_atomic
 from sparse_bitnet.packing.gguf_blocks import BLOCK_TYPES, BlockType
 from sparse_bitnet.progress import OnProgress
@@ -69,10 +69,11 @@ def export(
     source = open_checkpoint(checkpoint, "trained", "packed")
     if config.verify and config.format.startswith("gguf"):
         gguf_export.check_reader(source, _block(config))
+    text = text_to_verify(source, config) if config.verify else None
     write(source, out, config, on_progress)
     verification = None
-    if config.verify:
-        verification = verify(source, out, config, on_verified)
+    if text is not None:
+        verification = verify(source, out, config, text, on_verified)
         write_atomic(out / "README.md", _card(source, config, verification))
     return Export(
         folder=out,

@@ -104,7 +104,13 @@ def _bitnet_layer(source: Checkpoint, name: str, dtype: torch.dtype) -> Deferred
 
     def make() -> Sequence[Tensor]:
         codes, weight_scale = source.ternary(name)
-        return pack_row_planes(codes), (1 / weight_scale).reshape(1).to(dtype)
+        stored = (1 / weight_scale).reshape(1).to(dtype)
+        if stored.isinf():
+            raise UserError(
+                f"layer {name}: bitnet holds one over its weight scale {weight_scale.item():.4g}, which "
+                "is too large for float16; use --embeddings bf16 or f32"
+            )
+        return pack_row_planes(codes), stored
 
     packed = TensorSpec(f"{name}.weight", torch.uint8, (rows // CODES_PER_BYTE, columns))
     return DeferredTensors((packed, TensorSpec(f"{name}.weight_scale", dtype, (1,))), make)

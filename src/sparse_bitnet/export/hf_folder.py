@@ -101,10 +101,8 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 def write_generation_config(source: Path, folder: Path) -> None:
     """Copy generation_config.json, naming the end tokens where it names none."""
     config = read_json_if_there(source / "generation_config.json")
-    has_tokenizer = (source / "tokenizer.json").is_file()
-    end = load_tokenizer(source).eos_token_id if has_tokenizer else None
-    if config.get("eos_token_id") is None and end is not None:
-        ends = stored_ends(source)
+    if config.get("eos_token_id") is None and (source / "tokenizer.json").is_file():
+        end, ends = load_tokenizer(source).eos_token_id, stored_ends(source)
         config |= {"eos_token_id": end if ends is None else ends, "pad_token_id": end}
     if config:
         write_json(folder / "generation_config.json", config)

@@ -90,6 +90,16 @@ def _master(foreign: Checkpoint, layer: str, format: SparseBitConfig) -> Tensor:
             f"layer {layer}: a weight scale of {ternary.weight_scale:.4g} is below {SCALE_FLOOR:g}, "
             "the smallest there is here"
         )
+    size, nonzero = ternary.codes.numel(), int(ternary.codes.count_nonzero())
+    # Else the magnitudes, or the sum of which the mean is taken, would be infinite.
+    if (
+        nonzero
+        and ternary.weight_scale.item() * size > torch.finfo(torch.float32).max / size * nonzero
+    ):
+        raise UserError(
+            f"layer {layer}: a weight scale of {ternary.weight_scale:.4g} is too large for masters: "
+            "import it with --packed auto"
+        )
     master = masters_of(ternary)
     codes, weight_scale = ternary_of(master, format, layer, ternary.codes)
     assert weight_scale == ternary.weight_scale or not codes.any()

@@ -165,8 +165,8 @@ def code_statistics(source: str | Path, *, progress: OnProgress | None = None) -
 
 def gaussian_statistics(rows: int, in_features: int, pattern: NMPattern) -> CodeStatistics:
     """`code_statistics` of one matrix whose masters are Gaussian, as before training."""
-    weight = torch.randn(rows, in_features, generator=torch.Generator().manual_seed(0))
     pattern.check_divides(in_features, "of Gaussian weights")
+    weight = torch.randn(rows, in_features, generator=torch.Generator().manual_seed(0))
     codes = select(weight, SparseBitConfig(pattern=pattern)).codes
     assert codes is not None
     return statistics_of([codes], pattern)

@@ -124,15 +124,19 @@ def bound_of(config: ExportConfig, blocks: int) -> float:
 
 
 def verify(
-    source: Checkpoint, out: Path, config: ExportConfig, on_progress: OnProgress | None = None
+    source: Checkpoint,
+    out: Path,
+    config: ExportConfig,
+    text: tuple[np.ndarray, str],
+    on_progress: OnProgress | None = None,
 ) -> Verification:
     """Compare the export in `out` with the trained model; the reader must be installed.
 
-    The two models are in memory one after the other. `on_progress` is called with the tokens scored
-    so far, by both, and in all. Raises `UserError` when the reader refuses the
-    export or the text is unusable.
+    The two models are in memory one after the other. `text` is of `text_to_verify`; `on_progress` is
+    called with the tokens scored so far, by both, and in all. Raises `UserError` when the reader refuses
+    the export.
     """
-    tokens, text_name = _text(source, config)
+    tokens, text_name = text
     positions = source.config.get("max_position_embeddings") or LARGEST_CONTEXT
     trained = source.trained_context_length or LARGEST_CONTEXT
     context_length = min(positions, trained, LARGEST_CONTEXT)
@@ -168,7 +172,8 @@ def verify(
     )
 
 
-def _text(source: Checkpoint, config: ExportConfig) -> tuple[np.ndarray, str]:
+def text_to_verify(source: Checkpoint, config: ExportConfig) -> tuple[np.ndarray, str]:
+    """Tokens to score and the name of their text. Raises `UserError` for an unusable one."""
     record = read_record(source.folder)
     data = config.text or record.data_folder
     if data is None:
