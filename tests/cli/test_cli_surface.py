@@ -62,6 +62,10 @@ BAD_INPUT = [
     (["reproduce", "search", "--scale", "smoke", "--out", "/dev/null"], "cannot write /dev/null"),
     (["bench", "--weight-format"], "--weight-format: give at least one"),
     (["bench", "--isa"], "--isa: give at least one"),
+    (
+        ["generate", "x", "--prompt", "x", "--threads", "3000000000"],
+        "--threads 3000000000: at most",
+    ),
     (["serve", "x", "--api-key", ""], "--api-key is empty"),
     (["bench", "--out", "."], "cannot write .: Is a directory"),
     (["bench", "train", "--out", "."], "cannot write .: Is a directory"),
@@ -69,6 +73,7 @@ BAD_INPUT = [
     (["sizes", "--models"], "--models: name at least one"),
     (["sizes", "--patterns"], "--patterns: name at least one"),
     (["sizes", "--gaussian", "-1", "8"], "--gaussian: rows and columns must be at least 1"),
+    (["sizes", "--gaussian", "400000", "4000"], "--gaussian: at most 268,435,456 weights"),
     (["sizes", "nowhere", "--gaussian", "8", "8"], "--gaussian 8 8 is not used here: nowhere is"),
     (["sizes", "nowhere", "--patterns", "2:4"], "--patterns 2:4 is not used here: nowhere is"),
     (["sizes", "--gaussian", "8", "8", "--models", "qwen2.5-3b"], "--gaussian is one matrix"),

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever ends by itself has the form that was asked for, whichever tokens the model prefers."""
 
+import itertools
 import json
 import random
+import time
 
 import jsonschema
 import numpy as np
@@ -11,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from serving_thread import END, byte_tokenizer
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.generation.grammar import Grammar, TokenGrammars
+from sparse_bitnet.generation.grammar import FormLost, Grammar, TokenGrammars
 from sparse_bitnet.generation.request import Generation, GenerationRequest
 from sparse_bitnet.generation.sampling_options import SamplingOptions
 from sparse_bitnet.generation.text import TextTokenizer
@@ -167,6 +169,20 @@ def test_vocabulary_with_spaces_at_the_beginning_of_words():
         written(grammars, Grammar.choice([" a"]), 0, tokenizer=found, ends=frozenset({2})).text
         == " a"
     )
+
+
+def test_rules_that_take_too_long_to_follow_end_their_text_alone(grammars, monkeypatch):
+    tick, token = 0.02, BYTES.encode("a")[0]
+    clock = itertools.accumulate(iter(lambda: tick, None))
+    monkeypatch.setattr(time, "thread_time", lambda: next(clock))
+    form = grammars.start(Grammar.regex("[a-z]*"))
+    other = form.copy()
+    taken = map(form.take, itertools.repeat(token))
+    with pytest.raises(FormLost, match="take too long to follow"):
+        list(taken)
+    tick = 0.004
+    for _ in range(400):
+        other.take(token)
 
 
 def test_each_text_has_its_own_place(grammars):

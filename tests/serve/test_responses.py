@@ -126,11 +126,13 @@ def test_what_a_chat_would_refuse_is_named_as_it_was_asked():
     for template, more, param in (
         (QWEN, {"max_output_tokens": 10**6}, "max_output_tokens"),
         (None, {}, "input"),
+        (QWEN, {"input": [{"type": "reasoning", "id": "r", "summary": []}]}, "input"),
     ):
         with serving(saying("x"), template) as running, running.client() as client:
             with pytest.raises(openai.BadRequestError) as refused:
                 ask(client, **more)
             assert refused.value.param == param
+            assert "messages" not in refused.value.message
 
 
 def test_failures_are_events():

@@ -67,6 +67,13 @@ def test_bad_requests_are_named(served, status, param, code, change):
     assert "\n" not in error["message"]
 
 
+def test_an_empty_list_is_one(served):
+    with served.http() as http:
+        for path, name in (("completions", "prompt"), ("embeddings", "input")):
+            answer = http.post(f"/v1/{path}", json={"model": "scripted", name: []})
+            assert "at least 1 item" in answer.json()["error"]["message"]
+
+
 def test_unknown_parameters_name_a_near_one(served):
     with served.http() as http:
         answer = http.post(

@@ -3,6 +3,7 @@
 
 import importlib
 import importlib.util
+import io
 import os
 import sys
 from typing import NoReturn
@@ -79,6 +80,8 @@ def main(arguments: list[str] | None = None) -> None:
         for package in OF_TRAIN:
             if importlib.util.find_spec(package) is None:
                 _fail_without(verb, package)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model's text has characters of any script
     name = "import_" if verb == "import" else verb  # which is no name for a module
     from sparse_bitnet.errors import UserError
 

@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from sparse_bitnet.export.packed_sizes import CodeStatistics, ModelSize
+
+_MOST_WEIGHTS = 1 << 28
+"""Of a matrix that is made to be measured."""
 
 
 @dataclass(kw_only=True)
@@ -46,6 +50,8 @@ class SizesConfig(DenseLayersOption):
                 raise UserError(f"--{name}: name at least one")
         if self.gaussian is not None and min(self.gaussian) < 1:
             raise UserError("--gaussian: rows and columns must be at least 1")
+        if self.gaussian is not None and math.prod(self.gaussian) > _MOST_WEIGHTS:
+            raise UserError(f"--gaussian: at most {_MOST_WEIGHTS:,} weights")
 
 
 @command("sizes")

@@ -11,6 +11,7 @@ from sparse_bitnet import _cpu
 from sparse_bitnet.engine.architecture import Architecture
 from sparse_bitnet.engine.decoder_model import build_model
 from sparse_bitnet.engine.engine_model import EngineModel, open_engine_model
+from sparse_bitnet.engine.engine_options import MOST_THREADS
 from sparse_bitnet.engine.format_tuning import choose_format
 from sparse_bitnet.engine.protocol import CacheFull, EngineSequence, InferenceEngine, WhichLogits
 from sparse_bitnet.engine.recycled import RecycledArrays
@@ -102,7 +103,9 @@ class Engine(InferenceEngine):
         the engine does not run, for options that do not fit, and where memory does not suffice.
         """
         started = time.perf_counter()
-        threads = _within("threads", available_cores() if threads is None else threads, 1024)
+        threads = _within(
+            "threads", available_cores() if threads is None else threads, MOST_THREADS
+        )
         _check_choice("weight format", weight_format, WEIGHT_FORMATS)
         _check_choice("kv-cache", kv_cache, ("auto", *CACHE_TYPES))
         _check_choice("activations", activations, ("auto", "token", "group"))

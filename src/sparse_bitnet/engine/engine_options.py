@@ -11,6 +11,7 @@ from sparse_bitnet.errors import UserError, check_least, refuse_unused
 
 EngineName = Literal["auto", "cpu", "transformers"]
 WeightFormat = Literal["auto", "stored", "i2", "b3", "nm-bitmap", "lookup"]
+MOST_THREADS = 1024
 
 
 @dataclass(kw_only=True)
@@ -53,6 +54,8 @@ class EngineOptions:
     def __post_init__(self) -> None:
         """Raise `UserError` that names the option."""
         check_least(self, threads=1, context_length=1, cache_tokens=1)
+        if self.threads is not None and self.threads > MOST_THREADS:
+            raise UserError(f"--threads {self.threads}: at most {MOST_THREADS}")
         if self.device == "cuda" and self.engine == "cpu":
             raise UserError(
                 "--device cuda: the CPU engine computes on the CPU; leave out --engine cpu"

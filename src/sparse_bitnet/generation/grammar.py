@@ -5,6 +5,7 @@ import importlib.util
 import json
 import re
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -20,6 +21,8 @@ _WHITESPACE = r"\x20|\x0A[\x20\x09]{0,32}"
 
 _LONGEST = 64
 """Bytes of a token."""
+_MOST_SECONDS, _FREE_SECONDS = 0.5, 0.005
+"""Of processor time: what a text's form may be in debt, and what each call pays back."""
 _KEPT = 8
 """Grammars at their beginning, the last ones: each takes 5 ms, and an agent's requests share one."""
 _FLAGS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
@@ -221,6 +224,7 @@ class Form:
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher, self._vocab_size = matcher, vocab_size
         self._bits = np.zeros(vocab_size // 32 + 1, np.uint32)
+        self._debt = 0.0
 
     def copy(self) -> "Form":
         """Another text at the same place."""
@@ -229,9 +233,12 @@ class Form:
     def masked(self, logits: np.ndarray) -> np.ndarray:
         """The logits, float32 [vocab_size], with minus infinity for tokens that cannot come next.
 
-        Raises `UserError` where none can: the vocabulary lacks the bytes, or llguidance gives up.
+        Raises `FormLost` where none can: the vocabulary lacks the bytes, or llguidance gives up; and
+        where the rules take so long that other texts would wait.
         """
+        began = time.thread_time()
         self._compute()
+        self._pay_for(began)
         # By a table, several times as fast as a choice for each token.
         offsets = _OFFSETS.take(self._bits.view(np.uint8), axis=0, mode="clip")
         masked = offsets.reshape(-1)[: self._vocab_size]
@@ -249,9 +256,17 @@ class Form:
             raise FormLost(f"the text cannot be given its form: {reason}")
 
     def take(self, token: int) -> bool:
-        """Go on with a token; whether the text is complete and nothing can follow."""
+        """Go on with a token; whether the text is complete and nothing can follow. Raises `FormLost` as
+        `masked` does."""
+        began = time.thread_time()
         self._matcher.consume_token(token)
+        self._pay_for(began)
         return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    def _pay_for(self, began: float) -> None:
+        self._debt = max(0.0, self._debt + time.thread_time() - began - _FREE_SECONDS)
+        if self._debt > _MOST_SECONDS:
+            raise FormLost("the text cannot be given its form: its rules take too long to follow")
 
 
 def _one_line(message: str) -> str:

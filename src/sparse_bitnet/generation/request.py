@@ -156,6 +156,8 @@ class Generation:
     def shareable(self) -> np.ndarray:
         """int32: the beginning that may come out of the cache, without logits."""
         most = min(self._unscored, self.largest_cache(0))
+        if most <= self.prompt_tokens:
+            return self.prompt_array[:most]  # of many that wait a view costs nothing
         return np.asarray(self.context[:most], dtype=np.int32)
 
     @property

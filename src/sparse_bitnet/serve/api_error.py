@@ -37,8 +37,9 @@ def error_body(
 def invalid_body(error: ValidationError) -> ApiError:
     """The complaint that got furthest, by the name of the parameter."""
     found = error.errors(include_url=False, include_context=False)
-    # Of a union's complaints, the one that got furthest is about the form that was meant.
-    first = max(found, key=lambda entry: len(entry["loc"]))
+    # Of a union's complaints, the one that got furthest is about the form that was meant, and an empty
+    # list is one.
+    first = max(found, key=lambda entry: (len(entry["loc"]), entry["type"] == "too_short"))
     kind = first["type"]
     *way, last = first["loc"] or ("",)
     # Pydantic also names the members of unions, such as "str" and "list[...]".

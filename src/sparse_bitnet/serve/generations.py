@@ -93,7 +93,10 @@ def prepare(
         prepared = _prepare(asked.chat(), model, scheduler, deliver)
     except ApiError as error:
         given = error.body["error"]
-        given["param"] = PARAMETERS.get(given["param"], given["param"])
+        name, dot, rest = (given["param"] or "").partition(".")
+        if (ours := PARAMETERS.get(name)) is not None:
+            given["param"] = ours + dot + rest
+            given["message"] = given["message"].replace(name, ours, 1)
         raise
     return replace(prepared, asked=asked)
 

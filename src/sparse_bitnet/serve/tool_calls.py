@@ -82,6 +82,9 @@ class ToolCallReader:
             case "body":
                 call = self._whole(held)
                 return [call] if call else [self._syntax.opening + held]
+            case "after":
+                rest, closing = held.lstrip(_SPACE + "}"), self._syntax.closing or ""
+                return [] if closing.startswith(rest) else [rest]
         return []
 
     def _read(self) -> Iterator[str | CallPiece]:
@@ -97,7 +100,7 @@ class ToolCallReader:
             place = self._held.find(opening)
             if place < 0:
                 # A call may begin with spaces before it, which belong to it.
-                kept = overlap(self._held, opening) or 0
+                kept = overlap(self._held, opening)
                 sure = self._held[: len(self._held) - kept]
                 sure = sure.rstrip() if sure.strip() else ""
                 if sure:
@@ -161,8 +164,11 @@ class ToolCallReader:
 
     def _in_after_state(self) -> Iterator[str | CallPiece]:
         yield from ()
-        _, end, rest = self._held.partition(self._syntax.closing or "}")
-        if end:
+        opening, closing = self._syntax.opening, self._syntax.closing or "}"
+        before, end, rest = self._held.partition(closing)
+        if opening and opening in before:  # weak models leave out the end of a call
+            self._held, self._state = self._held[self._held.index(opening) :], "content"
+        elif end:
             self._held, self._state = rest, "content"
 
     def _start(self, name: str, arguments: str) -> CallPiece:
