@@ -74,6 +74,26 @@ def chat_run(small_run: Any, chats: Path, data: Path) -> Any:
     return lambda **changes: small_run(**{**values, **changes})
 
 
+def test_validation_without_an_answer_is_refused_at_once(
+    chat_run: Any, chats: Path, tmp_path: Path
+) -> None:
+    said = [
+        [{"role": "user", "content": f"{n} " * 400}, {"role": "assistant", "content": "yes"}]
+        for n in range(60)
+    ]
+    (tmp_path / "long.jsonl").write_text(
+        "".join(json.dumps({"messages": messages}) + "\n" for messages in said)
+    )
+    source = parse_source(
+        str(tmp_path / "long.jsonl"), chat=True, validation_fraction=0.2, near_duplicates=False
+    )
+    prepare(source, tmp_path / "data", tokenizer=chats / "model", chat=True)
+    config = chat_run(data=str(tmp_path / "data"), validation_tokens=32)
+    with pytest.raises(UserError, match="no answer in its first 32 validation tokens"):
+        train(config)
+    assert not Path(config.out).exists()
+
+
 def losses(config: TrainConfig) -> list[float]:
     return [row["loss"] for row in read_rows(Path(config.out) / "metrics.jsonl") if "loss" in row]
 

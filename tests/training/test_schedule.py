@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Learning rate and dense-to-sparse phase, step by step."""
 
+import dataclasses
 from itertools import pairwise
 
 import pytest
@@ -45,6 +46,9 @@ def test_wsd_holds_the_peak_then_falls_in_a_straight_line():
     assert set(values[9:80]) == {1.0}
     steps = [a - b for a, b in pairwise(values[79:])]
     assert steps == pytest.approx([0.9 / 20] * 20)
+    assert set(rates(dataclasses.replace(config, decay_fraction=0.0))[9:]) == {1.0}
+    with pytest.raises(UserError, match="above 1 together"):
+        dataclasses.replace(config, decay_fraction=0.95)
 
 
 def test_no_warmup():

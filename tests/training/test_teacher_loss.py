@@ -153,6 +153,7 @@ def test_an_unfinished_cache_goes_on(
         return LogitCache(tmp_path / name, str(by), loader(**text), 100, k=8, vocab=VOCAB)
 
     monkeypatch.setattr("sparse_bitnet.training.logit_cache._PART_BYTES", 1 << 17)
+    monkeypatch.setattr("sparse_bitnet.training.logit_cache.default_chunk_tokens", lambda _: 100)
     whole, parts = cache("whole"), cache("parts")
     assert whole.bytes_per_token == 8 * 4
     model = Teacher(teacher, torch.float32, CPU)

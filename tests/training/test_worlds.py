@@ -15,11 +15,16 @@ from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.checkpoint.store_path import StorePath
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.layer_config import SparseBitConfig
+from sparse_bitnet.nn.convert import convert_, sparse_layers
+from sparse_bitnet.nn.layer import SparseBitLinear
 from sparse_bitnet.training.config import TrainConfig
-from sparse_bitnet.training.distributed import Launch, open_world
+from sparse_bitnet.training.distributed import Launch, World, open_world
+from sparse_bitnet.training.loss import SummedLoss
 from sparse_bitnet.training.metrics import read_rows
 from sparse_bitnet.training.sharding import check_splits
 from sparse_bitnet.training.train_run import train
+from sparse_bitnet.training.validation import validation_loss
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -265,6 +270,41 @@ def test_a_world_of_no_size_is_one_line(given, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", given)
     with pytest.raises(UserError, match=f"^WORLD_SIZE={given}: the number of processes"):
         open_world(Launch(), torch.device("cpu")).__enter__()
+
+
+def test_one_process_is_not_split():
+    with pytest.raises(UserError, match="shard=4 does not divide the one process of this run"):
+        open_world(Launch(shard=4), torch.device("cpu")).__enter__()
+
+
+def test_layers_that_select_in_their_own_way_are_not_split():
+    class Own(SparseBitLinear):
+        def select(self):
+            return super().select()
+
+    model = convert_(tiny_model(), SparseBitConfig.parse("ternary-6:8"))
+    check_splits(model)
+    next(iter(sparse_layers(model).values())).__class__ = Own
+    with pytest.raises(UserError, match=r"q_proj selects by .*Own, .* leave out torchrun$"):
+        check_splits(model)
+
+
+def test_processes_validate_in_batches_as_large_as_they_train_in(run_config, monkeypatch):
+    config, sizes = run_config("run", batch_size=8, micro_batch_size=None), []
+
+    def sums(loss, batches, **_):
+        sizes.extend(len(batch[0]) for batch in batches)
+        return torch.zeros(2, dtype=torch.float64)
+
+    monkeypatch.setattr("sparse_bitnet.training.validation.token_loss_sum", sums)
+    monkeypatch.setattr("sparse_bitnet.training.validation.mean_of", lambda *_: (0.0, 0))
+    for size in (1, 4):
+        world = World(rank=size - 1, size=size)
+        monkeypatch.setattr(World, "sum", lambda _, values: values)
+        loss = SummedLoss(tiny_model())
+        validation_loss(loss, config, device=torch.device("cpu"), dtype=torch.float32, world=world)
+        assert max(sizes) == 8 // size
+        sizes.clear()
 
 
 @pytest.mark.parametrize("outside", [False, True])

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How prepared data is cut into the windows that a model sees.
 
-Text is one stream: windows lie `length` tokens apart, so that every token but the first is predicted
-once. Of conversations as many whole ones as fit share a window, in their order; one that is longer than
-a window goes on in the next. Positions begin anew with each, by which transformers' models keep
-attention inside of it.
+Text is one stream: windows lie `length` tokens apart, so that every token but the first, and those that
+are left at the end, is predicted once. Of conversations as many whole ones as fit share a window, in
+their order; one that is longer than a window goes on in the next. Positions begin anew with each, by
+which transformers' models keep attention inside of it.
 """
 
 import itertools

@@ -29,6 +29,9 @@ class SparseBitCallback(TrainerCallback):
     every callback that comes after this one; Trainer's own reporters (`report_to`) come before, so
     put this callback first in `trainer.callback_handler.callbacks` for them to see it.
 
+    What a selection adds to gradients (SR-STE) is added when Trainer has clipped them; our own loop clips
+    the sum.
+
     A step or an evaluation that raises leaves nothing that another weight could meet: see
     `SparseBitLinear.is_selected`.
 

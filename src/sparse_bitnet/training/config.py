@@ -148,7 +148,7 @@ class TrainConfig:
     """Compute type. auto: bf16 where the device has fast bf16 products."""
 
     masters: Literal["float32", "bf16"] = "float32"
-    """Type of the trained weights and of the optimiser's moments."""
+    """Type of the trained weights and of the optimiser's moments; bf16 weights have bf16 products."""
 
     initial_weights: Literal["normal", "uniform"] = "normal"
     """Of a new model's matrices: normal with standard deviation 0.02, or uniform in ±1/sqrt(in_features),

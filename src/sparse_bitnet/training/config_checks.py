@@ -65,6 +65,10 @@ def check_config(config: Any, asked_for_nothing: Mapping[str, Any]) -> None:
         raise UserError("ce_weight, logits_weight and relations_weight are 0: nothing is learnt")
     if config.logit_cache is not None and config.relations_weight:
         raise UserError("relations_weight needs the teacher itself: leave out the logit_cache")
+    if config.schedule == "wsd" and config.warmup_fraction + config.decay_fraction > 1:
+        raise UserError(
+            "warmup_fraction and decay_fraction are above 1 together: leave steps between"
+        )
     batch, micro = config.batch_size, config.micro_batch_size
     if micro is not None and (micro < 1 or batch % micro):
         raise UserError(f"micro_batch_size={micro} does not divide batch_size={batch}")

@@ -184,12 +184,14 @@ def open_world(launch: Launch, device: torch.device) -> Iterator[World]:
     given = os.environ.get("WORLD_SIZE") or "1"
     if not (given.isdecimal() and int(given)):
         raise UserError(f"WORLD_SIZE={given}: the number of processes, which torchrun sets")
-    if (size := int(given)) == 1:
-        yield World()
-        return
+    size = int(given)
     shard = launch.shard or size
     if size % shard:
-        raise UserError(f"shard={shard} does not divide the {size} processes of this run")
+        those = f"{size} processes" if size > 1 else "one process"
+        raise UserError(f"shard={shard} does not divide the {those} of this run")
+    if size == 1:
+        yield World()
+        return
     if device.type == "cuda":
         local, gpus = os.environ.get("LOCAL_RANK") or "0", torch.cuda.device_count()
         if not (local.isdecimal() and int(local) < gpus):

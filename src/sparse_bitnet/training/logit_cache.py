@@ -27,6 +27,7 @@ from sparse_bitnet.data.shards import token_dtype
 from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.files import check_ours, file_crc32, make_folder, write_atomic
 from sparse_bitnet.progress import OnProgress
+from sparse_bitnet.training.loss import default_chunk_tokens
 from sparse_bitnet.training.teacher_loss import Teacher
 
 MANIFEST = "manifest.json"
@@ -136,12 +137,15 @@ class LogitCache:
         input_ids, _, *positions = (
             torch.from_numpy(each).to(device) for each in self.cut.batch(self.order[first:last])
         )
-        logits = teacher.logits(teacher.hidden(input_ids, *positions)).log_softmax(-1)
-        if not torch.isfinite(logits).all():
-            raise UserError(
-                f"teacher {teacher.path}: its logits are not finite in window {self.order[first]}"
-            )
-        values, ids = logits.topk(self.k, -1)
+        tops, chunk = [], default_chunk_tokens(self.vocab_size)
+        for states in teacher.hidden(input_ids, *positions).split(chunk):
+            logits = teacher.logits(states).log_softmax(-1)
+            if not torch.isfinite(logits).all():
+                raise UserError(
+                    f"teacher {teacher.path}: its logits are not finite in window {self.order[first]}"
+                )
+            tops.append(logits.topk(self.k, -1))
+        values, ids = (torch.cat(each) for each in zip(*tops, strict=True))
         shape = (last - first, self.length, self.k)
         return (
             ids.view(shape).cpu().numpy().astype(self.ids),

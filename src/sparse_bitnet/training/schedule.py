@@ -22,9 +22,9 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     progress = (step - warmup) / (config.steps - warmup)
     if config.schedule == "cosine":
         return last + (peak - last) * 0.5 * (1 + math.cos(math.pi * progress))
-    decay = max(1, round(config.steps * config.decay_fraction))
-    falling = (step - (config.steps - decay)) / decay
-    return peak if falling <= 0 else peak + (last - peak) * falling
+    decay = round(config.steps * config.decay_fraction)
+    falling = step - (config.steps - decay)
+    return peak if falling <= 0 else peak + (last - peak) * falling / decay
 
 
 def weight_decay_factor(config: TrainConfig, step: int) -> float:

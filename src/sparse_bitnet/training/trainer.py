@@ -154,6 +154,8 @@ class Trainer:
         identity = self.dataset.identity()
         state = RunState(parameters=self.parameters, layers=self.layers, optimizer=self.optimizer)
         start = restore(self.checkpoints, state, self.world, identity)
+        if self.cache is not None:
+            self.world.on_main(partial(fill, self.cache, config, self.dtype, self.device))
         self.world.on_main(lambda: claim(self.run, config))
         self.writer = CheckpointWriter(
             self.checkpoints, self.world, config, identity, self.model_files, state
@@ -163,9 +165,6 @@ class Trainer:
             self.timing = metrics.JsonLines(self.run / metrics.TIMING_FILE, start)
             self.sinks = metrics.open_sinks(config, self.run, start)
         try:
-            if self.cache is not None:
-                filled = partial(fill, self.cache, config, self.dtype, self.device)
-                self.world.on_main(filled)
             if config.teacher is not None and start == 0:
                 self._write(untrained := self._validate(0))
                 if self.world.is_main:

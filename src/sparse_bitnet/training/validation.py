@@ -2,6 +2,7 @@
 """The loss of a run's held-out tokens, shared by its processes."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,15 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.calibration import evaluation_mode
 from sparse_bitnet.nn.convert import sparse_layers
 from sparse_bitnet.training.config import TrainConfig
+from sparse_bitnet.training.device import wide_products
 from sparse_bitnet.training.distributed import World
 from sparse_bitnet.training.loss import SummedLoss, mean_of, token_loss_sum
 from sparse_bitnet.training.sharded_linear import selected_shards
 
 
 def check_validation_data(config: TrainConfig) -> None:
-    """Raise `UserError` when the validation split has no whole sequence: it is read at the end only."""
+    """Raise `UserError` when the validation split has no whole sequence, or nothing to learn in what is
+    read of it: it is read at the end only."""
     held_out = TokenDataset.open(config.data, "validation", verify=False)
     if len(held_out) <= config.sequence_length and not held_out.is_chat:
         raise UserError(
@@ -30,6 +33,19 @@ def check_validation_data(config: TrainConfig) -> None:
             f"{config.sequence_length} and the token after it; prepare with --validation or a larger "
             "--validation-fraction"
         )
+    if held_out.is_chat:
+        cut = Windows(held_out, config.sequence_length)
+        if not cut.learnt(np.arange(_window_count(cut, config))):
+            raise UserError(
+                f"{config.data}: no answer in its first {config.validation_tokens:,} validation tokens: "
+                "raise --validation-tokens"
+            )
+
+
+def _window_count(cut: Windows, config: TrainConfig) -> int:
+    if not config.validation_tokens:
+        return len(cut)
+    return min(len(cut), max(1, config.validation_tokens // config.sequence_length))
 
 
 def identity_of(data: str | Path, verify: bool = False) -> dict[str, Any]:
@@ -53,12 +69,10 @@ def validation_loss(
     """
     world = world or World()
     dataset = TokenDataset.open(config.data, "validation", verify=world.is_main)
-    length = config.sequence_length
-    cut = Windows(dataset, length)
-    windows = len(cut)
-    if config.validation_tokens:
-        windows = min(windows, max(1, config.validation_tokens // length))
-    size = config.micro_batch_size or config.batch_size
+    cut = Windows(dataset, config.sequence_length)
+    windows = _window_count(cut, config)
+    own = max(1, config.batch_size // world.size)  # as many as a step has at most
+    size = min(config.micro_batch_size or own, own)
 
     def batch(first: int) -> list[Tensor]:
         found = cut.batch(np.arange(first, min(first + size, windows)))
@@ -75,6 +89,7 @@ def validation_loss(
                 yield input_ids, torch.full_like(labels, -100), *positions
 
     layers = sparse_layers(loss.model).values()
-    with evaluation_mode(loss.model), selected_shards(layers, world.sum_shards):
+    wide = wide_products(device, dtype) if world.size == 1 else nullcontext()
+    with evaluation_mode(loss.model), selected_shards(layers, world.sum_shards), wide:
         sums = token_loss_sum(loss, batches(), device=device, dtype=dtype)
     return mean_of(*world.sum(sums).tolist())
