@@ -21,7 +21,7 @@ from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.training.config import TrainConfig
-from sparse_bitnet.training.logit_cache import LogitCache
+from sparse_bitnet.training.logit_cache import LogitCache, fingerprint
 from sparse_bitnet.training.metrics import read_rows
 from sparse_bitnet.training.teacher_loss import DistillationLoss, Teacher, relation_loss
 from sparse_bitnet.training.train_run import train
@@ -110,6 +110,9 @@ def test_a_run_with_a_teacher(distil: Any, capsys: pytest.CaptureFixture) -> Non
     student = from_pretrained(Path(config.out) / "final")
     assert student.config.model_type == "bitnet"
     assert "model.layers.0.mlp.ffn_sub_norm.weight" in student.state_dict()
+    of_run = Teacher(config.out, torch.float32, CPU)
+    torch.testing.assert_close(of_run.model.state_dict(), student.state_dict(), rtol=0, atol=0)
+    assert fingerprint(config.out) == fingerprint(f"{config.out}/final")
 
 
 def test_a_cache_of_all_logits_trains_as_the_teacher_itself(
@@ -213,7 +216,7 @@ def test_an_unfinished_cache_goes_on(
             "logit_cache=c does nothing without logits_we",
         ),
         ({"ce_weight": 0.0, "logits_weight": 0.0, "temperature": 2.0}, "nothing is learnt"),
-        ({"teacher": "nothing/here/at-all"}, "no such folder: nothing/here/at-all"),
+        ({"teacher": "nothing/here/at-all"}, "no such checkpoint: no folder nothing/here/at-all"),
         ({"init": None}, "has a vocabulary of 304 tokens, the student one of"),
     ],
 )

@@ -46,7 +46,7 @@ class TrainConfig:
     """Folder or hub id of weights to start from instead of random ones."""
 
     teacher: str | None = None
-    """Folder or hub id of a causal LM to learn from (`sparse-bitnet distill` sets it)."""
+    """Run, model folder or hub id of a causal LM to learn from (`sparse-bitnet distill` sets it)."""
 
     logit_cache: str | None = None
     """With a teacher: a folder for its highest logits, written first where it is not complete; the

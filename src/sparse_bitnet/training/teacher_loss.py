@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparse_bitnet.checkpoint.load import from_pretrained
+from sparse_bitnet.checkpoint.open_checkpoint import resolve_checkpoint
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import blocks_of
@@ -51,7 +52,7 @@ class Teacher:
         """Raises `UserError` for what does not load, holds values that are not finite, or has another
         vocabulary than the student, whose head has `student_rows`."""
         self.path = path
-        self.model = from_pretrained(path, dtype=dtype)
+        self.model = from_pretrained(resolve_checkpoint(path), dtype=dtype)
         check_finite(self.model, str(path))
         if student_rows not in (None, self.vocab_size):
             raise UserError(
