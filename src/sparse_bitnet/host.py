@@ -13,6 +13,9 @@ try:
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
+MOST_THREADS = 1024
+"""That may be asked for. Where systems do not start as many, OpenMP ends the process."""
+
 
 def available_cores() -> int:
     """Processors that this process may use."""

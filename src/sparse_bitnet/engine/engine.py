@@ -11,14 +11,13 @@ from sparse_bitnet import _cpu
 from sparse_bitnet.engine.architecture import Architecture
 from sparse_bitnet.engine.decoder_model import build_model
 from sparse_bitnet.engine.engine_model import EngineModel, open_engine_model
-from sparse_bitnet.engine.engine_options import MOST_THREADS
 from sparse_bitnet.engine.format_tuning import choose_format
 from sparse_bitnet.engine.protocol import CacheFull, EngineSequence, InferenceEngine, WhichLogits
 from sparse_bitnet.engine.recycled import RecycledArrays
 from sparse_bitnet.engine.runtime_weights import Weights, load_weights
 from sparse_bitnet.engine.weight_forms import FORMATS, check_format, choose_head
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.host import available_cores
+from sparse_bitnet.host import MOST_THREADS, available_cores
 from sparse_bitnet.layer_config import REGISTERED
 from sparse_bitnet.progress import OnProgress
 

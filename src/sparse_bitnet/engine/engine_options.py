@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from sparse_bitnet.errors import UserError, check_least, refuse_unused
+from sparse_bitnet.host import MOST_THREADS
 
 EngineName = Literal["auto", "cpu", "transformers"]
 WeightFormat = Literal["auto", "stored", "i2", "b3", "nm-bitmap", "lookup"]
-MOST_THREADS = 1024
 
 
 @dataclass(kw_only=True)

@@ -78,27 +78,20 @@ def _robustness(results: Results) -> Iterator[Claim]:
                     measure=f"{claim.measure}; seed 0, which chose the rate, is left out",
                     estimate=estimate,
                 )
-    beside_paper = [
-        model
-        for model in results.models
-        if theirs[model] is not None and results.relative("ternary-6:8", model=model)
-    ]
-    if len(beside_paper) > 1:
-        small, large = beside_paper[0], beside_paper[-1]
-        costs = (theirs[small], theirs[large])
+    penalties = {
+        model: (cost["ternary"], ours)
+        for model, cost in theirs.items()
+        if cost is not None and (ours := results.relative("ternary-6:8", model=model))
+    }
+    if len(penalties) > 1:
+        (small, (of_theirs, of_ours)), *_, (large, (at_theirs, at_ours)) = penalties.items()
         yield Claim(
             text="The ternary model's penalty shrinks with model size",
             measure=f"100 log of perplexity at 6:8 over dense, {small} minus {large}",
             model=large,
             paper="+1.2 against +1.0 %",
-            expected=costs[0]["ternary"] - costs[1]["ternary"],  # type: ignore[index]
-            estimate=Estimate(
-                values=paired(
-                    results.relative("ternary-6:8", model=small),
-                    results.relative("ternary-6:8", model=large),
-                    lambda a, b: 100 * math.log(a / b),
-                )
-            ),
+            expected=of_theirs - at_theirs,
+            estimate=Estimate(values=paired(of_ours, at_ours, lambda a, b: 100 * math.log(a / b))),
         )
 
 

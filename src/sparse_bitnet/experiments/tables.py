@@ -49,15 +49,15 @@ def _verdicts(text: str, claims: Sequence[Claim]) -> str:
 def sweep_table(results: Results) -> Table:
     """Raw perplexities of the sweep and their increase over dense (appendix table, figure 2)."""
     paper = paper_sweep()
-    body: list[Sequence[str]] = []
-    seeds: dict[str, int] = {}
+    body, seeds = [], {}
     for pattern in results.setting["patterns"]:
         line = [pattern]
-        for weight in ("full", "ternary"):
-            dense, rows = (results.by_seed(f"{weight}-{each}") for each in ("8:8", pattern))
+        both = {weight: results.by_seed(f"{weight}-{pattern}") for weight in ("full", "ternary")}
+        seeds[pattern] = min(map(len, both.values()))
+        for weight, rows in both.items():
+            dense = results.by_seed(f"{weight}-8:8")
             over = NOTHING if pattern == "8:8" else percent_over(rows, dense, "+.1f")
             line += [perplexities(rows), over]
-            seeds[pattern] = min(seeds.get(pattern, len(rows)), len(rows))
         for theirs in paper.values():
             line.append(f"{100 * (theirs[pattern] / theirs['8:8'] - 1):+.1f}")
         body.append(tuple(line))

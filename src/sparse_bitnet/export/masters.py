@@ -91,11 +91,9 @@ def _master(foreign: Checkpoint, layer: str, format: SparseBitConfig) -> Tensor:
             "the smallest there is here"
         )
     size, nonzero = ternary.codes.numel(), int(ternary.codes.count_nonzero())
-    # Else the magnitudes, or the sum of which the mean is taken, would be infinite.
-    if (
-        nonzero
-        and ternary.weight_scale.item() * size > torch.finfo(torch.float32).max / size * nonzero
-    ):
+    # Above it the magnitudes, or the sum of which the mean is taken, would be infinite.
+    largest = torch.finfo(torch.float32).max * nonzero / size**2
+    if nonzero and ternary.weight_scale.item() > largest:
         raise UserError(
             f"layer {layer}: a weight scale of {ternary.weight_scale:.4g} is too large for masters: "
             "import it with --packed auto"

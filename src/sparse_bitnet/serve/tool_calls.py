@@ -166,8 +166,8 @@ class ToolCallReader:
         yield from ()
         opening, closing = self._syntax.opening, self._syntax.closing or "}"
         before, end, rest = self._held.partition(closing)
-        if opening and opening in before:  # weak models leave out the end of a call
-            self._held, self._state = self._held[self._held.index(opening) :], "content"
+        if opening and (place := before.find(opening)) >= 0:  # weak models leave out a call's end
+            self._held, self._state = self._held[place:], "content"
         elif end:
             self._held, self._state = rest, "content"
 

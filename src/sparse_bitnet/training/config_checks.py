@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.host import MOST_THREADS
 
 _ABOVE_0 = (
     *("steps", "batch_size", "sequence_length", "learning_rate", "epsilon", "temperature"),
@@ -22,8 +23,6 @@ _NOT_BELOW_0 = (
 _FROM_0_TO_1 = ("sparse_fraction", "warmup_fraction", "decay_fraction")
 _BELOW_1 = ("beta1", "beta2")
 _OF_63_BITS = ("steps", "seed", "vocab_size")
-_MOST_THREADS = 1024
-"""Where systems do not start as many, OpenMP ends the process."""
 
 _NEEDS = (
     *(("sub_norms", "init"), ("lora", "init")),
@@ -50,7 +49,7 @@ def check_config(config: Any, asked_for_nothing: Mapping[str, Any]) -> None:
 
     require(_ABOVE_0, lambda value: value > 0, "must be above 0")
     require(_OF_63_BITS, lambda value: abs(value) < 2**63, "is too large")
-    require(("threads",), lambda value: value <= _MOST_THREADS, f"at most {_MOST_THREADS:,}")
+    require(("threads",), lambda value: value <= MOST_THREADS, f"at most {MOST_THREADS:,}")
     require(_FROM_0_TO_1, lambda value: 0 <= value <= 1, "must lie in 0..1")
     require(_BELOW_1, lambda value: 0 <= value < 1, "must lie in 0..1, below 1")
     require(_NOT_BELOW_0, lambda value: value >= 0, "cannot be negative")

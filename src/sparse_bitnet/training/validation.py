@@ -2,7 +2,6 @@
 """The loss of a run's held-out tokens, shared by its processes."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +88,10 @@ def validation_loss(
                 yield input_ids, torch.full_like(labels, -100), *positions
 
     layers = sparse_layers(loss.model).values()
-    wide = wide_products(device, dtype) if world.size == 1 else nullcontext()
-    with evaluation_mode(loss.model), selected_shards(layers, world.sum_shards), wide:
+    with (
+        evaluation_mode(loss.model),
+        selected_shards(layers, world.sum_shards),
+        wide_products(device, dtype),
+    ):
         sums = token_loss_sum(loss, batches(), device=device, dtype=dtype)
     return mean_of(*world.sum(sums).tolist())
