@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from sparse_bitnet.cli.prepare import main
-from sparse_bitnet.data.chat import BEGINS, IDS, LEARNT, encode
+from sparse_bitnet.data.chat import BEGINS, IDS, LEARNT, encode, end_of_turn_tokens
 from sparse_bitnet.data.loader import TokenLoader
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.data.tokenizer import train_tokenizer
@@ -61,6 +61,29 @@ def test_what_the_assistant_says_is_learnt(
     rendered = tokenizer.apply_chat_template(messages, tokenize=False)
     assert (tokens & IDS).tolist() == tokenizer(rendered)["input_ids"]
     assert np.flatnonzero(tokens & BEGINS).tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("end", "tokens"),
+    [
+        ("<|im_end|>\n", ["<|im_end|>"]),
+        (" {{ eos_token }}", ["<|endoftext|>"]),
+        (
+            "{{ '<|end|>' if not loop.last else '<|endoftext|>' }}",
+            ["<|endoftext|>", "<|end|>"],
+        ),
+        ("<|im_end|>x{{ eos_token }}", ["<|im_end|>"]),
+        ("\nUser:", []),
+        ("{{ raise_exception('no') }}", []),
+    ],
+)
+def test_tokens_that_end_an_answer(end: str, tokens: list[str]) -> None:
+    tokenizer = train_tokenizer(iter(["one and two"]), 300)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>", "<|end|>", "<|im"]})
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}" + end + "{% endfor %}"
+    assert tokenizer.convert_ids_to_tokens(end_of_turn_tokens(tokenizer, template)) == tokens
+    tokenizer.chat_template = template
+    assert tokenizer.convert_ids_to_tokens(end_of_turn_tokens(tokenizer)) == tokens
 
 
 def test_templates_that_do_not_tell_are_refused(

@@ -59,6 +59,30 @@ def check_template(tokenizer: "PreTrainedTokenizerFast") -> str:
     return tokenizer.chat_template
 
 
+def end_of_turn_tokens(
+    tokenizer: "PreTrainedTokenizerFast", template: str | None = None
+) -> list[int]:
+    """Return the ids of the tokens that a chat template puts right after an answer.
+
+    `template` is the tokenizer's own by default. The token after the last answer comes first; the one
+    between an answer and the next message follows where it differs. Empty for a template that ends
+    answers with plain text, and for one that fails on a plain conversation.
+    """
+    answer = "the answer"
+    messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": answer}] * 2
+    try:
+        text = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
+    except Exception:  # whatever a template of strangers raises
+        return []
+    tokens = {token.content: id for id, token in tokenizer.added_tokens_decoder.items()}
+    ends: list[int] = []
+    for rest in reversed(text.split(answer)[1:]):
+        fitting = [content for content in tokens if rest.lstrip().startswith(content)]
+        if fitting:
+            ends.append(tokens[max(fitting, key=len)])
+    return list(dict.fromkeys(ends))
+
+
 def encode(tokenizer: "PreTrainedTokenizerFast", conversation: str) -> np.ndarray:
     """A conversation, as `check_messages` gives it, in the form of stored tokens: uint32 [tokens].
 
