@@ -22,12 +22,12 @@ from rich.console import Console
 from sparse_bitnet.bench.record import append_records, result_file
 from sparse_bitnet.data.preparation import prepare
 from sparse_bitnet.data.sources import parse_source
-from sparse_bitnet.experiments.judge import Estimate
-from sparse_bitnet.experiments.provenance import provenance
+from sparse_bitnet.provenance import provenance
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
 from sparse_bitnet.training.metrics import METRICS_FILE, read_rows
 from sparse_bitnet.training.train_run import train
+from sparse_bitnet_paper.judge import Estimate
 
 FORWARDS = ("fake", "int8")
 WINDOWS = 20

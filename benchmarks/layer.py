@@ -27,11 +27,11 @@ from torch import Tensor, nn
 
 from sparse_bitnet import _cpu
 from sparse_bitnet.bench.record import result_file
-from sparse_bitnet.experiments.provenance import provenance
 from sparse_bitnet.ops.absmean import absmean_reference
 from sparse_bitnet.ops.cpu import Kernels
 from sparse_bitnet.ops.select_ternary import select_ternary_reference
 from sparse_bitnet.progress import Progress
+from sparse_bitnet.provenance import provenance
 
 STEP_TOKENS = 65_536
 TARGET = 1 / 3

@@ -21,7 +21,7 @@ from typing import Any
 from recorded import RESULTS
 
 from sparse_bitnet.bench.record import append_records, result_file, where_measured
-from sparse_bitnet.experiments.scales import cpu_paper
+from sparse_bitnet_paper.scales import cpu_paper
 
 TURN, WARM = 15, 3
 """Steps of a turn, and those at its beginning that do not count: the other's data fill the caches."""

@@ -3,10 +3,10 @@
 
 from recorded import files, filled, markdown, read
 
-from sparse_bitnet.experiments.cells import cells
-from sparse_bitnet.experiments.perplexity_tables import comparison_table
-from sparse_bitnet.experiments.result_row import read_rows
-from sparse_bitnet.experiments.table import to_markdown
+from sparse_bitnet_paper.cells import cells
+from sparse_bitnet_paper.perplexity_tables import comparison_table
+from sparse_bitnet_paper.result_row import read_rows
+from sparse_bitnet_paper.table import to_markdown
 
 
 def quickstart() -> str:

@@ -10,15 +10,15 @@ from safetensors.torch import save_file
 
 from sparse_bitnet.cli import analyze, plan, reproduce, sizes
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.experiments.paper_runs import plan as planned
-from sparse_bitnet.experiments.quickstart_scale import QuickstartConfig
-from sparse_bitnet.experiments.result_row import ResultRow
-from sparse_bitnet.experiments.results import Results
-from sparse_bitnet.experiments.setting import make_setting
 from sparse_bitnet.presets import PRESETS
 from sparse_bitnet.training.footprint import converted_weights
 from sparse_bitnet.training.job import Job
 from sparse_bitnet.training.run_estimate import plan as estimate
+from sparse_bitnet_paper.paper_runs import plan as planned
+from sparse_bitnet_paper.quickstart_scale import QuickstartConfig
+from sparse_bitnet_paper.result_row import ResultRow
+from sparse_bitnet_paper.results import Results
+from sparse_bitnet_paper.setting import make_setting
 
 DOWN = ["--dense-layers", "down_proj"]
 

@@ -21,7 +21,7 @@ from sparse_bitnet.data.preparation import prepare
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.data.sources import parse_source, part_of
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.experiments.workers import forked_from_imports
+from sparse_bitnet_paper.workers import forked_from_imports
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.data.tokenizer import tokenizer_hash
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.experiments.workers import forked_from_imports
+from sparse_bitnet_paper.workers import forked_from_imports
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from typing import Any
 
 from sparse_bitnet.bench.record import append_records
 from sparse_bitnet.errors import UserError, os_errors_as
-from sparse_bitnet.experiments.provenance import provenance
 from sparse_bitnet.files import write_atomic
+from sparse_bitnet.provenance import provenance
 
 PAGE = "index.html"
 TESTS = tuple(f"tests/ops/test_{name}.py" for name in ("cuda", "rope_cache", "fused_inputs"))

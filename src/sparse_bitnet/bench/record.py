@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparse_bitnet.errors import os_errors_as
-from sparse_bitnet.experiments.provenance import commit, cpu_hardware, versions
+from sparse_bitnet.provenance import commit, cpu_hardware, versions
 
 if TYPE_CHECKING:
     from rich.table import Table

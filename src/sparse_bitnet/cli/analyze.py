@@ -37,8 +37,8 @@ def main(options: Annotated[AnalyzeConfig, FLAT]) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from sparse_bitnet.experiments.table import print_table
-    from sparse_bitnet.experiments.weight_report import (
+    from sparse_bitnet_paper.table import print_table
+    from sparse_bitnet_paper.weight_report import (
         read_checkpoint,
         summary_table,
         write_weight_report,

@@ -105,7 +105,7 @@ def on_gpu(kind: str, options: GpuBenchOptions, out: Path | None) -> None:
     from sparse_bitnet.bench import gpu_kernels, gpu_models
     from sparse_bitnet.bench.gpu_record import record, table
     from sparse_bitnet.bench.record import append_records, check_records
-    from sparse_bitnet.experiments.provenance import provenance
+    from sparse_bitnet.provenance import provenance
 
     measured = {
         "prefill": lambda: gpu_models.run_inference(options, "prefill"),

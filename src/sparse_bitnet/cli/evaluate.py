@@ -124,14 +124,15 @@ def main(checkpoint: CheckpointArgument, config: Annotated[EvaluateConfig, FLAT]
 
 def _run_tasks(checkpoint: str, config: EvaluateConfig) -> None:
     """Score tasks under lm-eval's own progress bar; prints their metrics."""
+    from rich import box
     from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
     from sparse_bitnet.cli.evaluate_engine import tasks_of_engine, uses_cpu_engine
     from sparse_bitnet.evaluation.harness import evaluate_tasks
-    from sparse_bitnet.experiments.table import Table, print_table
     from sparse_bitnet.files import write_atomic
 
-    console = Console()
     if uses_cpu_engine(checkpoint, config):
         results = tasks_of_engine(checkpoint, config)
     else:
@@ -145,7 +146,7 @@ def _run_tasks(checkpoint: str, config: EvaluateConfig) -> None:
             precision=config.precision,
             device=config.device,
         )
-    lines = []
+    table = Table("task", "metric", "value", "stderr", "questions", box=box.SIMPLE_HEAD)
     for task, values in results["results"].items():
         for key, value in values.items():
             metric, _, kind = key.partition(",")
@@ -154,9 +155,10 @@ def _run_tasks(checkpoint: str, config: EvaluateConfig) -> None:
             error = values.get(f"{metric}_stderr,{kind}")
             shown = f"{error:.4f}" if isinstance(error, float) else "-"
             questions = results["n-samples"].get(task, {}).get("effective", "-")
-            lines.append((task, metric, f"{value:.4f}", shown, str(questions)))
-    head = ("task", "metric", "value", "stderr", "questions")
-    print_table(Table(head, lines, numeric=False), console, "")
+            # As `Text` no name in brackets is taken for a style.
+            cells = (task, metric, f"{value:.4f}", shown, str(questions))
+            table.add_row(*(Text(cell) for cell in cells))
+    Console().print(table)
     if config.json:
         write_atomic(config.json, json.dumps(results, indent=2) + "\n")
 

@@ -24,7 +24,7 @@ def main(job: Annotated[Job, FLAT]) -> None:
     """
     from rich.console import Console
 
-    from sparse_bitnet.experiments.table import Table, print_table
+    from sparse_bitnet_paper.table import Table, print_table
 
     job = fitted(job)
     found, gpu, console = plan(job), GPUS[job.gpu], Console()

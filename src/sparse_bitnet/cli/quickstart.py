@@ -5,7 +5,7 @@ import sys
 import time
 
 from sparse_bitnet.cli.arguments import parse
-from sparse_bitnet.experiments.quickstart_scale import QuickstartConfig
+from sparse_bitnet_paper.quickstart_scale import QuickstartConfig
 
 
 def main(arguments: list[str]) -> None:
@@ -17,10 +17,10 @@ def run(config: QuickstartConfig) -> None:
     """Print progress, the table and where everything is; exit code 130 when stopped."""
     from rich.console import Console
 
-    from sparse_bitnet.experiments import perplexity_tables
-    from sparse_bitnet.experiments.four_models import quickstart
-    from sparse_bitnet.experiments.table import print_table
     from sparse_bitnet.training.run_folder import Interrupted
+    from sparse_bitnet_paper import perplexity_tables
+    from sparse_bitnet_paper.four_models import quickstart
+    from sparse_bitnet_paper.table import print_table
 
     console = Console()
     began = time.monotonic()

@@ -29,7 +29,7 @@ def main(
         raise UserError("name at least one folder of results")
     from rich.console import Console
 
-    from sparse_bitnet.experiments.results_page import print_claims, write_report
+    from sparse_bitnet_paper.results_page import print_claims, write_report
 
     document = document or folders[0] / "report.md"
     page = page or folders[0] / "report.html"

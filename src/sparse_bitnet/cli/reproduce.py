@@ -11,9 +11,9 @@ import tyro
 
 from sparse_bitnet.cli.arguments import FLAT, command
 from sparse_bitnet.errors import UserError, check_least, refuse_unused
-from sparse_bitnet.experiments.paper_runs import EXPERIMENTS, plan
-from sparse_bitnet.experiments.scales import Scale, find_scale
 from sparse_bitnet.layer_config import DenseLayersOption
+from sparse_bitnet_paper.paper_runs import EXPERIMENTS, plan
+from sparse_bitnet_paper.scales import Scale, find_scale
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -109,7 +109,7 @@ def main(options: Annotated[ReproduceConfig, FLAT]) -> None:
 
 def run_tasks(scale: Scale, out: Path, options: ReproduceConfig) -> None:
     """Score table 2's models, of seed 0 unless more are asked for."""
-    from sparse_bitnet.experiments.downstream import score
+    from sparse_bitnet_paper.downstream import score
 
     count = score(
         scale,
@@ -127,9 +127,9 @@ def run(
     scale: Scale, experiments: list[str], *, out: Path, console: "Console", **options: Any
 ) -> None:
     """Train and report in one line how it ended; `options` are those of `runner.reproduce`."""
-    from sparse_bitnet.experiments.runner import reproduce
     from sparse_bitnet.training.device import resolve_device
     from sparse_bitnet.training.run_folder import Interrupted
+    from sparse_bitnet_paper.runner import reproduce
 
     if scale.needs_gpu and resolve_device("auto").type == "cpu":
         raise UserError(f"scale {scale.name} needs GPUs; --dry-run says how many hours of which")
@@ -152,11 +152,11 @@ def dry_run(
     scale: Scale, experiments: list[str], out: Path, options: ReproduceConfig, console: "Console"
 ) -> None:
     """Which runs there are, which are done in `out`, and how long the others take."""
-    from sparse_bitnet.experiments.estimate import Speed, print_plan
-    from sparse_bitnet.experiments.provenance import hardware
-    from sparse_bitnet.experiments.results import Results
-    from sparse_bitnet.experiments.runner import default_workers, finished
+    from sparse_bitnet.provenance import hardware
     from sparse_bitnet.training.device import resolve_device
+    from sparse_bitnet_paper.estimate import Speed, print_plan
+    from sparse_bitnet_paper.results import Results
+    from sparse_bitnet_paper.runner import default_workers, finished
 
     results = Results(out)
     runs = plan(scale, experiments, options.seeds, results.losses)
