@@ -158,9 +158,10 @@ class TestInit:
         state = model.state_dict()
         assert all(torch.equal(value, state[name]) for name, value in again.state_dict().items())
 
-    def test_smaller_vocabulary_than_the_tokenizers_is_refused(self, dense: Path) -> None:
-        with pytest.raises(UserError, match="vocabulary of 96 is smaller than the tokenizer's 500"):
-            build_model("ignored", SparseBitConfig(), init=dense, vocab_size=500)
+    @pytest.mark.parametrize("size", [95, 500])
+    def test_another_vocabulary_size_is_refused(self, dense: Path, size: int) -> None:
+        with pytest.raises(UserError, match=rf"vocab_size={size}: --init .* has 96 rows"):
+            build_model("ignored", SparseBitConfig(), init=dense, vocab_size=size)
 
     def test_incomplete_weights_are_refused_not_randomised(self, dense: Path) -> None:
         weights = load_file(dense / "model.safetensors")

@@ -63,10 +63,38 @@ def test_a_config_that_cannot_train_leaves_no_trace(small_run, monkeypatch, wron
     assert train(config).steps == 1, "the corrected command"
 
 
+@pytest.mark.parametrize("size", [299, 301])
+def test_a_vocabulary_size_other_than_the_models_is_refused(small_run, tmp_path, size):
+    train(start := small_run(steps=1, out=str(tmp_path / "start")))
+    with pytest.raises(UserError, match=f"vocab_size={size}: --init .*start has 300 rows"):
+        train(small_run(init=start.out, vocab_size=size))
+    assert train(small_run(init=start.out, vocab_size=300, steps=1)).steps == 1
+
+
 def test_a_mistyped_folder_to_start_from_is_said_at_once(small_run, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     with pytest.raises(UserError, match="norun"):
         train(small_run(init="norun"))
+
+
+def test_text_of_another_tokenizer_is_refused(small_run, prepared, tmp_path, capsys):
+    train(start := small_run(steps=2, out=str(tmp_path / "start")))
+    other = tmp_path / "other"
+    texts = parse_source(f"{prepared.parent}/texts/*.txt", validation_fraction=0.2)
+    prepare(texts, other, vocab_size=290)
+    cache = {"teacher": start.out, "logit_cache": str(tmp_path / "cache")}
+    started = {"init": start.out, "teacher": start.out}
+    for changes in ({"init": start.out}, {"teacher": start.out}, started, cache):
+        with pytest.raises(UserError, match="another tokenizer than that of"):
+            train(small_run(data=str(other), **changes))
+    shutil.rmtree(tmp_path / "start" / "final")
+    with pytest.raises(UserError, match="prepared with another tokenizer"):
+        train(small_run(data=str(other), init=start.out))
+    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "cache").exists()
+    train(small_run(init=start.out, steps=1, format="full-2:4"))
+    said = capsys.readouterr().err
+    assert f"{start.out} is ternary-6:8: the run converts it to full-2:4 (--format)" in said
 
 
 @pytest.mark.parametrize("place", ["/proc/run", "file/run"])

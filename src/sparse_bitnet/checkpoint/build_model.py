@@ -56,7 +56,7 @@ def build_model(
         name: a preset; ignored when `init` is given.
         config: the format; the same seed gives the same initial weights for every format.
         seed: of the random initial weights (std 0.02, biases zero).
-        vocab_size: replaces the preset's.
+        vocab_size: replaces the preset's; of `init` it is the model's own.
         uniform: matrices of the blocks uniform in ±1/sqrt(in_features) instead.
         init: folder or hub id of existing dense weights to start from (dense-to-sparse).
         meta: on the meta device instead: shapes without values.
@@ -71,10 +71,10 @@ def build_model(
         stored = find_checkpoint(init)
         model: Any = stored.model().float() if meta else stored.load(dtype=torch.float32)
         embedding: Any = model.get_input_embeddings()
-        if vocab_size is not None and embedding.num_embeddings < vocab_size:
+        if vocab_size not in (None, embedding.num_embeddings):
             raise UserError(
-                f"--init {init}: its vocabulary of {embedding.num_embeddings} is smaller than the "
-                f"tokenizer's {vocab_size}; prepare the data with its own tokenizer"
+                f"vocab_size={vocab_size}: --init {init} has {embedding.num_embeddings} rows, which "
+                "training keeps: leave it out"
             )
         return convert_(with_sub_norms(model) if sub_norms else model, config)
     transformers_config = preset_config(name, vocab_size=vocab_size)

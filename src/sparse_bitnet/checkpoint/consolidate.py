@@ -3,7 +3,7 @@
 
 A run has `final` at its end; before that its checkpoints are split by rows. Who names such a run to
 `evaluate`, `pack`, `export` or `analyze` gets the newest one put together, once, by one process:
-RUN/consolidated/step-00000100 with config.json, model.safetensors and train_config.json.
+RUN/consolidated/step-00000100 with config.json, model.safetensors, train_config.json and state.json.
 """
 
 import shutil
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from sparse_bitnet.checkpoint.model_folder import check_folder, read_small
-from sparse_bitnet.checkpoint.saved_steps import FOLDER, MODEL_FOLDER, SavedStep, damage
+from sparse_bitnet.checkpoint.saved_steps import FOLDER, MODEL_FOLDER, STATE, SavedStep, damage
 from sparse_bitnet.checkpoint.shard_readers import shard_reader
 from sparse_bitnet.errors import UserError, reason_of
 from sparse_bitnet.files import NO_SPACE, atomic_folder
@@ -54,7 +54,7 @@ def consolidated(checkpoint: SavedStep) -> Path:
             f"{path} holds adapters beside the weights; continue the run, which merges them"
         )
     with atomic_folder(made) as folder:
-        for file in described.iterdir():
+        for file in (*described.iterdir(), path / STATE):
             shutil.copy(file, folder)
         (folder / "train_config.json").write_bytes(read_small(path / "train_config.json"))
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

@@ -113,7 +113,7 @@ def from_pretrained(path_or_id: str | Path, **kwargs: Any) -> "PreTrainedModel":
 
 
 def load_tokenizer(
-    path_or_hub_id: str | os.PathLike[str], *, eos_token: str | None = None
+    path_or_hub_id: str | os.PathLike[str], *, eos_token: str | int | None = None
 ) -> "PreTrainedTokenizerFast":
     """A fast transformers tokenizer from a folder or from the Hugging Face hub.
 
@@ -124,7 +124,7 @@ def load_tokenizer(
     Args:
         path_or_hub_id: folder, or hub id such as "Qwen/Qwen2.5-0.5B".
         eos_token: the token that ends a document, where the saved choice is not the one wanted (an
-            instruction-tuned model's ends a turn).
+            instruction-tuned model's ends a turn); an id is not checked.
 
     Raises:
         UserError: nothing there, not a fast tokenizer, or no (such) end token.
@@ -138,6 +138,9 @@ def load_tokenizer(
         tokenizer = load_with(loader.from_pretrained, folder)
     if not tokenizer.is_fast:
         raise UserError(f"{path_or_hub_id}: not a fast tokenizer; save it with a tokenizer.json")
+    if isinstance(eos_token, int):
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(eos_token)
+        return tokenizer
     if eos_token is not None:
         if eos_token not in tokenizer.get_vocab():
             raise UserError(f"{path_or_hub_id}: the vocabulary has no token {eos_token!r}")

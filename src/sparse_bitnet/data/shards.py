@@ -20,13 +20,19 @@ from typing import Any, BinaryIO
 import numpy as np
 from zlib_ng import zlib_ng
 
+from sparse_bitnet.checkpoint.load import load_tokenizer
+from sparse_bitnet.checkpoint.model_folder import read_json_if_there
+from sparse_bitnet.checkpoint.saved_steps import STATE
 from sparse_bitnet.data.chat import IDS
 from sparse_bitnet.data.checksums import changed_shards, check_size, verify_shards
 from sparse_bitnet.data.manifest import Manifest, Shard, token_dtype
+from sparse_bitnet.data.tokenizer import tokenizer_hash
 from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.files import file_crc32
 
 ALWAYS_VERIFIED_BYTES = 256_000_000
+_TOKENIZERS = ("tokenizer.json", "*.model", "vocab.*")
+"""Files of which a model folder with a tokenizer has one at least."""
 
 
 class ShardWriter:
@@ -205,6 +211,26 @@ class TokenDataset:
                 f"{self.folder}: the tokenizer's vocabulary has {self.vocab_size:,} tokens, the model's "
                 f"{model_vocab_size:,}; prepare the data with the model's tokenizer"
             )
+
+    def check_tokenizer(self, folder: Path, name: str) -> bool:
+        """Whether a model folder says with which tokenizer the model was trained.
+
+        `name` is the model's, for messages. Raises `UserError` where that is another tokenizer than the
+        data's, but for the end token, which may have been chosen anew for the data.
+        """
+        is_known = any(any(folder.glob(file)) for file in _TOKENIZERS)
+        if is_known:
+            theirs = tokenizer_hash(load_tokenizer(folder, eos_token=self.eos_token_id))
+        else:  # a checkpoint of a run, which names its data
+            data = read_json_if_there(folder / STATE).get("data")
+            theirs = data.get("tokenizer_hash") if isinstance(data, dict) else None
+            is_known = theirs is not None
+        if is_known and theirs != self.manifest.tokenizer_hash:
+            raise UserError(
+                f"{self.folder} was prepared with another tokenizer than that of {name}: prepare the "
+                "text again with that one (--tokenizer)"
+            )
+        return is_known
 
     def check_ids(self, ids: np.ndarray) -> None:
         """Raise `UserError` for token ids that the vocabulary does not hold: a shard that another

@@ -13,7 +13,6 @@ from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.data.tokenizer import (
     text_backend,
     tokenised,
-    tokenizer_hash,
     vocabulary_size,
 )
 from sparse_bitnet.errors import UserError
@@ -84,15 +83,7 @@ def _prepared(folder: Path, checkpoint: str) -> HeldOutText:
         raise UserError(
             f"{folder} holds conversations, whose perplexity `train` prints: evaluate on text"
         )
-    if Path(checkpoint, "tokenizer.json").is_file():
-        tokenizer = load_tokenizer(checkpoint)
-        # The end token may have been chosen anew for the data; all else must agree.
-        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(dataset.eos_token_id)
-        if tokenizer_hash(tokenizer) != dataset.manifest.tokenizer_hash:
-            raise UserError(
-                f"{folder} was prepared with another tokenizer than that of {checkpoint}: "
-                "prepare the text again with --tokenizer, or evaluate on a text file"
-            )
+    dataset.check_tokenizer(Path(checkpoint), checkpoint)
     return HeldOutText(
         name=f"{folder} (validation)",
         tokens=dataset,

@@ -36,7 +36,7 @@ def initial_model(
 
     Raises `UserError` for a model that the data does not fit.
     """
-    preset = PRESETS.get(config.model)
+    preset = PRESETS.get(config.model) if config.init is None else None
     own = None if preset is None or preset.published else dataset.vocab_size
     model = build_model(
         config.model,

@@ -5,13 +5,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
 from sparse_bitnet.checkpoint.saved_steps import clean_run
 from sparse_bitnet.checkpoint.store_path import check_store
 from sparse_bitnet.data.shards import TokenDataset
+from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import resolve_device
 from sparse_bitnet.training.distributed import Launch, open_world
-from sparse_bitnet.training.run_folder import Interrupted, RunResult, check_run, run_lock
+from sparse_bitnet.training.run_folder import Interrupted, RunResult, check_run, run_lock, say
 from sparse_bitnet.training.schedule import format_of
 from sparse_bitnet.training.trainer import OnStep, Trainer
 from sparse_bitnet.training.validation import check_validation_data, identity_of
@@ -50,13 +52,23 @@ def train(
 
 
 def _check(run: Path, config: TrainConfig) -> tuple[dict[str, Any], RunResult | None]:
-    TokenDataset.open(config.data, "train")
+    dataset = TokenDataset.open(config.data, "train")
     check_validation_data(config)
     data = identity_of(config.data)
     finished = check_run(run, config, data)
-    if finished is None and config.checkpoint_url is not None:
+    if finished is not None:
+        return data, finished
+    if config.checkpoint_url is not None:
         check_store(config.checkpoint_url)
-    return data, finished
+    for name in dict.fromkeys(filter(None, (config.init, config.teacher))):
+        found = find_checkpoint(name)
+        if not dataset.check_tokenizer(found.folder, name):
+            say(f"{name} has no tokenizer: that of {config.data} is taken for its own")
+        if name == config.init and found.kind == "trained":
+            before = SparseBitConfig.from_dict(found.entry["format"])
+            if before != format_of(config):
+                say(f"{name} is {before}: the run converts it to {config.format} (--format)")
+    return data, None
 
 
 def _take(run: Path, config: TrainConfig, data: dict[str, Any], held: ExitStack) -> None:
