@@ -124,32 +124,6 @@ def training() -> str:
     return markdown(head, lines, last, "python benchmarks/training_speed.py DATA OTHER")
 
 
-def forwards() -> str:
-    rows = read("forwards")
-    runs = [row for row in rows if row["what"] == "run"]
-    found = next(row for row in rows if row["what"] == "comparison")
-    head = ["seed", "validation loss, fake", "int8", "last training losses, fake", "int8"]
-    lines = []
-    for seed in dict.fromkeys(row["seed"] for row in runs):
-        own = {row["forward"]: row for row in runs if row["seed"] == seed}
-        pair = (own["fake"], own["int8"])
-        losses = [f"{row['validation_loss']:.4f}" for row in pair]
-        lines.append([str(seed), *losses, *(f"{row['curve'][-1]:.4f}" for row in pair)])
-    note = (
-        f"{found['model']} {found['format']}, {found['steps']} steps of {found['tokens_per_step']:,} "
-        f"tokens, {found['compute']} on {found['device']}; "
-    )
-    table = markdown(head, lines, found, "python benchmarks/forwards.py WORK_FOLDER", note)
-    return (
-        f"{table}\n\nint8 minus fake over {found['seeds']} seeds: training loss "
-        f"{found['training_difference']:+.4f} +- {found['training_half_width']:.4f}, validation loss "
-        f"{found['validation_difference']:+.4f} +- {found['validation_half_width']:.4f} (95 %); "
-        f"curves lie {found['curve_distance_of_forwards']:.4f} apart, those of two seeds "
-        f"{found['curve_distance_of_seeds']:.4f}. The forwards "
-        f"{'agree within' if found['agree'] else 'differ by more than'} the noise between seeds."
-    )
-
-
 def opened() -> str:
     columns = [
         ("tokens", "{tokens:,}"),

@@ -68,7 +68,7 @@ BAD_INPUT = [
     ),
     (["serve", "x", "--api-key", ""], "--api-key is empty"),
     (["bench", "--out", "."], "cannot write .: Is a directory"),
-    (["bench", "train", "--out", "."], "cannot write .: Is a directory"),
+    (["bench", "gpu", "--rounds", "0"], "--rounds 0: must be above 0"),
     (["prepare", "python-stdlib", "out", "--tokenizer", "."], "from one of: (1) "),
     (["sizes", "--models"], "--models: name at least one"),
     (["sizes", "--patterns"], "--patterns: name at least one"),

@@ -5,14 +5,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from factories import make_layer, tiny_model
-from sparse_bitnet.nn.convert import convert_, selected, set_integer_forward_
-from sparse_bitnet.nn.layer import SparseBitConfig
+from factories import make_layer
+from sparse_bitnet.nn.convert import set_integer_forward_
 from sparse_bitnet.ops.absmean import absmean_reference
 from sparse_bitnet.ops.backends import cusparselt_unavailable, triton_unavailable
 from sparse_bitnet.ops.int8_linear import int8_linear_reference
 from sparse_bitnet.ops.nm_mask import nm_mask_reference
-from sparse_bitnet.ops.packed_int8_linear import pack_blocks
 from sparse_bitnet.ops.quantize_int8 import quantize_int8_reference
 from sparse_bitnet.ops.quantize_windows import quantize_windows, quantize_windows_reference
 from sparse_bitnet.ops.select_ternary import select_ternary_bits_reference, select_ternary_reference
@@ -87,7 +85,6 @@ def test_products(text: str, shape: tuple[int, int, int], dtype: torch.dtype) ->
     expected = int8_linear_reference(x_codes, activation_scale, codes, scale, bias, dtype)
     head, tail = (x_codes.cuda(), activation_scale.cuda()), (scale.cuda(), bias.cuda(), dtype)
     same(ops.int8_linear(*head, codes.cuda(), *tail), expected)
-    same(ops.packed_int8_linear(*head, pack_blocks(codes).cuda(), *tail), expected)
 
 
 @needs_sparse
@@ -130,24 +127,6 @@ def test_training_layer(integer: bool) -> None:
     for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
         for ours, theirs in zip(results("cuda", dtype), results("cpu", dtype), strict=True):
             assert (ours - theirs).abs().max() <= bound * theirs.abs().max()
-
-
-@pytest.mark.parametrize("route", ["dense", "packed", pytest.param("sparse", marks=needs_sparse)])
-def test_recorded_decode_steps(route: str) -> None:
-    from sparse_bitnet.engine.gpu.blocks import prepare_
-    from sparse_bitnet.engine.gpu.decode import SlotDecoder
-    from sparse_bitnet.engine.gpu.linear import RoutePolicy
-
-    model = convert_(tiny_model(), SparseBitConfig()).eval()
-    ids = torch.randint(0, 96, (2, 12))
-    with torch.no_grad(), selected(model):
-        expected = model(ids).logits
-    decoder = SlotDecoder(prepare_(model.cuda(), RoutePolicy(always=route)), 2, 12)
-    found = [decoder.prompt(slice(None), ids[:, :4].cuda())[:, -1].cpu()]
-    found = [decoder.prompt(slice(None), ids[:, 4:7].cuda(), 4)[:, -1].cpu()]
-    found += [decoder.step(ids[:, at], [at, at]).cpu() for at in range(7, 12)]
-    # An activation next to a rounding boundary may fall on its other side: one step of 127.
-    torch.testing.assert_close(torch.stack(found, 1), expected[:, 6:], rtol=2e-2, atol=2e-2)
 
 
 def test_compiles_without_graph_breaks() -> None:

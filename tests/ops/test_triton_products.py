@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton products of codes and of packed rows equal the reference, interpreted or on a GPU."""
+"""The Triton product of codes equals the reference, interpreted or on a GPU."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from sparse_bitnet.ops.int8_linear import int8_linear_reference
-from sparse_bitnet.ops.packed_int8_linear import pack_blocks
 from sparse_bitnet.ops.select_ternary import select_ternary_reference
 from sparse_bitnet.pattern import NMPattern
 
@@ -46,12 +45,9 @@ def on_device(*given):
     return [t.to(DEVICE) if isinstance(t, Tensor) else t for t in given]
 
 
-@pytest.mark.parametrize("kernel", ["dense", "packed", "packed, whole"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_equals_the_reference(kernel: str, case) -> None:
+def test_equals_the_reference(case) -> None:
     _, codes, x_codes = problem(*case)
-    weight = codes if kernel == "dense" else pack_blocks(codes)
-    op = int8_dot.int8_linear if kernel == "dense" else int8_dot.packed_int8_linear
     tokens, rows = len(x_codes), len(codes)
     activation_scale, row_scale, bias = torch.rand(tokens, 1), torch.rand(rows), torch.randn(rows)
     for scale, b, dtype in (
@@ -59,16 +55,7 @@ def test_equals_the_reference(kernel: str, case) -> None:
         (row_scale, bias, torch.bfloat16),
     ):
         expected = int8_linear_reference(x_codes, activation_scale, codes, scale, b, dtype)
-        if kernel == "packed, whole":
-            x = torch.nn.functional.pad(x_codes, (0, 4 * weight.shape[1] - x_codes.shape[1]))
-            y = torch.empty(tokens, rows, dtype=dtype, device=DEVICE)
-            given = on_device(x, weight, y, activation_scale, scale.expand(rows).contiguous(), b)
-            sizes = (tokens, rows, weight.shape[1] // 64)
-            int8_dot.i2_dot.fn[(-(-rows // 64), -(-tokens // 16))](
-                given[0], given[1], y, *given[3:], *sizes, TOKENS=16, ROWS=64, SPLIT=1
-            )
-        else:
-            y = op(*on_device(x_codes, activation_scale, weight, scale, b), dtype)
+        y = int8_dot.int8_linear(*on_device(x_codes, activation_scale, codes, scale, b), dtype)
         # Interpreted, bfloat16 is not rounded to even.
         ulp = 2.0**-7 if dtype == torch.bfloat16 and DEVICE == "cpu" else 0
         torch.testing.assert_close(y.cpu(), expected, rtol=ulp, atol=0)
@@ -77,11 +64,7 @@ def test_equals_the_reference(kernel: str, case) -> None:
 def test_no_tokens_and_any_int8_codes() -> None:
     codes, x = torch.randint(-128, 128, (2, 9, 300), dtype=torch.int8)
     arguments = (torch.rand(9, 1), codes, torch.rand(9), None, torch.float32)
-    for op, weight in (
-        (int8_dot.int8_linear, codes),
-        (int8_dot.packed_int8_linear, pack_blocks(codes.sign())),
-    ):
-        found = op(*on_device(x[:0], arguments[0][:0], weight, *arguments[2:]))
-        assert found.shape == (0, 9)
+    empty = int8_dot.int8_linear(*on_device(x[:0], arguments[0][:0], *arguments[1:]))
+    assert empty.shape == (0, 9)
     y = int8_dot.int8_linear(*on_device(x, *arguments), False).cpu()
     assert torch.equal(y, int8_linear_reference(x, *arguments, ternary=False))

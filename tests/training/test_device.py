@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from sparse_bitnet.bench import gpu_models
+from sparse_bitnet.bench import gpu
 from sparse_bitnet.bench.options import GpuBenchOptions
 from sparse_bitnet.training import device
 from sparse_bitnet.training.config import TrainConfig
@@ -72,9 +72,9 @@ def test_training_is_measured_with_the_kernels_of_a_run(monkeypatch):
         chosen.append(where.type)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(gpu_models, "make_deterministic", stop)
+    monkeypatch.setattr(gpu, "make_deterministic", stop)
     with pytest.raises(KeyboardInterrupt):
-        next(gpu_models.run_training(GpuBenchOptions(device="cpu")))
+        next(gpu.measure(GpuBenchOptions(rehearse=True), "train", "6:8", []))
     assert chosen == ["cpu"]
 
 

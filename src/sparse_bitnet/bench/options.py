@@ -9,6 +9,7 @@ from typing import Literal
 from sparse_bitnet.engine.engine_options import WeightFormat
 from sparse_bitnet.errors import UserError, refuse_unused
 from sparse_bitnet.host import available_cores
+from sparse_bitnet.pattern import NMPattern
 
 PAPER_PREFILL = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 PAPER_DECODE = (64, 128, 256, 512)
@@ -90,21 +91,22 @@ class BenchOptions:
 
 @dataclass(kw_only=True)
 class GpuBenchOptions:
-    """A model of some shape with random weights: dense bf16, dense int8, sparse, and chosen."""
+    """The paper's Table 3 on a GPU, with random weights: bf16, dense int8 and sparse int8 models."""
+
+    step: Literal["all", "prefill", "decode", "train"] = "all"
+    """all: CUDA tests, then the three others, each in a process of its own."""
 
     model: str = "qwen2.5-3b"
-    """Preset, or a folder whose config.json gives the shape."""
+    """Preset that gives the shape."""
 
-    pattern: str = "6:8"
-    """n:m of the random weights."""
+    pattern: list[str] = field(default_factory=lambda: ["6:8", "2:4"])
+    """n:m of the ternary weights."""
 
     tokens: list[int] = field(default_factory=list)
-    """Prompt lengths (prefill), sequence lengths of a step (train), tokens of a product (kernels,
-    profile). Default: the paper's, 2048, a few."""
+    """Prompt lengths; for train the sequence length. Default: the paper's, 2048."""
 
     batch: list[int] = field(default_factory=list)
-    """Sequences (decode: the paper's; train: 4, fewer where the GPU's memory is too small). Prefill is
-    of one sequence."""
+    """Sequences of decode and train. Default: the paper's; 4, or fewer where memory is short."""
 
     context: int = 512
     """Tokens in the cache before the decoded ones."""
@@ -115,17 +117,27 @@ class GpuBenchOptions:
     layers: int | None = None
     """Blocks of the model. Default: all."""
 
-    compile: bool = False
-    """torch.compile the blocks of training."""
+    minutes: float | None = None
+    """Stop after this time; the same command resumes."""
 
-    device: Literal["cuda", "cpu"] = "cuda"
-    """cpu runs the plain PyTorch references: it tests the benchmark and says nothing of speed."""
+    rehearse: bool = False
+    """Run the same steps on the CPU with a tiny model. The numbers say nothing about speed."""
 
     def __post_init__(self) -> None:
-        for name in ("context", "rounds"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)}: must be above 0")
+        """Raise `UserError` for sizes that cannot be measured."""
+        if self.rehearse:
+            self.model, self.layers, self.rounds, self.context = "qwen2.5-0.3m", 1, 1, 16
+            self.tokens, self.batch = [32], [2]
+        for name in ("context", "rounds", "minutes"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise UserError(f"--{name} {value}: must be above 0")
         for name in ("tokens", "batch"):
-            for value in getattr(self, name):
-                if value < 1:
-                    raise UserError(f"{name}={value}: must be above 0")
+            if any(value < 1 for value in getattr(self, name)):
+                raise UserError(f"--{name} {getattr(self, name)}: give numbers above 0")
+        for pattern in self.pattern:
+            NMPattern.parse(pattern)
+
+    @property
+    def device(self) -> str:
+        """Name of the device that computes."""
+        return "cpu" if self.rehearse else "cuda"

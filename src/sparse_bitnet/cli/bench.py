@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sparse-bitnet bench`: speed of the CPU engine, beside what the machine could do at most; on a GPU the
-paper's Table 3, training steps and single kernels."""
+"""`sparse-bitnet bench`: speed of the CPU engine beside the machine's limits; `bench gpu`: the paper's
+Table 3 on a GPU."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -10,27 +10,11 @@ from sparse_bitnet.bench.options import BenchOptions, GpuBenchOptions
 from sparse_bitnet.cli.arguments import FLAT, parse
 from sparse_bitnet.errors import UserError
 
-GPU_KINDS = ("prefill", "decode", "train", "kernels", "profile")
-
 
 def main(arguments: list[str]) -> None:
-    """Measure, print a table and write JSON lines if asked.
-
-    On a GPU with one of `GPU_KINDS` as the first argument, or with "gpu" for everything.
-    """
-    kind, *rest = arguments or [""]
-
-    def one_kind(options: Annotated[GpuBenchOptions, FLAT], out: Path | None = None) -> None:
-        """Dense bf16, dense int8 and sparse models of one shape, in turn, on a GPU.
-
-        Args:
-            options: what to measure.
-            out: append the rows to this JSON-lines file.
-        """
-        on_gpu(kind, options, out)
-
-    if kind in ("gpu", *GPU_KINDS):
-        parse(all_on_gpu if kind == "gpu" else one_kind, rest, prog=f"sparse-bitnet bench {kind}")
+    """Measure, print a table and write JSON lines if asked; on a GPU with "gpu" as the first argument."""
+    if arguments[:1] == ["gpu"]:
+        parse(on_gpu, arguments[1:], prog="sparse-bitnet bench gpu")
     else:
         parse(on_cpu, arguments, prog="sparse-bitnet bench")
 
@@ -41,7 +25,7 @@ def on_cpu(options: Annotated[BenchOptions, FLAT], out: Path | None = None) -> N
     Decode is given as a share of the memory's speed, prefill of the int8 multiply-adds', both
     measured in the same run. Keep the machine otherwise idle.
 
-    `bench prefill|decode|train|kernels|profile`, and `bench gpu --all`, measure on a GPU instead.
+    `bench gpu` measures on an NVIDIA GPU instead.
 
     Args:
         options: what to measure.
@@ -71,62 +55,25 @@ def on_cpu(options: Annotated[BenchOptions, FLAT], out: Path | None = None) -> N
         console.print(f"written to {out}")
 
 
-def all_on_gpu(all: bool = False, out: Path | None = None, rehearse: bool = False) -> None:
-    """Tests, kernels, prefill, decode, training and a profile on this GPU, in a folder with a page.
+def on_gpu(options: Annotated[GpuBenchOptions, FLAT], out: Path = Path("gpu-results")) -> None:
+    """CUDA tests, prefill, decode and training on this GPU: rows and one page in a folder.
 
-    Every step is a process of its own; one that fails is a row that says why. Called again it goes on
-    with what is missing or failed.
+    The same command continues with what is missing or failed.
 
     Args:
-        all: every step; there is no other choice yet.
-        out: folder for rows and index.html; gpu-results, or gpu-rehearsal.
-        rehearse: the same steps on the CPU with a small model, to see that all is in place.
+        options: what to measure.
+        out: folder for the rows and index.html.
     """
     import torch
 
-    from sparse_bitnet.bench.gpu_all import run_all
-
-    if not all:
-        raise UserError("bench gpu: say --all, or take one of " + ", ".join(GPU_KINDS))
-    if not (rehearse or torch.cuda.is_available()):
-        raise UserError("bench gpu: torch sees no CUDA device; --rehearse runs it on the CPU")
-    out = out or Path("gpu-rehearsal" if rehearse else "gpu-results")
-    if not run_all(out, rehearse=rehearse):
-        raise SystemExit(1)  # every step that failed has said why
-
-
-def on_gpu(kind: str, options: GpuBenchOptions, out: Path | None) -> None:
-    """Measure one of `GPU_KINDS`, append the rows to `out` as they come, and print the table.
-
-    Raises `UserError` for an unknown model, a pattern that does not fit, or no CUDA device.
-    """
-    from rich.console import Console
-
-    from sparse_bitnet.bench import gpu_kernels, gpu_models
-    from sparse_bitnet.bench.gpu_record import record, table
-    from sparse_bitnet.bench.record import append_records, check_records
+    from sparse_bitnet.bench.gpu import ROWS, run_all, run_step
     from sparse_bitnet.provenance import provenance
+    from sparse_bitnet_paper.cells import paper_gains
 
-    measured = {
-        "prefill": lambda: gpu_models.run_inference(options, "prefill"),
-        "decode": lambda: gpu_models.run_inference(options, "decode"),
-        "train": lambda: gpu_models.run_training(options),
-        "kernels": lambda: gpu_kernels.run(options),
-        "profile": lambda: gpu_kernels.run_profile(options),
-    }
-    if out is not None:
-        check_records(out)
-    where, rows, console = provenance(), [], Console()
-    for row in measured[kind]():
-        rows.append(row)
-        if out is not None:
-            append_records(out, [record(row, options)], where)
-    if not console.is_terminal:  # in a file or a pipe nothing of a row is to be cut off
-        console = Console(width=200)
-    layers = "" if options.layers is None else f", {options.layers} layers"
-    if kind != "profile":
-        title = f"{kind}: {options.model} {options.pattern}{layers}, {where['hardware']}"
-        console.print(table(rows, title))
-    console.print(f"torch {where['versions']['torch']}, {where['date'][:10]}, {where['commit']}")
-    if out is not None:
-        console.print(f"written to {out}", soft_wrap=True)
+    if not (options.rehearse or torch.cuda.is_available()):
+        raise UserError("bench gpu: torch sees no CUDA device; --rehearse runs it on the CPU")
+    if options.step != "all":
+        for pattern in options.pattern:
+            run_step(options, options.step, pattern, out / ROWS, provenance())
+    elif not run_all(options, out, provenance(), lambda phase: paper_gains(phase)[1]):
+        raise SystemExit(1)  # every step that failed has said why

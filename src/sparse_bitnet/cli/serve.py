@@ -144,8 +144,6 @@ def main(
             template, why = None, str(error)
         pooling: Pooling | None = None
         try:
-            if opened.engine_name == "gpu":
-                raise UserError("the GPU engine gives no hidden states: use --engine transformers")
             pooling = read_pooling(opened.folder)
         except UserError as error:
             why_none = str(error)

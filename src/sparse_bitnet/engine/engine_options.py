@@ -23,8 +23,8 @@ class EngineOptions:
     that it can load. auto: cpu where it can."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """cuda runs ternary models, packed or not, with the kernels for GPUs; others through transformers.
-    auto: the CPU engine where it can, else a GPU where there is one."""
+    """cuda: through transformers on an NVIDIA GPU. auto: the CPU engine where it can run the model, else
+    a GPU where there is one."""
 
     threads: int | None = None
     """Threads to compute with. Default: one for each core."""

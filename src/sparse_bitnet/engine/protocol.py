@@ -3,7 +3,7 @@
 sequences, the checks of a batch, and one caller at a time. Free of torch.
 
 `engine.Engine` runs packed models in C++; `transformers_engine.TransformersEngine` any transformers
-model; `gpu.gpu_engine.GpuEngine` ternary ones on a GPU.
+model.
 """
 
 import os

@@ -34,10 +34,10 @@ class OpenEngine:
 
     engine: "InferenceEngine"
     engine_name: str
-    """ "cpu", "gpu" or "transformers"."""
+    """ "cpu" or "transformers"."""
 
     note: str | None = None
-    """Why "auto" took transformers for a packed model, or on a GPU; None where it did not."""
+    """Why "auto" took transformers for a packed model; None where it did not."""
 
 
 @dataclass(kw_only=True)
@@ -129,6 +129,7 @@ def _through_pytorch(
     import torch
 
     from sparse_bitnet.engine.transformers_engine import TransformersEngine
+    from sparse_bitnet.training.device import resolve_device
 
     room: dict[str, Any] = {
         "context_length": options.context_length,
@@ -138,15 +139,7 @@ def _through_pytorch(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
-        from sparse_bitnet.engine.gpu.gpu_engine import GpuEngine, UnsuitedModel, check_device
-
-        check_device(device)
-        if options.engine == "auto":
-            try:
-                fast = GpuEngine.load(folder, **room)
-                return OpenEngine(folder=folder, engine=fast, engine_name="gpu")
-            except UnsuitedModel as error:
-                note = str(error)
+        resolve_device(device)
     elif options.threads is not None:
         torch.set_num_threads(options.threads)
     engine = TransformersEngine.load(folder, device=device, **room)

@@ -3,8 +3,7 @@
 
 An op is defined by plain PyTorch, for every device, and may have a compiled kernel for CPUs and one for
 CUDA. SPARSE_BITNET_KERNEL chooses: "auto" (the default) takes what there is, "reference" the plain
-PyTorch code, "cpu" the compiled kernels or an error, "triton" the CUDA kernels or an error,
-"cusparselt" these and sparse tensor cores for every pattern that maps to 2:4, or an error. What is not
+PyTorch code, "cpu" the compiled kernels or an error, "triton" the CUDA kernels or an error. What is not
 asked for is chosen as by "auto".
 """
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
-CHOICES = ("auto", "reference", "cpu", "triton", "cusparselt")
+CHOICES = ("auto", "reference", "cpu", "triton")
 CPU_DTYPES = (torch.float32, torch.bfloat16)
 CUDA_DTYPES = (*CPU_DTYPES, torch.float16)
 
@@ -114,8 +113,7 @@ def check_choice() -> None:
     """
     choice = choice_of_kernel()
     cpu_kernels()
-    unavailable = {"triton": triton_unavailable, "cusparselt": cusparselt_unavailable}
-    if choice in unavailable and (reason := unavailable[choice]()):
+    if choice == "triton" and (reason := triton_unavailable()):
         raise UserError(f"SPARSE_BITNET_KERNEL={choice}: {reason}")
 
 
@@ -124,7 +122,6 @@ def status() -> list[KernelStatus]:
     check_choice()
     choice = choice_of_kernel()
     kernels, reason = cpu_kernels()
-    how = "always" if choice == "cusparselt" else "where measured faster than dense"
     rows = [
         KernelStatus(
             "reference",
@@ -135,7 +132,7 @@ def status() -> list[KernelStatus]:
     ]
     for name, unavailable, use in (
         ("triton", triton_unavailable, "selection, quantisation and products on CUDA tensors"),
-        ("cusparselt", cusparselt_unavailable, f"sparse tensor cores, {how}"),
+        ("cusparselt", cusparselt_unavailable, "sparse tensor cores, in `bench gpu`"),
     ):
         refused = f"SPARSE_BITNET_KERNEL={choice}" if choice == "reference" else unavailable()
         rows.append(KernelStatus(name, not refused, refused or use))

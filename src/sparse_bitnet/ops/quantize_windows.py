@@ -30,24 +30,9 @@ def quantize_windows_reference(x: Tensor, n: int, m: int) -> tuple[Tensor, Tenso
     return torch.where(index < 0, 0, codes[..., index.clamp_min(0)]), activation_scale
 
 
-def quantize_in_order(x: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
-    """In the order of the windows of n:m, or with m = 0 in its own: what the fused ops end with."""
-    return quantize_windows_reference(x, n, m) if m else quantize_int8_reference(x)
-
-
-def order_of(windows: NMPattern | None) -> tuple[int, int]:
-    """The n and m that fused ops take for a pattern's windows; (0, 0) for the features' own order."""
-    return (0, 0) if windows is None else (windows.n, windows.m)
-
-
-def empty_in_order(x: Tensor, features: int, n: int, m: int) -> tuple[Tensor, Tensor]:
-    """Room for `features` of each token of `x`, quantised in the order of `quantize_in_order`."""
-    return empty_tokens(x, window_layout(NMPattern(n, m)).width(features) if m else features)
-
-
 define(
     "quantize_windows(Tensor x, int n, int m) -> (Tensor codes, Tensor activation_scale)",
     quantize_windows_reference,
-    lambda x, n, m: empty_in_order(x, x.shape[-1], n, m),
+    lambda x, n, m: empty_tokens(x, window_layout(NMPattern(n, m)).width(x.shape[-1])),
     cuda="quantize.quantize_windows",
 )

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`int8_linear` with a weight in 2:4 form, on NVIDIA's sparse tensor cores through cuSPARSELt.
 
-The library is slower than a dense product for few tokens on some GPUs: which of the two a layer uses
-is for `tuning_cache` to say.
+The library is slower than a dense product for few tokens on some GPUs.
 """
 
 from typing import Any

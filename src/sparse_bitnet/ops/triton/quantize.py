@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""int8 tokens, alone or of an RMSNorm or SwiGLU, in their own order or in that of windows: one kernel.
+"""int8 tokens, in their own order or in that of a pattern's 2:4 windows: one kernel.
 
 One program a token, which holds the whole token in registers: [quads, 4], since four columns of a window
-are four neighbouring features. In their own order values are computed once; each window of a pattern
-reads and computes its columns again. Results between the steps are rounded to the input's type where the
-unfused operators round them.
+are four neighbouring features. Each window of a pattern reads its columns again.
 """
 
 import struct
@@ -18,7 +16,6 @@ from sparse_bitnet.ops.triton.float_bits import float32_bits, readable
 from sparse_bitnet.ops.windows import WINDOW, WindowLayout, window_layout
 from sparse_bitnet.pattern import NMPattern
 
-_PLAIN, _NORM, _SWIGLU = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _INFINITY = tl.constexpr(0x7F800000)
 _FLOOR_BITS = tl.constexpr(struct.unpack("<i", struct.pack("<f", SCALE_FLOOR))[0])
@@ -33,44 +30,18 @@ def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def quantize_windows(x: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
     """See `ops.quantize_windows`; in its own order with m = 0."""
-    return _launch(readable(x.contiguous()), None, 0.0, x.shape[-1], n, m, _PLAIN)
-
-
-def norm_quantize(
-    x: Tensor, weight: Tensor, epsilon: float, n: int, m: int
-) -> tuple[Tensor, Tensor]:
-    """See `ops.norm_quantize`."""
-    return _launch(x.contiguous(), weight.contiguous(), epsilon, x.shape[-1], n, m, _NORM)
-
-
-def swiglu_quantize(gate_up: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
-    """See `ops.swiglu_quantize`."""
-    return _launch(gate_up.contiguous(), None, 0.0, gate_up.shape[-1] // 2, n, m, _SWIGLU)
-
-
-def _launch(
-    x: Tensor,
-    weight: Tensor | None,
-    epsilon: float,
-    features: int,
-    n: int,
-    m: int,
-    kind: tl.constexpr,
-) -> tuple[Tensor, Tensor]:
+    features = x.shape[-1]
     layout = window_layout(NMPattern(n, m)) if m else WindowLayout(WINDOW, 1)
     columns = layout.width(features) if m else features
     codes, scale = empty_tokens(x, columns)
     quads = triton.next_power_of_2(triton.cdiv(max(features, columns // layout.windows), WINDOW))
     if scale.numel():
         _quantize[(scale.numel(),)](
-            x,
-            weight,
+            readable(x.contiguous()),
             codes,
             scale,
-            epsilon,
             features,
             columns,
-            KIND=kind.value,
             M=layout.m,
             WINDOWS=layout.windows,
             QUADS=quads,
@@ -81,46 +52,27 @@ def _launch(
 
 
 @triton.jit
-def _values(row, weight, at, features, rstd, KIND: tl.constexpr):
-    """float32 values to quantise at some features of a token; 0 past their end."""
-    inside = at < features
-    value = tl.load(row + at, mask=inside, other=0)
-    if KIND == _PLAIN:
-        return float32_bits(value).to(tl.float32, bitcast=True)
-    wide = value.to(tl.float32)
-    if KIND == _NORM:
-        factor = tl.load(weight + at, mask=inside, other=0.0)
-        rounded = (wide * rstd).to(value.dtype)
-    else:
-        factor = tl.load(row + features + at, mask=inside, other=0.0)
-        rounded = (wide / (1.0 + tl.exp(-wide))).to(value.dtype)
-    return (rounded.to(tl.float32) * factor.to(tl.float32)).to(value.dtype).to(tl.float32)
+def _values(row, at, features):
+    """float32 values at some features of a token; 0 past their end."""
+    value = tl.load(row + at, mask=at < features, other=0)
+    return float32_bits(value).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _quantize(
     x,
-    weight,
     codes,
     scale,
-    epsilon,
     features,
     columns,
-    KIND: tl.constexpr,
     M: tl.constexpr,
     WINDOWS: tl.constexpr,
     QUADS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    row = x + token * features * (2 if KIND == _SWIGLU else 1)
+    row = x + token * features
     quad, lane = tl.arange(0, QUADS)[:, None], tl.arange(0, 4)[None, :]
-    at = quad * 4 + lane
-    rstd = 0.0
-    if KIND == _NORM:
-        wide = tl.load(row + at, mask=at < features, other=0.0).to(tl.float32)
-        mean = tl.div_rn(tl.sum(tl.sum(wide * wide, axis=1), axis=0), features * 1.0)
-        rstd = tl.div_rn(1.0, tl.sqrt_rn(mean + epsilon))
-    value = _values(row, weight, at, features, rstd, KIND)
+    value = _values(row, quad * 4 + lane, features)
     # As integers NaN is above infinity, so a NaN anywhere makes the scale NaN, as in the reference.
     magnitude = value.to(tl.int32, bitcast=True) & _MAGNITUDE
     largest = tl.maximum(tl.max(tl.max(magnitude, axis=1), axis=0), _FLOOR_BITS)
@@ -132,7 +84,7 @@ def _quantize(
     is_finite = largest < _INFINITY
     for window in tl.static_range(WINDOWS):
         if M != 4:
-            value = _values(row, weight, quad * M + 2 * window + lane, features, rstd, KIND)
+            value = _values(row, quad * M + 2 * window + lane, features)
         code = (value * inverse + _ROUNDING).to(tl.int32, bitcast=True)
         column = (quad * WINDOWS + window) * 4 + lane
         quantised = tl.where(is_finite, code, 0).to(tl.int8)
