@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations: what of them is learnt, and how they share windows."""
 
+import copy
 import datetime
 import json
 from pathlib import Path
@@ -63,6 +64,104 @@ def test_what_the_assistant_says_is_learnt(
     assert np.flatnonzero(tokens & BEGINS).tolist() == [0]
 
 
+def pieces_learnt(tokenizer: Any, template: str, row: Any) -> list[str]:
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = template
+    tokens = encode(tokenizer, json.dumps(row))
+    begins = np.flatnonzero(tokens & BEGINS)[1:]
+    return [learnt_text(tokenizer, part) for part in np.split(tokens, begins)]
+
+
+NO_HEADERS = (
+    "{% for m in messages %}{{ m.role[0] }}{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+IN_A_MACRO = (
+    "{% macro said(m) %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}\n  {%- generation -%}\n "
+    "{{ m.content }}\n{%- endgeneration +%}\n{% else %}{{ m.content }}{% endif %}\n{% endmacro %}"
+    "{% for m in messages %}{{ said(m) }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("contents", "template", "learnt"),
+    [
+        (
+            ["one?", "q", "two?", "z"],
+            BY_MARKS.replace("}}{{ eos_token }}{% endg", "}}{% endg"),
+            "qz",
+        ),
+        (["one?", "", "two?", "z"], BY_MARKS.replace("}}{{ eos_token }}{% endg", "}}{% endg"), "z"),
+        (["one?", "two", "three?", "two two"], NO_HEADERS, "wowo two"),
+        (["one?", "q", "two?", "one"], IN_A_MACRO, "qone"),
+        (["one?", "", "two?", "one"], IN_A_MACRO, "one"),
+        (["one?", "", "two?", "one"], BY_PROMPTS, "<|endoftext|>one<|endoftext|>"),
+    ],
+)
+def test_no_token_outside_of_the_answers_is_learnt(
+    contents: list[str], template: str, learnt: str
+) -> None:
+    tokenizer = train_tokenizer(iter(["one and at two is three? <|user|><|assistant|>"] * 3), 300)
+    assert tokenizer.tokenize("at") == ["at"], "no token of its own: the t of NO_HEADERS' answers"
+    assert pieces_learnt(tokenizer, template, conversation(*contents)) == [learnt]
+
+
+def test_a_first_token_is_not_learnt(tokenizer: Any) -> None:
+    greeting = conversation("", "Hello!", "one?", "two")[1:]
+    assert pieces_learnt(tokenizer, NO_HEADERS.replace("{{ m.role[0] }}", ""), greeting) == [
+        "ello!two"
+    ]
+    end = tokenizer.eos_token
+    assert pieces_learnt(tokenizer, BY_PROMPTS, greeting) == [f"two{end}"]
+
+
+@pytest.mark.parametrize("template", [BY_PROMPTS, BY_MARKS], ids=["prompts", "marks"])
+def test_answers_that_are_rewritten_later_make_a_sample_each(tokenizer: Any, template: str) -> None:
+    template = template.replace(
+        "{{ m.content }}", "{{ m.content if loop.last else m.content.split('/')[-1] }}"
+    )
+    end = tokenizer.eos_token
+    rewritten = conversation("one?", "so/two", "three?", "and/one")
+    assert pieces_learnt(tokenizer, template, rewritten) == [f"so/two{end}", f"and/one{end}"]
+    plain = conversation("one?", "two", "three?", "one")
+    assert pieces_learnt(tokenizer, template, plain) == [f"two{end}one{end}"]
+
+
+TOOLS = [{"type": "function", "function": {"name": "sum", "parameters": {"type": "object"}}}]
+WITH_TOOLS = "{{ tools | tojson if tools else '' }}" + BY_PROMPTS.replace(
+    "{{ m.content }}",
+    "{{ m.content }}{% for c in m.tool_calls %}CALL{% endfor %}",
+)
+
+
+@pytest.mark.parametrize(
+    ("call", "written"),
+    [
+        ("{{ c.function.arguments | tojson }}", '{"a": [1, 2]}'),
+        ("{{ c.function.arguments }}", '{"a":[1, 2]}'),
+        ("{{ '' + c.function.arguments + '.' }}", '{"a":[1, 2]}.'),
+        (
+            "{{ c.function.name }}{% for k, v in c.function.arguments | items %}{{ k }}{% endfor %}",
+            "suma",
+        ),
+    ],
+)
+def test_tools_and_calls_reach_the_template(tokenizer: Any, call: str, written: str) -> None:
+    template = WITH_TOOLS.replace("CALL", call)
+    function = {"name": "sum", "arguments": '{"a":[1, 2]}'}
+    messages: list[Any] = conversation("one?", "")
+    messages[1]["tool_calls"] = [{"type": "function", "function": function}]
+    row = {"messages": messages, "tools": TOOLS}
+    assert pieces_learnt(tokenizer, template, row) == [f"{written}{tokenizer.eos_token}"]
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = template
+    tokens = encode(tokenizer, json.dumps(row)) & IDS
+    assert tokenizer.decode(tokens).startswith(json.dumps(TOOLS))
+    for without, name in ((BY_PROMPTS, "tools"), (BY_PROMPTS + "{# tools #}", "tool_calls")):
+        with pytest.raises(UserError, match=f"no place for {name}"):
+            pieces_learnt(tokenizer, without, row)
+
+
 @pytest.mark.parametrize(
     ("end", "tokens"),
     [
@@ -96,6 +195,7 @@ def test_templates_that_do_not_tell_are_refused(
         ("{{ raise_exception('no such roles') }}", "refuses .*no such roles"),
         ("{{ messages[0", "the chat template refuses"),
         (BY_MARKS.replace("== 'assistant'", "== 'robot'"), "leaves nothing to learn"),
+        ("{% set all %}" + BY_MARKS + "{% endset %}{{ all[:-3] }}", "changes what it marks"),
     ):
         monkeypatch.setattr(tokenizer, "chat_template", template)
         with pytest.raises(UserError, match=message):

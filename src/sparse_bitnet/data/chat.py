@@ -3,12 +3,14 @@
 
 A conversation is a list of messages, `{"role": ..., "content": ...}`, that the tokenizer's chat template
 turns into one text. Where the template marks what the assistant says with `{% generation %}`, that is
-learnt; of others, what comes after the prompt for an answer, up to the next message. A stored token is
-uint32: its id, and above it whether it is learnt and whether it begins a conversation.
+learnt; of others, what comes after the prompt for an answer, up to the next message. A token of which
+only a part is the assistant's is not learnt. A stored token is uint32: its id, and above it whether it
+is learnt and whether it begins a conversation.
 """
 
 import json
 import re
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +25,14 @@ LEARNT = np.uint32(1 << 31)
 BEGINS = np.uint32(1 << 30)
 IDS = BEGINS - np.uint32(1)
 
-_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+
+_START, _END = "\ufdd0", "\ufdd1"
+"""Noncharacters, which no text holds: they enclose what a template marks."""
+
+_MARK = f"{{% macro the_answer() %}}{_START}{{{{ caller() }}}}{_END}{{% endmacro %}}\n"
+
+_Spans = list[tuple[int, int]]
 
 
 def check_messages(value: object, column: str, where: str) -> str:
@@ -49,14 +58,17 @@ def check_messages(value: object, column: str, where: str) -> str:
     return check_text(conversation, column, where)
 
 
-def check_template(tokenizer: "PreTrainedTokenizerFast") -> str:
-    """The tokenizer's chat template. Raises `UserError` where it has none."""
-    if not isinstance(tokenizer.chat_template, str):
+def check_template(
+    tokenizer: "PreTrainedTokenizerFast", tools: list[dict[str, Any]] | None = None
+) -> str:
+    """The tokenizer's chat template, of several the one for `tools`. Raises `UserError` for none."""
+    try:
+        return tokenizer.get_chat_template(tools=tools)
+    except ValueError as error:
         raise UserError(
             f"the tokenizer {tokenizer.name_or_path} has no chat template: take a chat model's, or put "
             "a chat_template.jinja into its folder"
-        )
-    return tokenizer.chat_template
+        ) from error
 
 
 def end_of_turn_tokens(
@@ -86,56 +98,160 @@ def end_of_turn_tokens(
 def encode(tokenizer: "PreTrainedTokenizerFast", conversation: str) -> np.ndarray:
     """A conversation, as `check_messages` gives it, in the form of stored tokens: uint32 [tokens].
 
-    Raises `UserError` for one that the template refuses, or whose answers it writes in another way once
-    others follow.
+    A token is learnt where all of its text is the assistant's. Where a template writes an answer in
+    another way once others follow (without its thoughts), the conversation comes once for each of them.
+
+    Raises `UserError` for one that the template refuses, or of which it leaves nothing to learn.
     """
-    messages = json.loads(conversation)
+    given = json.loads(conversation)
+    given = given if isinstance(given, dict) else {"messages": given}
     try:
-        ids, learnt = (_by_marks if _MARKED.search(check_template(tokenizer)) else _by_prompts)(
-            tokenizer, messages
-        )
+        texts = _texts(tokenizer, **given)
     except UserError:
         raise
     except Exception as error:  # whatever a template of strangers raises
         raise UserError(
             f"the chat template refuses {_shown(conversation)}: {reason_of(error)}"
         ) from error
-    tokens = np.array(ids, np.uint32)
-    if not np.any(learnt):
+    samples = [_stored(tokenizer, *each) for each in texts]
+    learnt = [sample for sample in samples if (sample & LEARNT).any()]
+    if not learnt:
         raise UserError(f"the chat template leaves nothing to learn of {_shown(conversation)}")
-    tokens[np.array(learnt, bool)] |= LEARNT
-    tokens[0] |= BEGINS
+    return np.concatenate(learnt)
+
+
+def _stored(tokenizer: Any, text: str, spans: _Spans) -> np.ndarray:
+    encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+    tokens = np.array(encoding.ids, np.uint32)
+    starts, ends = np.array(encoding.offsets).reshape(-1, 2).T
+    # Offsets may leave out a space that belongs to the token.
+    spaced = [token.startswith("Ġ") for token in encoding.tokens]
+    before = np.maximum.accumulate(np.concatenate([[0], ends]))[:-1]
+    starts = np.where(spaced, np.minimum(starts, before), starts)
+    for start, end in spans:
+        tokens[(starts >= start) & (starts < end) & (ends <= end)] |= LEARNT
+    tokens[:1] &= ~LEARNT  # nothing comes before it that it could follow from
+    tokens[:1] |= BEGINS
     return tokens
 
 
-def _by_marks(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
-    found = tokenizer.apply_chat_template(
-        messages, return_dict=True, return_assistant_tokens_mask=True
-    )
-    return found["input_ids"], found["assistant_masks"]
+def _texts(
+    tokenizer: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+) -> list[tuple[str, _Spans]]:
+    """Texts, and where in each of them what is learnt stands.
+
+    Most templates want the arguments of a call as an object. Where one fails on it, or writes it as
+    Python does, it gets JSON.
+    """
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    functions = [call.get("function", call) for call in calls]
+    written = [function.get("arguments", {}) for function in functions]
+
+    def given(as_text: bool) -> list[tuple[str, _Spans]]:
+        for function, arguments in zip(functions, written, strict=True):
+            function["arguments"] = _arguments(arguments, as_text)
+        return list(_samples(tokenizer, messages, tools))
+
+    if not calls:
+        return given(False)
+    try:
+        texts = given(False)
+        pythonic = [str(function["arguments"]) for function in functions if function["arguments"]]
+        if not any(each in text for each in pythonic for text, _ in texts):
+            return texts
+    except UserError:
+        raise
+    except Exception:
+        pass
+    return given(True)
 
 
-def _by_prompts(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[list[int], np.ndarray]:
-    def text(count: int, prompts: bool) -> str:
+def _samples(
+    tokenizer: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+) -> Iterator[tuple[str, _Spans]]:
+    template = check_template(tokenizer, tools)
+    calls = any(message.get("tool_calls") for message in messages)
+    for name, used in (("tools", tools), ("tool_calls", calls)):
+        if used and name not in template:
+            raise UserError(f"the chat template has no place for {name}")
+
+    def text(count: int, prompts: bool = False, source: str = template) -> str:
         return tokenizer.apply_chat_template(
-            messages[:count], tokenize=False, add_generation_prompt=prompts
+            messages[:count],
+            tools=tools,
+            chat_template=source,
+            tokenize=False,
+            add_generation_prompt=prompts,
         )
 
-    whole = text(len(messages), False)
-    encoding = tokenizer.backend_tokenizer.encode(whole, add_special_tokens=False)
-    first = np.array([start for start, _ in encoding.offsets])
-    learnt = np.zeros(len(first), bool)
-    for number, message in enumerate(messages):
-        if message["role"] == "assistant":
-            prompt, answered = text(number, True), text(number + 1, False)
-            if not (whole.startswith(answered) and answered.startswith(prompt)):
-                raise UserError(
-                    f"the chat template writes message {number + 1} of {_shown(json.dumps(messages))} "
-                    "in another way when it is a prompt or others follow: mark what the assistant says "
-                    "in it with {% generation %}"
-                )
-            learnt |= (first >= len(prompt)) & (first < len(answered))
-    return encoding.ids, learnt
+    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if not _GENERATION.search(template):
+        return _by_prompts(text, [turn for turn in turns if turn])  # the first has no prompt
+    marked = _MARK + _GENERATION.sub(_as_call, template)
+    return _by_marks(lambda count: _unmarked(text(count, source=marked), text(count)), turns)
+
+
+def _as_call(tag: re.Match[str]) -> str:
+    return f"{{%{tag[1]} {'endcall' if tag[2] else 'call the_answer()'} {tag[3]}%}}"
+
+
+def _unmarked(marked: str, plain: str) -> tuple[str, _Spans]:
+    spans, starts, text = [], [], ""
+    for piece in re.split(f"([{_START}{_END}])", marked):
+        if piece == _START:
+            starts.append(len(text))
+        elif piece == _END:
+            spans.append((starts.pop(), len(text)))
+        else:
+            text += piece
+    if text != plain:
+        raise UserError(
+            "the chat template changes what it marks with {% generation %}: mark it where it is written"
+        )
+    return text, spans
+
+
+def _by_marks(
+    render: Callable[[int], tuple[str, _Spans]], turns: list[int]
+) -> Iterator[tuple[str, _Spans]]:
+    text, spans, earlier = "", [], 0
+    for turn in turns:
+        after, answers = render(turn + 1)
+        said = [after[slice(*span)] for span in answers[: len(spans)]]
+        if said != [text[slice(*span)] for span in spans]:
+            yield text, spans[earlier:]
+            earlier = len(render(turn)[1])
+        text, spans = after, answers
+    yield text, spans[earlier:]
+
+
+def _by_prompts(text: Callable[..., str], turns: list[int]) -> Iterator[tuple[str, _Spans]]:
+    whole, spans = "", []
+    for turn in turns:
+        prompt, answered = text(turn, True), text(turn + 1)
+        if not answered.startswith(prompt):
+            raise UserError(
+                f"the chat template writes what comes before message {turn + 1} of a conversation in "
+                "another way once it is answered: mark what the assistant says in it with "
+                "{% generation %}"
+            )
+        if not answered.startswith(whole):
+            yield whole, spans
+            spans = []
+        whole, spans = answered, [*spans, (len(prompt), len(answered))]
+    yield whole, spans
+
+
+def _arguments(given: Any, as_text: bool) -> Any:
+    """A call's arguments as an object where they are one, or as JSON."""
+    text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    if as_text:
+        return text
+    try:
+        values = json.loads(text or "{}")
+    except ValueError:
+        return given
+    return values if isinstance(values, dict) else given
 
 
 def _shown(conversation: str) -> str:
