@@ -250,8 +250,13 @@ class DenseLayersOption:
         return _globs(self.dense_layers.replace(",", "+")) if self.dense_layers else ()
 
     def with_dense_layers(self, format: str) -> SparseBitConfig:
-        """The format of a text form, with these dense layers if any are given."""
+        """The format of a text form, with these dense layers if any are given.
+
+        Raises `UserError` where the text names others.
+        """
         parsed = SparseBitConfig.parse(format)
+        if self.dense_layers and parsed.dense_layers not in ((), self.dense_globs):
+            raise UserError(f"--dense-layers {self.dense_layers}: format {format} names others")
         return dataclasses.replace(parsed, dense_layers=self.dense_globs or parsed.dense_layers)
 
 

@@ -57,6 +57,13 @@ def test_plan_moves_what_stays_dense_as_weights(capsys):
     assert "ternary-6:8,dense_layers=down_proj" in capsys.readouterr().out
 
 
+def test_dense_layers_given_twice_are_refused_unless_equal():
+    text = "ternary-6:8,dense_layers=down_proj"
+    assert str(Job(format=text, dense_layers="down_proj").config) == text
+    with pytest.raises(UserError, match=f"--dense-layers o_proj: format {text} names others"):
+        Job(format=text, dense_layers="o_proj")
+
+
 def test_all_runs_of_a_set_leave_the_same_layers_dense(tmp_path):
     scale = QuickstartConfig(dense_layers="down_proj", out=str(tmp_path)).scale()
     runs = planned(scale, ["table2"])

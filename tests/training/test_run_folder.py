@@ -6,6 +6,7 @@ import errno
 import importlib.util
 import json
 import os
+import re
 import shutil
 import stat
 import sys
@@ -16,12 +17,15 @@ import pytest
 
 from sparse_bitnet.checkpoint import saved_steps
 from sparse_bitnet.checkpoint.saved_steps import clean_run, drop_old, list_checkpoints
+from sparse_bitnet.cli import train as command
 from sparse_bitnet.cli.main import main
 from sparse_bitnet.data.preparation import prepare
 from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import locked_folder
+from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.metrics import read_rows
+from sparse_bitnet.training.recipes import paper
 from sparse_bitnet.training.schedule import learning_rate
 from sparse_bitnet.training.train_run import train
 
@@ -211,6 +215,37 @@ def test_dense_layers_of_the_command_line_become_part_of_the_format(small_run):
     stored = json.loads((Path(config.out) / "config.json").read_text())
     assert stored["format"] == "ternary-6:8,dense_layers=down_proj+layers.0.*"
     main(["train", "--out", config.out])
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("--init x --model qwen2.5-1m", "--model has no effect here (--init names the model)"),
+        ("--init=x --initial_weights normal", "--initial-weights has no effect here"),
+        ("--decay-fraction=0.1", "it is for --schedule wsd"),
+        ("--init x --lora 4 --decay-embeddings", "--lora trains none"),
+        ("--weight-decay 0 --final-weight-decay-fraction 0.5", "nothing decays"),
+        ("--masters bf16 --precision float32", "--masters bf16 computes in bf16"),
+    ],
+)
+def test_an_option_without_effect_is_refused(words, reason):
+    with pytest.raises(UserError, match=re.escape(reason)):
+        command.main(words.split())
+
+
+@pytest.mark.parametrize(
+    "words", ["--init x --seed 3", "--format full-8:8 --sparse-fraction 0.5", "--timeout-seconds 9"]
+)
+def test_an_option_of_many_runs_is_named_where_it_has_no_effect(words, capsys):
+    words = words.split()
+    command.check_effect(command.parse(words, TrainConfig(), "default"), words)
+    assert capsys.readouterr().err.startswith(f"sparse-bitnet: {words[-2]}: ")
+
+
+def test_a_recipe_and_options_that_count_are_not_refused(capsys):
+    for text in ("--init x --lora 2 --seed 3", "--schedule wsd --decay-fraction 0.1", "--init x"):
+        command.check_effect(command.parse(text.split(), paper(), "paper"), text.split())
+    assert not capsys.readouterr().err
 
 
 def test_others_may_read_what_a_run_writes(small_run):

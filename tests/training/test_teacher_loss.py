@@ -263,3 +263,5 @@ def test_the_command(distil: Any, teacher: Path, tmp_path: Path) -> None:
         main([str(teacher), "--steps", "1"])
     with pytest.raises(UserError, match="more is one argument too many"):
         main([str(teacher), str(out), "more"])
+    with pytest.raises(UserError, match="TEACHER and OUT come first; leave --teacher out"):
+        main([str(teacher), str(out), "--teacher", "other"])

@@ -21,6 +21,9 @@ def main(arguments: list[str]) -> None:
             f"distill: {'OUT' if named else 'TEACHER'} is missing: TEACHER and OUT come first, "
             "then the options; see sparse-bitnet distill --help"
         )
+    for option in ("--teacher", "--out"):
+        if any(each.partition("=")[0] == option for each in rest):
+            raise UserError(f"distill: TEACHER and OUT come first; leave {option} out")
     if not named[1:] or not (Path(named[1]) / "config.json").is_file():
         rest = ["--recipe", "distill", *rest] if "--recipe" not in " ".join(rest) else rest
     for option, value in zip(("--teacher", "--out"), named, strict=False):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from sparse_bitnet.cli import arguments as options
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.layer_config import DenseLayersOption
+from sparse_bitnet.layer_config import DenseLayersOption, SparseBitConfig
 from sparse_bitnet.presets import find_preset
 from sparse_bitnet.progress import Progress
 from sparse_bitnet.training.config import TrainConfig, read_config
@@ -56,6 +56,7 @@ def main(arguments: list[str], prog: str = "sparse-bitnet train") -> None:
     if recipe is None and (out / "config.json").is_file():
         stored = dataclasses.replace(read_config(out), out=chosen.out)
         chosen = parse(rest, stored, f"that of {out}", prog)
+    check_effect(chosen, rest)
     run(chosen)
 
 
@@ -73,6 +74,39 @@ def parse(
             f"{recipe} (--recipe {{{','.join(RECIPES)}}}); every option below overrides it."
         ),
     )
+
+
+def check_effect(chosen: Options, arguments: list[str]) -> None:
+    """Raise `UserError` for an option among the arguments that others leave without effect.
+
+    One that a script may give to every run is named on stderr instead.
+    """
+    given = {each.partition("=")[0].replace("_", "-") for each in arguments}
+    init, lora, decay = chosen.init is not None, chosen.lora > 0, chosen.weight_decay > 0
+    dense = SparseBitConfig.parse(chosen.format).pattern.is_dense
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    refused = {
+        "--model": init and "--init names the model",
+        "--initial-weights": init and "--init has weights",
+        "--decay-fraction": chosen.schedule == "cosine" and "it is for --schedule wsd",
+        "--decay-embeddings": (lora and "--lora trains none") or (not decay and "nothing decays"),
+        "--final-weight-decay-fraction": not decay and "nothing decays",
+        "--precision": (chosen.masters, chosen.precision) == ("bf16", "float32")
+        and "--masters bf16 computes in bf16",
+    }
+    named = {
+        "--seed": init
+        and not lora
+        and "only dropout, if any, is seeded; --data-seed orders the data",
+        "--sparse-fraction": dense and f"no effect, {chosen.format} keeps every weight",
+        "--gradient-reduction": alone and "no effect, one process sums no gradients",
+        "--timeout-seconds": alone and "no effect, one process waits for no other",
+    }
+    for option, why in (refused | named).items():
+        if why and option in given:
+            if option in refused:
+                raise UserError(f"{option} has no effect here ({why}): leave it out")
+            print(f"sparse-bitnet: {option}: {why}", file=sys.stderr)
 
 
 def split_recipe(arguments: list[str]) -> tuple[str | None, list[str]]:
