@@ -11,7 +11,7 @@ SANITIZED := build/sanitize/site
 SANITIZED_TESTS := $(addprefix tests/kernels/test_,cpu.py matmul.py repack.py thread_pool.py) \
 	$(addprefix tests/engine/test_,decoder.py engine.py kv_cache.py engine_model.py)
 
-.PHONY: quickstart experiments docs test test-fast test-light test-wheel sanitize cross lint format bench gpu wheel lock clean
+.PHONY: quickstart experiments docs test test-fast test-light test-wheel sanitize cross lint format gpu wheel lock clean
 
 quickstart: $(STAMP)
 	$(BIN)/sparse-bitnet quickstart
@@ -72,9 +72,6 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-
-bench: $(STAMP)
-	$(BIN)/python benchmarks/layer.py
 
 # On a machine with an NVIDIA GPU: CUDA tests and the paper's Table 3; again, it resumes.
 gpu: $(STAMP)

@@ -176,20 +176,6 @@ def costs() -> str:
     return filled(columns, rows, "python benchmarks/precision.py PACKED TEXT")
 
 
-def masks() -> str:
-    columns = [
-        ("form", "{form}"),
-        ("start, ms", "{start:.1f}"),
-        ("mask p50, us", "{p50:.0f}"),
-        ("mask p99, us", "{p99:.0f}"),
-    ]
-    rows = []
-    for row in read("masks"):
-        times = {name: 1e6 * value for name, value in row["mask_seconds"].items()}
-        rows.append(row | times | {"start": 1e3 * row["start_seconds"]})
-    return filled(columns, rows, "python benchmarks/masks.py TOKENIZER")
-
-
 def installed() -> str:
     rows = [row for row in read("installed") if "package" in row]
     total = {name: sum(row[name] for row in rows) for name in ("code", "bytecode")}
@@ -210,16 +196,6 @@ def first_word() -> str:
 def _of_wheel(head: list[str], lines: list[list[str]], row: dict) -> str:
     note = f"Python {row['versions']['python']}, "
     return markdown(head, lines, row, "python benchmarks/installed.py WHEEL --model PACKED", note)
-
-
-def first_token() -> str:
-    columns = [
-        ("weights in memory", "{weight_format}"),
-        ("head", "{head}"),
-        ("until the token, s", "{seconds:.2f}"),
-        ("processor time, s", "{processor_seconds:.2f}"),
-    ]
-    return filled(columns, read("first-token"), "python benchmarks/first_token.py PACKED")
 
 
 def speculation() -> str:

@@ -2,7 +2,6 @@
 """Text prepared by many processes, and reading of very much of it."""
 
 import shutil
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +9,8 @@ import numpy as np
 import pytest
 from texts import some_texts, write_jsonl
 
-from benchmark_scripts import load_script
-from sparse_bitnet.bench.child import resident_bytes
 from sparse_bitnet.cli.prepare import main
 from sparse_bitnet.data.hub_source import HubSource
-from sparse_bitnet.data.loader import TokenLoader
 from sparse_bitnet.data.manifest import MANIFEST, Manifest
 from sparse_bitnet.data.parts import part_folder, prepare_part
 from sparse_bitnet.data.preparation import prepare
@@ -182,18 +178,3 @@ def test_hub_data_sets_are_divided_by_files(texts):
     assert sorted(found[0] + found[1]) == sorted(found.text for found in source.documents())
     assert not set(found[0]) & set(found[1])
     assert "parts" not in source.describe()
-
-
-def test_fifty_billion_tokens_open_at_once_in_little_memory(tmp_path):
-    load_script("open_data").write_sparse(
-        tmp_path, 50_000_000_001
-    )  # zeros, none of them on the disk
-    before = resident_bytes()
-    began = time.process_time()
-    data = TokenDataset.open(tmp_path)
-    assert time.process_time() - began < 1.0
-    assert len(data) > 50_000_000_000
-    loader = TokenLoader(data, sequence_length=2048, batch_size=64, seed=0, rank=3, world_size=8)
-    batches = [loader.cut.batch(loader.windows_of(step)) for step in (0, 10**5, 3 * 10**5)]
-    assert all(ids.shape == labels.shape == (8, 2048) for ids, labels in batches)
-    assert resident_bytes() - before < 64_000_000

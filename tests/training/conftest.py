@@ -7,15 +7,11 @@ from typing import Any
 
 import pytest
 
-from benchmark_scripts import load_script
 from sparse_bitnet.checkpoint.build_model import PRESETS
 from sparse_bitnet.data.preparation import prepare
 from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.training.config import TrainConfig
-
-load_script("world_processes")
-
-from world_processes import TINY, Worlds  # noqa: E402
+from world_processes import TINY, Worlds
 
 
 @pytest.fixture(autouse=True)

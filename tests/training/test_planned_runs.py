@@ -5,11 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from world_processes import MEASURED, TINY, Worlds, collectives, memory
 
 from sparse_bitnet.presets import PRESETS
 from sparse_bitnet.training.job import Job
 from sparse_bitnet.training.run_estimate import plan
+from world_processes import MEASURED, TINY, Worlds, collectives, memory
 
 BLOCKS = TINY.num_hidden_layers
 

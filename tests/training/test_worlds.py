@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Zamba2Config
-from world_processes import Worlds
 
 from factories import tiny_model
 from sparse_bitnet.checkpoint.load import from_pretrained
@@ -25,6 +24,7 @@ from sparse_bitnet.training.metrics import read_rows
 from sparse_bitnet.training.sharding import check_splits
 from sparse_bitnet.training.train_run import train
 from sparse_bitnet.training.validation import validation_loss
+from world_processes import Worlds
 
 pytestmark = pytest.mark.timeout(900)
 
