@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from factories import tiny_model
 from sparse_bitnet.checkpoint.build_model import build_model, with_sub_norms
-from sparse_bitnet.checkpoint.load import from_pretrained
+from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
 from sparse_bitnet.cli.distill import main
 from sparse_bitnet.data.loader import TokenLoader
 from sparse_bitnet.data.shards import TokenDataset
@@ -48,21 +48,26 @@ def distil(small_run: Any, teacher: Path) -> Any:
     return config
 
 
-def ids_and_labels() -> tuple[torch.Tensor, torch.Tensor]:
+def ids_and_labels(vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(1)
-    tokens = torch.randint(0, VOCAB, (3, 17))
+    tokens = torch.randint(0, vocab_size, (3, 17))
     labels = tokens[:, 1:].clone()
     labels[0, :5] = -100
     return tokens[:, :-1], labels
 
 
-def test_the_loss_and_its_gradient_are_those_of_the_formula(distil: Any, teacher: Path) -> None:
+@pytest.mark.parametrize("rows", [VOCAB, VOCAB - 16, VOCAB + 16])
+def test_the_loss_and_its_gradient_are_those_of_the_formula(
+    distil: Any, teacher: Path, rows: int
+) -> None:
+    """Also over the rows that both heads have, where the student's or the teacher's is padded."""
+    both = min(rows, VOCAB)
     config = distil(
         temperature=3.0, ce_weight=0.3, logits_weight=0.7, relations_weight=2.0, loss_chunk_tokens=7
     )
-    student = tiny_model("llama", seed=5, vocab_size=VOCAB).train()
-    found = Teacher(teacher, torch.float32, CPU)
-    ids, labels = ids_and_labels()
+    student = tiny_model("llama", seed=5, vocab_size=rows).train()
+    found = Teacher(teacher, torch.float32, CPU, both)
+    ids, labels = ids_and_labels(both)
     loss = DistillationLoss(student, config, found)(ids, labels)
     loss.backward()
     gradients = [p.grad.clone() for p in student.parameters()]
@@ -79,7 +84,8 @@ def test_the_loss_and_its_gradient_are_those_of_the_formula(distil: Any, teacher
     logits = student(ids).logits.flatten(0, 1)[scored]
     wanted = found.model(ids).logits.flatten(0, 1)[scored]
     ce = F.cross_entropy(logits, labels.flatten()[scored], reduction="sum")
-    kl = F.kl_div((logits / 3).log_softmax(-1), (wanted / 3).softmax(-1), reduction="sum")
+    mine, theirs = (logits[:, :both] / 3).log_softmax(-1), (wanted[:, :both] / 3).softmax(-1)
+    kl = F.kl_div(mine, theirs, reduction="sum")
     related = 0.0
     for own, theirs in states.values():
         for head in range(2):
@@ -143,6 +149,27 @@ def test_a_cache_of_all_logits_trains_as_the_teacher_itself(
     (cache / "part-00000.bin").write_bytes(damaged)
     with pytest.raises(UserError, match=r"part-00000.bin is damaged"):
         train(dataclasses.replace(cached, out=str(tmp_path / "third")))
+
+
+@pytest.mark.parametrize(("own", "theirs"), [(304, 320), (320, 304)])
+def test_a_padded_head_trains_on_the_rows_that_both_have(
+    distil: Any, tmp_path: Path, own: int, theirs: int
+) -> None:
+    tokenizer = load_tokenizer(Path(distil().data) / "tokenizer")
+    for name, rows in (("init", own), ("teacher", theirs)):
+        tiny_model("llama", vocab_size=rows).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    named = {name: str(tmp_path / name) for name in ("init", "teacher")}
+    train(direct := distil(**named, out=str(tmp_path / "direct")))
+    cache = {"logit_cache": str(tmp_path / "cache"), "top_logits": 1000}
+    train(cached := distil(**named, **cache, out=str(tmp_path / "cached")))
+    losses = [
+        [row["loss"] for row in read_rows(Path(each.out) / "metrics.jsonl") if "loss" in row]
+        for each in (direct, cached)
+    ]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-3)
+    assert json.loads((tmp_path / "cache" / "manifest.json").read_text())["k"] == 304
+    assert from_pretrained(tmp_path / "cached" / "final").config.vocab_size == own
 
 
 def test_an_unfinished_cache_goes_on(

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
 from sparse_bitnet.data.loader import TokenLoader
+from sparse_bitnet.errors import UserError
 from sparse_bitnet.progress import Progress
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.logit_cache import LogitCache
 from sparse_bitnet.training.run_folder import say
-from sparse_bitnet.training.teacher_loss import DistillationLoss, Teacher
+from sparse_bitnet.training.teacher_loss import DistillationLoss, Teacher, head_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,7 +32,16 @@ def distillation(
     Raises `UserError` for a teacher that does not fit the student, and a cache of another one.
     """
     assert config.teacher is not None
-    rows = model.get_output_embeddings().weight.shape[0]
+    found = find_checkpoint(config.teacher)
+    own, theirs = head_rows(model), head_rows(found.model())
+    if own != theirs and not loader.dataset.check_tokenizer(found.folder, config.teacher):
+        raise UserError(
+            f"teacher {config.teacher} has a vocabulary of {theirs:,} tokens, the student one of "
+            f"{own:,}, and no tokenizer of the teacher says that they are the same: copy it there, or "
+            "start from the teacher"
+        )
+    # Of one tokenizer, the larger head is padded.
+    loader.dataset.check_vocab(rows := min(own, theirs))
     if config.logit_cache is None:
         teacher = Teacher(config.teacher, dtype, device, rows)
         return DistillationLoss(model, config, teacher), None
@@ -38,7 +49,7 @@ def distillation(
     cache = LogitCache(
         Path(config.logit_cache), config.teacher, loader, config.steps, k=k, vocab=rows
     )
-    return DistillationLoss(model, config, None), cache
+    return DistillationLoss(model, config, None, rows), cache
 
 
 def fill(cache: LogitCache, config: TrainConfig, dtype: torch.dtype, device: torch.device) -> None:

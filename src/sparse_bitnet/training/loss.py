@@ -31,7 +31,8 @@ class SoftTargets:
     """A distribution over the next token beside the token itself."""
 
     probabilities: Callable[[slice], Tensor]
-    """Of some of the tokens, float32 [tokens, vocab_size], at the temperature."""
+    """Of some of the tokens, float32 [tokens, rows], at the temperature: over the first rows of the head,
+    to which the model's distribution is then restricted too."""
 
     temperature: float
     weight: float
@@ -79,7 +80,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 grad = log_probabilities.exp_()
                 grad.scatter_add_(-1, target, -torch.ones_like(picked))
                 if softer is not None:
-                    grad = grad.mul_(soft.hard_weight).add_(softer)
+                    grad = grad.mul_(soft.hard_weight)
+                    grad[:, : softer.shape[-1]].add_(softer)
                 if cap is not None:
                     grad = grad.mul_(1 - (logits / cap).square_())
                 grad = grad.mul_(scored).to(dtype)
@@ -121,9 +123,10 @@ def _compiled_chunk(device: str) -> Callable[..., tuple[Tensor, ...]]:
 def _soft_part(
     logits: Tensor, soft: SoftTargets, rows: slice, scored: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The weighted sum over a chunk, float64, and its gradient by logits that are all scored."""
+    """The weighted sum over a chunk, float64, and its gradient by the logits of the rows of `soft`, all
+    scored."""
     wanted, temperature = soft.probabilities(rows), soft.temperature
-    own = (logits / temperature).log_softmax(-1)
+    own = (logits[:, : wanted.shape[-1]] / temperature).log_softmax(-1)
     divergence = (torch.xlogy(wanted, wanted) - wanted * own).sum(-1, keepdim=True) * scored
     total = divergence.sum(dtype=torch.float64) * (soft.weight * temperature**2)
     return total, (own.exp_() - wanted) * (soft.weight * temperature)

@@ -47,24 +47,17 @@ class Teacher:
         path: str | Path,
         dtype: torch.dtype,
         device: torch.device,
-        student_rows: int | None = None,
+        vocab_size: int | None = None,
     ) -> None:
-        """Raises `UserError` for what does not load, holds values that are not finite, or has another
-        vocabulary than the student, whose head has `student_rows`."""
+        """Load it. Its logits are those of the first `vocab_size` rows of its head, by default all.
+
+        Raises `UserError` for what does not load or holds values that are not finite.
+        """
         self.path = path
         self.model = from_pretrained(resolve_checkpoint(path), dtype=dtype)
         check_finite(self.model, str(path))
-        if student_rows not in (None, self.vocab_size):
-            raise UserError(
-                f"teacher {path} has a vocabulary of {self.vocab_size:,} tokens, the student one of "
-                f"{student_rows:,}: logits of the same tokens are compared, so start from the teacher"
-            )
+        self.vocab_size = vocab_size or head_rows(self.model)
         self.model.requires_grad_(False).eval().to(device)
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of its output head."""
-        return self.model.get_output_embeddings().weight.shape[0]
 
     @torch.no_grad()
     def hidden(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
@@ -76,7 +69,7 @@ class Teacher:
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [tokens, vocab_size] of some of the `hidden` states."""
         with torch.autocast(hidden.device.type, enabled=False):
-            logits = self.model.get_output_embeddings()(hidden).float()
+            logits = self.model.get_output_embeddings()(hidden)[:, : self.vocab_size].float()
         return capped(logits, logit_cap(self.model))
 
 
@@ -84,14 +77,20 @@ class DistillationLoss(SummedLoss):
     """`SummedLoss` of the student, in training with what the teacher adds; in evaluation without."""
 
     def __init__(
-        self, model: "PreTrainedModel", config: TrainConfig, teacher: Teacher | None
+        self,
+        model: "PreTrainedModel",
+        config: TrainConfig,
+        teacher: Teacher | None,
+        vocab_size: int | None = None,
     ) -> None:
-        """`teacher`: None where its top logits come with every batch.
+        """`teacher`: None where its top logits come with every batch; `vocab_size` is then the number of
+        rows that both heads have, by default all of the student's.
 
         Raises `UserError` for models that the options do not fit.
         """
         super().__init__(model, config.loss_chunk_tokens)
         self.config = config
+        self._vocab_size = vocab_size or head_rows(model)
         self._student_states: States | None = None
         self._teacher_states: States | None = None
         self._teacher = [teacher]  # in a list, it is not a submodule: neither split nor trained
@@ -152,7 +151,7 @@ class DistillationLoss(SummedLoss):
 
             def probabilities(rows: slice) -> Tensor:
                 share = (values[rows].float() / config.temperature).softmax(-1)
-                empty = share.new_zeros((len(share), head.weight.shape[0]))
+                empty = share.new_zeros((len(share), self._vocab_size))
                 return empty.scatter_(-1, ids[rows].long(), share)
         else:
             (teacher,) = self._teacher
@@ -231,6 +230,11 @@ class States:
         finally:
             for hook in hooks:
                 hook.remove()
+
+
+def head_rows(model: "PreTrainedModel") -> int:
+    """Rows of a model's output head: its vocabulary, and what it is padded with."""
+    return model.get_output_embeddings().weight.shape[0]
 
 
 def check_finite(model: nn.Module, where: str) -> None:
