@@ -70,14 +70,34 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None], **s
             "mistral, gemma3_text, hunyuan_v1_dense, not 'gemma'; use --engine",
         ),
         ({"hidden_act": "gelu"}, "no activation 'gelu'; use --engine transformers"),
-        ({"layer_types": ["sliding_attention"] * 2}, "sliding_window is not set"),
+        (
+            {
+                "model_type": "mistral",
+                "layer_types": ["sliding_attention"] * 2,
+                "sliding_window": None,
+            },
+            "sliding_window is not set",
+        ),
         ({"layer_types": ["linear_attention"] * 2}, "no layers but those with full or sliding"),
         ({"layer_types": "full_attention"}, "layer_types is 'full_attention', not a list"),
         (
-            {"layer_types": ["sliding_attention"], "sliding_window": 32},
+            {
+                "layer_types": ["sliding_attention"],
+                "sliding_window": 32,
+                "use_sliding_window": True,
+            },
             "layer_types are 1, num_hidden_layers is 2",
         ),
-        ({"layer_types": ["sliding_attention"] * 2, "sliding_window": -3}, "sliding_window is -3"),
+        (
+            {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9},
+            "layer_types has sliding_attention, use_sliding_window is not set",
+        ),
+        (
+            {"use_sliding_window": True, "sliding_window": 0, "layer_types": "(removed)"},
+            "sliding_window is 0, not a positive",
+        ),
+        ({"is_causal": False}, "no counterpart of is_causal"),
+        ({"per_layer_config": {"0": {"rms_norm_eps": 0.5}}}, "no counterpart of per_layer_config"),
         ({"model_type": ["qwen2"]}, r"model_type is \['qwen2'\], not a name"),
         ({"hidden_act": {}}, r"hidden_act is {}, not a name"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, not a positive number"),
@@ -126,6 +146,7 @@ def test_config_is_compared(packed: Path, changes: dict[str, Any], message: str)
             (0, 0, 4096),
         ),
         ({"model_type": "qwen3", "layer_types": ["full_attention"] * 3}, ()),
+        ({"model_type": "llama", "use_sliding_window": True, "max_window_layers": 0}, ()),
         ({"model_type": "gemma3_text", "sliding_window_pattern": 2}, (9, 0, 9)),
     ],
 )

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary frequencies are transformers'."""
 
+import copy
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from factories import tiny_config
+from packed_models import FAMILIES, tiny_model_config
+from sparse_bitnet.checkpoint.config_fields import rope_of
 from sparse_bitnet.engine.rope import read_rope
 from sparse_bitnet.errors import UserError
 
@@ -86,11 +89,43 @@ def old_form(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "rope_theta": theta, "rope_scaling": fields}
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": {"rope_type": "linear", "factor": 3.0}},
+        {"rope_scaling": {"type": "linear", "factor": 3.0}, "rope_theta": 77.0},
+        {"rope_scaling": YARN, "rope_parameters": None},
+        {"rope_scaling": {}, "rope_theta": 77.0},
+        {"rope_parameters": None},
+        {"rope_parameters": None, "rope_theta": 77.0, "rope_local_base_freq": 33.0},
+        {"rope_parameters": {**LLAMA3}, "original_max_position_embeddings": 8},
+    ],
+)
+def test_every_place_of_the_rope_is_read_as_transformers_reads_it(
+    family: str, changes: dict[str, Any]
+) -> None:
+    written = tiny_model_config(family).to_dict() | {"vocab_size": 96} | copy.deepcopy(changes)
+    if family == "gemma3_text" and changes.get("rope_parameters"):
+        with pytest.raises(UserError, match="are not a table that transformers reads"):
+            rope_of(written, "test")
+        return
+    standard = AutoConfig.for_model(**copy.deepcopy(written)).to_dict()
+    for local in (False, True):
+        found, expected = (rope_of(each, "test", local=local) for each in (written, standard))
+        assert {name: found.get(name) for name in expected if name != "type"} == {
+            name: value for name, value in expected.items() if name != "type"
+        }
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ({"rope_parameters": {"rope_type": "dynamic"}}, "'dynamic'; use --engine transformers"),
-        ({}, "rope_theta is None"),
+        ({"rope_theta": None}, "rope_theta is None"),
         ({"rope_theta": True}, "rope_theta is True"),
         ({"rope_theta": float("inf")}, "rope_theta is inf"),
         ({"rope_theta": 10**400}, "rope_theta is 1000+"),
@@ -103,6 +138,8 @@ def old_form(config: dict[str, Any]) -> dict[str, Any]:
         ),
         ({"rope_theta": 1e4, "rope_scaling": [1]}, "not a table"),
         ({"rope_theta": 1e4, "rope_scaling": {"partial_rotary_factor": 0.5}}, "whole heads"),
+        ({"partial_rotary_factor": 0.5}, "whole heads"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "linear"}}}, "not a table"),
     ],
 )
 def test_refusals(config: dict[str, Any], message: str) -> None:

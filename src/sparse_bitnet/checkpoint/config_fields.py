@@ -11,6 +11,12 @@ GEMMA3, HUNYUAN = "gemma3_text", "hunyuan_v1_dense"
 WINDOWED, FULL = "sliding_attention", "full_attention"
 """Entries of `layer_types`, and of Gemma's `rope_parameters`."""
 
+_WINDOW_FAMILIES = ("qwen2", "qwen3", "mistral", GEMMA3)
+"""transformers' other families have no window, whatever their config says."""
+
+_BASES = {"bitnet": 500_000.0, GEMMA3: 1_000_000.0}
+"""Base of the rope where a config does not say, of families of which it is not 10,000."""
+
 MOST_POSITIONS = 1 << 24
 """As csrc/bindings_decoder.cpp takes them."""
 
@@ -77,29 +83,41 @@ def gemma_windows(layers: int, every: int = _EVERY) -> list[bool]:
     return [bool((layer + 1) % every) for layer in range(min(layers, _MOST_LAYERS))]
 
 
+def unread_setting(config: dict[str, Any]) -> str | None:
+    """The name of a setting with which transformers computes and nothing here does; None without one."""
+    if not config.get("is_causal", True):
+        return "is_causal"
+    return next((name for name in ("per_layer_config", "text_config") if config.get(name)), None)
+
+
 def windows_of(config: dict[str, Any], where: str) -> tuple[int, ...]:
     """Of each layer: tokens that a token sees, itself included, or 0 for all; empty: all in all.
 
-    Raises `UserError`, beginning with `where`, for numbers that make none.
+    Raises `UserError`, beginning with `where`, for settings that make none or contradict each other.
     """
     fields = Fields(config, f"{where}: ")
     model_type, types = config["model_type"], config.get("layer_types")
-    if not config.get("sliding_window", _WINDOW):
+    if model_type not in _WINDOW_FAMILIES:
         return ()
-    if types is None and model_type != GEMMA3:
-        # Mistral's window is every layer's, Qwen's that of the upper layers, if it is used at all.
-        is_used = model_type == "mistral" or config.get("use_sliding_window")
-        if not is_used:
-            return ()
-    elif isinstance(types, list) and WINDOWED not in types:
+    kinds = [] if types is None else types
+    if not isinstance(kinds, list):
+        raise UserError(f"{where}: layer_types is {shown(types)}, not a list")
+    if model_type not in ("mistral", GEMMA3) and not config.get("use_sliding_window"):
+        if WINDOWED in kinds:
+            raise UserError(f"{where}: layer_types has {WINDOWED}, use_sliding_window is not set")
+        return ()
+    is_set = config.get("sliding_window", _WINDOW) is not None
+    if WINDOWED in kinds and not is_set:
+        raise UserError(f"{where}: layer_types has {WINDOWED}, sliding_window is not set")
+    if not is_set or (kinds and WINDOWED not in kinds):
         return ()
     window = fields.size("sliding_window", _WINDOW, most=MOST_POSITIONS)
     layers = fields.size("num_hidden_layers", most=_MOST_LAYERS)
     first = 0 if model_type == "mistral" else config.get("max_window_layers", _UNWINDOWED)
-    if types is not None:
-        if len(types) != layers:
-            raise UserError(f"{where}: layer_types are {len(types)}, num_hidden_layers is {layers}")
-        has_window = [kind == WINDOWED for kind in types]
+    if kinds:
+        if len(kinds) != layers:
+            raise UserError(f"{where}: layer_types are {len(kinds)}, num_hidden_layers is {layers}")
+        has_window = [kind == WINDOWED for kind in kinds]
     elif model_type == GEMMA3:
         has_window = gemma_windows(layers, fields.size("sliding_window_pattern", _EVERY))
     elif type(first) is not int:
@@ -112,28 +130,40 @@ def windows_of(config: dict[str, Any], where: str) -> tuple[int, ...]:
 def rope_of(config: dict[str, Any], where: str, *, local: bool = False) -> dict[str, Any]:
     """The parameters of the rope, `rope_type` and `rope_theta` among them, which may be None.
 
+    They are those that transformers applies, which reads up to three places: `rope_scaling` takes the
+    place of `rope_parameters`, and what the table lacks comes from the fields beside it.
+
     Args:
         local: of layers with a window, of which Gemma's have another one.
 
     Raises `UserError`, beginning with `where`, for what is no table.
     """
-    fields = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = config.get("rope_theta")
-    if not isinstance(fields, dict):
-        raise UserError(f"{where}: its rope parameters are not a table")
-    if config.get("model_type") == GEMMA3:
-        if FULL in fields:
-            fields = fields.get(WINDOWED if local else FULL)
-            if not isinstance(fields, dict):
-                raise UserError(f"{where}: its rope parameters are not a table")
-        elif local:
-            # As transformers 4 writes it.
-            fields, theta = {}, config.get("rope_local_base_freq")
+    model_type = config.get("model_type")
+    tables, scaling = (config.get(f"rope_{name}") or {} for name in ("parameters", "scaling"))
+    fields, base, default = scaling or tables, "rope_theta", _BASES.get(model_type, 10_000.0)
+    if model_type == GEMMA3 and isinstance(tables, dict) and (not tables or FULL in tables):
+        # A table for each kind of layer; a scaling is added to that of the layers without a window.
+        fields = tables.get(WINDOWED if local else FULL) or {"rope_type": "default"}
+        if local:
+            base, default = "rope_local_base_freq", 10_000.0
+        elif isinstance(fields, dict) and isinstance(scaling, dict):
+            fields = {**fields, **scaling}
+    elif model_type == GEMMA3:
+        fields = None
+    if not isinstance(fields, dict) or any(isinstance(each, dict) for each in fields.values()):
+        raise UserError(f"{where}: its rope parameters are not a table that transformers reads")
     kind = fields.get("rope_type", fields.get("type", "default"))
-    rope = {"rope_theta": theta, **fields, "rope_type": kind}
-    if config.get("model_type") == HUNYUAN and kind == "dynamic" and rope.get("alpha"):
+    rope = {"rope_theta": config.get(base, default), **fields, "rope_type": kind}
+    if "partial_rotary_factor" in config:
+        rope.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
+    if kind in ("llama3", "yarn", "longrope"):
+        context = "original_max_position_embeddings"
+        rope.setdefault(context, config.get("max_position_embeddings"))
+        if model_type != GEMMA3 and context in config:
+            rope[context] = config[context]
+    if model_type == HUNYUAN and kind == "dynamic" and rope.get("alpha"):
         # It stretches the base whatever the length is: dynamic by name alone.
         numbers, head = Fields(rope, f"{where}: rope parameter "), head_size(config)
-        base = numbers["rope_theta"] * numbers["alpha"] ** (head / max(1, head - 2))
-        return {"rope_theta": float(str(np.float32(base))), "rope_type": "default"}
+        stretched = numbers["rope_theta"] * numbers["alpha"] ** (head / max(1, head - 2))
+        return {"rope_theta": float(str(np.float32(stretched))), "rope_type": "default"}
     return rope

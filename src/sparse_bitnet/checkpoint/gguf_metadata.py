@@ -11,6 +11,7 @@ from sparse_bitnet.checkpoint.config_fields import (
     gemma_windows,
     head_size,
     rope_of,
+    unread_setting,
     windows_of,
 )
 from sparse_bitnet.checkpoint.gguf_architectures import ARCHITECTURES, GgufArchitecture
@@ -56,32 +57,27 @@ def metadata_of(config: dict[str, Any], where: str) -> tuple[GgufArchitecture, d
     }
     if architecture.own_head_size:
         values |= {**dict.fromkeys(HEAD_SIZES, head), "vocab_size": fields.size("vocab_size")}
+    _expect(where, "a setting that is not read", unread_setting(config), None)
     values |= _windows(config, architecture, where)
-    rope = _rope(config, where)
+    rope = rope_of(config, where)
     if architecture.model_type == GEMMA3:
         for off in ("attn_logit_softcapping", "final_logit_softcapping"):
             _expect(where, off, config.get(off), None)
         scores = config.get("query_pre_attn_scalar", 256)
         _expect(where, "query_pre_attn_scalar", scores, gemma_scores({**config, "head_dim": head}))
-        local = _rope(config, where, local=True)
+        local = rope_of(config, where, local=True)
         _expect(where, "rope_type of layers with a window", local["rope_type"], "default")
-        values[LOCAL_ROPE_BASE] = float(local["rope_theta"])
+        values[LOCAL_ROPE_BASE] = Fields(local, f"{where}: rope parameter ")["rope_theta"]
     values |= _rope_metadata(rope, where)
     return architecture, {f"{name}.{key}": value for key, value in values.items()}
 
 
 def rope_factors(config: dict[str, Any], where: str) -> np.ndarray | None:
     """float32 [head_dim / 2]: what divides the frequencies of rope type llama3; None for others."""
-    rope = _rope(config, where)
+    rope = rope_of(config, where)
     if rope["rope_type"] != "llama3":
         return None
     return llama3_factors(rope["rope_theta"], head_size(config) // 2, rope)
-
-
-def _rope(config: dict[str, Any], where: str, *, local: bool = False) -> dict[str, Any]:
-    rope = rope_of(config, where, local=local)
-    theta = Fields(rope, f"{where}: rope parameter ").optional("rope_theta", 10_000.0)
-    return rope | {"rope_theta": theta}
 
 
 def _architecture_for(config: dict[str, Any], where: str) -> GgufArchitecture:
@@ -132,9 +128,9 @@ def _windows(config: dict[str, Any], architecture: GgufArchitecture, where: str)
 
 def _rope_metadata(rope: dict[str, Any], where: str) -> dict[str, Any]:
     kind: str = rope["rope_type"]
-    values: dict[str, Any] = {ROPE_BASE: float(rope["rope_theta"])}
-    known = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
     numbers = Fields(rope, f"{where}: rope parameter ")
+    values: dict[str, Any] = {ROPE_BASE: numbers["rope_theta"]}
+    known = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
     if kind in KINDS:
         known |= {"factor"}
         values |= {f"{SCALING}.type": kind, f"{SCALING}.factor": numbers["factor"]}

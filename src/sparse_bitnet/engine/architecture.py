@@ -15,7 +15,7 @@ from sparse_bitnet.checkpoint.config_fields import (
     WINDOWED,
     Fields,
     head_size,
-    shown,
+    unread_setting,
     windows_of,
 )
 from sparse_bitnet.checkpoint.model_folder import LINEAR_NORMS
@@ -209,14 +209,12 @@ def _refuse_variants(config: dict[str, Any], where: str) -> None:
         reason = "two norms before one linear"
     elif config.get("mlp_bias"):
         reason = "biases in the feed-forward part"
-    elif layer_types is not None and not isinstance(layer_types, list):
-        raise UserError(f"{where}: layer_types is {shown(layer_types)}, not a list")
-    elif layer_types and any(kind not in (FULL, WINDOWED) for kind in layer_types):
-        reason = "layers but those with full or sliding attention"
-    elif WINDOWED in (layer_types or ()) and not config.get(
-        "sliding_window", config.get("model_type") == GEMMA3
+    elif setting := unread_setting(config):
+        reason = f"counterpart of {setting} in config.json"
+    elif isinstance(layer_types, list) and any(
+        kind not in (FULL, WINDOWED) for kind in layer_types
     ):
-        raise UserError(f"{where}: layers have sliding attention, and sliding_window is not set")
+        reason = "layers but those with full or sliding attention"
     elif config.get("model_type") == GEMMA3:
         names = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
         reason = next((name for name in names if config.get(name)), None)

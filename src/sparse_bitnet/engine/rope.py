@@ -35,8 +35,7 @@ def read_rope(config: dict[str, Any], head_dim: int, where: str, *, local: bool 
         raise EngineLacks(
             f"{where}: the CPU engine does not know rope type {kind!r}; use --engine transformers"
         )
-    original = {"original_max_position_embeddings": config.get("max_position_embeddings")}
-    numbers = Fields(original | fields, f"{where}: rope parameter ")
+    numbers = Fields(fields, f"{where}: rope parameter ")
     if numbers.optional("partial_rotary_factor", 1.0) != 1:
         raise EngineLacks(
             f"{where}: the CPU engine rotates whole heads only; use --engine transformers"
