@@ -15,6 +15,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.harness import evaluate_tasks, load_lm
 from sparse_bitnet.generation.engine_lm import EngineLM
 from sparse_bitnet.generation.open_model import open_model
+from sparse_bitnet.generation.text import TextTokenizer
 
 WORDS = ["some", "words", "more", "talk about", "few"]
 
@@ -138,6 +139,21 @@ def test_generated_texts_are_lm_evals(models):
     theirs, ours = (model.generate_until(asked, disable_tqdm=True) for model in models)
     assert ours == theirs
     assert len(set(ours)) > 1
+
+
+def test_a_special_token_among_the_stop_strings_ends_the_text_as_in_lm_eval(models):
+    theirs, ours = models
+    asked = requests(("some words", {"until": ["never"], "max_gen_toks": 20}))
+    (whole,) = ours.generate_until(asked, disable_tqdm=True)
+    plain = {letter for letter in whole if letter.isascii() and letter.isprintable()}
+    name = max(plain.difference("some words"), key=whole.find)
+    for model in models:
+        model.tokenizer.add_special_tokens({"extra_special_tokens": [name]})
+    ours._text = TextTokenizer(ours.tokenizer.backend_tokenizer)
+    asked = requests(("some words", {"until": [name], "max_gen_toks": 20}))
+    found, expected = (model.generate_until(asked, disable_tqdm=True) for model in (ours, theirs))
+    assert found == expected
+    assert found == [whole.partition(name)[0]]
 
 
 def test_what_the_context_cannot_hold_is_an_error_of_the_user(models):

@@ -53,6 +53,26 @@ def test_the_cutting_of_the_text_does_not_matter(text, stop, cuts):
     assert whole == text or text.startswith(whole + found)
 
 
+@pytest.mark.parametrize(
+    ("stop", "shown"),
+    [
+        (["<|end|>"], ["a", "", ""]),
+        (["a<|end|>b"], ["", "", ""]),
+        (["<|end|>b"], ["a", "", ""]),
+        (["<|end|>c", "b"], ["a", "", ""]),
+        (["<|end|>c"], ["a", "", "b"]),
+        (["ab"], ["", "a", "b"]),
+    ],
+)
+def test_a_stop_string_may_name_a_special_token_which_is_not_shown(stop, shown):
+    strings = StopStrings(stop)
+    assert [
+        strings.feed("a"),
+        strings.feed("<|end|>", is_shown=False),
+        strings.feed("b") + strings.flush(),
+    ] == shown
+
+
 def test_an_empty_stop_string_is_refused():
     with pytest.raises(UserError, match="stop string is empty"):
         StopStrings(["a", ""])

@@ -186,7 +186,7 @@ class _Vocabulary:
     ) -> None:
         self.tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)] + [b"<end>"]
         self.eos_token_id = vocab_size
-        special = tokenizer.special_tokens | end_tokens | {vocab_size}
+        special = tokenizer.special_tokens.keys() | end_tokens | {vocab_size}
         self.special_token_ids = [
             token for token, found in enumerate(self.tokens) if token in special or not found
         ]

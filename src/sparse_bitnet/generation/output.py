@@ -26,6 +26,7 @@ class GeneratedText:
         """`is_start`: see `TextStream`; for answers, which continue no text."""
         self._stream = TextStream(tokenizer, is_start=is_start)
         self._stop = StopStrings(stop)
+        self._names = tokenizer.special_tokens
         self._length = self._given = 0
         self.held: deque[int] = deque()
         """Where tokens begin of which no text has been given out: a stop string may take them."""
@@ -40,6 +41,8 @@ class GeneratedText:
         self.held.append(self._length)
         text = self._stream.feed(token)
         self._length += len(text)
+        if token in self._names:
+            return self._counted(self._stop.feed(self._names[token], is_shown=False))
         return self._counted(self._stop.feed(text))
 
     def flush(self) -> str:

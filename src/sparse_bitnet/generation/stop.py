@@ -2,6 +2,7 @@
 """Where a text ends: stop strings in streamed text, and the tokens that end it."""
 
 from collections.abc import Sequence
+from itertools import compress
 from pathlib import Path
 
 from sparse_bitnet.checkpoint.model_folder import read_json_if_there
@@ -21,14 +22,20 @@ class StopStrings:
             raise UserError("a stop string is empty: leave it out")
         self._stop = tuple(stop)
         self._held = ""
+        self._shown: list[bool] = []
+        """Of each held character."""
         self.found: str | None = None
         """The stop string that ended the text."""
 
-    def feed(self, text: str) -> str:
-        """The text that can be shown now: no stop string begins in it. Nothing after a stop string."""
+    def feed(self, text: str, *, is_shown: bool = True) -> str:
+        """The text that can be shown now: no stop string begins in it. Nothing after a stop string.
+
+        `is_shown`: False for a special token's name, which a stop string may contain and no text has.
+        """
         if self.found is not None:
             return ""
         held = self._held + text
+        self._shown += [is_shown] * len(text)
         ends = [
             (place + len(stop), place, stop)
             for stop in self._stop
@@ -36,16 +43,18 @@ class StopStrings:
         ]
         if ends:
             _, place, self.found = min(ends)
-            self._held = ""
-            return held[:place]
+            return self._give(held[:place], "")
         keep = max((overlap(held, stop) for stop in self._stop), default=0)
-        self._held = held[len(held) - keep :]
-        return held[: len(held) - keep]
+        return self._give(held[: len(held) - keep], held[len(held) - keep :])
 
     def flush(self) -> str:
         """What was held back, when the text ended without a stop string."""
-        held, self._held = self._held, ""
-        return held
+        return self._give(self._held, "")
+
+    def _give(self, text: str, held: str) -> str:
+        shown, self._shown = self._shown, self._shown[len(text) :]
+        self._held = held
+        return "".join(compress(text, shown))
 
 
 def overlap(text: str, stop: str) -> int:

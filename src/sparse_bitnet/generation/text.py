@@ -54,8 +54,10 @@ class TextTokenizer:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
-        self.special_tokens = frozenset(token for token, entry in added.items() if entry.special)
-        """Tokens that are not text, such as the one that ends it."""
+        self.special_tokens = {
+            token: entry.content for token, entry in added.items() if entry.special
+        }
+        """Names of the tokens that are not text, such as the one that ends it."""
         self._to_bytes, self._strip = _byte_decoder(tokenizer)
         self._known: dict[int, bytes] = {}
 
@@ -161,7 +163,7 @@ class TextStream:
         """`is_start`: without the space that some tokenizers put before a text's first word; for a text
         that continues another one that space belongs to it."""
         self._tokenizer = tokenizer
-        self._skip = tokenizer.special_tokens if skip_special_tokens else frozenset()
+        self._skip = tokenizer.special_tokens if skip_special_tokens else ()
         self._strip = tokenizer._strip if is_start else 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._whole: _NeighbourStream | None = None
