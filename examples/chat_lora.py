@@ -23,7 +23,7 @@ from transformers import (
 )
 from trl import SFTConfig, SFTTrainer
 
-from sparse_bitnet import SparseBitCallback, SparseBitConfig, convert_, save_pretrained
+from sparse_bitnet import SparseBitCallback, convert_, save_pretrained
 from sparse_bitnet.data.tokenizer import train_tokenizer
 
 TEMPLATE = (
@@ -56,7 +56,7 @@ def tiny(rows: list[dict]) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     model = LlamaForCausalLM(
         LlamaConfig(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **sizes)
     )
-    return convert_(model, SparseBitConfig.parse("ternary-6:8")), tokenizer
+    return convert_(model, "ternary-6:8"), tokenizer
 
 
 def main(steps: int = 20) -> tuple[float, float, float]:

@@ -12,7 +12,7 @@ import tempfile
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from sparse_bitnet import SparseBitConfig, convert_, save_pretrained, selected, sparse_layers
+from sparse_bitnet import convert_, save_pretrained, selected, sparse_layers
 
 
 def tiny_llama() -> PreTrainedModel:
@@ -35,7 +35,7 @@ def main(path_or_hub_id: str | None = None, text_form: str = "ternary-6:8") -> P
         model = tiny_llama()
     else:
         model = AutoModelForCausalLM.from_pretrained(path_or_hub_id, dtype=torch.float32)
-    convert_(model, SparseBitConfig.parse(text_form))
+    convert_(model, text_form)
     layers = sparse_layers(model)
     print(f"{type(model).__name__}: {len(layers)} layers are {text_form} now, the first of them")
     print(f"  {next(iter(layers))}: {next(iter(layers.values()))}")

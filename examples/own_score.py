@@ -7,7 +7,7 @@ python examples/own_score.py
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sparse_bitnet import SparseBitConfig, convert_, register_score, selected
+from sparse_bitnet import convert_, register_score, selected
 
 
 @register_score("column-norm")
@@ -20,7 +20,7 @@ def main(steps: int = 20) -> list[float]:
     torch.manual_seed(0)
     sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=128, **sizes))
-    convert_(model, SparseBitConfig.parse("ternary-6:8,score=column-norm:power=0.25")).train()
+    convert_(model, "ternary-6:8,score=column-norm:power=0.25").train()
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
     for _ in range(steps):
         ids = torch.arange(32).repeat(4, 1) + torch.randint(0, 96, (4, 1))

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sparse_bitnet import SparseBitConfig, convert_, save_pretrained
+from sparse_bitnet import convert_, save_pretrained
 from sparse_bitnet.cli.main import main as sparse_bitnet
 from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.engine.engine_options import EngineOptions
@@ -35,7 +35,7 @@ def write_model(folder: Path) -> None:
     torch.manual_seed(0)
     sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
     config = LlamaConfig(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **sizes)
-    model = convert_(LlamaForCausalLM(config), SparseBitConfig.parse("ternary-6:8"))
+    model = convert_(LlamaForCausalLM(config), "ternary-6:8")
     save_pretrained(model, folder, tokenizer)
 
 

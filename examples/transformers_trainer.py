@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import Qwen2Config, Qwen2ForCausalLM, Trainer, TrainingArguments
 
-from sparse_bitnet import SparseBitCallback, SparseBitConfig, convert_
+from sparse_bitnet import SparseBitCallback, convert_
 
 TRAINING_FILES = ("argparse.py", "inspect.py", "tarfile.py", "typing.py")
 VALIDATION_FILE = "textwrap.py"
@@ -54,7 +54,7 @@ def main(steps: int = 60) -> Trainer:
             tie_word_embeddings=True,
         )
     )
-    convert_(model, SparseBitConfig.parse("ternary-6:8"))
+    convert_(model, "ternary-6:8")
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(

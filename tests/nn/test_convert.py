@@ -51,6 +51,15 @@ def batch() -> Tensor:
     return torch.randint(0, 96, (2, 16))
 
 
+def test_the_format_can_be_its_text() -> None:
+    formats = {
+        str(layer.config) for layer in sparse_layers(convert_(tiny_model(), "full-2:4")).values()
+    }
+    assert formats == {"full-2:4"}
+    with pytest.raises(UserError, match="format 'ternary': write ternary-n:m"):
+        convert_(tiny_model(), "ternary")
+
+
 class TestFamilies:
     @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
     @pytest.mark.parametrize("family", MODEL_FAMILIES)

@@ -41,7 +41,7 @@ def preset_config(name: str, *, vocab_size: int | None = None) -> "Qwen2Config":
 
 def build_model(
     name: str,
-    config: SparseBitConfig,
+    config: SparseBitConfig | str,
     *,
     seed: int = 0,
     vocab_size: int | None = None,
@@ -54,7 +54,7 @@ def build_model(
 
     Args:
         name: a preset; ignored when `init` is given.
-        config: the format; the same seed gives the same initial weights for every format.
+        config: the format, or its text; the same seed gives the same initial weights for every format.
         seed: of the random initial weights (std 0.02, biases zero).
         vocab_size: replaces the preset's; of `init` it is the model's own.
         uniform: matrices of the blocks uniform in ±1/sqrt(in_features) instead.

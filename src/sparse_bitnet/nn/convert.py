@@ -31,7 +31,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 def convert_(
     model: Model,
-    config: SparseBitConfig,
+    config: SparseBitConfig | str,
     filter_fn: FilterFn | None = None,
     *,
     allow_partial: bool = False,
@@ -42,7 +42,7 @@ def convert_(
 
     Args:
         model: a transformers model or any module made of `nn.Linear`.
-        config: the format of every converted layer.
+        config: the format of every converted layer, or its text, such as "ternary-6:8".
         filter_fn: (module, full name) -> whether to convert this linear layer, or this module of fused
             experts. By default every one of the blocks, never an embedding, an output head or a weight
             tied to one. The config's `dense_layers` stay as they are in either case.
@@ -59,6 +59,8 @@ def convert_(
     Raises `UserError` when nothing matches, a pattern or a quantizer's groups do not divide a layer, most
     matrix weights would stay, or `model` is itself a linear layer; the model is then unchanged.
     """
+    if isinstance(config, str):
+        config = SparseBitConfig.parse(config)
     if is_linear(model):
         raise UserError(
             "convert_: a bare linear layer cannot be replaced in place; wrap it in a module"
