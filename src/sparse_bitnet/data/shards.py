@@ -218,19 +218,17 @@ class TokenDataset:
         `name` is the model's, for messages. Raises `UserError` where that is another tokenizer than the
         data's, but for the end token, which may have been chosen anew for the data.
         """
-        is_known = any(any(folder.glob(file)) for file in _TOKENIZERS)
-        if is_known:
+        theirs: str | None = None
+        if any(any(folder.glob(file)) for file in _TOKENIZERS):
             theirs = tokenizer_hash(load_tokenizer(folder, eos_token=self.eos_token_id))
-        else:  # a checkpoint of a run, which names its data
-            data = read_json_if_there(folder / STATE).get("data")
-            theirs = data.get("tokenizer_hash") if isinstance(data, dict) else None
-            is_known = theirs is not None
-        if is_known and theirs != self.manifest.tokenizer_hash:
+        elif isinstance(data := read_json_if_there(folder / STATE).get("data"), dict):
+            theirs = data.get("tokenizer_hash")  # an unfinished run's, which names its data
+        if theirs not in (None, self.manifest.tokenizer_hash):
             raise UserError(
                 f"{self.folder} was prepared with another tokenizer than that of {name}: prepare the "
                 "text again with that one (--tokenizer)"
             )
-        return is_known
+        return theirs is not None
 
     def check_ids(self, ids: np.ndarray) -> None:
         """Raise `UserError` for token ids that the vocabulary does not hold: a shard that another
