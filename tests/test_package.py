@@ -178,7 +178,10 @@ def test_registering_twice_does_no_harm() -> None:
 
 def test_public_names_are_all_there() -> None:
     assert set(sparse_bitnet.__all__) == {
+        "Engine",
+        "EngineOptions",
         "NMPattern",
+        "OpenModel",
         "SparseBitCallback",
         "SparseBitConfig",
         "SparseBitLinear",
@@ -196,6 +199,7 @@ def test_public_names_are_all_there() -> None:
         "from_pretrained",
         "mask_flip_rate",
         "nm_mask",
+        "open_model",
         "quantize_int8",
         "quantize_ternary",
         "save_pretrained",

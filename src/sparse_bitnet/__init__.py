@@ -34,6 +34,10 @@ _PUBLIC = {
     "register_quantizer": "variants.registry",
     "register_activation": "variants.registry",
     "register_schedule": "variants.registry",
+    "Engine": "engine.engine",
+    "EngineOptions": "engine.engine_options",
+    "OpenModel": "generation.open_model",
+    "open_model": "generation.open_model",
     "SparseBitCallback": "training.callback",
     "UserError": "errors",
 }

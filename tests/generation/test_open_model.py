@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from small_models import CHAT_TEMPLATE, write_models
+from sparse_bitnet.cli.main import main
 from sparse_bitnet.engine.engine_options import EngineOptions
+from sparse_bitnet.engine.protocol import ContextFull
 from sparse_bitnet.errors import EngineLacks, UserError
 from sparse_bitnet.generation.open_model import open_engine, open_model
 
@@ -140,6 +142,33 @@ def test_generating_with_the_cpu_engine_imports_no_torch(folder, command):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout
+
+
+def test_text_in_and_text_out_in_python(folder, capsys):
+    """As the command of that name, without torch."""
+    packed, options = str(folder / "packed"), ["--max-tokens", "20", "--seed", "3"]
+    main(["generate", packed, "--prompt", "some words", *options])
+    code = (
+        "import sys, sparse_bitnet as sb\n"
+        f"model = sb.open_model({packed!r}, sb.EngineOptions(context_length=64))\n"
+        "assert isinstance(model.engine, sb.Engine)\n"
+        "print('some words' + model.generate('some words', max_tokens=20, seed=3))\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == (capsys.readouterr().out, "")
+    model = open_model(packed)
+    text = model.generate("some words", temperature=0)
+    assert text == model.generate("some words", temperature=0)
+    cut = model.generate("some words", temperature=0, stop=[text[5:8]])
+    assert cut == text[: text.find(text[5:8])]
+    assert isinstance(model.generate("", max_tokens=1), str)
+    for wrong, words in (({"max_tokens": 0}, "max_new_tokens=0"), ({"top_p": 2}, "top_p=2")):
+        with pytest.raises(UserError, match=words):
+            model.generate("some words", **wrong)
+    with pytest.raises(ContextFull, match="ask for at most"):
+        model.generate("some words", max_tokens=10_000)
+    model.engine.close()
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])

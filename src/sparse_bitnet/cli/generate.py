@@ -11,7 +11,6 @@ from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError, check_least
 
 if TYPE_CHECKING:
-    from sparse_bitnet.generation.open_model import OpenModel
     from sparse_bitnet.generation.text_batches import GenerateResult
 
 
@@ -64,7 +63,7 @@ def main(
     guesses = speculation.open(model, engine)
     form = None if grammar is None else model.grammars(model.end_tokens).start(grammar)
     prompt = _prompt(config)
-    tokens = first_tokens(model, prompt)
+    tokens = model.first_tokens(prompt)
     print(prompt, end="", flush=True)
     try:
         result = generate(
@@ -90,16 +89,6 @@ def _prompt(config: GenerateConfig) -> str:
     if config.prompt_file is None and sys.stdin.isatty():
         raise UserError("nothing to continue: give --prompt TEXT, --prompt-file, or pipe text in")
     return read_text("--prompt-file", config.prompt_file or "-")
-
-
-def first_tokens(model: "OpenModel", prompt: str) -> list[int]:
-    """The prompt's tokens; of an empty one the token between documents, which a text can follow."""
-    tokens = model.tokenizer.encode(prompt)
-    if not tokens and not model.end_tokens:
-        raise UserError(
-            "the prompt is empty, and the model names no token that a text could follow"
-        )
-    return tokens or [min(model.end_tokens)]
 
 
 def statistics(result: "GenerateResult", engine_name: str) -> str:

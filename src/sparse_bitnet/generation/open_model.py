@@ -3,6 +3,7 @@
 
 import importlib
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,53 @@ class OpenModel(OpenEngine):
     tokenizer: TextTokenizer
     end_tokens: frozenset[int]
 
+    def first_tokens(self, prompt: str) -> list[int]:
+        """Return the prompt's tokens; for an empty prompt the token between documents.
+
+        Raises `UserError` for an empty prompt where the model has no such token.
+        """
+        tokens = self.tokenizer.encode(prompt)
+        if not tokens and not self.end_tokens:
+            raise UserError(
+                "the prompt is empty, and the model names no token that a text could follow"
+            )
+        return tokens or [min(self.end_tokens)]
+
+    def generate(
+        self,
+        prompt: str,
+        *,
+        max_tokens: int = 64,
+        stop: Sequence[str] = (),
+        temperature: float = 0.8,
+        top_p: float = 0.95,
+        **sampling: Any,
+    ) -> str:
+        """Return the text that follows a prompt, without the prompt.
+
+        The defaults are those of `sparse-bitnet generate`, and so is the text.
+
+        Args:
+            prompt: the text to continue, as it is: no chat template is applied.
+            max_tokens: maximum number of tokens to add.
+            stop: strings that end the text and are no part of it.
+            temperature: divides the logits; 0 always takes the most likely token.
+            top_p: draw from the smallest set of most likely tokens with this share of the probability.
+            sampling: further fields of `SamplingOptions`, such as `top_k` and `seed`.
+
+        Raises `UserError` for a value out of its range and a prompt that the context does not hold.
+        """
+        from sparse_bitnet.generation.sampling_options import SamplingOptions
+        from sparse_bitnet.generation.text_batches import GenerateOptions, generate
+
+        drawn = SamplingOptions(temperature=temperature, top_p=top_p, **sampling)
+        options = GenerateOptions(max_new_tokens=max_tokens, stop=tuple(stop), sampling=drawn)
+        tokens = self.first_tokens(prompt)
+        result = generate(
+            self.engine, [tokens], options, tokenizer=self.tokenizer, end_tokens=self.end_tokens
+        )
+        return result.texts[0].text
+
     def grammars(self, end_tokens: frozenset[int]) -> "TokenGrammars":
         """For texts that these tokens may end."""
         from sparse_bitnet.generation.grammar import TokenGrammars
@@ -54,17 +102,19 @@ class OpenModel(OpenEngine):
         return TokenGrammars(self.tokenizer, self.engine.vocab_size, end_tokens)
 
 
-def open_model(checkpoint: str | Path, options: EngineOptions) -> OpenModel:
-    """Load a checkpoint with the engine that `options` ask for.
+def open_model(checkpoint: str | Path, options: EngineOptions | None = None) -> OpenModel:
+    """Load a checkpoint with the engine that `options` ask for, by default the fastest that can run it.
 
     A packed model on the CPU engine needs neither torch nor transformers.
 
     Args:
         checkpoint: packed folder, run folder, checkpoint folder, GGUF file, or any transformers folder or
             hub id. Ternary models of other tools are packed once (packed_once.py).
+        options: the engine and its settings.
 
     Raises `UserError` for what cannot be loaded, and for a choice that cannot be honoured.
     """
+    options = options or EngineOptions()
     checkpoint = _packed_if_ternary(checkpoint, options)
     early = None
     if is_packed(checkpoint):
