@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import sparse_bitnet
+from sparse_bitnet import host
 from test_layering import MODULES, module_name
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -85,6 +86,41 @@ assert host.most_open_files() is None
 host.limit_memory(1)
 """
     run(script)
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "cores"),
+    [
+        ("0::/", {}, 64),
+        ("0::/", {"cpu.max": "max 100000"}, 64),
+        ("0::/", {"cpu.max": "150000 100000"}, 2),
+        ("0::/", {"cpu.max": "1000 100000"}, 1),
+        ("0::/a/b", {"a/cpu.max": "300000 100000", "a/b/cpu.max": "max 100000"}, 3),
+        ("0::/../elsewhere", {"cpu.max": "9900000 100000"}, 64),
+        ("1:cpuset:/\n4:cpu,cpuacct:/docker/f0", {"cpu/cpu.cfs_quota_us": "250000"}, 3),
+        ("4:cpu:/a\n0::/", {"cpu/a/cpu.cfs_quota_us": "-1"}, 64),
+    ],
+)
+def test_available_cores_keep_to_the_quota_of_a_container(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    groups: str,
+    files: dict[str, str],
+    cores: int,
+) -> None:
+    monkeypatch.setattr(host, "_processors", lambda: 64)
+    monkeypatch.setattr(host, "_CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(host, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(os, "environ", {})
+    (tmp_path / "cgroup").write_text(f"{groups}\n")
+    for name, text in files.items():
+        folder = (tmp_path / name).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+        (folder / "cpu.cfs_period_us").write_text("100000\n")
+    assert host.available_cores() == cores
+    host.limit_library_threads()
+    assert os.environ.get("OMP_NUM_THREADS") == (str(cores) if cores < 64 else None)
 
 
 def test_generating_imports_no_more_than_it_takes() -> None:

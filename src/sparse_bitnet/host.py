@@ -3,6 +3,7 @@
 runs. Imports nothing heavy."""
 
 import faulthandler
+import math
 import os
 import signal
 import sys
@@ -17,9 +18,42 @@ MOST_THREADS = 1024
 """That may be asked for. Where systems do not start as many, OpenMP ends the process."""
 
 
+_CGROUP, _CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+
+
 def available_cores() -> int:
-    """Processors that this process may use."""
+    """Processors that this process may use: no more than a container's CPU quota, rounded up."""
+    return math.ceil(min([_processors(), *_cpu_quotas()]))
+
+
+def limit_library_threads() -> None:
+    """Make OpenMP and BLAS libraries keep to a CPU quota, which they ignore. Call it before they load."""
+    if available_cores() < _processors():
+        os.environ.setdefault("OMP_NUM_THREADS", str(available_cores()))
+
+
+def _processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cpu_quotas() -> list[float]:
+    """CPU quotas of Linux's control groups, version 1 or 2, around this process, in processors."""
+    quotas = []
+    for line in _CGROUP.read_text().splitlines() if _CGROUP.is_file() else ():
+        _, controllers, group = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
+        # In a container the group may have its outer name and be the root here: all parents are tried.
+        folder = _CGROUPS / ("cpu" if controllers else "") / group.strip("/")
+        for parent in (folder, *folder.parents):
+            try:
+                quota, period = " ".join((parent / name).read_text() for name in names).split()
+            except OSError:
+                continue
+            if quota not in ("max", "-1"):
+                quotas.append(int(quota) / int(period))
+    return quotas
 
 
 def cpu_info() -> dict[str, str]:

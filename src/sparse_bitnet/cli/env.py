@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sparse-bitnet env`: what is installed, where it runs, which kernels are in use and why."""
 
-import os
 import platform
 from importlib import metadata
 from importlib.util import find_spec
 
 from sparse_bitnet.cli.arguments import command
+from sparse_bitnet.host import available_cores
 
 PACKAGES = (
     *("sparse-bitnet", "torch", "transformers", "tokenizers", "safetensors", "datasets"),
@@ -37,14 +37,14 @@ def environment() -> dict[str, str]:
     rows["system"] = f"{platform.system()} {platform.release()} {platform.machine()}"
     rows["engine"] = _engine()
     if find_spec("torch") is None:
-        rows["cpu"] = f"{os.cpu_count()} cores"
+        rows["cpu"] = f"{available_cores()} cores"
         return rows
     import torch
 
     from sparse_bitnet.training.device import cpu_has_fast_bf16
 
     rows["cpu"] = (
-        f"{os.cpu_count()} cores, {torch.get_num_threads()} torch threads, "
+        f"{available_cores()} cores, {torch.get_num_threads()} torch threads, "
         f"{torch.backends.cpu.get_cpu_capability()}, "
         f"{'fast' if cpu_has_fast_bf16() else 'no fast'} bfloat16"
     )

@@ -84,7 +84,9 @@ def main(arguments: list[str] | None = None) -> None:
         sys.stdout.reconfigure(errors="replace")  # a model's text has characters of any script
     name = "import_" if verb == "import" else verb  # which is no name for a module
     from sparse_bitnet.errors import UserError
+    from sparse_bitnet.host import limit_library_threads
 
+    limit_library_threads()
     try:
         importlib.import_module(f"sparse_bitnet.cli.{name}").main(rest)
     except UserError as error:

@@ -3,7 +3,6 @@
 
 import contextlib
 import json
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 from sparse_bitnet.data.manifest import VERIFIED, Shard
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import file_crc32, write_atomic
+from sparse_bitnet.host import available_cores
 from sparse_bitnet.progress import Progress
 
 _PROGRESS_BYTES = 1 << 30
@@ -42,7 +42,7 @@ def verify_shards(folder: Path, shards: Sequence[Shard]) -> None:
     # Taken first: a file that changes while it is read does not look like the one that was found right.
     stamps = [_stamp(path) for path in paths]
     total, done = sum(size for size, _ in stamps), 0
-    with Progress() as progress, ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+    with Progress() as progress, ThreadPoolExecutor(min(4, available_cores())) as pool:
         line = progress.line(f"checking {folder}", "MB", 1e6)
         checksums = pool.map(file_crc32, paths)
         for shard, checksum, (size, _) in zip(shards, checksums, stamps, strict=True):
