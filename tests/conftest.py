@@ -11,6 +11,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
+from typing import Any
 
 import hypothesis
 import numpy as np
@@ -56,6 +57,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if torch is None and item.get_closest_marker("train"):
         pytest.skip("runs, in another process, what needs sparse-bitnet[train]")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """List the instruction sets whose kernels the tests that passed have run."""
+    passed = terminalreporter.stats.get("passed", [])
+    if isas := {isa for test in passed for name, isa in test.user_properties if name == "isa"}:
+        terminalreporter.write_line(f"instruction sets covered: {', '.join(sorted(isas))}")
 
 
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True, database=None)

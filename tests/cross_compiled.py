@@ -50,7 +50,7 @@ def program(source: Path, temporary: pytest.TempPathFactory, name: str, command:
             with ThreadPoolExecutor(2) as pool:
                 list(pool.map(compile_one, sources, objects))
         out = str(folder / source.stem)
-        run([*command, *FLAGS, "-pthread", "-o", out, str(source), *objects])
+        run([*command, *FLAGS, "-pthread", "-o", out, str(source), *objects, "-ldl"])
     return out
 
 

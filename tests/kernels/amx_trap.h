@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// AMX on a processor that has none: each of its instructions ends in SIGILL, whose handler decodes it and does
-// what Intel's manual says (Software Developer's Manual, volume 2: LDTILECFG, TILELOADD, TDPBSSD, ...). Only
-// what matrix_unit.h writes is known: anything else, or a shape that no tile may have, ends the program.
+// AMX on a processor that has none, or in a process that lacks the system's permission: its instructions end in
+// SIGILL, whose handler decodes them and does what Intel's manual says (Software Developer's Manual, volume 2:
+// LDTILECFG, TILELOADD, TDPBSSD, ...). Only what matrix_unit.h writes is known: anything else, or a shape that no
+// tile may have, ends the program.
 
 #pragma once
 
@@ -14,10 +15,18 @@
 
 namespace amx_trap {
 
+// Whether the system has switched tiles on for processes with permission (XCR0). Then LDTILECFG and TILERELEASE run
+// without one (volume 1, "Extended Feature Disable"): the handler never sees a shape, and takes that of matrix_unit.h.
+inline bool processor_configures() {
+  unsigned low, high;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (low >> 17 & 3) == 3;
+}
+
 struct Tiles {
-  bool configured = false;
-  std::int64_t line_bytes[8], lines[8];
-  std::uint8_t bytes[8][16][64];
+  bool configured = processor_configures();
+  std::int64_t line_bytes[8] = {64, 64, 64, 64, 64, 64, 64, 64}, lines[8] = {16, 16, 16, 16, 16, 16, 16, 16};
+  std::uint8_t bytes[8][16][64] = {};
 };
 inline thread_local Tiles tiles;
 inline long signed_products = 0, unsigned_products = 0;
@@ -138,7 +147,7 @@ inline void on_illegal_instruction(int, siginfo_t*, void* raw) {
 
 }  // namespace amx_trap
 
-// From here on AMX's instructions work in this process.
+// From here on AMX's instructions work in this process, until it asks for permission to use the processor's.
 inline void emulate_amx() {
   struct sigaction action = {};
   action.sa_sigaction = amx_trap::on_illegal_instruction;

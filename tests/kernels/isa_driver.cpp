@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels without Python, for an emulator: products, quantisation and float tables of "neon", "i8mm" and
-// AMX against "generic", and the decoder's float kernels against plain loops in double precision. On x86-64
-// the program emulates AMX itself. Memory starts as poison. Exits with 1 after printing what differs.
+// Kernels without Python: products, quantisation and float tables of "neon", "i8mm" and AMX against "generic",
+// and the decoder's float kernels against plain loops in double precision. AMX runs twice: first without the
+// system's permission, which makes its instructions trap and the program emulate them; then, where the processor
+// and the system have it, by itself. Memory starts as poison. Exits with 1 after printing what differs.
 
 #include <algorithm>
 #include <cmath>
@@ -16,12 +17,13 @@
 #include "attention.h"
 #include "isa.h"
 #include "matmul.h"
-#include "packed_rows.h"
-
-#if defined(__x86_64__)
-#include "amx_trap.h"
 #include "matmul_kernels.h"
+#include "packed_rows.h"
+#include "platform.h"
 #include "roofline.h"
+
+#if defined(SPARSE_BITNET_AMX)
+#include "amx_trap.h"
 #endif
 
 using namespace sparse_bitnet;
@@ -33,6 +35,9 @@ constexpr int y_padding = 5;
 using Memory = AlignedVector<std::uint8_t>;
 
 int failures = 0;
+
+// Not from choose_kernels, which asks the system for the permission to use AMX.
+const Kernels generic = {"generic", nullptr, vector_generic, loading_generic, matmul_generic, roofline_generic};
 
 template <class... Values>
 void expect(bool same, const char* format, Values... values) {
@@ -117,7 +122,7 @@ struct Weights {
         case WeightFormat::i2: encode_i2(digits.data(), columns, row); break;
         case WeightFormat::b3: encode_b3(digits.data(), columns, row); break;
         case WeightFormat::nm_bitmap:
-          choose_kernels("generic").loading.encode_nm_bitmap(pattern, digits.data(), columns, row);
+          loading_generic.encode_nm_bitmap(pattern, digits.data(), columns, row);
           break;
         case WeightFormat::lookup: {
           const int in_strip = int(r % lookup::shape_of(pattern).rows());
@@ -152,11 +157,6 @@ std::vector<float> product(const Kernels& kernels, ThreadPool& pool, const Weigh
   return y;
 }
 
-struct Rows {
-  const Kernels& generic = choose_kernels("generic");
-  const Kernels& ours;
-};
-
 constexpr packed::Pattern dense = {1, 1};
 constexpr std::pair<WeightFormat, packed::Pattern> layouts[] = {
     {WeightFormat::i2, dense},           {WeightFormat::b3, dense},
@@ -168,20 +168,20 @@ constexpr std::pair<WeightFormat, packed::Pattern> layouts[] = {
     {WeightFormat::lookup, {3, 4, true}},
 };
 
-void compare(const Rows& kernels, ThreadPool& pool, const Weights& weights,
+void compare(const Kernels& ours, ThreadPool& pool, const Weights& weights,
              const std::vector<float>& x, std::int64_t tokens, bool fine, const float* bias,
              std::int64_t group = 0) {
-  const Tokens theirs(kernels.generic, x, tokens, fine, group), ours(kernels.ours, x, tokens, fine, group);
-  expect(theirs == ours, "quantised activations: %d columns", int(weights.matrix.columns));
-  const auto a = product(kernels.generic, pool, weights, theirs, bias);
-  const auto b = product(kernels.ours, pool, weights, ours, bias);
+  const Tokens theirs(generic, x, tokens, fine, group), codes(ours, x, tokens, fine, group);
+  expect(theirs == codes, "quantised activations: %d columns", int(weights.matrix.columns));
+  const auto a = product(generic, pool, weights, theirs, bias);
+  const auto b = product(ours, pool, weights, codes, bias);
   expect(!std::memcmp(a.data(), b.data(), 4 * a.size()),
          "format %d, pattern %d:%d, %d rows, %d columns, %d tokens, fine %d",
          int(weights.matrix.format), weights.matrix.pattern.n, weights.matrix.pattern.m,
          int(weights.matrix.rows), int(weights.matrix.columns), int(tokens), int(fine));
 }
 
-void test_products(const Rows& kernels, Random& random) {
+void test_products(const Kernels& ours, Random& random) {
   ThreadPool one(1), two(2);
   for (const auto& [format, pattern] : layouts) {
     const std::pair<int, int> shapes[] = {{1, 64}, {3, 16}, {17, 336}, {33, 1072}, {6, 2576}};
@@ -192,7 +192,7 @@ void test_products(const Rows& kernels, Random& random) {
       for (int tokens : {1, 2, 3, 4, 7, 37}) {
         const bool fine = !is_ternary(format) && tokens % 3 != 0;
         const std::vector<float> x = random.floats(std::int64_t(tokens) * odd);
-        compare(kernels, tokens == 7 ? two : one, weights, x, tokens, fine,
+        compare(ours, tokens == 7 ? two : one, weights, x, tokens, fine,
                 tokens % 2 ? bias.data() : nullptr);
       }
     }
@@ -201,14 +201,14 @@ void test_products(const Rows& kernels, Random& random) {
       if ((value > 2) == is_ternary(format)) continue;
       const Weights weights(random, format, pattern, 2, 8960, value);
       for (float sign : {1.0f, -1.0f}) {
-        compare(kernels, one, weights, std::vector<float>(8960, sign), 1, true, nullptr);
-        compare(kernels, one, weights, std::vector<float>(34 * 8960, sign), 34, true, nullptr);
+        compare(ours, one, weights, std::vector<float>(8960, sign), 1, true, nullptr);
+        compare(ours, one, weights, std::vector<float>(34 * 8960, sign), 34, true, nullptr);
       }
     }
   }
 }
 
-void test_groups(const Rows& kernels, Random& random) {
+void test_groups(const Kernels& ours, Random& random) {
   ThreadPool pool(1);
   for (const auto& [format, pattern] : layouts) {
     for (std::int64_t group : {32, 64, 128, 256}) {
@@ -218,14 +218,14 @@ void test_groups(const Rows& kernels, Random& random) {
         weights.set_groups(random, group, ScaleType(columns / group % 3));
         for (int tokens : {1, 3, 19}) {
           const std::vector<float> x = random.floats(tokens * columns);
-          compare(kernels, pool, weights, x, tokens, false, nullptr, tokens == 3 ? group : 0);
+          compare(ours, pool, weights, x, tokens, false, nullptr, tokens == 3 ? group : 0);
         }
       }
     }
   }
 }
 
-void test_quantize(const Rows& kernels, Random& random) {
+void test_quantize(const Kernels& ours, Random& random) {
   const float infinity = std::numeric_limits<float>::infinity();
   for (int columns : {1, 15, 64, 100, 1337}) {
     std::vector<float> x = random.floats(7 * columns);
@@ -238,13 +238,13 @@ void test_quantize(const Rows& kernels, Random& random) {
     x[4 * columns] = infinity;
     x[6 * columns - 1] = std::nanf("");
     for (bool fine : {false, true}) {
-      expect(Tokens(kernels.generic, x, 7, fine) == Tokens(kernels.ours, x, 7, fine),
+      expect(Tokens(generic, x, 7, fine) == Tokens(ours, x, 7, fine),
              "quantisation of %d columns, fine %d", columns, int(fine));
     }
   }
 }
 
-void test_tables(const Rows& kernels, Random& random) {
+void test_tables(const Kernels& ours, Random& random) {
   ThreadPool pool(1);
   for (const auto& [rows, columns] : {std::pair(1, 1), {3, 7}, {33, 100}, {70, 333}}) {
     for (TableType type : {TableType::bfloat16, TableType::float32}) {
@@ -262,7 +262,7 @@ void test_tables(const Rows& kernels, Random& random) {
       for (int tokens : {1, 2, 5}) {
         const std::vector<float> x = random.floats(tokens * columns);
         std::vector<float> y(tokens * rows);
-        matmul_table(kernels.ours, pool, x.data(), tokens, columns, table, y.data(), rows);
+        matmul_table(ours, pool, x.data(), tokens, columns, table, y.data(), rows);
         for (int i = 0; i < tokens * rows; ++i) {
           double exact = 0, bound = 0;
           for (int c = 0; c < columns; ++c) {
@@ -380,11 +380,10 @@ std::vector<float> test_attention(const VectorKernels& kernels) {
 // Attention to the bit as with `base`, which has no matrix unit.
 void test(const Kernels& ours, const VectorKernels& base) {
   Random random;
-  const Rows kernels{choose_kernels("generic"), ours};
-  test_groups(kernels, random);
-  test_quantize(kernels, random);
-  test_products(kernels, random);
-  test_tables(kernels, random);
+  test_groups(ours, random);
+  test_quantize(ours, random);
+  test_products(ours, random);
+  test_tables(ours, random);
   test_elementwise(ours.vector, random);
   const std::vector<float> a = test_attention(ours.vector), b = test_attention(base);
   expect(!std::memcmp(a.data(), b.data(), 4 * a.size()), "attention of %s", ours.isa);
@@ -393,13 +392,20 @@ void test(const Kernels& ours, const VectorKernels& base) {
 }  // namespace
 
 int main() {
-#if defined(__x86_64__)
+#if defined(SPARSE_BITNET_AMX)
+  const Kernels amx = {"amx_int8", nullptr, vector_amx_int8, loading_avx512, matmul_amx_int8, roofline_amx_int8};
   emulate_amx();
-  test({"amx_int8", nullptr, vector_amx_int8, loading_avx512, matmul_amx_int8, roofline_amx_int8},
-       vector_avx512vnni);
+  test(amx, vector_avx512vnni);
   for (const char* name : {"tdpbssd", "tdpbsud"}) expect(amx_products(name) > 0, "no %s was met", name);
-#else
+  std::printf("amx_int8 (emulated)\n");
+  std::signal(SIGILL, SIG_DFL);
+  if (cpu_has_amx_int8()) {
+    test(amx, vector_avx512vnni);
+    std::printf("amx_int8\n");
+  }
+#elif defined(__aarch64__)
   for (const char* isa : {"neon", "i8mm", "emulated_unit"}) test(choose_kernels(isa), vector_generic);
+  std::printf("neon (qemu)\ni8mm (qemu)\n");
 #endif
   std::printf("%d differences\n", failures);
   return failures ? 1 : 0;

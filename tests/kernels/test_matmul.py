@@ -29,7 +29,8 @@ POISON = 0xA5
 
 
 @pytest.fixture(params=_cpu.supported_isas(for_tests=True))
-def kernels(request):
+def kernels(request, record_property):
+    record_property("isa", request.param)
     return _cpu.Kernels.choose(request.param)
 
 
