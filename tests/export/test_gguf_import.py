@@ -433,10 +433,11 @@ def _described(kind: str, tokens: list[str], **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fields", "first", "last"),
     [
-        ({"model": "gpt2"}, 0, 0),
+        ({"model": "gpt2", "pre": "gpt-2"}, 0, 0),
         ({"model": "gpt2", "pre": "llama-bpe"}, 1, 0),
+        ({"model": "gpt2", "pre": "glm4"}, 0, 0),
         ({"model": "gpt2", "pre": "llama-bpe", "add_bos_token": False}, 0, 0),
-        ({"model": "gpt2", "add_eos_token": True}, 0, 1),
+        ({"model": "gpt2", "pre": "gpt-2", "add_eos_token": True}, 0, 1),
         ({"model": "llama", "scores": [0.0] * 9}, 1, 0),
     ],
 )
@@ -453,10 +454,24 @@ def test_what_a_file_does_not_say_is_as_in_llama_cpp(
 
 def test_tokens_around_a_text_may_be_of_any_spelling(tmp_path: Path) -> None:
     fields = {"model": "gpt2", "tokens": ["a", ":", "$A"], "bos_token_id": 1, "eos_token_id": 2}
-    fields |= {"add_bos_token": True, "add_eos_token": True}
+    fields |= {"add_bos_token": True, "add_eos_token": True, "pre": "gpt-2"}
     metadata = {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
     write_tokenizer(metadata, tmp_path / "model.gguf", tmp_path)
     assert load_tokenizer(tmp_path)("a").input_ids == [1, 0, 2]
+
+
+@pytest.mark.parametrize("pre", [None, "default", "of-tomorrow", 7])
+def test_without_a_known_pre_tokenizer_the_vocabulary_tells_and_a_warning_says_so(pre: Any) -> None:
+    from tokenizers import pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = ["1 2", "12 3", ". Ċ", "a b", "Ġ ab"]
+    fields = _described(
+        "gpt2", [*alphabet, *(merge.replace(" ", "") for merge in merges)], merges=merges
+    )
+    with pytest.warns(UserWarning, match=r"^model.gguf: its pre-tokenizer is .*, so texts are"):
+        found = read_tokenizer(fields | ({} if pre is None else {"pre": pre}), "model.gguf")
+    assert found.encode("1231 ab.\n").tokens == ["123", "1", "Ġab", ".Ċ"]
 
 
 @pytest.mark.parametrize("model", [None, 7, "t5", ["gpt2"]])
@@ -483,7 +498,7 @@ def test_special_tokens_are_spelled_as_in_texts(tmp_path: Path, types: list[int]
         assert tokenizer(f"c{tokens[5]}b").input_ids == [3, 2, 5, 1]
 
 
-@pytest.mark.parametrize("pre", ["qwen2", "llama-bpe", "tekken", "gpt-2", "byte-level", "llama"])
+@pytest.mark.parametrize("pre", ["qwen2", "llama-bpe", "tekken", "gpt-2", "llama"])
 def test_tokenizers_are_read_as_transformers_reads_them(pre: str) -> None:
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers.integrations.gguf import convert_gguf_tokenizer
@@ -503,11 +518,14 @@ def test_tokenizers_are_read_as_transformers_reads_them(pre: str) -> None:
         "llama", {names.get(key, key): value for key, value in fields.items()}
     )
     found = read_tokenizer(fields, "model.gguf")
-    for text in (
-        "The thing, the  inn\n\n12345 don't\t",
-        " naïve <think> Ünï<|endoftext|>ann 東京",
-        "",
-    ):
+    texts = ["The thing, the  inn\n\n12345 don't\t", "", " naïve <think> Ünï<|endoftext|>ann 東京"]
+    if pre == "llama":
+        # Transformers puts no space before one, nor after a special token; SentencePiece does.
+        texts.pop()
+        for text in (" the", "<|endoftext|> the"):
+            assert found.encode(text).tokens[-2:] == ["▁", "▁the"]
+        assert found.encode("the<think>the").tokens == ["▁the", "<think>", "▁the"]
+    for text in texts:
         ids = found.encode(text, add_special_tokens=False).ids
         assert ids == expected.encode(text, add_special_tokens=False).ids
         for skip in (True, False):

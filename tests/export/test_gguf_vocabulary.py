@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
+from sparse_bitnet.checkpoint.gguf_tokenizer import PRE_TOKENIZERS, read_tokenizer
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.gguf_vocabulary import TokenType, read_vocabulary
@@ -57,7 +59,7 @@ def test_added_tokens_that_are_not_special(changed) -> None:
         *(TokenType.CONTROL, TokenType.UNUSED),
     ]
     assert vocabulary.special == {"bos": 386, "eos": 0, "pad": 385}
-    assert vocabulary.surrounds == {"bos": True, "eos": False}
+    assert vocabulary.surrounds == {"bos": False, "eos": False}, "the engine, too, adds none"
 
 
 def test_more_ends_of_a_text_than_gguf_names_are_refused(changed) -> None:
@@ -76,6 +78,9 @@ def test_what_a_tokenizer_puts_around_a_text(changed, checkpoint, around) -> Non
         special_tokens=[(part, backend.token_to_id(part)) for part in around if part],
     )
     folder = changed(post_processor=json.loads(backend.to_str())["post_processor"])
+    path = folder / "tokenizer_config.json"
+    contrary = {"add_eos_token": not last, "add_bos_token": True}
+    path.write_text(json.dumps(json.loads(path.read_text()) | contrary))
     if first:
         with pytest.raises(UserError, match="other tokens around a text than bos and eos"):
             read_vocabulary(folder, 392)
@@ -83,10 +88,59 @@ def test_what_a_tokenizer_puts_around_a_text(changed, checkpoint, around) -> Non
         assert read_vocabulary(folder, 392).surrounds == {"bos": False, "eos": bool(last)}
 
 
-def test_gpt_2_pre_tokenizer(changed) -> None:
-    step = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True, "trim_offsets": True}
-    folder = changed(pre_tokenizer=step, normalizer=None)
-    assert read_vocabulary(folder, 392).pre_tokenizer == "gpt-2"
+@pytest.mark.parametrize("row", PRE_TOKENIZERS, ids=lambda row: row.names[0])
+def test_a_pre_tokenizer_comes_back_by_its_name(changed, row) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    fields = {"model": "gpt2", "tokens": alphabet, "merges": []}
+    for name in row.names:
+        own = read_tokenizer(fields | {"pre": name}, "model.gguf")
+    content = json.loads(own.to_str())
+    model = {"ignore_merges": content["model"]["ignore_merges"]}
+    folder = changed(pre_tokenizer=content["pre_tokenizer"], normalizer=None, model=model)
+    found = read_vocabulary(folder, 392).pre_tokenizer
+    again = next(each for each in PRE_TOKENIZERS if found in each.names)
+    assert again[1:3] == row[1:3]
+
+
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+DIGITS = {"type": "Digits", "individual_digits": True}
+
+
+@pytest.mark.parametrize(
+    ("steps", "name"),
+    [
+        ([BYTE_LEVEL], "gpt-2"),
+        ([BYTE_LEVEL | {"use_regex": True}], "gpt-2"),
+        ([DIGITS, BYTE_LEVEL | {"use_regex": True}], "smollm"),
+        ([DIGITS | {"individual_digits": False}, BYTE_LEVEL], None),
+        ([BYTE_LEVEL, DIGITS], None),
+        ([DIGITS, BYTE_LEVEL | {"add_prefix_space": True}], None),
+    ],
+)
+def test_pre_tokenizers_as_published_tokenizers_spell_them(changed, steps, name) -> None:
+    pre_tokenizer = {"type": "Sequence", "pretokenizers": steps} if len(steps) > 1 else steps[0]
+    folder = changed(pre_tokenizer=pre_tokenizer, normalizer=None)
+    if name is None:
+        with pytest.raises(UserError, match="not one of those that the GGUF export knows"):
+            read_vocabulary(folder, 392)
+        return
+    assert read_vocabulary(folder, 392).pre_tokenizer == name
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = ["1 2", "Ġ 1", "Ġ a", "Â ½", "Ċ Ċ"]
+    tokens = [*alphabet, *(merge.replace(" ", "") for merge in merges)]
+    fields = {"model": "gpt2", "pre": name, "tokens": tokens, "merges": merges}
+    found = read_tokenizer(fields, "model.gguf")
+    expected = Tokenizer.from_str(found.to_str())
+    expected.pre_tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json")).pre_tokenizer
+    for text in ("a12 12 1½ ½ 3٣ aⅧ\n\n 1", "it's 1'2 a\n\n\n1a"):
+        assert found.encode(text).tokens == expected.encode(text).tokens
+
+
+def test_a_space_that_only_some_texts_get_is_warned_about(changed) -> None:
+    step = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
+    folder = changed(pre_tokenizer=step, normalizer=None, model={"byte_fallback": True})
+    with pytest.warns(UserWarning, match="also puts a space before texts that begin with one"):
+        assert read_vocabulary(folder, 392).adds_space
 
 
 def test_a_model_that_is_no_table_is_refused(tmp_path: Path) -> None:

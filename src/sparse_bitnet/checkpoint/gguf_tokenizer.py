@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tokenizer that a GGUF file describes: byte-level BPE ("gpt2"), or SentencePiece's BPE ("llama").
 
-The file names how text is split before merges; a name that is not known here splits as GPT-2 does.
+The file names how text is split before merges. Without a name that is known here, text is split as suits
+the vocabulary best, and a warning says so.
 """
 
 import json
@@ -25,6 +26,8 @@ _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 _LONGEST = 256
 """Characters of a token that is joined from others: SentencePiece makes them of 16."""
+_LOOKED_AT = 4096
+"""Tokens that tell how texts were split."""
 
 _ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -35,8 +38,18 @@ _LLAMA3 = _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 _TEKKEN = (
     rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}|{_SYMBOLS}[\r\n/]*|{_REST}"
 )
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9]")
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_QWEN35 = (
+    rf"{_ENGLISH}|{_BEFORE}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_REST}"
+)
+_SEED = _QWEN2.replace(r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}\r\n]+")
+_BLOOM = " ?[^(\\s|[.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c])]+"
+_FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", GPT2)
+DIGIT = r"\p{N}"
+_DEEPSEEK_CODER = (
+    *(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+"),
+    *("[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", DIGIT),
+)
 _DEEPSEEK3 = (
     r"\p{N}{1,3}",
     "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
@@ -51,15 +64,36 @@ class PreTokenizer(NamedTuple):
     names: tuple[str, ...]
     """llama.cpp's, of which the first is written."""
     regexes: tuple[str, ...]
-    """Each splits what those before have left; none: GPT-2's."""
+    """Each splits what those before have left."""
     ignores_merges: bool = False
-    """What is a token as a whole is one, whatever the merges give; and where a file does not say, texts
-    begin with the token for it."""
+    """What is a token as a whole is one, whatever the merges give."""
+    begins: bool = False
+    """Where a file does not say, texts begin with the token for it."""
 
 
 PRE_TOKENIZERS = (
-    PreTokenizer(("gpt-2", "default", "phi-2", "mpt", "olmo", "gigachat", "mellum"), ()),
-    PreTokenizer(("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez"), (_QWEN2,)),
+    PreTokenizer(
+        (
+            *("gpt-2", "phi-2", "mpt", "olmo", "gigachat", "mellum", "jais", "trillion"),
+            *("granite-docling", "exaone4", "a.x-4.0"),
+        ),
+        (GPT2,),
+    ),
+    PreTokenizer(
+        (
+            *("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
+            "mellum2",
+        ),
+        (DIGIT, GPT2),
+    ),
+    PreTokenizer(
+        (
+            *("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "stablelm2", "hunyuan"),
+            *("solar-open", "grok-2"),
+        ),
+        (_QWEN2,),
+    ),
+    PreTokenizer(("qwen35",), (_QWEN35,)),
     PreTokenizer(
         (
             *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0"),
@@ -67,13 +101,20 @@ PRE_TOKENIZERS = (
         ),
         (_LLAMA3,),
         ignores_merges=True,
+        begins=True,
     ),
-    PreTokenizer(("dbrx", "smaug-bpe"), (_LLAMA3,)),
-    PreTokenizer(("tekken",), (_TEKKEN,), ignores_merges=True),
-    PreTokenizer(("falcon_e",), _FALCON),
+    PreTokenizer(("glm4", "glm5"), (_LLAMA3,), ignores_merges=True),
+    PreTokenizer(("dbrx", "smaug-bpe", "chatglm-bpe"), (_LLAMA3,)),
+    PreTokenizer(("tekken",), (_TEKKEN,), ignores_merges=True, begins=True),
+    PreTokenizer(("seed-coder",), (_SEED,)),
+    PreTokenizer(("falcon_e",), (*_FALCON, "[0-9]")),
+    PreTokenizer(("falcon",), (*_FALCON, "[0-9][0-9][0-9]")),
+    PreTokenizer(("poro-chat", "bloom", "gpt3-finnish"), (_BLOOM,)),
+    PreTokenizer(("viking",), (_BLOOM, DIGIT)),
+    PreTokenizer(("deepseek-coder",), _DEEPSEEK_CODER),
     PreTokenizer(("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), _DEEPSEEK3),
 )
-"""What is read and written; another name splits as the first."""
+"""What is read and written."""
 
 
 _DEFAULTS = {"llama": {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}}
@@ -102,7 +143,8 @@ def write_tokenizer(metadata: dict[str, Any], path: Path, folder: Path) -> None:
         for name, key in _SPECIAL.items()
         if type(index := fields.get(f"{key}_token_id")) is int and 0 <= index < len(tokens)
     }
-    begins = fields["model"] == "llama" or _split_of(fields).ignores_merges
+    pre = _named_split(fields)
+    begins = fields["model"] == "llama" or (pre is not None and pre.begins)
     around = [
         special.get(f"{name}_token") if fields.get(f"add_{name}_token", default) else None
         for name, default in (("bos", begins), ("eos", False))
@@ -134,10 +176,11 @@ def read_tokenizer(fields: dict[str, Any], where: str) -> "Tokenizer":
 
     with library_errors_as(f"{where}: its tokenizer cannot be read"):
         tokens, types = fields["tokens"], fields.get("token_type", ())
-        tokenizer = builders[kind](fields)
+        tokenizer = builders[kind](fields, where)
         for kind in _WHOLE:
+            is_normalized = kind == _USER_DEFINED and tokenizer.normalizer is None
             added = [
-                AddedToken(token, normalized=kind == _USER_DEFINED, special=kind == _CONTROL)
+                AddedToken(token, normalized=is_normalized, special=kind == _CONTROL)
                 for token, found in zip(tokens, types, strict=False)
                 if found == kind
             ]
@@ -145,15 +188,16 @@ def read_tokenizer(fields: dict[str, Any], where: str) -> "Tokenizer":
         return tokenizer
 
 
-def _byte_level(fields: dict[str, Any]) -> "Tokenizer":
-    from tokenizers import Regex, Tokenizer, decoders, models
-    from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+def _byte_level(fields: dict[str, Any], where: str) -> "Tokenizer":
+    from tokenizers import Tokenizer, decoders, models
+    from tokenizers.pre_tokenizers import ByteLevel, Sequence
 
     alphabet = set(ByteLevel.alphabet())
     plain = ByteLevel(add_prefix_space=False, use_regex=False)
 
     whole = {fields.get(f"{name}_token_id") for name in _SPECIAL.values()}
-    whole |= {index for index, kind in enumerate(fields.get("token_type", ())) if kind in _WHOLE}
+    kinds = dict(enumerate(fields.get("token_type", ())))
+    whole |= {index for index, kind in kinds.items() if kind in _WHOLE}
 
     def spelled(index: int, token: str) -> str:
         if index in whole or set(token) <= alphabet:
@@ -162,31 +206,55 @@ def _byte_level(fields: dict[str, Any]) -> "Tokenizer":
 
     vocabulary = {spelled(*each): each[0] for each in enumerate(fields["tokens"])}
     merges = [tuple(merge.split(" ")) for merge in fields.get("merges", ())]
-    pre, name = _split_of(fields), fields.get("pre", "default")
-    if name not in pre.names:
+    if (pre := _named_split(fields)) is None:
+        plain_tokens = [token for token, index in vocabulary.items() if kinds.get(index, 1) == 1]
+        pre = _likeliest_split(plain_tokens)
+        name = "not named" if "pre" not in fields else shown(fields["pre"])
         warnings.warn(
-            f"pre-tokenizer {name!r} is not known here: texts are split as GPT-2's, which may give "
-            "other tokens than the model was trained with",
+            f"{where}: its pre-tokenizer is {name}, so texts are split like those of {pre.names[0]}, "
+            "which suits its vocabulary best; tokens may be others than in training: import the file, "
+            "then put the model's own tokenizer.json in the place of the imported one",
             stacklevel=2,
         )
     bpe = models.BPE(vocabulary, merges, fuse_unk=False, ignore_merges=pre.ignores_merges)
     tokenizer = Tokenizer(bpe)
-    splits = [Split(Regex(regex), behavior="isolated") for regex in pre.regexes]
-    tokenizer.pre_tokenizer = (
-        Sequence([*splits, plain]) if splits else ByteLevel(add_prefix_space=False)
-    )
+    is_gpt2 = pre.regexes == (GPT2,)
+    plain.use_regex = is_gpt2
+    tokenizer.pre_tokenizer = plain if is_gpt2 else Sequence([*_splits(pre), plain])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def _split_of(fields: dict[str, Any]) -> PreTokenizer:
-    name = fields.get("pre", "default")
-    return next((row for row in PRE_TOKENIZERS if name in row.names), PRE_TOKENIZERS[0])
+def _named_split(fields: dict[str, Any]) -> PreTokenizer | None:
+    return next((row for row in PRE_TOKENIZERS if fields.get("pre") in row.names), None)
 
 
-def _sentence_piece(fields: dict[str, Any]) -> "Tokenizer":
+def _likeliest_split(tokens: list[str]) -> PreTokenizer:
+    """The one that leaves most tokens whole, as the one of training did; of several, the finest."""
+    from tokenizers import decoders
+    from tokenizers.pre_tokenizers import Sequence
+
+    decode = decoders.ByteLevel().decode
+    texts = [decode([token]) for token in tokens[:: 1 + len(tokens) // _LOOKED_AT]]
+    texts = [text for text in texts if "\ufffd" not in text]
+
+    def fit(pre: PreTokenizer) -> tuple[int, int]:
+        split = Sequence(_splits(pre)).pre_tokenize_str
+        return sum(len(split(text)) == 1 for text in texts), len(split("".join(texts)))
+
+    return max(PRE_TOKENIZERS, key=fit)
+
+
+def _splits(pre: PreTokenizer) -> list[Any]:
+    from tokenizers import Regex
+    from tokenizers.pre_tokenizers import Split
+
+    return [Split(Regex(regex), behavior="isolated") for regex in pre.regexes]
+
+
+def _sentence_piece(fields: dict[str, Any], where: str) -> "Tokenizer":
     from tokenizers import Tokenizer, decoders, models
-    from tokenizers.pre_tokenizers import Metaspace
+    from tokenizers.normalizers import Prepend, Replace, Sequence
 
     vocabulary = {token: index for index, token in enumerate(fields["tokens"])}
     if "merges" in fields:
@@ -197,9 +265,9 @@ def _sentence_piece(fields: dict[str, Any]) -> "Tokenizer":
     tokenizer = Tokenizer(
         models.BPE(vocab=vocabulary, merges=merges, fuse_unk=True, byte_fallback=True)
     )
-    tokenizer.pre_tokenizer = Metaspace(
-        prepend_scheme="first" if begins_with_space else "never", split=False
-    )
+    # Before a text that begins with a space, too, which Metaspace would not do.
+    before = [Prepend("▁")] if begins_with_space else []
+    tokenizer.normalizer = Sequence([*before, Replace(" ", "▁")])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if begins_with_space:
         steps.append(decoders.Strip(content=" ", left=1))

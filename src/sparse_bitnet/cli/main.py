@@ -6,6 +6,7 @@ import importlib.util
 import io
 import os
 import sys
+import warnings
 from typing import NoReturn
 
 COMMANDS = {
@@ -82,6 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
                 _fail_without(verb, package)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model's text has characters of any script
+    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     name = "import_" if verb == "import" else verb  # which is no name for a module
     from sparse_bitnet.errors import UserError
     from sparse_bitnet.host import limit_library_threads

@@ -8,14 +8,15 @@ of tokens there, here the ranks of their first merges.
 """
 
 import json
+import warnings
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparse_bitnet.checkpoint.gguf_tokenizer import PRE_TOKENIZERS
+from sparse_bitnet.checkpoint.gguf_tokenizer import DIGIT, GPT2, PRE_TOKENIZERS
 from sparse_bitnet.checkpoint.load import load_tokenizer
-from sparse_bitnet.checkpoint.model_folder import read_json, read_json_if_there
+from sparse_bitnet.checkpoint.model_folder import read_json
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.hf_folder import stored_ends
 
@@ -146,8 +147,7 @@ def _surrounds(tokenizer: Any, path: Path) -> dict[str, bool]:
         raise UserError(
             f"{path}: it puts other tokens around a text than bos and eos, which GGUF cannot say"
         )
-    said = read_json_if_there(path.with_name("tokenizer_config.json"))
-    return {name: bool(said.get(f"add_{name}_token", found[name])) for name in found}
+    return found
 
 
 def _scores(merges: list[Any], tokens: list[str]) -> list[float]:
@@ -165,6 +165,12 @@ def _adds_space(content: dict[str, Any], path: Path) -> bool:
     pre_tokenizer = content.get("pre_tokenizer") or {}
     if pre_tokenizer.get("type") == "Metaspace" and pre_tokenizer.get("split") is False:
         scheme = pre_tokenizer.get("prepend_scheme", "always")
+        if scheme != "never":
+            warnings.warn(
+                f"{path}: read from GGUF, it also puts a space before texts that begin with one, and "
+                "after special tokens",
+                stacklevel=2,
+            )
         steps = [*([] if scheme == "never" else [_PREPEND]), _TO_SPACE, *steps]
     elif pre_tokenizer.get("pattern") != _TO_SPACE["pattern"] and pre_tokenizer:
         # Gemma's splits at spaces, of which its normaliser has left none.
@@ -187,14 +193,12 @@ def _pre_tokenizer_name(content: dict[str, Any], path: Path) -> str:
         )
     pre_tokenizer = content.get("pre_tokenizer") or {}
     steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
-    relevant = [
-        {key: value for key, value in step.items() if key != "trim_offsets"} for step in steps
-    ]
-    same = [row for row in PRE_TOKENIZERS if relevant == _steps(row.regexes)]
+    regexes = _regexes(steps)
+    same = [row for row in PRE_TOKENIZERS if row.regexes == regexes]
     if not same:
         raise UserError(
             f"{path}: its pre-tokenizer is not one of those that the GGUF export knows by llama.cpp's "
-            f"name ({', '.join(row.names[0] for row in PRE_TOKENIZERS)}): {json.dumps(relevant)[:120]}"
+            f"name ({', '.join(row.names[0] for row in PRE_TOKENIZERS)}): {json.dumps(steps)[:120]}"
         )
     ignores = bool(content["model"].get("ignore_merges"))
     for row in same:
@@ -205,14 +209,20 @@ def _pre_tokenizer_name(content: dict[str, Any], path: Path) -> str:
     )
 
 
-def _steps(regexes: tuple[str, ...]) -> list[dict[str, Any]]:
-    """A pre-tokenizer as tokenizer.json spells it."""
-    split = {"type": "Split", "behavior": "Isolated", "invert": False}
-    splits: list[dict[str, Any]] = [split | {"pattern": {"Regex": regex}} for regex in regexes]
-    return [
-        *splits,
-        {"type": "ByteLevel", "add_prefix_space": False, "use_regex": not regexes},
-    ]
+def _regexes(steps: list[dict[str, Any]]) -> tuple[str, ...] | None:
+    """What splits a text, as in `PRE_TOKENIZERS`, by a tokenizer.json; None for steps of other kinds."""
+    regexes = []
+    for place, step in enumerate(steps, start=1):
+        match step:
+            case {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated"}:
+                regexes.append("" if step.get("invert") else regex)
+            case {"type": "Digits", "individual_digits": True}:
+                regexes.append(DIGIT)
+            case {"type": "ByteLevel", "add_prefix_space": False} if place == len(steps):
+                return tuple(regexes + [GPT2] * step.get("use_regex", True))
+            case _:
+                break
+    return None
 
 
 def add_vocabulary(writer: "GGUFWriter", vocabulary: GgufVocabulary, folder: Path) -> None:
