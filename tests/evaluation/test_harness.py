@@ -2,6 +2,7 @@
 """lm-eval on our models: the same numbers as lm-eval's own, local tasks, clear refusals."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from factories import tiny_model
 from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.cli import evaluate
+from sparse_bitnet.cli.main import main
 from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation import harness
@@ -332,6 +334,58 @@ def test_a_task_without_its_data_says_which_data(tasks, what, monkeypatch):
     named = "somebody/questions" if "/" in what else "missing.jsonl"
     with pytest.raises(UserError, match=rf"task remote: .*{named}.*--include-path"):
         load_tasks(["remote"], tasks)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("metric: acc\n", "metric: nosuch\n", "lm-eval: nosuch not found in the evaluate library"),
+        ("aggregation: mean", "aggregation: nosuch", "lm-eval has no such aggregation of acc"),
+        ("{{question}}", "{{missing}}", "lm-eval: UndefinedError: 'missing' is undefined"),
+        ("doc_to_target: gold", "doc_to_target: missing", "its data has no missing; doc_to_target"),
+        ("multiple_choice", "nosuch", "lm-eval: ValueError: Got invalid output_type 'nosuch'"),
+        ("validation_split: validation", "validation_split: dev", "lm-eval: KeyError: 'dev'"),
+    ],
+)
+def test_what_lm_eval_refuses_in_a_task_is_said_as_it_is(tasks, monkeypatch, old, new, reason):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    text = (tasks / "doubling.yaml").read_text()
+    assert old in text
+    (tasks / "wrong.yaml").write_text(text.replace(old, new).replace("task: dou", "task: wrong #"))
+    with pytest.raises(UserError, match=f"^task wrong: {re.escape(reason)}") as refused:
+        load_tasks(["wrong"], tasks)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("checkpoint", ["ternary-6:8"], indirect=True)
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        (
+            "unsafe_code: true",
+            "ValueError: Attempted to run task: doubling which is marked as unsafe",
+        ),
+        ("output_type: generate_until", "AssertionError: Invalid configuration"),
+    ],
+)
+def test_what_lm_eval_refuses_while_scoring_is_one_line(checkpoint, tasks, changed, reason, capsys):
+    file, key = tasks / "doubling.yaml", changed.partition(":")[0]
+    kept = [line for line in file.read_text().splitlines() if not line.startswith(key)]
+    file.write_text("\n".join([*kept, changed]))
+    options = ["--tasks", "doubling", "--include-path", str(tasks), "--device", "cpu"]
+    with pytest.raises(SystemExit) as stopped:
+        main(["evaluate", str(checkpoint), *options])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert said[-1].startswith(f"sparse-bitnet: --tasks: lm-eval: {reason}")
+
+
+@pytest.mark.parametrize("checkpoint", ["ternary-6:8"], indirect=True)
+def test_errors_of_the_model_keep_their_traceback(checkpoint, tasks):
+    model = harness.load_lm(checkpoint, batch_size=2, device="cpu")
+    model._model.forward = lambda ids: torch.nn.Linear(3, 3)(torch.zeros(1, 2))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        harness.score_tasks(model, load_tasks(["doubling"], tasks), "x", fewshot=0, limit=1)
 
 
 def test_without_lm_eval_the_extra_is_named(monkeypatch, checkpoint):

@@ -7,8 +7,11 @@ what keeps a task from being loaded is said in one line.
 
 import json
 import logging
+import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -66,16 +69,22 @@ def score_tasks(
         checkpoint: its name in the result.
         fewshot, limit: as for `evaluate_tasks`.
     """
-    results = _import_lm_eval().simple_evaluate(
-        model=model,
-        tasks=loaded.tasks,
-        # Left out, it would read all of lm-eval's task files again.
-        task_manager=loaded.manager,
-        num_fewshot=fewshot,
-        limit=limit,
-        log_samples=False,
-        bootstrap_iters=1000,
-    )
+    with _lm_eval_errors("--tasks") as logged:
+        results = _import_lm_eval().simple_evaluate(
+            model=model,
+            tasks=loaded.tasks,
+            # Left out, it would read all of lm-eval's task files again.
+            task_manager=loaded.manager,
+            num_fewshot=fewshot,
+            limit=limit,
+            log_samples=False,
+            bootstrap_iters=1000,
+        )
+    for message in logged:
+        print(f"sparse-bitnet: lm-eval: {message}", file=sys.stderr)
+    for task in results["configs"]:
+        if not any("," in key for key in results["results"].get(task, ())):
+            raise UserError(f"task {task}: lm-eval computes none of its metrics (metric_list)")
     results["config"]["model"] = checkpoint
     from lm_eval.utils import handle_non_serializable
 
@@ -155,16 +164,14 @@ def _load(names: Sequence[str], manager: "TaskManager") -> LoadedTasks:
                 f"task {name!r} is unknown to lm-eval; `lm-eval ls tasks` lists its tasks, "
                 "--include-path adds others"
             )
-        # Network, hub client, loading script and files fail in as many ways as there are of them.
-        try:
+        with _lm_eval_errors(f"task {name}") as logged:
             found = manager.load(name)
-        except Exception as error:
-            raise UserError(
-                f"task {name}: its data set cannot be loaded ({reason_of(error)}); without network give "
-                "a folder of data sets, or of task files, by --include-path"
-            ) from error
-        if name in PAPER_TASKS:
-            check_answers(name, found["tasks"][name])
+        if logged:
+            raise UserError(f"task {name}: lm-eval: {logged[0]}")
+        for part, task in found["tasks"].items():
+            check_answers(part, task)
+            if lacking := [each for each, mean in task.aggregation().items() if mean is None]:
+                raise UserError(f"task {part}: lm-eval has no such aggregation of {lacking[0]}")
         if name in found["groups"]:
             held |= found["tasks"].keys() | found["groups"].keys() - {name}
             loaded[name] = found["groups"][name]
@@ -176,6 +183,58 @@ def _load(names: Sequence[str], manager: "TaskManager") -> LoadedTasks:
     except ValueError as error:
         raise UserError(f"--tasks: {error}; score one group at a time") from error
     return LoadedTasks(kept, manager)
+
+
+_OF_MODELS = ("sparse_bitnet.", "transformers.", "torch.nn.")
+"""Modules whose errors are not lm-eval's."""
+
+
+@contextmanager
+def _lm_eval_errors(failure: str) -> Iterator[list[str]]:
+    """An error inside that is lm-eval's becomes a `UserError`: `failure`, then the error itself.
+
+    Yields the list of what lm-eval only logs as an error, such as a metric that it does not know. Errors
+    of our own code and of the model's keep their traceback.
+    """
+    logger, log = logging.getLogger("lm_eval"), _ErrorLog(logging.ERROR)
+    propagates, logger.propagate = logger.propagate, False
+    logger.addHandler(log)
+    try:
+        yield log.messages
+    except UserError:
+        raise
+    except Exception as error:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        modules = [frame.f_globals.get("__name__", "") for frame in frames]
+        others = [name for name in modules if name != __name__]
+        if modules[-1] == __name__ or any(name.startswith(_OF_MODELS) for name in others):
+            raise
+        traceback.clear_frames(error.__traceback__)  # ends the line of a progress bar
+        lines = [line for line in str(error).splitlines() if any(map(str.isalnum, line))]
+        reason = f"{type(error).__name__}: {reason_of(ValueError(' '.join(lines)))}"
+        # Network, hub client, loading script and files fail in as many ways as there are of them.
+        if any(frame.f_code.co_name == "download" for frame in frames):
+            raise UserError(
+                f"{failure}: its data set cannot be loaded ({reason}); without network give a folder of "
+                "data sets, or of task files, by --include-path"
+            ) from error
+        raise UserError(
+            f"{failure}: lm-eval: {log.messages[0] if log.messages else reason}"
+        ) from error
+    finally:
+        logger.removeHandler(log)
+        logger.propagate = propagates
+
+
+class _ErrorLog(logging.Handler):
+    """Keeps the messages that are logged."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(" ".join(record.getMessage().split()))
 
 
 def _task_manager(

@@ -81,16 +81,18 @@ def write_task_files(names: Iterable[str], data: Path, out: Path) -> None:
 
 
 def check_answers(name: str, task: Any) -> None:
-    """Raise `UserError` where the data of one of `PAPER_TASKS`, once loaded, has not its answers.
+    """Raise `UserError` where the data of a task, once loaded, lacks its questions or answers.
 
-    lm-eval takes the name of a column that is not there for the answer, so that every choice is wrong.
+    lm-eval takes the name of a column that is not there for the text, so that every choice is wrong.
     """
-    column = task.config.doc_to_target
-    plain = isinstance(column, str) and column.isidentifier()
-    if plain and column not in task.eval_docs.column_names:
-        raise UserError(
-            f"task {name}: its data has no {column}; take it as it lies on the hub ({_TASKS[name].name})"
-        )
+    columns = getattr(task.eval_docs, "column_names", None)
+    for field in ("doc_to_text", "doc_to_target"):
+        column = getattr(task.config, field, None)
+        if columns and isinstance(column, str) and column.isidentifier() and column not in columns:
+            remedy = f"{field} names a column"
+            if name in _TASKS:
+                remedy = f"take it as it lies on the hub ({_TASKS[name].name})"
+            raise UserError(f"task {name}: its data has no {column}; {remedy}")
 
 
 def _files(data: Path, name: str, task: _Task) -> list[Path]:
