@@ -11,11 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.cli.main import main
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.export_checkpoint import export, write
 from sparse_bitnet.export.export_config import FORMATS, ExportConfig
+from sparse_bitnet.export.hf_folder import copy_tokenizer, write_folder
 
 FITTING = [name for name in FORMATS if not name.startswith("gguf-tq")]
 
@@ -55,6 +57,55 @@ def test_a_folder_is_complete(checkpoint: Path, tmp_path: Path, format: str) -> 
     assert str(tmp_path) not in "".join(
         file.read_text() for file in result.folder.iterdir() if file.suffix != ".safetensors"
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {"rope_theta": 1e6}),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 5.0, "factor": 2.0}},
+            {"rope_theta": 5.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_theta": 2.0},
+                    "sliding_attention": {"rope_theta": 3.0},
+                }
+            },
+            {"rope_theta": 2.0, "rope_local_base_freq": 3.0},
+        ),
+        (
+            {
+                "model_type": "gpt_neox",
+                "rope_parameters": {"rope_theta": 2.0, "partial_rotary_factor": 0.5},
+            },
+            {"rotary_emb_base": 2.0, "rotary_pct": 0.5},
+        ),
+    ],
+)
+def test_the_rope_also_stands_where_transformers_4_looks(source, tmp_path, changes, expected):
+    own = dataclasses.replace(source, config=source.config | changes)
+    kind = {"quantization_config": None, "dtype": torch.float32, "model_card": ""}
+    write_folder(tmp_path / "out", own, [], **kind)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config.items() >= expected.items()
+    assert config["rope_parameters"] == own.config["rope_parameters"]
+
+
+def test_special_tokens_are_named_as_transformers_4_and_5_read_them(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    tokenizer = load_tokenizer(checkpoint)
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|im_end|>"]})
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "out").mkdir()
+    copy_tokenizer(tmp_path / "model", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert config["additional_special_tokens"] == ["<|im_end|>"]
+    assert "extra_special_tokens" not in config
+    assert "<|im_end|>" in load_tokenizer(tmp_path / "out").all_special_tokens
 
 
 def test_a_scale_whose_reciprocal_float16_lacks_is_refused(source, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
+from sparse_bitnet.checkpoint.config_fields import FULL, WINDOWED
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.checkpoint.model_folder import (
     CONFIG_FILE,
@@ -63,7 +64,8 @@ def write_folder(
     """
     with atomic_folder(out) as folder:
         write_safetensors(folder / "model.safetensors", tensors, on_progress)
-        config = with_dtype(source.config, dtype) | {EXPORTED_FORMAT: str(source.format)}
+        config = _older_rope(source.config) | with_dtype(source.config, dtype)
+        config |= {EXPORTED_FORMAT: str(source.format)}
         if quantization_config is not None:
             config["quantization_config"] = quantization_config
         write_json(folder / "config.json", config)
@@ -78,6 +80,23 @@ def with_dtype(config: dict[str, Any], dtype: Union["torch.dtype", str]) -> dict
     dropped = ("torch_dtype", "quantization_config")
     others = {key: value for key, value in config.items() if key not in dropped}
     return others | {"dtype": str(dtype).removeprefix("torch.")}
+
+
+def _older_rope(config: dict[str, Any]) -> dict[str, Any]:
+    """The fields of `rope_parameters` under the names of transformers 4, which ignores that table."""
+    tables = config.get("rope_parameters")
+    if not isinstance(tables, dict):
+        return {}
+    rope = tables.get(FULL, tables)
+    named = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factor"}
+    if config.get("model_type") == "gpt_neox":
+        named = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+    older = {old: rope[name] for name, old in named.items() if name in rope}
+    if WINDOWED in tables:
+        older["rope_local_base_freq"] = tables[WINDOWED]["rope_theta"]
+    if rope.get("rope_type", "default") != "default":
+        older["rope_scaling"] = {key: rope[key] for key in rope if key not in named}
+    return older
 
 
 def plain_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -95,6 +114,9 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
             # The name in transformers 5; older releases, which vLLM may sit on, refuse it.
             config["tokenizer_class"] = "PreTrainedTokenizerFast"
             config.pop("backend", None)
+        if isinstance(config.get("extra_special_tokens"), list):
+            # The older name of such a list, which releases 4 and 5 read; under this one, 4 wants a table.
+            config["additional_special_tokens"] = config.pop("extra_special_tokens")
         write_json(folder / "tokenizer_config.json", config)
 
 
