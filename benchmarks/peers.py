@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our CPU engine against others, on the same random model, in one go.
 
-    pip install 'sparse-bitnet[llama-cpp,export]'   # builds llama.cpp
+    pip install ".[llama-cpp,export]"               # builds llama.cpp
     python benchmarks/peers.py                      # ten minutes on two cores, keep them otherwise idle
     python benchmarks/peers.py --quick              # all threads, TQ2_0 only: a minute
     python benchmarks/peers.py --llama-bench PATH --gguf FILE [--llama-bench-args="-rtr 1"]
@@ -40,7 +40,7 @@ from sparse_bitnet.bench.contention import Contention, warning
 from sparse_bitnet.bench.random_model import cached_random_model, default_cache
 from sparse_bitnet.bench.record import append_records, result_file, where_measured
 from sparse_bitnet.bench.roofline import READ_BYTES, RooflineMeter
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, install
 from sparse_bitnet.host import available_cores
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.progress import Progress
@@ -204,9 +204,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     if options.litespark and importlib.util.find_spec("litespark_inference") is None:
         parser.error("it is absent: pip install --no-deps litespark-inference, or no --litespark")
     if options.type and importlib.util.find_spec("llama_cpp") is None:
-        parser.error(
-            "llama.cpp is absent: pip install 'sparse-bitnet[llama-cpp]', or --type (none)"
-        )
+        parser.error(f"llama.cpp is absent: {install('llama-cpp')}, or give --type (none)")
     return options
 
 

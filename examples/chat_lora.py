@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chat fine-tuning of a sparse ternary model with TRL: LoRA on frozen ternary weights, then merged.
 
-    pip install 'sparse-bitnet[fine-tuning]' --constraint constraints.txt
+    pip install ".[fine-tuning]" --constraint constraints.txt
     python examples/chat_lora.py
 
 The model is tiny and random, the conversations are made up: what it shows is how the parts fit. peft's

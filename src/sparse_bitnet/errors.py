@@ -71,6 +71,11 @@ def reason_of(error: BaseException) -> str:
     return reason if len(reason) < _LONGEST_REASON else f"{reason[:_LONGEST_REASON]}..."
 
 
+def install(extra: str) -> str:
+    """Return how to install an extra of this package, which is on no index."""
+    return f'in a clone of sparse-bitnet run pip install ".[{extra}]"'
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """ " (did you mean ...?)" where a known word is close, else nothing."""
     close = difflib.get_close_matches(word, list(known), 1, 0.7)

@@ -142,11 +142,11 @@ def check_core(tmp_path, python, prelude):
         assert done.output, arguments
     assert "without torch" in told[1].output
     assert re.search(r"answered .", told[5].output), told[5]
-    assert re.search(r"refused 400 .*sparse-bitnet\[grammar\]", told[5].output), told[5]
+    assert re.search(r"refused 400 .*pip install .*\[grammar\]", told[5].output), told[5]
     for arguments, done in zip(refused, told[len(runs) :], strict=True):
         assert done.code == 2, (arguments, done.errors)
         assert done.errors.count("\n") == 1, (arguments, done.errors)
         extra = "grammar" if "--regex" in arguments else "train"
-        assert done.errors.endswith(f"pip install 'sparse-bitnet[{extra}]'\n"), arguments
+        assert done.errors.endswith(f'pip install ".[{extra}]"\n'), arguments
     left = ["book.txt", "gguf", "imported", "packed", "trained"]
     assert sorted(path.name for path in tmp_path.iterdir()) == left

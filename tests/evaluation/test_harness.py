@@ -390,7 +390,7 @@ def test_errors_of_the_model_keep_their_traceback(checkpoint, tasks):
 
 def test_without_lm_eval_the_extra_is_named(monkeypatch, checkpoint):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(UserError, match=r"pip install 'sparse-bitnet\[lm-eval\]'"):
+    with pytest.raises(UserError, match=r'pip install "\.\[lm-eval\]"'):
         evaluate_tasks(checkpoint, ["paper"])
 
 

@@ -183,7 +183,7 @@ def test_the_package_is_named_when_it_is_absent(
     source: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(UserError, match=r"pip install 'sparse-bitnet\[export\]'"):
+    with pytest.raises(UserError, match=r'pip install "\.\[export\]"'):
         check(source, Q2_0, "f16")
 
 

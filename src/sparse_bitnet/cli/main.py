@@ -36,7 +36,7 @@ OF_TRAIN = (
     *("torch", "transformers", "safetensors", "datasets", "pyarrow", "scipy", "rensa"),
     *("gguf", "markupsafe", "matplotlib"),
 )
-"""What `pip install 'sparse-bitnet[train]'` adds; running a packed model needs none of it."""
+"""What the extra `train` adds; running a packed model needs none of it."""
 
 ONLY_WITH_TRAIN = (
     *("quickstart", "prepare", "train", "pack", "export"),
@@ -108,7 +108,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _fail_without(verb: str, package: str) -> NoReturn:
-    _fail(f"{verb} needs {package}, which is not installed: pip install 'sparse-bitnet[train]'")
+    from sparse_bitnet.errors import install
+
+    _fail(f"{verb} needs {package}, which is not installed: {install('train')}")
 
 
 def _fail(message: str) -> NoReturn:

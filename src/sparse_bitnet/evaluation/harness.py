@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
-from sparse_bitnet.errors import UserError, reason_of
+from sparse_bitnet.errors import UserError, install, reason_of
 from sparse_bitnet.evaluation.task_data import PAPER_TASKS, check_answers, write_task_files
 from sparse_bitnet.nn.convert import selected
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
@@ -260,6 +260,6 @@ def _import_lm_eval() -> Any:
         import lm_eval
     except ImportError as error:
         raise UserError(
-            "tasks need lm-eval, which is not installed: pip install 'sparse-bitnet[lm-eval]'"
+            f"tasks need lm-eval, which is not installed: {install('lm-eval')}"
         ) from error
     return lm_eval

@@ -21,7 +21,7 @@ from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.checkpoint.gguf_architectures import GgufArchitecture
 from sparse_bitnet.checkpoint.gguf_config import FORMAT, ROPE_FACTORS, WEIGHT_SCALES
 from sparse_bitnet.checkpoint.gguf_metadata import metadata_of, rope_factors
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, install
 from sparse_bitnet.export.gguf_vocabulary import GgufVocabulary, add_vocabulary, read_vocabulary
 from sparse_bitnet.export.hf_folder import scale_groups
 from sparse_bitnet.packing.gguf_blocks import I2_S, BlockType, block_for
@@ -99,7 +99,7 @@ def require_gguf() -> None:
         import gguf  # noqa: F401
     except ImportError as error:
         raise UserError(
-            "writing GGUF needs the package gguf: pip install 'sparse-bitnet[export]'"
+            f"writing GGUF needs gguf, which is not installed: {install('export')}"
         ) from error
 
 

@@ -24,21 +24,17 @@ from sparse_bitnet.export.model_card import gguf_file_name
 from sparse_bitnet.nn.convert import selected
 
 _NEEDED = {
-    "bitnet": ("accelerate", "accelerate", "pip install accelerate"),
-    "compressed-tensors": (
-        "compressed_tensors",
-        "compressed-tensors",
-        "pip install 'sparse-bitnet[export]'",
-    ),
-    "gguf": ("llama_cpp", "llama-cpp-python", "pip install llama-cpp-python"),
+    "bitnet": ("accelerate", "accelerate"),
+    "compressed-tensors": ("compressed_tensors", "compressed-tensors"),
+    "gguf": ("llama_cpp", "llama-cpp-python"),
 }
 
 
 def absent_reader(format: str) -> str | None:
     """What to install before an export to `format` can be loaded back; None: all is there."""
-    for prefix, (module, package, command) in _NEEDED.items():
+    for prefix, (module, package) in _NEEDED.items():
         if format.startswith(prefix) and importlib.util.find_spec(module) is None:
-            return f"{package}, which reads {format}, is not installed ({command})"
+            return f"{package}, which reads {format}, is not installed (pip install {package})"
     return None
 
 

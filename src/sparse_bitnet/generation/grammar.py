@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, install
 from sparse_bitnet.generation.bounded_process import BoundedProcess
 from sparse_bitnet.generation.text import TextTokenizer
 
@@ -99,8 +99,7 @@ def _llguidance() -> Any:
         import llguidance
     except ImportError:
         raise UserError(
-            "texts of a given form need llguidance, which is not installed: "
-            "pip install 'sparse-bitnet[grammar]'"
+            f"texts of a given form need llguidance, which is not installed: {install('grammar')}"
         ) from None
     return llguidance
 

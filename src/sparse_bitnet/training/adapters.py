@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, install
 from sparse_bitnet.nn.convert import sparse_layers
 
 if TYPE_CHECKING:
@@ -27,7 +27,9 @@ def add_adapters_(model: "PreTrainedModel", rank: int) -> Any:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:
-        raise UserError("lora needs peft: pip install 'sparse-bitnet[fine-tuning]'") from None
+        raise UserError(
+            f"lora needs peft, which is not installed: {install('fine-tuning')}"
+        ) from None
     names = list(sparse_layers(model))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by old names

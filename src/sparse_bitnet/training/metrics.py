@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sparse_bitnet.errors import UserError, os_errors_as
+from sparse_bitnet.errors import UserError, install, os_errors_as
 from sparse_bitnet.files import write_atomic
 from sparse_bitnet.nn.layer import SparseBitLinear
 from sparse_bitnet.training.config import TrainConfig
@@ -143,12 +143,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def check_sinks(config: TrainConfig) -> None:
     """Raise `UserError` where a sink is asked for whose package is not installed."""
-    for wanted, package, extra in (
-        (config.tensorboard, "tensorboard", "tensorboard"),
-        (config.wandb, "wandb", "sparse-bitnet[wandb]"),
-    ):
-        if wanted and importlib.util.find_spec(package) is None:
-            raise UserError(f"--{package}: the package is missing; pip install '{extra}'")
+    for package in ("tensorboard", "wandb"):
+        if getattr(config, package) and importlib.util.find_spec(package) is None:
+            raise UserError(f"--{package}: the package is not installed: {install(package)}")
 
 
 def open_sinks(config: TrainConfig, run: Path, after_step: int) -> list[RowSink]:
