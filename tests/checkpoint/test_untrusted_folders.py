@@ -8,14 +8,19 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from small_models import write_models
 from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
 from sparse_bitnet.checkpoint.model_folder import check_folder, file_inside, local_folder, read_json
-from sparse_bitnet.checkpoint.open_checkpoint import resolve_checkpoint
+from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint, resolve_checkpoint
 from sparse_bitnet.cli.main import main
 from sparse_bitnet.data.preparation import prepare
 from sparse_bitnet.data.sources import parse_source
@@ -246,8 +251,87 @@ def test_a_mistyped_folder_never_goes_to_the_hub(
 def test_an_adapter_names_no_other_model(models: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(models / "trained", tmp_path / "model")
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "/elsewhere"}')
-    with pytest.raises(UserError, match=r"holds an adapter \(adapter_config.json\)"):
+    for read in (from_pretrained, open_checkpoint):
+        with pytest.raises(UserError, match=r"holds an adapter \(adapter_config.json\)"):
+            read(folder)
+
+
+def _entry(**changes: Any) -> Callable[[Path, dict[str, Any]], Any]:
+    return lambda folder, config: config["quantization_config"].update(changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda folder, config: config.update(hadamard_config="h.json"),
+            "hadamard_config says that",
+        ),
+        (
+            lambda folder, config: config.update(model_type="prism_hadamard_qwen2"),
+            "in a rotated basis",
+        ),
+        (lambda folder, config: config.update(text_config={"online_had": True}), "online_had says"),
+        (
+            lambda folder, config: (folder / "hadamard_packing.json").write_text("{}"),
+            "hadamard_packing.json says that its weights are stored in a rotated basis",
+        ),
+        (
+            lambda folder, config: config.update(quantization={"bits": 2, "rotation": "r1"}),
+            "rotation says that its weights are stored in a rotated basis",
+        ),
+        (_entry(rotation=True), "rotation says that its weights are stored in a rotated basis"),
+        (
+            _entry(scales="own"),
+            "quantization_config: scales = 'own' is not read here and may change",
+        ),
+    ],
+)
+def test_weights_in_another_basis_are_refused(
+    models: Path, tmp_path: Path, change: Any, message: str
+) -> None:
+    folder = shutil.copytree(models / "bitnet", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    change(folder, config)
+    (folder / "config.json").write_text(json.dumps(config))
+    for read in (from_pretrained, open_checkpoint):
+        with pytest.raises(UserError, match=message):
+            read(folder)
+
+
+def test_what_transformers_would_skip_is_refused(models: Path, tmp_path: Path) -> None:
+    """It takes the weights of an unknown method as they are, and drops tensors that have no place."""
+    folder = shutil.copytree(models / "trained", tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    part = "model.layers.0.mlp.up_proj"
+    for name, is_read in ((f"{part}.pre_quant_scale", False), ("v_head.weight", True)):
+        save_file(tensors | {name: torch.ones(64)}, folder / "model.safetensors", {"format": "pt"})
+        with (
+            nullcontext()
+            if is_read
+            else pytest.raises(UserError, match=f"tensor {name} is not part")
+        ):
+            from_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "frobnicate"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        UserError, match=r"neither sparse-bitnet nor transformers reads .*'frobnicate'"
+    ):
         from_pretrained(folder)
+
+
+@pytest.mark.parametrize("rest", [[], [95]])
+def test_a_size_for_each_layer_is_read_where_all_are_the_same(
+    models: Path, tmp_path: Path, rest: list[int]
+) -> None:
+    folder = shutil.copytree(models / "trained", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["intermediate_size"] = [96, *rest] if rest else [96, 96]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="intermediate_size") if rest else nullcontext():
+        pack_checkpoint(folder, tmp_path / "out")
+        assert json.loads((tmp_path / "out" / "config.json").read_text())["intermediate_size"] == 96
 
 
 def test_what_cannot_be_read_is_not_packed(models: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 """GGUF files become packed models, weights, tokenizer and template exact."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -380,6 +381,13 @@ def test_files_that_are_not_ternary(tmp_path: Path) -> None:
             lambda w: w.add_tensor(f"blk.{'1' * 5000}.attn_q.weight", np.ones((2, 2), "f4")),
             "attn_q.weight is not covered",
         ),
+        (lambda w: w.add_uint32("prism.hadamard.block_size", 64), "hadamard.* in a rotated basis"),
+        (lambda w: w.add_bool("general.online_had", True), "online_had says .* in a rotated basis"),
+        (lambda w: w.add_uint32("acme.fold", 3), "acme.fold = 3 is not read here and may change"),
+        (lambda w: w.add_float32("qwen2.logit_scale", 0.5), "logit_scale = 0.5 is not read here"),
+        (lambda w: w.add_bool("qwen2.attention.causal", False), "causal = False is not read here"),
+        (lambda w: w.add_uint32("qwen2.attention.sliding_window", 9), "window = 9 is not read"),
+        (lambda w: w.add_array("qwen2.attention.key_length", [8, 16]), r"key_length is \[8, 16\]"),
         (
             lambda w: w.add_array("qwen2.attention.key_length", [7] * 999),
             r"key_length is \[[7, ]{39}, not a positive number",
@@ -394,6 +402,73 @@ def test_settings_that_would_be_dropped_are_refused(tmp_path: Path, add: Any, me
     with pytest.raises(UserError, match=message):
         import_checkpoint(path, tmp_path / "no", packed="i2")
     assert not (tmp_path / "no").exists()
+
+
+def test_keys_that_change_nothing_and_arrays_of_one_number_are_read(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    def add(writer: Any) -> None:
+        writer.add_array("qwen2.rope.dimension_count", [64, 64])
+        writer.add_string("mradermacher.quantized_by", "someone")
+        writer.add_uint32("qwen2.expert_count", 0)
+        writer.add_bool("qwen2.attention.causal", True)
+        writer.add_array("qwen2.rope.dimension_sections", [0, 0, 0, 0])
+
+    model = AutoModelForCausalLM.from_config(tiny_config("qwen2", **SIZES)).float()
+    path = write_gguf(tmp_path / "model.gguf", model, "qwen2", quantised(Kind.TQ2_0), add)
+    assert open_checkpoint(path).config["hidden_size"] == 256
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("token_embd.weight", lambda values: values[0, 0], "has no matrix token_embd.weight"),
+        ("token_embd.weight", lambda values: values[0], "has no matrix token_embd.weight"),
+        ("token_embd.weight", lambda values: values.astype("i4"), "token_embd.weight is I32"),
+        ("output_norm.weight", lambda values: values.astype("i1"), "output_norm.weight is I8"),
+        (
+            "output_norm.weight",
+            lambda values: values * np.nan,
+            "norm.weight has values that are not",
+        ),
+        (
+            "blk.0.attn_q.bias",
+            lambda values: values + np.inf,
+            "q_proj.bias has values that are not",
+        ),
+    ],
+)
+def test_tensors_that_hold_no_weights_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, change: Any, message: str
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(tiny_config("qwen2", **SIZES)).float()
+    write = gguf.GGUFWriter.add_tensor
+
+    def changed(self: Any, own: str, values: np.ndarray, **more: Any) -> None:
+        write(self, own, np.asarray(change(values) if own == name else values), **more)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", changed)
+    with np.errstate(invalid="ignore"):
+        path = write_gguf(
+            tmp_path / "model.gguf", model, "qwen2", quantised(Kind.TQ2_0), _tokenizer
+        )
+    with pytest.raises(UserError, match=message):
+        import_checkpoint(path, tmp_path / "no", packed="i2")
+    assert os.listdir(tmp_path) == ["model.gguf"]
+
+
+@pytest.mark.parametrize(("type_id", "name"), [(142, "PQ2_0"), (143, "PTQ1_0")])
+def test_types_that_are_not_read_are_named(
+    small_file: Path, tmp_path: Path, type_id: int, name: str
+) -> None:
+    data = bytearray(small_file.read_bytes())
+    at = data.index(b"blk.0.attn_k.weight") + 19 + 4 + 16
+    data[at : at + 4] = type_id.to_bytes(4, "little")
+    (tmp_path / "other.gguf").write_bytes(data)
+    with pytest.raises(UserError, match=f"blk.0.attn_k.weight is {name}, which is not read here"):
+        open_checkpoint(tmp_path / "other.gguf")
 
 
 def test_a_factor_alone_scales_the_rope_linearly(tmp_path: Path) -> None:

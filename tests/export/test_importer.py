@@ -291,21 +291,30 @@ def change_entry(folder: Path, change) -> None:
         (lambda e: e.update(quant_method="awq"), "quant_method 'awq' .* not importable"),
         (
             lambda e: e.update(sparsity_config={"format": "dense"}),
-            "a sparsity_config is not covered",
+            r"sparsity_config = \{.*\} is not read here",
         ),
         (lambda e: e.update(format="float-quantized"), "not 'float-quantized' with 1 groups"),
         (lambda e: e["config_groups"].update(group_1={}), "with 2 groups"),
         (
             lambda e: e["config_groups"]["group_0"]["weights"].update(num_bits=4),
-            r"\(4, True, 'channel'\) are not importable",
+            "weights: num_bits = 4 is not read here; 2 is",
         ),
         (
             lambda e: e["config_groups"]["group_0"]["weights"].update(strategy="group"),
-            r"\(2, True, 'group'\) are not importable",
+            "weights of strategy 'group', not channel or tensor",
         ),
         (
             lambda e: e["config_groups"]["group_0"].update(input_activations=None),
-            "no 8-bit activations",
+            "input_activations: num_bits = None is not read here; 8 is",
+        ),
+        (lambda e: e.update(transform_config={"config_groups": {}}), "transform_config = "),
+        (
+            lambda e: e["config_groups"]["group_0"]["weights"].update(actorder="group"),
+            "weights: actorder = 'group' is not read here and may change what the weights mean",
+        ),
+        (
+            lambda e: e["config_groups"]["group_0"]["input_activations"].update(dynamic=False),
+            "input_activations: dynamic = False is not read here; True is",
         ),
     ],
 )

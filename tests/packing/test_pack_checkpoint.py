@@ -2,8 +2,10 @@
 """Packing a checkpoint: a complete folder, exact codes, and a refusal for everything else."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
 from sparse_bitnet.checkpoint.packed_loading import open_packed
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export import pack_checkpoint as checkpoint_module
+from sparse_bitnet.export.export_checkpoint import export
+from sparse_bitnet.export.export_config import ExportConfig
 from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.nn.selection import select
@@ -52,6 +56,28 @@ def test_the_folder_holds_every_tensor(trained: Trained, tmp_path: Path, format:
     assert all(torch.equal(packed[name], masters[name]) for name in masters)
     assert result.weights == sum(rows * columns for rows, columns in layers.values())
     assert result.file_bytes == (tmp_path / "out" / "model.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("model.norm.weight", lambda values: values * torch.nan, "has values that are not finite"),
+        ("model.layers.0.mlp.up_proj.weight", lambda values: values + torch.inf, "has values that"),
+        ("model.embed_tokens.weight", lambda values: values / 0, "has values that are not finite"),
+        ("model.norm.weight", lambda values: values.int(), "is I32, not floats as weights are"),
+    ],
+)
+def test_tensors_that_are_no_weights_are_named(
+    trained: Trained, tmp_path: Path, name: str, change: Any, message: str
+) -> None:
+    source = Path(shutil.copytree(trained(), tmp_path / "source"))
+    tensors = load_file(source / "model.safetensors")
+    tensors[name] = change(tensors[name])
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    for write in (pack_checkpoint, partial(export, config=ExportConfig(format="dense"))):
+        with pytest.raises(UserError, match=f"{name} {message}"):
+            write(source, tmp_path / "out")
+    assert os.listdir(tmp_path) == ["source"]
 
 
 def test_the_folder_is_complete(trained: Trained, tmp_path: Path) -> None:

@@ -48,8 +48,9 @@ def test_a_difference_is_an_error(
 ) -> None:
     different = check.PackCheck(tokens=1, exact=False, largest_difference=0.5, kl_divergence=0.1)
     monkeypatch.setattr(check, "check_packed", lambda source, packed: different)
-    with pytest.raises(UserError, match="does not compute what the trained model computes"):
+    with pytest.raises(UserError, match="would not compute what the trained model computes"):
         command.main([str(trained()), str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
 
 
 def test_models_of_another_vocabulary_are_not_compared(trained: Trained, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Nothing but headers is read until a tensor is asked for, so that packing and exp
 size need the memory of its largest tensor.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -176,6 +177,13 @@ def trained_context_length(checkpoint: str) -> int | None:
         if type(found) is int and found > 0:
             return found
     return None
+
+
+def finite(values: Any, name: str, where: Path) -> Any:
+    """The values of a tensor. Raises `UserError`, naming it, for any that are not finite."""
+    if not math.isfinite(abs(values).max()):
+        raise UserError(f"{where}: tensor {name} has values that are not finite")
+    return values
 
 
 def warn_of_zeros(ternary: TernaryWeight, layer: str, foreign: Checkpoint) -> None:

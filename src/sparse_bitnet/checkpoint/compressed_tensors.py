@@ -7,11 +7,22 @@ from typing import Any
 import torch
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint, StoredModel, linear_shapes
+from sparse_bitnet.checkpoint.config_fields import check_fields
 from sparse_bitnet.checkpoint.foreign_checkpoint import complete, opened, scaled, ternary_weight
 from sparse_bitnet.checkpoint.weight_files import WeightFiles
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.packing.ternary import TernaryWeight
 from sparse_bitnet.packing.two_bits import CODES_PER_WORD, W2A8, W8A8, unpack_words
+
+_READ = (
+    *("quant_method", "format", "quantization_status", "ignore", "config_groups"),
+    *("global_compression_ratio", "version"),
+)
+_READ_OF_GROUP = ("targets", "format", "weights", "input_activations")
+_SETTINGS = {"type": "int", "symmetric": True, "dynamic": False}
+_TOKENS_OF_8_BITS = {"num_bits": 8, "strategy": "token", "dynamic": True}
+_OF_TRAINING = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
+"""Fields that say nothing of what is stored."""
 
 
 def read(found: StoredModel) -> Checkpoint:
@@ -55,8 +66,7 @@ def read(found: StoredModel) -> Checkpoint:
 
 def _is_packed(folder: Path, entry: dict[str, Any]) -> bool:
     where = f"{folder}/config.json"
-    if entry.get("sparsity_config"):
-        raise UserError(f"{where}: a sparsity_config is not covered; decompress the model first")
+    check_fields(entry, _READ, f"{where}: quantization_config")
     groups = list(_table(entry.get("config_groups")).values())
     formats = {W2A8: 2, W8A8: 8}
     bits = formats.get(str(entry.get("format")))
@@ -65,15 +75,15 @@ def _is_packed(folder: Path, entry: dict[str, Any]) -> bool:
             f"{where}: compressed-tensors with one group of format {' or '.join(formats)} is "
             f"importable, not {entry.get('format')!r} with {len(groups)} groups"
         )
-    weights = _table(groups[0].get("weights"))
-    found = (weights.get("num_bits"), weights.get("symmetric"), weights.get("strategy"))
-    if found[:2] != (bits, True) or found[2] not in ("channel", "tensor"):
-        raise UserError(
-            f"{where}: weights with num_bits, symmetric, strategy = {found} are not importable; "
-            f"({bits}, True, channel or tensor) are"
-        )
-    if _table(groups[0].get("input_activations")).get("num_bits") != 8:
-        raise UserError(f"{where}: the layers have no 8-bit activations, as ternary ones here have")
+    check_fields(groups[0], _READ_OF_GROUP, f"{where}: quantization_config")
+    for part, own in (("weights", {"num_bits": bits}), ("input_activations", _TOKENS_OF_8_BITS)):
+        given = {"num_bits": None, **_SETTINGS, "strategy": None, **_table(groups[0].get(part))}
+        read = (*_OF_TRAINING, *(("strategy",) if part == "weights" else ()))
+        check_fields(given, read, f"{where}: {part}", {**_SETTINGS, **own})
+        if part == "weights" and given["strategy"] not in ("channel", "tensor"):
+            raise UserError(
+                f"{where}: weights of strategy {given['strategy']!r}, not channel or tensor"
+            )
     return entry["format"] == W2A8
 
 

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a config.json, of any release of transformers, says of heads, windows and ropes. Free of torch."""
 
+import re
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -31,6 +34,9 @@ _WINDOW = 4096
 
 _UNWINDOWED = 28
 """Of Qwen's layers those below the first with a window, if a config does not say."""
+
+_ROTATION = re.compile(r"hadamard|rotat|quarot|spinquant|(^|_)had(_|$)", re.IGNORECASE)
+"""In names of settings and files with which tools declare that weights are multiplied by a rotation."""
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -81,6 +87,38 @@ def head_size(config: dict[str, Any]) -> Any:
 def gemma_windows(layers: int, every: int = _EVERY) -> list[bool]:
     """Whether each layer has a window."""
     return [bool((layer + 1) % every) for layer in range(min(layers, _MOST_LAYERS))]
+
+
+def check_basis(settings: Mapping[str, Any], where: str) -> None:
+    """Raise `UserError`, beginning with `where`, for settings that declare weights in a rotated basis."""
+    for key, value in settings.items():
+        name = f"{key} {value}" if key == "model_type" else key
+        if value and _ROTATION.search(name):
+            raise UserError(
+                f"{where}: {name} says that its weights are stored in a rotated basis, which is not read "
+                "here; take the model as it was before the rotation"
+            )
+
+
+def check_fields(
+    table: Mapping[str, Any],
+    read: Iterable[str],
+    where: str,
+    only: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Raise `UserError`, beginning with `where`, for a field that is set and not one of `read`, and for
+    one of `only` that has another value."""
+    for key, value in table.items():
+        is_off = not (any(value) if isinstance(value, list) else value)
+        if key not in read and not (value == only[key] if key in only else is_off):
+            known = f"; {only[key]} is" if key in only else " and may change what the weights mean"
+            raise UserError(f"{where}: {key} = {shown(value)} is not read here{known}")
+
+
+def of_all_layers(value: Any, layers: object) -> Any:
+    """The number that a list has for each of the layers; anything else as it is."""
+    is_list = isinstance(value, list) and len(value) == layers and value == value[:1] * len(value)
+    return value[0] if is_list and type(value[0]) in (int, float) else value
 
 
 def unread_setting(config: dict[str, Any]) -> str | None:

@@ -10,6 +10,7 @@ from sparse_bitnet.checkpoint.checkpoint import (
     Checkpoint,
     StoredModel,
     exported_format,
+    finite,
     stored_tensors,
 )
 from sparse_bitnet.checkpoint.model_folder import EXPORTED_FORMAT
@@ -61,7 +62,7 @@ def stored_floats(files: WeightFiles, layer: str, shape: tuple[int, int]) -> Ten
             f"layer {layer}: weight is {stored.dtype} {list(stored.shape)}, expected floats "
             f"{list(shape)}"
         )
-    return stored
+    return finite(stored, f"{layer}.weight", files.folder)
 
 
 def ternary_weight(codes: Tensor, scale: Tensor, layer: str) -> TernaryWeight:

@@ -5,7 +5,15 @@ from typing import Any
 
 import numpy as np
 
-from sparse_bitnet.checkpoint.config_fields import FULL, GEMMA3, WINDOWED, gemma_windows, shown
+from sparse_bitnet.checkpoint.config_fields import (
+    FULL,
+    GEMMA3,
+    WINDOWED,
+    check_fields,
+    gemma_windows,
+    of_all_layers,
+    shown,
+)
 from sparse_bitnet.checkpoint.gguf_architectures import (
     ARCHITECTURES,
     LINEAR_NORM,
@@ -20,8 +28,9 @@ FORMAT, WEIGHT_SCALES = "sparse_bitnet.format", "sparse_bitnet.weight_scales"
 """Metadata of exports of ours, which other readers ignore: the training format, and of each layer the
 scale in float32, which blocks have in float16."""
 
+LAYERS = "block_count"
 SIZES = {
-    "block_count": "num_hidden_layers",
+    LAYERS: "num_hidden_layers",
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
@@ -42,6 +51,20 @@ _DEFAULTS = {
     **{"yarn_beta_fast": 32, "yarn_log_multiplier": 0},
 }
 """Of settings of the rope's scaling those that are read, and what others may only be."""
+_READ_ALSO = ("rope.scale_linear", "vocab_size", "pooling_type", "attention.layer_norm_epsilon")
+"""Further keys that are understood, or say nothing of a decoder of these architectures."""
+_AS_HERE = {"attention.causal": True, "tensor_data_layout": "Meta AI original pth"}
+"""Keys that may have one value."""
+_NAMESPACES = (
+    "general",
+    "tokenizer",
+    "quantize",
+    "imatrix",
+    "split",
+    "sparse_bitnet",
+    "mradermacher",
+)
+"""Beginnings of keys that describe a file, not what its weights mean."""
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LARGEST = 3e38
 _SHARED_SCALES = 62
@@ -76,8 +99,9 @@ class _Metadata:
 
     def config(self) -> dict[str, Any]:
         embedding = self.file.tensors.get("token_embd.weight")
-        if embedding is None:
-            raise UserError(f"{self.file.path} lacks token_embd.weight: it is incomplete")
+        if embedding is None or len(embedding.shape) != 2:
+            raise UserError(f"{self.file.path} has no matrix token_embd.weight: it is incomplete")
+        self._check_keys()
         config: dict[str, Any] = {
             "model_type": self.architecture.model_type,
             **self.architecture.fields,
@@ -112,6 +136,20 @@ class _Metadata:
         if self.architecture.model_type == GEMMA3:
             config |= self._gemma(config)
         return config
+
+    def _check_keys(self) -> None:
+        """Raise `UserError` for a key that may change what the weights mean and is not read."""
+        read = [*SIZES, KV_HEADS, EPSILON, *HEAD_SIZES, ROPE_BASE, *_READ_ALSO]
+        read += [WINDOW] if self.architecture.windows else []
+        if self.architecture.model_type == GEMMA3:
+            read += [PATTERN, LOCAL_ROPE_BASE, "final_logit_softcapping"]
+        ignored = (f"{self.name}.{SCALING}.", *(f"{name}." for name in _NAMESPACES))
+        check_fields(
+            {key: v for key, v in self.file.metadata.items() if not key.startswith(ignored)},
+            [f"{self.name}.{key}" for key in read],
+            str(self.file.path),
+            {f"{self.name}.{key}": value for key, value in _AS_HERE.items()},
+        )
 
     def _gemma(self, config: dict[str, Any]) -> dict[str, Any]:
         layers, window = config["num_hidden_layers"], config["sliding_window"]
@@ -188,7 +226,8 @@ class _Metadata:
         return value
 
     def _number(self, key: str, default: float | None = None) -> Any:
-        value = self.file.metadata.get(f"{self.name}.{key}", default)
+        layers = self.file.metadata.get(f"{self.name}.{LAYERS}")
+        value = of_all_layers(self.file.metadata.get(f"{self.name}.{key}", default), layers)
         if (
             isinstance(value, bool)
             or not isinstance(value, int | float)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from sparse_bitnet.checkpoint.config_fields import check_basis
 from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.packing.gguf_blocks import READ_TYPES, BlockType
 
@@ -31,7 +32,7 @@ _FLOATS: dict[int, np.dtype] = {
     28: np.dtype("<f8"),
 }
 _BF16, _Q8_0 = 30, np.dtype([("scale", "<f2"), ("codes", "i1", 32)])
-_NAMES = {0: "F32", 1: "F16", 8: "Q8_0", 28: "F64", 30: "BF16"}
+_NAMES = {0: "F32", 1: "F16", 8: "Q8_0", 28: "F64", 30: "BF16", 142: "PQ2_0", 143: "PTQ1_0"}
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class GgufFile:
             raise UserError(f"cannot read {path}: {error.strerror or error}") from error
         except (ValueError, struct.error) as error:
             raise UserError(f"{path} is not a GGUF file, or is damaged: {error}") from error
+        check_basis(self.metadata, str(path))
 
     def block_type(self, name: str) -> BlockType | None:
         """The ternary type of a matrix; None for any other type. Raises `UserError` for one that does not

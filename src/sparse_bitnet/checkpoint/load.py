@@ -12,6 +12,7 @@ from sparse_bitnet.checkpoint.model_folder import (
     TOKENIZER_FILES,
     check_folder,
     check_sizes,
+    check_weights_as_stored,
     local_folder,
     quantization_entry,
     read_json_if_there,
@@ -63,10 +64,9 @@ def skeleton(config: dict[str, Any], folder: Path) -> "PreTrainedModel":
         return load_with(AutoModelForCausalLM.from_config, AutoConfig.for_model(**values))
 
 
-def _check_fits(folder: Path) -> None:
+def _check_fits(config: dict[str, Any], folder: Path) -> None:
     """Raise `UserError` for a config.json that asks for more values than its weights can hold: all would
     be made before any was missed."""
-    config = read_json_if_there(folder / CONFIG_FILE)
     held = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     if not held or quantization_entry(config).get("quant_method") == QUANT_METHOD:
         return
@@ -78,6 +78,21 @@ def _check_fits(folder: Path) -> None:
     if asked > 8 * held:
         raise UserError(
             f"{folder}: {CONFIG_FILE} asks for {asked:,} values, more than {held:,} bytes hold"
+        )
+
+
+def _check_method(config: dict[str, Any], folder: Path) -> None:
+    """Raise `UserError` for a quant_method that transformers would skip, taking the stored values for the
+    weights."""
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    entry = quantization_entry(config)
+    method = str(entry.get("quant_method"))
+    is_known = {method, f"{method}_4bit"} & AUTO_QUANTIZATION_CONFIG_MAPPING.keys()
+    if entry and not is_known:
+        raise UserError(
+            f"{folder / CONFIG_FILE}: neither sparse-bitnet nor transformers reads weights of "
+            f"quant_method {method!r}"
         )
 
 
@@ -94,15 +109,21 @@ def from_pretrained(path_or_id: str | Path, **kwargs: Any) -> "PreTrainedModel":
     from transformers import AutoModelForCausalLM
 
     folder = local_folder(path_or_id)
-    if (folder / "adapter_config.json").is_file():
-        # With peft, transformers would load the model that it names, from anywhere.
-        raise UserError(f"{path_or_id} holds an adapter (adapter_config.json): merge it first")
-    _check_fits(folder)
+    config = read_json_if_there(folder / CONFIG_FILE)
+    # With peft, transformers would load the model that an adapter names, from anywhere.
+    check_weights_as_stored(config, folder)
+    _check_method(config, folder)
+    _check_fits(config, folder)
     with library_errors_as(f"cannot load a model from {path_or_id}"):
         loaded: Any = load_with(
             AutoModelForCausalLM.from_pretrained, path_or_id, output_loading_info=True, **kwargs
         )
     model, info = loaded
+    parts = {name.partition(".")[0] for name, _ in model.named_children()}
+    for name in sorted(info["unexpected_keys"]):
+        # A module of its own beside the model, such as a value head, changes nothing.
+        if name.partition(".")[0] in parts:
+            raise UserError(f"{path_or_id}: tensor {name} is not part of {type(model).__name__}")
     if missing := sorted(info["missing_keys"]):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UserError(f"{path_or_id} lacks {missing[0]}{more}: the files are incomplete")

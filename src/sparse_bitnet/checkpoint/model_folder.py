@@ -13,6 +13,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from sparse_bitnet.checkpoint.config_fields import check_basis, check_fields, of_all_layers
 from sparse_bitnet.errors import UserError, reason_of
 
 CONFIG_FILE = "config.json"
@@ -47,6 +48,15 @@ _COUNTS_VALUES = re.compile(
 _BYTES_A_LAYER = 64
 """A layer has a tensor, whose entry in a safetensors header alone takes more."""
 _MOST_LAYERS = 4096
+_METHODS = (None, "bitnet", "compressed-tensors", "sparse_bitnet", "sparse_bitnet_packed")
+"""Methods of quantisation that are read here; the settings of others are for their readers to know."""
+_BITNET = (
+    *("quant_method", "linear_class", "quantization_mode", "modules_to_not_convert"),
+    *("use_rms_norm", "rms_norm_eps"),
+)
+"""Settings of the method bitnet."""
+_DECLARING = (".json", ".safetensors", ".bin", ".pt", ".npz")
+"""Suffixes of files that say what weights mean."""
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -63,8 +73,11 @@ def open_folder(path_or_id: str | Path) -> tuple[Path, dict[str, Any], dict[str,
     """
     folder = local_folder(path_or_id)
     check_folder(folder)
-    config = read_config(folder)
+    stored = read_config(folder)
+    layers = stored.get("num_hidden_layers")
+    config = {key: of_all_layers(value, layers) for key, value in stored.items()}
     check_sizes(config, folder)
+    check_weights_as_stored(config, folder)
     return folder, config, quantization_entry(config)
 
 
@@ -149,6 +162,22 @@ def check_sizes(config: dict[str, Any], folder: Path) -> None:
             raise UserError(f"{said} a model of {total:,} bytes has")
         if is_layers and value > _MOST_LAYERS:
             raise UserError(f"{said} the {_MOST_LAYERS:,} layers of any model here")
+
+
+def check_weights_as_stored(config: dict[str, Any], folder: Path) -> None:
+    """Raise `UserError` for a folder whose weights are not those of its config.json's model as they are:
+    an adapter belongs to them, or they are in a rotated basis."""
+    if (folder / "adapter_config.json").is_file():
+        raise UserError(f"{folder} holds an adapter (adapter_config.json): merge it first")
+    names = [path.name for path in folder.iterdir() if path.suffix in _DECLARING]
+    check_basis(dict.fromkeys(names, True), str(folder))
+    tables = [config]
+    for table in tables:
+        check_basis(table, str(folder / CONFIG_FILE))
+        nested = [value for value in table.values() if isinstance(value, dict)]
+        tables += [value for value in nested if value.get("quant_method") in _METHODS]
+    if (entry := quantization_entry(config)).get("quant_method") == "bitnet":
+        check_fields(entry, _BITNET, f"{folder / CONFIG_FILE}: quantization_config")
 
 
 def check_file(path: Path, folder: Path | None = None) -> None:

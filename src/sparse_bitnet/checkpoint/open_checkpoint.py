@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a user names -> the stored model that it is: the one way in for every command."""
 
+import dataclasses
 import functools
 import importlib
 from pathlib import Path
+from typing import Any
 
-from sparse_bitnet.checkpoint.checkpoint import Checkpoint, StoredModel
+from sparse_bitnet.checkpoint.checkpoint import Checkpoint, StoredModel, finite
 from sparse_bitnet.checkpoint.load import skeleton
 from sparse_bitnet.checkpoint.model_folder import (
     CONFIG_FILE,
@@ -134,7 +136,12 @@ def open_checkpoint(path: str | Path, *kinds: str) -> Checkpoint:
         method = found.entry.get("quant_method")
         said = f"quant_method {method!r}" if method else "no quantization_config"
         raise UserError(f"{found.folder} ({said} in {CONFIG_FILE}) {_remedy(found, kinds)}")
-    return importlib.import_module(f"sparse_bitnet.checkpoint.{found.reader}").read(found)
+    opened = importlib.import_module(f"sparse_bitnet.checkpoint.{found.reader}").read(found)
+
+    def read(name: str, *part: slice) -> Any:
+        return finite(opened.read(name, *part), name, found.folder)
+
+    return dataclasses.replace(opened, read=read)
 
 
 def open_ternary(path: str | Path) -> Checkpoint:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint, StoredModel, linear_shapes
+from sparse_bitnet.checkpoint.config_fields import check_fields
 from sparse_bitnet.checkpoint.foreign_checkpoint import complete, opened, stored_floats
 from sparse_bitnet.checkpoint.weight_files import WeightFiles
 from sparse_bitnet.errors import UserError
@@ -19,6 +20,8 @@ from sparse_bitnet.packing.two_bits import CODES_PER_WORD, unpack_words
 
 _MLX_ENTRY = "quantization"
 """Key of config.json under which MLX describes its own."""
+
+_MLX_MODE = {"mode": "affine"}
 
 _LOOKED_AT = 64
 """Rows of a matrix that tell whether it is ternary."""
@@ -31,6 +34,10 @@ def found_ternary(config: dict[str, Any], files: WeightFiles | None) -> dict[str
     if isinstance(entry, dict):
         if entry.get("bits") != 2:
             return None
+        # Layers with settings of their own have a table under their name.
+        for table in (entry, *(value for value in entry.values() if isinstance(value, dict))):
+            fields = {key: v for key, v in table.items() if not isinstance(v, dict)}
+            check_fields(fields, ("bits", "group_size"), f"config.json: {_MLX_ENTRY}", _MLX_MODE)
         return {key: value for key, value in config.items() if key != _MLX_ENTRY}
     if files is None:
         return None

@@ -11,6 +11,7 @@ from sparse_bitnet.checkpoint.checkpoint import (
     Checkpoint,
     StoredModel,
     embedding_weights,
+    finite,
     stored_tensors,
 )
 from sparse_bitnet.checkpoint.hub import read_format
@@ -47,7 +48,8 @@ def read(found: StoredModel) -> Checkpoint:
         for name, layer in sparse_layers(model).items()
     }
     files = _files(model, folder)
-    wanted = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model).items()}
+    tensors = stored_tensors(model)
+    wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for name, expected in wanted.items():
         if (stored := files.shapes.get(name)) is None:
             raise UserError(f"{folder} lacks {name}: the files are incomplete")
@@ -55,8 +57,8 @@ def read(found: StoredModel) -> Checkpoint:
             raise UserError(
                 f"{folder}: {name} is {list(stored)}, its {CONFIG_FILE} asks {list(expected)}"
             )
-        if name.removesuffix(".weight") in layers and files.dtypes[name] not in FLOATS:
-            raise UserError(f"{folder}: {name} is {files.dtypes[name]}, and masters are floats")
+        if tensors[name].is_floating_point() and files.dtypes[name] not in FLOATS:
+            raise UserError(f"{folder}: {name} is {files.dtypes[name]}, not floats as weights are")
 
     def selection(layer: str) -> Selection:
         norm = f"{layer}.input_norm"
@@ -76,7 +78,7 @@ def read(found: StoredModel) -> Checkpoint:
         return TernaryWeight(codes, weight_scale)
 
     def master(layer: str) -> Tensor:
-        return files.read(f"{layer}.weight")
+        return finite(files.read(f"{layer}.weight"), f"{layer}.weight", folder)
 
     masters = {f"{name}.{part}" for name in layers for part in ("weight", "input_norm")}
     first = [name for name in embedding_weights(model) if name in wanted]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sparse-bitnet pack`: a trained model as a small file, checked by loading it back."""
 
+import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -59,9 +60,13 @@ def main(
         )
     _print_result(console, packed)
     if config.check:
-        with console.status("comparing with the trained model"):
-            found = check_packed(checkpoint, out)
-        _print_check(found, out)
+        try:
+            with console.status("comparing with the trained model"):
+                found = check_packed(checkpoint, out)
+            _print_check(found, out)
+        except UserError:
+            shutil.rmtree(out)
+            raise
 
 
 def _print_result(console: "Console", packed: "PackResult") -> None:
@@ -86,8 +91,8 @@ def _print_result(console: "Console", packed: "PackResult") -> None:
 def _print_check(found: "PackCheck", out: str) -> None:
     if not found.exact:
         raise UserError(
-            f"{out} does not compute what the trained model computes (logits differ by up to "
-            f"{found.largest_difference:.3g}): do not use it, and report this as a defect"
+            f"{out} would not compute what the trained model computes (logits differ by up to "
+            f"{found.largest_difference:.3g}) and is removed: report this as a defect"
         )
     print(
         f"loaded back: logits of {found.tokens} tokens equal the trained model's bit for bit, given "

@@ -32,7 +32,7 @@ class PackCheck:
 def check_packed(source: str | Path, packed: str | Path) -> PackCheck:
     """Compare the two in the dtype of the trained model, one in memory at a time.
 
-    Raises `UserError` when either cannot be loaded.
+    Raises `UserError` when either cannot be loaded or the trained one's logits are not finite.
     """
     model = _load(packed)
     vocabulary = model.get_input_embeddings().num_embeddings
@@ -45,6 +45,8 @@ def check_packed(source: str | Path, packed: str | Path) -> PackCheck:
     if trained.get_input_embeddings().num_embeddings != vocabulary:
         raise UserError(f"{packed} and {source} have different vocabularies")
     trained_logits = _logits(trained, ids)
+    if not trained_logits.isfinite().all():
+        raise UserError(f"{source} gives logits that are not finite; train it again")
     for module, weight in zip(_ends(trained), embeddings, strict=True):
         module.weight = nn.Parameter(weight.to(module.weight.dtype))
     rounded_logits = _logits(trained, ids)

@@ -68,6 +68,8 @@ class PackedMetadata:
                     f"{where}: its {key} is {value!r}, config.json says {entry.get(key)!r}; they are of "
                     "different checkpoints"
                 )
+        if unknown := sorted(entry.keys() - self.config_entry().keys()):
+            raise UserError(f"{where}: config.json has {unknown[0]}, which is not read here")
 
     @classmethod
     def from_json(cls, values: dict[str, Any], where: str) -> "PackedMetadata":
