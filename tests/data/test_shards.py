@@ -208,8 +208,15 @@ def test_folder_that_cannot_be_written(data: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_manifest_errors(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no prepared data here"):
+    with pytest.raises(UserError, match=r"no prepared data here .*: sparse-bitnet prepare TEXT"):
         TokenDataset.open(tmp_path / "nowhere")
+    (tmp_path / "chats.jsonl").touch()
+    with pytest.raises(
+        UserError, match=r"chats\.jsonl is a file, not prepared data; .* prepare .*--chat"
+    ):
+        TokenDataset.open(tmp_path / "chats.jsonl")
+    with pytest.raises(UserError, match=r"cannot read .*: File name too long"):
+        TokenDataset.open(tmp_path / ("name" * 99))
     path = data / "manifest.json"
     good = json.loads(path.read_text())
     for content, message in {

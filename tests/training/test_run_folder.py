@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from sparse_bitnet.checkpoint import saved_steps
+from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.checkpoint.saved_steps import clean_run, drop_old, list_checkpoints
 from sparse_bitnet.cli import train as command
 from sparse_bitnet.cli.main import main
@@ -92,6 +93,7 @@ def test_text_of_another_tokenizer_is_refused(small_run, prepared, tmp_path, cap
     for changes in ({"init": start.out}, {"teacher": start.out}, started, cache):
         with pytest.raises(UserError, match="another tokenizer than that of"):
             train(small_run(data=str(other), **changes))
+    assert len(load_tokenizer(start.out)) == 300, "a run is a tokenizer, too"
     shutil.rmtree(tmp_path / "start" / "final")
     with pytest.raises(UserError, match="prepared with another tokenizer"):
         train(small_run(data=str(other), init=start.out))
@@ -100,6 +102,28 @@ def test_text_of_another_tokenizer_is_refused(small_run, prepared, tmp_path, cap
     train(small_run(init=start.out, steps=1, format="full-2:4"))
     said = capsys.readouterr().err
     assert f"{start.out} is ternary-6:8: the run converts it to full-2:4 (--format)" in said
+
+
+def test_the_folder_of_a_model_is_no_run_to_continue(small_run, tmp_path, capsys):
+    train(start := small_run(steps=1, out=str(tmp_path / "start")))
+    with pytest.raises(UserError, match=r"config\.json is that of a model, not of a run; choose"):
+        command.main(options(dataclasses.replace(start, out=f"{start.out}/final")))
+
+
+def test_a_cache_of_logits_inside_the_run_folder_can_be_continued(small_run, tmp_path, monkeypatch):
+    train(start := small_run(steps=1, out=str(tmp_path / "start")))
+    config = small_run(teacher=start.out, logit_cache=f"{tmp_path}/run/logits/k64", steps=1)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("sparse_bitnet.training.trainer.claim", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(config)
+    with pytest.raises(UserError, match="is neither empty nor a run folder"):
+        train(dataclasses.replace(config, teacher=None, logit_cache=None))
+    assert train(config).steps == 1
 
 
 @pytest.mark.parametrize("place", ["/proc/run", "file/run"])

@@ -133,6 +133,11 @@ def from_pretrained(path_or_id: str | Path, **kwargs: Any) -> "PreTrainedModel":
     return model
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a model folder has a file that makes a tokenizer."""
+    return any(any(folder.glob(file)) for file in ("tokenizer.json", "*.model", "vocab.*"))
+
+
 def load_tokenizer(
     path_or_hub_id: str | os.PathLike[str], *, eos_token: str | int | None = None
 ) -> "PreTrainedTokenizerFast":
@@ -143,7 +148,8 @@ def load_tokenizer(
     pre-tokenizer and normaliser) and so may tokenise differently from what the model was trained on.
 
     Args:
-        path_or_hub_id: folder, or hub id such as "Qwen/Qwen2.5-0.5B".
+        path_or_hub_id: folder, or hub id such as "Qwen/Qwen2.5-0.5B"; a finished run stands for its
+            `final`.
         eos_token: the token that ends a document, where the saved choice is not the one wanted (an
             instruction-tuned model's ends a turn); an id is not checked.
 
@@ -153,6 +159,9 @@ def load_tokenizer(
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = local_folder(Path(path_or_hub_id), TOKENIZER_FILES)
+    folder = folder / "final" if (folder / "final" / CONFIG_FILE).is_file() else folder
+    if not has_tokenizer(folder):
+        raise UserError(f"no readable tokenizer in {path_or_hub_id}: it has no tokenizer.json")
     exact = (folder / "tokenizer.json").exists()
     loader: Any = PreTrainedTokenizerFast if exact else AutoTokenizer
     with library_errors_as(f"no readable tokenizer in {path_or_hub_id}"):

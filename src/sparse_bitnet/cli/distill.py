@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sparse-bitnet distill TEACHER OUT`: the training command with a teacher."""
 
-from pathlib import Path
+import os
 
 from sparse_bitnet.cli import train
 from sparse_bitnet.errors import UserError
@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> None:
     for option in ("--teacher", "--out"):
         if any(each.partition("=")[0] == option for each in rest):
             raise UserError(f"distill: TEACHER and OUT come first; leave {option} out")
-    if not named[1:] or not (Path(named[1]) / "config.json").is_file():
+    if not named[1:] or not os.path.isfile(os.path.join(named[1], "config.json")):
         rest = ["--recipe", "distill", *rest] if "--recipe" not in " ".join(rest) else rest
     for option, value in zip(("--teacher", "--out"), named, strict=False):
         rest += [option, value]

@@ -53,7 +53,7 @@ def main(arguments: list[str], prog: str = "sparse-bitnet train") -> None:
     recipe, rest = split_recipe(arguments)
     chosen = parse(rest, RECIPES[recipe or "default"](), recipe or "default", prog)
     out = Path(chosen.out)
-    if recipe is None and (out / "config.json").is_file():
+    if recipe is None and os.path.isfile(out / "config.json"):  # False where it may not be read
         stored = dataclasses.replace(read_config(out), out=chosen.out)
         chosen = parse(rest, stored, f"that of {out}", prog)
     check_effect(chosen, rest)

@@ -138,7 +138,7 @@ class Manifest:
     def read(cls, folder: Path) -> "Manifest":
         """Read `manifest.json`.
 
-        Raises `UserError` where there is none, it is damaged, or of another version.
+        Raises `UserError` where there is none, it cannot be read, is damaged or of another version.
         """
         path = folder / MANIFEST
         try:
@@ -148,8 +148,18 @@ class Manifest:
                 raise UserError(
                     f"{folder}: the preparation was not finished; run the same prepare command again"
                 ) from error
-            raise UserError(f"{folder}: no prepared data here (no {MANIFEST})") from error
-        except (OSError, ValueError, RecursionError) as error:
+            raise UserError(
+                f"{folder}: no prepared data here (no {MANIFEST}); make it first: sparse-bitnet prepare "
+                f"TEXT {folder}"
+            ) from error
+        except NotADirectoryError as error:
+            raise UserError(
+                f"{folder} is a file, not prepared data; make that first: sparse-bitnet prepare {folder} "
+                "DATA, with --chat for conversations"
+            ) from error
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{path}: damaged ({error}); prepare the data again") from error
         version = content.get("version") if isinstance(content, dict) else None
         if version != VERSION:

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from zlib_ng import zlib_ng
 
-from sparse_bitnet.checkpoint.load import load_tokenizer
+from sparse_bitnet.checkpoint.load import has_tokenizer, load_tokenizer
 from sparse_bitnet.checkpoint.model_folder import read_json_if_there
 from sparse_bitnet.checkpoint.saved_steps import STATE
 from sparse_bitnet.data.chat import IDS
@@ -31,8 +31,6 @@ from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.files import file_crc32
 
 ALWAYS_VERIFIED_BYTES = 256_000_000
-_TOKENIZERS = ("tokenizer.json", "*.model", "vocab.*")
-"""Files of which a model folder with a tokenizer has one at least."""
 
 
 class ShardWriter:
@@ -219,7 +217,7 @@ class TokenDataset:
         data's, but for the end token, which may have been chosen anew for the data.
         """
         theirs: str | None = None
-        if any(any(folder.glob(file)) for file in _TOKENIZERS):
+        if has_tokenizer(folder):
             theirs = tokenizer_hash(load_tokenizer(folder, eos_token=self.eos_token_id))
         elif isinstance(data := read_json_if_there(folder / STATE).get("data"), dict):
             theirs = data.get("tokenizer_hash")  # an unfinished run's, which names its data

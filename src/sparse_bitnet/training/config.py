@@ -228,6 +228,8 @@ class TrainConfig:
             raise UserError(f"{where}: not valid JSON ({error})") from error
         if not isinstance(values, dict):
             raise UserError(f"{where}: not a JSON object")
+        if "model_type" in values:
+            raise UserError(f"{where} is that of a model, not of a run; choose another --out")
         values = as_written_now(values)
         names = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(values.keys() - names):

@@ -75,7 +75,9 @@ def check_run(run: Path, config: TrainConfig, data: dict[str, Any]) -> RunResult
     Raises `UserError` when the folder, or the store of its checkpoints, holds a run of another config, of
     other data or without the checkpoint to go on from, or files that are not a run.
     """
-    check_ours(run, ["config.json"], "a run folder")
+    cache, own = Path(config.logit_cache or run).absolute(), run.absolute()
+    inside = cache.relative_to(own).parts[:1] if cache.is_relative_to(own) else ()
+    check_ours(run, ["config.json", *inside], "a run folder")  # a cache of logits is written first
     place = checkpoints_of(run, config)
     with os_errors_as(f"cannot read {place}"):
         kept = list_checkpoints(place)[-1:]
