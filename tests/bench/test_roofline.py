@@ -88,7 +88,8 @@ def test_the_roofline_is_measured(threads: int) -> None:
         assert 1e8 < rate < math.inf
     if "avx2" in _cpu.supported_isas():
         roofline = _cpu.Roofline(threads, 1)
-        assert roofline.int8_rate("avx2", 0.01) > found.int8_ops_per_second
+        rates = [roofline.int8_rate("avx2", 0.01) for _ in range(5)]
+        assert max(rates) > found.int8_ops_per_second
     assert 1e8 < _cpu.Roofline(threads, 1).clock_rate(0.01) < 1e11
 
 

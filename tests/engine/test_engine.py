@@ -38,8 +38,9 @@ EXACT = {"kv_cache": "float32", "head": "stored", "threads": 1}
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured here is remembered nowhere else."""
+    """What is measured here is short, and remembered nowhere else."""
     monkeypatch.setenv("SPARSE_BITNET_CACHE", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setattr(format_tuning, "_BYTES", 1 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,19 @@ def test_logits_are_those_of_transformers(tmp_path: Path, family: str, ties: boo
         assert (engine.weight_format, engine.head_format) == (weight_format, "float32")
         assert_close(all_logits(engine, TOKENS), expected)
         engine.close()
+
+
+@pytest.mark.parametrize("isa", _cpu.supported_isas(for_tests=True))
+def test_every_instruction_set_computes_the_same(qwen: Path, isa: str) -> None:
+    expected = reference_logits(qwen, TOKENS)
+    for weight_format in ("auto", "i2", "b3", "nm-bitmap", "lookup"):
+        engine = Engine.load(qwen, weight_format=weight_format, isa=isa, **EXACT)
+        assert engine.isa == isa
+        assert_close(all_logits(engine, TOKENS), expected)
+        engine.close()
+    engine = Engine.load(qwen, isa=isa, threads=2)
+    assert relative_error(all_logits(engine, TOKENS), expected) < 0.1
+    engine.close()
 
 
 @pytest.mark.parametrize("family", ["qwen2", "bitnet"])

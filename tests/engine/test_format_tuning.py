@@ -52,6 +52,20 @@ def test_what_is_measured(cache: Path) -> None:
     assert ("lookup" in seconds) == looks_up
 
 
+def test_slow_kernels_are_measured_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 0.5
+        return now[0]
+
+    monkeypatch.setattr(format_tuning.time, "perf_counter", clock)
+    pool = _cpu.ThreadPool(1)
+    seconds = format_tuning.measure_formats(NMPattern(6, 8), pool, GENERIC)
+    assert seconds.keys() == {"i2", "b3", "nm-bitmap"}
+    assert now[0] < 6
+
+
 def test_groups_that_do_not_divide_the_columns(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,8 @@ _BYTES = 64 << 20
 COLUMNS = 3840
 """Whole blocks of every format."""
 _REPEATS = 6
+_SECONDS = 2.0
+"""No round begins after this long, so that slow kernels do not hold up the first start."""
 _LOOK_UP = ("amx_int8", "avx512vbmi", "i8mm", "neon")
 _TIE = 1.02
 """Of formats this close, the one with the fewest bytes is taken."""
@@ -94,8 +96,10 @@ def measure_formats(
         )
         products[name] = _cpu.Product(matrix, 0, y.ctypes.data, rows)
     seconds = dict.fromkeys(products, float("inf"))
-    repeats = -(-_BYTES // size)
-    for _ in range(_REPEATS):
+    repeats, began = -(-_BYTES // size), time.perf_counter()
+    for done in range(_REPEATS):
+        if done and time.perf_counter() - began > _SECONDS:
+            break
         for name, product in products.items():
             started = time.perf_counter()
             kernels.matmul(pool, activations, [product], repeats)
