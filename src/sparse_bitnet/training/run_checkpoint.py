@@ -178,8 +178,10 @@ class CheckpointWriter:
                 (temporary / FOLDER).mkdir(parents=True)
                 (temporary / MODEL_FOLDER).mkdir()
                 for name, text in self.files.items():
-                    (temporary / MODEL_FOLDER / name).write_text(text)
-                (temporary / "train_config.json").write_text(self.config.to_json())
+                    (temporary / MODEL_FOLDER / name).write_text(text, encoding="utf-8")
+                (temporary / "train_config.json").write_text(
+                    self.config.to_json(), encoding="utf-8"
+                )
             except OSError:
                 with suppress(OSError):
                     remove(temporary)
