@@ -2,6 +2,7 @@
 """One request, however large, holds nothing up: what is too much is refused before anything is built of
 it, and what is allowed is built and written in small pieces, beside the event loop."""
 
+import asyncio
 import json
 import threading
 
@@ -9,12 +10,14 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from starlette.requests import ClientDisconnect
 
 from scripted_engine import ScriptedEngine
 from serving_thread import byte_tokenizer, server
 from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.generation.text import TextTokenizer
 from sparse_bitnet.serve import generations, replies, schema
+from sparse_bitnet.serve.answer import Turns
 from sparse_bitnet.serve.api_error import ApiError
 
 VOCAB = 257
@@ -108,6 +111,54 @@ def test_bodies_of_too_many_values_are_not_read(body, monkeypatch):
 def test_texts_and_token_ids_are_no_values_by_what_is_in_them(prompt, ascii_only):
     raw = json.dumps({"model": "m", "prompt": prompt}, ensure_ascii=ascii_only).encode()
     assert schema.parse_body(schema.CompletionBody, raw).prompt == prompt
+
+
+class Client:
+    """A request whose client may have gone."""
+
+    def __init__(self, gone=False):
+        self.gone = gone
+
+    async def is_disconnected(self):
+        return self.gone
+
+
+def test_turns_go_to_the_newest_whose_client_is_there():
+    may_end, done = threading.Event(), []
+
+    async def main():
+        turns = Turns(1, 4)
+
+        def ask(name, gone=False):
+            return asyncio.create_task(turns.take(Client(gone), lambda: done.append(name)))
+
+        first = asyncio.create_task(turns.take(Client(), may_end.wait))
+        asked = [ask("a"), ask("b"), ask("gone", True), ask("c"), ask("too many")]
+        await asyncio.sleep(0)
+        may_end.set()
+        return await asyncio.gather(first, *asked, return_exceptions=True)
+
+    *_, gone, _, too_many = asyncio.run(main())
+    assert done == ["c", "b", "a"]
+    assert isinstance(gone, ClientDisconnect)
+    assert (too_many.status, too_many.body["error"]["code"]) == (429, "queue_full")
+
+
+def test_nobody_waits_for_a_turn_for_ever(monkeypatch):
+    monkeypatch.setattr("sparse_bitnet.serve.answer._LONGEST_WAIT", 0.01)
+    may_end = threading.Event()
+
+    async def main():
+        turns = Turns(1, 4)
+        first = asyncio.create_task(turns.take(Client(), may_end.wait))
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError) as refused:
+            await turns.take(Client(), list)
+        may_end.set()
+        await first
+        return refused.value.status, await turns.take(Client(), list)
+
+    assert asyncio.run(main()) == (429, [])
 
 
 def test_answers_are_written_in_small_pieces_beside_the_event_loop(served, monkeypatch):

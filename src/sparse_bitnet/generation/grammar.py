@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Texts of a given form: llguidance says which tokens can come next, so that what ends by itself fits."""
 
+import hashlib
 import importlib.util
 import json
 import re
@@ -25,6 +26,8 @@ _MOST_SECONDS, _FREE_SECONDS = 0.5, 0.005
 """Of processor time: what a text's form may be in debt, and what each call pays back."""
 _KEPT = 8
 """Grammars at their beginning, the last ones: each takes 5 ms, and an agent's requests share one."""
+_MOST_REFUSED = 1000
+"""Refusals that are remembered, the last ones: some take half a second of processor time each."""
 _FLAGS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _OFFSETS = np.where(_FLAGS == 1, np.float32(0), np.float32(-np.inf))
 """float32 [256, 8]: what a byte of a mask adds to the logits of its eight tokens."""
@@ -131,6 +134,8 @@ class TokenGrammars:
         self._lock = threading.Lock()
         self._process = BoundedProcess("sparse_bitnet.generation.grammar_process")
         self._kept: dict[Grammar, Form] = {}
+        self._refused: dict[bytes, str] = {}
+        """By a digest of the grammar, which may be large."""
         self._tokenizer: Any = None
         if importlib.util.find_spec("llguidance") is not None:
             self._tokenizer = _llguidance().LLTokenizer(
@@ -139,8 +144,12 @@ class TokenGrammars:
             )
 
     def known(self, grammar: Grammar) -> "Form | None":
-        """At the beginning of a text, at once, for one of the last grammars."""
+        """At the beginning of a text, at once, for one of the last grammars. Raises `UserError` for one
+        that was refused lately."""
+        digest = _digest(grammar) if self._refused else b""
         with self._lock:
+            if (reason := self._refused.get(digest)) is not None:
+                raise UserError(reason)
             if (form := self._kept.pop(grammar, None)) is None:
                 return None
             self._kept[grammar] = form
@@ -158,12 +167,17 @@ class TokenGrammars:
 
         if (known := self.known(grammar)) is not None:
             return known
-        tried = self._process.ask(json.dumps([grammar.source, grammar.is_lark_or_gbnf]))
+        tried = self._process.ask(_request(grammar))
         if "answer" in tried:
             matcher = matcher_of(tried["answer"], self._tokenizer)
             tried = {"error": matcher.get_error()} if matcher.is_error() else {}
         if "error" in tried:
-            raise UserError(f"the text cannot have this form: {_one_line(tried['error'])}")
+            reason = f"the text cannot have this form: {_one_line(tried['error'])}"
+            with self._lock:
+                self._refused[_digest(grammar)] = reason
+                if len(self._refused) > _MOST_REFUSED:
+                    del self._refused[next(iter(self._refused))]
+            raise UserError(reason)
         form = Form(matcher, self.vocab_size)
         # The first place may take long: here, where nobody waits for it.
         form._compute()
@@ -172,6 +186,14 @@ class TokenGrammars:
             if len(self._kept) > _KEPT:
                 del self._kept[next(iter(self._kept))]
         return form.copy()
+
+
+def _request(grammar: Grammar) -> str:
+    return json.dumps([grammar.source, grammar.is_lark_or_gbnf])
+
+
+def _digest(grammar: Grammar) -> bytes:
+    return hashlib.sha256(_request(grammar).encode()).digest()
 
 
 class _Vocabulary:

@@ -4,11 +4,13 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import chain, islice
 from typing import TypeVar
 
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from sparse_bitnet.engine.protocol import ContextFull
@@ -28,9 +30,45 @@ from sparse_bitnet.serve.schema import Body, ChatBody
 Result = TypeVar("Result")
 _LARGE = 1 << 16
 """Bytes of a body; of larger ones one is read at a time, for their memory."""
+_THREADS = 4
+"""Smaller bodies that are read at a time; at least one more thread writes answers."""
+_LONGEST_WAIT = 30.0
+"""Seconds that a request waits until its body is read, or its grammar tried."""
 _SCORES_AT_ONCE = 64
 """In one event."""
 _FAILURES = ("cancelled", "shutdown", "error")
+
+
+class Turns:
+    """Work in other threads, a few pieces at a time. The newest goes first: a request waits for the work
+    in progress, and not for all that came before it."""
+
+    def __init__(self, at_once: int, most_waiting: int) -> None:
+        self._free, self._most_waiting = at_once, most_waiting
+        self._waiting: list[asyncio.Future[None]] = []
+
+    async def take(self, request: Request, work: Callable[[], Result]) -> Result:
+        """What `work` returns. Raises `ApiError` 429 where too many wait, or this one has waited too
+        long, and `ClientDisconnect` if the client has gone meanwhile."""
+        if self._free:
+            self._free -= 1
+        else:
+            turn = asyncio.get_running_loop().create_future()
+            if len(self._waiting) < self._most_waiting:
+                self._waiting.append(turn)
+                await asyncio.wait([turn], timeout=_LONGEST_WAIT)
+            if not turn.done():
+                self._waiting = [other for other in self._waiting if other is not turn]
+                raise ApiError(429, "too many requests wait already; try later", code="queue_full")
+        try:
+            if await request.is_disconnected():
+                raise ClientDisconnect
+            return await asyncio.to_thread(work)
+        finally:
+            if self._waiting:
+                self._waiting.pop().set_result(None)
+            else:
+                self._free += 1
 
 
 class Answering:
@@ -40,7 +78,9 @@ class Answering:
         self._model, self._scheduler = model, scheduler
         self.outbox = Outbox()
         scheduler.delivered = self.outbox.send
-        self._large, self._untried = asyncio.Semaphore(1), asyncio.Semaphore(1)
+        most = scheduler.max_queue + scheduler.max_running
+        self._small = Turns(_THREADS, most)
+        self._large, self._untried = Turns(1, most), Turns(1, most)
 
     async def answer(
         self, kind: type[Body | ResponsesBody], raw: bytes, request: Request
@@ -57,11 +97,10 @@ class Answering:
             prepared = prepare(kind, raw, self._model, self._scheduler, deliver)
             return prepared, [] if prepared.untried else self.submit(prepared.requests)
 
-        prepared, generations = await self.beside(raw, start)
+        prepared, generations = await self.beside(request, raw, start)
         if prepared.untried is not None:
             # A grammar may take long. One at a time, so that requests without one find a thread.
-            async with self._untried:
-                prepared = await asyncio.to_thread(try_form, prepared, self._model)
+            prepared = await self._untried.take(request, partial(try_form, prepared, self._model))
             generations = self.submit(prepared.requests)
         answer = _Answer(prepared, generations, self._model, self._scheduler, outputs)
         # The log's, once the answer has ended.
@@ -71,12 +110,9 @@ class Answering:
             response.headers["X-Ignored-Parameters"] = ", ".join(ignored)
         return response
 
-    async def beside(self, raw: bytes, read: Callable[[], Result]) -> Result:
-        """What `read` makes of a body, in another thread."""
-        if len(raw) <= _LARGE:
-            return await asyncio.to_thread(read)
-        async with self._large:
-            return await asyncio.to_thread(read)
+    async def beside(self, request: Request, raw: bytes, read: Callable[[], Result]) -> Result:
+        """What `read` makes of a body, in another thread. Raises as `Turns.take` does."""
+        return await (self._small if len(raw) <= _LARGE else self._large).take(request, read)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
         """Queue all of them or none. Raises `ApiError`."""

@@ -118,7 +118,8 @@ def create_app(
         router.post(path)(read_and_answer)
 
     async def converted(convert: Any, raw: bytes, request: Request) -> Response:
-        return JSONResponse(await asyncio.to_thread(convert, raw, model, scheduler.capacity))
+        work = partial(convert, raw, model, scheduler.capacity)
+        return JSONResponse(await answering.beside(request, raw, work))
 
     answer_posts("/v1/completions", partial(answering.answer, CompletionBody))
     answer_posts("/v1/chat/completions", partial(answering.answer, ChatBody))

@@ -59,15 +59,14 @@ async def embeddings(
         if output.finish is not None:
             answering.outbox.add(loop, ended.put_nowait, generation)
 
-    def prepare() -> tuple[EmbeddingsBody, list[list[int]]]:
+    def prepare() -> tuple[EmbeddingsBody, list[GenerationRequest]]:
         body = parse_body(EmbeddingsBody, raw)
-        return body, _prompts(body, model, scheduler.capacity)
+        return body, [
+            GenerationRequest(prompt=prompt, max_tokens=0, pooling=model.pooling, deliver=deliver)
+            for prompt in _prompts(body, model, scheduler.capacity)
+        ]
 
-    body, prompts = await answering.beside(raw, prepare)
-    requests = [
-        GenerationRequest(prompt=prompt, max_tokens=0, pooling=model.pooling, deliver=deliver)
-        for prompt in prompts
-    ]
+    body, requests = await answering.beside(request, raw, prepare)
     generations: list[Generation] = []
     request.scope["generations"] = generations
     # So many at once as can run: what others ask meanwhile comes between them.
@@ -80,11 +79,12 @@ async def embeddings(
             for _ in requests[start : start + wave]:
                 if (one := await ended.get()).finish_reason != "stop":
                     raise failure(one)
+    tokens = sum(len(one.prompt) for one in requests)
     content = {
         "object": "list",
         "data": _entries(body, generations),
         "model": model.name,
-        "usage": dict.fromkeys(("prompt_tokens", "total_tokens"), sum(map(len, prompts))),
+        "usage": dict.fromkeys(("prompt_tokens", "total_tokens"), tokens),
     }
     response = await json_response(json_blocks(content))
     if body.ignored:

@@ -114,8 +114,7 @@ def _prepare(
         prompts = [prompt_tokens(prompt, model, scheduler.capacity) for prompt in body.prompts]
         if body.echo:
             echo = [p if isinstance(p, str) else model.tokenizer.decode(p) for p in body.prompts]
-    grammar = _grammar(body, model)
-    form = None if grammar is None else model.grammars.known(grammar)
+    grammar, form = _grammar(body, model)
     return Prepared(
         body=body,
         asked=None,
@@ -223,7 +222,8 @@ def try_form(prepared: Prepared, model: ServedModel) -> Prepared:
     return replace(prepared, requests=requests, untried=None)
 
 
-def _grammar(body: Body, model: ServedModel) -> Grammar | None:
+def _grammar(body: Body, model: ServedModel) -> tuple[Grammar | None, Form | None]:
+    """Grammar of the texts, and its form if that is known; None for any text."""
     try:
         grammar = body.form()
         if isinstance(body, ChatBody) and body.functions:
@@ -235,7 +235,7 @@ def _grammar(body: Body, model: ServedModel) -> Grammar | None:
             answer = grammar.rule if grammar is not None and is_answer else ""
             if grammar is None or body.calls_are_forced or (answer and model.tool_syntax.opening):
                 grammar = body.rules(model.tool_syntax, answer)
-        return grammar
+        return grammar, None if grammar is None else model.grammars.known(grammar)
     except UserError as error:
         raise ApiError(400, str(error), code="invalid_grammar") from error
 
