@@ -299,6 +299,12 @@ def test_scores_are_numbers_that_json_has():
     assert (found.logprob, found.top) == (-9999.0, ((0, 0.0), (1, -9999.0)))
 
 
+def test_scores_hold_nothing_that_garbage_collection_visits():
+    found = score(np.zeros(30, np.float32), 2, 20)
+    assert len(found.top) == 20
+    assert not any(gc.is_tracked(one) for one in gc.get_referents(found) if one is not type(found))
+
+
 def test_cancelling_waiting_and_running_ones(sink):
     with running(ScriptedEngine(delay=0.005), max_running=1) as scheduler:
         first, second, third = scheduler.submit([sink.request([i], 900) for i in (1, 2, 3)])

@@ -161,6 +161,35 @@ def test_nobody_waits_for_a_turn_for_ever(monkeypatch):
     assert asyncio.run(main()) == (429, [])
 
 
+def test_outputs_that_have_gathered_come_in_many_events(served):
+    """As after a pause of the reader, during which nothing is sent."""
+    running, http = served
+    send, running.scheduler.delivered = running.scheduler.delivered, lambda: None
+    body = {"model": "scripted", "prompt": "x", "max_tokens": 900, "stream": True}
+    body["logit_bias"] = {"256": -100}  # the end
+    try:
+        with http.stream("POST", "/completions", json=body) as answer:
+            assert running.is_idle()
+            send()
+            lines = [line for line in answer.iter_lines() if line.startswith("data: {")]
+    finally:
+        running.scheduler.delivered = send
+    assert len(lines) > 9
+
+
+def test_wide_vectors_are_written_one_by_one(monkeypatch):
+    dumped, sizes = replies.dumped, []
+
+    def spy(content):
+        sizes.append(len(dumped(content)))
+        return dumped(content)
+
+    monkeypatch.setattr(replies, "dumped", spy)
+    vectors = [[place / 7] * 3000 for place in range(9)]
+    assert json.loads(b"".join(replies.json_blocks({"data": iter(vectors)}))) == {"data": vectors}
+    assert max(sizes) < 2 * 3000 * 20
+
+
 def test_answers_are_written_in_small_pieces_beside_the_event_loop(served, monkeypatch):
     """Whole, and as events; both say the same."""
     dumped, pieces = replies.dumped, []

@@ -2,6 +2,7 @@
 """What a generation gives: pieces of text, their scores, and why it ends."""
 
 import math
+import struct
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -56,6 +57,9 @@ class GeneratedText:
         return text
 
 
+_PAIR = struct.Struct("<id")
+
+
 @dataclass(frozen=True, slots=True)
 class TokenScore:
     """A token, its natural log-probability before sampling's changes, and the likeliest tokens there."""
@@ -63,7 +67,13 @@ class TokenScore:
     token: int
     logprob: float | None
     """None for the first token of a prompt, which nothing precedes."""
-    top: tuple[tuple[int, float], ...] = ()
+    packed_top: bytes = b""
+    """`top` in few bytes: a million tuples would hold up everything when garbage is collected."""
+
+    @property
+    def top(self) -> tuple[tuple[int, float], ...]:
+        """Tokens and log-probabilities, the likeliest first."""
+        return tuple(_PAIR.iter_unpack(self.packed_top))
 
 
 def score(logits: np.ndarray, token: int, top: int) -> TokenScore:
@@ -85,8 +95,8 @@ def score(logits: np.ndarray, token: int, top: int) -> TokenScore:
         least = np.partition(logits, -top)[-top]
         found = np.flatnonzero(logits >= least)
         order = found[np.argsort(-logits[found], kind="stable")][:top]
-    likeliest = tuple((int(index), _finite(float(logits[index]) - total)) for index in order)
-    return TokenScore(token, _finite(float(logits[token]) - total), likeliest)
+    likeliest = [_PAIR.pack(index, _finite(float(logits[index]) - total)) for index in order]
+    return TokenScore(token, _finite(float(logits[token]) - total), b"".join(likeliest))
 
 
 def _finite(logprob: float) -> float:

@@ -36,6 +36,8 @@ _LONGEST_WAIT = 30.0
 """Seconds that a request waits until its body is read, or its grammar tried."""
 _SCORES_AT_ONCE = 64
 """In one event."""
+_OUTPUTS_AT_ONCE = 64
+"""Written before other requests have their turn."""
 _FAILURES = ("cancelled", "shutdown", "error")
 
 
@@ -197,6 +199,7 @@ class _Answer:
         for choice in self._choices:
             if opening := self._reply.opening(choice):
                 yield opening
+                await asyncio.sleep(0)
         async for choice, output in self._all_outputs():
             finish = output.finish if output.finish not in _FAILURES else None
             *parts, last = _slices(choice.scores + list(output.scores))
@@ -220,7 +223,7 @@ class _Answer:
             index, output = await self._outputs.get()
             ready = {index: output}
             # Where tokens come faster than they can be sent, one event takes several.
-            while not self._outputs.empty():
+            for _ in range(min(self._outputs.qsize(), _OUTPUTS_AT_ONCE)):
                 index, output = self._outputs.get_nowait()
                 ready[index] = ready[index].then(output) if index in ready else output
             for index, output in ready.items():
@@ -229,6 +232,8 @@ class _Answer:
                 choice.take_prompt_scores()
                 choice.generated = max(choice.generated, output.generated)
                 yield choice, output
+            # Neither the queue nor the client may have made it wait.
+            await asyncio.sleep(0)
 
 
 def _reply(prepared: Prepared, model: ServedModel) -> Reply:

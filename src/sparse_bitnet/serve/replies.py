@@ -18,7 +18,8 @@ from sparse_bitnet.serve.tool_calls import CallPiece, ToolCallReader
 
 _DONE = b"data: [DONE]\n\n"
 _BLOCK = 1 << 16
-_ENTRIES_AT_ONCE = 64
+_PIECE, _ENTRIES_AT_ONCE = 1 << 14, 64
+"""Characters and entries of a list that are written at once."""
 
 
 def dumped(content: Any) -> str:
@@ -45,9 +46,13 @@ def _pieces(content: Any) -> Iterator[str]:
         yield "]"
     elif isinstance(content, Iterator):
         yield "["
-        yield dumped(list(islice(content, _ENTRIES_AT_ONCE)))[1:-1]
-        while some := list(islice(content, _ENTRIES_AT_ONCE)):
-            yield "," + dumped(some)[1:-1]
+        comma, at_once = "", 1
+        while some := list(islice(content, at_once)):
+            text = dumped(some)[1:-1]
+            yield comma + text
+            # Vectors one by one: nothing else runs meanwhile.
+            comma, fitting = ",", _PIECE * len(some) // len(text)
+            at_once = min(max(fitting, 1), _ENTRIES_AT_ONCE)
         yield "]"
     else:
         yield dumped(content)
@@ -207,13 +212,15 @@ class Reply:
 
     def _logprobs(self, choice: Choice, scores: list[TokenScore]) -> dict[str, Any]:
         tops = (
-            {self._name(token): logprob for token, logprob in score.top} if score.top else None
+            {self._name(token): logprob for token, logprob in score.top}
+            if score.packed_top
+            else None
             for score in scores
         )
         return {
             "tokens": (self._name(score.token) for score in scores),
             "token_logprobs": (score.logprob for score in scores),
-            "top_logprobs": tops if any(score.top for score in scores) else None,
+            "top_logprobs": tops if any(score.packed_top for score in scores) else None,
             "text_offset": choice.places(scores),
         }
 
