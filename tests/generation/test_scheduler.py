@@ -305,6 +305,14 @@ def test_scores_hold_nothing_that_garbage_collection_visits():
     assert not any(gc.is_tracked(one) for one in gc.get_referents(found) if one is not type(found))
 
 
+def test_requests_for_many_take_turns_with_others(sink):
+    with running(ScriptedEngine(vocab_size=VOCAB, delay=0.01), max_running=2) as scheduler:
+        scheduler.submit([sink.request([number], 4) for number in range(8)])
+        scheduler.submit([sink.request([9], 4)])
+        ended = sink.wait(9)
+    assert [9] in [one.request.prompt for one in ended[:4]]
+
+
 def test_cancelling_waiting_and_running_ones(sink):
     with running(ScriptedEngine(delay=0.005), max_running=1) as scheduler:
         first, second, third = scheduler.submit([sink.request([i], 900) for i in (1, 2, 3)])

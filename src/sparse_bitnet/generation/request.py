@@ -72,8 +72,8 @@ class Generation:
     are final and anyone's to read."""
 
     request: GenerationRequest
-    context: list[int] = field(init=False)
-    """Prompt and drawn tokens."""
+    group: int = 0
+    """The same number for all that were asked for together."""
     prompt_tokens: int = field(init=False)
     cached_tokens: int = 0
     """Tokens of the prompt that did not have to be computed when it first ran."""
@@ -95,10 +95,14 @@ class Generation:
     started: bool = False
 
     def __post_init__(self) -> None:
-        self.context = list(self.request.prompt)
-        self.prompt_tokens = len(self.context)
+        self.prompt_tokens = len(self.request.prompt)
         self._pieces: list[str] = []
         self._held: list[TokenScore] = []
+
+    @cached_property
+    def context(self) -> list[int]:
+        """Prompt and drawn tokens; while it waits, there is no copy of a long prompt."""
+        return list(self.request.prompt)
 
     @property
     def tokens(self) -> list[int]:

@@ -10,9 +10,10 @@ is computed again from its tokens when there is room.
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from operator import itemgetter
 
 import numpy as np
 
@@ -155,16 +156,27 @@ class Scheduler:
             return [*self._waiting, *self._running]
 
     def _admit(self) -> None:
-        """Let waiting generations in, in order, while there is room."""
+        """Let waiting generations in while there is room: in order, but one of each group before the
+        second of another."""
         with self._lock:
             waiting = list(self._waiting)
+        counts = Counter(generation.group for generation in self._running)
+        turns: list[int] = []
         for generation in waiting:
+            turns.append(counts[generation.group])
+            counts[generation.group] += 1
+        held: set[int] = set()
+        for _, generation in sorted(zip(turns, waiting, strict=True), key=itemgetter(0)):
             if len(self._running) >= self.max_running:
                 return
+            prompt = id(generation.request.prompt)
+            if prompt in held:
+                continue
             tokens = generation.shareable
             running = [(g.sequence, g.prompt_array[: g.in_cache]) for g in self._running]
             source, shared = self._prefixes.longest(tokens, running)
             if self._shares_more_with_one_on_its_way(tokens, shared):
+                held.add(prompt)  # as do others of the same prompt, without comparing it again
                 continue
             try:
                 if not self._start(generation, source, shared):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler of a server: a thread of its own takes the steps, any thread submits."""
 
+import itertools
 import logging
 import threading
 import time
@@ -47,6 +48,7 @@ class ThreadedScheduler(Scheduler):
         super().__init__(engine, **options)
         self.max_queue = max_queue
         self._stop_at: float | None = None
+        self._groups = itertools.count()
         self._cache_tokens = self._free_tokens = engine.free_tokens
         self._thread = threading.Thread(target=self._loop, name="scheduler", daemon=True)
 
@@ -73,7 +75,8 @@ class ThreadedScheduler(Scheduler):
             room = self.max_queue + max(self.max_running - len(self._running), 0)
             if len(self._waiting) + len(requests) > room:
                 raise QueueFull(f"{len(self._waiting)} requests are waiting already; try later")
-            generations = [Generation(request) for request in requests]
+            group = next(self._groups)
+            generations = [Generation(request, group) for request in requests]
             self._waiting.extend(generations)
             self._lock.notify()
         return generations
