@@ -3,6 +3,7 @@
 
 import itertools
 import json
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from transformers import BloomConfig, BloomForCausalLM
 
 from factories import tiny_model
 from sparse_bitnet.checkpoint.hub import save_pretrained
-from sparse_bitnet.checkpoint.load import from_pretrained
+from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
 from sparse_bitnet.cli import train as command
 from sparse_bitnet.cli.evaluate import main as evaluate
 from sparse_bitnet.data.preparation import prepare
@@ -24,6 +25,9 @@ from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.data.windows import Windows
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.export.gguf_vocabulary import read_vocabulary
+from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
+from sparse_bitnet.generation.stop import end_tokens
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.nn.convert import convert_, sparse_layers
 from sparse_bitnet.training.config import TrainConfig
@@ -92,6 +96,53 @@ def test_validation_without_an_answer_is_refused_at_once(
     with pytest.raises(UserError, match="no answer in its first 32 validation tokens"):
         train(config)
     assert not Path(config.out).exists()
+
+
+@pytest.mark.parametrize(
+    ("template", "ends", "warns"),
+    [
+        (TEMPLATE, [], False),
+        (TEMPLATE.replace("{{ eos_token }}", "<|im_end|>\n"), ["<|eom|>", "<|im_end|>"], False),
+        (TEMPLATE.replace("{{ eos_token }}", "\n"), ["<|eom|>"], True),
+        (
+            "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}"
+            "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>"
+            "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}",
+            ["<|eom|>", "<|im_end|>"],
+            True,
+        ),
+    ],
+)
+def test_what_ends_an_answer_ends_texts_of_the_model(
+    chats: Path,
+    chat_run: Any,
+    tmp_path: Path,
+    capsys: Any,
+    template: str,
+    ends: list[str],
+    warns: bool,
+) -> None:
+    """In `final/`, packed, and in GGUF; the model's own special end tokens stay."""
+    folder = shutil.copytree(chats / "model", tmp_path / "model")
+    tokenizer = load_tokenizer(folder)
+    if ends:
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>", "<|eom|>"]})
+        own = [tokenizer.convert_tokens_to_ids("<|eom|>"), 2]  # which is no special token
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": own}))
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    source = parse_source(str(chats / "chats.jsonl"), chat=True, validation_fraction=0.2)
+    prepare(source, tmp_path / "data", tokenizer=folder, chat=True)
+    train(config := chat_run(steps=1, data=str(tmp_path / "data"), init=str(folder)))
+    final = Path(config.out) / "final"
+    stored = json.loads((final / "generation_config.json").read_text())
+    wanted = [tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(ends)]
+    assert stored["eos_token_id"] == (wanted if ends else wanted[0])
+    assert ("the model will not stop" in capsys.readouterr().err) == warns
+    pack_checkpoint(final, tmp_path / "packed")
+    assert end_tokens(tmp_path / "packed") == {*wanted}
+    named = read_vocabulary(final, 304).special
+    assert {named[name] for name in ("eos", "eot", "eom") if name in named} == {*wanted}
 
 
 def losses(config: TrainConfig) -> list[float]:

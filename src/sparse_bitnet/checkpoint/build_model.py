@@ -122,6 +122,7 @@ def with_sub_norms(model: "PreTrainedModel") -> "PreTrainedModel":
     has_windows = "sliding_attention" in (getattr(old, "layer_types", None) or ())
     if old.model_type not in ("llama", "qwen2") or other or has_windows:
         raise UserError(f"sub_norms: {type(model).__name__} is not a plain llama or qwen2 model")
+    new.generation_config = model.generation_config
     if new.device.type != "meta":
         new.load_state_dict(state, strict=False)
     return new

@@ -3,9 +3,11 @@
 
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 
 from sparse_bitnet.checkpoint.build_model import PRESETS, build_model
+from sparse_bitnet.data.chat import IDS, LEARNT, end_of_turn_tokens
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import SparseBitConfig
@@ -61,8 +63,28 @@ def initial_model(
         )
     if dataset.is_chat:
         check_packs(model)
+    ends = _end_tokens(model, dataset, tokenizer)
     for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = getattr(tokenizer, field, None)
         setattr(model.config, field, value)
         setattr(model.generation_config, field, value)
+    if len(ends) > 1:
+        model.generation_config.eos_token_id = ends
     return model
+
+
+def _end_tokens(model: Any, dataset: TokenDataset, tokenizer: Any) -> list[int]:
+    """Return what ends a text: the token after a document, the special tokens that ended the texts of the
+    model so far, and those with which the chat template ends an answer."""
+    own = model.generation_config.eos_token_id
+    special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    kept = [end for end in (own if isinstance(own, list) else [own]) if end in special]
+    turns = end_of_turn_tokens(tokenizer) if dataset.is_chat else []
+    return list(dict.fromkeys([tokenizer.eos_token_id, *kept, *turns]))
+
+
+def learns_to_end(model: "PreTrainedModel", dataset: TokenDataset) -> bool:
+    """Whether an end token of the model is among what is learnt of conversations."""
+    stored = dataset.stored(slice(None))
+    learnt = stored[stored & LEARNT != 0] & IDS
+    return bool(np.isin(learnt, model.generation_config.eos_token_id).any())

@@ -34,7 +34,7 @@ from sparse_bitnet.training.device import (
 )
 from sparse_bitnet.training.distillation import distillation, fill
 from sparse_bitnet.training.distributed import World
-from sparse_bitnet.training.initial_model import initial_model
+from sparse_bitnet.training.initial_model import initial_model, learns_to_end
 from sparse_bitnet.training.logit_cache import LogitCache
 from sparse_bitnet.training.loss import SummedLoss
 from sparse_bitnet.training.optimizer import build_optimizer
@@ -128,6 +128,12 @@ class Trainer:
             if world.mesh:
                 raise UserError("lora trains in one process: leave out torchrun")
             self.adapted = add_adapters_(self.model, config.lora)
+        if world.is_main and self.dataset.is_chat and not learns_to_end(self.model, self.dataset):
+            say(
+                f"{config.data}: no answer ends with an end token, so the model will not stop; have the "
+                f"chat template put {self.tokenizer.eos_token} right after an answer, inside of "
+                "{% generation %} where it has that"
+            )
         self.model.train()
         if config.activation_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
