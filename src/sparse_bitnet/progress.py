@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far long work is: amount, rate and time left, as bars on a terminal, else as a few lines."""
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -138,3 +139,8 @@ def duration(seconds: float) -> str:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min"
+
+
+def say(message: str) -> None:
+    """Print a line that belongs to no result, on stderr."""
+    print(f"sparse-bitnet: {message}", file=sys.stderr, flush=True)

@@ -10,10 +10,9 @@ import torch
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
 from sparse_bitnet.data.loader import TokenLoader
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.progress import Progress
+from sparse_bitnet.progress import Progress, say
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.logit_cache import LogitCache
-from sparse_bitnet.training.run_folder import say
 from sparse_bitnet.training.teacher_loss import DistillationLoss, Teacher, head_rows
 
 if TYPE_CHECKING:

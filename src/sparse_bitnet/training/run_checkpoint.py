@@ -49,10 +49,10 @@ from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.files import TEMPORARY_PREFIX, sync_tree
 from sparse_bitnet.nn.layer import SparseBitLinear
 from sparse_bitnet.ops.operands import word_dtype
+from sparse_bitnet.progress import say
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.distributed import World
 from sparse_bitnet.training.row_shard import local_rows
-from sparse_bitnet.training.run_folder import say
 from sparse_bitnet.training.sharding import split_like
 
 if TYPE_CHECKING:

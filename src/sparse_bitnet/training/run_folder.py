@@ -5,7 +5,6 @@ import dataclasses
 import json
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -19,6 +18,7 @@ from sparse_bitnet.checkpoint.store_path import StorePath, open_store
 from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.files import check_ours, locked_folder, write_atomic
 from sparse_bitnet.layer_config import SparseBitConfig
+from sparse_bitnet.progress import say
 from sparse_bitnet.training.config import TrainConfig, read_config
 from sparse_bitnet.training.config_checks import check_kind
 from sparse_bitnet.training.schedule import learning_rate, phase
@@ -187,8 +187,3 @@ def stop_signals(on_first: Callable[[], None]) -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def say(message: str) -> None:
-    """A line that belongs to no result, on stderr."""
-    print(f"sparse-bitnet: {message}", file=sys.stderr, flush=True)

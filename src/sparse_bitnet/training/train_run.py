@@ -10,10 +10,11 @@ from sparse_bitnet.checkpoint.saved_steps import clean_run
 from sparse_bitnet.checkpoint.store_path import check_store
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.layer_config import SparseBitConfig
+from sparse_bitnet.progress import say
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import resolve_device
 from sparse_bitnet.training.distributed import Launch, open_world
-from sparse_bitnet.training.run_folder import Interrupted, RunResult, check_run, run_lock, say
+from sparse_bitnet.training.run_folder import Interrupted, RunResult, check_run, run_lock
 from sparse_bitnet.training.schedule import format_of
 from sparse_bitnet.training.trainer import OnStep, Trainer
 from sparse_bitnet.training.validation import check_validation_data, identity_of

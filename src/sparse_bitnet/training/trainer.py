@@ -22,6 +22,7 @@ from sparse_bitnet.data.loader import TokenLoader
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import set_phase_, sparse_layers
+from sparse_bitnet.progress import say
 from sparse_bitnet.training import metrics
 from sparse_bitnet.training.adapters import add_adapters_, merged
 from sparse_bitnet.training.config import TrainConfig
@@ -44,7 +45,6 @@ from sparse_bitnet.training.run_folder import (
     RunResult,
     checkpoints_of,
     claim,
-    say,
     stop_signals,
 )
 from sparse_bitnet.training.schedule import (
