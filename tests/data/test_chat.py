@@ -15,7 +15,9 @@ import pytest
 from sparse_bitnet.cli.prepare import main
 from sparse_bitnet.data.chat import BEGINS, IDS, LEARNT, encode, end_of_turn_tokens
 from sparse_bitnet.data.loader import TokenLoader
+from sparse_bitnet.data.preparation import prepare
 from sparse_bitnet.data.shards import TokenDataset
+from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.data.windows import Windows
 from sparse_bitnet.errors import UserError
@@ -257,6 +259,97 @@ def test_batches_of_conversations(chats: Path) -> None:
         assert len(loader.batch(step)) == 3
         counted = sum(int((half.batch(step)[1] >= 0).sum()) for half in halves)
         assert loader.learnt(step) == halves[0].learnt(step) == counted
+
+
+def prepared(tokenizer: Any, template: str, rows: Path | str, out: Path) -> TokenDataset:
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = template
+    prepare(
+        parse_source(str(rows), chat=True, validation_fraction=0.0),
+        out,
+        tokenizer=tokenizer,
+        chat=True,
+    )
+    return TokenDataset.open(out)
+
+
+SHAREGPT = [{"from": "human", "value": "one?"}, {"from": "gpt", "value": "two"}]
+PARTS = [{"type": "text", "text": "on"}, {"type": "text", "text": "e?"}]
+ASKED = {"role": "user", "content": "one?"}
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        (
+            {"conversations": SHAREGPT, "system": "and"},
+            "<|system|>and|<|user|>one?|<|assistant|>two|",
+        ),
+        ({"messages": json.dumps(conversation("one?", "two"))}, "<|user|>one?|<|assistant|>two|"),
+        (
+            {"messages": [{"role": "user", "content": PARTS}, conversation("", "two")[1]]},
+            "<|user|>one?|<|assistant|>two|",
+        ),
+        (
+            {"instruction": "one", "input": "and", "output": "two"},
+            "<|user|>one\nand|<|assistant|>two|",
+        ),
+        (
+            {"instruction": "one", "input": "", "output": "two", "history": [["three", "is"]]},
+            "<|user|>three|<|assistant|>is|<|user|>one|<|assistant|>two|",
+        ),
+        (
+            {"messages": [{**ASKED, "name": None}, {"role": "assistant", "content": "two"}]},
+            "<|user|>one?|<|assistant|>two|",
+        ),
+        (
+            {"conversations": [SHAREGPT[0], {"from": "function_call", "value": '{"name": "sum"}'}]},
+            "<|user|>one?|<|assistant|>sum|",
+        ),
+    ],
+)
+def test_rows_of_other_kinds_are_read(tmp_path: Path, tokenizer: Any, row: Any, text: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    template = WITH_TOOLS.replace("CALL", "{{ c.function.name }}").replace("{{ eos_token }}", "|")
+    dataset = prepared(tokenizer, template, tmp_path / "rows.jsonl", tmp_path / "out")
+    assert tokenizer.decode(dataset[:]) == text
+
+
+def test_rows_that_are_no_conversations_are_skipped_and_counted(
+    tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image = [{"type": "image", "url": "a.png"}]
+    calls = {"role": "assistant", "content": None, "tool_calls": [1]}
+    bad: list[Any] = [None, [], [5], "{", conversation("one?"), conversation("one?", "\ud800")]
+    bad += [[{"role": "user", "content": image}, conversation("", "two")[1]], [ASKED, calls]]
+    bad += [[ASKED, {"role": "assistant", "content": None}], conversation("no such", "two")]
+    good = conversation("one?", "two")
+    rows = [{"messages": each} for each in (*bad, good)] + [{"text": "one"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    template = "{{ raise_exception('no') if 'no such' in messages[0].content }}" + BY_PROMPTS
+    dataset = prepared(tokenizer, template, tmp_path / "rows.jsonl", tmp_path / "out")
+    assert dataset.manifest.splits["train"].documents == 1
+    said = capsys.readouterr().err
+    assert "11 rows or files skipped, the first: " in said
+    assert "rows.jsonl:1: column 'messages' is no list of" in said
+
+
+def test_keys_that_other_rows_have_are_not_learnt(tmp_path: Path, tokenizer: Any) -> None:
+    """A column of .parquet gives every row the keys of all rows."""
+    rows = []
+    for name in ("one", "two"):
+        tool = {"function": {"name": name, "parameters": {name: {"type": "string"}}}}
+        call = {"function": {"name": name, "arguments": {name: "is"}}}
+        said = {"role": "assistant", "content": None, "tool_calls": [call]}
+        rows.append({"messages": [ASKED, said], "tools": [tool]})
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    template = WITH_TOOLS.replace("CALL", "{{ c.function | tojson }}")
+    dataset = prepared(tokenizer, template, tmp_path / "rows.parquet", tmp_path / "out")
+    text = tokenizer.decode(dataset[:])
+    assert "null" not in text
+    for row in rows:
+        assert json.dumps(row["tools"]) in text
+        assert json.dumps(row["messages"][1]["tool_calls"][0]["function"]) in text
 
 
 def test_bad_conversations_are_refused(

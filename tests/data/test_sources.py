@@ -50,12 +50,17 @@ def mixed(tmp_path: Path) -> Path:
     pyarrow.parquet.write_table(table, folder / "c.parquet")
     (folder / "sub" / "d.txt").write_text("A whole book.")
     (folder / "README.md").write_text("no text")
+    (folder / "sub" / "scan.pdf").write_text("no text")
     return folder
 
 
-def test_folder_glob_and_list_of_every_kind(mixed: Path) -> None:
+def test_folder_glob_and_list_of_every_kind(
+    mixed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     a, c = some_texts(20, seed=1), some_texts(20, seed=2)
     everything = parse_source(str(mixed))
+    said = "left out 2 files of other kinds: README.md, sub/scan.pdf\n"
+    assert capsys.readouterr().err.endswith(f"mixed: {said}")
     assert texts_of(everything) == [*a, *a, *c, "A whole book."]
     assert texts_of(parse_source(f"{mixed}/**/*.txt")) == ["A whole book."]
     listed = parse_source(f"{mixed}/c.parquet,{mixed}/a.jsonl,{mixed}/*.parquet")
@@ -152,6 +157,22 @@ def test_contradicting_options(tmp_path: Path) -> None:
     for specs in (("python-stdlib", path), (path, "python-packages")):
         with pytest.raises(UserError, match=r"python-\w+ has no columns; leave out --chat"):
             parse_source(specs[0], validation=specs[1], chat=True)
+
+
+def test_files_without_text_beside_others_are_skipped(tmp_path: Path) -> None:
+    full = pyarrow.table({"text": some_texts(20)})
+    pyarrow.parquet.write_table(full.slice(0, 0), tmp_path / "0.parquet")
+    pyarrow.parquet.write_table(full, tmp_path / "1.parquet")
+    (tmp_path / "2.jsonl").touch()
+    source = parse_source(str(tmp_path), near_duplicates=False)
+    assert [d.text for d in source.documents() if not d.skipped] == some_texts(20)
+    skipped = [d.skipped for d in source.documents() if d.skipped]
+    assert skipped == [
+        f"{tmp_path / name}: no text in this file" for name in ("0.parquet", "2.jsonl")
+    ]
+    check_resumes(source)
+    with pytest.raises(UserError, match=r"0\.parquet: no text in this file"):
+        texts_of(parse_source(str(tmp_path / "0.parquet")))
 
 
 def test_file_without_text(tmp_path: Path) -> None:
@@ -292,6 +313,28 @@ def test_at_least_one_piece_of_a_short_text_is_held_out(tmp_path: Path, characte
     assert texts_of(source, VALIDATION)
     assert len("".join(texts_of(source, TRAIN))) >= characters * 0.15
     check_resumes(source)
+
+
+@pytest.mark.parametrize("characters", [150, 500, 4_500, 9_000])
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "chat", "repeated"])
+def test_most_of_a_small_text_is_for_training(tmp_path: Path, characters: int, kind: str) -> None:
+    for seed in range(30):
+        text = "".join(some_texts(100, seed=seed)).encode("ascii", "replace").decode()[:characters]
+        parts = [text[: characters * 4 // 5], text[characters * 4 // 5 :]]
+        path = tmp_path / f"{seed}.jsonl"
+        if kind == "jsonl":
+            write_jsonl(path, parts)
+        elif kind == "chat":
+            messages = [[{"role": "assistant", "content": part}] for part in parts]
+            path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in messages))
+        else:
+            path = path.with_suffix(".txt")
+            path.write_text(
+                "\n\n".join([text[: characters // 4]] * 4) if kind == "repeated" else text
+            )
+        source = parse_source(str(path), chat=kind == "chat")
+        held_out, kept = texts_of(source, VALIDATION), texts_of(source, TRAIN)
+        assert len("".join(held_out)) <= len("".join(kept))
 
 
 def test_a_text_of_one_piece_is_for_training(tmp_path: Path) -> None:

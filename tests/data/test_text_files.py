@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+import csv
+import gzip
 import json
 from pathlib import Path
 
@@ -22,6 +24,16 @@ def write(folder: Path, kind: str) -> Path:
         # Two frames, as parallel compressors write them.
         middle = LINES.index(b"\n") + 10
         path.write_bytes(zstandard.compress(LINES[:middle]) + zstandard.compress(LINES[middle:]))
+    elif kind == ".jsonl.gz":
+        middle = LINES.index(b"\n") + 10
+        path.write_bytes(gzip.compress(LINES[:middle]) + gzip.compress(LINES[middle:]))
+    elif kind == ".json":
+        path.write_text(json.dumps([json.loads(line) for line in LINES.splitlines()], indent=1))
+    elif kind == "-lines.json":
+        path.write_bytes(LINES)
+    elif kind == ".csv":
+        with open(path, "w", encoding="utf-8-sig", newline="") as file:
+            csv.writer(file).writerows([("id", "text"), *((7, text) for text in TEXTS)])
     elif kind == ".parquet":
         table = pyarrow.table({"id": [7] * 4, "text": TEXTS})
         pyarrow.parquet.write_table(table, path, row_group_size=2)
@@ -32,7 +44,9 @@ def read(path: Path, column: str = "text") -> list[str]:
     return [record.text for record in read_records(path, column)]
 
 
-@pytest.mark.parametrize("kind", [".jsonl", ".jsonl.zst", ".parquet"])
+@pytest.mark.parametrize(
+    "kind", [".jsonl", ".jsonl.zst", ".jsonl.gz", ".json", "-lines.json", ".csv", ".parquet"]
+)
 def test_reads_every_document_and_goes_on_after_any(tmp_path: Path, kind: str) -> None:
     path = write(tmp_path, kind)
     records = list(read_records(path, "text"))
@@ -43,8 +57,9 @@ def test_reads_every_document_and_goes_on_after_any(tmp_path: Path, kind: str) -
     assert list(read_records(path, "text", BEGINNING)) == records
 
 
-def test_text_file_is_one_document(tmp_path: Path) -> None:
-    path = tmp_path / "book.txt"
+@pytest.mark.parametrize("name", ["book.txt", "page.md"])
+def test_text_file_is_one_document(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
     path.write_bytes("\ufeffOne.\n\nTwo.\n".encode())
     (record,) = read_records(path, "ignored")
     assert record.text == "One.\n\nTwo.\n"
@@ -95,6 +110,36 @@ def test_binary_text_file(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(content)
     with pytest.raises(UserError, match=rf"a\.txt: .*{message}"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", "id,text\n7,a,b\n", r"a\.csv:2: more values than the first line has columns"),
+        ("a.csv", 'id,text\n7,"a\n', r"a\.csv, after line 1: not CSV text"),
+        ("a.csv", "id,words\n7,a\n", r"a\.csv:2: no column 'text'; .*: id, words$"),
+        ("a.json", '[{"text": "a"}', r"a\.json: not JSON: Expecting"),
+        ("a.json", '[{"text": "a"}, "b"]', r"a\.json, row 2: expected a JSON object"),
+        (
+            "a.jsonl",
+            '{"messages": []}',
+            r"no column 'text'; .*: messages; conversations want --chat$",
+        ),
+    ],
+)
+def test_broken_tables_are_named(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=message):
+        read(tmp_path / name)
+
+
+@pytest.mark.parametrize("kept", [0.3, 0.6, 0.999])
+def test_truncated_gz(tmp_path: Path, kept: float) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    whole = gzip.compress(LINES * 50)
+    path.write_bytes(whole[: int(len(whole) * kept)])
+    with pytest.raises(UserError, match=r"cannot read .*a\.jsonl\.gz: "):
         read(path)
 
 

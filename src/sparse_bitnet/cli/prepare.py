@@ -31,7 +31,8 @@ class PrepareConfig:
 
     chat: bool = False
     """Documents are conversations, lists of {"role", "content"} in the column "messages", for the chat
-    template of --tokenizer; training then learns what the assistant says."""
+    template of --tokenizer; training then learns what the assistant says. ShareGPT's and Alpaca's
+    columns are read too; a row without a conversation is skipped and counted."""
 
     validation: str | None = None
     """Another source (written like SOURCE) for the validation text."""
@@ -75,9 +76,9 @@ def main(
     nothing.
 
     Args:
-        source: python-stdlib; python-packages; a .jsonl, .jsonl.zst, .parquet or .txt file, a
-            folder or a quoted glob of them, several separated by commas; or a hub data set,
-            hub:OWNER/NAME[/CONFIG][@SPLIT].
+        source: python-stdlib; python-packages; a .jsonl, .jsonl.zst, .jsonl.gz, .json, .csv,
+            .parquet, .txt or .md file, a folder or a quoted glob of them, several separated by
+            commas; or a hub data set, hub:OWNER/NAME[/CONFIG][@SPLIT].
         out: folder to write.
         config: the options.
     """

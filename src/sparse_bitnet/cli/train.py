@@ -30,8 +30,8 @@ class Options(DenseLayersOption, TrainConfig):
     """A run's config, and how its processes share the work, which changes nothing of the run."""
 
     chat: str | None = None
-    """Conversations to train on (.jsonl or .parquet, "messages" in each row): prepared into --data first,
-    with the tokenizer of --init."""
+    """Conversations to train on, as for `prepare --chat`: prepared into --data first, with the
+    tokenizer of --init."""
 
     shard: int | None = None
     """Under torchrun: processes over which the model is split; the rest replicate it. Default: all."""

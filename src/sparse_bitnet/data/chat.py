@@ -10,12 +10,12 @@ is learnt and whether it begins a conversation.
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sparse_bitnet.data.text_files import check_text
+from sparse_bitnet.data.text_files import SkippedRow, check_unicode, missing_column
 from sparse_bitnet.errors import UserError, reason_of
 
 if TYPE_CHECKING:
@@ -32,30 +32,95 @@ _START, _END = "\ufdd0", "\ufdd1"
 
 _MARK = f"{{% macro the_answer() %}}{_START}{{{{ caller() }}}}{_END}{{% endmacro %}}\n"
 
+_SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}
+
 _Spans = list[tuple[int, int]]
 
 
-def check_messages(value: object, column: str, where: str) -> str:
-    """A conversation as JSON, "" for null; `UserError` for anything else, or without an assistant."""
-    if value is None:
-        return ""
-    fine = isinstance(value, list) and all(
-        isinstance(message, dict)
-        and all(isinstance(message.get(name), str) for name in ("role", "content"))
-        for message in value
-    )
-    if not fine:
-        raise UserError(
-            f'{where}: column {column!r} is no list of {{"role": text, "content": text}}'
-        )
-    assert isinstance(value, list)
-    if not any(message["role"] == "assistant" for message in value):
-        raise UserError(f"{where}: no message of the assistant, so nothing to learn")
+def check_conversation(row: Mapping[str, Any], column: str, where: str) -> str:
+    """A row's conversation as JSON: its messages, or these and its tools.
+
+    Messages are a list of `{"role", "content"}` or of ShareGPT's `{"from", "value"}`, or the JSON of one;
+    for the column "messages" also in "conversations", or Alpaca's "instruction", "input" and "output".
+
+    Raises `SkippedRow` for anything else, and for a conversation without an assistant.
+    """
     try:
-        conversation = json.dumps(value, ensure_ascii=False)
+        messages = _messages(row, column)
+        tools = _from_json(row.get("tools")) or []
+        tools = [_from_json(tool) for tool in tools] if isinstance(tools, list) else [tools]
+        if not all(isinstance(tool, dict) for tool in tools):
+            raise ValueError("column 'tools' is no list of objects")
+        found = {"messages": messages, "tools": tools} if tools else messages
+        conversation = json.dumps(found, ensure_ascii=False)
+        check_unicode(conversation, column, where)
     except TypeError as error:  # a column of .parquet may hold dates and bytes
-        raise UserError(f"{where}: column {column!r} holds what JSON cannot: {error}") from error
-    return check_text(conversation, column, where)
+        raise SkippedRow(f"{where}: column {column!r} holds what JSON cannot: {error}") from error
+    except UserError as error:
+        raise SkippedRow(str(error)) from error
+    except (ValueError, RecursionError) as error:
+        raise SkippedRow(f"{where}: {error}") from error
+    return conversation
+
+
+def _from_json(value: Any) -> Any:
+    return json.loads(value) if isinstance(value, str) and value else value
+
+
+def _messages(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
+    names = ("messages", "conversations") if column == "messages" else (column,)
+    given = next((row[name] for name in names if row.get(name) is not None), None)
+    is_alpaca = given is None and column == "messages" and "instruction" in row
+    if not is_alpaca and not {*names} & {*row}:
+        raise ValueError(missing_column(column, row))
+    try:
+        given = _alpaca(row) if is_alpaca else _from_json(given)
+        messages = [_message(each) for each in given]
+        if messages[0]["role"] != "system" and row.get("system") and column not in row:
+            messages.insert(0, _message({"role": "system", "content": row["system"]}))
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f'column {column!r} is no list of {{"role": text, "content": text}}'
+        ) from error
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ValueError("no message of the assistant, so nothing to learn")
+    return messages
+
+
+def _alpaca(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    asked = "\n".join(filter(None, (row["instruction"], row.get("input"))))
+    turns = [*(row.get("history") or ()), (asked, row["output"])]
+    texts = [text for question, answer in turns for text in (question, answer)]
+    return [
+        {"role": ("user", "assistant")[number % 2], "content": text}
+        for number, text in enumerate(texts)
+    ]
+
+
+def _message(given: Mapping[str, Any]) -> dict[str, Any]:
+    """As templates read it. Raises anything for what is none."""
+    message = {name: value for name, value in given.items() if value is not None}
+    if "role" not in message:  # ShareGPT's
+        role, value = message.pop("from"), message.pop("value", None)
+        message = {"role": _SHAREGPT.get(role, role), "content": value, **message}
+        if role == "function_call":
+            call = {"type": "function", "function": _from_json(value)}
+            message |= {"role": "assistant", "content": "", "tool_calls": [call]}
+    if message["role"] == "developer":  # as a server reads it
+        message["role"] = "system"
+    content = message.get("content")
+    if isinstance(content, list):
+        if any(part["type"] != "text" for part in content):
+            raise ValueError("content that is no text")
+        content = "".join(part["text"] for part in content)
+    calls = message.get("tool_calls") or []
+    if content is None and (calls or message["role"] == "tool"):
+        content = ""
+    functions = [call.get("function", call) for call in calls]
+    texts = [message["role"], content, *(function["name"] for function in functions)]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("no text")
+    return {**message, "content": content}
 
 
 def check_template(
@@ -83,7 +148,7 @@ def end_of_turn_tokens(
     answer = "the answer"
     messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": answer}] * 2
     try:
-        text = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
+        text = str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
     except Exception:  # whatever a template of strangers raises
         return []
     tokens = {token.content: id for id, token in tokenizer.added_tokens_decoder.items()}
@@ -96,7 +161,7 @@ def end_of_turn_tokens(
 
 
 def encode(tokenizer: "PreTrainedTokenizerFast", conversation: str) -> np.ndarray:
-    """A conversation, as `check_messages` gives it, in the form of stored tokens: uint32 [tokens].
+    """A conversation, as `check_conversation` gives it, in the form of stored tokens: uint32 [tokens].
 
     A token is learnt where all of its text is the assistant's. Where a template writes an answer in
     another way once others follow (without its thoughts), the conversation comes once for each of them.
@@ -214,7 +279,7 @@ def _unmarked(marked: str, plain: str) -> tuple[str, _Spans]:
 def _by_marks(
     render: Callable[[int], tuple[str, _Spans]], turns: list[int]
 ) -> Iterator[tuple[str, _Spans]]:
-    text, spans, earlier = "", [], 0
+    text, spans, earlier = "", _Spans(), 0
     for turn in turns:
         after, answers = render(turn + 1)
         said = [after[slice(*span)] for span in answers[: len(spans)]]
@@ -226,7 +291,7 @@ def _by_marks(
 
 
 def _by_prompts(text: Callable[..., str], turns: list[int]) -> Iterator[tuple[str, _Spans]]:
-    whole, spans = "", []
+    whole, spans = "", _Spans()
     for turn in turns:
         prompt, answered = text(turn, True), text(turn + 1)
         if not answered.startswith(prompt):

@@ -25,6 +25,8 @@ class Document(NamedTuple):
     """`TextSource.documents(state)` goes on after this document; None: it cannot, here."""
     progress: float | None
     """Fraction of the source read so far, None where its size is unknown."""
+    skipped: str = ""
+    """Why there is no text: a row that is no document, or a file without any."""
 
 
 class TextSource(Protocol):
@@ -65,13 +67,14 @@ PIECE_CHARACTERS = 4096
 """Text that is held out of a long document, at most."""
 
 
-def pieces(text: str) -> Iterator[str]:
-    """`text` in pieces that end with a paragraph, a line or a word, or where nothing else is left."""
+def pieces(text: str, size: int = PIECE_CHARACTERS) -> Iterator[str]:
+    """`text` in pieces of at most `size` characters that end with a paragraph, a line or a word, or where
+    nothing else is left."""
     start = 0
-    while len(text) - start > PIECE_CHARACTERS:
-        end = start + PIECE_CHARACTERS
+    while len(text) - start > size:
+        end = start + size
         for mark in ("\n\n", "\n", " "):
-            if (found := text.rfind(mark, start + PIECE_CHARACTERS // 2, end)) > 0:
+            if (found := text.rfind(mark, start + size // 2, end)) > 0:
                 end = found + len(mark)
                 break
         yield text[start:end]
@@ -79,10 +82,10 @@ def pieces(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def by_pieces(text: str, threshold: float) -> Iterator[tuple[str, str]]:
+def by_pieces(text: str, threshold: float, size: int) -> Iterator[tuple[str, str]]:
     """Longest runs of pieces of one split, each with the split: hashes below `threshold` are held out."""
     for split, run in itertools.groupby(
-        pieces(text), lambda each: split_of(each.encode(), threshold)
+        pieces(text, size), lambda each: split_of(each.encode(), threshold)
     ):
         yield "".join(run), split
 
@@ -142,7 +145,7 @@ class LimitedSource(WrappedSource):
         if count >= documents_limit or size >= bytes_limit:
             return
         for document in self.source.documents(inner):
-            count += 1
+            count += not document.skipped
             size += len(document.text.encode())
             position = None if document.state is None else [document.state, count, size]
             parts = [document.progress or 0.0, count / documents_limit, size / bytes_limit]

@@ -14,6 +14,7 @@ from typing import Any
 
 from sparse_bitnet.data.documents import (
     PIECE_CHARACTERS,
+    TRAIN,
     Document,
     State,
     by_pieces,
@@ -33,9 +34,16 @@ from sparse_bitnet.data.text_files import (
     read_records,
 )
 from sparse_bitnet.errors import UserError, os_errors_as
+from sparse_bitnet.progress import say
 
 _HELD_OUT_DOCUMENTS = 10
 """Where fewer whole documents can be expected to be held out, pieces of them are."""
+
+_SMALLEST_PIECE = 64
+"""Characters, where a tenth of the text is less."""
+
+_ABOUT_DATA = ("README.md", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
+"""Files of a data set's folder that are not its text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +67,7 @@ class FileSource:
                 is_like_a_hub_name = len(path.parts) == 2 and not path.suffix
                 hint = f"; a hub data set is hub:{path}" if is_like_a_hub_name else ""
                 raise UserError(f"no such file: {path}{hint}")
-            if path.stat().st_size == 0:
+            if path.stat().st_size == 0 and len(self.paths) == 1:
                 raise UserError(f"{path}: the file is empty")
             if not is_readable(path):
                 raise UserError(f"{path}: unknown kind of file; known are {', '.join(READERS)}")
@@ -84,7 +92,7 @@ class FileSource:
             "files": [_fingerprint(path) for path in self.paths],
             "column": self.column,
             "validation_fraction": self.validation_fraction,
-            **({} if self._piece_threshold is None else {"piece": PIECE_CHARACTERS}),
+            **({} if self._of_few is None else {"piece": self._of_few[1]}),
         }
 
     def documents(self, state: State = None) -> Iterator[Document]:
@@ -95,28 +103,38 @@ class FileSource:
         )
         sizes = [path.stat().st_size for path in self.paths]
         before, total = sum(sizes[:first]), sum(sizes)
+        has_text, skipped = state is not None, ""
         for number in range(first, len(self.paths)):
             start = place if number == first else BEGINNING
             end = start
-            for text, after, read in self._records(self.paths[number], start):
+            for text, after, read, why in self._records(self.paths[number], start):
                 parts = list(self._parts(text))
                 for count, (part, split) in enumerate(parts[done:], done + 1):
                     position = [number, *after, 0] if count == len(parts) else [number, *end, count]
-                    yield Document(part, split, position, (before + read) / total)
+                    yield Document(part, split, position, (before + read) / total, why)
                 end, done = after, 0
-            if end == BEGINNING:
-                raise UserError(f"{self.paths[number]}: no text in this file")
+                has_text = has_text or not why
+                skipped = skipped or why
             before += sizes[number]
+            if end == BEGINNING:
+                why = f"{self.paths[number]}: no text in this file"
+                skipped = skipped or why
+                yield Document("", TRAIN, [number + 1, *BEGINNING, 0], before / total, why)
+        if not has_text:
+            raise UserError(skipped)
 
     def _records(self, path: Path, start: Place = BEGINNING) -> Iterator[Record]:
         return read_records(path, self.column, start, self.check)
 
     def _parts(self, text: str) -> Iterable[tuple[str, str]]:
-        threshold = self._piece_threshold
-        if threshold is None or self._is_whole:
-            fraction = self.validation_fraction if threshold is None else threshold
-            return [(text, split_of(text.encode(), fraction))]
-        return by_pieces(text, threshold)
+        if not text:
+            return [("", TRAIN)]
+        if self._of_few is None:
+            return [(text, split_of(text.encode(), self.validation_fraction))]
+        threshold, size = self._of_few
+        if not self._is_whole:
+            return by_pieces(text, threshold, size)
+        return [(text, split_of(text.encode(), threshold) if len(text) <= size else TRAIN)]
 
     @property
     def _is_whole(self) -> bool:
@@ -124,24 +142,41 @@ class FileSource:
         return self.check is not check_text
 
     @cached_property
-    def _piece_threshold(self) -> float | None:
-        """Pieces whose hash is below it are held out; None: whole documents are, as they are many."""
+    def _of_few(self) -> tuple[float, int] | None:
+        """Pieces whose hash is below a number are held out, and how many characters a piece has at most.
+
+        A conversation is a piece, and one that is longer is not held out. None: whole documents are, as
+        they are many.
+        """
         if not self.validation_fraction:
             return None
 
         def texts() -> Iterator[str]:
-            return (each.text for path in self.paths for each in self._records(path))
+            records = (each for path in self.paths for each in self._records(path))
+            return (each.text for each in records if each.text)
 
         many = math.ceil(min(_HELD_OUT_DOCUMENTS / self.validation_fraction, sys.maxsize // 2))
-        if sum(1 for _ in itertools.islice(texts(), many)) == many:
+        lengths = [len(text) for text in itertools.islice(texts(), many)]
+        if len(lengths) == many:
             return None
-        smallest, count = 1.0, 0
-        cut = itertools.chain.from_iterable(map(pieces, texts()))
+        # Most of a small text is for training.
+        size = sum(lengths) // 2
+        if not self._is_whole:
+            if size < _SMALLEST_PIECE:
+                return 0.0, PIECE_CHARACTERS
+            size = min(PIECE_CHARACTERS, max(_SMALLEST_PIECE, sum(lengths) // 10))
+        cut = itertools.chain.from_iterable(pieces(text, size) for text in texts())
+        smallest, length, seen = 1.0, 0, 0
         for piece in texts() if self._is_whole else cut:
-            smallest, count = min(smallest, uniform_hash(piece.encode())), count + 1
-            if smallest < self.validation_fraction and count > 1:
-                return self.validation_fraction
-        return math.nextafter(smallest, 1.0) if count > 1 else 0.0
+            place = uniform_hash(piece.encode()) if len(piece) <= size else 1.0
+            if place <= smallest:  # the same text may stand there again
+                length = len(piece) + (length if place == smallest else 0)
+                smallest = place
+            seen += len(piece)
+            if smallest < self.validation_fraction and 2 * length <= seen:
+                return self.validation_fraction, size
+        has_room = smallest < 1 and 2 * length <= seen
+        return math.nextafter(smallest, 1.0) if has_room else 0.0, size
 
 
 def _expand(pattern: str) -> list[Path]:
@@ -151,7 +186,12 @@ def _expand(pattern: str) -> list[Path]:
         )
     path = Path(pattern).expanduser()
     if path.is_dir():
-        found = sorted(file for file in path.rglob("*") if file.is_file() and is_readable(file))
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        found = [each for each in files if is_readable(each) and each.name not in _ABOUT_DATA]
+        if left_out := [str(each.relative_to(path)) for each in files if each not in {*found}]:
+            more = ", ..." if len(left_out) > 5 else ""
+            count = f"{len(left_out):,} file{'s' * (len(left_out) > 1)}"
+            say(f"{path}: left out {count} of other kinds: {', '.join(left_out[:5])}{more}")
     elif path.exists() or not glob.has_magic(pattern):
         found = [path]
     else:

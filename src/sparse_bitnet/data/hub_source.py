@@ -6,8 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sparse_bitnet.data.documents import Document, State, check_fraction, split_of
-from sparse_bitnet.data.text_files import Check, check_text, missing_column
+from sparse_bitnet.data.documents import TRAIN, Document, State, check_fraction, split_of
+from sparse_bitnet.data.text_files import (
+    Check,
+    SkippedRow,
+    check_text,
+    filled,
+    missing_column,
+)
 from sparse_bitnet.errors import UserError, reason_of
 
 
@@ -63,9 +69,12 @@ class HubSource:
         characters = 0
         rows = iter(stream)
         while (row := self._next(rows)) is not None:
-            if self.column not in row:
-                raise UserError(missing_column(self.name, self.column, row))
-            if not (text := self.check(row[self.column], self.column, self.name)):
+            try:
+                text = self.check(filled(row), self.column, self.name)
+            except SkippedRow as reason:
+                yield Document("", TRAIN, None, None, str(reason))
+                continue
+            if not text:
                 continue
             found = True
             characters += len(text)
@@ -99,10 +108,11 @@ class HubSource:
                     f"{self.name}: {stream.num_shards} files do not make {self.parts} parts"
                 )
             stream = stream.shard(num_shards=self.parts, index=self.part)
-        if (names := stream.column_names) is None:
+        names = stream.column_names
+        if names is None or self.check is not check_text:
             return stream
         if self.column not in names:
-            raise UserError(missing_column(self.name, self.column, names))
+            raise UserError(f"{self.name}: {missing_column(self.column, names)}")
         return stream.select_columns([self.column])
 
     def _next(self, rows: Iterator[dict[str, Any]]) -> dict[str, Any] | None:

@@ -42,10 +42,11 @@ _INVERSE = np.uint64(pow(int(_BASE), -1, 1 << 64))
 class GroupedSource(WrappedSource):
     """A source whose near-duplicate documents are on the same side of the split.
 
-    A group goes where the hash of one of its documents sends it, which is chosen by another hash. Of a
-    source with a validation text of its own, training documents near a held-out one are left out. Where
-    that would leave a side empty, each document stays where it was (the measured overlap tells). The
-    text is read once more for it, with 3 % of its size in memory, or some 500 bytes a document.
+    A group goes where the hash of one of its documents sends it, which is chosen by another hash; one of
+    more than half of the text is for training. Of a source with a validation text of its own, training
+    documents near a held-out one are left out. Where that would leave a side empty, each document stays
+    where it was (the measured overlap tells). The text is read once more for it, with 3 % of its size in
+    memory, or some 500 bytes a document.
     """
 
     def describe(self) -> dict[str, Any]:
@@ -70,7 +71,7 @@ class GroupedSource(WrappedSource):
 
     def _find(self, on_bytes: Callable[[int], None]) -> dict[int, str | None]:
         """Documents, by number, that change sides, and to which; None: they are left out."""
-        held_out, order, keys = [], [], []
+        held_out, order, keys, sizes = [], [], [], []
         size = 0
         for document in self.source.documents():
             text = document.text.encode()
@@ -78,6 +79,7 @@ class GroupedSource(WrappedSource):
             # Salted: by the hash that splits, the smallest of a group would mostly be held out.
             order.append(hashlib.blake2b(text, digest_size=8, salt=b"group").digest())
             keys.append(_band_keys(text))
+            sizes.append(len(text))
             size += len(text)
             on_bytes(size)
         if not any(held_out) or all(held_out):
@@ -92,6 +94,7 @@ class GroupedSource(WrappedSource):
                 moved |= {number: None for number in group if not held_out[number]}
                 continue
             chosen = held_out[min(group, key=lambda number: order[number])]
+            chosen = chosen and 2 * sum(sizes[number] for number in group) <= size
             side = VALIDATION if chosen else TRAIN
             moved |= {number: side for number in group if held_out[number] != chosen}
         before = enumerate(VALIDATION if held else TRAIN for held in held_out)

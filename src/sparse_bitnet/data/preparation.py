@@ -45,7 +45,7 @@ from sparse_bitnet.data.tokenizer import (
 )
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import atomic_folder, check_ours, locked_folder
-from sparse_bitnet.progress import Line, Progress
+from sparse_bitnet.progress import Line, Progress, say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -150,8 +150,8 @@ class Batch(NamedTuple):
 
     @property
     def texts(self) -> list[str]:
-        """Of all documents."""
-        return [document.text for document in self.documents]
+        """Of all documents but the skipped ones."""
+        return [document.text for document in self.documents if not document.skipped]
 
 
 def batches(documents: Iterator[Document]) -> Iterator[Batch]:
@@ -192,7 +192,7 @@ class _Preparation:
 
     def run(self) -> Manifest:
         self._show(None)
-        pending: deque[tuple[Batch, Future[dict[str, np.ndarray]]]] = deque()
+        pending: deque[tuple[Batch, Future[list[np.ndarray | str]]]] = deque()
         try:
             with ThreadPoolExecutor(_BATCHES_IN_FLIGHT) as pool:
                 for batch in batches(self.source.documents(self.state.source)):
@@ -206,24 +206,35 @@ class _Preparation:
             for writer in self.writers.values():
                 writer.close()
 
-    def _encode(self, batch: Batch) -> dict[str, np.ndarray]:
-        tokens: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
-        for document, found in zip(batch.documents, self._tokens(batch), strict=True):
-            tokens[document.split].append(found)
-        return {split: np.concatenate(parts) for split, parts in tokens.items() if parts}
-
-    def _tokens(self, batch: Batch) -> Iterator[np.ndarray]:
+    def _encode(self, batch: Batch) -> list[np.ndarray | str]:
+        """Of each document the tokens, or why it is skipped."""
+        found: Iterator[np.ndarray | str]
         if self.chat:
-            return (conversations.encode(self.tokenizer, text) for text in batch.texts)
-        return tokenised(self.backend, batch.texts, self.tokenizer.eos_token_id, self.dtype)
+            found = map(self._conversation, batch.texts)
+        else:
+            found = tokenised(self.backend, batch.texts, self.tokenizer.eos_token_id, self.dtype)
+        return [document.skipped or next(found) for document in batch.documents]
 
-    def _write(self, batch: Batch, encoded: "Future[dict[str, np.ndarray]]") -> None:
+    def _conversation(self, text: str) -> np.ndarray | str:
+        try:
+            return conversations.encode(self.tokenizer, text)
+        except UserError as error:
+            return str(error)
+
+    def _write(self, batch: Batch, encoded: "Future[list[np.ndarray | str]]") -> None:
         shards = sum(len(writer.shards) for writer in self.writers.values())
-        for split, tokens in encoded.result().items():
-            self.writers[split].append(tokens)
-            self.state.counts[split]["text_bytes"] += batch.text_bytes[split]
-        for document in batch.documents:
+        tokens: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
+        for document, found in zip(batch.documents, encoded.result(), strict=True):
+            if isinstance(found, str):
+                self.state.skipped += 1
+                self.state.first_skipped = self.state.first_skipped or found
+                continue
+            tokens[document.split].append(found)
             self.state.counts[document.split]["documents"] += 1
+            self.state.counts[document.split]["text_bytes"] += len(document.text.encode())
+        for split, parts in tokens.items():
+            if parts:
+                self.writers[split].append(np.concatenate(parts))
         self.state.source = batch.documents[-1].state
         finished_shard = sum(len(writer.shards) for writer in self.writers.values()) > shards
         if finished_shard or time.monotonic() - self.checkpointed > _CHECKPOINT_SECONDS:
@@ -242,10 +253,18 @@ class _Preparation:
         self.checkpointed = time.monotonic()
 
     def _finish(self) -> Manifest:
+        skipped = ""
+        if self.state.skipped:
+            count = (
+                "1 row or file"
+                if self.state.skipped == 1
+                else f"{self.state.skipped:,} rows or files"
+            )
+            skipped = f"{count} skipped, the first: {self.state.first_skipped}"
         if not self.writers[TRAIN].tokens:
             raise UserError(
-                f"{self.source.name}: no training text; give more documents or a smaller "
-                "--validation-fraction"
+                f"{self.source.name}: no training text; "
+                + (skipped or "give more documents or a smaller --validation-fraction")
             )
         splits = {}
         for split, writer in self.writers.items():
@@ -271,6 +290,8 @@ class _Preparation:
         for shard in splits[VALIDATION].shards:
             if shard not in manifest.splits[VALIDATION].shards:
                 (self.out / shard.file).unlink()
+        if skipped:
+            say(skipped)
         return manifest
 
 

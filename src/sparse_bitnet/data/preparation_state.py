@@ -30,6 +30,10 @@ class PreparationState:
     """`ShardWriter.checkpoint` of each split."""
     counts: dict[str, dict[str, int]]
     """Documents and bytes of text written, of each split."""
+    skipped: int = 0
+    """Rows and files that hold no document."""
+    first_skipped: str = ""
+    """Why the first of them does not."""
 
     def write(self, out: Path) -> None:
         """Replace `preparation.json`."""

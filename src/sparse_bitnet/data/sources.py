@@ -5,7 +5,7 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from sparse_bitnet.data.chat import check_messages
+from sparse_bitnet.data.chat import check_conversation
 from sparse_bitnet.data.documents import LimitedSource, PairedSource, TextSource
 from sparse_bitnet.data.file_source import FileSource
 from sparse_bitnet.data.hub_source import HubSource
@@ -109,7 +109,7 @@ def _parse(
     if spec == "python-packages":
         return PythonSource.installed_packages(**options)
     if column is not None:
-        options.update(column=column, check=check_messages if chat else check_text)
+        options.update(column=column, check=check_conversation if chat else check_text)
     if spec.startswith("hub:"):
         return HubSource.parse(spec.removeprefix("hub:"), **options)
     return FileSource.matching([spec] if os.path.exists(spec) else spec.split(","), **options)

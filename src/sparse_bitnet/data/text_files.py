@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents of one local file: `.jsonl`, `.jsonl.zst`, `.parquet` (one column) and `.txt`.
+"""Documents of one local file: `.jsonl` and `.json`, also compressed, `.csv`, `.parquet`, `.txt`, `.md`.
 
-A `.txt` file is one document; the others hold one document per line or row. Every record carries the
-place right after it, so that reading can go on there later without parsing what came before.
+A `.txt` or `.md` file is one document; the others hold one document per line or row. Every record
+carries the place right after it, so that reading can go on there later without parsing what came
+before.
 """
 
+import codecs
+import csv
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from sparse_bitnet.errors import UserError, reason_of
 
@@ -20,7 +24,7 @@ class Place(NamedTuple):
     record: int = 0
     """Lines or rows before this place."""
     offset: int = 0
-    """Bytes before it: decompressed ones for `.jsonl.zst`, always 0 for `.parquet`."""
+    """Bytes before it, decompressed ones, where the file has a document on each line; else 0."""
 
 
 BEGINNING = Place()
@@ -34,20 +38,28 @@ class Record(NamedTuple):
     bytes_read: int
     """Bytes of the file as it lies on disk that were read so far, for the progress display."""
 
+    skipped: str = ""
+    """Why there is no text."""
+
+
+class SkippedRow(UserError):
+    """A row that holds no document: it is counted, and the others are read."""
+
 
 class Row(NamedTuple):
-    """What a file holds in one place of the column."""
+    """What a file holds in one place."""
 
-    value: object
+    values: Mapping[str, Any]
     where: str
     end: Place
     bytes_read: int
 
 
-Reader = Callable[[Path, str, Place], Iterator[Row]]
+Reader = Callable[[Path, str | None, Place], Iterator[Row]]
+"""The column is the only one that is wanted; None: all are."""
 
-Check = Callable[[object, str, str], str]
-"""(value, column, where) -> the document, "" for none; `UserError` for what is not one."""
+Check = Callable[[Mapping[str, Any], str, str], str]
+"""(row, column, where) -> the document, "" for none; `UserError` for what is not one."""
 
 
 def read_records(
@@ -56,16 +68,21 @@ def read_records(
     """Yield the documents of one file from `start` on; empty ones are left out.
 
     Args:
-        check: makes documents of what the column holds; default `check_text`.
+        check: makes a document of a row; default `check_text`. A row for which it raises `SkippedRow`
+            becomes a record without text.
 
     Raises `UserError`, naming the file and where possible the line, for an unknown suffix, binary or
     undecodable text, a broken JSON line, a missing or unreadable column and a truncated file.
     """
-    end = start
+    end, check = start, check or check_text
+    wanted = column if check is check_text else None
     try:
-        for value, where, end, bytes_read in _reader(path)(path, column, start):
-            if text := (check or check_text)(value, column, where):
-                yield Record(text, end, bytes_read)
+        for values, where, end, bytes_read in _reader(path)(path, wanted, start):
+            try:
+                if text := check(values, column, where):
+                    yield Record(text, end, bytes_read)
+            except SkippedRow as reason:
+                yield Record("", end, bytes_read, str(reason))
     except OSError as error:
         place = f", after record {end.record}" if end.record else ""
         raise UserError(f"cannot read {path}: {error.strerror or error}{place}") from error
@@ -83,56 +100,91 @@ def _reader(path: Path) -> Reader:
     raise UserError(f"{path}: unknown kind of file; known are {', '.join(READERS)}")
 
 
-def _read_text(path: Path, column: str, start: Place) -> Iterator[Row]:
+def _read_text(path: Path, column: str | None, start: Place) -> Iterator[Row]:
     content = path.read_bytes()
     if start.record == 0 and (text := decode(content, str(path))).strip():
-        yield Row(text, str(path), Place(1, len(content)), len(content))
+        yield Row({column or "text": text}, str(path), Place(1, len(content)), len(content))
 
 
-def _read_jsonl(path: Path, column: str, start: Place) -> Iterator[Row]:
-    with open(path, "rb") as file:
-        file.seek(start.offset)
-        yield from _parse_lines(path, file, column, start, file.tell)
-
-
-def _read_jsonl_zst(path: Path, column: str, start: Place) -> Iterator[Row]:
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
+    """The decompressed bytes, and how many of the file were read so far."""
+    codec = {".zst": "zstd", ".gz": "gzip"}.get(path.suffix)
+    if codec is None:
+        with open(path, "rb") as file:
+            yield file, file.tell
+        return
     import pyarrow
 
     # pyarrow reports a truncated file and reads several frames; zstandard's own stream reader
     # takes a truncated file for a shorter one.
     with (
         pyarrow.OSFile(str(path)) as compressed,
-        pyarrow.CompressedInputStream(compressed, "zstd") as stream,
+        pyarrow.CompressedInputStream(compressed, codec) as stream,
     ):
-        file = io.BufferedReader(stream, 1 << 20)
-        remaining = start.offset
+        yield io.BufferedReader(stream, 1 << 20), compressed.tell
+
+
+def _read_jsonl(path: Path, column: str | None, start: Place) -> Iterator[Row]:
+    with _opened(path) as (file, tell):
+        remaining = start.offset - (file.seek(start.offset) if file.seekable() else 0)
         while remaining and (skipped := len(file.read(min(remaining, 1 << 20)))):
             remaining -= skipped
-        yield from _parse_lines(path, file, column, start, compressed.tell)
+        offset = start.offset
+        for number, line in enumerate(file, start.record + 1):
+            offset += len(line)
+            where = f"{path}:{number}"
+            if line.isspace():
+                continue
+            text = decode(line, where)
+            try:
+                row = json.loads(text)
+            except (ValueError, RecursionError) as error:  # also numbers too long, lists too deep
+                raise UserError(f"{where}: not a JSON line: {error}") from error
+            yield Row(_object(row, where), where, Place(number, offset), tell())
 
 
-def _parse_lines(
-    path: Path, file: BinaryIO, column: str, start: Place, tell: Callable[[], int]
-) -> Iterator[Row]:
-    offset = start.offset
-    for number, line in enumerate(file, start.record + 1):
-        offset += len(line)
-        where = f"{path}:{number}"
-        if line.isspace():
-            continue
-        text = decode(line, where)
+def _read_json(path: Path, column: str | None, start: Place) -> Iterator[Row]:
+    """Rows of a list; without one, a row on each line."""
+    with _opened(path) as (file, _):
+        first = file.read(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
+    if first != b"[":
+        yield from _read_jsonl(path, column, start)
+        return
+    with _opened(path) as (file, _):
+        text = decode(file.read(), str(path))
+    try:
+        rows = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not JSON: {error}") from error
+    size = path.stat().st_size
+    for number, row in enumerate(rows[start.record :], start.record + 1):
+        where = f"{path}, row {number}"
+        yield Row(_object(row, where), where, Place(number), size * number // len(rows))
+
+
+def _object(row: object, where: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: expected a JSON object, with the text in one of its columns")
+    return row
+
+
+def _read_csv(path: Path, column: str | None, start: Place) -> Iterator[Row]:
+    csv.field_size_limit(1 << 30)
+    with open(path, "rb") as file:
+        rows = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
         try:
-            row = json.loads(text)
-        except (ValueError, RecursionError) as error:  # also numbers too long, lists too deep
-            raise UserError(f"{where}: not a JSON line: {error}") from error
-        if not isinstance(row, dict):
-            raise UserError(f"{where}: expected a JSON object with the column {column!r}")
-        if column not in row:
-            raise UserError(missing_column(where, column, row))
-        yield Row(row[column], where, Place(number, offset), tell())
+            for number, row in enumerate(rows, 1):
+                where = f"{path}:{rows.line_num}"
+                if None in row:
+                    raise UserError(f"{where}: more values than the first line has columns")
+                if number > start.record:
+                    yield Row(row, where, Place(number), file.tell())
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise UserError(f"{path}, after line {rows.line_num}: not CSV text: {error}") from error
 
 
-def _read_parquet(path: Path, column: str, start: Place) -> Iterator[Row]:
+def _read_parquet(path: Path, column: str | None, start: Place) -> Iterator[Row]:
     import pyarrow
     import pyarrow.parquet
 
@@ -140,29 +192,47 @@ def _read_parquet(path: Path, column: str, start: Place) -> Iterator[Row]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            if column not in names:
-                raise UserError(missing_column(str(path), column, names))
             size, rows = path.stat().st_size, file.metadata.num_rows
+            if rows and column is not None and column not in names:
+                raise UserError(f"{path}: {missing_column(column, names)}")
+            wanted = None if column is None else [column]
             for group in range(file.num_row_groups):
                 group_rows = file.metadata.row_group(group).num_rows
                 if row + group_rows <= start.record:
                     row += group_rows
                     continue
-                for batch in file.iter_batches(256, row_groups=[group], columns=[column]):
-                    for value in batch.column(0).to_pylist():
+                for batch in file.iter_batches(256, row_groups=[group], columns=wanted):
+                    for values in batch.to_pylist():
                         row += 1
                         if row > start.record:
-                            yield Row(value, f"{path}, row {row}", Place(row), size * row // rows)
+                            where = f"{path}, row {row}"
+                            yield Row(filled(values), where, Place(row), size * row // rows)
     except (pyarrow.ArrowException, UnicodeDecodeError, OverflowError) as error:
         place = f"{path}, after row {row}" if row else str(path)
         raise UserError(f"{place}: not a readable parquet file: {reason_of(error)}") from error
 
 
+def filled(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of a table, without the keys inside of its values that only other rows have."""
+
+    def without_nulls(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: without_nulls(each) for name, each in value.items() if each is not None}
+        return [without_nulls(each) for each in value] if isinstance(value, list) else value
+
+    return {name: without_nulls(value) for name, value in row.items()}
+
+
 READERS: dict[str, Reader] = {
     ".jsonl": _read_jsonl,
-    ".jsonl.zst": _read_jsonl_zst,
+    ".jsonl.zst": _read_jsonl,
+    ".jsonl.gz": _read_jsonl,
+    ".json": _read_json,
+    ".json.gz": _read_json,
+    ".csv": _read_csv,
     ".parquet": _read_parquet,
     ".txt": _read_text,
+    ".md": _read_text,
 }
 
 
@@ -178,20 +248,28 @@ def decode(content: bytes, where: str) -> str:
         ) from error
 
 
-def check_text(value: object, column: str, where: str) -> str:
+def check_text(row: Mapping[str, Any], column: str, where: str) -> str:
     """The column's text, "" for null; `UserError` where it is not text that UTF-8 can hold."""
+    if column not in row:
+        raise UserError(f"{where}: {missing_column(column, row)}")
+    value = row[column]
     if value is None:
         return ""
     if not isinstance(value, str):
         raise UserError(f"{where}: column {column!r} holds {type(value).__name__}, not text")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"{where}: column {column!r} holds a lone surrogate, not text") from error
+    check_unicode(value, column, where)
     return value
 
 
-def missing_column(where: str, column: str, columns: Iterable[str]) -> str:
+def check_unicode(text: str, column: str, where: str) -> None:
+    """Raise `UserError` for text that UTF-8 cannot hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: column {column!r} holds a lone surrogate, not text") from error
+
+
+def missing_column(column: str, columns: Collection[str]) -> str:
     """The message for a column that is not there; names those that are."""
-    names = ", ".join(columns) or "none"
-    return f"{where}: no column {column!r}; choose one with --column: {names}"
+    chat = "; conversations want --chat" if {"messages", "conversations"} & {*columns} else ""
+    return f"no column {column!r}; choose one with --column: {', '.join(columns) or 'none'}{chat}"
