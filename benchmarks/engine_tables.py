@@ -72,7 +72,7 @@ def patterns() -> str:
                 f"{decode[most]['resident_bytes'] / 1e6:.0f}",
             ]
         )
-    command = "sparse-bitnet bench --pattern P --weight-format i2 nm-bitmap lookup --out FILE"
+    command = "sparse-bitnet bench --pattern P --weight-format i2 lookup --out FILE"
     return markdown(head, lines, rows[0], command)
 
 

@@ -32,8 +32,6 @@ std::int64_t bytes_per_row(WeightFormat format, int n, int m, std::int64_t colum
   require(packed::is_valid({n, m}), "the pattern is not 1 <= n <= m <= 32");
   require(format != WeightFormat::int8 || columns <= most_int8_columns, "int8 takes at most 2^17 columns");
   require(!exact || format == WeightFormat::lookup, "exact counts of non-zeros are for lookup");
-  require(format != WeightFormat::nm_bitmap || packed::nm_bitmap_supports({n, m}),
-          "nm_bitmap does not hold the pattern: m does not divide 64");
   require(format != WeightFormat::lookup || columns % m == 0, "m does not divide the columns");
   require_columns(columns);
   return Matrix::bytes_per_row(format, {n, m, exact}, columns);
@@ -160,7 +158,6 @@ void bind_matmul(nb::module_& module, nb::class_<Kernels>& kernels) {
   nb::enum_<WeightFormat>(module, "WeightFormat", "See csrc/matmul.h.")
       .value("i2", WeightFormat::i2)
       .value("b3", WeightFormat::b3)
-      .value("nm_bitmap", WeightFormat::nm_bitmap)
       .value("int8", WeightFormat::int8)
       .value("int4", WeightFormat::int4)
       .value("lookup", WeightFormat::lookup);
@@ -195,7 +192,7 @@ void bind_matmul(nb::module_& module, nb::class_<Kernels>& kernels) {
                      "Weights ready to be multiplied: addresses of rows, 64-byte aligned, row_stride bytes "
                      "apart, and of the scales: float32 of int8, int4 and rows of ternary weights, or, where `group` "
                      "weights have one, of STRIP_ROWS rows together, [ceil(rows / 16), columns / group, 16]; rows of "
-                     "i2 then are filled up to such strips (csrc/matmul.h). n, m: the pattern, of nm_bitmap and "
+                     "i2 then are filled up to such strips (csrc/matmul.h). n, m: the pattern, of "
                      "lookup; exact: of lookup, where every group has n non-zeros.")
       .def("__init__", &make_matrix, "format"_a, "n"_a, "m"_a, "rows"_a, "columns"_a, "row_stride"_a,
            "address"_a, "scale"_a = 1.0f, "scales"_a = 0, "group"_a = 0, "scale_type"_a = ScaleType::float32,

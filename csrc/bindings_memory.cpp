@@ -39,8 +39,6 @@ void make_stored_matrix(StoredMatrix* place, StoredFormat format, int n, int m, 
   require_source(rows, columns, source);
   require(packed::is_valid(pattern), "the pattern is not 1 <= n <= m <= 32");
   require(columns % packed::coded(pattern).m == 0, "columns are no multiple of m");
-  require(format != StoredFormat::nm_bitmap || packed::nm_bitmap_supports(pattern),
-          "nm_bitmap does not hold the pattern");
   require(bytes == rows * StoredMatrix::bytes_per_row(format, pattern, columns),
           "the stored bytes do not make up the matrix");
   new (place) StoredMatrix{format, pattern, rows, columns, source};
@@ -99,9 +97,7 @@ void bind_memory(nb::module_& module, nb::class_<Kernels>& kernels) {
   nb::enum_<StoredFormat>(module, "StoredFormat", "See csrc/repack.h.")
       .value("i2", StoredFormat::i2)
       .value("b3", StoredFormat::b3)
-      .value("nm_bitmap", StoredFormat::nm_bitmap)
       .value("nm_enum", StoredFormat::nm_enum)
-      .value("codes", StoredFormat::codes)
       .value("nm_sign", StoredFormat::nm_sign);
   nb::class_<StoredMatrix>(module, "StoredMatrix",
                            "A packed matrix of so many bytes, at an address or at an offset of a file.")
@@ -125,7 +121,7 @@ void bind_memory(nb::module_& module, nb::class_<Kernels>& kernels) {
           "crc32",
           [](const Kernels& self, Address data, std::int64_t size) {
             require(size == 0 || (size > 0 && data != 0), "no data");
-            return self.loading.crc32(pointer<const std::uint8_t>(data), size);
+            return self.crc32(pointer<const std::uint8_t>(data), size);
           },
           "data"_a, "size"_a, unlocked, "zlib's CRC-32 of so many bytes.");
 }

@@ -75,23 +75,15 @@ struct VectorKernels {
 extern const VectorKernels vector_generic, vector_avx2, vector_avxvnni, vector_avx512, vector_avx512vnni,
     vector_amx_int8, vector_emulated_unit;
 
-// What reads a file (packed_rows.h, checksum.h).
-struct LoadingKernels {
-  std::uint32_t (*crc32)(const std::uint8_t* data, std::int64_t size);
-  void (*decode_nm_bitmap)(packed::Pattern pattern, const std::uint8_t* row, std::int64_t columns,
-                           std::uint8_t* digits);
-  void (*encode_nm_bitmap)(packed::Pattern pattern, const std::uint8_t* digits, std::int64_t columns,
-                           std::uint8_t* row);
-};
-
-extern const LoadingKernels loading_generic, loading_avx2, loading_avx512;
+// The checksum of a file's bytes (checksum.h).
+using Crc32 = std::uint32_t (*)(const std::uint8_t* data, std::int64_t size);
 
 // A row.
 struct Kernels {
   const char* isa;
   bool (*is_supported)();
   const VectorKernels& vector;
-  const LoadingKernels& loading;
+  Crc32 crc32;
   const MatmulKernels& matmul;    // matmul_kernels.h
   const RooflineLoops& roofline;  // roofline.h
 };

@@ -10,8 +10,6 @@
 //   Small dot_codes(Small, Bytes codes, Bytes x)     each 32-bit lane: plus four products, of codes 0, 1, 2
 //   constexpr bool takes_any_bytes                   dot_codes multiplies any unsigned bytes, else any signed ones
 //   Bytes three_quarters(Bytes v)                    of b3: floor(3 v / 256) in bits 6 and 7
-//   Bitmap load_bitmap(const uint8* signs, const uint8* nonzero)   a record of nm-bitmap
-//   Bytes bitmap_codes(const Bitmap&, int vector)    1 + the weights of that vector of the 64
 //   LookupTable, lookup_table, look_up               see matmul_lookup-inl.h
 //   Floats multiply_add(Floats a, Floats b, Floats c)     a b + c, rounded once
 // with PAIRED_TILES dot_pairs, for tiles in pairs of rows, and with NARROW_SUMS widen, dot_int8, int8_offset and what matmul_wide-inl.h asks for.

@@ -126,8 +126,6 @@ std::int64_t Matrix::bytes_per_row(WeightFormat format, packed::Pattern pattern,
       return packed::i2_row_bytes(columns);
     case WeightFormat::b3:
       return packed::b3_row_bytes(columns);
-    case WeightFormat::nm_bitmap:
-      return packed::nm_bitmap_row_bytes(pattern, columns);
     case WeightFormat::lookup:
       return lookup::shape_of(pattern).row_bytes(columns);
     case WeightFormat::int8:

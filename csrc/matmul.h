@@ -13,7 +13,7 @@
 
 namespace sparse_bitnet {
 
-// i2, b3 and nm_bitmap are the layouts of packed_format.h, except that rows lie `row_stride` bytes
+// i2 and b3 are the layouts of packed_format.h, except that rows lie `row_stride` bytes
 // apart, and that i2 with group scales lies in strips, so that no sum is taken across the lanes of a vector:
 // strips of 16 rows follow each other, 16 row_stride bytes apart, the last one filled up with rows of any
 // codes. 64 bytes of a strip hold 16 columns c, c + 1, ...: 32-bit word i is of row i, and its byte j holds
@@ -24,8 +24,8 @@ namespace sparse_bitnet {
 //   int8: one byte a weight, two's complement, float scale [rows]; at most most_int8_columns.
 //   int4: groups of 64 weights of a row in 32 bytes; byte j holds weight j of the group in its low and
 //         weight j + 32 in its high four bits, each plus 8; float scale [rows, columns / 64].
-enum class WeightFormat : int { i2 = 0, b3 = 1, nm_bitmap = 2, int8 = 3, int4 = 4, lookup = 5 };
-constexpr int weight_formats = 6;
+enum class WeightFormat : int { i2 = 0, b3 = 1, int8 = 2, int4 = 3, lookup = 4 };
+constexpr int weight_formats = 5;
 
 // Of int8 rows: 2^17 products of 128 and 127 are the most that 32 bits sum up.
 constexpr std::int64_t most_int8_columns = std::int64_t(1) << 17;
@@ -43,12 +43,12 @@ constexpr int matrix_alignment = 64;
 // readable; the bytes of a row beyond bytes_per_row() are whatever they are.
 struct Matrix {
   WeightFormat format;
-  packed::Pattern pattern;  // of nm_bitmap and lookup
+  packed::Pattern pattern;  // of lookup
   std::int64_t rows, columns, row_stride;
   const std::uint8_t* data;
-  float scale;          // i2, b3, nm_bitmap: the weight scale, a multiplier
-  const float* scales;  // int8 [rows], int4 [rows, columns / 64]; i2, b3, nm_bitmap [rows], or null: `scale`
-  // i2, b3, nm_bitmap with a scale for every `group` columns (packed_format.h) in place of both: those of
+  float scale;          // i2, b3: the weight scale, a multiplier
+  const float* scales;  // int8 [rows], int4 [rows, columns / 64]; i2, b3 [rows], or null: `scale`
+  // i2, b3 with a scale for every `group` columns (packed_format.h) in place of both: those of
   // sixteen rows together, [ceil(rows / 16), columns / group, 16].
   std::int64_t group = 0;
   ScaleType scale_type = ScaleType::float32;

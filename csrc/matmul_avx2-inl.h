@@ -11,29 +11,6 @@ INLINE Bytes three_quarters(const Bytes& v) {
   return bit_cast<Bytes>(_mm256_avg_epu8(u, _mm256_avg_epu8(u, _mm256_setzero_si256())));
 }
 
-struct Bitmap {
-  std::uint64_t nonzero, negative;
-};
-
-INLINE Bitmap load_bitmap(const std::uint8_t* signs, const std::uint8_t* nonzero) {
-  const auto bitmap = load<std::uint64_t>(nonzero);
-  return {bitmap, _pdep_u64(load<std::uint64_t>(signs), bitmap)};
-}
-
-// -1 in the bytes whose bit is set.
-INLINE Bytes byte_mask(std::uint64_t mask) {
-  const __m256i byte_of_lane = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202,
-                                                  0x0303030303030303);
-  const __m256i bit_of_lane = _mm256_set1_epi64x(std::int64_t(0x8040201008040201));
-  const __m256i spread = _mm256_shuffle_epi8(_mm256_set1_epi32(int(mask)), byte_of_lane);
-  return bit_cast<Bytes>(_mm256_cmpeq_epi8(_mm256_and_si256(spread, bit_of_lane), bit_of_lane));
-}
-
-INLINE Bytes bitmap_codes(const Bitmap& bitmap, int vector) {
-  const Bytes minus = byte_mask(bitmap.negative >> (32 * vector));
-  return 1 - byte_mask(bitmap.nonzero >> (32 * vector)) + minus + minus;
-}
-
 // Sixteen entries at a time.
 struct LookupTable {
   __m256i of[4];
@@ -66,5 +43,5 @@ constexpr int tile_vectors = 2, tile_tokens = 4;
 #else
 constexpr int tile_vectors = 2, tile_tokens = 6;
 #endif
-constexpr std::int64_t tile_from[weight_formats] = {4, 4, 4, 6, 4, 4};
+constexpr std::int64_t tile_from[weight_formats] = {4, 4, 6, 4, 4};
 constexpr int group_tile_from = 4, strip_tile_from = 12, strips_together = 1;

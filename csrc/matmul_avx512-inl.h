@@ -5,7 +5,7 @@
 constexpr int rows_together = 4, tokens_together = 4;
 constexpr int tile_vectors = 2, tile_tokens = 12;
 // Where decoding along the rows costs little, a tile pays off late.
-constexpr std::int64_t tile_from[weight_formats] = {24, 8, 16, 64, 6, 48};
+constexpr std::int64_t tile_from[weight_formats] = {24, 8, 64, 6, 48};
 constexpr int group_tile_from = 4, strip_tile_from = 24, strips_together = 2;
 
 INLINE __m512i bits(const Bytes& v) { return bit_cast<__m512i>(v); }
@@ -24,25 +24,6 @@ INLINE Bytes three_quarters(const Bytes& v) {
 // As in matmul_groups-inl.h.
 INLINE void widen_halves(const std::uint16_t* from, Floats& out) {
   out = bit_cast<Floats>(_mm512_maskz_cvtph_ps(__mmask16(-1), load<__m256i>(from)));
-}
-
-struct Bitmap {
-  __mmask64 nonzero, negative;
-};
-
-INLINE Bitmap load_bitmap(const std::uint8_t* signs, const std::uint8_t* nonzero) {
-  Bitmap bitmap;
-  // From memory: a compiler would take it from the general register, whose way to a mask is slow.
-  __asm__("kmovq %1, %0" : "=k"(bitmap.nonzero) : "m"(*reinterpret_cast<const char(*)[8]>(nonzero)));
-  bitmap.negative = _pdep_u64(load<std::uint64_t>(signs), load<std::uint64_t>(nonzero));
-  return bitmap;
-}
-
-INLINE Bytes bitmap_codes(const Bitmap& bitmap, int) {
-  const __m512i one = _mm512_set1_epi8(1);
-  const __m512i magnitudes = _mm512_mask_blend_epi8(bitmap.nonzero, one, _mm512_set1_epi8(2));
-  return bit_cast<Bytes>(
-      _mm512_mask_blend_epi8(bitmap.negative, magnitudes, _mm512_setzero_si512()));
 }
 
 INLINE Floats multiply_add(const Floats& a, const Floats& b, const Floats& c) {

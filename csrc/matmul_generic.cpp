@@ -49,25 +49,6 @@ static void unpack(const Matrix& matrix, std::int64_t index, std::int64_t begin,
         out[i] = std::int8_t(packed::b3_code(row, matrix.columns, begin + i));
       }
       return;
-    case WeightFormat::nm_bitmap: {
-      const std::int64_t sign_bytes = packed::nm_bitmap_sign_bytes(matrix.pattern);
-      const std::uint8_t* record =
-          row + begin / packed::nm_bitmap_chunk_weights * (sign_bytes + 8);
-      int rank = 0;
-      for (std::int64_t i = 0; i < count; ++i) {
-        const int bit = int(i % packed::nm_bitmap_chunk_weights);
-        if (i > 0 && bit == 0) {
-          record += sign_bytes + 8;
-          rank = 0;
-        }
-        out[i] = 0;
-        if (record[sign_bytes + bit / 8] >> (bit % 8) & 1) {
-          out[i] = record[rank / 8] >> (rank % 8) & 1 ? -1 : 1;
-          ++rank;
-        }
-      }
-      return;
-    }
     case WeightFormat::int8:
       for (std::int64_t i = 0; i < count; ++i) out[i] = std::int8_t(row[begin + i]);
       return;

@@ -38,16 +38,7 @@ struct GroupSums {
 // Codes plus one of columns [column, column + count) of a row, in their order.
 INLINE void unpack_codes(const Matrix& matrix, const std::uint8_t* row, std::int64_t column, std::int64_t count,
                          std::uint8_t* out) {
-  if (matrix.format == WeightFormat::b3) {
-    unpack_planes_row<B3Planes>(row, matrix.columns, column, count, out);
-  } else {
-    const std::int64_t sign_bytes = packed::nm_bitmap_sign_bytes(matrix.pattern);
-    row += column / packed::nm_bitmap_chunk_weights * (sign_bytes + 8);
-    for (std::int64_t c = 0; c < count; c += packed::nm_bitmap_chunk_weights, row += sign_bytes + 8) {
-      const Bitmap bitmap = load_bitmap(row, row + sign_bytes);
-      UNROLL for (int v = 0; v < block_vectors; ++v) store(out + c + v * VECTOR_BYTES, bitmap_codes(bitmap, v));
-    }
-  }
+  unpack_planes_row<B3Planes>(row, matrix.columns, column, count, out);
 }
 
 // Where the scale of a row's first group lies; those of its next groups are strip_rows apart.

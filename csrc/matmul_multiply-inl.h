@@ -240,8 +240,6 @@ TARGET static void multiply_on(const Activations& x, const std::int32_t* group_s
     row_dots<WeightFormat::i2>(matrix, begin, end, x, false, dots);
   } else if (format == WeightFormat::b3) {
     row_dots<WeightFormat::b3>(matrix, begin, end, x, false, dots);
-  } else if (format == WeightFormat::nm_bitmap) {
-    row_dots<WeightFormat::nm_bitmap>(matrix, begin, end, x, false, dots);
   } else if (format == WeightFormat::lookup) {
     lookup_dots(matrix, begin, end, x, dots);
   } else if (is_int8) {

@@ -176,58 +176,6 @@ INLINE void dot_planes(const Matrix& matrix, const std::uint8_t* row, const std:
   widen_all(a);
 }
 
-// One record of nm-bitmap in R rows: 64 columns of T tokens.
-template <int R, int T>
-INLINE void dot_records(const std::uint8_t* record, std::int64_t row_stride, std::int64_t sign_bytes,
-                        const std::int8_t* const* x, std::int64_t column, Accumulators<R, T>& a) {
-  Bitmap bitmap[R];
-  UNROLL for (int r = 0; r < R; ++r) {
-    bitmap[r] = load_bitmap(record + r * row_stride, record + r * row_stride + sign_bytes);
-  }
-  UNROLL for (int v = 0; v < block_vectors; ++v) {
-    Bytes codes[R];
-    UNROLL for (int r = 0; r < R; ++r) codes[r] = bitmap_codes(bitmap[r], v);
-    UNROLL for (int t = 0; t < T; ++t) {
-      const Bytes xs = load_bytes(x[t] + column + v * VECTOR_BYTES);
-      UNROLL for (int r = 0; r < R; ++r) a.small[t][r] = dot_codes(a.small[t][r], codes[r], xs);
-    }
-  }
-}
-
-// The common patterns know their sign bytes when they are compiled: addresses then are constants away
-// from few registers. SIGN_BYTES 0 stands for any number.
-template <int SIGN_BYTES, int R, int T>
-INLINE void dot_bitmap(const Matrix& matrix, const std::uint8_t* row, const std::int8_t* const* x,
-                       Accumulators<R, T>& a) {
-  constexpr std::int64_t chunk_weights = packed::nm_bitmap_chunk_weights;
-  constexpr int together = 4;
-  constexpr std::int64_t most = small_dots / block_vectors / together * together;
-  const std::int64_t row_stride = matrix.row_stride;
-  const std::int64_t sign_bytes =
-      SIGN_BYTES ? SIGN_BYTES : packed::nm_bitmap_sign_bytes(matrix.pattern);
-  const std::int64_t record_bytes = sign_bytes + 8;
-  const std::int64_t chunks = packed::divide_up(matrix.columns, chunk_weights);
-  const std::uint8_t* record = row;
-  const std::uint8_t* line = row;
-  for (std::int64_t c = 0; c < chunks;) {
-    const std::int64_t end = chunks - c < most ? chunks : c + most;
-    for (; c + together <= end; c += together) {
-      // Four records take at most 64 bytes: a line for each four reaches the end of the row.
-      UNROLL for (int r = 0; r < R; ++r) prefetch(line + r * block_bytes);
-      line += R * block_bytes;
-      UNROLL for (int i = 0; i < together; ++i) {
-        dot_records<R, T>(record + i * record_bytes, row_stride, sign_bytes, x,
-                          (c + i) * chunk_weights, a);
-      }
-      record += together * record_bytes;
-    }
-    for (; c < end; ++c, record += record_bytes) {
-      dot_records<R, T>(record, row_stride, sign_bytes, x, c * chunk_weights, a);
-    }
-    widen_all(a);
-  }
-}
-
 template <int R, int T>
 INLINE void dot_int8_rows(const Matrix& matrix, const std::uint8_t* row,
                           const std::int8_t* const* x, Accumulators<R, T>& a) {
@@ -260,20 +208,6 @@ TARGET __attribute__((noinline)) static void dot_rows(const Matrix& matrix, cons
     dot_planes<I2Planes, R, T>(matrix, row, x, a);
   } else if constexpr (FORMAT == WeightFormat::b3) {
     dot_planes<B3Planes, R, T>(matrix, row, x, a);
-  } else if constexpr (FORMAT == WeightFormat::nm_bitmap) {
-    switch (packed::nm_bitmap_sign_bytes(matrix.pattern)) {
-      case 6:
-        dot_bitmap<6>(matrix, row, x, a);
-        break;
-      case 4:
-        dot_bitmap<4>(matrix, row, x, a);
-        break;
-      case 2:
-        dot_bitmap<2>(matrix, row, x, a);
-        break;
-      default:
-        dot_bitmap<0>(matrix, row, x, a);
-    }
   } else {
     dot_int8_rows<R, T>(matrix, row, x, a);
   }

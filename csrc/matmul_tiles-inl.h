@@ -130,28 +130,6 @@ INLINE void unpack_strip(const Matrix& matrix, std::int64_t row, std::int64_t be
   }
 }
 
-INLINE void unpack_bitmap(const Matrix& matrix, const RowPointers& rows, std::int64_t begin,
-                          std::int64_t count, std::uint8_t* tile) {
-  constexpr std::int64_t chunk_weights = packed::nm_bitmap_chunk_weights;
-  const std::int64_t sign_bytes = packed::nm_bitmap_sign_bytes(matrix.pattern);
-  std::int64_t record = begin / chunk_weights * (sign_bytes + 8);
-  for (std::int64_t c = 0; c < count; c += chunk_weights, record += sign_bytes + 8) {
-    Bytes square[block_vectors][row_lanes];
-    UNROLL for (int i = 0; i < row_lanes; ++i) {
-      const std::uint8_t* signs = rows.at[i] + record;
-      prefetch_next(rows, i, record);
-      const Bitmap bitmap = load_bitmap(signs, signs + sign_bytes);
-      UNROLL for (int v = 0; v < block_vectors; ++v) square[v][i] = bitmap_codes(bitmap, v);
-    }
-    UNROLL for (int v = 0; v < block_vectors; ++v) {
-      transpose_words(square[v]);
-      UNROLL for (int i = 0; i < row_lanes; ++i) {
-        store_word(tile, c + v * VECTOR_BYTES + 4 * i, square[v][i]);
-      }
-    }
-  }
-}
-
 INLINE void unpack_int8(const RowPointers& rows, std::int64_t begin, std::int64_t count,
                         std::uint8_t* tile) {
   for (std::int64_t c = 0; c < count; c += VECTOR_BYTES) {
@@ -235,9 +213,6 @@ TARGET __attribute__((noinline)) static void unpack_rows(const Matrix& matrix, s
       return;
     case WeightFormat::b3:
       unpack_planes<B3Planes>(rows, matrix.columns, column, count, tile);
-      return;
-    case WeightFormat::nm_bitmap:
-      unpack_bitmap(matrix, rows, column, count, tile);
       return;
     case WeightFormat::int8:
       unpack_int8(rows, column, count, tile);

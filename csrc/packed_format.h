@@ -8,8 +8,7 @@
 // sum of codes times int8 activations fits 32 bits. Every format is exact. Bytes are the same on every
 // machine: little endian, bit 0 is the least significant one.
 //
-// In i2, b3, nm-bitmap, nm-enum and nm-sign a row takes row_bytes bytes whatever its codes, rows follow each
-// other without a gap, and each can be decoded without the others. Padding is what zero codes encode
+// A row takes row_bytes bytes whatever its codes, rows follow each other without a gap, and each can be decoded without the others. Padding is what zero codes encode
 // to. A matrix has one encoding; a reader refuses anything else. No alignment of the first row is
 // promised: safetensors files give none.
 //
@@ -28,14 +27,6 @@
 //   in a last block of r weights ceil(r / 5). With digits d_p = code + 1 and
 //   V = 81 d_0 + 27 d_1 + 9 d_2 + 3 d_3 + d_4 the byte is ceil(256 V / 243): V / 243 as a fraction, so
 //   that multiplying by 3 moves the next digit into bits 8 and 9. 13 of the 256 values are invalid.
-//
-// nm-bitmap: 1 + n / m bits a weight, for speed with a pattern; m divides 64.
-//   A row is cut into chunks of 64 weights, each a record of ceil(8 n / m) sign bytes followed by an
-//   8-byte bitmap. Bit i of the bitmap is set where weight i is not zero. Bit j of the sign bytes
-//   belongs to the j-th set bit of the bitmap, from bit 0 on, and is set where that weight is
-//   negative; bits left over are zero. 64 n / m bounds the non-zeros, hence no chunk needs to know
-//   where another one's signs end. Signs come first so that they can be loaded as 64 bits (pdep
-//   ignores the excess) without reading past the end of the tensor.
 //
 // nm-enum: the fewest bits whatever the weights, for archives and downloads.
 //   A group has S = sum over k <= n of C(m, k) 2^k states. Its number counts the admissible groups
@@ -57,13 +48,6 @@
 //   of places before it in the order of the binary numbers with those bits. Numbers of C(m, n) and more
 //   are invalid. Groups of a row follow each other bit by bit, and zero bits fill the row's last byte.
 //   3:4 takes 5 bits for four weights, 1.25 a weight; 2:4 the same, 6:8 1.375, dense weights (1:1) 1.
-//
-// nm-zstd: fewer bits than nm-enum where the zeros are uneven, for archives and downloads. The rows
-//   of a matrix are coded together, in as many bytes as it takes:
-//   an unsigned 64-bit length L; L bytes, one zstd frame that states its content size; sign bits.
-//   The frame's content is ceil(in_features / 8) bytes a row in which bit i of byte j is set where
-//   weight 8 j + i is not zero. The sign bits, one for each non-zero in the order of the matrix, are
-//   set where it is negative, and zeros fill their last byte.
 //
 // Scales: value = code times scale. They are a tensor of their own beside the codes, in float32, float16
 // or bfloat16 as the model came with them, and its shape says how many there are:
@@ -97,7 +81,6 @@ constexpr int i2_tail_alignment = 16;
 constexpr int b3_block_weights = 320;
 constexpr int b3_block_bytes = 64;
 
-constexpr int nm_bitmap_chunk_weights = 64;
 
 constexpr int nm_enum_word_bits = 64;
 
@@ -161,32 +144,6 @@ constexpr int b3_code(const std::uint8_t* row, std::int64_t in_features, std::in
   std::uint8_t fraction = row[block * b3_block_bytes + i % plane];
   for (std::int64_t p = 0; p < i / plane; ++p) fraction = std::uint8_t(3 * fraction);
   return (3 * fraction >> 8) - 1;
-}
-
-// nm-bitmap
-
-constexpr bool nm_bitmap_supports(Pattern pattern) {
-  return nm_bitmap_chunk_weights % coded(pattern).m == 0;
-}
-
-constexpr std::int64_t nm_bitmap_sign_bytes(Pattern pattern) {
-  const Pattern p = coded(pattern);
-  return divide_up(nm_bitmap_chunk_weights / p.m * p.n, 8);
-}
-
-constexpr std::int64_t nm_bitmap_row_bytes(Pattern pattern, std::int64_t in_features) {
-  return divide_up(in_features, nm_bitmap_chunk_weights) * (nm_bitmap_sign_bytes(pattern) + 8);
-}
-
-constexpr int nm_bitmap_code(Pattern pattern, const std::uint8_t* row, std::int64_t index) {
-  const std::int64_t sign_bytes = nm_bitmap_sign_bytes(pattern);
-  const std::uint8_t* record = row + index / nm_bitmap_chunk_weights * (sign_bytes + 8);
-  const std::uint8_t* bitmap = record + sign_bytes;
-  const int bit = int(index % nm_bitmap_chunk_weights);
-  if ((bitmap[bit / 8] >> (bit % 8) & 1) == 0) return 0;
-  int rank = 0;
-  for (int i = 0; i < bit; ++i) rank += bitmap[i / 8] >> (i % 8) & 1;
-  return record[rank / 8] >> (rank % 8) & 1 ? -1 : 1;
 }
 
 // nm-enum
@@ -310,7 +267,6 @@ constexpr int nm_sign_code(Pattern pattern, const std::uint8_t* row, std::int64_
 
 static_assert(i2_row_bytes(2048) == 512 && i2_row_bytes(896) == 224 && i2_row_bytes(1) == 16);
 static_assert(b3_row_bytes(2048) == 410 && b3_row_bytes(896) == 180 && b3_row_bytes(1) == 1);
-static_assert(nm_bitmap_row_bytes({6, 8}, 2048) == 448 && nm_bitmap_row_bytes({2, 8}, 896) == 140);
 static_assert(nm_enum_states(8, 6) == 5281 && nm_enum_states(4, 2) == 33 &&
               nm_enum_states(8, 2) == 129 && nm_enum_states(1, 1) == 3);
 static_assert(nm_enum_groups_per_word({6, 8}) == 5 && nm_enum_bits({6, 8}, 5) == 62);

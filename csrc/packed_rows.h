@@ -15,11 +15,9 @@ constexpr std::int64_t digits_size(std::int64_t columns) {
 }
 
 // The decoders fill `digits` [columns] and its padding, and say why a row is damaged or return null. i2 and
-// b3 without digits are only checked; nobody looks at groups. Those of nm-bitmap are LoadingKernels (isa.h), for
-// rows that check_nm_bitmap accepts.
+// b3 without digits are only checked; nobody looks at groups.
 const char* decode_i2(const std::uint8_t* row, std::int64_t columns, std::uint8_t* digits);
 const char* decode_b3(const std::uint8_t* row, std::int64_t columns, std::uint8_t* digits);
-const char* decode_codes(const std::uint8_t* row, std::int64_t columns, std::uint8_t* digits);
 
 void encode_i2(const std::uint8_t* digits, std::int64_t columns, std::uint8_t* row);
 void encode_b3(const std::uint8_t* digits, std::int64_t columns, std::uint8_t* row);
@@ -38,7 +36,6 @@ class GroupLimit {
 };
 
 // Why a row is no encoding of a matrix, or null.
-const char* check_nm_bitmap(const GroupLimit& limit, const std::uint8_t* row, std::int64_t columns);
 const char* check_groups(const GroupLimit& limit, const std::uint8_t* digits,
                          std::int64_t columns);
 

@@ -26,9 +26,8 @@ void encode_strip_row(const std::uint8_t* digits, std::int64_t columns, std::uin
 
 class Repacking {
  public:
-  Repacking(const Kernels& kernels, const StoredMatrix& stored, const Matrix& out)
-      : loading_(kernels.loading),
-        stored_(stored),
+  Repacking(const StoredMatrix& stored, const Matrix& out)
+      : stored_(stored),
         out_(out),
         is_same_(int(stored.format) == int(out.format) && !out.in_strips()),
         is_there_(is_same_ && out.data == stored.bytes.data),
@@ -43,9 +42,6 @@ class Repacking {
   const char* row(std::int64_t index, const std::uint8_t* from, std::uint8_t* digits) const {
     auto* to = const_cast<std::uint8_t*>(out_.data) + index * out_.row_stride;
     if (is_same_ && !is_there_) std::memcpy(to, from, std::size_t(row_bytes_));
-    if (is_same_ && out_.format == WeightFormat::nm_bitmap) {
-      return check_nm_bitmap(limit_, from, stored_.columns);
-    }
     if (is_same_ && limit_.pattern().m == 1) {
       return decode(from, nullptr);
     }
@@ -71,18 +67,11 @@ class Repacking {
       case StoredFormat::nm_enum:
       case StoredFormat::nm_sign:
         return group_decoder_->decode(from, digits);
-      case StoredFormat::nm_bitmap:
-        damage = check_nm_bitmap(limit_, from, columns);
-        loading_.decode_nm_bitmap(stored_.pattern, from, columns, digits);
-        return damage;
       case StoredFormat::i2:
         damage = decode_i2(from, columns, digits);
         break;
       case StoredFormat::b3:
         damage = decode_b3(from, columns, digits);
-        break;
-      case StoredFormat::codes:
-        damage = decode_codes(from, columns, digits);
         break;
     }
     return damage || limit_.pattern().m == 1 ? damage : check_groups(limit_, digits, columns);
@@ -98,12 +87,8 @@ class Repacking {
   void encode(const std::uint8_t* digits, std::uint8_t* to) const {
     if (out_.format == WeightFormat::i2) encode_i2(digits, stored_.columns, to);
     if (out_.format == WeightFormat::b3) encode_b3(digits, stored_.columns, to);
-    if (out_.format == WeightFormat::nm_bitmap) {
-      loading_.encode_nm_bitmap(stored_.pattern, digits, stored_.columns, to);
-    }
   }
 
-  const LoadingKernels& loading_;
   const StoredMatrix stored_;
   const Matrix out_;
   const bool is_same_;   // rows lie as they are stored
@@ -120,12 +105,11 @@ std::int64_t StoredMatrix::bytes_per_row(StoredFormat format, packed::Pattern pa
                                          std::int64_t columns) {
   if (format == StoredFormat::nm_enum) return packed::nm_enum_row_bytes(pattern, columns);
   if (format == StoredFormat::nm_sign) return packed::nm_sign_row_bytes(pattern, columns);
-  if (format == StoredFormat::codes) return columns;
   return Matrix::bytes_per_row(WeightFormat(int(format)), pattern, columns);
 }
 
 Loaded repack(const Kernels& kernels, ThreadPool& pool, const StoredMatrix& stored, const Matrix& out) {
-  const Repacking repacking(kernels, stored, out);
+  const Repacking repacking(stored, out);
   // Encoders read padding, and decoders of whole blocks may leave some of it as it is.
   std::vector<std::vector<std::uint8_t>> digits(
       std::size_t(pool.threads()),

@@ -12,9 +12,9 @@
 
 namespace sparse_bitnet {
 
-// What a file holds: a format of packed_format.h with fixed rows, or plain int8 codes -1, 0 and 1. Those that
+// What a file holds: a format of packed_format.h. Those that
 // are run as they are have the number of their WeightFormat, others that of none of ternary weights.
-enum class StoredFormat : int { i2 = 0, b3 = 1, nm_bitmap = 2, nm_enum = 3, codes = 4, nm_sign = 6 };
+enum class StoredFormat : int { i2 = 0, b3 = 1, nm_enum = 2, nm_sign = 3 };
 
 struct StoredMatrix {
   StoredFormat format;

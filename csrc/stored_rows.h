@@ -47,7 +47,7 @@ Loaded load_rows(const Kernels& kernels, ThreadPool& pool, const ByteSource& byt
       piece.is_readable = bytes.read(begin * row_bytes, size, buffer);
     }
     if (!piece.is_readable) return;
-    piece.crc32 = kernels.loading.crc32(from, size);
+    piece.crc32 = kernels.crc32(from, size);
     for (std::int64_t row = begin; row < end; ++row) {
       const char* damage = work(row, from + (row - begin) * row_bytes, thread);
       if (piece.damage == nullptr) piece.damage = damage;

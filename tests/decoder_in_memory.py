@@ -14,12 +14,11 @@ from sparse_bitnet.nn.convert import convert_, sparse_layers
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.nn.selection import select
 from sparse_bitnet.packing.codec import pack
-from sparse_bitnet.packing.formats import holds_pattern
+from sparse_bitnet.pattern import NMPattern
 
 WEIGHT_FORMATS = {
     "i2": _cpu.WeightFormat.i2,
     "b3": _cpu.WeightFormat.b3,
-    "nm-bitmap": _cpu.WeightFormat.nm_bitmap,
 }
 
 
@@ -166,7 +165,7 @@ class DecoderInMemory:
 
     def matrix(self, linear: Any, **changes: Any) -> _cpu.Matrix:
         pattern = linear.config.pattern
-        format = self.weight_format if holds_pattern(self.weight_format, pattern) else "i2"
+        format = self.weight_format
         with torch.no_grad():
             codes, _, scale = select(linear.weight, linear.config)[:3]
         assert codes is not None
@@ -182,9 +181,9 @@ class DecoderInMemory:
             given |= {"scales": self.address(scales), "group": self.group}
         matrix = _cpu.Matrix(**given | changes)
         if self.group and format == "i2":
-            codes = codes.contiguous()
-            shape = (n, m, rows, columns, rows * columns)
-            stored = _cpu.StoredMatrix(_cpu.StoredFormat.codes, *shape, address=codes.data_ptr())
+            packed = pack(codes.contiguous(), "i2", NMPattern(n, m))
+            shape = (n, m, rows, columns, packed.numel())
+            stored = _cpu.StoredMatrix(_cpu.StoredFormat.i2, *shape, address=packed.data_ptr())
             _cpu.Kernels.choose().repack(_cpu.ThreadPool(1), stored, matrix)
         return matrix
 

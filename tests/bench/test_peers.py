@@ -78,7 +78,7 @@ def test_a_run_with_another_engine(peers: ModuleType, tmp_path: Path) -> None:
     binary = executable(tmp_path / "llama-bench", json.dumps([{"avg_ts": 50.0}]))
     options = (
         "--model tiny --pattern 6:8 --type --rounds 2 --prompt 5 --steps 2 --threads 1 --isa generic "
-        f"--weight-format i2 nm-bitmap --models {tmp_path} --out {tmp_path}/rows.jsonl "
+        f"--weight-format i2 b3 --models {tmp_path} --out {tmp_path}/rows.jsonl "
         f"--llama-bench {binary} --gguf some.gguf --llama-bench-args=-rtr=0 "
         f"--llama-bench {binary} --gguf q2_0 --llama-bench-args=-rtr=1"
     )
@@ -89,7 +89,7 @@ def test_a_run_with_another_engine(peers: ModuleType, tmp_path: Path) -> None:
     peers.run(peers.parse_arguments(options.split()), console, read_bytes=1 << 20)
     text = console.file.getvalue()
     assert "x the fastest peer" in text
-    assert "nm-bitmap" in text
+    assert "b3" in text
     assert "…" not in text, "nothing is cut off"
     for row in ("some -rtr=0", "Q2_0 -rtr=1"):
         assert row in " ".join(text.split()), "a row of its own"

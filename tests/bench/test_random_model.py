@@ -18,8 +18,9 @@ from sparse_bitnet.checkpoint.packed_loading import open_packed, packed_layers
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
-from sparse_bitnet.export.packed_sizes import gaussian_statistics
 from sparse_bitnet.nn.convert import selected
+from sparse_bitnet.nn.layer import SparseBitConfig
+from sparse_bitnet.nn.selection import select
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.presets import PRESETS
 
@@ -48,8 +49,9 @@ def test_loads_through_transformers_and_predicts(
 def test_zeros_are_those_of_trained_weights(tmp_path: Path, tiny_preset: str, pattern: str) -> None:
     write_random_model(tmp_path / "model", tiny_preset, NMPattern.parse(pattern))
     codes = torch.cat([found.flatten() for found in codes_of(tmp_path / "model").values()])
-    expected = gaussian_statistics(512, 1024, NMPattern.parse(pattern))
-    assert float((codes == 0).float().mean()) == pytest.approx(expected.zero_fraction, abs=0.01)
+    gaussian = select(torch.randn(512, 1024), SparseBitConfig.parse(f"ternary-{pattern}")).codes
+    expected = float((gaussian == 0).float().mean())
+    assert float((codes == 0).float().mean()) == pytest.approx(expected, abs=0.01)
     assert abs(float(codes.float().mean())) < 0.01
 
 
@@ -67,12 +69,12 @@ def test_formats_hold_the_same_codes_and_a_seed_gives_the_same_bytes(
     tmp_path: Path, tiny_preset: str
 ) -> None:
     found = {}
-    for name in ("i2", "b3", "nm-bitmap"):
+    for name in ("i2", "b3", "nm-enum"):
         write_random_model(tmp_path / name, tiny_preset, NMPattern(6, 8), packed_format=name)
         found[name] = codes_of(tmp_path / name)
     for layer, codes in found["i2"].items():
         assert torch.equal(codes, found["b3"][layer])
-        assert torch.equal(codes, found["nm-bitmap"][layer])
+        assert torch.equal(codes, found["nm-enum"][layer])
     write_random_model(tmp_path / "again", tiny_preset, NMPattern(6, 8))
     write_random_model(tmp_path / "other", tiny_preset, NMPattern(6, 8), seed=1)
     bytes_of = {

@@ -26,7 +26,7 @@ def read_of(folder: Path, **options) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize(("name", "bits"), [("i2", 2), ("b3", 1.6), ("nm-bitmap", 1.75)])
+@pytest.mark.parametrize(("name", "bits"), [("i2", 2), ("b3", 1.6)])
 def test_weights_cost_what_the_format_takes_in_whole_cache_lines(
     tiny_folder: Path, name: str, bits: float
 ) -> None:

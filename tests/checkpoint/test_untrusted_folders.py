@@ -93,7 +93,7 @@ def plant(request: pytest.FixtureRequest, models: Path, tmp_path: Path):
         "export {model} {out} --format bitnet --verify",
         "import {model} {out}",
         "analyze {model}",
-        "sizes {model}",
+        "pack {model} --dry-run",
     ],
 )
 def test_no_command_runs_a_folders_code(

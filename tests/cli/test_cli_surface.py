@@ -70,15 +70,6 @@ BAD_INPUT = [
     (["bench", "--out", "."], "cannot write .: Is a directory"),
     (["bench", "gpu", "--rounds", "0"], "--rounds 0: must be above 0"),
     (["prepare", "python-stdlib", "out", "--tokenizer", "."], "from one of: (1) "),
-    (["sizes", "--models"], "--models: name at least one"),
-    (["sizes", "--patterns"], "--patterns: name at least one"),
-    (["sizes", "--gaussian", "-1", "8"], "--gaussian: rows and columns must be at least 1"),
-    (["sizes", "--gaussian", "400000", "4000"], "--gaussian: at most 268,435,456 weights"),
-    (["sizes", "nowhere", "--gaussian", "8", "8"], "--gaussian 8 8 is not used here: nowhere is"),
-    (["sizes", "nowhere", "--patterns", "2:4"], "--patterns 2:4 is not used here: nowhere is"),
-    (["sizes", "--gaussian", "8", "8", "--models", "qwen2.5-3b"], "--gaussian is one matrix"),
-    (["sizes", "--json", "no/folder/f.json"], "cannot write no/folder/f.json"),
-    (["sizes", "a\nb\x1b[31m"], r"a\nb\x1b[31m"),
 ]
 BAD_OPTIONS = [
     (["train", "--steps", "0"], "steps=0: must be above 0"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sparse_bitnet.cli import analyze, plan, reproduce, sizes
+from sparse_bitnet.cli import analyze, plan, reproduce
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.presets import PRESETS
 from sparse_bitnet.training.footprint import converted_weights
@@ -21,19 +21,6 @@ from sparse_bitnet_paper.results import Results
 from sparse_bitnet_paper.setting import make_setting
 
 DOWN = ["--dense-layers", "down_proj"]
-
-
-def test_sizes_counts_dense_layers_in_float32(tmp_path):
-    found = []
-    for options in ([], DOWN):
-        arguments = ["--models", "qwen2.5-1m", "--patterns", "6:8", "--json", str(tmp_path / "j")]
-        sizes.main([*arguments, *options])
-        found.append(json.loads((tmp_path / "j").read_text())[0])
-    shape = PRESETS["qwen2.5-1m"]
-    dense = shape.num_hidden_layers * shape.hidden_size * shape.intermediate_size
-    assert found[1]["other_bytes"] - found[0]["other_bytes"] == 4 * dense
-    packed = found[0]["weight_bytes"] - found[1]["weight_bytes"]
-    assert packed == pytest.approx(dense * found[0]["bits_per_weight"] / 8, rel=0.15)
 
 
 def test_plan_moves_what_stays_dense_as_weights(capsys):
@@ -118,7 +105,6 @@ def test_analyze_leaves_out_what_a_pattern_does_not_fit(tmp_path, monkeypatch):
     [
         lambda typo: QuickstartConfig(dense_layers=typo),
         lambda typo: Job(dense_layers=typo),
-        lambda typo: sizes.main(["--dense-layers", typo]),
         lambda typo: reproduce.main(
             ["table2", "--scale", "smoke", "--dry-run", "--dense-layers", typo]
         ),

@@ -124,7 +124,6 @@ def check_core(tmp_path, python, prelude):
         ["evaluate", "packed", "--data", "book.txt"],
         ["pack", "run", "out"],
         ["generate", "packed", "--prompt", "x", "--engine", "transformers"],
-        ["sizes"],
         ["import", str(file), "masters"],
         ["generate", "packed", "--prompt", "x", "--regex", "[12]"],
     ]

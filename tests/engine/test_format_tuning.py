@@ -25,12 +25,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def measurements(monkeypatch: pytest.MonkeyPatch) -> list[NMPattern]:
-    """Patterns that were measured; i2 wins but is close to nm-bitmap."""
+    """Patterns that were measured; i2 wins but is close to b3."""
     measured: list[NMPattern] = []
 
     def measure(pattern: NMPattern, *_: object, exact: bool) -> dict[str, float]:
         measured.append(pattern)
-        return {"i2": 1.0, "b3": 1.5, "nm-bitmap": 1.01}
+        return {"i2": 1.0, "b3": 1.01, "lookup": 1.5}
 
     monkeypatch.setattr(format_tuning, "measure_formats", measure)
     return measured
@@ -38,13 +38,9 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[NMPattern]:
 
 def test_what_is_measured(cache: Path) -> None:
     pool = _cpu.ThreadPool(1)
-    for text, names in (
-        ("6:8", {"i2", "b3", "nm-bitmap"}),
-        ("8:8", {"i2", "b3"}),
-        ("3:5", {"i2", "b3"}),
-    ):
+    for text in ("6:8", "8:8", "3:5"):
         seconds = format_tuning.measure_formats(NMPattern.parse(text), pool, GENERIC)
-        assert seconds.keys() == names
+        assert seconds.keys() == {"i2", "b3"}
         assert all(0 < taken < 1 for taken in seconds.values())
     best = _cpu.Kernels.choose()
     seconds = format_tuning.measure_formats(NMPattern(6, 8), pool, best)
@@ -78,7 +74,7 @@ def test_groups_that_do_not_divide_the_columns(
 def test_measured_once(cache: Path, measurements: list[NMPattern]) -> None:
     pool = _cpu.ThreadPool(1)
     for _ in range(2):
-        assert format_tuning.choose_format(NMPattern(6, 8), pool, GENERIC) == "nm-bitmap"
+        assert format_tuning.choose_format(NMPattern(6, 8), pool, GENERIC) == "b3"
     assert len(measurements) == 1
     (key,) = json.loads(cache.read_text())
     assert "generic | 1 threads | 6:8" in key
@@ -106,7 +102,7 @@ def test_no_file_in_the_place_of_the_cache(
 ) -> None:
     cache.parent.mkdir()
     make(cache)
-    assert format_tuning.choose_format(NMPattern(6, 8), _cpu.ThreadPool(1), GENERIC) == "nm-bitmap"
+    assert format_tuning.choose_format(NMPattern(6, 8), _cpu.ThreadPool(1), GENERIC) == "b3"
     assert len(measurements) == 1
 
 
@@ -115,10 +111,10 @@ def test_a_remembered_format_must_hold_the_pattern(
 ) -> None:
     pool = _cpu.ThreadPool(1)
     format_tuning.choose_format(NMPattern(6, 8), pool, GENERIC)
-    for bad in ("nm-enum", "??"):
+    for bad in ("nm-bitmap", "??"):
         values = dict.fromkeys(json.loads(cache.read_text()), bad)
         cache.write_text(json.dumps(values))
-        assert format_tuning.choose_format(NMPattern(6, 8), pool, GENERIC) == "nm-bitmap"
+        assert format_tuning.choose_format(NMPattern(6, 8), pool, GENERIC) == "b3"
     assert len(measurements) == 3
 
 
@@ -128,7 +124,7 @@ def test_a_folder_that_cannot_be_written_does_not_matter(
     cache.parent.write_text("a file")
     assert (
         format_tuning.choose_format(NMPattern(6, 8), _cpu.ThreadPool(1), _cpu.Kernels.choose())
-        == "nm-bitmap"
+        == "b3"
     )
 
 

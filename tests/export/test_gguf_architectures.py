@@ -69,7 +69,7 @@ def packed(checkpoint: Path, tmp_path: Path):
 
     def make(name: str, **changes: Any) -> Path:
         family, own = MODELS[name]
-        options = {"packed_format": "nm-bitmap", "embeddings": "float32"}
+        options = {"packed_format": "nm-enum", "embeddings": "float32"}
         folder = make_packed(tmp_path / "made", family, **options, **(SIZES | own | changes))
         copy_files(checkpoint, folder, TOKENIZER_FILES)
         return folder

@@ -258,7 +258,7 @@ def test_scales_of_groups_are_packed_and_multiplied(tmp_path: Path) -> None:
 
 def _check_engine(folder: Path, expected: torch.Tensor) -> None:
     """The CPU engine computes what the packed layers do."""
-    for weight_format in ("i2", "b3", "nm-bitmap"):
+    for weight_format in ("i2", "b3"):
         options: dict[str, Any] = {"head": "stored", "kv_cache": "float32", "threads": 1}
         engine = Engine.load(folder, weight_format=weight_format, **options)
         sequence = engine.new_sequence()

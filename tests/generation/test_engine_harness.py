@@ -228,7 +228,7 @@ def test_perplexity_of_the_cpu_engine_is_that_of_pytorch(packed, tmp_path, capsy
     assert cpu["perplexity"] == pytest.approx(reference["perplexity"], rel=1e-3)
     for key in ("tokens", "context_length", "stride", "text_bytes", "checkpoint", "format"):
         assert cpu[key] == reference[key]
-    assert cpu["format"] == "ternary-6:8, packed as nm-bitmap"
+    assert cpu["format"] == "ternary-6:8, packed as b3"
     assert cpu["device"] == "cpu engine"
 
 

@@ -15,6 +15,7 @@
 
 #include "aligned_vector.h"
 #include "attention.h"
+#include "checksum.h"
 #include "isa.h"
 #include "matmul.h"
 #include "matmul_kernels.h"
@@ -37,7 +38,7 @@ using Memory = AlignedVector<std::uint8_t>;
 int failures = 0;
 
 // Not from choose_kernels, which asks the system for the permission to use AMX.
-const Kernels generic = {"generic", nullptr, vector_generic, loading_generic, matmul_generic, roofline_generic};
+const Kernels generic = {"generic", nullptr, vector_generic, crc32_by_table, matmul_generic, roofline_generic};
 
 template <class... Values>
 void expect(bool same, const char* format, Values... values) {
@@ -121,9 +122,6 @@ struct Weights {
       switch (format) {
         case WeightFormat::i2: encode_i2(digits.data(), columns, row); break;
         case WeightFormat::b3: encode_b3(digits.data(), columns, row); break;
-        case WeightFormat::nm_bitmap:
-          loading_generic.encode_nm_bitmap(pattern, digits.data(), columns, row);
-          break;
         case WeightFormat::lookup: {
           const int in_strip = int(r % lookup::shape_of(pattern).rows());
           lookup::encode_row(pattern, digits.data(), columns, in_strip, row - in_strip * stride);
@@ -161,9 +159,7 @@ constexpr packed::Pattern dense = {1, 1};
 constexpr std::pair<WeightFormat, packed::Pattern> layouts[] = {
     {WeightFormat::i2, dense},           {WeightFormat::b3, dense},
     {WeightFormat::int8, dense},         {WeightFormat::int4, dense},
-    {WeightFormat::nm_bitmap, {6, 8}},   {WeightFormat::nm_bitmap, {2, 4}},
-    {WeightFormat::nm_bitmap, {2, 8}},   {WeightFormat::nm_bitmap, {8, 8}},
-    {WeightFormat::nm_bitmap, {5, 16}},  {WeightFormat::lookup, {2, 4}},
+    {WeightFormat::lookup, {2, 4}},
     {WeightFormat::lookup, {6, 8}},      {WeightFormat::lookup, dense},
     {WeightFormat::lookup, {3, 4, true}},
 };
@@ -393,7 +389,7 @@ void test(const Kernels& ours, const VectorKernels& base) {
 
 int main() {
 #if defined(SPARSE_BITNET_AMX)
-  const Kernels amx = {"amx_int8", nullptr, vector_amx_int8, loading_avx512, matmul_amx_int8, roofline_amx_int8};
+  const Kernels amx = {"amx_int8", nullptr, vector_amx_int8, crc32_by_folding, matmul_amx_int8, roofline_amx_int8};
   emulate_amx();
   test(amx, vector_avx512vnni);
   for (const char* name : {"tdpbssd", "tdpbsud"}) expect(amx_products(name) > 0, "no %s was met", name);

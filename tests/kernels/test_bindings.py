@@ -35,7 +35,7 @@ def test_patterns(n: int, m: int) -> None:
     with pytest.raises(ValueError, match="pattern"):
         _cpu.Kernels.choose("").nm_mask(0, _cpu.Dtype.float32, 8, n, m, 0, 1)
     with pytest.raises(ValueError, match="pattern"):
-        _cpu.bytes_per_row(_cpu.WeightFormat.nm_bitmap, n, m, 64)
+        _cpu.bytes_per_row(_cpu.WeightFormat.lookup, n, m, 64)
 
 
 @pytest.mark.parametrize("size", [*HUGE, 0])

@@ -20,7 +20,7 @@ _cpu = pytest.importorskip("sparse_bitnet._cpu", reason="the extension is not bu
 
 FORMATS = {
     name: _cpu.WeightFormat[name.replace("-", "_")]
-    for name in ("i2", "b3", "nm-bitmap", "int8", "int4", "lookup")
+    for name in ("i2", "b3", "int8", "int4", "lookup")
 }
 PATTERNS = [NMPattern(6, 8), NMPattern(2, 4), NMPattern(2, 8), NMPattern(8, 8), NMPattern(5, 16)]
 SHAPES = [(1, 64), (3, 16), (17, 336), (33, 640), (33, 896), (5, 1072), (70, 2576), (19, 1392)]
@@ -105,9 +105,10 @@ class Weights:
             self.exact,
         )
         if self.format == "lookup" or (group and self.format == "i2"):
-            stored = (_cpu.StoredFormat.codes, n, m, rows, columns, rows * columns)
-            codes = _cpu.StoredMatrix(*stored, address=self.codes.ctypes.data)
-            assert _cpu.Kernels.choose().repack(_cpu.ThreadPool(1), codes, matrix)[2] is None
+            packed = codec.pack(self.codes, "i2", NMPattern(n, m))
+            stored = (_cpu.StoredFormat.i2, n, m, rows, columns, packed.size)
+            source = _cpu.StoredMatrix(*stored, address=packed.ctypes.data)
+            assert _cpu.Kernels.choose().repack(_cpu.ThreadPool(1), source, matrix)[2] is None
         return _cpu.Product(matrix, address, y.ctypes.data, y.strides[0] // 4)
 
 
@@ -238,7 +239,7 @@ def assert_same(ours: np.ndarray, theirs: np.ndarray) -> None:
 def test_products_equal_the_reference_bit_for_bit(kernels, format):
     generator = np.random.default_rng(0)
     pools = [_cpu.ThreadPool(threads) for threads in (1, 2, 3)]
-    patterns = PATTERNS if format == "nm-bitmap" else PATTERNS[: 2 if format == "lookup" else 1]
+    patterns = PATTERNS[: 2 if format == "lookup" else 1]
     cases = itertools.product(patterns, SHAPES)
     for index, (pattern, (rows, columns)) in enumerate(cases):
         weights = draw_weights(generator, format, pattern, rows, columns)
@@ -273,7 +274,7 @@ def test_products_of_full_groups_equal_the_reference_bit_for_bit(kernels, text):
 
 
 @pytest.mark.parametrize("group", [0, 32, 64, 128, 256])
-@pytest.mark.parametrize("format", ["i2", "b3", "nm-bitmap"])
+@pytest.mark.parametrize("format", ["i2", "b3"])
 def test_scales_of_rows_and_groups_equal_the_reference_bit_for_bit(kernels, format, group):
     generator = np.random.default_rng(6)
     pool = _cpu.ThreadPool(2)
@@ -303,7 +304,7 @@ def test_a_group_of_products_shares_one_call(kernels, tokens):
     columns = 320
     group = [
         draw_weights(generator, format, NMPattern(6, 8), rows, columns)
-        for format, rows in [("i2", 67), ("nm-bitmap", 1), ("int8", 130), ("b3", 16)]
+        for format, rows in [("i2", 67), ("int8", 130), ("b3", 16)]
     ]
     biases = [draw_x(generator, 1, weights.codes.shape[0])[0] for weights in group]
     biases[2] = None
@@ -356,7 +357,7 @@ def test_largest_sums_do_not_overflow(kernels):
     x = np.full((3, columns), 1.0, np.float32)
     x[1] = -1
     pool = _cpu.ThreadPool(1)
-    for format, value in [("i2", 1), ("i2", -1), ("nm-bitmap", -1), ("int8", -128), ("int4", -8)]:
+    for format, value in [("i2", 1), ("i2", -1), ("int8", -128), ("int4", -8)]:
         codes = np.full((18, columns), value, np.int8)
         count = {"int8": 18, "int4": 18 * columns // 64}.get(format, 1)
         weights = Weights(
@@ -371,7 +372,7 @@ def test_largest_sums_do_not_overflow(kernels):
         assert_same(y, expected(weights, many, None))
 
 
-@pytest.mark.parametrize("format", ["i2", "b3", "nm-bitmap"])
+@pytest.mark.parametrize("format", ["i2", "b3"])
 def test_rows_longer_than_any_partial_sum(kernels, format):
     generator = np.random.default_rng(5)
     columns = 330_000

@@ -14,16 +14,15 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.ops.nm_mask import nm_mask_reference
 from sparse_bitnet.ops.quantize_int8 import quantize_int8_reference
 from sparse_bitnet.packing.codec import pack, unpack
-from sparse_bitnet.packing.formats import holds_pattern, row_bytes
+from sparse_bitnet.packing.formats import row_bytes
 from sparse_bitnet.pattern import NMPattern
 
 _cpu = pytest.importorskip("sparse_bitnet._cpu")
 
 STORED = {
-    name: _cpu.StoredFormat[name.replace("-", "_")]
-    for name in ("i2", "b3", "nm-bitmap", "nm-enum", "nm-sign", "codes")
+    name: _cpu.StoredFormat[name.replace("-", "_")] for name in ("i2", "b3", "nm-enum", "nm-sign")
 }
-RUN_TIME = {name: _cpu.WeightFormat[name.replace("-", "_")] for name in ("i2", "b3", "nm-bitmap")}
+RUN_TIME = {name: _cpu.WeightFormat[name.replace("-", "_")] for name in ("i2", "b3")}
 PATTERNS = [
     "1:1",
     "8:8",
@@ -94,21 +93,15 @@ def test_every_format_to_every_format(pool, text: str) -> None:
     for rows, wanted in SHAPES:
         columns = columns_near(pattern, wanted)
         for stored in STORED:
-            if stored != "codes" and not holds_pattern(stored, pattern):
-                continue
             codes = make_codes(pattern, rows, columns // pattern.m, exact=stored == "nm-sign")
-            data = codes if stored == "codes" else pack(codes, stored, pattern)
+            data = pack(codes, stored, pattern)
             raw = data.numpy().view(np.uint8)
             for target in RUN_TIME:
-                if not holds_pattern(target, pattern):
-                    continue
                 expected = pack(codes, target, pattern).numpy()
-                for isa in ISAS if "nm-bitmap" in (stored, target) else ISAS[:1]:
-                    found = repack(pool, raw, stored, pattern, rows, columns, target, isa)
-                    got, crc32, damage = found
-                    assert damage is None, (stored, target, rows, columns, isa)
-                    assert crc32 == zlib.crc32(raw.tobytes())
-                    assert np.array_equal(got, expected), (stored, target, isa)
+                got, crc32, damage = repack(pool, raw, stored, pattern, rows, columns, target)
+                assert damage is None, (stored, target, rows, columns)
+                assert crc32 == zlib.crc32(raw.tobytes())
+                assert np.array_equal(got, expected), (stored, target)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 35])
@@ -124,8 +117,8 @@ def test_i2_with_group_scales_lies_in_strips(pool, rows: int) -> None:
     out = np.zeros(strips * 16 * stride + 256, np.uint8)
     base = -out.ctypes.data % 64
     shape, scales = (6, 8, rows, columns), np.ones((strips, 13, 16), np.float32)
-    data = pack(codes, "nm-bitmap", NMPattern(6, 8)).numpy()
-    stored = _cpu.StoredMatrix(STORED["nm-bitmap"], *shape, data.size, address=data.ctypes.data)
+    data = pack(codes, "b3", NMPattern(6, 8)).numpy()
+    stored = _cpu.StoredMatrix(STORED["b3"], *shape, data.size, address=data.ctypes.data)
     to = _cpu.Matrix(
         RUN_TIME["i2"], *shape, stride, out.ctypes.data + base, 1.0, scales.ctypes.data, 32
     )
@@ -140,11 +133,9 @@ def test_i2_with_group_scales_lies_in_strips(pool, rows: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["1:1", "6:8", "2:4", "3:5", "7:16", "5:32"])
-@pytest.mark.parametrize("stored", ["i2", "b3", "nm-bitmap", "nm-enum", "nm-sign"])
+@pytest.mark.parametrize("stored", ["i2", "b3", "nm-enum", "nm-sign"])
 def test_damaged_bytes_are_refused_exactly_when_the_codec_refuses(text: str, stored: str) -> None:
     pattern = NMPattern.parse(text)
-    if not holds_pattern(stored, pattern):
-        pytest.skip("not held")
     pool = _cpu.ThreadPool(2)
     rows, columns = 2, columns_near(pattern, 100)
     codes = make_codes(pattern, rows, columns // pattern.m, exact=stored == "nm-sign")
@@ -172,17 +163,6 @@ def test_damaged_bytes_are_refused_exactly_when_the_codec_refuses(text: str, sto
     assert refusals or stored == "nm-enum" or (stored, text) == ("nm-sign", "1:1")
 
 
-def test_codes_and_groups_are_checked() -> None:
-    pool, pattern = _cpu.ThreadPool(1), NMPattern(2, 4)
-    codes = make_codes(pattern, 2, 30).numpy()
-    codes[1, 4:8] = 1
-    _, _, damage = repack(pool, codes.view(np.uint8), "codes", pattern, 2, 120, "i2")
-    assert damage == "a group has more non-zeros than the pattern allows"
-    codes[1, 4] = 2
-    _, _, damage = repack(pool, codes.view(np.uint8), "codes", pattern, 2, 120, "nm-bitmap")
-    assert damage == "there are codes other than -1, 0 and 1"
-
-
 def test_lookup_of_full_groups_refuses_others() -> None:
     pattern = NMPattern(3, 4)
     codes = make_codes(pattern, 8, 64, exact=True).numpy()
@@ -193,9 +173,8 @@ def test_lookup_of_full_groups_refuses_others() -> None:
     matrix = _cpu.Matrix(*to, exact=True)
     for zeros, damage in ((0, None), (1, "a group has fewer non-zeros than the pattern says")):
         codes[5, np.flatnonzero(codes[5])[:zeros]] = 0
-        stored = _cpu.StoredMatrix(
-            STORED["codes"], 3, 4, 8, 256, codes.size, address=codes.ctypes.data
-        )
+        data = pack(codes, "i2", pattern)
+        stored = _cpu.StoredMatrix(STORED["i2"], 3, 4, 8, 256, data.size, address=data.ctypes.data)
         assert _cpu.Kernels.choose().repack(_cpu.ThreadPool(1), stored, matrix)[2] == damage
     with pytest.raises(ValueError, match="exact counts of non-zeros are for lookup"):
         _cpu.Matrix(_cpu.WeightFormat.i2, 3, 4, 8, 256, 64, address, exact=True)
@@ -206,13 +185,13 @@ def test_large_matrices_in_many_pieces() -> None:
     codes = make_codes(pattern, 1500, 100)
     raw = pack(codes, "nm-enum", pattern).numpy()
     results = [
-        repack(_cpu.ThreadPool(threads), raw, "nm-enum", pattern, 1500, 800, "nm-bitmap")
+        repack(_cpu.ThreadPool(threads), raw, "nm-enum", pattern, 1500, 800, "b3")
         for threads in (1, 2, 4)
     ]
     for got, crc32, damage in results:
         assert damage is None
         assert crc32 == zlib.crc32(raw.tobytes())
-        assert np.array_equal(got, pack(codes, "nm-bitmap", pattern).numpy())
+        assert np.array_equal(got, pack(codes, "b3", pattern).numpy())
 
 
 @pytest.mark.parametrize("text", ["2:4", "6:8"])
@@ -221,11 +200,11 @@ def test_rows_that_share_bytes_do_not_depend_on_threads(text: str) -> None:
     codes = make_codes(pattern, 1509, 1000 // pattern.m).numpy()
     shape = (pattern.n, pattern.m, *codes.shape)
     stride = _cpu.bytes_per_row(_cpu.WeightFormat.lookup, *shape[:2], codes.shape[1])
-    results = []
+    data, results = pack(codes, "i2", pattern), []
     for threads in (1, 2, 4):
         out = np.full(1520 * stride + 128, POISON, np.uint8)
         base = -out.ctypes.data % 64
-        stored = _cpu.StoredMatrix(STORED["codes"], *shape, codes.size, address=codes.ctypes.data)
+        stored = _cpu.StoredMatrix(STORED["i2"], *shape, data.size, address=data.ctypes.data)
         matrix = _cpu.Matrix(_cpu.WeightFormat.lookup, *shape, stride, out.ctypes.data + base)
         pool = _cpu.ThreadPool(threads)
         assert _cpu.Kernels.choose().repack(pool, stored, matrix)[2] is None

@@ -17,11 +17,10 @@ int main(int count, char** arguments) {
   const Pattern pattern{std::atoi(arguments[3]), std::atoi(arguments[4])};
   const std::int64_t in_features = std::atoll(arguments[5]);
   const bool is_i2 = std::strcmp(format, "i2") == 0, is_b3 = std::strcmp(format, "b3") == 0;
-  const bool is_bitmap = std::strcmp(format, "nm-bitmap") == 0, is_sign = std::strcmp(format, "nm-sign") == 0;
-  if (!is_valid(pattern) || (is_bitmap && !nm_bitmap_supports(pattern))) return 3;
+  const bool is_sign = std::strcmp(format, "nm-sign") == 0;
+  if (!is_valid(pattern)) return 3;
   const std::int64_t row_bytes = is_i2       ? i2_row_bytes(in_features)
                                  : is_b3     ? b3_row_bytes(in_features)
-                                 : is_bitmap ? nm_bitmap_row_bytes(pattern, in_features)
                                  : is_sign   ? nm_sign_row_bytes(pattern, in_features)
                                              : nm_enum_row_bytes(pattern, in_features);
   if (std::strcmp(arguments[1], "size") == 0) {
@@ -34,7 +33,6 @@ int main(int count, char** arguments) {
     for (std::int64_t i = 0; i < in_features; ++i) {
       const int code = is_i2       ? i2_code(row.data(), in_features, i)
                        : is_b3     ? b3_code(row.data(), in_features, i)
-                       : is_bitmap ? nm_bitmap_code(pattern, row.data(), i)
                        : is_sign   ? nm_sign_code(pattern, row.data(), i)
                                    : nm_enum_code(pattern, row.data(), in_features, i);
       std::putchar(code & 0xff);

@@ -15,10 +15,8 @@ from sparse_bitnet.ops.nm_mask import nm_mask
 from sparse_bitnet.packing import formats
 from sparse_bitnet.packing.codec import pack
 from sparse_bitnet.packing.formats import (
-    FORMATS,
     auto_format,
     check_layout,
-    has_fixed_rows,
     needs_exact,
     nm_enum_states,
     row_bytes,
@@ -35,12 +33,6 @@ CASES = [
     ("b3", "8:8", 1),
     ("b3", "8:8", 333),
     ("b3", "6:8", 2048),
-    ("nm-bitmap", "8:8", 65),
-    ("nm-bitmap", "6:8", 896),
-    ("nm-bitmap", "2:4", 68),
-    ("nm-bitmap", "2:8", 2048),
-    ("nm-bitmap", "5:16", 80),
-    ("nm-bitmap", "31:32", 96),
     ("nm-enum", "8:8", 60),
     ("nm-enum", "6:8", 2048),
     ("nm-enum", "2:4", 196),
@@ -121,37 +113,20 @@ def test_fixed_sizes() -> None:
     pattern = NMPattern(6, 8)
     assert row_bytes("i2", pattern, 2048) * 8 == 2048 * 2
     assert row_bytes("b3", pattern, 8960) * 8 == 8960 * 1.6
-    assert row_bytes("nm-bitmap", pattern, 2048) * 8 == 2048 * 1.75
     assert row_bytes("nm-sign", NMPattern(3, 4), 2048) * 8 == 2048 * 1.25
-    with pytest.raises(UserError, match="depends on the weights"):
+    with pytest.raises(UserError, match="packed format 'nm-zstd' is unknown"):
         row_bytes("nm-zstd", pattern, 2048)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "expected"),
-    [
-        ("8:8", "i2"),
-        ("7:8", "nm-bitmap"),
-        ("6:8", "nm-bitmap"),
-        ("2:4", "nm-bitmap"),
-        ("2:8", "nm-bitmap"),
-        ("3:5", "i2"),
-        ("31:32", "i2"),
-    ],
-)
-def test_auto_takes_the_smallest_of_the_quick_ones(pattern: str, expected: str) -> None:
-    assert auto_format(NMPattern.parse(pattern)) == expected
+@pytest.mark.parametrize("pattern", ["8:8", "6:8", "2:4", "3:5"])
+def test_auto_takes_the_smallest_that_loads_quickly(
+    pattern: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert auto_format(NMPattern.parse(pattern)) == "b3"
+    assert auto_format(NMPattern.parse(pattern), exact=True) == "b3"
+    monkeypatch.setattr(formats, "MOST_LOAD_TIME", 100)
+    assert auto_format(NMPattern.parse(pattern)) == "nm-enum"
     assert auto_format(NMPattern.parse(pattern), exact=True) == "nm-sign"
-
-
-def test_auto_weighs_speed_against_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    quick = {
-        name: formats.PackedFormat(name=name, summary="", decode_speed=1.0)
-        for name in FORMATS
-        if has_fixed_rows(name)
-    }
-    monkeypatch.setattr(formats, "FORMATS", quick)
-    assert auto_format(NMPattern(6, 8)) == "nm-enum"
 
 
 def test_rows_that_are_too_long_or_too_short_are_refused() -> None:

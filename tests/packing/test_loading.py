@@ -81,7 +81,7 @@ def test_the_model_holds_packed_layers(packed: Path) -> None:
     assert len(layers) == 14
     layer = layers["model.layers.1.mlp.down_proj"]
     assert (layer.weight_packed.dtype, layer.weight_scale.dtype) == (torch.uint8, torch.float32)
-    assert "packed_format=nm-bitmap" in repr(layer)
+    assert "packed_format=b3" in repr(layer)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     with selected(model), torch.no_grad():
         assert torch.equal(model(IDS).logits, logits(packed))
@@ -203,7 +203,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 
 LAYER = "model.layers.0.self_attn.k_proj"
-OVERFULL = torch.full((32, 14), 0xFF, dtype=torch.uint8)
+OVERFULL = pack(torch.ones(32, 64, dtype=torch.int8), "b3", NMPattern(1, 1))
 
 
 def flip_bit(folder: Path) -> None:
@@ -224,10 +224,10 @@ REFUSALS: dict[str, tuple[Callable[[Path], None], str]] = {
     "version in the file": (lambda f: rewrite(f, {}, {"version": 7}), "version 7 is not readable"),
     "version in the config": (lambda f: edit_config(f, version=7), "version 7 is not readable"),
     "another pattern": (lambda f: edit_config(f, pattern="2:4"), "its pattern is '6:8'.*'2:4'"),
-    "another format": (lambda f: edit_config(f, packed_format="b3"), "its packed_format is"),
+    "another format": (lambda f: edit_config(f, packed_format="i2"), "its packed_format is"),
     "pattern violation": (
         lambda f: rewrite(f, {f"{LAYER}.weight_packed": OVERFULL}, {}),
-        f"tensor {LAYER}.weight_packed is damaged or not nm-bitmap: a group has more non-zeros",
+        f"tensor {LAYER}.weight_packed is damaged or not b3: a group has more non-zeros",
     ),
     "scale not a number": (
         lambda f: rewrite(f, {f"{LAYER}.weight_scale": torch.tensor([float("nan")])}, {}),
@@ -246,8 +246,8 @@ REFUSALS: dict[str, tuple[Callable[[Path], None], str]] = {
         "tensor extra is not part of Qwen2ForCausalLM",
     ),
     "other size": (
-        lambda f: rewrite(f, {f"{LAYER}.weight_packed": OVERFULL[:, :13]}, {}),
-        rf"tensor {LAYER}.weight_packed is torch.uint8 \[32, 13\], the model needs",
+        lambda f: rewrite(f, {f"{LAYER}.weight_packed": OVERFULL[:, :12]}, {}),
+        rf"tensor {LAYER}.weight_packed is torch.uint8 \[32, 12\], the model needs",
     ),
     "other type": (
         lambda f: rewrite(f, {f"{LAYER}.weight_packed": OVERFULL.view(torch.int8)}, {}),

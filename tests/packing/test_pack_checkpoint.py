@@ -23,7 +23,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.export import pack_checkpoint as checkpoint_module
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
-from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
+from sparse_bitnet.export.pack_checkpoint import pack_checkpoint, packed_sizes
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.nn.selection import select
 from sparse_bitnet.ops.quantize_int8 import quantize_int8
@@ -39,9 +39,7 @@ def test_the_folder_holds_every_tensor(trained: Trained, tmp_path: Path, format:
     config = SparseBitConfig(quantizer="binary") if needs_exact(format) else SparseBitConfig()
     source = trained(format=str(config))
     masters = load_file(source / "model.safetensors")
-    # What a binary quantiser keeps is never zero, and auto knows.
-    chosen = "auto" if needs_exact(format) else format
-    result = pack_checkpoint(source, tmp_path / "out", format=chosen, embeddings="float32")
+    result = pack_checkpoint(source, tmp_path / "out", format=format, embeddings="float32")
     assert result.metadata.packed_format == format
     packed = load_file(tmp_path / "out" / "model.safetensors")
     layers = result.metadata.layers
@@ -80,6 +78,21 @@ def test_tensors_that_are_no_weights_are_named(
     assert os.listdir(tmp_path) == ["source"]
 
 
+@pytest.mark.parametrize("quantizer", ["absmean", "binary"])
+def test_sizes_are_those_of_the_packed_folders(
+    trained: Trained, tmp_path: Path, quantizer: str
+) -> None:
+    source = trained(format=str(SparseBitConfig(quantizer=quantizer)))
+    sizes = packed_sizes(source, embeddings="int8")
+    names = [size.metadata.packed_format for size in sizes]
+    assert names == ["b3", "i2", "nm-enum", *(["nm-sign"] if quantizer == "binary" else [])]
+    for size, name in zip(sizes, names, strict=True):
+        out = tmp_path / name
+        result = pack_checkpoint(source, out, format=name, embeddings="int8")
+        assert size.weight_bytes == result.weight_bytes
+        assert size.total_bytes < result.file_bytes < size.total_bytes + 20_000
+
+
 def test_the_folder_is_complete(trained: Trained, tmp_path: Path) -> None:
     (source := tmp_path / "source").mkdir()
     shutil.copytree(trained(), source, dirs_exist_ok=True)
@@ -95,7 +108,7 @@ def test_the_folder_is_complete(trained: Trained, tmp_path: Path) -> None:
     assert before(text).input_ids == after(text).input_ids
     entry = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert entry["quant_method"] == "sparse_bitnet_packed"
-    assert (entry["version"], entry["packed_format"], entry["pattern"]) == (1, "nm-bitmap", "6:8")
+    assert (entry["version"], entry["packed_format"], entry["pattern"]) == (1, "b3", "6:8")
     _, metadata = open_packed(tmp_path / "out" / "model.safetensors")
     assert metadata.format == SparseBitConfig()
 
@@ -252,9 +265,6 @@ def test_what_cannot_be_packed(trained: Trained, tmp_path: Path) -> None:
         pack_checkpoint(trained(), tmp_path / "out", format="q4")
     with pytest.raises(UserError, match="embeddings 'int4': choose one of"):
         pack_checkpoint(trained(), tmp_path / "out", embeddings="int4")
-    source = trained(hidden_size=60, intermediate_size=90, format="ternary-2:3")
-    with pytest.raises(UserError, match=r"layer model.layers.0.self_attn.q_proj: nm-bitmap needs"):
-        pack_checkpoint(source, tmp_path / "out", format="nm-bitmap")
     pack_checkpoint(trained(), tmp_path / "packed")
     with pytest.raises(UserError, match="it is packed already"):
         pack_checkpoint(tmp_path / "packed", tmp_path / "out")

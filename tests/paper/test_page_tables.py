@@ -51,7 +51,7 @@ def test_a_model_above_chance_is_named(tmp_path, make_rows):
 
 
 def test_table_3_shows_patterns_over_dense_and_no_gpu(tmp_path):
-    speeds = {("8:8", "i2"): 100.0, ("6:8", "i2"): 90.0, ("6:8", "nm-bitmap"): 110.0}
+    speeds = {("8:8", "i2"): 100.0, ("6:8", "i2"): 90.0, ("6:8", "lookup"): 110.0}
     rows = [
         {
             **ROW,

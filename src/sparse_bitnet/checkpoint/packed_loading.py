@@ -70,7 +70,6 @@ def prepare_model_(model: "PreTrainedModel", file: TensorFile, metadata: PackedM
             linear.bias,
             config=metadata.format,
             packed_format=metadata.packed_format,
-            packed_bytes=entry.end - entry.begin if entry else 0,
             scale_shape=scale_shape,
             norm=norm,
             name=name,

@@ -21,7 +21,6 @@ COMMANDS = {
     "pack": "write a trained model as a small, exact file",
     "export": "write a model in a format other tools read",
     "import": "read a ternary checkpoint of another tool",
-    "sizes": "bits a weight and megabytes of packed models",
     "bench": "speed of the CPU engine, beside the machine's limits",
     "reproduce": "the paper's experiments at a chosen scale",
     "report": "tables, figures and claims from their results",
@@ -40,7 +39,7 @@ OF_TRAIN = (
 
 ONLY_WITH_TRAIN = (
     *("quickstart", "prepare", "train", "pack", "export"),
-    *("sizes", "reproduce", "report", "analyze"),
+    *("reproduce", "report", "analyze"),
 )
 """Commands that always need it; others where their checkpoint or their options do."""
 

@@ -5,24 +5,25 @@ import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from sparse_bitnet.cli.arguments import FLAT, CheckpointArgument, OutArgument, command
-from sparse_bitnet.errors import UserError
+import tyro
+
+from sparse_bitnet.cli.arguments import FLAT, CheckpointArgument, command
+from sparse_bitnet.errors import UserError, refuse_unused
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from sparse_bitnet.export.pack_check import PackCheck
-    from sparse_bitnet.export.pack_checkpoint import PackResult
+    from sparse_bitnet.export.pack_checkpoint import PackedSize, PackResult
 
 
 @dataclass(kw_only=True)
 class PackConfig:
     """How to store weights and embeddings."""
 
-    format: Literal["auto", "i2", "b3", "nm-bitmap", "nm-enum", "nm-sign", "nm-zstd"] = "auto"
-    """Of the ternary weights. auto: the smallest of those that decode within 10 % of the fastest.
-    nm-enum and nm-zstd are the smallest, and are decoded on loading; nm-sign is the smallest of all for
-    quantizer=binary."""
+    format: Literal["auto", "i2", "b3", "nm-enum", "nm-sign"] = "auto"
+    """Packed format of the ternary weights. auto: the smallest that loads within 1.5 times of i2.
+    nm-sign is for quantizer=binary."""
 
     embeddings: Literal["auto", "bf16", "int8", "float32", "ternary"] = "auto"
     """Of embedding and output head. int8: one scale a row. float32: as trained. auto: ternary where
@@ -31,10 +32,15 @@ class PackConfig:
     check: bool = True
     """Load trained and packed model, one after the other, and compare their logits."""
 
+    dry_run: bool = False
+    """Print the size in every format and write nothing."""
+
 
 @command("pack")
 def main(
-    checkpoint: CheckpointArgument, out: OutArgument, config: Annotated[PackConfig, FLAT]
+    checkpoint: CheckpointArgument,
+    out: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")] = None,
+    config: Annotated[PackConfig, FLAT] = PackConfig(),  # noqa: B008
 ) -> None:
     """Write a trained ternary model as a small, complete folder.
 
@@ -46,10 +52,16 @@ def main(
     from rich.console import Console
 
     from sparse_bitnet.export.pack_check import check_packed
-    from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
+    from sparse_bitnet.export.pack_checkpoint import pack_checkpoint, packed_sizes
     from sparse_bitnet.progress import Progress
 
     console = Console(markup=False)
+    if config.dry_run:
+        refuse_unused(config, ("format", "check"), "--dry-run prints every format")
+        _print_sizes(console, packed_sizes(checkpoint, embeddings=config.embeddings))
+        return
+    if out is None:
+        raise UserError("pack: name OUT, the folder to write, or add --dry-run")
     with Progress(console) as progress:
         packed = pack_checkpoint(
             checkpoint,
@@ -86,6 +98,20 @@ def _print_result(console: "Console", packed: "PackResult") -> None:
     table.add_row("model.safetensors", f"{packed.file_bytes:,}", style="bold")
     console.print(table)
     print(f"{packed.folder} written in {packed.seconds:.1f} s")
+
+
+def _print_sizes(console: "Console", sizes: list["PackedSize"]) -> None:
+    from rich.table import Table
+
+    first = sizes[0].metadata
+    table = Table(title=f"{first.format}, embeddings {first.embeddings}")
+    for column in ("format", "bits a weight", "MB of weights", "MB of the file"):
+        table.add_column(column, justify="left" if column == "format" else "right")
+    for size in sizes:
+        name = size.metadata.packed_format + (" (auto)" if size is sizes[0] else "")
+        megabytes = (f"{count / 1e6:,.1f}" for count in (size.weight_bytes, size.total_bytes))
+        table.add_row(name, f"{size.bits_per_weight:.4f}", *megabytes)
+    console.print(table)
 
 
 def _print_check(found: "PackCheck", out: str) -> None:

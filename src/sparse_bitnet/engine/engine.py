@@ -36,7 +36,7 @@ class Engine(InferenceEngine):
         folder: of the model.
         architecture: its sizes.
         threads: that compute; fewer than asked for where the system starts no more.
-        weight_format: "i2", "b3", "nm-bitmap" or "lookup": the weights in memory.
+        weight_format: "i2", "b3" or "lookup": the weights in memory.
         head_format: "int8", "int4", "bfloat16", "float32" or "i2": the output head in memory.
         kv_cache: "int8", "int4", "float16" or "float32": keys and values in memory.
         weight_bytes, head_bytes: what a token reads of them.

@@ -12,7 +12,6 @@ from sparse_bitnet.errors import EngineLacks, UserError
 from sparse_bitnet.packing.formats import (
     SCALE_GROUPS,
     check_layout,
-    has_fixed_rows,
     needs_exact,
     row_bytes,
     scale_group,
@@ -140,11 +139,8 @@ def _wanted(model: EngineModel) -> dict[str, tuple[tuple[str, ...], tuple[int, .
             name = f"{block}.{linear}"
             expected[name] = shape
             check_layout(metadata.packed_format, metadata.pattern, shape[1], name)
-            packed_shape = None
-            if has_fixed_rows(metadata.packed_format):
-                columns = row_bytes(metadata.packed_format, metadata.pattern, shape[1])
-                packed_shape = (shape[0], columns)
-            wanted[f"{name}.weight_packed"] = (("U8",), packed_shape)
+            columns = row_bytes(metadata.packed_format, metadata.pattern, shape[1])
+            wanted[f"{name}.weight_packed"] = (("U8",), (shape[0], columns))
             scales = model.file.entries.get(f"{name}.weight_scale")
             if scales and scales.shape != (1,) and scale_group(scales.shape, *shape) is not None:
                 wanted[f"{name}.weight_scale"] = (floats, scales.shape)

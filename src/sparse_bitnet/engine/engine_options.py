@@ -11,7 +11,7 @@ from sparse_bitnet.errors import UserError, check_least, refuse_unused
 from sparse_bitnet.host import MOST_THREADS
 
 EngineName = Literal["auto", "cpu", "transformers"]
-WeightFormat = Literal["auto", "stored", "i2", "b3", "nm-bitmap", "lookup"]
+WeightFormat = Literal["auto", "stored", "i2", "b3", "lookup"]
 
 
 @dataclass(kw_only=True)

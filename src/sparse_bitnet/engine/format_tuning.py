@@ -17,7 +17,7 @@ from sparse_bitnet.engine.weight_forms import FORMATS, row_bytes, row_stride
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import write_atomic
 from sparse_bitnet.host import cache_folder, cpu_info
-from sparse_bitnet.packing.formats import coded_pattern, holds_pattern
+from sparse_bitnet.packing.formats import coded_pattern
 from sparse_bitnet.pattern import NMPattern
 
 _BYTES = 64 << 20
@@ -46,7 +46,7 @@ def choose_format(
     path = cache_folder() / "formats.json"
     known = _tuned(path)
     choice = known.get(key)
-    if choice in FORMATS and holds_pattern(choice, pattern):
+    if choice in FORMATS:
         return choice
     seconds = measure_formats(pattern, pool, kernels, exact=exact)
     choice = _fastest(seconds, pattern, exact)
@@ -109,13 +109,10 @@ def measure_formats(
 
 
 def _candidates(pattern: NMPattern, isa: str) -> list[str]:
-    """Formats worth measuring: a bitmap of dense weights takes as many bytes as i2 and more work, and
-    lookup is for instruction sets that look 64 bytes up at once, and whole groups in the columns."""
-    has_groups = COLUMNS % coded_pattern(pattern).m == 0
-    hopeless = {"nm-bitmap": pattern.is_dense, "lookup": isa not in _LOOK_UP or not has_groups}
-    return [
-        name for name in FORMATS if holds_pattern(name, pattern) and not hopeless.get(name, False)
-    ]
+    """Formats worth measuring: lookup is for instruction sets that look 64 bytes up at once, and for
+    whole groups in the columns."""
+    looks_up = isa in _LOOK_UP and COLUMNS % coded_pattern(pattern).m == 0
+    return [name for name in FORMATS if looks_up or name != "lookup"]
 
 
 def _fastest(seconds: dict[str, float], pattern: NMPattern, exact: bool) -> str:
@@ -127,7 +124,7 @@ def _fastest(seconds: dict[str, float], pattern: NMPattern, exact: bool) -> str:
 def _fill(memory: _cpu.HugeBuffer) -> None:
     """Random bytes: what they stand for matters to no kernel's speed, that they are not one page does.
 
-    Each format finds weights it would not write (fields of 3, bitmaps off the pattern); kernels check
+    Each format finds weights it would not write (fields of 3); kernels check
     nothing and stay within their rows.
     """
     import ctypes

@@ -10,7 +10,7 @@ from sparse_bitnet.engine.architecture import BLOCK_LINEARS
 from sparse_bitnet.engine.engine_model import EngineModel
 from sparse_bitnet.engine.weight_forms import FORMATS, row_stride
 from sparse_bitnet.engine.weight_memory import WeightMemory, in_strips
-from sparse_bitnet.packing.formats import coded_pattern, has_fixed_rows
+from sparse_bitnet.packing.formats import coded_pattern
 from sparse_bitnet.packing.tensor_file import DTYPES
 from sparse_bitnet.pattern import NMPattern
 
@@ -123,21 +123,10 @@ class MatrixLoader:
         in_place: int | None = None,
     ) -> None:
         """Write the rows of a packed tensor to the address of its matrix, if they are not `in_place`."""
-        codes = None if has_fixed_rows(packed_format) else self._decoded(name, shape)
-        if codes is None:
-            form, where = packed_format.replace("-", "_"), self._memory.source(name, in_place)
-        else:
-            form, where = "codes", {"bytes": codes.nbytes, "address": codes.ctypes.data}
-        coded = coded_pattern(pattern)
-        source = _cpu.StoredMatrix(_cpu.StoredFormat[form], coded.n, coded.m, *shape, **where)
+        coded, form = coded_pattern(pattern), packed_format.replace("-", "_")
+        source = _cpu.StoredMatrix(
+            _cpu.StoredFormat[form], coded.n, coded.m, *shape, **self._memory.source(name, in_place)
+        )
         crc32, is_readable, damage = self._kernels.repack(self._pool, source, matrix)
-        found = damage and f"is damaged or not {packed_format}: {damage}"
-        self._memory.check(name, crc32 if codes is None else None, is_readable, found)
-
-    def _decoded(self, name: str, shape: tuple[int, int]) -> np.ndarray:
-        """int8 codes [rows, columns] of a tensor that is compressed as a whole."""
-        from sparse_bitnet.packing.codec import unpack
-
-        file, metadata = self._model.file, self._model.metadata
-        file.verify_tensor(name)
-        return unpack(file.bytes(name), metadata.packed_format, metadata.pattern, shape, name=name)
+        why = damage and f"is damaged or not {packed_format}: {damage}"
+        self._memory.check(name, crc32, is_readable, why)

@@ -4,13 +4,12 @@
 from sparse_bitnet import _cpu
 from sparse_bitnet.engine.engine_model import EngineModel
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.packing.formats import coded_pattern, holds_pattern
+from sparse_bitnet.packing.formats import coded_pattern
 from sparse_bitnet.pattern import NMPattern
 
 FORMATS = {
     "i2": _cpu.WeightFormat.i2,
     "b3": _cpu.WeightFormat.b3,
-    "nm-bitmap": _cpu.WeightFormat.nm_bitmap,
     "lookup": _cpu.WeightFormat.lookup,
 }
 """Run-time formats of weights."""
@@ -58,10 +57,6 @@ def check_format(model: EngineModel, weight_format: str) -> None:
         raise UserError(f"weight format {weight_format!r} is for files: choose one of {known}")
     if weight_format == "lookup" and model.scale_groups() != {0}:
         raise UserError("weight format lookup has no scales of groups; use i2")
-    if not holds_pattern(weight_format, model.metadata.pattern):
-        raise UserError(
-            f"weight format {weight_format} does not hold {model.metadata.pattern}; use i2"
-        )
 
 
 def row_bytes(weight_format: str, pattern: NMPattern, columns: int, exact: bool) -> int:

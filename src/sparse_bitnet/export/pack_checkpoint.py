@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packing a trained checkpoint: a folder that is complete, exact, and small.
 
-model.safetensors   <layer>.weight_packed  uint8 [rows, row_bytes], of nm-zstd [bytes]
+model.safetensors   <layer>.weight_packed  uint8 [rows, row_bytes]
                     <layer>.weight_scale   float32 [1], the multiplier of the codes; of models of others
                                            also one for each row or group (csrc/packed_format.h)
                     embedding and output head, if it is not tied to it: bfloat16 or float32
@@ -37,10 +37,11 @@ from sparse_bitnet.files import atomic_folder
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.packing.codec import pack
 from sparse_bitnet.packing.formats import (
+    FORMATS,
     auto_format,
     check_format,
     check_layout,
-    has_fixed_rows,
+    needs_exact,
     row_bytes,
 )
 from sparse_bitnet.packing.metadata import EMBEDDINGS, PackedMetadata
@@ -51,6 +52,9 @@ from sparse_bitnet.progress import OnProgress
 
 COPIED = (*TOKENIZER_FILES, "generation_config.json", "LICENSE*", POOLING_FILES)
 """Files beside the weights that belong to the model."""
+
+PARTS = ("packed", "scale")
+"""Tensors of a packed layer: LAYER.weight_packed and LAYER.weight_scale."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +148,58 @@ def pack_checkpoint(
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class PackedSize:
+    """What a checkpoint takes in one format; the file's header, about 0.1 MB, is not counted."""
+
+    metadata: PackedMetadata
+    weight_bytes: int
+    """Bytes of the ternary weights' codes and scales."""
+    total_bytes: int
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of a ternary weight, scales and padding included."""
+        return 8 * self.weight_bytes / _weights(self.metadata)
+
+
+def packed_sizes(source: str | Path, *, embeddings: str = "auto") -> list[PackedSize]:
+    """Sizes of a checkpoint in every format that can hold it, the default of `--format auto` first.
+
+    Arguments and errors are those of `pack_checkpoint`.
+    """
+    checkpoint = open_ternary(source)
+    tables = ternary_tables(checkpoint, embeddings)
+    if embeddings == "auto":
+        embeddings = "ternary" if tables else "bf16"
+    auto, is_binary = _auto(checkpoint.format), checkpoint.format.quantizer == "binary"
+    sizes = []
+    for name in (auto, *(name for name in FORMATS if name != auto)):
+        if needs_exact(name) and not is_binary:
+            continue
+        metadata = PackedMetadata(
+            packed_format=name,
+            format=checkpoint.format,
+            embeddings=embeddings,
+            layers=checkpoint.layers,
+        )
+        specs = {spec.name: spec for spec in _specs(checkpoint, metadata, tables)}
+        if not checkpoint.has_one_scale:
+            for layer in checkpoint.layers:
+                scales = checkpoint.ternary(layer).weight_scale
+                spec = TensorSpec(f"{layer}.weight_scale", str(scales.dtype), tuple(scales.shape))
+                specs[spec.name] = spec
+        nbytes = {key: spec.nbytes for key, spec in specs.items()}
+        ours = (f"{layer}.weight_{part}" for layer in checkpoint.layers for part in PARTS)
+        weight_bytes = sum(nbytes[key] for key in ours)
+        sizes.append(
+            PackedSize(
+                metadata=metadata, weight_bytes=weight_bytes, total_bytes=sum(nbytes.values())
+            )
+        )
+    return sizes
+
+
 def _auto(format: SparseBitConfig) -> str:
     # What that quantiser keeps is never zero.
     return auto_format(format.pattern, exact=format.quantizer == "binary")
@@ -188,11 +244,8 @@ def _specs(
     checkpoint: Checkpoint, metadata: PackedMetadata, tables: dict[str, TableScales]
 ) -> Iterator[TensorSpec]:
     for name, (rows, in_features) in metadata.layers.items():
-        if has_fixed_rows(metadata.packed_format):
-            columns = row_bytes(metadata.packed_format, metadata.pattern, in_features)
-            yield TensorSpec(f"{name}.weight_packed", "uint8", (rows, columns))
-        else:
-            yield TensorSpec(f"{name}.weight_packed", "uint8", (10**15,))
+        columns = row_bytes(metadata.packed_format, metadata.pattern, in_features)
+        yield TensorSpec(f"{name}.weight_packed", "uint8", (rows, columns))
         # Of several, shape and type are settled when they are written.
         scales = ("float32", (1,)) if checkpoint.has_one_scale else (None, (10**15,))
         yield TensorSpec(f"{name}.weight_scale", *scales)

@@ -15,7 +15,7 @@ from sparse_bitnet.nn.straight_through import (
     ternary_int8_linear,
 )
 from sparse_bitnet.packing.codec import unpack
-from sparse_bitnet.packing.formats import has_fixed_rows, row_bytes
+from sparse_bitnet.packing.formats import row_bytes
 from sparse_bitnet.packing.ternary import TernaryWeight
 
 
@@ -40,24 +40,17 @@ class PackedSparseBitLinear(KeepsBufferTypes):
         *,
         config: SparseBitConfig,
         packed_format: str,
-        packed_bytes: int | None = None,
         scale_shape: tuple[int, ...] = (1,),
         norm: nn.Module | None = None,
         name: str = "(unnamed)",
         device: torch.device | str | None = None,
     ) -> None:
-        """`packed_bytes`: where the format has no fixed size for its rows; `norm`: of the input, before
-        its codes are made."""
+        """`norm`: applied to the input before its codes are made."""
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.config, self.packed_format, self.name = config, packed_format, name
         self.inputs = InputQuantizer(config)
-        if has_fixed_rows(packed_format):
-            columns = row_bytes(packed_format, config.pattern, in_features)
-            shape: tuple[int, ...] = (out_features, columns)
-        else:
-            assert packed_bytes is not None
-            shape = (packed_bytes,)
+        shape = out_features, row_bytes(packed_format, config.pattern, in_features)
         self.register_buffer("weight_packed", torch.empty(shape, dtype=torch.uint8, device=device))
         scale = torch.empty(scale_shape, dtype=torch.float32, device=device)
         self.register_buffer("weight_scale", scale)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ternary rows as bitmaps: which weights are not zero, which are negative, which pattern they keep to."""
+"""Ternary rows as bitmaps of the weights that are not zero, and bits as bytes and words."""
 
 import sys
 from collections.abc import Callable
@@ -14,9 +14,6 @@ from sparse_bitnet.pattern import NMPattern
 
 Bytes = np.ndarray
 """uint8 array."""
-
-CHUNK_BYTES = 8
-"""A chunk is 64 weights: 8 bytes of a bitmap."""
 
 SLICE_WEIGHTS = 1 << 19
 """Weights coded at a time: intermediate results stay in the cache, and memory stays bounded."""
@@ -51,21 +48,9 @@ def nonzero_bitmap(codes: np.ndarray) -> Bytes:
     return np.packbits(codes.view(np.uint8), axis=-1, bitorder="little")
 
 
-def negative_bitmap(codes: np.ndarray) -> Bytes:
-    """As `nonzero_bitmap`, with the bits of the negative codes."""
-    return np.packbits(codes < 0, axis=-1, bitorder="little")
-
-
 def bits_of(bitmap: Bytes, count: int) -> Bytes:
     """[rows, bytes] -> [rows, count] of 0 and 1: the first `count` bits of every row."""
     return np.unpackbits(bitmap, axis=-1, count=count, bitorder="little")
-
-
-def codes_of(nonzero: Bytes, negative: Bytes, in_features: int) -> np.ndarray:
-    """Two bitmaps [rows, bytes] -> int8 [rows, in_features]."""
-    codes = bits_of(nonzero, in_features).view(np.int8)
-    codes -= 2 * bits_of(negative, in_features).view(np.int8)
-    return codes
 
 
 def bits_of_words(words: np.ndarray, count: int) -> Bytes:
@@ -82,21 +67,6 @@ def words_of_bits(bits: Bytes) -> np.ndarray:
     return as_bytes.view("<u8")[..., 0].astype(np.uint64)
 
 
-def in_chunks(bitmap: Bytes) -> Bytes:
-    """[rows, bytes] -> [rows, chunks, 8], zeros added."""
-    padding = -bitmap.shape[1] % CHUNK_BYTES
-    if padding:
-        bitmap = np.pad(bitmap, ((0, 0), (0, padding)))
-    return bitmap.reshape(len(bitmap), -1, CHUNK_BYTES)
-
-
-def chunk_counts(chunks: Bytes) -> np.ndarray:
-    """Set bits of each chunk: [rows, chunks, 8] -> uint64 [rows, chunks]."""
-    # The product's highest byte is the sum of all eight: at most 64, and no lower byte overflows.
-    byte_counts = POPCOUNT[chunks].view(np.uint64)[:, :, 0]
-    return byte_counts * np.uint64(0x0101010101010101) >> np.uint64(56)
-
-
 def fits_pattern(bitmap: Bytes, pattern: NMPattern, in_features: int) -> bool:
     """Whether every group of m has at most n bits set in a bitmap [rows, ceil(in_features / 8)]."""
     m = pattern.m
@@ -111,51 +81,8 @@ def fits_pattern(bitmap: Bytes, pattern: NMPattern, in_features: int) -> bool:
     return bool((totals <= pattern.n).all())
 
 
-def gather_signs(nonzero: Bytes, negative: Bytes) -> tuple[np.ndarray, np.ndarray]:
-    """The sign bits of each chunk's non-zeros, moved together from bit 0 on.
-
-    Args:
-        nonzero, negative: bitmaps [rows, chunks, 8].
-
-    Returns (uint64 [rows, chunks] of signs, uint8 [rows, chunks], their count).
-    """
-    signs = np.zeros(nonzero.shape[:2], np.uint64)
-    count = np.zeros(nonzero.shape[:2], np.uint8)
-    for i in range(CHUNK_BYTES):
-        byte = nonzero[:, :, i]
-        signs |= _moved(apart=False)[byte, negative[:, :, i]].astype(np.uint64) << count
-        count += POPCOUNT[byte]
-    return signs, count
-
-
-def spread_signs(nonzero: Bytes, signs: np.ndarray) -> tuple[Bytes, np.ndarray]:
-    """Inverse of `gather_signs`: (bitmap of the negatives [rows, chunks, 8], uint64 bits left over)."""
-    left = signs.copy()
-    negative = np.empty_like(nonzero)
-    for i in range(CHUNK_BYTES):
-        byte = nonzero[:, :, i]
-        negative[:, :, i] = _moved(apart=True)[byte, left.astype(np.uint8)]
-        left >>= POPCOUNT[byte]
-    return negative, left
-
-
 @cache
 def _overfull_bytes(pattern: NMPattern) -> np.ndarray:
     """bool [256]: bytes that hold a group of m with more than n bits set; m divides 8."""
     groups = bits_of(np.arange(256, dtype=np.uint8)[:, None], 8).reshape(256, -1, pattern.m)
     return (groups.sum(-1) > pattern.n).any(-1)
-
-
-@cache
-def _moved(*, apart: bool) -> Bytes:
-    """[256, 256]: the bits of the second byte where the first has ones, moved together (pext); `apart`,
-    its low bits, one to each set bit of the first (pdep)."""
-    table = np.zeros((256, 256), np.uint8)
-    mask, value = np.indices((256, 256), np.uint8, sparse=True)
-    used = np.zeros((256, 1), np.uint8)
-    for bit in range(8):
-        is_set = mask >> bit & 1
-        source, target = (used, bit) if apart else (bit, used)
-        table |= (value >> source & is_set) << target
-        used += is_set
-    return table

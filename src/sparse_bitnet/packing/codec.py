@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Union
 import numpy as np
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.packing import b3, i2, nm_bitmap, nm_enum, nm_sign, nm_zstd
+from sparse_bitnet.packing import nm_enum, nm_sign, planes
 from sparse_bitnet.packing.bitmaps import (
     DamagedBytes,
     by_slices,
@@ -19,7 +19,6 @@ from sparse_bitnet.packing.bitmaps import (
 from sparse_bitnet.packing.formats import (
     check_layout,
     coded_pattern,
-    has_fixed_rows,
     needs_exact,
     row_bytes,
 )
@@ -30,14 +29,13 @@ if TYPE_CHECKING:
 
 Matrix = TypeVar("Matrix", bound=Union["Tensor", np.ndarray])
 
-ROWS: dict[str, Any] = {
-    "i2": i2,
-    "b3": b3,
-    "nm-bitmap": nm_bitmap,
-    "nm-enum": nm_enum,
-    "nm-sign": nm_sign,
+ROWS: dict[str, tuple[Any, Any]] = {
+    "i2": (planes.pack_i2, planes.unpack_i2),
+    "b3": (planes.pack_b3, planes.unpack_b3),
+    "nm-enum": (nm_enum.pack_rows, nm_enum.unpack_rows),
+    "nm-sign": (nm_sign.pack_rows, nm_sign.unpack_rows),
 }
-"""By format the module that packs and unpacks its rows."""
+"""By format, what packs and what unpacks its rows."""
 
 
 def pack(codes: Matrix, format: str, pattern: NMPattern, *, name: str = "(unnamed)") -> Matrix:
@@ -49,7 +47,7 @@ def pack(codes: Matrix, format: str, pattern: NMPattern, *, name: str = "(unname
         pattern: n:m.
         name: of the layer, for error messages.
 
-    Returns uint8 [rows, row_bytes] on the CPU; of nm-zstd [bytes].
+    Returns uint8 [rows, row_bytes] on the CPU.
 
     Raises `UserError` for codes outside the pattern, for shapes that the format does not hold and, of
     nm-sign, for groups with fewer non-zeros than the pattern allows.
@@ -65,14 +63,12 @@ def pack(codes: Matrix, format: str, pattern: NMPattern, *, name: str = "(unname
     if needs_exact(format) and not is_exact(array, pattern):
         raise UserError(
             f"layer {name}: {format} holds groups with {pattern.n} of {pattern.m} weights not zero, and "
-            f"one has fewer; use nm-bitmap, or train with quantizer=binary"
+            "one has fewer; use nm-enum, or train with quantizer=binary"
         )
-    if not has_fixed_rows(format):
-        return _like(codes, nm_zstd.pack_matrix(array))
     packed = np.empty((rows, row_bytes(format, pattern, in_features)), np.uint8)
 
     def pack_part(part: slice) -> None:
-        packed[part] = ROWS[format].pack_rows(array[part], pattern)
+        packed[part] = ROWS[format][0](array[part], pattern)
 
     by_slices(rows, in_features, pack_part)
     return _like(codes, packed)
@@ -101,20 +97,18 @@ def unpack(
     check_layout(format, pattern, in_features, name)
     if rows < 1:
         raise UserError(f"tensor {name}: a matrix of {rows} rows has no packed form")
-    expected = [rows, row_bytes(format, pattern, in_features)] if has_fixed_rows(format) else None
+    expected = [rows, row_bytes(format, pattern, in_features)]
     array = _array(packed)
-    if array.dtype != np.uint8 or (expected or [array.size]) != list(array.shape):
+    if array.dtype != np.uint8 or expected != list(array.shape):
         raise UserError(
-            f"tensor {name}: {format} of a {pattern} matrix {list(shape)} is uint8 {expected or '[n]'}, "
+            f"tensor {name}: {format} of a {pattern} matrix {list(shape)} is uint8 {expected}, "
             f"not {packed.dtype} {list(packed.shape)}"
         )
     try:
-        if not has_fixed_rows(format):
-            return _like(packed, nm_zstd.unpack_matrix(array, pattern, (rows, in_features)))
         codes = np.empty((rows, in_features), np.int8)
 
         def unpack_part(part: slice) -> None:
-            codes[part] = ROWS[format].unpack_rows(array[part], pattern, in_features)
+            codes[part] = ROWS[format][1](array[part], pattern, in_features)
             if not fits_pattern(nonzero_bitmap(codes[part]), pattern, in_features):
                 raise DamagedBytes(f"a group has more non-zeros than the pattern {pattern} allows")
 

@@ -20,8 +20,6 @@ I2_TAIL_ALIGNMENT = 16
 B3_BLOCK_WEIGHTS = 320
 B3_BLOCK_BYTES = 64
 
-NM_BITMAP_CHUNK_WEIGHTS = 64
-
 NM_ENUM_WORD_BITS = 64
 
 SCALE_FLOOR = 1e-5
@@ -33,33 +31,30 @@ SCALE_GROUPS = (32, 64, 128, 256)
 
 @dataclass(frozen=True, kw_only=True)
 class PackedFormat:
-    """What a format is for."""
+    """One packed format, and what loading it costs."""
 
     name: str
     summary: str
-    decode_speed: float | None
-    """Matrix-vector products a second relative to the fastest format; None: decoded once, on loading."""
+    load_time: float
+    """Seconds to load a model in the CPU engine, relative to the same model in i2."""
 
 
-# Speeds on a 2-core Xeon with AVX-512 VNNI: i2 43 G and nm-bitmap 40 G weights/s a thread; for b3 the
-# ratio of the 1.62-bit to the 2-bit type of the fastest published engine, 18.0 to 23.4 tokens/s. nm-sign
-# becomes another layout on loading, whichever is fastest there, i2 among them.
+# Largest ratios of processor time on one thread of an EPYC with AVX-512, for weights that run as i2 and
+# as lookup: half of Qwen2.5-0.5B's blocks (179 M weights) in 6:8 and in binary 3:4, least of 7 rounds.
 FORMATS: dict[str, PackedFormat] = {
     format.name: format
     for format in (
-        PackedFormat(name="i2", summary="2 bits, any pattern", decode_speed=1.0),
-        PackedFormat(name="b3", summary="1.6 bits, any pattern", decode_speed=0.77),
-        PackedFormat(name="nm-bitmap", summary="1 + n/m bits, m divides 64", decode_speed=0.93),
-        PackedFormat(name="nm-enum", summary="log2(states)/m bits, archive", decode_speed=None),
+        PackedFormat(name="i2", summary="2 bits, any pattern", load_time=1.0),
+        PackedFormat(name="b3", summary="1.6 bits, any pattern", load_time=1.4),
+        PackedFormat(name="nm-enum", summary="log2(states)/m bits, any pattern", load_time=3.3),
         PackedFormat(
-            name="nm-sign", summary="log2(places)/m + n/m bits, n of m binary", decode_speed=1.0
+            name="nm-sign", summary="log2(places)/m + n/m bits, n of m binary", load_time=2.0
         ),
-        PackedFormat(name="nm-zstd", summary="entropy coded, archive", decode_speed=None),
     )
 }
 
-SPEED_TOLERANCE = 0.1
-"""`auto` takes the smallest format that decodes at no less than 1 - this of the fastest one's speed."""
+MOST_LOAD_TIME = 1.5
+"""`auto` takes the smallest format that loads within this many times of i2's seconds."""
 
 
 def check_format(name: str) -> None:
@@ -71,11 +66,6 @@ def check_format(name: str) -> None:
 def coded_pattern(pattern: NMPattern) -> NMPattern:
     """The pattern whose groups the formats code: 1:1 for every dense one."""
     return NMPattern(1, 1) if pattern.is_dense else pattern
-
-
-def holds_pattern(name: str, pattern: NMPattern) -> bool:
-    """Whether a format holds rows of this pattern at all: nm-bitmap needs an m that divides 64."""
-    return name != "nm-bitmap" or NM_BITMAP_CHUNK_WEIGHTS % coded_pattern(pattern).m == 0
 
 
 def needs_exact(name: str) -> bool:
@@ -92,11 +82,6 @@ def check_layout(name: str, pattern: NMPattern, in_features: int, layer: str) ->
             f"layer {layer}: in_features {in_features:,} is not within 1..{MAX_IN_FEATURES:,}, the "
             "range of the packed formats"
         )
-    if not holds_pattern(name, pattern):
-        raise UserError(
-            f"layer {layer}: {name} needs an m that divides {NM_BITMAP_CHUNK_WEIGHTS}, the pattern "
-            f"is {pattern}; use i2 or nm-enum"
-        )
 
 
 def scale_group(shape: tuple[int, ...], rows: int, in_features: int) -> int | None:
@@ -110,45 +95,30 @@ def scale_group(shape: tuple[int, ...], rows: int, in_features: int) -> int | No
 def row_bytes(name: str, pattern: NMPattern, in_features: int, *, layer: str = "(unnamed)") -> int:
     """Bytes of a packed row of `in_features` weights.
 
-    Raises `UserError` for an unknown format, a pattern or length that it does not hold, and for
-    nm-zstd, whose size depends on the weights.
+    Raises `UserError` for an unknown format, and for a pattern or length that it does not hold.
     """
     check_layout(name, pattern, in_features, layer)
     if name == "i2":
         return _planes_row_bytes(in_features, I2_BLOCK_WEIGHTS, i2_plane_bytes)
     if name == "b3":
         return _planes_row_bytes(in_features, B3_BLOCK_WEIGHTS, b3_plane_bytes)
-    if name == "nm-bitmap":
-        return nm_bitmap_row_bytes(pattern, in_features)
     if name == "nm-enum":
         return nm_enum_row_bytes(pattern, in_features)
-    if name == "nm-sign":
-        return nm_sign_row_bytes(pattern, in_features)
-    raise UserError(f"{name} has no fixed size: it depends on the weights")
-
-
-def has_fixed_rows(name: str) -> bool:
-    """Whether every row takes the same number of bytes, whatever its codes."""
-    return name != "nm-zstd"
+    return nm_sign_row_bytes(pattern, in_features)
 
 
 def auto_format(pattern: NMPattern, *, exact: bool = False) -> str:
-    """The smallest format whose decode speed is within 10 % of the fastest one's.
+    """The smallest format for long rows among those that load within `MOST_LOAD_TIME` of i2.
 
-    Smallest for long rows (no padding); the faster of two of equal size. Speeds are those in
-    `FORMATS`, measured elsewhere and stored. `exact`: every group has n non-zeros.
+    `exact`: every group has n non-zeros, so that nm-sign holds them.
     """
-    speeds = {format.name: format.decode_speed or 0.0 for format in FORMATS.values()}
-    slowest = (1 - SPEED_TOLERANCE) * max(speeds.values())
     quick = [
-        name
-        for name in FORMATS
-        if speeds[name] >= slowest
-        and holds_pattern(name, pattern)
-        and (exact or not needs_exact(name))
+        format.name
+        for format in FORMATS.values()
+        if format.load_time <= MOST_LOAD_TIME and (exact or not needs_exact(format.name))
     ]
     long_row = I2_BLOCK_WEIGHTS * B3_BLOCK_WEIGHTS * pattern.m
-    return min(quick, key=lambda name: (row_bytes(name, pattern, long_row), -speeds[name]))
+    return min(quick, key=lambda name: row_bytes(name, pattern, long_row))
 
 
 def divide_up(a: int, b: int) -> int:
@@ -169,18 +139,6 @@ def b3_plane_bytes(block_weights: int) -> int:
 def _planes_row_bytes(in_features: int, block: int, plane_bytes: Callable[[int], int]) -> int:
     blocks, tail = divmod(in_features, block)
     return blocks * plane_bytes(block) + plane_bytes(tail)
-
-
-def nm_bitmap_sign_bytes(pattern: NMPattern) -> int:
-    """Sign bytes of a chunk of 64 weights."""
-    coded = coded_pattern(pattern)
-    return divide_up(NM_BITMAP_CHUNK_WEIGHTS // coded.m * coded.n, 8)
-
-
-def nm_bitmap_row_bytes(pattern: NMPattern, in_features: int) -> int:
-    """Bytes of a row in nm-bitmap."""
-    chunks = divide_up(in_features, NM_BITMAP_CHUNK_WEIGHTS)
-    return chunks * (nm_bitmap_sign_bytes(pattern) + 8)
 
 
 def nm_enum_states(weights: int, nonzeros: int) -> int:
