@@ -3,6 +3,8 @@
 
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -108,6 +110,41 @@ class TestAtomicFolder:
         assert link.is_symlink()
         assert os.listdir(old) == ["new"]
         assert sorted(os.listdir(old.parent)) == ["folder", "link"]
+
+    @pytest.mark.skipif(files.fcntl is None, reason="no locks of folders")
+    def test_the_next_writer_removes_what_a_killed_one_left(self, old: Path) -> None:
+        writing = (
+            "import os, signal, sys\n"
+            "from sparse_bitnet.files import atomic_folder\n"
+            "with atomic_folder(sys.argv[1]) as folder:\n"
+            "    (folder / 'half').touch()\n"
+            "    print('ready', flush=True)\n"
+            "    sys.stdin.read()\n"
+        )
+        command = [sys.executable, "-c", writing, str(old)]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe) as writer:
+            assert writer.stdout.readline() == b"ready\n"
+            with atomic_folder(old) as folder:
+                (folder / "new").touch()
+            left = old.with_name(f".tmp-{writer.pid}-folder")
+            assert os.listdir(left) == ["half"], "one that is written stays"
+            writer.kill()
+        # A number that is another process's by now, and folders of other names.
+        os.rename(left, old.with_name(f".tmp-{os.getpid()}-folder"))
+        others = [".tmp-1-other-folder", ".tmp-x-folder", ".tmp-1-folder2"]
+        for name in others:
+            old.with_name(name).mkdir()
+        with atomic_folder(old) as folder:
+            assert os.listdir(folder) == []
+        assert sorted(os.listdir(old.parent)) == sorted(["folder", *others])
+
+    def test_one_folder_is_not_written_twice_at_once(self, old: Path) -> None:
+        with atomic_folder(old) as folder:
+            (folder / "new").touch()
+            with pytest.raises(UserError, match=r"cannot write .*: File exists"), atomic_folder(old):
+                pass
+        assert os.listdir(old) == ["new"]
 
     @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()])
     def test_other_exceptions_pass_and_keep_the_old(self, old: Path, error: BaseException) -> None:

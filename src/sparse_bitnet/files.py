@@ -3,7 +3,7 @@
 
 Everything is written under a temporary name beside its target, flushed to the disk and renamed. A
 process killed at any moment leaves at most a `.tmp-*` neighbour, which readers never look at and
-`remove_leftovers` removes.
+which the next writer of the same folder, or `remove_leftovers`, removes.
 """
 
 import errno
@@ -15,6 +15,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from zlib_ng import zlib_ng
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 from sparse_bitnet.errors import UserError, os_errors_as
 
@@ -68,10 +73,11 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
 
     A folder already at `path`, or where a link there leads, is replaced. On any exception the
     temporary folder is removed and `path` is as before; an `OSError` (disk full, no permission)
-    becomes a `UserError`. Replacing takes two renames: a process killed between them leaves `path`
-    under a temporary name, from which only `remove_leftovers` brings it back.
+    becomes a `UserError`. What killed processes left of writing `path` is removed. Replacing takes
+    two renames: a process killed between them leaves `path` under a temporary name, from which only
+    `remove_leftovers` brings it back.
 
-    Raises `UserError` also when `path` is a file.
+    Raises `UserError` also when `path` is a file, or this process is writing it already.
     """
     path = Path(path)
     if path.is_symlink():
@@ -79,10 +85,12 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
     if path.name in ("", "..") or (path.exists() and not path.is_dir()):
         raise UserError(f"cannot write {path}: not a name for a new folder")
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{path.name}")
+    is_ours, lock = False, None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove_abandoned(path)
         temporary.mkdir()
+        is_ours, lock = True, _lock(temporary)
         yield temporary
         _open_to_readers(temporary)
         sync_tree(temporary)
@@ -95,7 +103,37 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
             raise UserError(f"cannot write {path}: {NO_SPACE}") from error
         raise
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if is_ours:
+            shutil.rmtree(temporary, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove the temporary folders of `path` whose writers are gone: their locks ended with them.
+
+    The number in a name tells less: it may be of another container, or be another process's by now.
+    """
+    ours = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}\d+-{re.escape(path.name)}")
+    with suppress(OSError):
+        for name in filter(ours.fullmatch, os.listdir(path.parent)):
+            if (lock := _lock(path.with_name(name))) is not None:
+                shutil.rmtree(path.with_name(name), ignore_errors=True)
+                os.close(lock)
+
+
+def _lock(folder: Path) -> int | None:
+    """A descriptor that holds a folder until it is closed or the process ends; None where another holds
+    it, and where the system or the file system knows no such locks."""
+    if fcntl is None:
+        return None
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def check_ours(folder: Path, marks: Iterable[str], what: str) -> None:
