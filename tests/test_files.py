@@ -142,7 +142,10 @@ class TestAtomicFolder:
     def test_one_folder_is_not_written_twice_at_once(self, old: Path) -> None:
         with atomic_folder(old) as folder:
             (folder / "new").touch()
-            with pytest.raises(UserError, match=r"cannot write .*: File exists"), atomic_folder(old):
+            with (
+                pytest.raises(UserError, match=r"cannot write .*: File exists"),
+                atomic_folder(old),
+            ):
                 pass
         assert os.listdir(old) == ["new"]
 

@@ -15,9 +15,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast, Zamba2Config
 
 from factories import MODEL_FAMILIES, tiny_model
+from sparse_bitnet.checkpoint import packed_loading
 from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.nn.convert import convert_, sparse_layers
 from sparse_bitnet.nn.layer import SparseBitConfig
 
@@ -254,6 +256,28 @@ class TestRefusals:
             save_pretrained(model, tmp_path / "out")
             assert_same_model(from_pretrained(tmp_path / "out"), model)
         assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("kind", ["trained", "packed"])
+def test_transformers_alone_refuses_the_folder_and_says_what_to_import(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    folder = saved
+    if kind == "packed":
+        packed_loading.register()
+        folder = pack_checkpoint(saved, tmp_path / "packed").folder
+    for name in ("sparse_bitnet", "sparse_bitnet_packed"):
+        monkeypatch.delitem(AUTO_QUANTIZATION_CONFIG_MAPPING, name, raising=False)
+    with pytest.raises(ValueError, match="pip install sparse-bitnet, then import sparse_bitnet"):
+        AutoModelForCausalLM.from_pretrained(folder)
+    assert "import sparse_bitnet" in (folder / "README.md").read_text()
+    monkeypatch.undo()
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert loaded.config._attn_implementation == "sdpa"
+    asked = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    assert asked.config._attn_implementation == "eager"
 
 
 def test_blocks_that_share_weights_are_stored_once(tmp_path: Path) -> None:

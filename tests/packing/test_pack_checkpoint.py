@@ -101,7 +101,13 @@ def test_the_folder_is_complete(trained: Trained, tmp_path: Path) -> None:
     pack_checkpoint(source, tmp_path / "out")
     assert trained_context_length(str(tmp_path / "out")) == 96
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    expected = {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json"}
+    expected = {
+        "model.safetensors",
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "README.md",
+    }
     assert expected | {"tokenizer_config.json", "chat_template.jinja"} == names
     text = "a small text"
     before, after = load_tokenizer(source), load_tokenizer(tmp_path / "out")

@@ -18,7 +18,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from sparse_bitnet.checkpoint.model_folder import check_folder, read_small
+from sparse_bitnet.checkpoint.model_folder import (
+    MASTERS_HELD,
+    check_folder,
+    finish_folder,
+    read_small,
+)
 from sparse_bitnet.checkpoint.saved_steps import FOLDER, MODEL_FOLDER, STATE, SavedStep, damage
 from sparse_bitnet.checkpoint.shard_readers import shard_reader
 from sparse_bitnet.errors import UserError, reason_of
@@ -58,6 +63,7 @@ def consolidated(checkpoint: SavedStep) -> Path:
             shutil.copy(file, folder)
         (folder / "train_config.json").write_bytes(read_small(path / "train_config.json"))
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        finish_folder(folder, MASTERS_HELD)
     for other in made.parent.glob("step-*"):
         if other != made:
             shutil.rmtree(other, ignore_errors=True)

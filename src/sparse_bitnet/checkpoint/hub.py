@@ -13,6 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparse_bitnet.checkpoint.load import load_with
+from sparse_bitnet.checkpoint.model_folder import (
+    MASTERS_HELD,
+    WITHOUT_IMPORT,
+    finish_folder,
+)
 from sparse_bitnet.checkpoint.weight_files import WeightFiles
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import atomic_folder, check_ours
@@ -97,6 +102,14 @@ def save_pretrained(
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
         _check_comes_back(model, temporary)
+        finish_folder(temporary, MASTERS_HELD)
+
+
+def with_own_attention(config: Any) -> Any:
+    """The config of a model that is being loaded, without what `finish_folder` put there."""
+    if config._attn_implementation in WITHOUT_IMPORT.values():
+        config._attn_implementation = None
+    return config
 
 
 def check_weights(model: "PreTrainedModel", files: Sequence[str | Path] | None) -> None:
@@ -188,6 +201,11 @@ def register() -> None:
             with warnings.catch_warnings(action="ignore"):
                 entry = self.quantization_config.to_dict()
                 _convert_empty_(model, entry, kwargs.get("checkpoint_files"))
+
+        def update_attn_implementation(self, config: Any) -> Any:
+            return with_own_attention(config)
+
+        update_tp_plan = update_attn_implementation  # of releases that lack the other
 
         @property
         def is_trainable(self) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sparse_bitnet.checkpoint.model_folder import (
     CONFIG_FILE,
     TOKENIZER_FILES,
+    WITHOUT_IMPORT,
     check_folder,
     check_sizes,
     check_weights_as_stored,
@@ -59,8 +60,8 @@ def skeleton(config: dict[str, Any], folder: Path) -> "PreTrainedModel":
     failure = f"{where} describes no causal language model that transformers builds"
     with library_errors_as(failure), torch.device("meta"):
         # A copy: transformers completes nested entries in place.
-        values = copy.deepcopy({**config, "quantization_config": None})
-        del values["quantization_config"]
+        dropped = {"quantization_config", *WITHOUT_IMPORT}
+        values = copy.deepcopy({key: config[key] for key in config if key not in dropped})
         return load_with(AutoModelForCausalLM.from_config, AutoConfig.for_model(**values))
 
 

@@ -22,6 +22,42 @@ EXPORTED_FORMAT = "sparse_bitnet_format"
 """Key of config.json under which an export remembers the training format; other readers ignore it."""
 LINEAR_NORMS = "linear_norms_epsilon"
 """Key of config.json of packed models that have a norm in each linear."""
+WITHOUT_IMPORT = dict.fromkeys(
+    ("attn_implementation", "_attn_implementation_internal"),
+    "pip install sparse-bitnet, then import sparse_bitnet before from_pretrained",
+)
+"""Fields of config.json that the import of `sparse_bitnet` takes back, and at which transformers fails
+without it: it skips a quant_method that it does not know. The second is for releases up to 5.0."""
+_CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- sparse-bitnet
+---
+
+# A language model of sparse-bitnet
+
+{held}
+
+```sh
+pip install "sparse-bitnet[train]"
+```
+
+```python
+import sparse_bitnet  # before from_pretrained
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("THIS FOLDER")
+```
+
+`sparse-bitnet chat`, `generate` and `serve` take the folder too; `sparse-bitnet export` writes the
+formats of other tools.
+"""
+MASTERS_HELD = (
+    "model.safetensors holds its trained weights, dense and in full precision, from which masks and "
+    "ternary codes are computed when it runs. Without `import sparse_bitnet`, transformers would run "
+    "these dense weights: another, worse model."
+)
 TOKENIZER_FILES = (
     *("tokenizer*", "vocab*", "merges.txt"),
     *("special_tokens_map.json", "added_tokens.json"),
@@ -110,6 +146,18 @@ def read_json_if_there(path: Path) -> dict[str, Any]:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Indented, sorted as given, with a newline at the end."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def finish_folder(folder: Path, held: str) -> None:
+    """Keep transformers from running a folder of ours as another model where `sparse_bitnet` is not
+    imported: its config.json names an attention that no model has, and its model card says why.
+
+    Args:
+        folder: with its config.json.
+        held: sentences on what model.safetensors holds, and on what runs without the import.
+    """
+    write_json(folder / CONFIG_FILE, {**read_config(folder), **WITHOUT_IMPORT})
+    (folder / "README.md").write_text(_CARD.format(held=held), encoding="utf-8")
 
 
 def read_small(path: Path) -> bytes:

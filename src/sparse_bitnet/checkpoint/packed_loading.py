@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from sparse_bitnet.checkpoint.checkpoint import stored_tensors
+from sparse_bitnet.checkpoint.hub import with_own_attention
 from sparse_bitnet.checkpoint.model_folder import LINEAR_NORMS, check_folder
 from sparse_bitnet.checkpoint.packed import check_scales, ternary_table
 from sparse_bitnet.errors import UserError
@@ -197,6 +198,11 @@ def register() -> None:
         """Replaces the layers of the empty model and decodes them when they are loaded."""
 
         requires_calibration = True
+
+        def update_attn_implementation(self, config: Any) -> Any:
+            return with_own_attention(config)
+
+        update_tp_plan = update_attn_implementation  # of releases that lack the other
 
         def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
             files = kwargs.get("checkpoint_files") or []

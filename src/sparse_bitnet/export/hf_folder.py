@@ -13,6 +13,7 @@ from sparse_bitnet.checkpoint.model_folder import (
     CONFIG_FILE,
     EXPORTED_FORMAT,
     TOKENIZER_FILES,
+    WITHOUT_IMPORT,
     copy_files,
     read_json,
     read_json_if_there,
@@ -77,7 +78,7 @@ def write_folder(
 def with_dtype(config: dict[str, Any], dtype: Union["torch.dtype", str]) -> dict[str, Any]:
     """A config.json without quantization that says `dtype`, under the one of its two names that readers
     look at first."""
-    dropped = ("torch_dtype", "quantization_config")
+    dropped = ("torch_dtype", "quantization_config", *WITHOUT_IMPORT)
     others = {key: value for key, value in config.items() if key not in dropped}
     return others | {"dtype": str(dtype).removeprefix("torch.")}
 

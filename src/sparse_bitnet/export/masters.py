@@ -17,7 +17,12 @@ import torch
 from torch import Tensor
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint, warn_of_zeros
-from sparse_bitnet.checkpoint.model_folder import LINEAR_NORMS, write_json
+from sparse_bitnet.checkpoint.model_folder import (
+    LINEAR_NORMS,
+    MASTERS_HELD,
+    finish_folder,
+    write_json,
+)
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.deferred import DeferredTensors, deferred, write_safetensors
 from sparse_bitnet.export.hf_folder import plain_config
@@ -52,6 +57,7 @@ def write_masters(
         )
         write_json(temporary / "config.json", _config(foreign, format))
         write_tokenizer(temporary)
+        finish_folder(temporary, MASTERS_HELD)
 
 
 def _config(foreign: Checkpoint, format: SparseBitConfig) -> dict[str, Any]:

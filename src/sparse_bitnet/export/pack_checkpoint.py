@@ -26,7 +26,9 @@ from sparse_bitnet.checkpoint.model_folder import (
     POOLING_FILES,
     TOKENIZER_FILES,
     copy_files,
+    finish_folder,
     read_json_if_there,
+    write_json,
 )
 from sparse_bitnet.checkpoint.open_checkpoint import open_ternary
 from sparse_bitnet.checkpoint.packed import MODEL_FILE
@@ -52,6 +54,10 @@ from sparse_bitnet.progress import OnProgress
 
 COPIED = (*TOKENIZER_FILES, "generation_config.json", "LICENSE*", POOLING_FILES)
 """Files beside the weights that belong to the model."""
+PACKED_HELD = (
+    "model.safetensors holds its ternary codes, packed. Without `import sparse_bitnet`, transformers "
+    "finds no weights in it and would make random ones."
+)
 
 PARTS = ("packed", "scale")
 """Tensors of a packed layer: LAYER.weight_packed and LAYER.weight_scale."""
@@ -136,7 +142,8 @@ def pack_checkpoint(
             and (length := checkpoint.trained_context_length) is not None
         ):
             config[TRAINED_CONTEXT] = length
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        write_json(folder / "config.json", config)
+        finish_folder(folder, PACKED_HELD)
     return PackResult(
         folder=out,
         metadata=metadata,
