@@ -70,7 +70,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path, family: str, ties: boo
 @pytest.mark.parametrize("isa", _cpu.supported_isas(for_tests=True))
 def test_every_instruction_set_computes_the_same(qwen: Path, isa: str) -> None:
     expected = reference_logits(qwen, TOKENS)
-    for weight_format in ("auto", "i2", "b3", "nm-bitmap", "lookup"):
+    for weight_format in ("auto", "i2", "b3", "lookup"):
         engine = Engine.load(qwen, weight_format=weight_format, isa=isa, **EXACT)
         assert engine.isa == isa
         assert_close(all_logits(engine, TOKENS), expected)
