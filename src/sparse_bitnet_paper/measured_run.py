@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -69,7 +69,9 @@ def measure(
         perplexity=held_out.perplexity,
         loss=held_out.mean_nll,
         validation_tokens=held_out.tokens,
-        training_loss=result.training_loss,
+        training_loss=cast(
+            float, result.training_loss
+        ),  # text has something to learn in every step
         zero_fraction=result.zero_fraction,
         flip_rate=result.flip_rate if not run.is_dense else None,
         seconds=sum(row["seconds"] for row in timing),

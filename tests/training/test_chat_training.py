@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
 from sparse_bitnet.cli import train as command
 from sparse_bitnet.cli.evaluate import main as evaluate
+from sparse_bitnet.cli.prepare import main as prepare_command
+from sparse_bitnet.data.loader import TokenLoader
 from sparse_bitnet.data.preparation import prepare
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.data.sources import parse_source
@@ -32,7 +35,7 @@ from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.nn.convert import convert_, sparse_layers
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.loss import SummedLoss, check_packs
-from sparse_bitnet.training.metrics import read_rows
+from sparse_bitnet.training.metrics import describe, read_rows
 from sparse_bitnet.training.train_run import Interrupted, train
 
 TEMPLATE = (
@@ -143,6 +146,60 @@ def test_what_ends_an_answer_ends_texts_of_the_model(
     assert end_tokens(tmp_path / "packed") == {*wanted}
     named = read_vocabulary(final, 304).special
     assert {named[name] for name in ("eos", "eot", "eom") if name in named} == {*wanted}
+
+
+def long_questions(chats: Path, folder: Path, words: int) -> Path:
+    rows = [
+        [{"role": "user", "content": f"{n} " * words}, {"role": "assistant", "content": "yes"}]
+        for n in range(4)
+    ]
+    text = "".join(json.dumps({"messages": messages}) + "\n" for messages in rows)
+    (folder / "long.jsonl").write_text(text)
+    options = ["--chat", "--tokenizer", str(chats / "model"), "--no-near-duplicates"]
+    prepare_command([str(folder / "long.jsonl"), str(folder / "long"), *options])
+    return folder / "long"
+
+
+def test_a_step_without_anything_to_learn_has_no_loss(
+    chat_run: Any, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = long_questions(chats, tmp_path, 200)
+    assert "train windows of 256 tokens hold nothing to learn (0, " in capsys.readouterr().out
+    windows = Windows(TokenDataset.open(data), 60)
+    empty = [n for n in range(len(windows)) if not windows.learnt(np.array([n]))]
+    assert 0 < len(empty) < len(windows)
+    options = {"sequence_length": 60, "batch_size": 1, "micro_batch_size": 1}
+    config = chat_run(data=str(data), steps=len(windows), validation_tokens=0, **options)
+    seen: list[Any] = []
+    result = train(config, on_step=seen.append)
+    named = f"{len(empty)} of {len(windows)} train windows of 60 tokens hold nothing to learn"
+    assert named in capsys.readouterr().err
+    found = losses(config)
+    assert found.count(None) == len(empty)
+    assert 0.0 not in found
+    assert result.training_loss == found[-1]
+    assert sum(describe(row).startswith("loss - ") for row in seen) == len(empty)
+    first = found.index(None) + 1
+    stopped_after(again := replace(config, out=config.out + "-again"), first)
+    train(again)
+    assert losses(again) == found
+
+
+def test_a_run_without_anything_to_learn_is_refused(
+    chat_run: Any, chats: Path, tmp_path: Path
+) -> None:
+    data = long_questions(chats, tmp_path, 200)
+    dataset = TokenDataset.open(data)
+    seed = next(
+        seed
+        for seed in itertools.count()
+        if not TokenLoader(dataset, sequence_length=60, batch_size=1, seed=seed).learnt(0)
+    )
+    options = {"sequence_length": 60, "batch_size": 1, "micro_batch_size": 1, "data_seed": seed}
+    config = chat_run(data=str(data), steps=1, validation_tokens=0, **options)
+    with pytest.raises(UserError, match="no step of this run has anything to learn"):
+        train(config)
+    assert not Path(config.out).exists()
 
 
 def losses(config: TrainConfig) -> list[float]:

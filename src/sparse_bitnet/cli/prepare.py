@@ -86,7 +86,10 @@ def main(
     from sparse_bitnet.data.manifest import MANIFEST
     from sparse_bitnet.data.parts import prepare_part
     from sparse_bitnet.data.preparation import prepare
+    from sparse_bitnet.data.shards import TokenDataset
     from sparse_bitnet.data.sources import parse_source
+    from sparse_bitnet.data.windows import Windows
+    from sparse_bitnet.training.config import TrainConfig
 
     if (config.tokenizer is None) == (config.vocab_size is None):
         raise UserError("give either --tokenizer PATH_OR_HUB_ID or --vocab-size N")
@@ -137,6 +140,11 @@ def main(
         print(f"held-out text: {manifest.overlap}")
     what = "already there" if complete else f"written in {time.monotonic() - started:.1f} s"
     print(f"{out}: vocabulary {manifest.vocab_size:,}, {manifest.dtype}, {what}")
+    for name in manifest.splits if manifest.is_chat else ():
+        if manifest.splits[name].tokens:
+            dataset = TokenDataset.open(out, name, verify=False)
+            if unlearnt := Windows(dataset, TrainConfig.sequence_length).unlearnt():
+                print(unlearnt)
     if not manifest.splits[VALIDATION].tokens:
         print("no validation text: add --validation SOURCE or a larger --validation-fraction")
 

@@ -94,11 +94,11 @@ class TokenLoader:
         return tuple(torch.from_numpy(np.ascontiguousarray(each)) for each in found)
 
     def learnt(self, step: int) -> int:
-        """Predictions of a step that count, over all ranks together; at least 1."""
+        """Predictions of a step that count, over all ranks together; 0 where no answer is in it."""
         if not self.dataset.is_chat:
             return self.batch_size * self.sequence_length
         windows = [self._windows(step, rank)[1] for rank in range(self.world_size)]
-        return max(1, self.cut.learnt(np.concatenate(windows)))
+        return self.cut.learnt(np.concatenate(windows))
 
     def windows_of(self, step: int) -> np.ndarray:
         """Which windows the rank's batch is, int64 [batch_size / world_size]."""

@@ -65,6 +65,18 @@ class Windows:
         assert self._learnt is not None
         return int(self._learnt[windows].sum())
 
+    def unlearnt(self) -> str:
+        """Count and name the windows of conversations of which no prediction counts; "" for none."""
+        empty = [] if self._learnt is None else np.flatnonzero(self._learnt == 0).tolist()
+        if not empty:
+            return ""
+        named = ", ".join(map(str, empty[:5])) + ", ..." * (len(empty) > 5)
+        return (
+            f"{self.dataset.folder}: {len(empty):,} of {len(self):,} {self.dataset.split} windows of "
+            f"{self.length:,} tokens hold nothing to learn ({named}): a longer --sequence-length joins "
+            "them to their answers"
+        )
+
     def _ends(self) -> np.ndarray:
         assert self._starts is not None
         following = np.append(self._starts[1:], len(self.dataset))

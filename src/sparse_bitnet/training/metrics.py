@@ -212,7 +212,8 @@ def _scalars(row: dict[str, Any]) -> list[tuple[str, float]]:
 def describe(row: dict[str, Any]) -> str:
     """One step's metrics and timing in a few words."""
     flip = "" if not row["flip_rate"] else f" flip {row['flip_rate']:.1e}"
+    loss = "-" if row["loss"] is None else f"{row['loss']:.3f}"
     return (
-        f"loss {row['loss']:.3f} lr {row['learning_rate']:.1e} norm {row['gradient_norm']:.2f}"
+        f"loss {loss} lr {row['learning_rate']:.1e} norm {row['gradient_norm']:.2f}"
         f"{flip} {row['tokens_per_second']:,.0f} tok/s"
     )

@@ -34,7 +34,8 @@ class RunResult:
     format: str
     steps: int
     tokens: int
-    training_loss: float
+    training_loss: float | None
+    """Loss of the last step; None where it had nothing to learn."""
     validation_loss: float
     validation_perplexity: float
     validation_tokens: int

@@ -118,6 +118,13 @@ class Trainer:
             rank=world.rank,
             world_size=world.size,
         )
+        epoch = self.loader.windows // config.batch_size + 2
+        if not any(map(self.loader.learnt, range(min(config.steps, epoch)))):
+            raise UserError(
+                f"no step of this run has anything to learn: {self.loader.cut.unlearnt()}"
+            )
+        if world.is_main and (unlearnt := self.loader.cut.unlearnt()):
+            say(unlearnt)
         # Of a model that will be split only the first process makes the values.
         self.build = partial(initial_model, config, self.format, self.dataset, self.tokenizer)
         self.whole = self.build() if world.is_main else None
@@ -229,7 +236,7 @@ class Trainer:
         row = {
             "step": step,
             "tokens": step * config.tokens_per_step,
-            "loss": loss,
+            "loss": loss if self.loader.learnt(step - 1) else None,
             "learning_rate": rate,
             "gradient_norm": norm,
             "sparse": kept == self.format.pattern.n and step >= config.first_sparse_step,
@@ -262,7 +269,7 @@ class Trainer:
         """
         config = self.config
         micro = config.micro_batch_size or config.batch_size
-        learnt = self.loader.learnt(step - 1)
+        learnt = max(1, self.loader.learnt(step - 1))
 
         def parts_of(tensors: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
             return list(zip(*(each.to(self.device).split(micro) for each in tensors), strict=True))
