@@ -34,16 +34,6 @@ TINY = Shape(
     num_key_value_heads=1,
     max_position_embeddings=128,
 )
-MEASURED = Shape(
-    hidden_size=128,
-    intermediate_size=352,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=1024,
-    max_position_embeddings=2048,
-)
-"""Large enough for its tensors to be what a process holds."""
 LIMIT_SECONDS = 300.0
 
 
@@ -69,7 +59,7 @@ class Worlds(Child):
             faults: "rank:step" -> kill, kill soon (within 50 ms), stop (freeze), slow (half a second),
                 interrupt (SIGTERM), full disk, kill while saving; before the step, or at its checkpoint.
                 "rank:export" -> slow: half as long again as the timeout.
-            measure: "collectives" or "memory", to be read from the output by the function of that name.
+            measure: "collectives", to be read from the output by the function of that name.
         """
         request = {
             "configs": [asdict(config) for config in configs],
@@ -93,7 +83,7 @@ def main() -> None:
     from sparse_bitnet.layer_config import SparseBitConfig
 
     torch.set_num_threads(1)
-    PRESETS["qwen2.5-1m"], PRESETS["qwen2.5-memory"] = TINY, MEASURED
+    PRESETS["qwen2.5-1m"] = TINY
     build_model("qwen2.5-1m", SparseBitConfig())  # transformers makes a table with the first model
     serve(lambda request: {"ranks": run_world(request)})
 
@@ -182,8 +172,6 @@ def train_all(rank: int, ports: list[int], request: dict[str, Any]) -> int:
     inject_faults(rank, request["faults"], request["timeout_seconds"])
     if request["measure"] == "collectives":
         count_collectives()
-    if request["measure"] == "memory":
-        measure_memory()
     launch = Launch(shard=request["shard"], timeout_seconds=request["timeout_seconds"])
     for port, config in zip(ports, request["configs"], strict=True):
         os.environ["MASTER_PORT"] = str(port)
@@ -239,41 +227,6 @@ def count_collectives() -> None:
         counted.clear()
         row = step_of(self, number)
         print(f"sent: {json.dumps(counted)}")
-        return row
-
-    Trainer._step = step  # type: ignore[method-assign]
-
-
-def memory(output: str) -> int:
-    """Of a rank: most bytes of tensors it held at a time up to the end of the third step."""
-    return next(int(line[6:]) for line in output.splitlines() if line.startswith("held: "))
-
-
-def measure_memory() -> None:
-    """Print what the allocator gave out and got back from the start of the training."""
-    from torch.profiler import ProfilerActivity, profile
-
-    from sparse_bitnet.training.trainer import Trainer
-
-    step_of = Trainer._step
-    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    profiler.start()
-
-    def step(self: Trainer, number: int) -> dict[str, Any]:
-        row = step_of(self, number)
-        if number == 3:
-            profiler.stop()
-            results = profiler.profiler.kineto_results  # type: ignore[union-attr]
-            changes = [
-                (event.start_ns(), event.nbytes())
-                for event in results.events()
-                if event.name() == "[memory]"
-            ]
-            held = most = 0
-            for _, change in sorted(changes):
-                held += change
-                most = max(most, held)
-            print(f"held: {most}")
         return row
 
     Trainer._step = step  # type: ignore[method-assign]

@@ -9,9 +9,8 @@ from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.presets import PRESETS
 from sparse_bitnet.progress import duration
 from sparse_bitnet.training.config import TrainConfig
-from sparse_bitnet.training.footprint import flops_per_token, parameter_counts
-from sparse_bitnet.training.job import GPUS as PLANNED_GPUS
-from sparse_bitnet.training.run_estimate import UTILISATION
+from sparse_bitnet.training.footprint import GPU_FLOPS as GPUS
+from sparse_bitnet.training.footprint import UTILISATION, flops_per_token, parameter_counts
 from sparse_bitnet_paper.result_row import ResultRow
 from sparse_bitnet_paper.scales import Scale
 from sparse_bitnet_paper.table import Table, print_table
@@ -19,9 +18,6 @@ from sparse_bitnet_paper.training_run import Run
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-GPUS = {name.upper(): gpu.flops for name, gpu in PLANNED_GPUS.items()}
-"""Dense bfloat16 FLOP/s of the SXM boards, from the makers' data sheets."""
 
 OVERHEAD = 1.1
 """Validation, checkpoints and measuring, over the optimiser steps alone."""
@@ -156,10 +152,7 @@ def print_plan(
         ]
         head = ("model", *(f"{gpu} h" for gpu in GPUS))
         print_table(Table(head, body), console, "Hours of what is left on one GPU")
-        note = (
-            f"At {100 * UTILISATION:.0f} % of the dense bfloat16 rate; `sparse-bitnet plan` "
-            "says what a run needs of memory and network."
-        )
+        note = f"At {100 * UTILISATION:.0f} % of the dense bfloat16 rate."
     else:
         note = f"About {duration(seconds_left)} left on this machine, {workers} runs at once."
     console.print(note, style="dim", highlight=False)

@@ -8,12 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sparse_bitnet.cli import analyze, plan, reproduce
+from sparse_bitnet.cli import analyze, reproduce
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.presets import PRESETS
-from sparse_bitnet.training.footprint import converted_weights
-from sparse_bitnet.training.job import Job
-from sparse_bitnet.training.run_estimate import plan as estimate
 from sparse_bitnet_paper.paper_runs import plan as planned
 from sparse_bitnet_paper.quickstart_scale import QuickstartConfig
 from sparse_bitnet_paper.result_row import ResultRow
@@ -21,34 +17,6 @@ from sparse_bitnet_paper.results import Results
 from sparse_bitnet_paper.setting import make_setting
 
 DOWN = ["--dense-layers", "down_proj"]
-
-
-def test_plan_moves_what_stays_dense_as_weights(capsys):
-    whole, mixed = (
-        Job(micro_batch_size=1),
-        Job(micro_batch_size=1, dense_layers="down_proj,layers.0.*"),
-    )
-    shape = PRESETS[whole.model]
-    kept = converted_weights(shape, mixed.config) / shape.block_weights
-    assert 0.6 < kept < 0.7
-    before, after, full = (
-        estimate(job) for job in (whole, mixed, Job(micro_batch_size=1, format="full-6:8"))
-    )
-    linear = "gather of linear layers"
-    assert after.traffic[linear] == pytest.approx(
-        kept * before.traffic[linear] + (1 - kept) * full.traffic[linear]
-    )
-    assert after.memory["mask, codes"] == pytest.approx(kept * before.memory["mask, codes"])
-    assert before.memory["activations"] < after.memory["activations"] < full.memory["activations"]
-    plan.main(["--micro-batch-size", "1", *DOWN])
-    assert "ternary-6:8,dense_layers=down_proj" in capsys.readouterr().out
-
-
-def test_dense_layers_given_twice_are_refused_unless_equal():
-    text = "ternary-6:8,dense_layers=down_proj"
-    assert str(Job(format=text, dense_layers="down_proj").config) == text
-    with pytest.raises(UserError, match=f"--dense-layers o_proj: format {text} names others"):
-        Job(format=text, dense_layers="o_proj")
 
 
 def test_all_runs_of_a_set_leave_the_same_layers_dense(tmp_path):
@@ -104,7 +72,6 @@ def test_analyze_leaves_out_what_a_pattern_does_not_fit(tmp_path, monkeypatch):
     "command",
     [
         lambda typo: QuickstartConfig(dense_layers=typo),
-        lambda typo: Job(dense_layers=typo),
         lambda typo: reproduce.main(
             ["table2", "--scale", "smoke", "--dry-run", "--dense-layers", typo]
         ),

@@ -114,7 +114,6 @@ def check_core(tmp_path, python, prelude):
         ["generate", "packed", "--prompt", "1 2", "--max-tokens", "3", *few],
         ["chat", "packed", "--max-tokens", "3", *few],
         ["serve", "packed", "--port", "0", *few],
-        ["plan"],
         ["import", str(file), "imported", "--packed", "auto", "--embeddings", "int8"],
         ["generate", "imported", "--prompt", "some text", "--max-tokens", "3", *few],
     ]

@@ -25,7 +25,6 @@ COMMANDS = {
     "reproduce": "the paper's experiments at a chosen scale",
     "report": "tables, figures and claims from their results",
     "analyze": "weight statistics and figures of checkpoints",
-    "plan": "memory, time and traffic of a run on GPUs",
     "models": "list the model presets",
     "env": "versions, devices, and which kernels are in use",
 }
