@@ -83,9 +83,9 @@ class StorePath:
         """Of a whole file."""
         return self._do("cat_file")
 
-    def write_text(self, text: str) -> None:
-        """A whole file, UTF-8."""
-        self._do("pipe_file", text.encode())
+    def write_text(self, text: str, encoding: str = "utf-8") -> None:
+        """A whole file."""
+        self._do("pipe_file", text.encode(encoding))
 
     def remove(self) -> None:
         """With all below; a checkpoint is none any more before its files go."""
