@@ -11,9 +11,11 @@ from torch import nn
 
 from factories import tiny_model
 from sparse_bitnet.checkpoint.build_model import PRESETS, build_model, preset_config
-from sparse_bitnet.checkpoint.load import skeleton
+from sparse_bitnet.checkpoint.hub import save_pretrained
+from sparse_bitnet.checkpoint.load import from_pretrained, skeleton
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.nn.convert import sparse_layers
+from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
+from sparse_bitnet.nn.convert import convert_, sparse_layers
 from sparse_bitnet.nn.layer import SparseBitConfig
 
 PUBLISHED = {
@@ -162,6 +164,14 @@ class TestInit:
     def test_another_vocabulary_size_is_refused(self, dense: Path, size: int) -> None:
         with pytest.raises(UserError, match=rf"vocab_size={size}: --init .* has 96 rows"):
             build_model("ignored", SparseBitConfig(), init=dense, vocab_size=size)
+
+    def test_a_packed_model_is_no_start(self, dense: Path, tmp_path: Path) -> None:
+        save_pretrained(convert_(from_pretrained(dense), "ternary-6:8"), tmp_path / "trained")
+        pack_checkpoint(tmp_path / "trained", tmp_path / "packed")
+        with pytest.raises(
+            UserError, match=r"packed is packed: training needs the weights, so name"
+        ):
+            build_model("ignored", SparseBitConfig(), init=tmp_path / "packed")
 
     def test_incomplete_weights_are_refused_not_randomised(self, dense: Path) -> None:
         weights = load_file(dense / "model.safetensors")

@@ -69,6 +69,10 @@ def build_model(
 
     if init is not None:
         stored = find_checkpoint(init)
+        if stored.kind == "packed":
+            raise UserError(
+                f"--init {init} is packed: training needs the weights, so name the run it was packed from"
+            )
         model: Any = stored.model().float() if meta else stored.load(dtype=torch.float32)
         embedding: Any = model.get_input_embeddings()
         if vocab_size not in (None, embedding.num_embeddings):
