@@ -159,6 +159,46 @@ def sherry(writer: Any, name: str, values: np.ndarray) -> None:
     writer.tensors[-1][name].tensor = data.reshape(len(values), -1)
 
 
+def i2_s(run: int) -> Write:
+    """I2_S of bitnet.cpp: four runs of 32 codes to 32 bytes (x86), or of 16 to 16 (ARM)."""
+
+    def write(writer: Any, name: str, values: np.ndarray) -> None:
+        t = (np.sign(values).astype(np.int8) + 1).astype(np.uint8).reshape(-1, 4, run)
+        packed = t[:, 0] << 6 | t[:, 1] << 4 | t[:, 2] << 2 | t[:, 3]
+        tail = np.zeros(8, "f4")
+        tail[0] = np.abs(values).max()
+        data = np.concatenate([packed.reshape(-1), tail.view(np.uint8)])
+        writer.add_tensor_info(name, values.shape, np.dtype(np.int8), data.nbytes, raw_dtype=36)
+        writer.tensors[-1][name].tensor = data
+
+    return write
+
+
+@pytest.mark.parametrize(("run", "name"), [(32, "I2_S"), (16, "I2_S of ARM")])
+def test_the_weights_tell_in_which_order_i2_s_was_written(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder, run: int, name: str
+) -> None:
+    model = ternary_model("bitnet", 256)
+    for key, parameter in model.named_parameters():
+        if key.endswith("proj.weight"):
+            parameter.data = parameter.data.sign() * 0.5
+    path = write_gguf(tmp_path / "random.gguf", model, "bitnet-b1.58", i2_s(run))
+    assert open_checkpoint(path).tool == "GGUF I2_S"
+    assert "do not tell whether one for ARM wrote" in str(recwarn.pop(UserWarning).message)
+    for layer in model.model.layers:
+        # Hidden features differ in how many weights they have, before them and behind.
+        share = torch.linspace(0.2, 0.9, 512)[torch.randperm(512)]
+        layer.mlp.up_proj.weight.data *= torch.rand(512, 256) < share[:, None]
+        layer.mlp.down_proj.weight.data *= torch.rand(256, 512) < share
+    path = write_gguf(tmp_path / "trained.gguf", model, "bitnet-b1.58", i2_s(run))
+    source = open_checkpoint(path)
+    assert source.tool == f"GGUF {name}"
+    for layer in source.layers:
+        weight = model.get_parameter(f"{layer}.weight").detach()
+        assert np.array_equal(source.ternary(layer).values(), weight), layer
+    assert not recwarn.list
+
+
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         return model(torch.arange(1, 33)[None] * 7 % 392).logits[0]

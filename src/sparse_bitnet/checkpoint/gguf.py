@@ -7,6 +7,7 @@ arrays.
 
 import functools
 import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -27,11 +28,15 @@ from sparse_bitnet.checkpoint.gguf_file import GgufFile
 from sparse_bitnet.checkpoint.gguf_tokenizer import write_tokenizer
 from sparse_bitnet.checkpoint.load import skeleton
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.packing.gguf_blocks import I2_S, I2_S_ARM, in_arm_order
 from sparse_bitnet.packing.ternary import TernaryWeight, ternary_of_floats, with_fewest_scales
 
 _TABLES = ("model.embed_tokens", "lm_head")
 _SCALES = ("scale", "weight_scale")
 """Ends of tensors that multiply a whole matrix, beside it."""
+_LAYERS_TOLD_BY, _SURE = 4, 64
+"""Layers that tell the order of I2_S's codes, and the sum of n r^2 from which they do: it is 4 for
+unrelated numbers, and above 64 once in 10^12 cases."""
 _LOOKED_AT = 64
 """Rows of a float matrix that tell whether it is ternary."""
 
@@ -114,6 +119,8 @@ class _Opened:
             and all(type(each) is float for each in scales)
         ):
             self.scales = dict(zip(layers, np.array(scales, np.float32), strict=True))
+        if FORMAT not in self.file.metadata:
+            self._settle_i2_s()
         others = {
             name: s for name, s in wanted.items() if name.removesuffix(".weight") not in layers
         }
@@ -252,6 +259,34 @@ class _Opened:
         if not layers:
             raise UserError(f"{self.file.path} has no ternary layer")
         return layers
+
+    def _settle_i2_s(self) -> None:
+        """Which order the codes of I2_S are in; warns where the weights do not tell.
+
+        In a trained model a hidden feature with many zeros in its row of ffn_up has many (or few) in its
+        column of ffn_down: in the order in which the file was written the two correlate, four times as
+        much as in the other, which leaves a quarter of the columns in place.
+        """
+        squares, tells = np.zeros(2), False
+        for layer in range(min(_LAYERS_TOLD_BY, self.config["num_hidden_layers"])):
+            up, down = (f"model.layers.{layer}.mlp.{name}_proj" for name in ("up", "down"))
+            if self.file.block_type(self.names[f"{down}.weight"]) is not I2_S:
+                continue
+            tells = True
+            rows = np.abs(self._stored_ternary(up).codes).mean(1)
+            columns = np.abs(self._stored_ternary(down).codes).mean(0)
+            by_arm = in_arm_order(columns.reshape(-1, I2_S.codes)).reshape(-1)
+            with np.errstate(invalid="ignore"):
+                found = [np.corrcoef(rows, order)[0, 1] for order in (columns, by_arm)]
+            squares += len(rows) * np.nan_to_num(np.square(found))
+        if squares.max() >= _SURE:
+            self.file.i2_s = I2_S_ARM if squares[1] > squares[0] else I2_S
+        elif tells:
+            warnings.warn(
+                f"{self.file.path}: I2_S is read as bitnet.cpp for x86 writes it; its weights do not "
+                "tell whether one for ARM wrote the file: then the model makes no sense",
+                stacklevel=2,
+            )
 
     def _factor(self, stored: str) -> np.float32:
         """What multiplies a matrix beside its own scales."""

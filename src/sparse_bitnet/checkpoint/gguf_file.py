@@ -16,7 +16,7 @@ import numpy as np
 
 from sparse_bitnet.checkpoint.config_fields import check_basis
 from sparse_bitnet.errors import UserError, os_errors_as
-from sparse_bitnet.packing.gguf_blocks import READ_TYPES, BlockType
+from sparse_bitnet.packing.gguf_blocks import I2_S, READ_TYPES, BlockType
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -55,11 +55,12 @@ class GgufFile:
         path: of the file.
         metadata: by key, strings, numbers and lists of them.
         tensors: by name.
+        i2_s: what tensors of the type I2_S are.
     """
 
     def __init__(self, path: Path) -> None:
         """Raises `UserError` for a file that is damaged, cut off or of another version."""
-        self.path = path
+        self.path, self.i2_s = path, I2_S
         try:
             with (
                 open(path, "rb") as file,
@@ -87,7 +88,7 @@ class GgufFile:
             # What follows a tensor begins at a multiple of the alignment, of some 32 bytes.
             rest = entry.most - block.tensor_bytes(rows, columns)
             if columns % block.codes == 0 and 0 <= rest < self._padding:
-                return block
+                return self.i2_s if block is I2_S else block
         names = " or ".join(dict.fromkeys(block.name for block in candidates))
         raise UserError(
             f"{self.path}: tensor {name} {list(entry.shape)} has {entry.most:,} bytes, which no {names} "

@@ -26,11 +26,14 @@ Q2_0, Q8_0, all blocks of a matrix with the same scale, so codes survive exactly
                       float32 d
     I2_S   36  128    32, the matrix  byte n % 32, bits 6 - 2 (n / 32) and up; then float32 d and 28 bytes
                       in one piece
+    I2_S  as       64     16      byte n % 16, bits 6 - 2 (n / 16) and up: under the same number (gguf.py
+          of ARM                  tells them apart)
 
 A row that does not fill the blocks of a type takes the next one of Q2_0, Q8_0 and F16: all hold codes
 exactly and the scale to 2**-11. Readers of I2_S know no Q2_0.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -182,6 +185,16 @@ def _decode_i2_s(blocks: np.ndarray) -> np.ndarray:
     return _four_of_a_byte(blocks)[:, ::-1].reshape(len(blocks), -1)
 
 
+def in_arm_order(values: np.ndarray) -> np.ndarray:
+    """Values [..., 128] by the codes of an I2_S block -> in the order in which those of ARM come."""
+    parts = values.reshape(*values.shape[:-1], 4, 2, 16)
+    return parts.swapaxes(-3, -2).reshape(values.shape)
+
+
+def _decode_i2_s_arm(blocks: np.ndarray) -> np.ndarray:
+    return in_arm_order(_decode_i2_s(blocks))
+
+
 def _decode_iq2_bn(blocks: np.ndarray) -> np.ndarray:
     return _four_of_a_byte(blocks).reshape(len(blocks), -1)
 
@@ -221,6 +234,8 @@ F16 = BlockType("F16", 1, 1, 1, 2, lambda t: t)
 I2_S = BlockType(
     "I2_S", 36, 40, 128, 32, _encode_i2_s, _decode_i2_s, scale_of="matrix", scale_dtype="<f4"
 )
+I2_S_ARM = dataclasses.replace(I2_S, name="I2_S of ARM", decode=_decode_i2_s_arm)
+"""As builds of bitnet.cpp for ARM write it, under the same number and size."""
 BLOCK_TYPES = {block.name: block for block in (TQ1_0, TQ2_0, Q2_0, I2_S)}
 
 READ_TYPES = (
