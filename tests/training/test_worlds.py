@@ -192,39 +192,21 @@ def test_two_processes_write_to_a_store_and_one_goes_on_without_their_folder(
     assert last[1]["validation_loss"] == pytest.approx(last[0]["validation_loss"], rel=2e-5)
 
 
-def test_a_killed_process_is_named_and_the_run_continued(worlds, run_config):
+def test_a_killed_process_ends_the_run_which_continues(worlds, run_config):
     whole, killed = run_config("whole"), run_config("killed")
     train(whole)
     first = worlds.run(killed, size=3, timeout_seconds=20, faults={"2:4": "kill"})
     assert first[2][0] == -9
     assert {code for code, _ in first[:2]} <= {2, 75}
-    assert "rank 2" in first[0][1], first
-    assert "died or lost its network" in first[0][1], first
+    assert "another process of the run died or hangs" in first[0][1], first
     finish(worlds, killed, size=3)
     assert_same_curves(whole, killed)
-
-
-@pytest.mark.slow
-def test_a_process_killed_while_saving_costs_no_older_checkpoint(worlds, run_config):
-    config = run_config("run")
-    outcomes = worlds.run(config, size=2, timeout_seconds=20, faults={"1:4": "kill while saving"})
-    assert outcomes[1][0] == -9
-    assert outcomes[0][0] in (2, 75)
-    assert [found.step for found in list_checkpoints(Path(config.out))] == [2]
-    finish(worlds, config, size=2)
-    leftovers = list((Path(config.out) / "checkpoints").glob(".tmp-*"))
-    assert not leftovers
 
 
 def test_a_frozen_process_ends_the_run_within_the_limit(worlds, run_config):
     outcomes = worlds.run(run_config("run"), size=2, timeout_seconds=6, faults={"1:3": "stop"})
     assert outcomes[0][0] in (2, 75)
-    assert "rank 1" in outcomes[0][1], outcomes
-
-
-@pytest.mark.slow
-def test_a_slow_process_only_slows(worlds, run_config):
-    finish(worlds, run_config("run", steps=3), size=2, faults={"1:2": "slow"})
+    assert "another process of the run died or hangs" in outcomes[0][1], outcomes
 
 
 def test_an_export_that_takes_longer_than_a_step_may_is_waited_for(worlds, run_config):

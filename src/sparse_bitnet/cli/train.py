@@ -137,10 +137,9 @@ def run(chosen: Options) -> None:
         prepare_chat(chosen.chat, config)
     from rich.console import Console
 
-    from sparse_bitnet.training.distributed import ErrorElsewhere, Launch
+    from sparse_bitnet.training.distributed import EXIT_CODE, ErrorElsewhere, Launch, ProcessLost
     from sparse_bitnet.training.metrics import describe
     from sparse_bitnet.training.train_run import Interrupted, train
-    from sparse_bitnet.training.watchdog import EXIT_CODE, ProcessLost
 
     launch = Launch(shard=chosen.shard, timeout_seconds=chosen.timeout_seconds)
     is_first = os.environ.get("RANK", "0") == "0"

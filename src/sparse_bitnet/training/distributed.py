@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The processes of one run: who they are, what they sum, what they tell each other.
 
+Rendezvous, restarts and time limits are torchrun's and the process group's.
+
 Started by torchrun (or anything that sets its environment variables), the same `train` command runs as
 N processes on M machines; without it a run is a world of one, of which every sum is its own. The batch is
 split over all processes; what is computed does not depend on their number.
@@ -8,33 +10,28 @@ split over all processes; what is computed does not depend on their number.
 
 import contextlib
 import os
-import pickle
 import socket
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from sparse_bitnet.errors import UserError, reason_of
-from sparse_bitnet.training.rendezvous import rendezvous
-from sparse_bitnet.training.watchdog import (
-    ProcessLost,
-    Watchdog,
-    is_communication_error,
-    launcher_store,
-)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
-POLL_SECONDS = 0.01
+EXIT_CODE = 75
+"""Exit code of a process that lost another one: "temporary failure", the same command may continue."""
+
 _LONGEST_TIMEOUT = 366 * 86400.0
+_LONE_WORK = timedelta(days=1)
+"""Longest work of one process while the others wait: exports, reading data, writing checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +42,7 @@ class Launch:
     """Processes over which a model is split; the rest replicate it. Default: all of them."""
 
     timeout_seconds: float = 600.0
-    """Without a finished step for this long, a process gives up and names whom it waited for."""
+    """A process that waits this long for the others in a step gives up."""
 
     def __post_init__(self) -> None:
         if self.shard is not None and self.shard < 1:
@@ -60,6 +57,10 @@ class ErrorElsewhere(UserError):
     """Another process failed with this message, which it prints itself."""
 
 
+class ProcessLost(UserError):
+    """Another process of the run cannot be reached."""
+
+
 @dataclass
 class World:
     """The processes of a run."""
@@ -68,12 +69,10 @@ class World:
     size: int = 1
     mesh: "DeviceMesh | None" = None
     """[replicate, shard]; None in a world of one, whose model lies whole."""
-    store: dist.Store = field(default_factory=dist.HashStore, repr=False)
-    """Of these processes alone."""
+    control_group: "dist.ProcessGroup | None" = field(default=None, repr=False)
+    """Exchanges objects between the training's collectives, on the CPU."""
     background_group: "dist.ProcessGroup | None" = field(default=None, repr=False)
     """For a thread beside the training: its own order of collectives, on the CPU."""
-    watchdog: Watchdog | None = field(default=None, repr=False)
-    _exchanges: int = 0
 
     @property
     def is_main(self) -> bool:
@@ -100,28 +99,18 @@ class World:
         return value
 
     def each(self, function: Callable[[], T]) -> list[T]:
-        """What `function` returns in each process, in the order of ranks, however long one takes.
+        """What `function` returns in each process, in the order of ranks.
 
-        A `UserError` of any of them is raised in all; `ProcessLost` when one dies meanwhile.
+        A `UserError` of any of them is raised in all.
         """
         result, raised = None, None
-        with self.busy():
-            try:
-                result = function()
-            except UserError as error:
-                raised = error
-        self._exchanges += 1
-        said, heard = (
-            [f"{self._exchanges}/{what}/{rank}" for rank in range(self.size)]
-            for what in ("said", "heard")
-        )
-        outcome = pickle.dumps((result, raised and str(raised)))
-        self.store.set(said[self.rank], outcome)  # type: ignore[arg-type]
-        self.wait_until(lambda: self.store.check(said))
-        outcomes = [pickle.loads(text) for text in self.store.multi_get(said)]
-        self.store.set(heard[self.rank], "")
-        if self.is_main:  # whose end may be that of the store
-            self.wait_until(lambda: self.store.check(heard))
+        try:
+            result = function()
+        except UserError as error:
+            raised = error
+        outcomes: list[Any] = [(result, raised and str(raised))] * self.size
+        if self.control_group is not None:
+            dist.all_gather_object(outcomes, outcomes[0], group=self.control_group)
         if raised is not None:
             raise raised
         for _, message in outcomes:
@@ -132,43 +121,6 @@ class World:
     def on_main(self, function: Callable[[], T]) -> T:
         """Call `function` in the first process alone; all get its result, or its `UserError`."""
         return self.each(function if self.is_main else lambda: None)[0]  # type: ignore[return-value]
-
-    def wait_until(self, done: Callable[[], bool]) -> None:
-        """Wait for other processes as long as they live. Raises `ProcessLost` when one does not."""
-        looked = time.monotonic()
-        while not done():
-            time.sleep(POLL_SECONDS)
-            if self.watchdog is None:
-                continue
-            self.watchdog.progress()
-            if time.monotonic() - looked > self.watchdog.timeout:
-                if lost := self.watchdog.lost():
-                    raise ProcessLost(f"rank {self.rank}: {lost}; start the run again")
-                looked = time.monotonic()
-
-    @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        """Turn the loss of another process into a `ProcessLost` that names it."""
-        if self.watchdog is None:
-            yield
-            return
-        with self.watchdog as watchdog:
-            try:
-                yield
-            except Exception as error:
-                if not is_communication_error(error):
-                    raise
-                found = watchdog.diagnose() or f"all processes are alive ({reason_of(error)})"
-                raise ProcessLost(f"rank {self.rank}: {found}; start the run again") from error
-
-    def progress(self, step: int | None = None) -> None:
-        """Tell the watchdog that this process gets on (and to which step)."""
-        if self.watchdog is not None:
-            self.watchdog.progress(step)
-
-    def busy(self) -> contextlib.AbstractContextManager[None]:
-        """Around work of this process alone that may take any time."""
-        return contextlib.nullcontext() if self.watchdog is None else self.watchdog.busy()
 
     def fail(self, message: str) -> NoReturn:
         """Raise what went wrong in all processes alike; only the first one's is meant to be shown."""
@@ -201,22 +153,14 @@ def open_world(launch: Launch, device: torch.device) -> Iterator[World]:
         torch.cuda.set_device(int(local))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
-        rank = int(os.environ["RANK"])
-        # That of torchrun's agent, or without one a store of rank 0.
-        hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        store = launcher_store(launch.timeout_seconds, is_master=rank == 0 and not hosted)
-        name = rendezvous(store, rank, size, launch.timeout_seconds)
-        watchdog = Watchdog(rank, size, launch.timeout_seconds, name=name)
-        # Collectives outlast the watchdog, which knows more to say of the same wait.
-        timeout = timedelta(seconds=watchdog.longest_silence)
-        own = dist.PrefixStore(f"processes/{name}", store)
-        dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timeout)
+        dist.init_process_group(backend, timeout=timedelta(seconds=launch.timeout_seconds))
     except (RuntimeError, ValueError, OSError, KeyError) as error:
         raise UserError(
             f"rank {os.environ.get('RANK', '?')} on {socket.gethostname()}: no rendezvous of the {size} "
             f"processes within {launch.timeout_seconds:.0f} s ({reason_of(error)}); check MASTER_ADDR "
             "and that all were started"
         ) from error
+    rank = dist.get_rank()
     try:
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -226,10 +170,24 @@ def open_world(launch: Launch, device: torch.device) -> Iterator[World]:
             mesh=init_device_mesh(
                 device.type, (size // shard, shard), mesh_dim_names=("replicate", "shard")
             ),
-            store=dist.PrefixStore(f"exchanges/{name}", store),
-            # A checkpoint may take longer than a step; `World.wait_until` sees whether all live.
-            background_group=dist.new_group(backend="gloo", timeout=timedelta(days=1)),
-            watchdog=watchdog,
+            control_group=dist.new_group(backend="gloo", timeout=_LONE_WORK),
+            background_group=dist.new_group(backend="gloo", timeout=_LONE_WORK),
         )
+    except Exception as error:
+        if not is_communication_error(error):
+            raise
+        raise ProcessLost(
+            f"rank {rank}: another process of the run died or hangs ({reason_of(error)}); start the run "
+            "again"
+        ) from error
     finally:
         dist.destroy_process_group()
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """Whether an exception of torch means that processes cannot reach each other."""
+    if isinstance(error, dist.DistError):
+        return True
+    text = str(error).lower()
+    words = ("gloo", "nccl", "connection", "timed out", "socket")
+    return isinstance(error, RuntimeError) and any(word in text for word in words)

@@ -164,7 +164,6 @@ class CheckpointWriter:
         """
         if (pending := self._pending) is not None:
             self._pending = None
-            self.world.wait_until(pending.done)
             pending.result()
 
     def close(self) -> None:

@@ -97,7 +97,6 @@ def _fill_(
         {} if whole is None else {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
     )
     for name, part in (*model.named_parameters(), *model.named_buffers()):
-        world.progress()
         value = torch.empty(part.shape, dtype=part.dtype, device=device)
         if given:
             value.copy_(given[name])
@@ -153,7 +152,6 @@ def whole_model(
     world.on_main(lambda: built.append(build()))
     plain = dict(built[0].named_parameters()) if built else {}
     for name, parameter in model.named_parameters():
-        world.progress()
         whole = split_like(local_rows(parameter), parameter).full_tensor()
         if built:
             with torch.no_grad():

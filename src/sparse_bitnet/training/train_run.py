@@ -43,13 +43,12 @@ def train(
     format_of(config)
     with ExitStack() as held:
         world = held.enter_context(open_world(launch or Launch(), resolve_device(config.device)))
-        with world.watch():
-            data, finished = world.on_main(lambda: _check(run, config))
-            if finished is not None:
-                return finished
-            trainer = Trainer(config, run, on_step, world)
-            world.on_main(lambda: _take(run, config, data, held))
-            return trainer.run_to_end(data)
+        data, finished = world.on_main(lambda: _check(run, config))
+        if finished is not None:
+            return finished
+        trainer = Trainer(config, run, on_step, world)
+        world.on_main(lambda: _take(run, config, data, held))
+        return trainer.run_to_end(data)
 
 
 def _check(run: Path, config: TrainConfig) -> tuple[dict[str, Any], RunResult | None]:

@@ -5,7 +5,6 @@ import json
 import math
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -187,9 +186,7 @@ class Trainer:
                     )
             with stop_signals(self.stop.set):
                 for step in range(start + 1, config.steps + 1):
-                    compiles = self.compiles and step == start + 1
-                    with self.world.busy() if compiles else nullcontext():
-                        row = self._step(step)
+                    row = self._step(step)
                     last = step == config.steps
                     if config.validation_every and step % config.validation_every == 0 and not last:
                         self._write(self._validate(step))
@@ -227,7 +224,6 @@ class Trainer:
         # The one moment of a step at which the host waits for the device.
         figures = torch.cat([total, norm.double().view(1), counts.double().flatten()]).tolist()
         loss, self.stops, norm = figures[:3]
-        self.world.progress(step)
         self._check_finite(step, loss, norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -281,7 +277,6 @@ class Trainer:
             teachers = [{"top": each} for each in top]
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, (part, teacher) in enumerate(zip(parts, teachers, strict=True), 1):
-            self.world.progress()
             gather_once_(self.loss, last=number == len(parts))
             with autocast(self.device, self.dtype):
                 loss = self.loss(*part, **teacher)

@@ -79,7 +79,6 @@ def validation_loss(
 
     def batches() -> Iterator[Sequence[Tensor]]:
         for start in range(0, windows, size * world.size):
-            world.progress()
             first = start + size * world.rank
             if first < windows:
                 yield batch(first)
