@@ -117,7 +117,7 @@ def test_needs_no_torch(tmp_path: Path) -> None:
         "assert not {'torch', 'transformers'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config = json.loads((tmp_path / "model" / "config.json").read_text("utf-8"))
     assert config["quantization_config"]["quant_method"] == "sparse_bitnet_packed"
 
 
@@ -160,10 +160,10 @@ def test_a_small_preset_takes_the_vocabulary_and_template_of_a_tokenizer(tmp_pat
     (given / "chat_template.jinja").write_text("{{ messages }}")
     write_random_model(tmp_path / "small", "qwen2.5-0.3m", NMPattern(6, 8), tokenizer=given)
     # 256 bytes, a merge and the end of text, in whole 64s.
-    assert json.loads((tmp_path / "small/config.json").read_text())["vocab_size"] == 320
+    assert json.loads((tmp_path / "small/config.json").read_text("utf-8"))["vocab_size"] == 320
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (tmp_path / "small" / name).read_bytes() == (given / name).read_bytes()
-    panicking = json.loads((given / "tokenizer.json").read_text())
+    panicking = json.loads((given / "tokenizer.json").read_text("utf-8"))
     panicking["model"]["continuing_subword_prefix"] = "auto"
     for damaged in ({}, panicking):
         (given / "tokenizer.json").write_text(json.dumps(damaged))

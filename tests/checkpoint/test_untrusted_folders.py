@@ -60,7 +60,7 @@ def plant(request: pytest.FixtureRequest, models: Path, tmp_path: Path):
         folder = tmp_path / kind
         shutil.copytree(models / kind, folder)
         (folder / "code.py").write_text(CODE.format(mark=str(tmp_path / "mark")))
-        config = json.loads((folder / "config.json").read_text())
+        config = json.loads((folder / "config.json").read_text("utf-8"))
         config["auto_map"] = {
             "AutoConfig": "code.Config",
             "AutoModelForCausalLM": "code.Model",
@@ -69,7 +69,7 @@ def plant(request: pytest.FixtureRequest, models: Path, tmp_path: Path):
             config["model_type"] = "planted"
         (folder / "config.json").write_text(json.dumps(config))
         path = folder / "tokenizer_config.json"
-        tokenizer = json.loads(path.read_text())
+        tokenizer = json.loads(path.read_text("utf-8"))
         tokenizer |= {"auto_map": {"AutoTokenizer": ["code.Tokenizer", "code.Tokenizer"]}}
         path.write_text(json.dumps(tokenizer | {"tokenizer_class": "Tokenizer"}))
         return folder
@@ -113,7 +113,7 @@ def test_no_command_runs_a_folders_code(
 def test_transformers_loaders_are_called_in_one_function() -> None:
     found = []
     for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 owner, name = ast.unparse(node.func.value), node.func.attr
                 if name in ("from_pretrained", "from_config") or owner.startswith("Auto"):
@@ -152,7 +152,7 @@ def test_links_that_lead_out_are_refused(
 def test_a_model_larger_than_its_file_is_not_built(models: Path, tmp_path: Path) -> None:
     shutil.copytree(models / "trained", tmp_path / "large")
     path = tmp_path / "large" / "config.json"
-    config = json.loads(path.read_text())
+    config = json.loads(path.read_text("utf-8"))
     size = (tmp_path / "large" / "model.safetensors").stat().st_size
     path.write_text(json.dumps(config | {"vocab_size": size // 2}))
     with pytest.raises(UserError, match=r"config.json asks for [\d,]+ values, more than"):
@@ -291,7 +291,7 @@ def test_weights_in_another_basis_are_refused(
     models: Path, tmp_path: Path, change: Any, message: str
 ) -> None:
     folder = shutil.copytree(models / "bitnet", tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text("utf-8"))
     change(folder, config)
     (folder / "config.json").write_text(json.dumps(config))
     for read in (from_pretrained, open_checkpoint):
@@ -312,7 +312,7 @@ def test_what_transformers_would_skip_is_refused(models: Path, tmp_path: Path) -
             else pytest.raises(UserError, match=f"tensor {name} is not part")
         ):
             from_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text("utf-8"))
     config["quantization_config"] = {"quant_method": "frobnicate"}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(
@@ -326,12 +326,15 @@ def test_a_size_for_each_layer_is_read_where_all_are_the_same(
     models: Path, tmp_path: Path, rest: list[int]
 ) -> None:
     folder = shutil.copytree(models / "trained", tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text("utf-8"))
     config["intermediate_size"] = [96, *rest] if rest else [96, 96]
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="intermediate_size") if rest else nullcontext():
         pack_checkpoint(folder, tmp_path / "out")
-        assert json.loads((tmp_path / "out" / "config.json").read_text())["intermediate_size"] == 96
+        assert (
+            json.loads((tmp_path / "out" / "config.json").read_text("utf-8"))["intermediate_size"]
+            == 96
+        )
 
 
 def test_what_cannot_be_read_is_not_packed(models: Path, tmp_path: Path) -> None:
@@ -344,7 +347,7 @@ def test_what_cannot_be_read_is_not_packed(models: Path, tmp_path: Path) -> None
 
 def test_a_tokenizer_over_which_its_library_panics(models: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(models / "trained", tmp_path / "model")
-    content = json.loads((folder / "tokenizer.json").read_text())
+    content = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     content["model"]["continuing_subword_prefix"] = "auto"
     (folder / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match="no readable tokenizer"):

@@ -293,7 +293,7 @@ def test_of_few_long_documents_pieces_are_held_out(tmp_path: Path, kind: str) ->
     text = book(100_000)
     if kind == "txt":
         path = tmp_path / "book.txt"
-        path.write_text(text)
+        path.write_text(text, "utf-8")
     else:
         path = write_jsonl(tmp_path / "books.jsonl", [text, "A short one.", text[::-1]])
     source = parse_source(str(path))
@@ -308,7 +308,7 @@ def test_of_few_long_documents_pieces_are_held_out(tmp_path: Path, kind: str) ->
 
 @pytest.mark.parametrize("characters", [5_000, 20_000, 200_000])
 def test_at_least_one_piece_of_a_short_text_is_held_out(tmp_path: Path, characters: int) -> None:
-    (tmp_path / "a.txt").write_text(book(100_000)[:characters])
+    (tmp_path / "a.txt").write_text(book(100_000)[:characters], "utf-8")
     source = parse_source(str(tmp_path / "a.txt"))
     assert texts_of(source, VALIDATION)
     assert len("".join(texts_of(source, TRAIN))) >= characters * 0.15

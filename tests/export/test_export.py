@@ -50,12 +50,12 @@ def test_a_folder_is_complete(checkpoint: Path, tmp_path: Path, format: str) -> 
         "tokenizer_config.json",
     }
     assert result.nbytes == sum(file.stat().st_size for file in result.folder.iterdir())
-    generation = json.loads((result.folder / "generation_config.json").read_text())
+    generation = json.loads((result.folder / "generation_config.json").read_text("utf-8"))
     assert generation["eos_token_id"] == 0
-    tokenizer = json.loads((result.folder / "tokenizer_config.json").read_text())
+    tokenizer = json.loads((result.folder / "tokenizer_config.json").read_text("utf-8"))
     assert tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert str(tmp_path) not in "".join(
-        file.read_text() for file in result.folder.iterdir() if file.suffix != ".safetensors"
+        file.read_text("utf-8") for file in result.folder.iterdir() if file.suffix != ".safetensors"
     )
 
 
@@ -89,7 +89,7 @@ def test_the_rope_also_stands_where_transformers_4_looks(source, tmp_path, chang
     own = dataclasses.replace(source, config=source.config | changes)
     kind = {"quantization_config": None, "dtype": torch.float32, "model_card": ""}
     write_folder(tmp_path / "out", own, [], **kind)
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config = json.loads((tmp_path / "out" / "config.json").read_text("utf-8"))
     assert config.items() >= expected.items()
     assert config["rope_parameters"] == own.config["rope_parameters"]
 
@@ -102,7 +102,7 @@ def test_special_tokens_are_named_as_transformers_4_and_5_read_them(
     tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "out").mkdir()
     copy_tokenizer(tmp_path / "model", tmp_path / "out")
-    config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text("utf-8"))
     assert config["additional_special_tokens"] == ["<|im_end|>"]
     assert "extra_special_tokens" not in config
     assert "<|im_end|>" in load_tokenizer(tmp_path / "out").all_special_tokens
@@ -126,7 +126,7 @@ def test_a_scale_whose_reciprocal_float16_lacks_is_refused(source, tmp_path: Pat
 def test_several_end_tokens_stay(edited, tmp_path: Path) -> None:
     export(edited(eos_token_id=[300, 0]), tmp_path / "out", ExportConfig(format="bitnet"))
     for name in ("config.json", "generation_config.json"):
-        assert json.loads((tmp_path / "out" / name).read_text())["eos_token_id"] == [300, 0]
+        assert json.loads((tmp_path / "out" / name).read_text("utf-8"))["eos_token_id"] == [300, 0]
 
 
 @pytest.mark.parametrize("format", ["bitnet", "gguf-q2_0"])
@@ -150,7 +150,9 @@ def test_dense_weights_are_the_effective_ones_and_come_with_a_warning(
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     for name in source.layers:
         assert torch.equal(tensors[f"{name}.weight"], source.effective(name))
-    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in json.loads(
+        (tmp_path / "out" / "config.json").read_text("utf-8")
+    )
 
 
 def test_full_precision_models_go_to_dense_without_a_warning(

@@ -75,7 +75,7 @@ def test_an_export_that_differs_fails(source, exported: Path, name: str, change)
 
 def test_another_tokenizer_fails(source, exported: Path) -> None:
     path = exported / "tokenizer.json"
-    content = json.loads(path.read_text())
+    content = json.loads(path.read_text("utf-8"))
     content["model"]["merges"] = content["model"]["merges"][:-40]
     path.write_text(json.dumps(content))
     assert verified(source, exported, BITNET).failures == ["other token ids"]
@@ -205,7 +205,7 @@ def test_the_command_prints_a_table_and_the_card_keeps_it(
     printed = capsys.readouterr().out
     assert "best token" in printed
     assert "(bound 1%)" in printed
-    assert "## Checked against the trained model" in (out / "README.md").read_text()
+    assert "## Checked against the trained model" in (out / "README.md").read_text("utf-8")
 
 
 def test_the_command_exits_with_2_when_out_of_bounds(

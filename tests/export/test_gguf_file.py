@@ -72,7 +72,7 @@ def test_the_smallest_preset_is_written(
     codes, scale = open_checkpoint(checkpoint).ternary("model.layers.0.mlp.down_proj")
     values = gguf.quants.dequantize(down.data, down.tensor_type)
     assert np.array_equal(values, codes.numpy() * np.float32(np.float16(scale)))
-    assert "| bits per sparse weight | 8.5 |" in (tmp_path / "out" / "README.md").read_text()
+    assert "| bits per sparse weight | 8.5 |" in (tmp_path / "out" / "README.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -227,7 +227,7 @@ def test_gguf_py_reads_it_back(make_checkpoint, tmp_path: Path, block, embedding
     assert field("tokenizer.ggml.eos_token_id") == field("tokenizer.ggml.bos_token_id") == 0
     assert field("tokenizer.ggml.add_bos_token") is False
     assert len(field("tokenizer.ggml.tokens")) == 392
-    merges = json.loads((checkpoint / "tokenizer.json").read_text())["model"]["merges"]
+    merges = json.loads((checkpoint / "tokenizer.json").read_text("utf-8"))["model"]["merges"]
     assert len(field("tokenizer.ggml.merges")) == len(merges)
 
 

@@ -23,7 +23,7 @@ def changed(checkpoint: Path, tmp_path: Path):
     def change(**changes: Any) -> Path:
         shutil.copytree(checkpoint, tmp_path / "tokenizer", dirs_exist_ok=True)
         path = tmp_path / "tokenizer" / "tokenizer.json"
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text("utf-8"))
         model = changes.pop("model", {})
         content["model"] |= model
         path.write_text(json.dumps(content | changes))
@@ -45,13 +45,13 @@ def test_trained_tokenizers_have_a_name_that_llama_cpp_knows(checkpoint: Path) -
 
 
 def test_added_tokens_that_are_not_special(changed) -> None:
-    content = json.loads((changed() / "tokenizer.json").read_text())
+    content = json.loads((changed() / "tokenizer.json").read_text("utf-8"))
     flags = dict.fromkeys(("special", "normalized", "single_word", "lstrip", "rstrip"), False)
     tags = [{"id": 384 + n, "content": f"<{n}>", **flags} for n in range(2)]
     folder = changed(added_tokens=[*content["added_tokens"], *tags])
     path = folder / "tokenizer_config.json"
     more = {"pad_token": "<1>", "bos_token": "<new>", "add_bos_token": True}
-    path.write_text(json.dumps(json.loads(path.read_text()) | more))
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | more))
     vocabulary = read_vocabulary(folder, 392)
     assert vocabulary.tokens[384:387] == ["<0>", "<1>", "<new>"]
     assert vocabulary.types[384:388] == [
@@ -80,7 +80,7 @@ def test_what_a_tokenizer_puts_around_a_text(changed, checkpoint, around) -> Non
     folder = changed(post_processor=json.loads(backend.to_str())["post_processor"])
     path = folder / "tokenizer_config.json"
     contrary = {"add_eos_token": not last, "add_bos_token": True}
-    path.write_text(json.dumps(json.loads(path.read_text()) | contrary))
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | contrary))
     if first:
         with pytest.raises(UserError, match="other tokens around a text than bos and eos"):
             read_vocabulary(folder, 392)

@@ -138,7 +138,7 @@ def test_progress_lines(finished):
 
 def test_report(finished):
     config, result, _ = finished
-    page = result.report.read_text()
+    page = result.report.read_text("utf-8")
     for row in result.results.rows:
         assert f"{row.perplexity:.2f}" in page
     figures = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
@@ -205,7 +205,7 @@ def test_seeds_and_workers(finished, text, tmp_path):
         )
         assert ours == theirs
     assert rows[0].perplexity != rows[4].perplexity
-    page = result.report.read_text()
+    page = result.report.read_text("utf-8")
     assert "Mean of 2 seeds" in page
     assert "of seed 0" in page
 
@@ -243,7 +243,7 @@ def test_evaluating_a_run_gives_its_perplexity(finished, tmp_path, capsys):
     arguments = [run, "--data", f"{config.out}/data", "--max-tokens", str(row.validation_tokens)]
     evaluate_cli.main([*arguments, "--json", str(tmp_path / "out.json")])
     assert f"{row.perplexity:.4f}" in capsys.readouterr().out
-    assert '"format": "ternary-6:8"' in (tmp_path / "out.json").read_text()
+    assert '"format": "ternary-6:8"' in (tmp_path / "out.json").read_text("utf-8")
 
 
 def test_folder_of_other_settings_is_refused(finished):

@@ -76,11 +76,11 @@ def test_every_planned_run_has_a_row_with_all_it_needs(smoke):
         assert not (smoke / "runs" / row.name / "checkpoints").exists()
         assert [part for part in folder.curves(row) if "validation_loss" in part]
         assert (row.weights is not None) == run.is_dense
-    assert str(smoke) not in (smoke / "results.jsonl").read_text()
+    assert str(smoke) not in (smoke / "results.jsonl").read_text("utf-8")
 
 
 def test_what_a_repository_should_not_hold_is_ignored(smoke):
-    assert (smoke / ".gitignore").read_text().split() == ["/data/", "/runs/", "/.lock"]
+    assert (smoke / ".gitignore").read_text("utf-8").split() == ["/data/", "/runs/", "/.lock"]
 
 
 def test_perplexity_is_that_of_the_whole_held_out_text(smoke):
@@ -151,7 +151,7 @@ def test_a_folder_of_other_files_is_refused_and_left_alone(tmp_path):
     (tmp_path / ".gitignore").write_text("*.pyc\n")
     with pytest.raises(UserError, match="neither empty nor a set of results"):
         reproduce(find_scale("smoke"), ["table2"], tmp_path, console=QUIET)
-    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [
+    assert [(file.name, file.read_text("utf-8")) for file in tmp_path.iterdir()] == [
         (".gitignore", "*.pyc\n")
     ]
 
@@ -340,7 +340,7 @@ def test_the_report_is_made_of_the_result_files_alone(smoke, tmp_path, monkeypat
     monkeypatch.chdir(smoke.parent)
     document, page = tmp_path / "docs" / "experiments.md", tmp_path / "report.html"
     write_report([Path("smoke")], document=document, page=page)
-    text, html = document.read_text(), page.read_text()
+    text, html = document.read_text("utf-8"), page.read_text("utf-8")
     for number in ("26.31", "32.23", "+18.8", "27.39", "42.3"):  # the paper's own, alongside
         assert number in text
         assert number in html
@@ -372,7 +372,7 @@ def test_the_command_writes_below_the_results_and_prints_the_claims(
     monkeypatch.setenv("COLUMNS", "80")
     report_cli.main([str(smoke)])
     printed = capsys.readouterr().out
-    assert own.read_text() == "mine"
+    assert own.read_text("utf-8") == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["docs"]
     assert (smoke / "report.md").is_file()
     assert (smoke / "report.html").is_file()
@@ -389,8 +389,10 @@ def test_notes_written_by_people_become_part_of_the_page(smoke, tmp_path):
         write_report([smoke], document=tmp_path / "a.md", page=tmp_path / "a.html")
     finally:
         notes.unlink()
-    assert "The gap is `small` because" in (tmp_path / "a.md").read_text()
-    assert "<p>The gap is <code>small</code> because</p>" in (tmp_path / "a.html").read_text()
+    assert "The gap is `small` because" in (tmp_path / "a.md").read_text("utf-8")
+    assert "<p>The gap is <code>small</code> because</p>" in (tmp_path / "a.html").read_text(
+        "utf-8"
+    )
 
 
 def test_a_folder_without_results_is_refused(tmp_path):

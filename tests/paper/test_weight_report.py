@@ -65,10 +65,10 @@ def test_own_and_foreign_checkpoints_are_counted_layer_by_layer(ours, foreign):
 def test_files_hold_every_layer_and_every_figure(ours, foreign, tmp_path):
     found = [read_checkpoint(str(path), PATTERN) for path in (ours, foreign)]
     write_weight_report(found, PATTERN, tmp_path / "out")
-    counts = json.loads((tmp_path / "out" / "weights.json").read_text())
+    counts = json.loads((tmp_path / "out" / "weights.json").read_text("utf-8"))
     assert [len(entry["layers"]) for entry in counts] == [14, 14]
     assert counts[0]["layers"][0]["groups"] * 8 == counts[0]["layers"][0]["weights"]
-    page = (tmp_path / "out" / "weights.html").read_text()
+    page = (tmp_path / "out" / "weights.html").read_text("utf-8")
     assert page.count("<figure>") == 1 + 2 + 1
     assert "42.3 %" in page
     ids = re.findall(r'\bid="([^"]+)"', page)

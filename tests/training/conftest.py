@@ -27,7 +27,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts.mkdir()
     package = Path(pytest.__file__).parent.parent / "_pytest"
     for number, source in enumerate(sorted(package.glob("*.py"))[:24]):
-        (texts / f"{number:02d}.txt").write_text(source.read_text()[:20_000])
+        (texts / f"{number:02d}.txt").write_text(source.read_text("utf-8")[:20_000], "utf-8")
     data = folder / "data"
     prepare(parse_source(f"{texts}/*.txt", validation_fraction=0.2), data, vocab_size=300)
     return data
