@@ -93,6 +93,20 @@ def test_sizes_are_those_of_the_packed_folders(
         assert size.total_bytes < result.file_bytes < size.total_bytes + 20_000
 
 
+@pytest.mark.parametrize("format", ["dense", "gguf-q2_0"])
+def test_values_beyond_float16_are_not_exported_in_it(
+    trained: Trained, tmp_path: Path, format: Any
+) -> None:
+    pytest.importorskip("gguf")
+    source = Path(shutil.copytree(trained(vocab_size=300), tmp_path / "source"))
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.embed_tokens.weight"][5, 3] = 1e5
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"has values beyond .*float16; use --embeddings bf16"):
+        export(source, tmp_path / "out", ExportConfig(format=format, embeddings="f16"))
+    assert os.listdir(tmp_path) == ["source"]
+
+
 def test_the_folder_is_complete(trained: Trained, tmp_path: Path) -> None:
     (source := tmp_path / "source").mkdir()
     shutil.copytree(trained(), source, dirs_exist_ok=True)

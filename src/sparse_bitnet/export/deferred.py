@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparse_bitnet.errors import UserError
 from sparse_bitnet.packing.tensor_writer import TensorFileWriter, TensorSpec
 from sparse_bitnet.progress import OnProgress
 
@@ -26,12 +27,16 @@ class DeferredTensors:
 def deferred(
     name: str, dtype: "torch.dtype", shape: tuple[int, ...], read: Callable[[], Any]
 ) -> DeferredTensors:
-    """One tensor: what `read` returns, a tensor or an array, cast to `dtype`."""
+    """One tensor: what `read` returns, a tensor or an array, cast to `dtype`. Making it raises
+    `UserError` for values that the type cannot hold."""
 
     def make() -> "Sequence[Tensor]":
         import torch
 
-        return (torch.as_tensor(read()).to(dtype),)
+        values = torch.as_tensor(read()).to(dtype)
+        if not values.isfinite().all():
+            raise UserError(f"{name} has values beyond {dtype}; use --embeddings bf16 or f32")
+        return (values,)
 
     return DeferredTensors((TensorSpec(name, dtype, shape),), make)
 

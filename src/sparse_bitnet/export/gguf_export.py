@@ -222,6 +222,8 @@ def encode_plain(tensor: Tensor, type_id: int) -> np.ndarray:
     from gguf.quants import quantize
 
     values = tensor.float().numpy()
+    if type_id == F16 and abs(values).max() > np.finfo(np.float16).max:
+        raise UserError("embedding or head has values beyond float16; use --embeddings bf16 or f32")
     return quantize(values, GGMLQuantizationType(type_id))
 
 
