@@ -178,7 +178,7 @@ def rope_of(config: dict[str, Any], where: str, *, local: bool = False) -> dict[
     """
     model_type = config.get("model_type")
     tables, scaling = (config.get(f"rope_{name}") or {} for name in ("parameters", "scaling"))
-    fields, base, default = scaling or tables, "rope_theta", _BASES.get(model_type, 10_000.0)
+    fields, base, default = scaling or tables, "rope_theta", _BASES.get(str(model_type), 10_000.0)
     if model_type == GEMMA3 and isinstance(tables, dict) and (not tables or FULL in tables):
         # A table for each kind of layer; a scaling is added to that of the layers without a window.
         fields = tables.get(WINDOWED if local else FULL) or {"rope_type": "default"}
