@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Families beyond plain decoders: what `convert_` finds in them, and that what is saved loads again."""
 
-import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,11 @@ import torch
 import transformers
 from torch import nn
 
-from factories import tiny_model
 from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.nn.convert import convert_, selected, sparse_layers
-from sparse_bitnet.nn.layer import SparseBitConfig, SparseBitLinear
+from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.nn.saved_names import lost_weights
 
 SIZES: dict[str, Any] = {
@@ -226,55 +223,3 @@ def test_new_weights_are_frozen_as_the_old_ones(family: str) -> None:
     left = {name for name, layer in layers.items() if not layer.weight.requires_grad}
     end = {"gpt2": ".c_fc", "moe": ".down"}[family]
     assert left == {name for name in layers if name.endswith(end)}
-
-
-class FirstOfEachGroup(SparseBitLinear):
-    """Keeps the first weights of every group, whatever their magnitude."""
-
-    def select(self):
-        chosen = super().select()
-        mask = torch.arange(self.in_features).expand_as(self.weight) % 8 < 6
-        return chosen._replace(codes=chosen.codes.sign() * mask, mask=mask, mask_words=None)
-
-
-class TestOwnSelection:
-    @pytest.fixture
-    def saved(self, tmp_path: Path) -> Path:
-        model = convert_(tiny_model(), SparseBitConfig(), layer_class=FirstOfEachGroup)
-        save_pretrained(model, tmp_path / "out")
-        return tmp_path / "out"
-
-    def test_a_subclass_comes_back(self, saved: Path) -> None:
-        layers = sparse_layers(from_pretrained(saved))
-        assert all(type(layer) is FirstOfEachGroup for layer in layers.values())
-
-    def test_a_converted_layer_takes_another_class_when_asked(self) -> None:
-        model = convert_(tiny_model(), SparseBitConfig())
-        for asked in ({"layer_class": FirstOfEachGroup}, {}):
-            layers = sparse_layers(convert_(model, SparseBitConfig(), **asked))
-            assert all(type(layer) is FirstOfEachGroup for layer in layers.values())
-
-    @pytest.mark.parametrize(
-        ("change", "message"),
-        [
-            (
-                {"selection": "their.RandomMask"},
-                "those of their.RandomMask, which this process does not",
-            ),
-            ({"mask": "random"}, "quantization_config has unknown mask"),
-        ],
-    )
-    def test_one_that_is_not_known_is_refused_by_name(
-        self, saved: Path, change: dict[str, str], message: str
-    ) -> None:
-        values = json.loads((saved / "config.json").read_text())
-        values["quantization_config"] |= change
-        (saved / "config.json").write_text(json.dumps(values))
-        with pytest.raises(UserError, match=message):
-            from_pretrained(saved)
-
-    def test_packing_does_not_select_by_magnitude_instead(
-        self, saved: Path, tmp_path: Path
-    ) -> None:
-        with pytest.raises(UserError, match="masks and codes are those of test_families"):
-            pack_checkpoint(saved, tmp_path / "packed")

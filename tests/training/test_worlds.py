@@ -14,9 +14,6 @@ from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.checkpoint.store_path import StorePath
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.layer_config import SparseBitConfig
-from sparse_bitnet.nn.convert import convert_, sparse_layers
-from sparse_bitnet.nn.layer import SparseBitLinear
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.distributed import Launch, World, open_world
 from sparse_bitnet.training.loss import SummedLoss
@@ -257,18 +254,6 @@ def test_a_world_of_no_size_is_one_line(given, monkeypatch):
 def test_one_process_is_not_split():
     with pytest.raises(UserError, match="shard=4 does not divide the one process of this run"):
         open_world(Launch(shard=4), torch.device("cpu")).__enter__()
-
-
-def test_layers_that_select_in_their_own_way_are_not_split():
-    class Own(SparseBitLinear):
-        def select(self):
-            return super().select()
-
-    model = convert_(tiny_model(), SparseBitConfig.parse("ternary-6:8"))
-    check_splits(model)
-    next(iter(sparse_layers(model).values())).__class__ = Own
-    with pytest.raises(UserError, match=r"q_proj selects by .*Own, .* leave out torchrun$"):
-        check_splits(model)
 
 
 def test_processes_validate_in_batches_as_large_as_they_train_in(run_config, monkeypatch):

@@ -25,7 +25,6 @@ from sparse_bitnet.nn.convert import (
     FORMAT_VERSION,
     convert_,
     quantization_config,
-    selecting_class,
     sparse_layers,
 )
 from sparse_bitnet.nn.layer import SparseBitConfig
@@ -37,28 +36,20 @@ if TYPE_CHECKING:
 REQUIRED_KEYS = ("version", "format", "modules_to_not_convert")
 
 
-def read_format(
-    entry: dict[str, Any], where: str = "config.json", *, own_selection: bool = False
-) -> SparseBitConfig:
+def read_format(entry: dict[str, Any], where: str = "config.json") -> SparseBitConfig:
     """The `SparseBitConfig` of a `quantization_config` entry.
 
     Args:
         entry: of a config.json.
         where: that file, for messages.
-        own_selection: accept layers whose class selects otherwise than by the format.
 
-    Raises `UserError` for a missing or an unknown key, a mask or quantiser that is not the package's
-    own, or a version newer than this package reads.
+    Raises `UserError` for a missing or an unknown key, or a version newer than this package reads.
     """
     if missing := [key for key in REQUIRED_KEYS if key not in entry]:
         raise UserError(f"{where}: quantization_config lacks {', '.join(missing)}")
-    if unknown := sorted(entry.keys() - {"quant_method", "selection", *REQUIRED_KEYS}):
+    if unknown := sorted(entry.keys() - {"quant_method", *REQUIRED_KEYS}):
         raise UserError(
             f"{where}: quantization_config has unknown {', '.join(unknown)}; upgrade sparse-bitnet"
-        )
-    if not own_selection and (name := entry.get("selection")):
-        raise UserError(
-            f"{where}: masks and codes are those of {name}, which only from_pretrained gives back"
         )
     kept = entry["modules_to_not_convert"]
     if not isinstance(kept, list) or not all(isinstance(name, str) for name in kept):
@@ -139,7 +130,7 @@ def check_weights(model: "PreTrainedModel", files: Sequence[str | Path] | None) 
 def _convert_empty_(model: Any, entry: dict[str, Any], files: Sequence[str | Path] | None) -> None:
     """Make an empty model what was saved, and check that the files hold its layers."""
     where = "config.json"
-    format = read_format(entry, where, own_selection=True)
+    format = read_format(entry, where)
     # A base model without its head has the same names less the prefix.
     prefix = f"{model.base_model_prefix}."
     dense = {name.removeprefix(prefix) for name in entry["modules_to_not_convert"]}
@@ -148,7 +139,6 @@ def _convert_empty_(model: Any, entry: dict[str, Any], files: Sequence[str | Pat
         format,
         lambda module, name: name.removeprefix(prefix) not in dense,
         allow_partial=True,
-        layer_class=selecting_class(entry.get("selection"), where),
     )
     check_weights(model, files)
 
@@ -188,7 +178,7 @@ def register() -> None:
 
         def __init__(self, quant_method: str = "sparse_bitnet", **entry: Any) -> None:
             self.quant_method = quant_method  # type: ignore[assignment]
-            read_format(entry, own_selection=True)
+            read_format(entry)
             self.__dict__.update(entry)
 
     @register_quantizer("sparse_bitnet")

@@ -35,7 +35,6 @@ def convert_(
     filter_fn: FilterFn | None = None,
     *,
     allow_partial: bool = False,
-    layer_class: type[SparseBitLinear] = SparseBitLinear,
     calibration: Iterable[Tensor] | None = None,
 ) -> Model:
     """Replace linear layers by `SparseBitLinear`, sharing their parameters; returns `model`.
@@ -47,14 +46,13 @@ def convert_(
             experts. By default every one of the blocks, never an embedding, an output head or a weight
             tied to one. The config's `dense_layers` stay as they are in either case.
         allow_partial: accept that most of the matrix weights stay as they are.
-        layer_class: a subclass that selects otherwise; a checkpoint names it, and loads where it exists.
         calibration: token ids, int64 [batch, sequence] each: text whose inputs scores as `wanda` take
             from the model as it was, so that it is pruned without training.
 
-    A layer already converted takes the new config, and a new class if one is given; a layer that stands
-    at several places stays one. The weights of GPT-2's `Conv1D` and fused experts become new parameters,
-    so make the optimiser afterwards. What stays as it is, unasked, is told in a warning. A transformers
-    model's config gets the `quantization_config` with which it saves and loads.
+    A layer already converted takes the new config; a layer that stands at several places stays one. The
+    weights of GPT-2's `Conv1D` and fused experts become new parameters, so make the optimiser afterwards.
+    A warning names what stays as it is without `filter_fn`. A transformers model's config gets the
+    `quantization_config` with which it saves and loads.
 
     Raises `UserError` when nothing matches, a pattern or a quantizer's groups do not divide a layer, most
     matrix weights would stay, or `model` is itself a linear layer; the model is then unchanged.
@@ -104,7 +102,7 @@ def convert_(
     for name, module in found.items():
         parent, _, child = name.rpartition(".")
         if name in targets and module not in layers:
-            layers[module] = converted(module, config, name, layer_class)
+            layers[module] = converted(module, config, name)
         elif config.keeps_dense(name) and isinstance(module, SparseBitLinear):
             layers[module] = module.to_linear()
         if module in layers:
@@ -159,38 +157,12 @@ def quantization_config(model: nn.Module, config: SparseBitConfig) -> dict:
         if (is_linear(module) or is_fused_experts(module))
         and not isinstance(module, SparseBitLinear)
     ]
-    selection = next(map(selection_name, sparse_layers(model).values()), None)
     return {
         "quant_method": "sparse_bitnet",
         "version": FORMAT_VERSION,
         "format": config.to_dict(),
         "modules_to_not_convert": dense,
-    } | ({} if selection is None else {"selection": selection})
-
-
-def selection_name(layer: SparseBitLinear) -> str | None:
-    """The class whose `select` the layer uses, None where that is the package's own."""
-    owner = next(parent for parent in type(layer).__mro__ if "select" in vars(parent))
-    return None if owner is SparseBitLinear else f"{owner.__module__}.{owner.__qualname__}"
-
-
-def selecting_class(name: str | None, where: str) -> type[SparseBitLinear]:
-    """The class that `selection_name` names, among those that exist in this process.
-
-    Raises `UserError` for another one: a checkpoint is never masked or quantised in another way.
-    """
-    known: dict[str | None, type[SparseBitLinear]] = {None: SparseBitLinear}
-    waiting = SparseBitLinear.__subclasses__()
-    for subclass in waiting:
-        waiting.extend(subclass.__subclasses__())
-        if "select" in vars(subclass):
-            known[f"{subclass.__module__}.{subclass.__qualname__}"] = subclass
-    if name not in known:
-        raise UserError(
-            f"{where}: its masks and codes are those of {name}, which this process does not know; "
-            "import the module that defines it first"
-        )
-    return known[name]
+    }
 
 
 def sparse_layers(model: nn.Module) -> dict[str, SparseBitLinear]:

@@ -46,7 +46,7 @@ def in_features_of(module: nn.Module) -> list[int]:
 
 
 def converted(
-    module: nn.Module, config: SparseBitConfig, name: str, layer_class: type[SparseBitLinear]
+    module: nn.Module, config: SparseBitConfig, name: str
 ) -> "SparseBitLinear | SparseBitExperts":
     """The `SparseBitLinear`, or the experts of such, that stands for a module of the kinds above.
 
@@ -54,17 +54,15 @@ def converted(
     taken apart, so theirs are new ones.
     """
     if is_fused_experts(module):
-        return SparseBitExperts(module, config, name, layer_class)
+        return SparseBitExperts(module, config, name)
     if _class_name(module) == _CONV1D:
         transposed: Any = module
         weight = transposed.weight
         linear = _linear(weight.detach().t().contiguous(), weight.requires_grad, transposed)
         linear.bias = transposed.bias
-        return layer_class.from_linear(linear, config, name)
+        return SparseBitLinear.from_linear(linear, config, name)
     assert isinstance(module, nn.Linear)
-    if isinstance(module, SparseBitLinear) and layer_class is SparseBitLinear:
-        layer_class = type(module)
-    return layer_class.from_linear(module, config, name)
+    return SparseBitLinear.from_linear(module, config, name)
 
 
 class SparseBitExperts(nn.Module):
@@ -73,16 +71,14 @@ class SparseBitExperts(nn.Module):
     Expert e has `gate_up` (gate and up projection, one matrix) and `down`.
     """
 
-    def __init__(
-        self, experts: Any, config: SparseBitConfig, name: str, layer_class: type[SparseBitLinear]
-    ) -> None:
+    def __init__(self, experts: Any, config: SparseBitConfig, name: str) -> None:
         super().__init__()
         self.act_fn = experts.act_fn
         fused = {"gate_up": experts.gate_up_proj, "down": experts.down_proj}
         self.experts = len(fused["down"])
         for index in range(self.experts):
             layers = {
-                part: layer_class.from_linear(
+                part: SparseBitLinear.from_linear(
                     _linear(weight[index].detach().clone(), weight.requires_grad, experts),
                     config,
                     f"{name}.{index}.{part}",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.nn.convert import selection_name, sparse_layers
+from sparse_bitnet.nn.convert import sparse_layers
 from sparse_bitnet.training.device import blocks_of
 from sparse_bitnet.training.distributed import World
 from sparse_bitnet.training.loss import SummedLoss
@@ -21,13 +21,7 @@ if TYPE_CHECKING:
 
 def check_splits(model: "PreTrainedModel") -> None:
     """Raise `UserError` for a model of which a block shares weights with another one, or with what lies
-    outside of all: split, each would have its own; and for a layer with a `select` of its own."""
-    for name, layer in sparse_layers(model).items():
-        if (own := selection_name(layer)) is not None:
-            raise UserError(
-                f"layer {name} selects by {own}, and such a model trains in one process: leave out "
-                "torchrun"
-            )
+    outside of all: split, each would have its own."""
     blocks = list(blocks_of(model))
     inside = {module for block in blocks for module in block.modules()}
     groups = [set(block.parameters()) for block in blocks]
