@@ -19,6 +19,7 @@ its own and not compared.
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import random
 import sys
@@ -30,7 +31,6 @@ from typing import Any
 
 import httpx
 import numpy as np
-import tyro
 from load_jobs import KINDS, Job, make_jobs
 from recorded import RESULTS
 from rich.console import Console
@@ -232,7 +232,12 @@ def main() -> None:
         own, arguments = own[: own.index("--")], own[own.index("--") + 1 :]
     options = parser.parse_args(own)
     # Of the server's options, those of the engine are also the serial run's.
-    engine, _ = tyro.cli(EngineOptions, args=arguments, return_unknown_args=True)
+    known = argparse.ArgumentParser()
+    for option in dataclasses.fields(EngineOptions):
+        kind = int if isinstance(option.default, int | None) else str
+        name = "--" + option.name.replace("_", "-")
+        known.add_argument(name, type=kind, default=option.default)
+    engine = EngineOptions(**vars(known.parse_known_args(arguments)[0]))
     console, where = Console(), where_measured()
     jobs = make_jobs(options.checkpoint, engine, options)
     servers = {OURS: started_server(options.checkpoint, arguments)}

@@ -61,7 +61,7 @@ def test_without_posix_all_that_runs_a_model_is_imported() -> None:
     script = f"""
 import asyncio, importlib, os, signal, subprocess, sys
 import fastapi, filelock, llguidance, numpy, numpy.random, prometheus_client, rich.console
-import rich.progress, rich.table, tokenizers, tyro, uvicorn
+import rich.progress, rich.table, tokenizers, uvicorn
 from sparse_bitnet.cli.main import OF_TRAIN
 
 for name in ("fcntl", "grp", "pwd", "resource", "termios", *OF_TRAIN):
@@ -150,7 +150,7 @@ assert not [name for name in {heavy} if name in sys.modules]
 
 
 def test_importing_loads_neither_torch_nor_transformers_and_prints_nothing() -> None:
-    heavy = ("torch", "transformers", "numpy", "tyro", "rich", "datasets", "matplotlib")
+    heavy = ("torch", "transformers", "numpy", "rich", "datasets", "matplotlib")
     script = f"""
 import sys, sparse_bitnet
 assert not [name for name in {heavy} if name in sys.modules]

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
-from sparse_bitnet.cli.arguments import FLAT, command
+from sparse_bitnet.cli.arguments import Positional, command
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import DenseLayersOption
 from sparse_bitnet.pattern import NMPattern
@@ -17,7 +15,7 @@ from sparse_bitnet.pattern import NMPattern
 class AnalyzeConfig(DenseLayersOption):
     """What to count."""
 
-    checkpoints: Annotated[tuple[str, ...], tyro.conf.Positional]
+    checkpoints: Annotated[tuple[str, ...], Positional("CHECKPOINT ...")]
     """Run folders, checkpoints, any transformers folders with safetensors, or hub ids."""
 
     out: Path = Path("analysis")
@@ -28,7 +26,7 @@ class AnalyzeConfig(DenseLayersOption):
 
 
 @command("analyze")
-def main(options: Annotated[AnalyzeConfig, FLAT]) -> None:
+def main(options: AnalyzeConfig) -> None:
     """Histograms, thresholds, near-zero mass and zero codes of any checkpoint, read one layer at a time.
 
     Args:
@@ -44,8 +42,6 @@ def main(options: Annotated[AnalyzeConfig, FLAT]) -> None:
         write_weight_report,
     )
 
-    if not options.checkpoints:
-        raise UserError("name at least one checkpoint")
     pattern = NMPattern.parse(options.pattern)
     if pattern.is_dense:
         raise UserError(f"--pattern {pattern} keeps every weight and has no threshold")

@@ -1,41 +1,129 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command-line options through tyro, with its complaints in one line instead of a box."""
+"""Command-line options through argparse: parameters of a function, and fields of its dataclasses."""
 
+import argparse
+import ast
 import dataclasses
 import functools
-import io
+import inspect
+import itertools
 import re
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
-
-import tyro
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, dataclass
+from types import NoneType
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from sparse_bitnet.errors import UserError, did_you_mean
 
-if TYPE_CHECKING:
-    from tyro.constructors import PrimitiveConstructorSpec, PrimitiveTypeInfo
-
 T = TypeVar("T")
 
-CheckpointArgument = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
-OutArgument = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-FLAT: Any = tyro.conf.arg(name="")
-"""Of a dataclass among a function's parameters: its fields are options without a prefix."""
 
-# What tyro says, and what we say instead.
-_COMPLAINTS = (
-    (r"Unrecognized options: ([^,]+).*", r"\1 is one argument too many"),
-    (r"Missing from .*?: (--[a-z-]+|[A-Z-]+) .*", r"\1 is missing"),
-    (r"Missing value for argument '(.+?)'\..*", lambda found: f"{_shown(found[1])} is missing"),
-    (r"Error parsing (-\S+): invalid literal for int\(\).*: (.+)", r"\1 \2: not a whole number"),
-    (r"Error parsing (-\S+): could not convert string to float: (.+)", r"\1 \2: not a number"),
-    (r"invalid choice (.+) for argument '(.+)'\. Expected one of \((.+)\)", r"\2 \1: choose one of \3"),
-    (r"Error parsing (-\S+): Could not .*?arguments:? \[(.+?)\].*", r"\1 cannot be \2"),
-    (r"Error parsing \w+: (.+)", r"\1"),
-)  # fmt: skip
+@dataclass(frozen=True)
+class Positional:
+    """Mark of a parameter that is given by its place, under this name in help and messages."""
+
+    name: str
+
+
+CheckpointArgument = Annotated[str, Positional("CHECKPOINT")]
+OutArgument = Annotated[str, Positional("OUT")]
+HIDDEN = "no option"
+"""Mark of a field that the command line does not set."""
+APPENDED = "one value each time the option is given"
+"""Mark of a tuple; options of others take several values each time."""
+
+_ELSEWHERE = {
+    **{"-m": ("CHECKPOINT", "--model"), "--model": ("CHECKPOINT",), "-o": ("--out",)},
+    **{"-p": ("--prompt", "--prefill", "--system", "--port"), "-f": ("--prompt-file",)},
+    **{"-n": ("--max-tokens", "--steps"), "-s": ("--seed",), "-t": ("--threads",)},
+    **{"-c": ("--context-length",), "--ctx-size": ("--context-length",), "-np": ("--max-running",)},
+    **{"--n-predict": ("--max-tokens",), "--max-new-tokens": ("--max-tokens",)},
+    **{"--temp": ("--temperature",), "-sys": ("--system",), "--system-prompt": ("--system",)},
+    **{"--lr": ("--learning-rate",), "--epochs": ("--steps",), "--max-steps": ("--steps",)},
+    **{"--output": ("--out",), "--output-dir": ("--out",)},
+}
+"""Options of llama.cpp and transformers, and those of ours that may be meant."""
+_TAKES_SHORT = ("generate", "chat", "serve", "bench")
+"""Commands that read those of one letter, and --model, as llama.cpp does."""
+_MAY_BE_EMPTY = ("prompt", "system", "stop", "regex", "dense_layers", "api_key")
+"""Others that are empty are a shell's unset variable."""
+_NOUNS: dict[Any, str] = {int: "a whole number", float: "a number"}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message.removeprefix("argument "))
+
+
+@dataclass
+class _Argument:
+    """A field or a parameter: an option, or an argument that is given by its place."""
+
+    owner: Any
+    name: str
+    hint: Any
+    default: Any
+    """`MISSING`: it has to be given."""
+
+    def __post_init__(self) -> None:
+        annotated = get_origin(self.hint) is Annotated
+        self.marks = self.hint.__metadata__ if annotated else ()
+        kind = get_args(self.hint)[0] if annotated else self.hint
+        self.may_be_none = NoneType in get_args(kind)
+        others = (one for one in get_args(kind) if one is not NoneType)
+        self.kind = next(others) if self.may_be_none else kind
+        places = [mark.name for mark in self.marks if isinstance(mark, Positional)]
+        self.is_place = bool(places)
+        self.shown = places[0] if places else "--" + self.name.replace("_", "-")
+
+    def add_to(self, parser: argparse.ArgumentParser, text: str) -> None:
+        """Tell argparse; `text` describes it."""
+        kind, how = self.kind, dict[str, Any]()
+        if get_origin(kind) in (tuple, list):
+            kinds = get_args(kind)
+            is_fixed = get_origin(kind) is tuple and Ellipsis not in kinds
+            how = {"nargs": len(kinds)} if is_fixed else {"nargs": "*"}
+            if not is_fixed:
+                # Given twice, both count.
+                how = {"action": "append"} if APPENDED in self.marks else how | {"action": "extend"}
+            kind = kinds[0]
+        if get_origin(kind) is Literal:
+            how["choices"] = get_args(kind)
+            kind = type(how["choices"][0])
+        else:
+            how["metavar"] = kind.__name__.upper()
+        how["type"] = functools.partial(_value, kind, self.may_be_none, self.name in _MAY_BE_EMPTY)
+        if kind is bool:
+            how = {"action": argparse.BooleanOptionalAction}
+        how |= {"dest": self.name, "required": self.default is MISSING}
+        names = [self.shown]
+        if self.is_place:
+            names, how = [], {"dest": self.name, "metavar": self.shown}
+        parser.add_argument(*names, default=argparse.SUPPRESS, help=text.replace("%", "%%"), **how)
+
+    def take(self, left: list[str]) -> Any:
+        """Value of an argument with a place, from the front of the words that are no options."""
+        is_tuple = get_origin(self.kind) is tuple
+        given = left[:] if is_tuple else left[:1]
+        del left[: len(given)]
+        if self.default is MISSING and not given:
+            raise UserError(f"{self.shown} is missing")
+        if not all(given):
+            raise UserError(f"{self.shown} is empty")
+        kind = get_args(self.kind)[0] if is_tuple else self.kind
+        return [kind(word) for word in given] if is_tuple else kind(given[0])
+
+
+def _value(kind: Any, may_be_none: bool, may_be_empty: bool, text: str) -> Any:
+    if may_be_none and text == "None":
+        return None
+    if not text and not may_be_empty:
+        raise argparse.ArgumentTypeError("it is empty")
+    try:
+        return kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {_NOUNS[kind]}") from None
 
 
 def parse(
@@ -45,6 +133,7 @@ def parse(
     prog: str,
     description: str | None = None,
     default: T | None = None,
+    others: Sequence[str] = (),
 ) -> T:
     """Build a config or call a function with the options given.
 
@@ -54,129 +143,158 @@ def parse(
         prog: the command, "sparse-bitnet VERB".
         description: for `--help`; by default the docstring of `target`.
         default: of a dataclass, for options that are not given.
+        others: further options that there are, to be named where one of those given is near.
 
     Returns what `target` returns. Raises `UserError` for options that do not parse, and whatever
     `target` raises; `--help` prints and exits.
     """
-
-    # Called only after parsing, when nothing is redirected any more.
-    @functools.wraps(target, updated=())
-    def later(*values: Any, **named: Any) -> Callable[[], T]:
-        return lambda: target(*values, **named)
-
-    registry = tyro.constructors.ConstructorRegistry()
-    registry.primitive_rule(_or_none)
-    complaint = io.StringIO()
-    chosen: Any = target if isinstance(target, type) else later
-    more: dict[str, Any] = {} if default is None else {"default": default}
-    run = functools.partial(
-        tyro.cli, chosen, prog=prog, description=description, registry=registry, **more
-    )
+    known = list(_arguments(target, default))
+    short = _short(known, prog)
+    parser = _Parser(prog, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if is_help := not {"-h", "--help"}.isdisjoint(arguments):
+        text = _documentation(target)[""] if description is None else description
+        fill = functools.partial(textwrap.fill, width=79, break_on_hyphens=False)
+        parts = (part if part[:2] == "- " else fill(part) for part in text.split("\n\n"))
+        parser.description = "\n\n".join(parts).replace("%", "%%")
+        places = (each.shown for each in known if each.is_place)
+        parser.usage = " ".join([prog, "[OPTIONS]", *places])
+        if short:
+            listed = ", ".join(f"{word} is {ours}" for word, ours in short.items())
+            parser.epilog = fill(f"As in llama.cpp, {listed}.")
+    for each in known:
+        if is_help or not each.is_place:
+            each.add_to(parser, _help_text(each) if is_help else "")
     try:
-        with redirect_stderr(complaint), _tidied():
-            parsed: Any = run(args=arguments)
-    except SystemExit as stop:
-        if stop.code in (0, None):
-            print(complaint.getvalue(), end="", file=sys.stderr)
-            raise
-        text = _unknown_option(arguments, run) or _in_one_line(complaint.getvalue())
-        raise UserError(f"{text}; see {prog} --help") from None
-    return parsed if isinstance(target, type) else parsed()
+        end = arguments.index("--") if "--" in arguments else len(arguments)
+        words = ["--help"] if is_help else _respelled(arguments[:end], known, short, others)
+        found, left = parser.parse_known_args(words)
+        left += arguments[end + 1 :]
+        for each in known:
+            if each.is_place and (left or each.default is MISSING):
+                setattr(found, each.name, each.take(left))
+        if left:
+            raise UserError(f"{left[0]} is one argument too many")
+        values = {
+            each.name: tuple(value) if get_origin(each.kind) is tuple else value
+            for each in known
+            if (value := getattr(found, each.name, MISSING)) is not MISSING
+        }
+        if isinstance(target, type):
+            return _built(target, values, default)
+    except UserError as error:
+        raise UserError(f"{error}; see {prog} --help") from None
+    for name, hint in get_type_hints(target).items():
+        if dataclasses.is_dataclass(hint):
+            values[name] = _built(hint, values)
+    return target(
+        **{name: values[name] for name in inspect.signature(target).parameters if name in values}
+    )
 
 
 def command(verb: str) -> Callable[[Callable[..., None]], Callable[[list[str]], None]]:
-    """Of a function whose parameters are the options of `sparse-bitnet VERB`, and whose docstring is its
-    help, make the command's `main`, which takes the words after the verb."""
+    """Make the `main` of a command, which takes the words after the verb.
+
+    The parameters of the decorated function are the options of `sparse-bitnet VERB`, and its docstring is
+    the help.
+    """
     return lambda function: functools.partial(parse, function, prog=f"sparse-bitnet {verb}")
 
 
-@contextmanager
-def _tidied() -> Iterator[None]:
-    """Paragraphs of docstrings as one text, and no "(default: None)", which tyro has no setting for. The
-    types of our own defaults are mypy's to check, not typeguard's, which brings asyncio and unittest."""
-    from tyro import _arguments, _fmtlib, _resolver, _strings
-
-    joined: Any = _strings.remove_single_line_breaks
-    help_of: Any = _arguments.generate_argument_helptext
-    resolver: Any = _resolver
-    is_instance = resolver.is_instance
-
-    def in_paragraphs(helptext: str) -> str:
-        lines = "\n".join(line.strip() for line in helptext.splitlines())
-        return re.sub(r"(?<=[^\n])\n(?=[^\n-])", " ", lines)
-
-    def without_empty_default(*of_argument: Any, **options: Any) -> Any:
-        text = help_of(*of_argument, **options)
-        shown = text.as_str_no_ansi()
-        bare = re.sub(r" ?\(default: (None|''|)\)$", "", shown)
-        return text if bare == shown else _fmtlib.text["dim"](bare)
-
-    def is_default(kind: Any, value: Any) -> bool:
-        return get_origin(kind) in (UnionType, tuple) or is_instance(kind, value)
-
-    resolver.is_instance = is_default
-    _strings.remove_single_line_breaks = in_paragraphs
-    _arguments.generate_argument_helptext = without_empty_default
-    try:
-        yield
-    finally:
-        resolver.is_instance = is_instance
-        _strings.remove_single_line_breaks = joined
-        _arguments.generate_argument_helptext = help_of
+def _arguments(owner: Any, default: Any = None) -> Iterator[_Argument]:
+    """Those of a dataclass, or of a function and of the dataclasses among its parameters."""
+    if isinstance(owner, type):
+        defaults = {
+            field.name: field.default
+            if field.default_factory is MISSING
+            else field.default_factory()
+            for field in dataclasses.fields(owner)
+        }
+    else:
+        defaults = {
+            name: each.default for name, each in inspect.signature(owner).parameters.items()
+        }
+    for name, hint in get_type_hints(owner, include_extras=True).items():
+        if dataclasses.is_dataclass(hint):
+            yield from _arguments(hint)
+        elif name in defaults and HIDDEN not in getattr(hint, "__metadata__", ()):
+            value = defaults[name] if default is None else getattr(default, name)
+            yield _Argument(
+                owner, name, hint, MISSING if value is inspect.Parameter.empty else value
+            )
 
 
-def _or_none(info: "PrimitiveTypeInfo") -> "PrimitiveConstructorSpec | None":
-    """`int | None` reads as INT; the word None still stands for None."""
-    from tyro.constructors import ConstructorRegistry, PrimitiveTypeInfo
-    from tyro.constructors import UnsupportedTypeAnnotationError as Unsupported
-
-    others = [each for each in get_args(info.type) if each is not NoneType]
-    if len(others) != 1 or NoneType not in get_args(info.type):
-        return None
-    inner = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(others[0], info.markers))
-    if isinstance(inner, Unsupported):
-        return None
-    return dataclasses.replace(
-        inner,
-        choices=inner.choices and (*inner.choices, "None"),
-        instance_from_str=lambda text: None if text == ["None"] else inner.instance_from_str(text),
-        is_instance=lambda value: value is None or inner.is_instance(value),
-        str_from_instance=lambda value: (
-            ["None"] if value is None else inner.str_from_instance(value)
-        ),
-    )
+def _built(kind: Any, values: dict[str, Any], default: Any = None) -> Any:
+    names = {field.name for field in dataclasses.fields(kind)}
+    given = {name: value for name, value in values.items() if name in names}
+    return kind(**given) if default is None else dataclasses.replace(default, **given)
 
 
-def _unknown_option(arguments: list[str], run: Callable[..., Any]) -> str | None:
-    """What to say of the first option that `run` does not have; None where it has all."""
-    shown = io.StringIO()
-    with redirect_stdout(shown), suppress(SystemExit):
-        run(args=["--help"])
-    options = re.findall(r"(?<![\w-])--[a-z][\w-]*", shown.getvalue())
-    for argument in arguments:
-        name = argument.partition("=")[0].replace("_", "-")
-        if name == "--":
-            break
-        if name.startswith("--") and name not in options:
-            return f"{name} is not an option{did_you_mean(name, options)}"
-    return None
+def _short(known: list[_Argument], prog: str) -> dict[str, str]:
+    """What llama.cpp's options stand for in a command that reads them."""
+    names = [each.shown for each in known] if prog.split()[-1] in _TAKES_SHORT else []
+    found = {
+        word: next((ours for ours in meant if ours in names), "")
+        for word, meant in _ELSEWHERE.items()
+        if len(word) == 2 and word not in names
+    }
+    return {word: ours for word, ours in found.items() if ours}
 
 
-def _in_one_line(box: str) -> str:
-    """The first paragraph of tyro's box, whose title is in its frame or, in ASCII, underlined."""
-    lines = [line.strip("│ ") for line in box.splitlines()]
-    body = lines[1:] if box.startswith("╭") else lines[2:]
-    words: list[str] = []
-    for line in body:
-        if not line or line.startswith(("─", "-----")):
-            break
-        words += line.split()
-    text = " ".join(words).rstrip(".") or "the options do not parse"
-    for pattern, ours in _COMPLAINTS:
-        if found := re.fullmatch(pattern, text):
-            return ours(found) if callable(ours) else found.expand(ours)
-    return text
+def _respelled(
+    arguments: list[str], known: list[_Argument], short: dict[str, str], others: Sequence[str]
+) -> list[str]:
+    """The words with options as ours are written: with hyphens, and in full.
+
+    Raises `UserError` for an option that the command does not have.
+    """
+    names = [each.shown for each in known]
+    names += [f"--no-{each.shown[2:]}" for each in known if each.kind is bool]
+    first, rest, words = [], [], iter(arguments)
+    for word in words:
+        if not re.match(r"--|-[A-Za-z]", word) or " " in word.partition("=")[0]:
+            rest.append(word)
+        else:
+            name, equals, value = word.partition("=")
+            name = name.replace("_", "-") if name.startswith("--") else name
+            name = short.get(name, name)
+            if name == "CHECKPOINT":
+                # First: behind an option of several values it would be one of them.
+                first.append(value if equals else next(words, ""))
+            elif name not in names:
+                raise UserError(f"{name} is not an option{_hint(name, [*names, *others])}")
+            else:
+                rest.append(name + equals + value)
+    return first + rest
 
 
-def _shown(name: str) -> str:
-    return f"the value of {name}" if name.startswith("-") else name.upper()
+def _hint(name: str, names: list[str]) -> str:
+    if name not in _ELSEWHERE:
+        return did_you_mean(name, [each for each in names if each.startswith("--")])
+    meant = next((each for each in _ELSEWHERE[name] if each in names), "")
+    if meant.startswith("--"):
+        return f" (did you mean {meant}?)"
+    return meant and f": write {meant} without it"
+
+
+def _help_text(argument: _Argument) -> str:
+    text, default = _documentation(argument.owner).get(argument.name, ""), argument.default
+    values = default if isinstance(default, list | tuple) else [default]
+    shown = " ".join(str(value) for value in values if value not in (None, ""))
+    return f"{text} (default: {shown})" if shown and default is not MISSING else text
+
+
+@functools.cache
+def _documentation(owner: Any) -> dict[str, str]:
+    """What a docstring says of a function's parameters, or the text below each field of a dataclass;
+    "": of the whole."""
+    text, _, listed = (inspect.getdoc(owner) or "").partition("\n\nArgs:\n")
+    entries = [entry.partition(":") for entry in re.split(r"\n(?=\S)", textwrap.dedent(listed))]
+    found = {name: what for name, _, what in entries} | {"": text}
+    for base in reversed(owner.__mro__) if isinstance(owner, type) else ():
+        if dataclasses.is_dataclass(base):
+            [definition] = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+            for pair in itertools.pairwise(definition.body):  # type: ignore[attr-defined]
+                match pair:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(what))):
+                        found[name] = what
+    return {name: " ".join(what.split()) if name else what for name, what in found.items()}

@@ -4,10 +4,9 @@ Table 3 on a GPU."""
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
 
 from sparse_bitnet.bench.options import BenchOptions, GpuBenchOptions
-from sparse_bitnet.cli.arguments import FLAT, parse
+from sparse_bitnet.cli.arguments import parse
 from sparse_bitnet.errors import UserError
 
 
@@ -19,7 +18,7 @@ def main(arguments: list[str]) -> None:
         parse(on_cpu, arguments, prog="sparse-bitnet bench")
 
 
-def on_cpu(options: Annotated[BenchOptions, FLAT], out: Path | None = None) -> None:
+def on_cpu(options: BenchOptions, out: Path | None = None) -> None:
     """Speed of the CPU engine on a model of a preset's shape with random weights, or on yours.
 
     Decode is given as a share of the memory's speed, prefill of the int8 multiply-adds', both
@@ -55,7 +54,7 @@ def on_cpu(options: Annotated[BenchOptions, FLAT], out: Path | None = None) -> N
         console.print(f"written to {out}")
 
 
-def on_gpu(options: Annotated[GpuBenchOptions, FLAT], out: Path = Path("gpu-results")) -> None:
+def on_gpu(options: GpuBenchOptions, out: Path = Path("gpu-results")) -> None:
     """CUDA tests, prefill, decode and training on this GPU: rows and one page in a folder.
 
     The same command continues with what is missing or failed.

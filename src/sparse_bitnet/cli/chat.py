@@ -6,9 +6,9 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from sparse_bitnet.cli.arguments import FLAT, CheckpointArgument, command
+from sparse_bitnet.cli.arguments import CheckpointArgument, command
 from sparse_bitnet.cli.generate import statistics
 from sparse_bitnet.cli.text_options import SpeculationOptions, TextOptions
 from sparse_bitnet.engine.engine_options import EngineOptions
@@ -38,10 +38,10 @@ class ChatConfig:
 @command("chat")
 def main(
     checkpoint: CheckpointArgument,
-    config: Annotated[ChatConfig, FLAT],
-    text: Annotated[TextOptions, FLAT],
-    speculation: Annotated[SpeculationOptions, FLAT],
-    engine: Annotated[EngineOptions, FLAT],
+    config: ChatConfig,
+    text: TextOptions,
+    speculation: SpeculationOptions,
+    engine: EngineOptions,
 ) -> None:
     """Talk with a chat model, one line at a time.
 

@@ -10,9 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import tyro
-
-from sparse_bitnet.cli.arguments import FLAT, CheckpointArgument, command
+from sparse_bitnet.cli.arguments import APPENDED, CheckpointArgument, command
 from sparse_bitnet.errors import UserError, check_least
 from sparse_bitnet.files import check_new_file
 
@@ -30,7 +28,7 @@ class EvaluateConfig:
     """Folder written by `sparse-bitnet prepare` (its validation split), or a text file or glob (.txt,
     .jsonl, .jsonl.zst, .parquet; every document is scored)."""
 
-    tasks: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    tasks: Annotated[tuple[str, ...], APPENDED] = ()
     """lm-eval tasks, groups or tags to score instead, joined by commas; `paper`: the paper's five
     zero-shot tasks."""
 
@@ -102,7 +100,7 @@ class EvaluateConfig:
 
 
 @command("evaluate")
-def main(checkpoint: CheckpointArgument, config: Annotated[EvaluateConfig, FLAT]) -> None:
+def main(checkpoint: CheckpointArgument, config: EvaluateConfig) -> None:
     """Held-out perplexity: the exact mean over all tokens, of the trained forward. With --tasks
     accuracy on lm-eval's tasks.
 

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sparse-bitnet export`: a trained model in the format of another tool."""
 
-from typing import Annotated
-
-from sparse_bitnet.cli.arguments import FLAT, CheckpointArgument, OutArgument, parse
+from sparse_bitnet.cli.arguments import CheckpointArgument, OutArgument, parse
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.export_config import FORMATS, ExportConfig
 from sparse_bitnet.progress import Progress
@@ -22,9 +20,7 @@ def main(arguments: list[str]) -> None:
     )
 
 
-def run(
-    checkpoint: CheckpointArgument, out: OutArgument, config: Annotated[ExportConfig, FLAT]
-) -> None:
+def run(checkpoint: CheckpointArgument, out: OutArgument, config: ExportConfig) -> None:
     """Export with a progress line, then print what was written and how the verification went.
 
     Args:

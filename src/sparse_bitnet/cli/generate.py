@@ -3,9 +3,9 @@
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from sparse_bitnet.cli.arguments import FLAT, CheckpointArgument, command
+from sparse_bitnet.cli.arguments import CheckpointArgument, command
 from sparse_bitnet.cli.text_options import SpeculationOptions, TextOptions, read_text
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError, check_least
@@ -34,10 +34,10 @@ class GenerateConfig:
 @command("generate")
 def main(
     checkpoint: CheckpointArgument,
-    config: Annotated[GenerateConfig, FLAT],
-    text: Annotated[TextOptions, FLAT],
-    speculation: Annotated[SpeculationOptions, FLAT],
-    engine: Annotated[EngineOptions, FLAT],
+    config: GenerateConfig,
+    text: TextOptions,
+    speculation: SpeculationOptions,
+    engine: EngineOptions,
 ) -> None:
     """Continue a prompt with a checkpoint.
 

@@ -4,9 +4,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-import tyro
-
-from sparse_bitnet.cli.arguments import FLAT, OutArgument, command
+from sparse_bitnet.cli.arguments import OutArgument, Positional, command
 from sparse_bitnet.errors import UserError
 
 
@@ -28,9 +26,9 @@ class ImportConfig:
 
 @command("import")
 def main(
-    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")],
+    folder: Annotated[str, Positional("FOLDER")],
     out: OutArgument,
-    config: Annotated[ImportConfig, FLAT],
+    config: ImportConfig,
 ) -> None:
     """Read a ternary checkpoint of another tool: Hugging Face bitnet (packed, or BitNet b1.58
     masters in bfloat16), compressed-tensors with ternary codes, MLX with two bits, floats that

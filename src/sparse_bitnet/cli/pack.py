@@ -5,9 +5,7 @@ import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import tyro
-
-from sparse_bitnet.cli.arguments import FLAT, CheckpointArgument, command
+from sparse_bitnet.cli.arguments import CheckpointArgument, Positional, command
 from sparse_bitnet.errors import UserError, refuse_unused
 
 if TYPE_CHECKING:
@@ -39,8 +37,8 @@ class PackConfig:
 @command("pack")
 def main(
     checkpoint: CheckpointArgument,
-    out: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")] = None,
-    config: Annotated[PackConfig, FLAT] = PackConfig(),  # noqa: B008
+    config: PackConfig,
+    out: Annotated[str | None, Positional("[OUT]")] = None,
 ) -> None:
     """Write a trained ternary model as a small, complete folder.
 

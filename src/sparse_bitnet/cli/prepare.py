@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
-
-from sparse_bitnet.cli.arguments import FLAT, OutArgument, command
+from sparse_bitnet.cli.arguments import OutArgument, Positional, command
 from sparse_bitnet.errors import UserError
 
 
@@ -66,9 +64,9 @@ class PrepareConfig:
 
 @command("prepare")
 def main(
-    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")],
+    source: Annotated[str, Positional("SOURCE")],
     out: OutArgument,
-    config: Annotated[PrepareConfig, FLAT],
+    config: PrepareConfig,
 ) -> None:
     """Tokenise SOURCE into the folder OUT, ready for `sparse-bitnet train --data OUT`.
 

@@ -4,15 +4,12 @@
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
-from sparse_bitnet.cli.arguments import command
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.cli.arguments import Positional, command
 
 
 @command("report")
 def main(
-    folders: Annotated[tuple[Path, ...], tyro.conf.Positional],
+    folders: Annotated[tuple[Path, ...], Positional("FOLDER ...")],
     document: Path | None = None,
     page: Path | None = None,
     engine: Path | None = None,
@@ -25,8 +22,6 @@ def main(
         page: HTML file to write; default report.html in the first folder.
         engine: Rows of `bench --out` with several patterns, for table 3.
     """
-    if not folders:
-        raise UserError("name at least one folder of results")
     from rich.console import Console
 
     from sparse_bitnet_paper.results_page import print_claims, write_report

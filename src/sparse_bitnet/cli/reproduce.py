@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
-
-from sparse_bitnet.cli.arguments import FLAT, command
+from sparse_bitnet.cli.arguments import Positional, command
 from sparse_bitnet.errors import UserError, check_least, refuse_unused
 from sparse_bitnet.layer_config import DenseLayersOption
 from sparse_bitnet_paper.paper_runs import EXPERIMENTS, plan
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
 class ReproduceConfig(DenseLayersOption):
     """Which experiments, at what scale, where, and for how long."""
 
-    experiments: Annotated[tuple[str, ...], tyro.conf.Positional] = ("all",)
+    experiments: Annotated[tuple[str, ...], Positional("[EXPERIMENT ...]")] = ("all",)
     """all, or some of table2, sweep, ablations, schedule, mask-source, analyses, search, own-rates,
     recipe, near-zero; not part of all: ideas (every score, quantizer, activation and schedule) and
     table1 (after table2), which scores its models on tasks."""
@@ -67,7 +65,7 @@ class ReproduceConfig(DenseLayersOption):
 
 
 @command("reproduce")
-def main(options: Annotated[ReproduceConfig, FLAT]) -> None:
+def main(options: ReproduceConfig) -> None:
     """Train the runs of the paper's experiments; those that are done are skipped.
 
     Args:

@@ -5,9 +5,8 @@ import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
 
-from sparse_bitnet.cli.arguments import FLAT, CheckpointArgument, command
+from sparse_bitnet.cli.arguments import CheckpointArgument, command
 from sparse_bitnet.cli.text_options import SpeculationOptions
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError, check_least
@@ -88,9 +87,9 @@ class ServeConfig:
 @command("serve")
 def main(
     checkpoint: CheckpointArgument,
-    config: Annotated[ServeConfig, FLAT],
-    speculation: Annotated[SpeculationOptions, FLAT],
-    engine: Annotated[EngineOptions, FLAT],
+    config: ServeConfig,
+    speculation: SpeculationOptions,
+    engine: EngineOptions,
 ) -> None:
     """Serve a checkpoint over HTTP, as OpenAI's API: /v1/completions, /v1/chat/completions,
     /v1/responses, /v1/embeddings, /v1/models; also /health and, for Prometheus, /metrics.

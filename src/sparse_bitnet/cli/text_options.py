@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import tyro
-
+from sparse_bitnet.cli.arguments import HIDDEN
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.sampling_options import SamplingOptions
@@ -31,7 +30,7 @@ class TextOptions(SamplingOptions):
     top_p: float = 0.95
     """Draw from the smallest set of most likely tokens that has this share of the probability."""
 
-    logit_bias: Annotated[tuple[tuple[int, float], ...], tyro.conf.Suppress] = ()
+    logit_bias: Annotated[tuple[tuple[int, float], ...], HIDDEN] = ()
 
     stop: tuple[str, ...] = ()
     """Strings that end the text."""

@@ -69,6 +69,7 @@ def parse(
         arguments,
         default=Options(**dataclasses.asdict(default)),
         prog=prog,
+        others=["--recipe"],
         description=(
             "Train, or continue the run in --out (its config is then the default). Recipe in use: "
             f"{recipe} (--recipe {{{','.join(RECIPES)}}}); every option below overrides it."
