@@ -77,6 +77,8 @@ def install(extra: str) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """ " (did you mean ...?)" where a known word is close, else nothing."""
-    close = difflib.get_close_matches(word, list(known), 1, 0.7)
+    """ " (did you mean ...?)" where a known word is close, or begins so, else nothing."""
+    words = list(known)
+    begin = [each for each in words if each.startswith(word) and len(word.strip("-")) > 2]
+    close = begin or difflib.get_close_matches(word, words, 1, 0.7)
     return f" (did you mean {close[0]}?)" if close else ""

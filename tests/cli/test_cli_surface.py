@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from one_process import Done, run_commands
-from sparse_bitnet.cli.main import COMMANDS, usage
+from sparse_bitnet.cli.main import COMMANDS, main, usage
 from sparse_bitnet.cli.train import split_recipe
 from sparse_bitnet.errors import UserError
 
@@ -44,7 +44,7 @@ def test_version():
 
 BAD_INPUT = [
     (["trian"], "unknown command 'trian' (did you mean train?)"),
-    (["train", "--steps", "x"], "--steps 'x': not a whole number"),
+    (["train", "--steps", "x"], "--steps: 'x' is not a whole number"),
     (["train", "--recipe", "papr"], "recipe 'papr' is unknown"),
     (["train", "--format", "ternary-9:8"], "9:8: needs 1 <= n <= m"),
     (["train", "--format", "binary"], "write ternary-n:m"),
@@ -74,7 +74,18 @@ BAD_INPUT = [
 BAD_OPTIONS = [
     (["train", "--steps", "0"], "steps=0: must be above 0"),
     (["train", "--stepz", "1"], "--stepz"),
-    (["export", "run", "out"], ": --format is missing; see sparse-bitnet export --help"),
+    (["export", "run", "out"], "required: --format; see sparse-bitnet export --help"),
+    (["train", "--lr", "1"], "--lr is not an option (did you mean --learning-rate?)"),
+    (["train", "--recip", "paper"], "--recip is not an option (did you mean --recipe?)"),
+    (["train", "--out", ""], "--out: it is empty"),
+    (["generate", "--model", "x"], "--model is not an option: write CHECKPOINT without it"),
+    (["serve", "x", "-n", "y"], "--max-tokens: 'y' is not a whole number"),
+    (["bench", "-m", "x", "-p", "y"], "--prefill: 'y' is not a whole number"),
+    (["help", "generat"], "unknown command 'generat' (did you mean generate?)"),
+    (["help", "nonsense"], "unknown command 'nonsense'; "),
+    (["eval", "x"], "unknown command 'eval' (did you mean evaluate?)"),
+    (["TRAIN"], "unknown command 'TRAIN' (did you mean train?)"),
+    ([""], "unknown command ''; "),
     (["distill", "--data", "data", "teacher", "out"], "TEACHER and OUT come first"),
 ]
 LIGHT = "import sys; assert not {'torch', 'transformers'} & {*sys.modules}"
@@ -104,6 +115,20 @@ def test_help_of_every_command_needs_no_torch(told, command):
     assert command in done.output
     assert "{None}" not in done.output
     assert "(default: None)" not in done.output
+
+
+@pytest.mark.parametrize("words", [["help", "pack"], ["--help", "pack"], ["pack", "-x", "--help"]])
+def test_ways_to_ask_for_help(told, words, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert (stop.value.code, capsys.readouterr().out) == (0, told["pack", "--help"].output)
+
+
+@pytest.mark.parametrize("words", [[], ["help"], ["-h"], ["help", "help"]])
+def test_ways_to_ask_for_all_commands(words, capsys):
+    main(words)
+    assert capsys.readouterr().out == usage() + "\n"
 
 
 @pytest.mark.train

@@ -54,10 +54,12 @@ def usage() -> str:
 def main(arguments: list[str] | None = None) -> None:
     """Run one verb. Exit codes: 0 done, 2 bad input (one line on stderr), 130 interrupted."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] in (["-h"], ["--help"], ["help"]) and arguments[1:]:
+        arguments = [*arguments[1:], "--help"]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage())
         return
-    if arguments[0] in ("-V", "--version"):
+    if arguments[0] in ("-V", "--version", "version"):
         from sparse_bitnet import __version__
 
         print(__version__)
@@ -66,7 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
     if verb not in COMMANDS:
         from sparse_bitnet.errors import did_you_mean
 
-        hint = did_you_mean(verb, COMMANDS)
+        hint = did_you_mean(verb.lower(), COMMANDS)
         _fail(f"unknown command {verb!r}{hint}; `sparse-bitnet --help` lists them")
     # Downloads' progress bars and advice of libraries would drown our own output.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
