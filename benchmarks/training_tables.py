@@ -3,22 +3,20 @@
 
 from recorded import files, markdown, read
 
-from sparse_bitnet_paper.cells import cells
-from sparse_bitnet_paper.perplexity_tables import comparison_table
-from sparse_bitnet_paper.result_row import read_rows
-from sparse_bitnet_paper.table import to_markdown
+from sparse_bitnet_paper.results import read_rows
+from sparse_bitnet_paper.tables import Table, comparison_table
 
 
 def quickstart() -> str:
     rows = read_rows(files("quickstart")[0])
-    pattern = next(row.pattern for row in rows if row.pattern != "8:8")
-    made = rows[0].provenance
+    models = {format: own.set_index("seed") for format, own in rows.groupby("variant", sort=False)}
+    made = rows.provenance[0]
     where = (
         f"{made['threads']} thread a model, torch {made['versions']['torch']}, {made['hardware']}, "
         f"{made['date'][:10]}, commit {made['commit']}, "
         f"sparse-bitnet {made['versions']['sparse-bitnet']}"
     )
-    table = to_markdown(comparison_table(cells(rows, pattern))).rstrip()
+    table = Table(comparison_table(models).frame).markdown().rstrip()
     return f"{table}\n\n`sparse-bitnet quickstart` ({where})"
 
 

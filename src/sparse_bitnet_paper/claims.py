@@ -1,259 +1,312 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paper's claims as numbers per seed; `judge.RULE` says what follows from them."""
+"""The paper's claims as numbers per seed, each positive where the claim is right."""
 
-import dataclasses
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
 
-from sparse_bitnet_paper.cells import (
-    average_accuracy,
-    paper_accuracies,
-    paper_cells,
-    paper_results,
-)
-from sparse_bitnet_paper.flips import flip_claims
-from sparse_bitnet_paper.judge import (
-    Claim,
-    Estimate,
-    Residual,
-    losses_of,
-    paired,
-    residual_of,
-)
-from sparse_bitnet_paper.paper_runs import ABLATIONS
-from sparse_bitnet_paper.result_row import ResultRow
+import numpy as np
+import pandas as pd
+
+from sparse_bitnet.pattern import NMPattern
+from sparse_bitnet_paper.paper import paper, paper_accuracies, paper_perplexities
 from sparse_bitnet_paper.results import Results
-from sparse_bitnet_paper.sweep_claims import sweep_claims
-from sparse_bitnet_paper.table import NOTHING
+from sparse_bitnet_paper.runs import ABLATIONS
+from sparse_bitnet_paper.scales import DENSE_PATTERN, four_formats
+from sparse_bitnet_paper.statistics import Claim, Estimate, Residual, residual_of
 
-STILL_MASS = 0.01
-"""A near-zero mass that falls by less than one percentage point counts as not falling."""
+COLLAPSE = 1.10
+"""NormPPL beyond which the paper calls a model collapsed."""
 
-_BASE, _TERNARY_MASK = ABLATIONS["baseline"], ABLATIONS["mask from quantized weight"]
-_OTHERS = list(ABLATIONS.items())[1:]
+STILL_MASS = 1.0
+"""A near-zero mass that falls by fewer percentage points counts as not falling."""
 
-K = TypeVar("K", bound=Hashable)
+LEAST_FLIPS = 1e-9
+"""Stands for no flips at all, which have no logarithm."""
+
+NOTHING = "-"
 
 
 def claims(results: Results) -> list[Claim]:
-    """The paper's claims on which there is a number, in its order, before `judged`."""
+    """Return the paper's claims on which there is a number, in its order, not yet judged."""
     found = [
         *_robustness(results),
-        *sweep_claims(results),
+        *_sweep(results),
         *_ablations(results),
-        *flip_claims(results),
+        *_flips(results),
         *_schedule(results),
         *_near_zero(results),
         *_downstream(results),
     ]
-    return [claim for claim in found if claim.estimate.values]
+    return [claim for claim in found if claim.estimate.count]
+
+
+def _claim(
+    name: str, model: str, estimate: Estimate, words: Mapping[str, Any], **more: Any
+) -> Claim:
+    """Return a claim of paper.toml, with `words` filled in."""
+    texts = {key: text.format(**words) for key, text in paper()["claims"][name].items()}
+    return Claim(**texts, model=model, estimate=estimate, **more)
+
+
+def cost_estimate(losses: pd.DataFrame, residual: Residual | None = None) -> Estimate:
+    """Return by how many points sparsity costs full precision more, from the four models' losses.
+
+    Only seeds that have all four count. `residual` is by default that of these models.
+    """
+    whole = losses.dropna()
+    dense, full, dense_ternary, ternary = (whole[format] for format in whole)
+    values = 100 * (full - dense - ternary + dense_ternary)
+    return Estimate(values, residual=residual or residual_of(whole), weight=200.0)
+
+
+def losses_at(rates: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """Return losses of runs at searched rates, without seed 0, which chose the rate and may be the lowest
+    by luck."""
+    return pd.DataFrame({format: rows.loss for format, rows in rates.items()}).drop(
+        0, errors="ignore"
+    )
 
 
 def _robustness(results: Results) -> Iterator[Claim]:
-    paper = {"full": "+5.5 / +3.3 / +2.8", "ternary": "+1.2 / +1.2 / +1.0"}
-    theirs = {model: _paper_costs(results, model) for model in results.models}
+    theirs = {m: cost for m in results.models if (cost := _paper_costs(results, m)) is not None}
     for model in reversed(results.models):
-        rows = {format: results.by_seed(format, model=model) for format in results.four_formats}
-        claim = Claim(
-            text="6:8 sparsity costs the ternary model less than the full-precision one",
-            measure="100 log of perplexity over that of the own dense model, full minus ternary",
-            model=model,
-            paper=f"{paper['full']} against {paper['ternary']} % (0.5B / 1.5B / 3B)",
-            expected=None if (cost := theirs[model]) is None else cost["full"] - cost["ternary"],
-            estimate=cost_estimate(losses_of(rows)),
-        )
-        yield claim
-        shown: list[Mapping[str, Mapping[int, ResultRow]]] = [{}, rows]
-        for searched, what in (
-            (results.at_chosen_rate(model), "all at the rate of the search"),
-            (results.at_own_rates(model), "each at its own learning rate"),
+        cost = theirs.get(model)
+        expected = None if cost is None else cost["full"] - cost["ternary"]
+        losses = results.losses(model)
+        yield _claim("cost", model, cost_estimate(losses), {}, expected=expected)
+        shown = [losses.drop(0, errors="ignore")]
+        for name, searched in (
+            ("cost-at-chosen-rate", results.at_best_rates(model, shared=True)),
+            ("cost-at-own-rates", results.at_best_rates(model, shared=False)),
         ):
-            estimate = cost_estimate(losses_of(beside_the_search(searched or rows)))
-            if searched not in shown and len(estimate.values) > 1:
-                shown.append(searched)
-                yield dataclasses.replace(
-                    claim,
-                    text=f"{claim.text}, {what}",
-                    measure=f"{claim.measure}; seed 0, which chose the rate, is left out",
-                    estimate=estimate,
-                )
+            if searched and not any(losses_at(searched).equals(other) for other in shown):
+                shown.append(losses_at(searched))
+                estimate = cost_estimate(shown[-1])
+                if estimate.count > 1:
+                    yield _claim(name, model, estimate, {}, expected=expected)
     penalties = {
         model: (cost["ternary"], ours)
         for model, cost in theirs.items()
-        if cost is not None and (ours := results.relative("ternary-6:8", model=model))
+        if len(ours := results.relative("ternary-6:8", model=model))
     }
     if len(penalties) > 1:
         (small, (of_theirs, of_ours)), *_, (large, (at_theirs, at_ours)) = penalties.items()
-        yield Claim(
-            text="The ternary model's penalty shrinks with model size",
-            measure=f"100 log of perplexity at 6:8 over dense, {small} minus {large}",
-            model=large,
-            paper="+1.2 against +1.0 %",
-            expected=of_theirs - at_theirs,
-            estimate=Estimate(values=paired(of_ours, at_ours, lambda a, b: 100 * math.log(a / b))),
-        )
-
-
-def beside_the_search(
-    rows: Mapping[str, Mapping[int, ResultRow]],
-) -> dict[str, dict[int, ResultRow]]:
-    """Without seed 0, whose losses chose the learning rate and may be the lowest by luck."""
-    return {name: {s: row for s, row in found.items() if s} for name, found in rows.items()}
-
-
-def cost_estimate(
-    losses: Mapping[str, Mapping[int, float]], residual: Residual | None = None
-) -> Estimate:
-    """How many points more sparsity costs full precision, from the four models' losses by seed.
-
-    Only of seeds that have all four. `residual` is by default that of these models.
-    """
-    whole = set.intersection(*(set(found) for found in losses.values()))
-    losses = {name: {seed: found[seed] for seed in sorted(whole)} for name, found in losses.items()}
-    dense, full, dense_ternary, ternary = losses.values()
-    return Estimate(
-        values=tuple(
-            100 * (full[seed] - dense[seed] - ternary[seed] + dense_ternary[seed]) for seed in full
-        ),
-        residual=residual or residual_of(losses),
-        weight=200.0,
-    )
+        estimate = Estimate((100 * np.log(of_ours / at_ours)).dropna())
+        words = {"small": small, "large": large}
+        yield _claim("shrinks", large, estimate, words, expected=of_theirs - at_theirs)
 
 
 def _paper_costs(results: Results, model: str) -> dict[str, float] | None:
-    """100 log of sparse over dense perplexity of the paper's model of the same place among the sizes."""
-    columns = list(paper_cells("6:8").values())
+    """Return 100 log of sparse over dense perplexity by weight format, for the paper's model that has the
+    same place among the sizes; None where it has none."""
+    columns = list(paper_perplexities("6:8").values())
     place = list(results.setting["sizes"]).index(model)
     if place >= len(columns):
         return None
-    cells = columns[place]
-    return {
-        sparse.weight: 100 * math.log(sparse.perplexity.mean / dense.perplexity.mean)
-        for dense, sparse in (cells[:2], cells[2:])
+    dense, full, dense_ternary, ternary = map(math.log, columns[place].values())
+    return {"full": 100 * (full - dense), "ternary": 100 * (ternary - dense_ternary)}
+
+
+def _sweep(results: Results) -> Iterator[Claim]:
+    theirs = paper()["sweep"]
+    cost = {w: math.log(theirs[w]["2:4"] / theirs[w][DENSE_PATTERN]) for w in theirs}
+    formats = [
+        f"{weight}-{pattern}" for weight in theirs for pattern in results.setting["patterns"]
+    ]
+    measured = results.relative("full-2:4") / results.relative("ternary-2:4")
+    residual = residual_of(pd.DataFrame({f: results.by_seed(f).loss for f in formats}))
+    estimate = Estimate((100 * np.log(measured)).dropna(), residual=residual, weight=200.0)
+    expected = 100 * (cost["full"] - cost["ternary"])
+    yield _claim("cost-at-2of4", results.main, estimate, {}, expected=expected)
+    collapse = collapse_densities(results)
+    estimate = Estimate(100 * (collapse.full - collapse.ternary))
+    yield _claim("collapse", results.main, estimate, {})
+
+
+def collapse_densities(results: Results) -> pd.DataFrame:
+    """Return by seed the density N/M at which NormPPL passes 1.10, of `full` and of `ternary`.
+
+    Between patterns a straight line counts. A model that never passes it counts as passing at the
+    sparsest pattern. Only seeds with all patterns count, where one of the two formats passes the line.
+    """
+    density = {pattern: NMPattern.parse(pattern).density for pattern in results.setting["patterns"]}
+    patterns = sorted(density, key=lambda pattern: -density[pattern])
+    norm_ppl = pd.concat(
+        {
+            weight: pd.DataFrame({p: results.relative(f"{weight}-{p}") for p in patterns})
+            for weight in ("full", "ternary")
+        },
+        axis=1,
+    ).dropna()
+    passed = norm_ppl[norm_ppl.max(axis=1) > COLLAPSE]
+    crossings = {
+        weight: [
+            _crossing(list(density[p] for p in patterns), list(line)) for line in lines.to_numpy()
+        ]
+        for weight, lines in (("full", passed.full), ("ternary", passed.ternary))
     }
+    return pd.DataFrame(crossings, index=passed.index, dtype=float)
+
+
+def _crossing(densities: Sequence[float], norm_ppl: Sequence[float]) -> float:
+    for (dense, low), (sparse, high) in pairwise(zip(densities, norm_ppl, strict=True)):
+        if high > COLLAPSE:
+            if low >= COLLAPSE:
+                return dense
+            return dense + (sparse - dense) * (COLLAPSE - low) / (high - low)
+    return densities[-1]
 
 
 def _ablations(results: Results) -> Iterator[Claim]:
-    paper = {_TERNARY_MASK: "+22.5 % (32.23 against 26.31)"}
-    expected = {_TERNARY_MASK: 100 * math.log(32.23 / 26.31)}
-    yield from _comparisons(
-        results,
-        {format: results.by_seed(format) for format in ABLATIONS.values()},
-        _BASE,
-        {
-            format: f"Master-weight masks with dense gradients beat “{name}”"
-            for name, format in _OTHERS
-        },
-        against="the baseline",
-        paper=lambda format: paper.get(format, "higher, no number"),
-        expected=expected.get,
+    losses = pd.DataFrame({n: results.by_seed(format).loss for n, format in ABLATIONS.items()})
+    for design in list(ABLATIONS)[1:]:
+        theirs, expected = paper_design(design)
+        words = {"design": design, "theirs": theirs}
+        estimate = _higher(losses, design, "baseline")
+        yield _claim("design", results.main, estimate, words, expected=expected)
+
+
+def paper_design(design: str) -> tuple[str, float | None]:
+    """Return what the paper has for a training design against its baseline: in words, and 100 log."""
+    base, found = paper()["designs"]["baseline"], paper()["designs"].get(design)
+    if found is None:
+        return "higher, no number", None
+    return f"{100 * (found / base - 1):+.1f} % ({found} against {base})", 100 * math.log(
+        found / base
     )
-
-
-def _comparisons(
-    results: Results,
-    rows: Mapping[K, Mapping[int, ResultRow]],
-    base: K,
-    texts: Mapping[K, str],
-    *,
-    against: str,
-    paper: Callable[[K], str],
-    expected: Callable[[K], float | None],
-) -> Iterator[Claim]:
-    """A claim for each of `texts`: that its models have a higher perplexity than those of `base`."""
-    residual = residual_of(losses_of(rows))
-    for name, text in texts.items():
-        yield Claim(
-            text=text,
-            measure=f"100 log of its perplexity over that of {against}",
-            model=results.main,
-            paper=paper(name),
-            expected=expected(name),
-            estimate=Estimate(
-                values=paired(rows[name], rows[base], lambda a, b: 100 * (a.loss - b.loss)),
-                residual=residual,
-                weight=100 * math.sqrt(2),
-            ),
-        )
 
 
 def _schedule(results: Results) -> Iterator[Claim]:
-    table = paper_results()["dense_to_sparse_ppl_0.5B_6:8"]
-    theirs = dict(zip(table["sparse_fraction_percent"], table["ppl"], strict=True))
-    percents = results.setting["sparse_percents"]
-    rows = {
-        percent: results.by_seed(
-            "ternary-6:8" if percent else "ternary-8:8", sparse_percent=percent
-        )
-        for percent in percents
-    }
-    if 100 not in rows:
-        return
-    yield from _comparisons(
-        results,
-        rows,
-        100,
-        {p: f"Sparse from scratch beats {p} % sparse steps" for p in percents if 0 < p < 100},
-        against="sparse from scratch",
-        paper=lambda p: f"{100 * (theirs[p] / theirs[100] - 1):+.1f} %" if p in theirs else "-",
-        expected=lambda p: 100 * math.log(theirs[p] / theirs[100]) if p in theirs else None,
+    theirs, percents = paper()["schedule"], results.setting["sparse_percents"]
+    formats = {percent: "ternary-6:8" if percent else "ternary-8:8" for percent in percents}
+    losses = pd.DataFrame(
+        {p: results.by_seed(format, sparse_percent=p).loss for p, format in formats.items()}
     )
+    for percent in percents if 100 in percents else ():
+        if 0 < percent < 100:
+            over = theirs[str(percent)] / theirs["100"] if str(percent) in theirs else math.nan
+            known = not math.isnan(over)
+            words = {
+                "theirs": f"{100 * (over - 1):+.1f} %" if known else NOTHING,
+                "percent": percent,
+            }
+            estimate = _higher(losses, percent, 100)
+            expected = 100 * math.log(over) if known else None
+            yield _claim("schedule", results.main, estimate, words, expected=expected)
+
+
+def _higher(losses: pd.DataFrame, name: str | int, base: str | int) -> Estimate:
+    """Return by how many points the perplexity of one column exceeds that of another."""
+    values = (100 * (losses[name] - losses[base])).dropna()
+    return Estimate(values, residual=residual_of(losses), weight=100 * math.sqrt(2))
+
+
+def _flips(results: Results) -> Iterator[Claim]:
+    """Yield what the paper says of flip rates (figure 4)."""
+    base, frozen, ternary_mask, masked_scale = (
+        flip_curves(results, format) for format in ABLATIONS.values()
+    )
+    decay = np.log2(flip_means(base, end=0.25) / flip_means(base, start=0.75))
+    for name, values in (
+        ("flips-decay", decay),
+        ("flips-without-gradient", octaves(base, frozen)),
+        ("flips-of-ternary-masks", octaves(ternary_mask, base)),
+        ("flips-of-masked-scales", octaves(base, masked_scale)),
+        ("noise-of-ternary-masks", octaves(ternary_mask, base, key="flip_noise", end=0.5)),
+    ):
+        yield _claim(name, results.main, Estimate(values), {}, unit="octaves")
+
+
+def flips_by_tenth(results: Results) -> dict[str, list[Estimate]]:
+    """Return by design how many octaves more its masks flip than the baseline's, by tenths of steps."""
+    (_, base), *others = (
+        (name, flip_curves(results, format)) for name, format in ABLATIONS.items()
+    )
+    found = {
+        name: [
+            Estimate(octaves(curves, base, start=number / 10, end=(number + 1) / 10))
+            for number in range(10)
+        ]
+        for name, curves in others
+    }
+    return {name: tenths for name, tenths in found.items() if tenths[0].count}
+
+
+def flip_curves(results: Results, format: str) -> pd.DataFrame:
+    """Return the thinned curves of a design's runs, with `seed` and `share` of the steps.
+
+    A stretch without a flip has a rate of 0. Runs without any flip, or too short to tell tenths apart,
+    are left out.
+    """
+    seeds = {name: seed for seed, name in results.by_seed(format).name.items()}
+    curves = results.curves[results.curves.run.isin(list(seeds)) & results.curves.loss.notna()]
+    curves = curves.fillna({"flip_rate": 0.0, "flip_noise": 0.0})
+    by_run = curves.groupby("run")
+    share = curves.step / by_run.step.transform("max")
+    curves = curves.assign(seed=curves.run.map(seeds), share=share)
+    return curves[(by_run.flip_rate.transform("max") > 0) & (by_run.step.transform("size") >= 20)]
+
+
+def flip_means(
+    curves: pd.DataFrame, key: str = "flip_rate", start: float = 0, end: float = 1
+) -> pd.Series:
+    """Return by seed the mean of `key` over a part of the steps."""
+    part = curves[(curves.share > start) & (curves.share <= end)]
+    return part.groupby("seed")[key].mean()
+
+
+def octaves(first: pd.DataFrame, second: pd.DataFrame, **part: Any) -> pd.Series:
+    """Return by how many octaves `flip_means` are higher, for the seeds that both have."""
+    means = (flip_means(curves, **part).clip(lower=LEAST_FLIPS) for curves in (first, second))
+    return np.log2(next(means) / next(means)).dropna()
 
 
 def _near_zero(results: Results) -> Iterator[Claim]:
     for model in reversed(results.models):
-        yield Claim(
-            text="Near-zero mass falls over training for the ternary model",
-            measure="P(|W| / mean|W| < 0.5) of all block weights, start minus end, in points",
-            model=model,
-            paper="falls, no number",
-            estimate=Estimate(
-                values=tuple(100 * fall for fall in _falls(results, "ternary-8:8", model))
-            ),
-        )
-        yield Claim(
-            text="Near-zero mass does not fall for the full-precision model",
-            measure=f"the same, end minus start; a fall below {100 * STILL_MASS:g} point is none",
-            model=model,
-            paper="stays, no number",
-            estimate=Estimate(
-                values=tuple(-100 * fall for fall in _falls(results, "full-8:8", model))
-            ),
-            null=-100 * STILL_MASS,
-        )
+        falls = {}
+        for weight in ("full", "ternary"):
+            rows = results.by_seed(f"{weight}-{DENSE_PATTERN}", model=model)
+            falls[weight] = 100 * (rows.near_zero_start - rows.near_zero_mass)
+        yield _claim("mass-falls", model, Estimate(falls["ternary"]), {})
+        yield _claim("mass-stays", model, Estimate(-falls["full"]), {}, null=-STILL_MASS)
 
 
-def _falls(results: Results, format: str, model: str) -> Iterator[float]:
-    for row in results.by_seed(format, model=model).values():
-        overall = results.weights(row)["overall"]
-        yield overall[0] - overall[-1]
+def average_accuracies(results: Results) -> pd.DataFrame:
+    """Return the models scored on tasks: their rows, with `tasks` and `average`, in the order of scoring.
+
+    Where other tasks or another limit were asked for at different times, the newest count. The average
+    accuracy over all tasks is in percent, as in the paper.
+    """
+    lines = [line for line in results.scores if line["run"] in set(results.rows.name)]
+    lines = [line for line in lines if line["asked"] == lines[-1]["asked"]]
+    scores = pd.DataFrame(lines, columns=["run", "tasks"])
+    accuracies = ([values["acc"] for values in tasks.values()] for tasks in scores.tasks)
+    scores["average"] = [100 * float(np.mean(each)) for each in accuracies]
+    return scores.merge(results.rows, left_on="run", right_on="name")
 
 
 def _downstream(results: Results) -> Iterator[Claim]:
-    scored = results.downstream()
-    average = {(row.model, row.variant, row.seed): average_accuracy(found) for row, found in scored}
-    tasks = scored[0][1] if scored else ()
-    paper = [(b - a, d - c) for a, b, c, d in paper_accuracies(tasks).values()]
-    full, ternary = (" / ".join(f"{change[i]:+.2f}" for change in paper) for i in (0, 1))
+    scored = average_accuracies(results)
+    theirs = pd.DataFrame(paper_accuracies(scored.tasks.iloc[0] if len(scored) else ()))
+    formats = list(four_formats("6:8"))
+
+    def changes(accuracy: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
+        """Return those of full precision and of ternary, of accuracies with a column a format."""
+        dense, full, dense_ternary, ternary = (accuracy[format] for format in formats)
+        return full - dense, ternary - dense_ternary
+
+    words, expected = {"theirs": NOTHING}, pd.Series(dtype=float)
+    if len(theirs):
+        of_full, of_ternary = changes(theirs.T)
+        full, ternary = (" / ".join(f"{c:+.2f}" for c in both) for both in (of_full, of_ternary))
+        words = {"theirs": f"{ternary} against {full} points on these tasks"}
+        expected = of_ternary - of_full
     for model in reversed(results.models):
         place = list(results.setting["sizes"]).index(model)
-        changes = {
-            weight: {
-                seed: value - average[model, f"{weight}-8:8", seed]
-                for (name, format, seed), value in average.items()
-                if (name, format) == (model, f"{weight}-6:8")
-                and (model, f"{weight}-8:8", seed) in average
-            }
-            for weight in ("full", "ternary")
-        }
-        yield Claim(
-            text="On zero-shot tasks 6:8 sparsity costs the ternary model less",
-            measure="change of the average accuracy against the own dense model, ternary minus full",
-            model=model,
-            paper=f"{ternary} against {full} points on these tasks" if paper else NOTHING,
-            expected=paper[place][1] - paper[place][0] if place < len(paper) else None,
-            estimate=Estimate(
-                values=paired(changes["ternary"], changes["full"], lambda a, b: a - b)
-            ),
-        )
+        own = scored[scored.model == model].pivot_table("average", "seed", "variant")
+        of_full, of_ternary = changes(own.reindex(columns=formats))
+        estimate = Estimate((of_ternary - of_full).dropna())
+        at_place = expected.iloc[place] if place < len(expected) else None
+        yield _claim("accuracy", model, estimate, words, expected=at_place)

@@ -1,220 +1,512 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Curves and histograms as SVG text for a page.
+"""The figures of a set of results and of checkpoints' weights, as SVG text for a page.
 
-Colour says the weight format and line style the pattern, so nothing depends on telling hues apart.
-matplotlib is imported when a figure is drawn, without pyplot and its global state.
+Colour says the weight format and line style the pattern, so nothing depends on telling hues apart. Text
+and axes take the colour of the page around them (`currentColor`), series the CSS variables `--full` and
+`--ternary`, so one figure serves a light and a dark page; standing alone, the defaults apply.
 """
 
+import io
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.resources import as_file, files
 from typing import TYPE_CHECKING, Any
+from xml.sax.saxutils import escape
 
 import numpy as np
+import pandas as pd
 
-from sparse_bitnet_paper.svg import (
-    COLOURS,
-    INK,
-    SIZE,
-    draw_density,
-    single,
-    style_sheet,
-    svg_text,
-)
-from sparse_bitnet_paper.weight_statistics import NEAR_ZERO, WeightStatistics, bin_centres
+from sparse_bitnet_paper.paper import paper
+from sparse_bitnet_paper.results import Results
+from sparse_bitnet_paper.runs import ABLATIONS
+from sparse_bitnet_paper.scales import DENSE_PATTERN
+from sparse_bitnet_paper.tables import dense_of, four_models, label, paper_models, perplexities
+from sparse_bitnet_paper.tables import sparsity_costs as costs_of
+from sparse_bitnet_paper.weight_counts import BIN_CENTRES, BIN_WIDTH, NEAR_ZERO
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-LABELS = {"full": "full precision", "ternary": "ternary"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Curve:
-    """A measure over the steps of a run, or over patterns, with its range over several seeds."""
-
-    label: str
-    weight: str = ""
-    """ "full" or "ternary": the colour."""
-
-    sparse: bool = False
-    """The line style: dense runs are wide and pale, sparse ones thin and dashed, on top."""
-
-    steps: Sequence[float]
-    values: Sequence[float] | np.ndarray
-    low: Sequence[float] | np.ndarray = ()
-    high: Sequence[float] | np.ndarray = ()
-    points: Sequence[tuple[int, float]] = ()
-    """(step, value) measured now and then, for example the validation loss; drawn as dots."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bar:
-    """One measured value of one weight format, with its spread over seeds if there are several."""
-
-    group: str
-    weight: str
-    value: float
-    low: float | None = None
-    high: float | None = None
-
-
-def cost_bars(bars: Sequence[Bar], *, x_label: str) -> str:
-    """Horizontal bars in groups, one bar per weight format, each with its value beside it."""
     from matplotlib.figure import Figure
 
-    groups = list(dict.fromkeys(bar.group for bar in bars))
-    edges = [edge for bar in bars for edge in (bar.value, bar.low, bar.high) if edge is not None]
-    least, greatest = min([*edges, 0.0]), max([*edges, 0.0])
-    span = greatest - least or 1.0
-    with style_sheet("cost-bars"):
-        figure = Figure(figsize=(SIZE[0], 1.0 + 0.6 * len(groups)), layout="constrained")
-        axes = figure.subplots()
+LABELS = {"full": "full precision", "ternary": "ternary"}
+OF_WEIGHTS = ("layer-profile", "near-zero", "histogram", "thresholds")
+"""Figures of `dense_figures`, in the order of a page."""
+
+# Two colours of Okabe and Ito's palette, distinct under every common colour-vision deficiency.
+COLOURS = {"full": "#0072b2", "ternary": "#d55e00"}
+INK = "#123456"  # of figures.mplstyle
+SIZE = (5.4, 3.6)
+SMOOTH = 13
+"""Points of a thinned curve over which differences of losses are averaged."""
+
+# Okabe and Ito; each design also has a line style of its own.
+_DESIGN_STYLES: tuple[dict[str, Any], ...] = (
+    {"color": "#d55e00", "linestyle": "solid", "linewidth": 2.2},
+    {"color": "#009e73", "linestyle": (0, (5, 1.5))},
+    {"color": "#cc79a7", "linestyle": (0, (3, 1, 1, 1))},
+    {"color": "#0072b2", "linestyle": (0, (1.2, 1.2))},
+)
+
+
+@contextmanager
+def canvas(
+    name: str,
+    *,
+    size: tuple[float, float] = SIZE,
+    grid: tuple[int, int] = (1, 1),
+    shared: bool = False,
+) -> Iterator[tuple["Figure", Any]]:
+    """Yield a figure in our style and its axes, an array of them for a grid; inside, call `svg_text`.
+
+    `name` makes ids reproducible; `size` is in inches; `shared`: whether panels share their axes.
+    """
+    import matplotlib.style
+    from matplotlib.figure import Figure
+
+    with as_file(files("sparse_bitnet_paper").joinpath("figures.mplstyle")) as style:
+        with matplotlib.style.context([style, {"svg.hashsalt": name}]):
+            figure = Figure(figsize=size, layout="constrained")
+            squeeze = grid == (1, 1)
+            yield figure, figure.subplots(*grid, sharex=shared, sharey=shared, squeeze=squeeze)
+
+
+def svg_text(figure: "Figure", name: str, title: str) -> str:
+    """Return a figure as SVG that takes its colours and its width from the page.
+
+    `name` is a prefix of all ids, unique in a page; `title` is read out in place of the drawing.
+    """
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    # Several figures share one page: ids must differ, and the page sets the size.
+    text = prefix_ids(text, name)
+    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
+    spoken = escape(title, {'"': "&quot;"})
+    text = text.replace("<svg ", f'<svg role="img" aria-label="{spoken}" ', 1)
+    text = re.sub(r"font-family: [^;\"]*;? ?", "", text)
+    text = text.replace(INK, "currentColor")
+    for key, colour in COLOURS.items():
+        text = text.replace(colour, f"var(--{key}, {colour})")
+    return text
+
+
+def prefix_ids(svg: str, prefix: str) -> str:
+    """Return the same figure with `prefix` before every id in it."""
+    svg = re.sub(r'\bid="', f'id="{prefix}-', svg)
+    return re.sub(r'(url\(|href=")#', rf"\g<1>#{prefix}-", svg)
+
+
+def standalone(svg: str) -> str:
+    """Return an SVG as a file of its own, with a background, an ink and a width."""
+    style = "color: #1d2327; background: #ffffff; font-family: sans-serif"
+    head = '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
+    svg = re.sub(r'\s+xmlns(:xlink)?="[^"]*"', "", svg, count=2)
+    svg = svg.replace("<svg ", f'{head}width="640" style="{style}" ', 1)
+    return svg + ("" if svg.endswith("\n") else "\n")
+
+
+# Table 2 and the course of training.
+
+
+def cost_figure(results: Results) -> str:
+    """Draw what sparsity costs at the main size, beside the paper's own: groups of a bar a format."""
+    pattern = results.setting["pattern"]
+    models = {"this run": perplexities(four_models(results, results.main))}
+    models |= {f"paper, {size}": found for size, found in paper_models(pattern).items()}
+    groups = list(models)
+    with canvas("cost-bars", size=(SIZE[0], 1.0 + 0.6 * len(groups))) as (figure, axes):
         for weight, offset in (("full", -0.19), ("ternary", 0.19)):
-            mine = [bar for bar in bars if bar.weight == weight]
-            heights = [groups.index(bar.group) + offset for bar in mine]
-            lengths = [bar.value for bar in mine]
-            axes.barh(heights, lengths, 0.34, color=COLOURS[weight], label=LABELS[weight])
-            for bar, height in zip(mine, heights, strict=True):
-                low = bar.value if bar.low is None else bar.low
-                high = bar.value if bar.high is None else bar.high
-                if low < high:
-                    axes.plot([low, high], [height, height], color=INK, linewidth=1.2)
-                if bar.value < 0:
-                    end, side = min(low, bar.value) - 0.015 * span, "right"
-                else:
-                    end, side = max(high, bar.value) + 0.015 * span, "left"
-                axes.text(end, height, f"{bar.value:+.1f}", va="center", ha=side)
+            costs = [costs_of(found)[f"{weight}-{pattern}"] for found in models.values()]
+            mean = np.array([cost.mean() for cost in costs])
+            low, high = (np.array([f(cost) for cost in costs]) for f in (min, max))
+            bars = axes.barh(
+                np.arange(len(groups)) + offset,
+                mean,
+                0.34,
+                xerr=_range_around(mean, low, high),
+                error_kw={"ecolor": INK, "elinewidth": 1.2},
+                color=COLOURS[weight],
+                label=LABELS[weight],
+            )
+            axes.bar_label(bars, fmt="%+.1f", padding=3)
         axes.axvline(0, color=INK, linewidth=0.9)
         axes.set_yticks(range(len(groups)), groups)
         axes.invert_yaxis()
         axes.grid(False, axis="y")
         axes.tick_params(axis="y", length=0)
         axes.spines["left"].set_visible(False)
-        axes.set_xlim(least - (0.15 * span if least < 0 else 0.0), greatest + 0.15 * span)
-        axes.set_xlabel(x_label)
+        axes.margins(x=0.15)
+        axes.set_xlabel(f"perplexity of {pattern} over dense (%)")
         figure.legend(loc="outside upper center", ncols=2)
         return svg_text(
             figure, "cost-bars", "Perplexity increase through sparsity, by weight format"
         )
 
 
-def loss_curves(curves: Sequence[Curve]) -> str:
-    """Training loss over steps, validation loss as dots."""
+def _range_around(mean: Any, low: Any, high: Any) -> np.ndarray:
+    """Return [below, above], never negative by the rounding of a mean."""
+    return np.maximum([mean - low, high - mean], 0)
 
-    def draw(axes: "Axes") -> None:
-        lowest = highest = math.inf
-        for curve in curves:
-            values = curve.values
-            axes.plot(curve.steps, values, **_style(curve))
-            if curve.points:
-                dots = axes.plot(*zip(*curve.points, strict=True), "o", markersize=4)[0]
-                dots.set_color(COLOURS[curve.weight])
-                dots.set_markerfacecolor("none" if curve.sparse else COLOURS[curve.weight])
-            ends = [*values[-1:], *(value for _, value in curve.points[-1:])]
-            lowest = min(lowest, *ends)
+
+def course_figures(results: Results) -> dict[str, str]:
+    """Draw loss, cost of sparsity and mask flips of the four models of the main size over the steps.
+
+    `loss` and `flips` are of the first seed.
+    """
+    curves = {
+        format: [results.curves[results.curves.run == name] for name in rows.name]
+        for format, rows in four_models(results, results.main).items()
+    }
+    first = {format: of_seeds[0] for format, of_seeds in curves.items()}
+    return {
+        "loss": _loss_curves(first),
+        "sparsity-costs": _sparsity_cost_curves(curves),
+        "flips": _flip_rate_curves({f: own for f, own in first.items() if f != dense_of(f)}),
+    }
+
+
+def _finish_steps(axes: "Axes", y_label: str) -> None:
+    axes.set_xlabel("optimiser step")
+    axes.set_ylabel(y_label)
+    axes.margins(x=0.01)
+    axes.legend()
+
+
+def _style(format: str) -> dict[str, Any]:
+    """Return a line style: a sparse run lies within a line's width of its dense twin, thin over wide."""
+    line: dict[str, Any] = {"color": COLOURS[format.partition("-")[0]], "label": label(format)}
+    if format != dense_of(format):
+        return line | {"linestyle": (0, (3.5, 1.6)), "linewidth": 1.3, "zorder": 3}
+    return line | {"linewidth": 4, "alpha": 0.4}
+
+
+def _loss_curves(curves: Mapping[str, pd.DataFrame]) -> str:
+    """Draw training loss over steps, validation loss as dots."""
+    lowest = highest = math.inf
+    with canvas("loss") as (figure, axes):
+        for format, curve in curves.items():
+            logged, held_out = curve.dropna(subset="loss"), curve.dropna(subset="validation_loss")
+            axes.plot(logged.step, logged.loss, **_style(format))
+            colour = COLOURS[format.partition("-")[0]]
+            face = colour if format == dense_of(format) else "none"
+            dots = {"color": colour, "markerfacecolor": face, "markersize": 4}
+            axes.plot(held_out.step, held_out.validation_loss, "o", **dots)
+            lowest = min(lowest, *logged.loss[-1:], *held_out.validation_loss[-1:])
             # The first steps fall from log(vocabulary) and would flatten all that follows.
-            highest = min(highest, values[len(values) // 10])
+            highest = min(highest, logged.loss.iloc[len(logged) // 10])
         if highest - lowest > 1e-3:
             margin = 0.06 * (highest - lowest)
             axes.set_ylim(lowest - 2 * margin, highest + 2 * margin)
-        axes.set_ylabel("loss (nats per token)")
+        _finish_steps(axes, "loss (nats per token)")
+        return svg_text(figure, "loss", "Training loss of each model over optimiser steps")
 
-    return _figure("loss", "Training loss of each model over optimiser steps", draw)
 
-
-def sparsity_cost_curves(curves: Sequence[Curve]) -> str:
-    """Training loss of sparse runs minus that of their dense twins on the same batches, by format."""
-
-    def draw(axes: "Axes") -> None:
+def _sparsity_cost_curves(curves: Mapping[str, Sequence[pd.DataFrame]]) -> str:
+    """Draw the loss of sparse runs minus that of their dense twins on the same batches, by format."""
+    loss = {
+        format: pd.concat(
+            [own.dropna(subset="loss").set_index("step").loss for own in runs], axis=1
+        )
+        for format, runs in curves.items()
+    }
+    seen = [0.0]
+    with canvas("cost") as (figure, axes):
         axes.axhline(0, color=INK, linewidth=0.9)
-        seen = [0.0]
-        for curve in curves:
-            colour, band = COLOURS[curve.weight], (curve.low, curve.high)
-            axes.plot(curve.steps, curve.values, color=colour, label=curve.label)
-            if len(curve.low):
-                axes.fill_between(curve.steps, *band, color=colour, alpha=0.18, linewidth=0)
+        for format in loss:
+            if format == dense_of(format):
+                continue
+            cost = loss[format] - loss[dense_of(format)]
+            cost = cost.rolling(SMOOTH, center=True, min_periods=1).mean()
+            mean, weight = cost.mean(axis=1), format.partition("-")[0]
+            band = {"color": COLOURS[weight], "alpha": 0.18, "linewidth": 0}
+            axes.plot(cost.index, mean, color=COLOURS[weight], label=weight)
+            axes.fill_between(cost.index, cost.min(axis=1), cost.max(axis=1), **band)
             # The first steps, where every model still learns the unigrams, say nothing.
-            seen += list(curve.values[len(curve.values) // 20 :])
+            seen += list(mean[len(mean) // 20 :])
         margin = 0.12 * max(max(seen) - min(seen), 1e-3)
         axes.set_ylim(min(seen) - margin, max(seen) + margin)
-        axes.set_ylabel("sparse minus dense loss (nats)")
+        _finish_steps(axes, "sparse minus dense loss (nats)")
+        return svg_text(figure, "cost", "Training loss of sparse minus dense models over steps")
 
-    return _figure("cost", "Training loss of sparse minus dense models over steps", draw)
 
-
-def flip_rate_curves(curves: Sequence[Curve]) -> str:
-    """Share of mask positions that changed between consecutive steps, logarithmic, in percent."""
+def _flip_rate_curves(curves: Mapping[str, pd.DataFrame]) -> str:
+    """Draw the share of mask positions that changed between steps, logarithmic, in percent."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    def draw(axes: "Axes") -> None:
+    with canvas("flips") as (figure, axes):
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_minor_formatter(NullFormatter())
-        for curve in curves:
-            values = 100 * np.asarray(curve.values)
+        for format, curve in curves.items():
+            logged = curve.dropna(subset="flip_rate")
             # Zero has no place on a logarithmic axis: leave a gap.
-            axes.plot(curve.steps, np.where(values > 0, values, np.nan), **_style(curve))
-        axes.set_ylabel("mask flip rate (% per step)")
+            flips = 100 * logged.flip_rate.where(logged.flip_rate > 0)
+            axes.plot(logged.step, flips, **_style(format))
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        _finish_steps(axes, "mask flip rate (% per step)")
+        title = "Mask flip rate of the sparse models over optimiser steps"
+        return svg_text(figure, "flips", title)
 
-    return _figure("flips", "Mask flip rate of the sparse models over optimiser steps", draw)
+
+# The paper's figures 2 and 4.
 
 
-def weight_histograms(models: Sequence[tuple[str, str, WeightStatistics]]) -> str:
-    """Density of W / mean|W| of each model, side by side on the same axes.
+def sweep_figure(results: Results) -> str | None:
+    """Draw figure 2, the increase of perplexity over patterns; None before the sweep has runs."""
+    patterns = results.setting["patterns"]
+    ours = {}
+    for weight in LABELS:
+        costs = [100 * (results.relative(f"{weight}-{pattern}") - 1) for pattern in patterns]
+        known = pd.DataFrame(
+            {
+                place: cost.agg(["mean", "min", "max"])
+                for place, cost in enumerate(costs)
+                if len(cost)
+            }
+        )
+        if known.shape[1] > min(2, len(patterns) - 2):
+            ours[weight] = known.T
+    if not ours:
+        return None
+    markers = {"full": "o", "ternary": "s"}
+    with canvas("norm-ppl") as (figure, axes):
+        axes.axhline(10, color=INK, linewidth=1, linestyle=(0, (4, 3)))
+        axes.text(0.0, 10.4, "10 %", fontsize=8)
+        for weight, known in ours.items():
+            axes.errorbar(
+                known.index,
+                known["mean"],
+                yerr=_range_around(known["mean"], known["min"], known["max"]),
+                color=COLOURS[weight],
+                marker=markers[weight],
+                markersize=5,
+                capsize=3,
+                label=LABELS[weight],
+            )
+        for weight, theirs in paper()["sweep"].items():
+            axes.plot(
+                range(len(patterns)),
+                [100 * (theirs[pattern] / theirs[DENSE_PATTERN] - 1) for pattern in patterns],
+                color=COLOURS[weight],
+                linewidth=1,
+                linestyle=(0, (1, 1.5)),
+                marker=markers[weight],
+                markersize=3.5,
+                markerfacecolor="none",
+                label=f"paper 0.5B, {LABELS[weight]}",
+            )
+        axes.set_xticks(range(len(patterns)), patterns)
+        axes.set_xlabel("pattern (kept : group)")
+        axes.set_ylabel("perplexity increase over dense (%)")
+        axes.legend(loc="upper left", bbox_to_anchor=(0.06, 1.0))
+        title = "Perplexity increase over the dense model by N:M pattern"
+        return svg_text(figure, "norm-ppl", title)
 
-    The shaded band is where a weight rounds to the ternary code 0.
 
-    Args:
-        models: label, weight format (its colour) and statistics of each.
+def ablation_figures(results: Results) -> dict[str, str]:
+    """Draw figure 4: validation perplexity and flip rate by step; {} with fewer than two designs."""
+    runs = {name: results.by_seed(format).name for name, format in ABLATIONS.items()}
+    runs = {name: own for name, own in runs.items() if len(own)}
+    curves = results.curves
+    shown = {
+        "ablation-ppl": ("validation perplexity", np.exp(curves.validation_loss), 0.15),
+        "ablation-flips": ("mask flip rate (% per step)", 100 * curves.flip_rate, 0.0),
+    }
+    return {
+        name: _design_curves(f"{results.name}-{name}", y_label, bands, skip)
+        for name, (y_label, values, skip) in (shown.items() if len(runs) > 1 else ())
+        for bands in [{d: _band(curves, values, set(own)) for d, own in runs.items()}]
+    }
+
+
+def _band(curves: pd.DataFrame, values: pd.Series, runs: set[str]) -> pd.DataFrame:
+    """Return mean and range of the runs by step."""
+    known = values[curves.run.isin(runs) & (values > 0)]
+    band = known.groupby(curves.step).agg(["mean", "min", "max", "count"])
+    # Steps that not every seed reached in the same stretch would make the band jump.
+    return band[band["count"] == len(runs)]
+
+
+def _design_curves(name: str, y_label: str, bands: Mapping[str, pd.DataFrame], skip: float) -> str:
+    """Draw a curve with its range for each design, logarithmic, without the first share `skip`."""
+    with canvas(name) as (figure, axes):
+        axes.set_yscale("log")
+        for (design, band), style in zip(bands.items(), _DESIGN_STYLES, strict=False):
+            shown = band[band.index >= skip * band.index.max()]
+            area = {"color": style["color"], "alpha": 0.15, "linewidth": 0}
+            axes.plot(shown.index, shown["mean"], label=design, **style)
+            axes.fill_between(shown.index, shown["min"], shown["max"], **area)
+        bottom, top = axes.get_ylim()
+        for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            set_formatter(_plain_number if top > 3 * bottom else "{x:g}")
+        axes.tick_params(axis="y", which="minor", labelsize=7)
+        axes.set_xlabel("optimiser step")
+        axes.set_ylabel(y_label)
+        axes.legend()
+        what = y_label.partition(" (")[0].capitalize()
+        return svg_text(figure, name, f"{what} of the four training designs over the steps")
+
+
+def _plain_number(value: float, _: float) -> str:
+    return f"{value:g}" if f"{value:.0e}"[0] in "1235" else ""
+
+
+# Weights: figures 1, 5, 6 and 7.
+
+
+def dense_figures(results: Results) -> dict[str, Any]:
+    """Draw figures 1, 5, 6 and 7 of the largest size that has both dense models; nothing without.
+
+    `model` names the size, `layers` the layers of a block; seed 0 is drawn.
     """
-    from matplotlib.figure import Figure
+    for model in reversed(results.models):
+        rows = {w: results.by_seed(f"{w}-{DENSE_PATTERN}", model=model) for w in LABELS}
+        if all(0 in own.index for own in rows.values()):
+            break
+    else:
+        return {}
+    known = {weight: results.details[own.name[0]]["weights"] for weight, own in rows.items()}
+    parts = {
+        weight: {name: pd.Series(part) for name, part in own["final"].items()}
+        for weight, own in known.items()
+    }
+    layers, titles = known["full"]["layers"], {w: f"{text}, dense" for w, text in LABELS.items()}
+    masses = {weight: np.array(own["near_zero_mass"]) for weight, own in known.items()}
+    return {
+        "model": model,
+        "layers": [n.rpartition(".")[2].removesuffix("_proj") for n in layers if ".0." in n],
+        "layer-profile": layer_profile([(titles[w], w, own[-1]) for w, own in masses.items()]),
+        "near-zero": near_zero_heat_maps(
+            [(titles[w], known[w]["steps"], own) for w, own in masses.items()], layers
+        ),
+        "histogram": weight_histograms([(titles[w], w, own["all"]) for w, own in parts.items()]),
+        "thresholds": threshold_overlay(
+            [(LABELS[w], w, own) for w, own in parts.items()], name=f"{results.name}-thresholds"
+        ),
+    }
 
+
+def _draw_density(
+    axes: "Axes", centres: np.ndarray, density: np.ndarray, weight: str, label: str | None = None
+) -> None:
+    colour = COLOURS[weight]
+    axes.fill_between(centres, density, color=colour, alpha=0.35, linewidth=0, label=label)
+    axes.plot(centres, density, color=colour, linewidth=1.2)
+
+
+def weight_histograms(models: Sequence[tuple[str, str, pd.Series]]) -> str:
+    """Draw the density of W / mean|W| of each model, side by side on the same axes.
+
+    The shaded band is where a weight rounds to the ternary code 0. `models`: label, weight format and
+    counts of each.
+    """
     columns = min(2, len(models))
     rows = math.ceil(len(models) / columns)
-    with style_sheet("weights"):
-        figure = Figure(figsize=(SIZE[0], 0.9 + 1.5 * rows), layout="constrained")
-        grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-        for axes in grid.flat[len(models) :]:
+    size = (SIZE[0], 0.9 + 1.5 * rows)
+    with canvas("weights", size=size, grid=(rows, columns), shared=True) as (figure, grid):
+        panels = np.atleast_1d(grid).ravel()
+        for axes in panels[len(models) :]:
             axes.set_axis_off()
-        for axes, (label, weight, statistics) in zip(grid.flat, models, strict=False):
+        for axes, (text, weight, counts) in zip(panels, models, strict=False):
             axes.axvspan(-NEAR_ZERO, NEAR_ZERO, color=INK, alpha=0.10, linewidth=0)
-            draw_density(axes, bin_centres(), statistics.density, COLOURS[weight])
-            axes.set_title(f"{label}\n{100 * statistics.near_zero_mass:.1f} % near zero")
+            density = np.divide(counts.histogram, counts.weights * BIN_WIDTH)
+            _draw_density(axes, BIN_CENTRES, density, weight)
+            axes.set_title(f"{text}\n{100 * counts.near_zero / counts.weights:.1f} % near zero")
             axes.set_xlim(-3.5, 3.5)
         # After the last one: setting a limit ends the automatic choice of the shared axis.
-        grid[0, 0].set_ylim(bottom=0)
+        panels[0].set_ylim(bottom=0)
         figure.supxlabel("weight / mean |weight|", fontsize=9)
         figure.supylabel("density", fontsize=9)
         return svg_text(figure, "weights", "Histogram of the master weights of each model")
 
 
-def running_mean(values: Sequence[float] | np.ndarray, width: int) -> np.ndarray:
-    """Centred mean over `width` values (an odd number), over those that exist near the ends."""
-    series = np.asarray(values, dtype=np.float64)
-    half = min(width, len(series)) // 2
-    if half == 0:
-        return series
-    total = np.concatenate([[0.0], np.cumsum(series)])
-    index = np.arange(len(series))
-    low, high = np.maximum(index - half, 0), np.minimum(index + half + 1, len(series))
-    return (total[high] - total[low]) / (high - low)
+def threshold_overlay(
+    models: Sequence[tuple[str, str, Mapping[str, pd.Series]]], *, name: str = "thresholds"
+) -> str:
+    """Draw the density of |W| / mean|W| with that of the group thresholds over it (figure 7).
+
+    `models`: label, weight format and counts by part of the depth, of which "mid" and "late" are drawn;
+    `name` is unique in a page.
+    """
+    parts = [part for part in models[0][2] if part != "all"]
+    size, shape = (5.4, 0.9 + 1.6 * len(models)), (len(models), len(parts))
+    centres = BIN_CENTRES[len(BIN_CENTRES) // 2 :]
+    with canvas(name, size=size, grid=shape, shared=True) as (figure, grid):
+        panels = np.reshape(grid, shape)
+        for row, (text, weight, counts) in zip(panels, models, strict=True):
+            for axes, part in zip(row, parts, strict=True):
+                below, above = np.array_split(counts[part].histogram, 2)
+                magnitudes = (above + below[::-1]) / (counts[part].weights * BIN_WIDTH)
+                _draw_density(axes, centres, magnitudes, weight, "weights")
+                thresholds = np.divide(counts[part].thresholds, counts[part].groups * BIN_WIDTH)
+                axes.plot(centres, thresholds, color=INK, linewidth=1.4, label="thresholds")
+                axes.axvline(NEAR_ZERO, color=INK, linewidth=0.7, linestyle=(0, (2, 2)))
+                axes.set_title(f"{text}, {part} blocks" if len(models) > 1 else f"{part} blocks")
+                axes.set_xlim(0, 3)
+        # After the last one: setting a limit ends the automatic choice of the shared axis.
+        panels[0, 0].set_ylim(bottom=0)
+        panels[0, -1].legend()
+        figure.supxlabel("|weight| / mean |weight|", fontsize=9.5)
+        figure.supylabel("density", fontsize=9.5)
+        return svg_text(figure, name, "Density of weight magnitudes and of group thresholds")
 
 
-def _style(curve: Curve) -> dict[str, Any]:
-    """A sparse run lies within a line's width of its dense twin: thin and dark over wide and pale."""
-    line: dict[str, Any] = {"color": COLOURS[curve.weight], "label": curve.label}
-    if curve.sparse:
-        return line | {"linestyle": (0, (3.5, 1.6)), "linewidth": 1.3, "zorder": 3}
-    return line | {"linewidth": 4, "alpha": 0.4}
+def near_zero_heat_maps(
+    maps: Sequence[tuple[str, Sequence[int], np.ndarray]], layers: Sequence[str]
+) -> str:
+    """Draw P(|W| / mean|W| < 0.5) of every layer over training, one panel per model (figure 5).
+
+    `maps`: label, steps, and float array [steps, layers] of each model; `layers`: their names.
+    """
+    values = np.concatenate([matrix.ravel() for _, _, matrix in maps])
+    limits = {"vmin": float(values.min()), "vmax": float(values.max())}
+    first: dict[str, int] = {}
+    for place, name in enumerate(layers):
+        first.setdefault(next((part for part in name.split(".") if part.isdecimal()), ""), place)
+    blocks = list(first.items())[:: max(1, len(first) // 8)]
+    size = (5.4, 2.2 + 0.035 * len(layers))
+    with canvas("near-zero", size=size, grid=(1, len(maps))) as (figure, grid):
+        panels = list(np.atleast_1d(grid).ravel())
+        for axes, (text, steps, matrix) in zip(panels, maps, strict=True):
+            image = axes.imshow(
+                matrix.T, aspect="auto", interpolation="none", cmap="cividis", **limits
+            )
+            axes.set_title(text)
+            axes.grid(False)
+            ticks = np.unique(np.linspace(0, len(steps) - 1, 4).round().astype(int))
+            axes.set_xticks(ticks, [f"{steps[tick]:,}" for tick in ticks])
+            axes.set_xlabel("optimiser step")
+            axes.set_yticks([place for _, place in blocks], [block for block, _ in blocks])
+            axes.label_outer()
+        panels[0].set_ylabel("block")
+        bar = figure.colorbar(image, ax=panels, fraction=0.05)
+        bar.set_label("near-zero mass")
+        bar.outline.set_visible(False)
+        return svg_text(figure, "near-zero", "Near-zero mass of every layer over training steps")
 
 
-def _figure(name: str, title: str, draw: Callable[["Axes"], None]) -> str:
-    def over_steps(axes: "Axes") -> None:
-        draw(axes)
-        axes.set_xlabel("optimiser step")
-        axes.margins(x=0.01)
-        axes.legend()
+def layer_profile(models: Sequence[tuple[str, str, Sequence[float]]]) -> str:
+    """Draw near-zero mass of every layer of some checkpoints, by depth (figure 1).
 
-    return single(name, title, over_steps)
+    `models`: label, weight format and masses of each checkpoint, from the first layer to the last.
+    """
+    with canvas("layer-profile") as (figure, axes):
+        for number, (text, weight, masses) in enumerate(models):
+            axes.plot(
+                np.arange(len(masses)) / max(1, len(masses) - 1),
+                masses,
+                color=COLOURS[weight],
+                marker="osD^vPX*"[number % 8],
+                markersize=3.5,
+                linewidth=0.8,
+                label=text,
+            )
+        axes.set_ylabel("near-zero mass")
+        axes.set_xlabel("depth (0: first layer, 1: last layer)")
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0))
+        return svg_text(figure, "layer-profile", "Near-zero mass of every layer by depth")

@@ -1,38 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of one set of results: what is committed, and what is only needed to go on.
+"""The folder of one set of results: its files, and its rows as one DataFrame.
 
-setting.json      scale, sizes, recipe, text, precision: one folder holds results of one setting
-results.jsonl     one line per finished run
-curves/NAME.jsonl thinned curves of each run
-weights/NAME.json weight statistics of dense runs, at the start, on the way and at the end
-downstream.jsonl  one line per model scored on tasks
-machines.jsonl    how fast each machine that trained multiplies
-data/, runs/      prepared text and run folders with checkpoints; not for a repository
+setting.json      what all runs share: scale, sizes, recipe, text, precision
+results.jsonl     one line a finished run; see `COLUMNS`
+details.jsonl.gz  one line a finished run: its thinned curves, and a dense one's weights over training
+downstream.jsonl  one line a model scored on tasks; see `downstream`
+notes.md          what people make of the results
+data/, runs/      prepared text, and run folders with checkpoints; not for a repository
 """
 
+import dataclasses
+import gzip
 import json
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sparse_bitnet.checkpoint.model_folder import read_json
-from sparse_bitnet.errors import UserError
-from sparse_bitnet.files import make_folder, write_atomic
-from sparse_bitnet.training.config import as_written_now
-from sparse_bitnet_paper.result_row import ResultRow, read_lines, read_rows, write_rows
-from sparse_bitnet_paper.scales import DENSE_PATTERN, four_formats
-from sparse_bitnet_paper.setting import SETTING, read_setting, setting_changes
+import pandas as pd
 
-MACHINES = "machines.jsonl"
+from sparse_bitnet.checkpoint.model_folder import read_json
+from sparse_bitnet.errors import UserError, os_errors_as
+from sparse_bitnet.files import make_folder, write_atomic
+from sparse_bitnet.training.config import TrainConfig
+from sparse_bitnet_paper.scales import DENSE_PATTERN, Scale, four_formats
+
+SETTING, ROWS, DETAILS = "setting.json", "results.jsonl", "details.jsonl.gz"
+DOWNSTREAM = "downstream.jsonl"
+
+COLUMNS = {
+    "name": "of its folder and its details",
+    "model": "preset",
+    "format": 'text form of the SparseBitConfig, for example "ternary-6:8"',
+    "seed": "of weights and batches",
+    "recipe": 'how the recipe differs from that of the set, in words; "" where only the rate may',
+    "steps": "optimiser steps",
+    "tokens": "training tokens",
+    "epochs": "training tokens over tokens of the training text",
+    "tokens_per_weight": "training tokens over weights, embedding included",
+    "perplexity": "of the whole held-out text, exp of `loss`",
+    "loss": "held-out, nats per token",
+    "validation_tokens": "of the held-out text",
+    "other_text": "name, tokens and perplexity of another held-out text, or None",
+    "training_loss": "of the last step's batch",
+    "zero_fraction": "zeros among the weights that the forward uses",
+    "code_zero_fraction": "zeros among the codes before the mask; full precision as if rounded",
+    "near_zero_start": "P(|W| / mean|W| < 0.5) of all block weights of the initial model; of dense runs",
+    "near_zero_mass": "the same at the end",
+    "flip_rate": "share of mask positions that changed at the last step; None of a dense model",
+    "seconds": "spent in optimiser steps",
+    "tokens_per_second": "median over the optimiser steps",
+    "product_share": "operations a second over those of large products there; None where not measured",
+    "device": '"cpu" or "cuda"',
+    "precision": 'compute type: "bfloat16" or "float32"',
+    "checkpoint": "folder of the trained model, relative to the results file",
+    "config": "the resolved TrainConfig",
+    "provenance": "commit, hardware, threads, versions and date",
+}
+"""What a line of results.jsonl says of a finished run."""
+
+CURVE_COLUMNS = ("run", "step", "loss", "flip_rate", "flip_noise", "validation_loss")
 CURVE_POINTS = 100
 """Most points of a thinned curve: 100 runs then fit into a megabyte."""
 
-VARIED = (
-    *("learning_rate", "batch_size", "masters", "initial_weights"),
-    *("final_learning_rate_fraction", "final_weight_decay_fraction"),
-)
-"""Fields of the recipe in which runs of one set may differ."""
+Measured = tuple[dict[str, Any], dict[str, Any]]
+"""A finished run: its row by `COLUMNS`, and its details."""
+
+_MAY_CHANGE = ("summary", "patterns", "sparse_percents")
+"""Keys of a setting that say which runs are wanted, and nothing about those that are there."""
+
+_WHICH_RUNS = ("name", "seeds", "workers", "plain_names", "needs_gpu")
+_OF_ONE_RUN = ("data", "out", "model", "format", "seed", "data_seed", "steps", "sparse_fraction")
 
 
 class Results:
@@ -43,23 +82,46 @@ class Results:
 
     @cached_property
     def name(self) -> str:
-        """Of its chapter and figures: the scale, or the folder where a page has several sets of it."""
+        """Name of its chapter and figures: the scale, or the folder if a page has several sets of it."""
         return self.setting["scale"]
 
     @cached_property
     def setting(self) -> dict[str, Any]:
-        """Raises `UserError` when the folder holds no set."""
-        return read_setting(self.path / SETTING)
+        """What all runs share. Raises `UserError` when the folder holds no set, or a damaged one."""
+        path = self.path / SETTING
+        if not path.is_file():
+            raise UserError(f"{self.path} holds no results: it has no {SETTING}")
+        needed = ("data", "main", "patterns", "precision", "recipe", "scale", "sizes", "text")
+        return _with_keys(read_json(path), needed, f"{path}")
 
     @cached_property
-    def rows(self) -> list[ResultRow]:
+    def rows(self) -> pd.DataFrame:
         """Every finished run, in the order of finishing. Raises `UserError` for a broken line."""
-        return read_rows(self.path / "results.jsonl")
+        return read_rows(self.path / ROWS)
+
+    @cached_property
+    def details(self) -> dict[str, dict[str, Any]]:
+        """Curves and weights of each run by name; see `record`. Raises `UserError` for a damaged file."""
+        return {
+            line.pop("run"): line for line in self._lines(DETAILS, ("run", "curves", "weights"))
+        }
+
+    @cached_property
+    def curves(self) -> pd.DataFrame:
+        """Thinned curves of all runs: `CURVE_COLUMNS`."""
+        own = [pd.DataFrame(each["curves"]).assign(run=run) for run, each in self.details.items()]
+        found = pd.concat(own, ignore_index=True) if own else pd.DataFrame()
+        return found.reindex(columns=list(CURVE_COLUMNS))
 
     @property
-    def losses(self) -> dict[str, float]:
-        """Of the finished runs by name, as `paper_runs.plan` takes them."""
-        return {row.name: row.loss for row in self.rows}
+    def scores(self) -> list[dict[str, Any]]:
+        """Lines of downstream.jsonl; see `downstream`."""
+        return self._lines(DOWNSTREAM, ("run", "asked", "tasks", "questions"))
+
+    def _lines(self, name: str, keys: Sequence[str]) -> list[dict[str, Any]]:
+        path = self.path / name
+        lines = read_lines(path) if path.exists() else ()
+        return [_with_keys(line, keys, where) for where, line in lines]
 
     def check(self, setting: dict[str, Any]) -> None:
         """Raise `UserError` that names what of the folder's setting differs."""
@@ -71,66 +133,27 @@ class Results:
 
     def open(self, setting: dict[str, Any]) -> None:
         """Make this the folder of a setting, new or continued. Raises `UserError` as `check` does."""
-        known = self.path / SETTING
-        if known.is_file():
+        if (self.path / SETTING).is_file():
             self.check(setting)
         make_folder(self.path)
-        write_atomic(known, json.dumps(setting, indent=2) + "\n")
+        write_atomic(self.path / SETTING, json.dumps(setting, indent=2) + "\n")
         if not (self.path / ".gitignore").exists():
             write_atomic(self.path / ".gitignore", "/data/\n/runs/\n/.lock\n")
         self.setting = setting
 
     def run(self, name: str) -> Path:
-        """Folder of a run."""
+        """Return the folder of a run."""
         return self.path / "runs" / name
 
-    def add(self, row: ResultRow) -> None:
-        """Append one row; a kill leaves the file without it or with all of it."""
-        assert row.name not in [known.name for known in self.rows]
-        self.rows.append(row)
-        write_rows(self.path / "results.jsonl", self.rows)
-
-    def write(self, relative: str, text: str) -> None:
-        """Write one of the set's other files."""
-        make_folder((self.path / relative).parent)
-        write_atomic(self.path / relative, text)
-
-    def curves(self, row: ResultRow) -> list[dict[str, Any]]:
-        """Rows of the thinned curves; see `measured_run.thinned`. Raises `UserError` when missing."""
-        return [line for _, line in read_lines(self.path / row.curves)]
-
-    def weights(self, row: ResultRow) -> dict[str, Any]:
-        """Weight statistics of a dense run; see `measured_run.weight_history`."""
-        assert row.weights is not None
-        path = self.path / row.weights
-        return _with_keys(read_json(path), ("overall",), f"{path}")
-
-    def scores(self) -> list[dict[str, Any]]:
-        """Lines of downstream.jsonl; see `downstream`."""
-        return self._lines("downstream.jsonl", ("run", "asked", "tasks", "questions"))
-
-    @property
-    def machines(self) -> list[dict[str, Any]]:
-        """Lines of machines.jsonl; see `machine`."""
-        keys = ("hardware", "threads", "precision", "operations_per_second")
-        return self._lines(MACHINES, keys)
-
-    def product_rate(self, row: ResultRow) -> float | None:
-        """Operations a second of large products where and as a run was trained; None if not measured."""
-        where = (
-            row.provenance.get("hardware"),
-            row.config.get("threads") or row.provenance["threads"],
-            row.precision,
-        )
-        for each in self.machines:
-            if (each["hardware"], each["threads"], each["precision"]) == where:
-                return each["operations_per_second"]
-        return None
-
-    def _lines(self, relative: str, keys: Sequence[str]) -> list[dict[str, Any]]:
-        path = self.path / relative
-        lines = read_lines(path) if path.exists() else ()
-        return [_with_keys(line, keys, where) for where, line in lines]
+    def add(self, measured: Measured) -> None:
+        """Keep a finished run. A kill leaves the set without its row, or with everything of it."""
+        row, self.details[row["name"]] = measured
+        details = json_lines({"run": run} | each for run, each in self.details.items())
+        write_atomic(self.path / DETAILS, gzip.compress(details.encode(), mtime=0))
+        path = self.path / ROWS
+        before = path.read_text(encoding="utf-8") if path.is_file() else ""
+        write_atomic(path, before + json_lines([row]))
+        self.rows = read_rows(path)
 
     @property
     def main(self) -> str:
@@ -139,18 +162,18 @@ class Results:
 
     @property
     def four_formats(self) -> tuple[str, ...]:
-        """Those of table 2."""
+        """The formats of table 2."""
         return four_formats(self.setting["pattern"])
 
     @property
     def models(self) -> list[str]:
-        """Sizes of table 2 of which there are results, small to large."""
-        trained = {row.model for row in self.rows}
-        return [model for model in self.setting["sizes"] if model in trained]
+        """Sizes of table 2 that have results, small to large."""
+        return [model for model in self.setting["sizes"] if model in set(self.rows.model)]
 
-    def learning_rate(self, model: str) -> float:
-        """The one that all runs of a size have but those of the search."""
-        return self.setting["learning_rates"].get(model, self.setting["recipe"]["learning_rate"])
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate that all runs share, except those of a search."""
+        return self.setting["recipe"]["learning_rate"]
 
     def by_seed(
         self,
@@ -158,89 +181,169 @@ class Results:
         *,
         model: str | None = None,
         sparse_percent: int | None = None,
-        **changes: Any,
-    ) -> dict[int, ResultRow]:
-        """Finished runs by seed, ascending.
+        learning_rate: float | None = None,
+        recipe: str = "",
+    ) -> pd.DataFrame:
+        """Return the finished runs of one model, indexed by seed, ascending.
 
         Args:
             format: text form of the format; "2:4" and other patterns as written.
             model: by default the main one.
-            sparse_percent: of the steps; by default all of them, none of a dense format.
-            changes: fields in which the runs' recipe is not that of the set.
+            sparse_percent: share of sparse steps; by default all, and none of a dense format.
+            learning_rate: by default the one that runs share.
+            recipe: the column of that name.
         """
-        model = model or self.main
-        shared = {"learning_rate": self.learning_rate(model)}
-        recipe = as_written_now(self.setting["recipe"]) | shared | changes
-        steps = changes.get("steps", self.setting["sizes"].get(model))
-        dense = format.endswith(f"-{DENSE_PATTERN}")
+        rows, dense = self.rows, format.endswith(f"-{DENSE_PATTERN}")
         percent = (0 if dense else 100) if sparse_percent is None else sparse_percent
-        found = {
-            row.seed: row
-            for row in self.rows
-            if row.variant == format
-            and row.model == model
-            and row.sparse_percent == percent
-            and row.steps == steps
-            and all(as_written_now(row.config)[name] == recipe[name] for name in VARIED)
-        }
-        return dict(sorted(found.items()))
-
-    def by_rate(
-        self, format: str, *, model: str | None = None, **changes: Any
-    ) -> dict[float, dict[int, ResultRow]]:
-        """As `by_seed`, by learning rate: of the rates that seed 0 has."""
-        rates = {row.config["learning_rate"] for row in self.rows if row.variant == format}
-        found = {
-            rate: self.by_seed(format, model=model, learning_rate=rate, **changes)
-            for rate in sorted(rates)
-        }
-        return {rate: rows for rate, rows in found.items() if 0 in rows}
-
-    def at_own_rates(self, model: str) -> dict[str, dict[int, ResultRow]]:
-        """Runs of the four models by seed, each at the rate that is best for seed 0; none before all have
-        tried two."""
-        tried = {format: self.by_rate(format, model=model) for format in self.four_formats}
-        if min(map(len, tried.values())) < 2:
-            return {}
-        shared = self.learning_rate(model)
-        return {
-            format: by_rate[min(by_rate, key=lambda r: (by_rate[r][0].loss, r != shared))]
-            for format, by_rate in tried.items()
-        }
-
-    def at_chosen_rate(self, model: str) -> dict[str, dict[int, ResultRow]]:
-        """Runs of the four models by seed at the one rate that is best for them together, by the mean of
-        seed 0's losses; none before all have tried two."""
-        tried = [self.by_rate(format, model=model) for format in self.four_formats]
-        rates = sorted(set.intersection(*map(set, tried)))
-        if len(rates) < 2:
-            return {}
-        shared = self.learning_rate(model)
-        best = min(rates, key=lambda r: (sum(by_rate[r][0].loss for by_rate in tried), r != shared))
-        return {f: by_rate[best] for f, by_rate in zip(self.four_formats, tried, strict=True)}
-
-    def relative(self, format: str, *, model: str | None = None) -> dict[int, float]:
-        """NormPPL of a format by seed: perplexity over that of its own dense model (paper, 4.2)."""
-        dense = self.by_seed(f"{format.partition('-')[0]}-{DENSE_PATTERN}", model=model)
-        sparse = self.by_seed(format, model=model)
-        return {
-            seed: row.perplexity / dense[seed].perplexity
-            for seed, row in sparse.items()
-            if seed in dense
-        }
-
-    def downstream(self) -> list[tuple[ResultRow, dict[str, dict[str, float]]]]:
-        """Models with their accuracies by task, in the order of scoring.
-
-        Of what was asked for at different times (other tasks, a limit) the newest stands.
-        """
-        rows = {row.name: row for row in self.rows}
-        lines = [line for line in self.scores() if line["run"] in rows]
-        return [
-            (rows[line["run"]], line["tasks"])
-            for line in lines
-            if line["asked"] == lines[-1]["asked"]
+        found = rows[
+            (rows.variant == format)
+            & (rows.model == (model or self.main))
+            & (rows.sparse_percent == percent)
+            & (rows.learning_rate == (learning_rate or self.learning_rate))
+            & (rows.recipe == recipe)
         ]
+        return found.set_index("seed").sort_index()
+
+    def tried(self, formats: Sequence[str], model: str, recipe: str = "") -> pd.DataFrame:
+        """Return held-out losses of seed 0: a row a learning rate, a column a format."""
+        rows = self.rows
+        rows = rows[(rows.model == model) & (rows.seed == 0) & (rows.recipe == recipe)]
+        rows = rows[rows.sparse_percent.isin((0, 100)) & rows.variant.isin(formats)]
+        return rows.pivot_table("loss", "learning_rate", "variant").reindex(columns=list(formats))
+
+    def at_best_rates(self, model: str, *, shared: bool) -> dict[str, pd.DataFrame]:
+        """Return the runs of the four models at the rates that are best for seed 0.
+
+        `shared`: at one rate, of the lowest mean loss of the four; else each at its own. Empty before
+        there are two rates to choose from.
+        """
+        losses = self.tried(self.four_formats, model)
+        if shared:
+            losses = losses.dropna()
+            losses = losses.apply(lambda _: losses.mean(axis=1))
+        if losses.count().min() < 2:
+            return {}
+        return {
+            format: self.by_seed(format, model=model, learning_rate=rate)
+            for format, rate in losses.idxmin().items()
+        }
+
+    def losses(self, model: str, **choice: Any) -> pd.DataFrame:
+        """Return held-out losses of the four models: a row a seed, a column a format."""
+        rows = {format: self.by_seed(format, model=model, **choice) for format in self.four_formats}
+        return pd.DataFrame({format: own.loss for format, own in rows.items()})
+
+    def relative(self, format: str, *, model: str | None = None) -> pd.Series:
+        """Return NormPPL by seed: perplexity over that of the own dense model (paper, 4.2)."""
+        dense = self.by_seed(f"{format.partition('-')[0]}-{DENSE_PATTERN}", model=model)
+        return (self.by_seed(format, model=model).perplexity / dense.perplexity).dropna()
+
+
+def read_rows(path: Path) -> pd.DataFrame:
+    """Return the rows of a results.jsonl, none if it does not exist yet.
+
+    Besides `COLUMNS` they have: `variant`, the format without its dense layers, which all runs of a set
+    share; its `weight` ("full" or "ternary") and `pattern`; `learning_rate`; and `sparse_percent`, the
+    share of sparse steps, 0 of a dense model.
+
+    Raises `UserError` for a broken line.
+    """
+    found = []
+    for where, line in read_lines(path) if path.is_file() else ():
+        if wrong := sorted(line.keys() ^ COLUMNS.keys()):
+            raise UserError(f"{where}: not a result row ({wrong[0]})")
+        _with_keys(line["config"], ("learning_rate", "sparse_fraction"), f"{where}: config")
+        origin = ("commit", "date", "hardware", "versions")
+        _with_keys(line["provenance"], origin, f"{where}: provenance")
+        found.append(line)
+    rows = pd.DataFrame(found, columns=list(COLUMNS))
+    parts = rows.format.astype(str).str.extract(
+        r"(?P<variant>(?P<weight>\w+)-(?P<pattern>[^,]*).*?)(?:,dense_layers=|$)"
+    )
+    percent = (100 * rows.config.str["sparse_fraction"].astype(float)).round()
+    return rows.join(parts).assign(
+        learning_rate=rows.config.str["learning_rate"].astype(float),
+        sparse_percent=percent.where(parts.pattern != DENSE_PATTERN, 0),
+    )
+
+
+def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each object of a JSON-lines file, compressed or not, with the place where it stands.
+
+    Raises `UserError` for what is no object.
+    """
+    try:
+        with os_errors_as(f"cannot read {path}"):
+            content = path.read_bytes()
+            lines = (gzip.decompress(content) if path.suffix == ".gz" else content).splitlines()
+    except (EOFError, zlib.error) as error:
+        raise UserError(f"{path} is damaged ({error})") from error
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path}:{number}: not JSON ({error})") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{path}:{number}: not a JSON object")
+        yield f"{path}:{number}", row
+
+
+def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return one JSON line for each of `rows`."""
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def make_setting(
+    scale: Scale, data: Mapping[str, Any], device: str, precision: str
+) -> dict[str, Any]:
+    """Return everything that all results of one folder have in common, as JSON.
+
+    Args:
+        scale: its numbers; seeds, sizes and rates, which may be added later, names and workers do not
+            count.
+        data: identity of the training and of the validation text.
+        device: "cpu" or "cuda".
+        precision: resolved compute type.
+    """
+    setting = {
+        "scale": scale.name,
+        **{name: v for name, v in dataclasses.asdict(scale).items() if name not in _WHICH_RUNS},
+        "sizes": {size.model: size.steps for size in scale.sizes},
+        "recipe": _shared(scale.recipe),
+        "data": data,
+        "device": device,
+        "precision": precision,
+    }
+    return json.loads(json.dumps(setting))  # as a file gives it back
+
+
+def setting_changes(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """Return in words what makes results of two settings incomparable."""
+    # A field of the recipe that did not exist when it was written has its default.
+    recipe = _shared(TrainConfig()) | stored["recipe"]
+    there = {**stored, "recipe": recipe, "sizes": wanted["sizes"] | stored["sizes"]}
+    old, new = (
+        {name: value for name, value in _leaves(each) if name.partition(".")[0] not in _MAY_CHANGE}
+        for each in (there, wanted)
+    )
+    return [
+        f"{name} {json.dumps(old.get(name))} -> {json.dumps(new.get(name))}"
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name)
+    ]
+
+
+def _leaves(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield what is no object in nested JSON, by its path."""
+    if not isinstance(value, dict):
+        yield where, value
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        yield from _leaves(inner, f"{where}.{key}" if where else key)
+
+
+def _shared(recipe: TrainConfig) -> dict[str, Any]:
+    """Return the fields of a recipe that a scale's runs have in common."""
+    return {n: value for n, value in dataclasses.asdict(recipe).items() if n not in _OF_ONE_RUN}
 
 
 def _with_keys(values: dict[str, Any], keys: Sequence[str], where: str) -> dict[str, Any]:

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How large an experiment is: models, tokens, seeds and text. Pure numbers, free of torch.
+"""Scales: models, tokens, seeds and text of a whole set of experiments. Free of torch and pandas.
 
-Everything else a run depends on is the same for all runs of a scale: that is what makes them
-comparable, and `recipe` is where it stands.
+Everything else that a run depends on is in `recipe` and the same for all runs of a scale, which makes
+them comparable.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.layer_config import DenseLayersOption, SparseBitConfig
+from sparse_bitnet.pattern import NMPattern
+from sparse_bitnet.presets import find_preset
 from sparse_bitnet.training import recipes
 from sparse_bitnet.training.config import TrainConfig
 
@@ -19,7 +21,7 @@ PAPER_SWEEP = ("8:8", "7:8", "6:8", "5:8", "2:4", "3:8", "2:8")
 
 
 def four_formats(pattern: str) -> tuple[str, str, str, str]:
-    """The paper's four models, in its order."""
+    """Return the formats of the paper's four models, in its order."""
     return (
         f"full-{DENSE_PATTERN}",
         f"full-{pattern}",
@@ -39,24 +41,20 @@ class Size:
     """Optimiser steps of every run of this size."""
 
     seeds: int
-    """Of the four models of table 2 at this size."""
-
-    learning_rate: float | None = None
-    """Of every run of this size but the search's and each model's own; None: the recipe's."""
+    """Seeds of the four models of table 2 at this size."""
 
     search: tuple[float, ...] = ()
-    """Learning rates tried for each of the four models, the one they share among them; empty: none."""
+    """Learning rates that the search tries for each of the four models; empty: no search."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextSource:
-    """What is trained on, as arguments of `sparse-bitnet prepare`."""
+    """The training text, as arguments of `sparse-bitnet prepare`."""
 
     source: str
-    """Empty: text that whoever runs the scale has prepared."""
 
     vocab_size: int | None = None
-    """Of a tokenizer trained on the text; None with `tokenizer`."""
+    """Size of the tokenizer trained on the text; None with `tokenizer`."""
 
     tokenizer: str | None = None
     """Folder or hub id of an existing tokenizer."""
@@ -80,55 +78,40 @@ class Scale:
     """The size (a model of `sizes`) of all other experiments; the paper's is its smallest, 0.5B."""
 
     seeds: Mapping[str, int]
-    """Seeds of each other experiment; see `paper_runs.EXPERIMENTS`."""
+    """Number of seeds of each other experiment; see `runs.EXPERIMENTS`."""
 
     recipe: TrainConfig
     """What all runs share: batch, sequence length, learning rate and schedule, optimiser."""
 
-    wider: int = 0
-    """So many rates may be added on either side for a model whose best is the outermost one."""
-
     pattern: str = "6:8"
-    """Of the sparse models of table 2."""
+    """Pattern of the sparse models of table 2."""
 
     dense_layers: tuple[str, ...] = ()
-    """Layers that stay ordinary linear ones in all runs; see `SparseBitConfig`."""
+    """Layers that stay ordinary linear layers in all runs; see `SparseBitConfig`."""
 
     patterns: tuple[str, ...] = PAPER_SWEEP
-    """Of the sweep, dense first."""
+    """Patterns of the sweep, dense first."""
 
     sparse_percents: tuple[int, ...] = (0, 25, 50, 75, 100)
-    """Of the dense-to-sparse schedules: share of sparse steps."""
+    """Shares of sparse steps of the dense-to-sparse schedules."""
 
     validations: int = 10
     """Points of each run's validation curve."""
 
     snapshots: int = 16
-    """Points at which the weights of dense runs are looked at, besides the initial ones."""
+    """Points of training at which the weights of dense runs are measured, besides the initial ones."""
 
     needs_gpu: bool = False
 
-    size_by_size: bool = False
-    """Whether all seeds of a size are trained before the next size."""
-
     plain_names: bool = False
-    """Whether runs are named after seed and format alone, as one recipe allows."""
+    """Whether seed and format alone name a run, as for a set with one recipe."""
 
     workers: int | None = None
     """Runs trained at once; None: as many as there are cores for."""
 
     def size(self, model: str) -> Size:
-        """The entry of `sizes` for a model."""
+        """Return the entry of `sizes` for a model."""
         return next(size for size in self.sizes if size.model == model)
-
-    def learning_rate(self, model: str) -> float:
-        """The one that the runs of a size share."""
-        return self.size(model).learning_rate or self.recipe.learning_rate
-
-    def __post_init__(self) -> None:
-        assert self.size(self.main).learning_rate is None
-        for size in self.sizes:
-            assert not size.search or self.learning_rate(size.model) in size.search
 
 
 def smoke() -> Scale:
@@ -181,48 +164,13 @@ def cpu() -> Scale:
             threads=1,
             compile="off",
         ),
-        wider=3,
-    )
-
-
-def cpu_paper() -> Scale:
-    """The paper's tokens per block weight, 140, 38 and 18 for its three sizes, on English of one's own.
-
-    Three seeds of qwen2.5-1m at the rate of all showed that this size needs some 45; those to
-    come are of the rates that its search chose. The largest has the one that it chose for all models.
-    Twenty-three seeds of qwen2.5-0.5m follow from its first five: a test by itself then sees two points.
-    """
-    return Scale(
-        name="cpu-paper",
-        summary="the paper's tokens per block weight (140, 38 and 18) at our three sizes and 18 at a "
-        "fourth, on books; days of a core",
-        text=TextSource(source="", vocab_size=1024),
-        sizes=(
-            Size(model="qwen2.5-0.3m", steps=13440, seeds=12, search=(3e-3, 6e-3, 1.2e-2)),
-            Size(model="qwen2.5-0.5m", steps=6840, seeds=23, search=(3e-3, 6e-3)),
-            Size(model="qwen2.5-1m", steps=6480, seeds=3, search=(1.5e-3, 3e-3, 6e-3)),
-            Size(model="qwen2.5-3m", steps=21708, seeds=3, learning_rate=3e-3),
-        ),
-        main="qwen2.5-0.3m",
-        seeds={
-            "sweep": 5,
-            "ablations": 5,
-            "schedule": 5,
-            "search": 1,
-            "own-rates": 5,
-            "recipe": 2,
-            "near-zero": 1,
-        },
-        recipe=dataclasses.replace(cpu().recipe, learning_rate=6e-3, compile="on"),
-        wider=3,
-        size_by_size=True,
     )
 
 
 def gpu() -> Scale:
     """The whole set on one H200 in 25 minutes, on the installed Python packages or a text folder.
 
-    Models this small leave a GPU waiting for the next kernel most of the time, so four runs share it.
+    Four runs share the GPU, since models this small leave it waiting for the next kernel.
     """
     return Scale(
         name="gpu",
@@ -253,7 +201,7 @@ def gpu() -> Scale:
 
 
 def paper() -> Scale:
-    """The paper's own sizes: about 50 B tokens of RefinedWeb for each of 18 models and more."""
+    """The paper's own sizes: about 50 B tokens of RefinedWeb for each of more than 18 models."""
     recipe = recipes.paper_tuned()
     sizes = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b")
     return Scale(
@@ -271,11 +219,98 @@ def paper() -> Scale:
     )
 
 
-SCALES = {scale.__name__.replace("_", "-"): scale for scale in (smoke, cpu, cpu_paper, gpu, paper)}
+SCALES = {scale.__name__: scale for scale in (smoke, cpu, gpu, paper)}
 
 
 def find_scale(name: str) -> Scale:
-    """Raises `UserError` for an unknown name."""
+    """Return the scale of a name. Raises `UserError` for an unknown one."""
     if name not in SCALES:
         raise UserError(f"scale {name!r} is unknown: choose one of {', '.join(SCALES)}")
     return SCALES[name]()
+
+
+@dataclass(kw_only=True)
+class QuickstartConfig(DenseLayersOption):
+    """Train the paper's four models on real text, compare them, and write a report."""
+
+    out: str = "quickstart"
+    """Folder of data, models, results and report. A stopped quickstart in it is continued."""
+
+    steps: int = 500
+    """Optimiser steps of each model. The defaults show a small model many tokens, three a weight: one
+    that has seen few does not miss what the mask removes."""
+
+    seeds: int = 1
+    """Train this many seeds and report their spread; each takes as long again."""
+
+    pattern: str = "6:8"
+    """N:M pattern of the sparse models."""
+
+    model: str = "qwen2.5-0.3m"
+    """Preset (`sparse-bitnet models` lists them)."""
+
+    source: str = "python-stdlib"
+    """Text to train on: python-stdlib, python-packages, a path or glob, or a hub data set."""
+
+    vocab_size: int = 1024
+    """Tokens of the byte-level BPE trained on that text."""
+
+    batch_size: int = 8
+    """Sequences per step."""
+
+    sequence_length: int = 256
+    """Tokens per sequence."""
+
+    learning_rate: float = 3e-3
+    """Peak learning rate of all four models."""
+
+    workers: int | None = None
+    """Models trained at once, one thread each. Default: one for each core."""
+
+    prompt: str = "def read(self, "
+    """Text that the sparse ternary model continues at the end."""
+
+    def __post_init__(self) -> None:
+        if self.seeds < 1:
+            raise UserError(f"seeds={self.seeds}: must be at least 1")
+        if self.workers is not None and self.workers < 1:
+            raise UserError(f"workers={self.workers}: must be at least 1")
+        self.scale()
+
+    def scale(self) -> Scale:
+        """Return the quickstart as a scale, whose table 2 it trains.
+
+        Raises `UserError` for what would only fail at the second model, a minute later.
+        """
+        pattern = NMPattern.parse(self.pattern)
+        if pattern.is_dense:
+            raise UserError(f"pattern={self.pattern} is dense; choose one that prunes, like 6:8")
+        recipe = TrainConfig(
+            model=self.model,
+            steps=self.steps,
+            batch_size=self.batch_size,
+            sequence_length=self.sequence_length,
+            learning_rate=self.learning_rate,
+            warmup_fraction=0.1,
+            validation_tokens=16384,
+            layer_metrics_every=0,
+            threads=1,
+        )
+        format = SparseBitConfig(pattern=pattern, dense_layers=self.dense_globs)
+        format.converted(find_preset(self.model).linears, self.model)
+        return Scale(
+            name="quickstart",
+            summary="the paper's four models in a few minutes",
+            text=TextSource(source=self.source, vocab_size=self.vocab_size),
+            sizes=(Size(model=self.model, steps=self.steps, seeds=self.seeds),),
+            main=self.model,
+            seeds={},
+            recipe=recipe,
+            pattern=self.pattern,
+            dense_layers=self.dense_globs,
+            patterns=(),
+            sparse_percents=(),
+            validations=4,
+            snapshots=4,
+            plain_names=True,
+        )

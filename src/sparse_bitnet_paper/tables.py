@@ -1,199 +1,343 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of a set: claims, sweep, designs, schedules, weights, and what all of it took."""
+"""The tables of a set of results, and how a table is shown on a terminal and in Markdown."""
 
-import math
-import statistics
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from sparse_bitnet.presets import PRESETS
-from sparse_bitnet.training.footprint import flops_per_token
-from sparse_bitnet_paper.cells import paper_results, paper_sweep
-from sparse_bitnet_paper.flips import flip_curve, flips_by_tenth
-from sparse_bitnet_paper.judge import Claim
-from sparse_bitnet_paper.paper_runs import ABLATIONS
-from sparse_bitnet_paper.result_row import ResultRow
+import numpy as np
+import pandas as pd
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet_paper.claims import (
+    NOTHING,
+    cost_estimate,
+)
+from sparse_bitnet_paper.paper import paper, paper_gains, paper_perplexities
 from sparse_bitnet_paper.results import Results
-from sparse_bitnet_paper.spread import percent_over, perplexities, seeds_note, spread_text
-from sparse_bitnet_paper.table import NOTHING, Table
+from sparse_bitnet_paper.scales import DENSE_PATTERN
+from sparse_bitnet_paper.statistics import Estimate, holm, residual_of
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+RECIPES = (
+    *("512 sequences a step", "end rate 1e-5", "weight decay falling to 0"),
+    *("bf16 masters", "uniform initial weights"),
+)
+"""What the published code does otherwise, as the column `recipe` names it."""
+
+CHANCE = {"hellaswag": 0.25, "arc_easy": 0.25, "piqa": 0.5, "boolq": 0.622, "copa": 0.5}
+"""acc of guessing; of BoolQ, of always giving its more frequent answer."""
 
 
-def claim_table(claims: Sequence[Claim]) -> Table:
-    """One line per claim and model size."""
-    head = ("claim", "model", "verdict", "measured", "what is measured", "paper")
-    body = [
-        (claim.text, claim.model, claim.verdict, claim.result, claim.measure, claim.paper)
-        for claim in claims
-    ]
-    return Table(head, body, numeric=False)
+@dataclass(frozen=True)
+class Table:
+    """Cells of text, of which a second line is a spread."""
+
+    frame: pd.DataFrame
+    """The index is the first column, its name that column's head; columns are heads or (group, head)."""
+
+    notes: Sequence[str] = ()
+    numeric: bool = True
+    """Whether all columns but the first hold numbers."""
+
+    @property
+    def groups(self) -> list[tuple[str, int]]:
+        """Titles over adjacent columns, with how many columns each has; empty without any."""
+        if self.frame.columns.nlevels == 1:
+            return []
+        titles = self.frame.columns.get_level_values(0)
+        return [(title, len(list(own))) for title, own in groupby(titles)]
+
+    @property
+    def group_starts(self) -> set[int]:
+        """Columns with which a group begins."""
+        counts = [count for _, count in self.groups]
+        return {sum(counts[:place]) for place in range(len(counts))}
+
+    def markdown(self) -> str:
+        """Return a pipe table and the notes; the title of a group goes before its columns' names."""
+        frame = self.frame
+        names = [": ".join(key) if isinstance(key, tuple) else key for key in frame.columns]
+        align = "---:" if self.numeric else "---"
+        lines = [[frame.index.name, *names], ["---", *[align] * len(names)], *frame.itertuples()]
+        notes = (f"\n{note}\n" for note in self.notes)
+        return "".join((*(f"{pipe_line(line)}\n" for line in lines), *notes))
+
+    def print(self, console: "Console", title: str, title_of_rest: str = "") -> None:
+        """Print the first group of columns as a table, and the rest as a second one below it."""
+        first = self.groups[0][1] if self.groups else None
+        console.print(self._rich(title, self.frame.iloc[:, :first]))
+        if first is not None and first < len(self.frame.columns):
+            console.print(self._rich(title_of_rest, self.frame.iloc[:, first:]))
+        for note in self.notes:
+            console.print(note, style="dim", highlight=False)
+
+    def _rich(self, title: str, frame: pd.DataFrame) -> Any:
+        from rich import box
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        # As `Text` no name in brackets is taken for a style.
+        rich = RichTable(title=Text(title, "bold"), title_justify="left", box=box.SIMPLE_HEAD)
+        # A title cannot span columns here: its words stand over the first ones of its group.
+        groups = ((title.split() + [""] * count)[:count] for title, count in Table(frame).groups)
+        above = [word for group in groups for word in group]
+        rich.add_column(frame.index.name, no_wrap=self.numeric)
+        for place, key in enumerate(frame.columns):
+            head = f"{above[place]}\n{key[1]}" if above else key
+            justify: Any = "right" if self.numeric else "left"
+            rich.add_column(head, justify=justify, no_wrap=self.numeric)
+        for line in frame.itertuples():
+            rich.add_row(*(Text(cell) for cell in line))
+        return rich
 
 
-def overview_table(chapters: Mapping[str, Sequence[Claim]]) -> Table:
-    """A line per claim, a column per set of results, by its name."""
-    texts = dict.fromkeys(claim.text for found in chapters.values() for claim in found)
-    body = [(text, *(_verdicts(text, found) for found in chapters.values())) for text in texts]
-    return Table(("claim", *chapters), body, numeric=False)
+def pipe_line(cells: Iterable[str]) -> str:
+    """Return a line of a Markdown table."""
+    texts = (cell.replace("|", "\\|").replace("\n", " ") for cell in cells)
+    return f"| {' | '.join(texts)} |"
 
 
-def _verdicts(text: str, claims: Sequence[Claim]) -> str:
+def table(
+    lines: Iterable[Mapping[str, str]], notes: Sequence[str] = (), *, numeric: bool = True
+) -> Table:
+    """Return a table of lines, each of which names its cells."""
+    first, *rest = (dict(line) for line in lines)
+    label_of = next(iter(first))
+    body = [first, *rest]
+    index = pd.Index([line.pop(label_of) for line in body], name=label_of)
+    return Table(pd.DataFrame(body, index=index), notes, numeric)
+
+
+def spread(values: Iterable[float], form: str) -> str:
+    """Return the mean of what is known, and on a second line the range of several seeds."""
+    known = pd.Series(values, dtype=float).dropna()
+    if known.empty:
+        return NOTHING
+    text = f"{known.mean():{form}}"
+    return text if len(known) == 1 else f"{text}\n{known.min():{form}}..{known.max():{form}}"
+
+
+def percent_over(rows: pd.DataFrame, base: pd.DataFrame, form: str = "+.2f") -> str:
+    """Return by how many percent perplexities exceed those of `base`, seed by seed."""
+    return spread(100 * (rows.perplexity / base.perplexity - 1), form)
+
+
+def label(format: str) -> str:
+    """Return the name of one of the four models: "full, dense", "ternary, 6:8"."""
+    weight, _, pattern = format.partition("-")
+    return f"{weight}, {'dense' if pattern == DENSE_PATTERN else pattern}"
+
+
+def dense_of(format: str) -> str:
+    """Return the dense format of the same weights."""
+    return f"{format.partition('-')[0]}-{DENSE_PATTERN}"
+
+
+def seeds_note(seeds: Mapping[str, int]) -> str:
+    """Return what a table says of its spreads; `seeds`: how many each of its rows or columns has."""
+    counts = ", ".join(f"{name} {count}" for name, count in seeds.items())
     return (
-        "; ".join(
-            f"{claim.model.removeprefix('qwen2.5-')}: {claim.verdict.partition(',')[0]}, "
-            f"{claim.result.partition(' [')[0]}"
-            for claim in claims
-            if claim.text == text
-        )
-        or NOTHING
+        f"Seeds: {counts}. Over several: mean, then least..greatest. Δ and percentages pair models of "
+        "one seed, which share initial weights and batches."
     )
 
 
-def sweep_table(results: Results) -> Table:
-    """Raw perplexities of the sweep and their increase over dense (appendix table, figure 2)."""
-    paper = paper_sweep()
-    body, seeds = [], {}
-    for pattern in results.setting["patterns"]:
-        line = [pattern]
-        both = {weight: results.by_seed(f"{weight}-{pattern}") for weight in ("full", "ternary")}
-        seeds[pattern] = min(map(len, both.values()))
-        for weight, rows in both.items():
-            dense = results.by_seed(f"{weight}-8:8")
-            over = NOTHING if pattern == "8:8" else percent_over(rows, dense, "+.1f")
-            line += [perplexities(rows), over]
-        for theirs in paper.values():
-            line.append(f"{100 * (theirs[pattern] / theirs['8:8'] - 1):+.1f}")
-        body.append(tuple(line))
-    ours = ("full PPL", "full %", "ternary PPL", "ternary %")
-    head = ("pattern", *ours, "paper full %", "paper ternary %")
-    return Table(head, body, notes=[seeds_note(seeds)])
+# Table 2.
 
 
-def ablation_table(results: Results) -> Table:
-    """The four training designs: perplexity, and how much their masks move (figure 4)."""
-    base = results.by_seed(ABLATIONS["baseline"])
-    paper = {"baseline": "26.31", "mask from quantized weight": "32.23 (+22.5 %)"}
-    body, seeds = [], {}
-    for name, format in ABLATIONS.items():
-        rows = results.by_seed(format)
-        seeds[name] = len(rows)
-        moves = [_quarters(results, row) for row in rows.values()]
-        body.append(
-            (
-                name,
-                perplexities(rows),
-                NOTHING if format == ABLATIONS["baseline"] else percent_over(rows, base),
-                *(spread_text([100 * move[part] for move in moves], ".3f") for part in (0, 1)),
-                paper.get(name, "higher, no number"),
-            )
+def perplexities(rows: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """Return perplexities of the seeds that all of some models have: a row a seed, a column a format."""
+    return pd.DataFrame({format: own.perplexity for format, own in rows.items()}).dropna()
+
+
+def four_models(results: Results, model: str) -> dict[str, pd.DataFrame]:
+    """Return the runs of the four models at one size, of the seeds that have all four; {} without one."""
+    rows = {format: results.by_seed(format, model=model) for format in results.four_formats}
+    seeds = sorted(set.intersection(*(set(own.index) for own in rows.values())))
+    return {format: own.loc[seeds] for format, own in rows.items()} if seeds else {}
+
+
+def perplexity_columns(perplexity: pd.DataFrame) -> pd.DataFrame:
+    """Return PPL, Δ and Δ % of the four models, from perplexities: a row a seed, a column a format."""
+    lines = []
+    for format in perplexity:
+        own, dense = perplexity[format], perplexity[dense_of(format)]
+        sparse = format != dense_of(format)
+        lines.append(
+            {
+                "model": label(format),
+                "PPL": spread(own, ".2f"),
+                "Δ": spread(own - dense, "+.2f") if sparse else NOTHING,
+                "Δ %": spread(100 * (own / dense - 1), "+.1f") if sparse else NOTHING,
+            }
         )
-    flips = ("flips first quarter, %", "flips last quarter, %")
-    head = ("design", "PPL", "% over baseline", *flips, "paper PPL")
-    return Table(head, body, notes=[seeds_note(seeds)])
+    return table(lines).frame if lines else pd.DataFrame()
 
 
-def flip_table(results: Results) -> Table | None:
-    """By how many octaves the designs' masks flip more than the baseline's, tenth by tenth."""
-    found = flips_by_tenth(results)
-    if not found:
-        return None
-    body = [
-        (name, *(f"{tenth.mean:+.2f}\n±{tenth.half_width:.2f}" for tenth in tenths))
-        for name, tenths in found.items()
+def sparsity_costs(perplexity: pd.DataFrame) -> pd.DataFrame:
+    """Return by how many percent sparse models exceed their own dense ones, a column a sparse format."""
+    sparse = [format for format in perplexity if format != dense_of(format)]
+    return pd.DataFrame({f: 100 * (perplexity[f] / perplexity[dense_of(f)] - 1) for f in sparse})
+
+
+def paper_models(pattern: str) -> dict[str, pd.DataFrame]:
+    """Return by size the paper's perplexities as one row with a column a format."""
+    return {size: pd.DataFrame([own]) for size, own in paper_perplexities(pattern).items()}
+
+
+def _beside_paper(ours: Mapping[str, pd.DataFrame], pattern: str, notes: Sequence[str]) -> Table:
+    """Return our columns by the titles over them, then the paper's at each of its sizes."""
+    theirs = {
+        f"paper {size}": perplexity_columns(found)[["PPL", "Δ %"]]
+        for size, found in paper_models(pattern).items()
+    }
+    return Table(pd.concat({**ours, **theirs}, axis=1), notes)
+
+
+def comparison_table(rows: Mapping[str, pd.DataFrame]) -> Table:
+    """Return table 2 for one size, beside the paper's own numbers for that pattern.
+
+    `rows`: see `four_models`.
+    """
+    columns = perplexity_columns(perplexities(rows))
+    # The mean alone: seeds hardly differ in shares of weights.
+    columns["zeros"] = [f"{100 * own.zero_fraction.mean():.1f} %" for own in rows.values()]
+    columns["flips"] = [
+        NOTHING if format == dense_of(format) else f"{100 * own.flip_rate.mean():.3f} %"
+        for format, own in rows.items()
     ]
-    head = ("flips over the baseline's, octaves", *(f"{10 * n} %" for n in range(1, 11)))
-    return Table(head, body, notes=["By tenths of the steps; ± the 95 % interval of the seeds."])
-
-
-def _quarters(results: Results, row: ResultRow) -> tuple[float, float]:
-    """Mean flip rate of the first and of the last quarter of the steps."""
-    if not (curve := flip_curve(results, row)):
-        return math.nan, math.nan
-    first = [part["flip_rate"] for part in curve if part["step"] <= max(row.steps / 4, 2)]
-    last = [part["flip_rate"] for part in curve if part["step"] > row.steps * 3 / 4]
-    return statistics.fmean(first), statistics.fmean(last)
-
-
-def schedule_table(results: Results) -> Table:
-    """Dense-to-sparse schedules (table 4)."""
-    always = results.by_seed("ternary-6:8")
-    paper = paper_results()["dense_to_sparse_ppl_0.5B_6:8"]
-    theirs = dict(zip(paper["sparse_fraction_percent"], paper["ppl"], strict=True))
-    theirs[0] = paper["dense_ppl"]
-    body, seeds = [], {}
-    for percent in results.setting["sparse_percents"]:
-        format = "ternary-6:8" if percent else "ternary-8:8"
-        rows = results.by_seed(format, sparse_percent=percent)
-        seeds[f"{percent} %"] = len(rows)
-        name = {0: "0 (dense training)", 100: "100 (sparse from scratch)"}.get(
-            percent, str(percent)
+    notes = [
+        "full and ternary are the paper's BF16 and BitNet. PPL: held-out perplexity. Δ: minus that "
+        "of the dense model of the same format, Δ % in percent of it. zeros: share of zero weights "
+        "in the forward. flips: share of mask positions that changed at the last step."
+    ]
+    first, sparse, *_ = rows
+    if (seeds := len(rows[first])) > 1:
+        notes.append(
+            f"Mean of {seeds} seeds, below it least..greatest; Δ pairs models of one seed."
         )
-        body.append(
-            (
-                name,
-                perplexities(rows),
-                NOTHING if percent == 100 else percent_over(rows, always),
-                f"{theirs[percent]:.2f}",
-                f"{100 * (theirs[percent] / theirs[100] - 1):+.1f}",
-            )
-        )
-    head = ("sparse steps, %", "PPL", "% over 100", "paper PPL", "paper % over 100")
-    return Table(head, body, notes=[seeds_note(seeds)])
+    return _beside_paper({"this run": columns}, sparse.partition("-")[2], notes)
 
 
-def polarisation_table(results: Results) -> Table:
-    """Near-zero mass of the dense models at the start and the end of training."""
-    body = []
+def perplexity_table(results: Results) -> Table | None:
+    """Return table 2 at every size that has all four models for a seed; None where there is none."""
+    ours, seeds = {}, {}
     for model in results.models:
-        for weight in ("full", "ternary"):
-            rows = results.by_seed(f"{weight}-8:8", model=model)
-            if not rows:
-                continue
-            masses = [results.weights(row)["overall"] for row in rows.values()]
-            body.append(
-                (
-                    f"{model}, {weight}",
-                    spread_text([100 * mass[0] for mass in masses], ".1f"),
-                    spread_text([100 * mass[-1] for mass in masses], ".1f"),
-                )
-            )
-    head = ("dense model", "near-zero mass at the start, %", "at the end, %")
-    return Table(head, body)
+        if rows := four_models(results, model):
+            ours[model] = perplexity_columns(perplexities(rows))
+            seeds[model] = len(rows[results.four_formats[0]])
+    return _beside_paper(ours, results.setting["pattern"], [seeds_note(seeds)]) if ours else None
 
 
-def effort_table(results: Results) -> Table:
-    """What was trained: runs, tokens and speed by model size."""
-    body = []
+def other_text(results: Results) -> dict[str, dict[str, Any]]:
+    """Return table 2 on the other held-out text by size: `columns`, `count` of seeds, `cost`, `name`."""
+    found = {}
     for model in results.models:
-        rows = [row for row in results.rows if row.model == model]
-        one = rows[0]
-        body.append(
-            (
-                model,
-                f"{len(rows)}",
-                f"{one.steps:,}",
-                f"{one.tokens:,}",
-                f"{one.tokens_per_weight:.1f}",
-                f"{one.tokens / PRESETS[model].block_weights:.1f}",
-                f"{one.epochs:.2f}",
-                f"{statistics.median(row.tokens_per_second for row in rows):,.0f}",
-                _share_used(results, rows),
-                f"{sum(row.seconds for row in rows) / 60:.0f}",
-            )
+        texts = {f: results.by_seed(f, model=model).other_text for f in results.four_formats}
+        ppl = pd.DataFrame({f: own.str["perplexity"] for f, own in texts.items()}).dropna()
+        if len(ppl):
+            names = texts[results.four_formats[0]].dropna().str["name"]
+            ppl = ppl.astype(float)
+            cost, columns = cost_estimate(np.log(ppl)), perplexity_columns(ppl)
+            found[model] = {
+                "columns": columns,
+                "count": len(ppl),
+                "cost": cost,
+                "name": names.iloc[0],
+            }
+    return found
+
+
+def recipes(results: Results) -> dict[str, tuple[dict[str, pd.DataFrame], Estimate]]:
+    """Return by `RECIPES` the runs of the four models, and what sparsity costs full precision more.
+
+    "" stands for our recipe. The residual is that of all models of as many steps.
+    """
+    rows = {
+        name: {format: results.by_seed(format, recipe=name) for format in results.four_formats}
+        for name in ("", *RECIPES)
+    }
+    rows = {name: own for name, own in rows.items() if any(map(len, own.values()))}
+    losses = {n: pd.DataFrame({f: own.loss for f, own in of.items()}) for n, of in rows.items()}
+    steps = {n: max(own.steps.max() for own in of.values() if len(own)) for n, of in rows.items()}
+    found = {}
+    for name, own in rows.items():
+        alike = [losses[n].add_prefix(n) for n in rows if steps[n] == steps[name]]
+        cost = cost_estimate(losses[name], residual_of(pd.concat(alike, axis=1)))
+        found[name] = (own, cost)
+    return found
+
+
+def beside_chance(results: Results) -> dict[str, Any]:
+    """Return which models are better than guessing, by one-sided binomial tests of every acc.
+
+    `guesses` by task, the number of `tests`, and `above`: what is better after Holm's correction.
+    """
+    from scipy.stats import binomtest
+
+    asked = results.scores[-1]["asked"]
+    found = [
+        (line["run"], task, binomtest(round(scores["acc"] * n), n, CHANCE[task], "greater").pvalue)
+        for line in results.scores
+        for task, scores in line["tasks"].items()
+        if line["asked"] == asked and task in CHANCE and (n := line["questions"].get(task))
+    ]
+    rejected = zip(found, holm([p for _, _, p in found]), strict=True)
+    return {
+        "guesses": {task: CHANCE[task] for _, task, _ in found},
+        "tests": len(found),
+        "above": [f"{run} in {task}" for (run, task, _), is_above in rejected if is_above],
+    }
+
+
+def throughput_table(path: Path) -> Table:
+    """Return table 3: throughput of dense and sparse models on the CPU engine, beside the paper's.
+
+    `path` holds the rows that `sparse-bitnet bench --pattern 8:8 6:8 --out` wrote, the last of which
+    count; each pattern in the fastest of its formats, with float16 caches and without context. Raises
+    `UserError` where there is none.
+    """
+    measured = ["phase", "tokens", "batch", "threads"]
+    try:
+        rows = pd.DataFrame([json.loads(line) for line in path.read_text("utf-8").splitlines()])
+        rows = rows[rows.date == rows.date.iloc[-1]]
+        shown = rows[
+            (rows.kv_cache == "float16") & ((rows.phase == "prefill") | (rows.tokens == 0))
+        ]
+        speeds = shown.pivot_table("tokens_per_second", measured, "pattern", "max", sort=False)
+        dense = speeds.pop(DENSE_PATTERN)
+        made, widest = rows.iloc[0], rows.spread.max()
+        if speeds.empty or speeds.isna().any(axis=None):
+            raise LookupError
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{path}: no run of dense and sparse models in turn, as of `sparse-bitnet bench --pattern "
+            "8:8 6:8 --out`"
+        ) from error
+    lines = []
+    for (phase, tokens, batch, threads), sparse in speeds.iterrows():
+        base, gains = dense[phase, tokens, batch, threads], paper_gains(phase).values()
+        gpu = paper()["throughput"][phase]["gpu"]
+        size = f"{tokens} tokens" if phase == "prefill" else f"batch {batch}"
+        lines.append(
+            {
+                "tokens/s": f"{phase}, {size}, {threads} thread{'s' * (threads > 1)}",
+                "dense": f"{base:.1f}",
+                **{p: f"{speed:.1f}\n{speed / base:.2f}x" for p, speed in sparse.items()},
+                "ours on a GPU": "not measured",
+                "paper's 3B, 6:8 over dense": f"{min(gains):.2f}x to {max(gains):.2f}x ({gpu})",
+            }
         )
-    tokens = ("tokens a run", "tokens per weight", "per block weight", "epochs", "tokens/s")
-    head = ("model", "runs", "steps", *tokens, "of the product rate", "minutes")
     note = (
-        "Of the product rate: operations a second of the model (dense products, forward and backward) "
-        "over those of large matrix products of the same type on as many threads. Steps and what follows "
-        "from them: where a table does not vary them."
+        f"`sparse-bitnet bench` ({made.model}, random weights; {made.hardware}, {made.date[:10]}). "
+        "Each pattern in the fastest of its formats; after each speed: over the dense model's. The "
+        f"rounds of a measurement differ by up to {widest:.0%}. The paper's are of all its prompts, of "
+        "512 to 65,536 tokens, and of all its batches, of 64 to 512."
     )
-    return Table(head, body, notes=[note])
-
-
-def _share_used(results: Results, rows: Sequence[ResultRow]) -> str:
-    shares = []
-    for row in rows:
-        if rate := results.product_rate(row):
-            vocab = results.setting["data"]["train"].get("vocab_size")
-            length = row.config["sequence_length"]
-            operations = flops_per_token(PRESETS[row.model], length, vocab)
-            shares.append(operations * row.tokens_per_second / rate)
-    return f"{100 * statistics.median(shares):.1f} %" if shares else NOTHING
+    return table(lines, [note])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of master weights that explain why a format tolerates sparsity (paper, section 4.3).
+"""Counting the master weights of models and checkpoints (paper, section 4.3).
 
 From safetensors files one layer is in memory at a time.
 """
@@ -7,7 +7,10 @@ From safetensors files one layer is in memory at a time.
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor, nn
 
@@ -21,28 +24,23 @@ from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.nn.selection import select, spread_scale
 from sparse_bitnet.ops.absmean import absmean
 from sparse_bitnet.pattern import NMPattern
-from sparse_bitnet_paper.weight_statistics import (
-    BIN_WIDTH,
-    NEAR_ZERO,
-    RANGE,
-    WeightStatistics,
-)
+from sparse_bitnet_paper.weight_counts import BIN_WIDTH, NEAR_ZERO, RANGE
 
 _BLOCK_WEIGHTS = 1 << 22
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def weight_statistics(
+def count_weights(
     name: str, weight: Tensor, config: SparseBitConfig, *, pattern: NMPattern | None = None
-) -> WeightStatistics:
-    """Count one layer's master weight.
+) -> dict[str, Any]:
+    """Return the `COUNTS` of one layer's master weight.
 
     Args:
         name: full name of the layer.
         weight: float tensor [out_features, in_features].
         config: the format in which the layer is used; decides mask, codes and scale.
-        pattern: whose group thresholds to count; by default the format's own. The paper shows those
-            of 6:8 on densely trained weights.
+        pattern: pattern whose group thresholds are counted; by default the format's own. The paper
+            shows those of 6:8 on densely trained weights.
 
     Raises `UserError` when the pattern does not divide in_features.
     """
@@ -57,63 +55,54 @@ def weight_statistics(
     weight_scale = mean if selection.weight_scale is None else selection.weight_scale
     # One scale, or one for each weight.
     weight_scale = spread_scale(weight_scale, weight.shape[-1]).expand(weight.shape)
-    counts = torch.zeros(round(2 * RANGE / BIN_WIDTH), dtype=torch.int64, device=weight.device)
-    thresholds = torch.zeros(len(counts) // 2, dtype=torch.int64, device=weight.device)
-    near_zero = code_zeros = zeros = groups = 0
-    absolute_sum = 0.0
+    parts = []
     rows = max(1, _BLOCK_WEIGHTS // weight.shape[-1])
     for start in range(0, weight.shape[0], rows):
         part = slice(start, start + rows)
         values = weight[part].float()
-        absolute_sum += values.abs().sum(dtype=torch.float64).item()
         relative = values / mean
-        near_zero += int((relative.abs() < NEAR_ZERO).sum())
         codes = (values / weight_scale[part]).round() if unpruned is None else unpruned[part]
-        code_zeros += int((codes == 0).sum())
-        zeros += _zeros(values, *(x if x is None else x[part] for x in selection[:2]))
-        counts += _binned(relative, -RANGE, len(counts))
+        thresholds = relative.new_empty(0)
         if not pattern.is_dense:
-            largest = relative.abs().unflatten(-1, (-1, pattern.m)).topk(pattern.n + 1).values
-            thresholds += _binned(largest[..., -1], 0.0, len(thresholds))
-            groups += largest[..., -1].numel()
-    return WeightStatistics(
-        name=name,
-        block=_block_index(name),
-        weights=weight.numel(),
-        absolute_sum=absolute_sum,
-        near_zero=near_zero,
-        code_zeros=code_zeros,
-        zeros=zeros,
-        histogram=counts.cpu().numpy(),
-        groups=groups,
-        thresholds=thresholds.cpu().numpy(),
-    )
+            groups = relative.abs().unflatten(-1, (-1, pattern.m))
+            thresholds = groups.topk(pattern.n + 1).values[..., -1]
+        parts.append(
+            {
+                "weights": values.numel(),
+                "absolute_sum": values.abs().sum(dtype=torch.float64).item(),
+                "near_zero": int((relative.abs() < NEAR_ZERO).sum()),
+                "code_zeros": int((codes == 0).sum()),
+                "zeros": _zeros(values, *(x if x is None else x[part] for x in selection[:2])),
+                "groups": thresholds.numel(),
+                "histogram": _histogram(relative, -RANGE),
+                "thresholds": _histogram(thresholds, 0.0),
+            }
+        )
+    return {"name": name, "block": _block_index(name), **pd.DataFrame(parts).sum()}
 
 
-def model_statistics(
-    model: nn.Module, *, pattern: NMPattern | None = None
-) -> list[WeightStatistics]:
-    """Every `SparseBitLinear` of a model, in order.
+def count_model(model: nn.Module, *, pattern: NMPattern | None = None) -> pd.DataFrame:
+    """Return the counts of every `SparseBitLinear` of a model, in order.
 
     Raises `UserError` when there is none or a pattern does not fit.
     """
     layers = sparse_layers(model)
     if not layers:
         raise UserError(f"{type(model).__name__} has no SparseBitLinear; use convert_ first")
-    return [
-        weight_statistics(name, layer.weight, layer.config, pattern=pattern)
+    return pd.DataFrame(
+        count_weights(name, layer.weight, layer.config, pattern=pattern)
         for name, layer in layers.items()
-    ]
+    )
 
 
-def checkpoint_statistics(
+def count_checkpoint(
     path: str | Path, *, pattern: NMPattern | None = None, dense_layers: tuple[str, ...] = ()
-) -> list[WeightStatistics]:
-    """Every linear of the blocks of a safetensors checkpoint, read one layer at a time.
+) -> pd.DataFrame:
+    """Return the counts of every linear of the blocks of a safetensors checkpoint.
 
-    It may be one of ours or any other in Hugging Face form with floating-point weights; of the latter,
-    every matrix inside a numbered block is counted, as full-precision weights. Of a ternary model of
-    another tool that holds codes alone, these are counted.
+    It may be one of ours or any other in Hugging Face form. Of another's floating-point weights every
+    matrix inside a numbered block counts, as full-precision weights; if it holds ternary codes alone,
+    these do.
 
     Raises `UserError` as `find_checkpoint`, and for a model without safetensors or countable weights.
     """
@@ -126,23 +115,23 @@ def checkpoint_statistics(
     left_out = SparseBitConfig(dense_layers=dense_layers)
     names = [key.removesuffix(".weight") for key in WeightFiles.in_folder(folder).shapes]
     left_out.check_dense_layers(names, str(folder))
-    statistics = [
-        weight_statistics(name, weight, config, pattern=pattern)
+    counts = [
+        count_weights(name, weight, config, pattern=pattern)
         for name, weight in _block_matrices(folder)
         if name not in dense and not left_out.keeps_dense(name)
     ]
-    if not statistics and found.kind == "foreign":
+    if not counts and found.kind == "foreign":
         opened = open_checkpoint(path)
-        statistics = [
-            weight_statistics(name, opened.ternary(name).codes.float(), config, pattern=pattern)
+        counts = [
+            count_weights(name, opened.ternary(name).codes.float(), config, pattern=pattern)
             for name in opened.layers
             if not left_out.keeps_dense(name)
         ]
-    if not statistics:
+    if not counts:
         raise UserError(
             f"{folder}: no floating-point block weights (packed checkpoints hold only codes)"
         )
-    return statistics
+    return pd.DataFrame(counts)
 
 
 def _block_matrices(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -162,10 +151,12 @@ def _zeros(values: Tensor, codes: Tensor | None, mask: Tensor | None) -> int:
     return int((values == 0).sum() if mask is None else (values * mask == 0).sum())
 
 
-def _binned(values: Tensor, low: float, bins: int) -> Tensor:
+def _histogram(values: Tensor, low: float) -> np.ndarray:
+    """Return counts in bins of `BIN_WIDTH` from `low` to `RANGE`."""
+    bins = round((RANGE - low) / BIN_WIDTH)
     index = ((values.flatten() - low) / BIN_WIDTH).floor()
     inside = index[(index >= 0) & (index < bins)]
-    return torch.bincount(inside.to(torch.int64), minlength=bins)
+    return torch.bincount(inside.to(torch.int64), minlength=bins).cpu().numpy()
 
 
 def _block_index(name: str) -> int | None:
@@ -173,5 +164,5 @@ def _block_index(name: str) -> int | None:
 
 
 def _natural(key: str) -> list[tuple[str, int]]:
-    """Sorts layers.2 before layers.10."""
+    """Return a key that sorts layers.2 before layers.10."""
     return [(text, int(number or 0)) for text, number in re.findall(r"(\D*)(\d*)", key)]

@@ -20,21 +20,19 @@ from typing import Any
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.training.run_folder import Interrupted, stop_signals
-from sparse_bitnet_paper.result_row import ResultRow
-from sparse_bitnet_paper.training_run import Run
+from sparse_bitnet_paper.record import OnStep
+from sparse_bitnet_paper.results import Measured
+from sparse_bitnet_paper.runs import Run
 
-OnStep = Callable[[str, dict[str, Any]], None]
-"""Called with a run's name and the `on_step` row of `train`."""
-
-TrainOne = Callable[[Run, OnStep], ResultRow]
+TrainOne = Callable[[Run, OnStep], Measured]
 """Trains one run; a picklable function. Raises what `train` raises."""
 
-Ended = tuple[Run, ResultRow | UserError]
+Ended = tuple[Run, Measured | UserError]
 """A run that was trained, or could not be."""
 
 _REPORT_SECONDS = 0.25
 _IMPORTED = [
-    "sparse_bitnet_paper.runner",
+    "sparse_bitnet_paper.record",
     "torch.distributed.checkpoint",
     "transformers.models.qwen2.modeling_qwen2",
 ]
@@ -62,78 +60,65 @@ def parallel(
     context = forked_from_imports()
     steps = context.Queue()
     pool = ProcessPoolExecutor(workers, context, _begin_worker, (steps,))
-    waiting = iter(runs)
-    under_way: dict[Future[ResultRow], Run] = {}
-    with pool, _interruptible(pool) as interrupted:
-        while True:
-            while len(under_way) < workers and not interrupted.is_set():
-                if (run := next(waiting, None)) is None:
+    waiting, stopped = iter(runs), threading.Event()
+    under_way: dict[Future[Measured], Run] = {}
+
+    def stop() -> None:
+        stopped.set()
+        for process in multiprocessing.active_children():
+            with contextlib.suppress(ProcessLookupError):
+                assert process.pid is not None
+                os.kill(process.pid, signal.SIGINT)
+
+    with pool, stop_signals(stop):
+        try:
+            while True:
+                while len(under_way) < workers and not stopped.is_set():
+                    if (run := next(waiting, None)) is None:
+                        break
+                    under_way[pool.submit(_in_worker, train_one, run)] = run
+                if not under_way:
                     break
-                under_way[pool.submit(_in_worker, train_one, run)] = run
-            if not under_way:
-                break
-            ended, _ = wait(under_way, timeout=_REPORT_SECONDS, return_when=FIRST_COMPLETED)
-            with contextlib.suppress(Empty):
-                while True:
-                    on_step(*steps.get_nowait())
-            for future in ended:
-                run = under_way.pop(future)
-                try:
-                    yield run, future.result()
-                except UserError as error:
-                    yield run, error
-                except Interrupted:
-                    interrupted.set()
-                except BrokenProcessPool as error:
-                    raise UserError(
-                        "a worker process died, perhaps for want of memory; the same command goes on, "
-                        "and --workers 1 needs the least"
-                    ) from error
-    if interrupted.is_set():
+                ended, _ = wait(under_way, timeout=_REPORT_SECONDS, return_when=FIRST_COMPLETED)
+                with contextlib.suppress(Empty):
+                    while True:
+                        on_step(*steps.get_nowait())
+                for future in ended:
+                    run = under_way.pop(future)
+                    try:
+                        yield run, future.result()
+                    except UserError as error:
+                        yield run, error
+                    except Interrupted:
+                        stopped.set()
+        except BrokenProcessPool as error:
+            raise UserError(
+                "a worker process died, perhaps for want of memory; the same command goes on, "
+                "and --workers 1 needs the least"
+            ) from error
+        except BaseException:
+            if not stopped.is_set():
+                stop()
+            raise
+    if stopped.is_set():
         raise Interrupted("stopped; every run under way has a checkpoint")
 
 
 def forked_from_imports() -> ForkServerContext:
-    """Processes forked from one that has imported what training takes, once for all, and nothing else."""
+    """Return processes forked from one that has imported what training takes, and nothing else."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
     return context
 
 
-@contextlib.contextmanager
-def _interruptible(pool: ProcessPoolExecutor) -> Iterator[threading.Event]:
-    """An event that SIGINT and SIGTERM set; they, and an exception here, stop the workers' runs."""
-    event = threading.Event()
-
-    def stop() -> None:
-        event.set()
-        _stop_runs(pool)
-
-    with stop_signals(stop):
-        try:
-            yield event
-        except BaseException:
-            if not event.is_set():
-                _stop_runs(pool)
-            raise
-
-
-def _stop_runs(pool: ProcessPoolExecutor) -> None:
-    for pid in list(pool._processes or ()):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGINT)
-
-
 _worker_steps: Any = None
-_parent: int | None = None
 _asked_to_stop = threading.Event()
 
 
 def _begin_worker(steps: Any) -> None:
-    """Out of the terminal's process group, so that Ctrl-C comes once, from the first process."""
-    global _worker_steps, _parent
-    # It ends with the process that asked for workers.
-    _worker_steps, _parent = steps, os.getppid()
+    """Leave the terminal's process group, so that Ctrl-C comes once, from the first process."""
+    global _worker_steps
+    _worker_steps = steps
     os.setpgrp()
     # `train` listens by itself, once its model is built; while measuring there is nothing to save.
     signal.signal(signal.SIGINT, lambda number, frame: _asked_to_stop.set())
@@ -141,12 +126,12 @@ def _begin_worker(steps: Any) -> None:
     steps.cancel_join_thread()
 
 
-def _in_worker(train_one: TrainOne, run: Run) -> ResultRow:
-    reported = 0.0
+def _in_worker(train_one: TrainOne, run: Run) -> Measured:
+    reported, parent = 0.0, multiprocessing.parent_process()
 
     def report(name: str, row: dict[str, Any]) -> None:
         nonlocal reported
-        if os.getppid() != _parent:
+        if parent is not None and not parent.is_alive():
             signal.raise_signal(signal.SIGTERM)
         if _asked_to_stop.is_set():
             _asked_to_stop.clear()
@@ -158,5 +143,5 @@ def _in_worker(train_one: TrainOne, run: Run) -> ResultRow:
     try:
         return train_one(run, report)
     finally:
-        if os.getppid() != _parent:
+        if parent is not None and not parent.is_alive():
             os._exit(1)

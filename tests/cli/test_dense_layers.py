@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`--dense-layers` says the same on every command that takes a format or a pattern."""
 
-import dataclasses
 import json
 
 import pytest
@@ -10,11 +9,8 @@ from safetensors.torch import save_file
 
 from sparse_bitnet.cli import analyze, reproduce
 from sparse_bitnet.errors import UserError
-from sparse_bitnet_paper.paper_runs import plan as planned
-from sparse_bitnet_paper.quickstart_scale import QuickstartConfig
-from sparse_bitnet_paper.result_row import ResultRow
-from sparse_bitnet_paper.results import Results
-from sparse_bitnet_paper.setting import make_setting
+from sparse_bitnet_paper.runs import plan as planned
+from sparse_bitnet_paper.scales import QuickstartConfig
 
 DOWN = ["--dense-layers", "down_proj"]
 
@@ -27,29 +23,6 @@ def test_all_runs_of_a_set_leave_the_same_layers_dense(tmp_path):
         for cell in ("full-8:8", "full-6:8", "ternary-8:8", "ternary-6:8")
     ]
     assert [run.is_dense for run in runs] == [True, False, True, False]
-    results = Results(tmp_path)
-    results.setting = make_setting(scale, {}, "cpu", "float32")
-    results.rows = [row(run.config) for run in runs]
-    for format in results.four_formats:
-        assert list(results.by_seed(format)) == [0]
-
-
-def row(config) -> ResultRow:
-    numbers = dict.fromkeys(("tokens", "validation_tokens"), 1) | dict.fromkeys(
-        ("perplexity", "loss", "training_loss", "zero_fraction", "seconds"), 1.0
-    )
-    return ResultRow(
-        experiment="quickstart",
-        format=config.format,
-        seed=config.seed,
-        model=config.model,
-        steps=config.steps,
-        flip_rate=None,
-        checkpoint="",
-        config=dataclasses.asdict(config),
-        provenance={},
-        **numbers,
-    )
 
 
 def test_analyze_leaves_out_what_a_pattern_does_not_fit(tmp_path, monkeypatch):

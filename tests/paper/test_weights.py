@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts against a plain numpy computation, and the same from a model and from its files."""
+"""Counts against a plain numpy computation, from models and files, and what `analyze` makes of them."""
 
 import json
+import re
+import shutil
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +16,7 @@ from safetensors.torch import save_file
 from factories import tiny_model
 from sparse_bitnet.checkpoint.build_model import build_model
 from sparse_bitnet.checkpoint.hub import save_pretrained
+from sparse_bitnet.cli import analyze as analyze_cli
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
@@ -20,18 +24,25 @@ from sparse_bitnet.nn.convert import convert_
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.nn.selection import select
 from sparse_bitnet.pattern import NMPattern
-from sparse_bitnet_paper.weight_statistics import bin_centres, pool
-from sparse_bitnet_paper.weights import (
-    checkpoint_statistics,
-    model_statistics,
-    weight_statistics,
+from sparse_bitnet_paper.analyze import (
+    read_checkpoint,
+    summary_table,
+    weight_page,
+    write_weight_report,
 )
+from sparse_bitnet_paper.weight_counts import BIN_CENTRES, BIN_WIDTH, as_json, pool, shares
+from sparse_bitnet_paper.weights import count_checkpoint, count_model, count_weights
 
-DENSE = SparseBitConfig.parse("full-8:8")
+PATTERN = NMPattern(6, 8)
 
 
-def statistics(weight, text="ternary-6:8", **options):
-    return weight_statistics("layers.3.x", weight, SparseBitConfig.parse(text), **options)
+def counted(weight, text="ternary-6:8", **options):
+    config = SparseBitConfig.parse(text)
+    return pd.Series(count_weights("layers.3.x", weight, config, **options))
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @settings(max_examples=25, deadline=None)
@@ -44,9 +55,8 @@ def statistics(weight, text="ternary-6:8", **options):
 )
 def test_counts_equal_numpy(rows, groups, pattern, dtype, seed):
     n, m = map(int, pattern.split(":"))
-    generator = torch.Generator().manual_seed(seed)
-    weight = torch.randn(rows, groups * m, generator=generator).to(dtype)
-    found = statistics(weight, f"ternary-{pattern}")
+    weight = random(rows, groups * m, seed=seed).to(dtype)
+    found = counted(weight, f"ternary-{pattern}")
 
     w = weight.float().numpy()
     mean = np.float32(np.abs(w.astype(np.float64)).mean())
@@ -57,7 +67,7 @@ def test_counts_equal_numpy(rows, groups, pattern, dtype, seed):
     codes = np.clip(np.round(relative), -1, 1)
     assert found.weights == w.size
     assert found.block == 3
-    assert found.weight_scale == pytest.approx(mean, rel=1e-6)
+    assert found.absolute_sum / w.size == pytest.approx(mean, rel=1e-6)
     assert found.near_zero == (np.abs(relative) < 0.5).sum()
     assert found.code_zeros == (codes == 0).sum()
     assert found.zeros == (codes * mask.reshape(w.shape) == 0).sum()
@@ -66,60 +76,46 @@ def test_counts_equal_numpy(rows, groups, pattern, dtype, seed):
     inside = int((thresholds < 4).sum())
     assert found.thresholds.sum() == inside
     expected = (thresholds[thresholds < 4]).mean() if inside else 0.0
-    centres = bin_centres()[len(found.thresholds) :]
+    centres = BIN_CENTRES[len(found.thresholds) :]
     assert (found.thresholds @ centres) / max(inside, 1) == pytest.approx(expected, abs=0.026)
     assert found.histogram.sum() == ((relative >= -4) & (relative < 4)).sum()
 
 
 def test_row_blocks_do_not_change_counts(monkeypatch):
-    weight = torch.randn(37, 64, generator=torch.Generator().manual_seed(0))
-    whole = statistics(weight)
+    weight = random(37, 64)
+    whole = counted(weight)
     monkeypatch.setattr("sparse_bitnet_paper.weights._BLOCK_WEIGHTS", 64 * 5)
-    parts = statistics(weight)
-    assert whole.to_dict() | {"weight_scale": 0} == parts.to_dict() | {"weight_scale": 0}
-    assert whole.weight_scale == pytest.approx(parts.weight_scale, rel=1e-12)
+    for name, part in counted(weight).drop("name").items():
+        assert part == pytest.approx(whole[name], rel=1e-12)
 
 
 def test_zero_fraction_of_each_format():
-    weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(1))
-    assert statistics(weight, "full-8:8").zero_fraction == 0
-    assert statistics(weight, "full-6:8").zero_fraction == 0.25
-    dense, sparse = statistics(weight, "ternary-8:8"), statistics(weight, "ternary-6:8")
-    assert dense.zero_fraction == dense.code_zero_fraction == sparse.code_zero_fraction
-    assert sparse.zero_fraction > dense.zero_fraction
+    weight = random(64, 128)
+    found = {f: shares(counted(weight, f)) for f in ("full-8:8", "full-6:8", "ternary-8:8")}
+    sparse = shares(counted(weight))
+    assert found["full-8:8"]["zero_fraction"] == 0
+    assert found["full-6:8"]["zero_fraction"] == 0.25
+    dense = found["ternary-8:8"]
+    assert dense["zero_fraction"] == dense["code_zero_fraction"] == sparse["code_zero_fraction"]
+    assert sparse["zero_fraction"] > dense["zero_fraction"]
     # A Gaussian rounds to zero where |x| < 0.5 E|x| = 0.399 sigma.
-    assert dense.code_zero_fraction == pytest.approx(0.310, abs=0.02)
-    assert dense.near_zero_mass == pytest.approx(dense.code_zero_fraction, abs=1e-3)
+    assert dense["code_zero_fraction"] == pytest.approx(0.310, abs=0.02)
+    assert dense["near_zero_mass"] == pytest.approx(dense["code_zero_fraction"], abs=1e-3)
 
 
-def test_masked_scale_counts_what_the_layer_uses():
-    weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(2))
-    config = SparseBitConfig.parse("ternary-2:4,scale_source=masked")
-    layer = build_layer(weight, config)
-    with torch.no_grad():
-        codes = layer.select().codes
-    found = weight_statistics("x", weight, config)
-    assert found.zeros == int((codes == 0).sum())
-    assert found.block is None
-
-
-def build_layer(weight, config):
-    from sparse_bitnet.nn.layer import SparseBitLinear
-
-    layer = SparseBitLinear(weight.shape[1], weight.shape[0], bias=False, config=config)
-    layer.weight.data = weight
-    return layer
-
-
-@pytest.mark.parametrize("quantizer", ["per-channel", "per-group:size=32"])
-def test_scales_of_rows_and_groups_count_what_they_round_to_zero(monkeypatch, quantizer):
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ternary-2:4,scale_source=masked",
+        "ternary-8:8,quantizer=per-channel",
+        "ternary-8:8,quantizer=per-group:size=32",
+    ],
+)
+def test_zeros_are_those_of_the_codes_that_the_layer_uses(monkeypatch, text):
     monkeypatch.setattr("sparse_bitnet_paper.weights._BLOCK_WEIGHTS", 5 * 64)
-    weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
-    weight *= torch.logspace(-2, 1, 16)[:, None]
-    config = SparseBitConfig.parse(f"ternary-8:8,quantizer={quantizer}")
-    found = weight_statistics("layers.0.q", weight, config)
-    codes = select(weight, config).codes
-    assert found.code_zeros == found.zeros == int((codes == 0).sum())
+    weight = random(16, 64) * torch.logspace(-2, 1, 16)[:, None]
+    codes = select(weight, SparseBitConfig.parse(text)).codes
+    assert counted(weight, text).zeros == int((codes == 0).sum())
 
 
 @pytest.mark.parametrize(
@@ -131,56 +127,44 @@ def test_scales_of_rows_and_groups_count_what_they_round_to_zero(monkeypatch, qu
     ],
 )
 def test_codes_before_the_mask_are_those_of_the_dense_format(sparse, dense):
-    weight = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    weight = random(8, 16)
     codes = select(weight, SparseBitConfig.parse(dense)).codes
-    assert statistics(weight, sparse).code_zeros == int((codes == 0).sum())
+    assert counted(weight, sparse).code_zeros == int((codes == 0).sum())
 
 
 def test_thresholds_of_another_pattern_on_a_dense_layer():
     weight = torch.tensor([[8.0, 7, 6, 5, 4, 3, 2, 1]])
-    assert statistics(weight, "ternary-8:8").groups == 0
-    found = statistics(weight, "ternary-8:8", pattern=NMPattern(6, 8))
+    assert counted(weight, "ternary-8:8").groups == 0
+    found = counted(weight, "ternary-8:8", pattern=PATTERN)
     # The seventh largest, 2, over the mean 4.5.
     assert found.groups == 1
-    assert bin_centres()[len(found.thresholds) :][found.thresholds.argmax()] == pytest.approx(
-        2 / 4.5, abs=0.025
-    )
-
-
-def test_densities_integrate_to_one():
-    weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(3))
-    found = statistics(weight)
-    width = bin_centres()[1] - bin_centres()[0]
-    for density in (found.density, found.magnitude_density, found.threshold_density):
-        assert density.sum() * width == pytest.approx(1, abs=0.01)
+    place = BIN_CENTRES[len(found.thresholds) :][found.thresholds.argmax()]
+    assert place == pytest.approx(2 / 4.5, abs=BIN_WIDTH / 2)
 
 
 def test_pool_adds_up():
-    generator = torch.Generator().manual_seed(4)
-    parts = [statistics(torch.randn(8, 16, generator=generator) * k) for k in (1, 3)]
+    parts = pd.DataFrame([counted(random(8, 16, seed=k) * k) for k in (1, 3)])
     pooled = pool(parts)
     assert pooled.weights == 256
-    assert pooled.block is None
-    assert pooled.zeros == sum(part.zeros for part in parts)
-    assert pooled.weight_scale == pytest.approx(sum(part.weight_scale for part in parts) / 2)
-    assert (pooled.histogram == parts[0].histogram + parts[1].histogram).all()
-    assert json.loads(json.dumps(pooled.to_dict()))["weights"] == 256
+    assert pooled.zeros == parts.zeros.sum()
+    assert (pooled.histogram == parts.histogram[0] + parts.histogram[1]).all()
+    assert json.loads(json.dumps(as_json(pooled)))["weights"] == 256
 
 
 def test_pattern_that_does_not_divide_is_refused():
     with pytest.raises(UserError, match=r"layers\.3\.x.*12"):
-        weight_statistics("layers.3.x", torch.ones(2, 12), DENSE, pattern=NMPattern(6, 8))
+        counted(torch.ones(2, 12), "full-8:8", pattern=PATTERN)
 
 
 def test_model_and_checkpoint_agree(tmp_path):
     model = build_model("qwen2.5-1m", SparseBitConfig.parse("ternary-6:8"), vocab_size=64)
     save_pretrained(model, tmp_path / "model")
-    from_model = model_statistics(model)
-    from_files = checkpoint_statistics(tmp_path / "model")
-    assert len(from_model) == len(from_files) == 28
-    by_name = {layer.name: layer.to_dict() for layer in from_files}
-    assert all(by_name[layer.name] == layer.to_dict() for layer in from_model)
-    assert {layer.block for layer in from_files} == {0, 1, 2, 3}
+    of_model, of_files = count_model(model), count_checkpoint(tmp_path / "model")
+    assert len(of_model) == len(of_files) == 28
+    by_name = {layer["name"]: as_json(layer) for _, layer in of_files.iterrows()}
+    for _, layer in of_model.iterrows():
+        assert by_name[layer["name"]] == as_json(layer)
+    assert set(of_files.block) == {0, 1, 2, 3}
 
 
 def test_foreign_checkpoint_counts_block_matrices_only(tmp_path):
@@ -194,9 +178,9 @@ def test_foreign_checkpoint_counts_block_matrices_only(tmp_path):
     }
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"model_type": "other"}')
-    found = checkpoint_statistics(tmp_path, pattern=NMPattern(6, 8))
-    assert [layer.name for layer in found] == ["layers.2.up", "layers.10.up"]
-    assert found[0].zero_fraction == 0
+    found = count_checkpoint(tmp_path, pattern=PATTERN)
+    assert list(found.name) == ["layers.2.up", "layers.10.up"]
+    assert found.zeros[0] == 0
 
 
 def test_layers_left_dense_are_not_counted(tmp_path):
@@ -206,12 +190,11 @@ def test_layers_left_dense_are_not_counted(tmp_path):
         "format": SparseBitConfig.parse("ternary-6:8").to_dict(),
         "modules_to_not_convert": ["layers.0.up"],
     }
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "other", "quantization_config": entry})
-    )
+    config = {"model_type": "other", "quantization_config": entry}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     tensors = {f"layers.{i}.up.weight": torch.randn(4, 8) for i in range(2)}
     save_file(tensors, tmp_path / "model.safetensors")
-    assert [layer.name for layer in checkpoint_statistics(tmp_path)] == ["layers.1.up"]
+    assert list(count_checkpoint(tmp_path).name) == ["layers.1.up"]
 
 
 @pytest.mark.parametrize(
@@ -230,20 +213,17 @@ def test_unreadable_folders_are_refused(tmp_path, files, message):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=message):
-        checkpoint_statistics(tmp_path)
+        count_checkpoint(tmp_path)
 
 
-def test_packed_checkpoint_is_refused(tmp_path):
+def test_packed_checkpoint_and_ordinary_model_are_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "other"}')
     packed = {"layers.0.up.weight": torch.ones(4, 8, dtype=torch.uint8)}
     save_file(packed, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="only codes"):
-        checkpoint_statistics(tmp_path)
-
-
-def test_model_without_sparse_layers_is_refused():
+        count_checkpoint(tmp_path)
     with pytest.raises(UserError, match="convert_"):
-        model_statistics(torch.nn.Linear(2, 2))
+        count_model(torch.nn.Linear(2, 2))
 
 
 def test_codes_of_a_packed_bitnet_model_are_counted(tmp_path):
@@ -252,8 +232,103 @@ def test_codes_of_a_packed_bitnet_model_are_counted(tmp_path):
     save_pretrained(model, tmp_path / "model")
     options = ExportConfig(format="bitnet", embeddings="f32")
     export(tmp_path / "model", tmp_path / "packed", options)
-    found = {each.name: each for each in checkpoint_statistics(tmp_path / "packed")}
-    trained = checkpoint_statistics(tmp_path / "model")
-    assert len(found) == len(trained) == 14
-    for each in trained:
-        assert found[each.name].near_zero == found[each.name].zeros == each.code_zeros
+    packed = count_checkpoint(tmp_path / "packed").set_index("name")
+    trained = count_checkpoint(tmp_path / "model").set_index("name")
+    assert len(packed) == len(trained) == 14
+    packed = packed.loc[trained.index]
+    assert (packed.near_zero == trained.code_zeros).all()
+    assert (packed.zeros == trained.code_zeros).all()
+
+
+@pytest.fixture
+def ours(tmp_path):
+    model = convert_(tiny_model(), SparseBitConfig.parse("ternary-6:8"))
+    save_pretrained(model, tmp_path / "run" / "final")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """A bfloat16 master checkpoint that calls itself BitNet, in two files."""
+    folder = tmp_path / "bitnet-b1.58-masters"
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    folder.mkdir()
+    tensors = {name: p.detach().clone() for name, p in model.named_parameters()}
+    first = {name: t for name, t in tensors.items() if ".layers.0." in name}
+    save_file(first, folder / "model-00001-of-00002.safetensors")
+    rest = {name: t for name, t in tensors.items() if name not in first}
+    save_file(rest, folder / "model-00002-of-00002.safetensors")
+    config = {"model_type": "bitnet", "quantization_config": {"quant_method": "bitnet"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_report_holds_every_layer_and_every_figure(ours, foreign, tmp_path):
+    read = []
+    found = [read_checkpoint(str(path), PATTERN, read.append) for path in (ours, foreign)]
+    assert [checkpoint.weight for checkpoint in found] == ["ternary", "ternary"]
+    assert read == [str(ours), str(foreign)]
+    summary = summary_table(found).frame
+    assert list(summary.index) == ["run", "bitnet-b1.58-masters"]
+    assert list(summary.weights) == [f"{found[0].layers.weights.sum():,}"] * 2
+    write_weight_report(found, PATTERN, tmp_path / "out")
+    counts = json.loads((tmp_path / "out" / "weights.json").read_text("utf-8"))
+    assert [len(entry["layers"]) for entry in counts] == [14, 14]
+    layer = counts[0]["layers"][0]
+    assert layer["groups"] * 8 == layer["weights"] >= sum(layer["histogram"])
+    assert layer["near_zero_mass"] == layer["near_zero"] / layer["weights"]
+    page = (tmp_path / "out" / "weights.html").read_text("utf-8")
+    assert page.count("<figure>") == 1 + 2 + 1
+    assert "42.3 %" in page
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+
+
+def test_a_run_folder_shows_its_checkpoints_over_time(ours, tmp_path):
+    for step in (10, 20, 30):
+        name = f"step-{step:08d}"
+        model = convert_(tiny_model(), SparseBitConfig.parse("ternary-6:8"))
+        save_pretrained(model, ours / "consolidated" / name)
+        (ours / "checkpoints" / name).mkdir(parents=True)
+        (ours / "checkpoints" / name / "state.json").write_text("{}")
+    checkpoint = read_checkpoint(str(ours), PATTERN)
+    assert [step for step, _ in checkpoint.history] == [10, 20, 30]
+    page = weight_page([checkpoint, checkpoint], PATTERN)
+    assert page.count("Near-zero mass of every layer of ") == 2
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+
+
+def test_the_command_shows_names_as_they_are(ours, tmp_path, monkeypatch, capsys):
+    shutil.move(ours, tmp_path / "run[v2]")
+    monkeypatch.chdir(tmp_path)
+    analyze_cli.main(["run[v2]"])
+    printed = capsys.readouterr().out
+    for words in ("run[v2]", "near-zero", "weights.html"):
+        assert words in printed
+    with pytest.raises(UserError, match=r"x\[/b\]"):
+        analyze_cli.main(["x[/b]"])
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "pattern", "message"),
+    [
+        ([], "6:8", "CHECKPOINT ... is missing"),
+        (["run"], "8:8", "keeps every weight"),
+        (["./nowhere"], "6:8", "no such checkpoint"),
+        (["run"], "5:9", "divide|multiple|9"),
+    ],
+)
+def test_what_cannot_be_analysed_is_said(ours, checkpoints, pattern, message, monkeypatch):
+    monkeypatch.chdir(ours.parent)
+    with pytest.raises(UserError, match=message):
+        analyze_cli.main([*checkpoints, "--pattern", pattern, "--out", str(ours.parent / "out")])
+    assert not (ours.parent / "out").exists()
+
+
+def test_a_file_where_the_folder_would_be_is_said(ours, tmp_path):
+    (tmp_path / "out").touch()
+    with pytest.raises(UserError, match=r"^cannot write .*out: File exists"):
+        write_weight_report([read_checkpoint(str(ours), PATTERN)], PATTERN, tmp_path / "out")
+    with pytest.raises(UserError, match="no such folder: nobody/nothing, and the hub"):
+        read_checkpoint("nobody/nothing", PATTERN)

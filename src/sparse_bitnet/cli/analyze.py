@@ -35,12 +35,7 @@ def main(options: AnalyzeConfig) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from sparse_bitnet_paper.table import print_table
-    from sparse_bitnet_paper.weight_report import (
-        read_checkpoint,
-        summary_table,
-        write_weight_report,
-    )
+    from sparse_bitnet_paper.analyze import read_checkpoint, summary_table, write_weight_report
 
     pattern = NMPattern.parse(options.pattern)
     if pattern.is_dense:
@@ -56,6 +51,6 @@ def main(options: AnalyzeConfig) -> None:
             )
             for name in options.checkpoints
         ]
-    print_table(summary_table(found), console, "")
+    summary_table(found).print(console, "")
     write_weight_report(found, pattern, options.out)
     print(f"{options.out}/weights.html: figures; {options.out}/weights.json: every layer")

@@ -67,12 +67,12 @@ def on_gpu(options: GpuBenchOptions, out: Path = Path("gpu-results")) -> None:
 
     from sparse_bitnet.bench.gpu import ROWS, run_all, run_step
     from sparse_bitnet.provenance import provenance
-    from sparse_bitnet_paper.cells import paper_gains
+    from sparse_bitnet_paper.paper import paper_gains
 
     if not (options.rehearse or torch.cuda.is_available()):
         raise UserError("bench gpu: torch sees no CUDA device; --rehearse runs it on the CPU")
     if options.step != "all":
         for pattern in options.pattern:
             run_step(options, options.step, pattern, out / ROWS, provenance())
-    elif not run_all(options, out, provenance(), lambda phase: paper_gains(phase)[1]):
+    elif not run_all(options, out, provenance(), paper_gains):
         raise SystemExit(1)  # every step that failed has said why

@@ -31,8 +31,8 @@ COMMANDS = {
 """Each verb, whose module has its name and a `main`."""
 
 OF_TRAIN = (
-    *("torch", "transformers", "safetensors", "datasets", "pyarrow", "scipy", "rensa"),
-    *("gguf", "markupsafe", "matplotlib"),
+    *("torch", "transformers", "safetensors", "datasets", "pyarrow", "scipy", "pandas"),
+    *("statsmodels", "rensa", "gguf", "markupsafe", "matplotlib"),
 )
 """What the extra `train` adds; running a packed model needs none of it."""
 

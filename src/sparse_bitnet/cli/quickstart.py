@@ -5,7 +5,7 @@ import sys
 import time
 
 from sparse_bitnet.cli.arguments import parse
-from sparse_bitnet_paper.quickstart_scale import QuickstartConfig
+from sparse_bitnet_paper.scales import QuickstartConfig
 
 
 def main(arguments: list[str]) -> None:
@@ -18,9 +18,7 @@ def run(config: QuickstartConfig) -> None:
     from rich.console import Console
 
     from sparse_bitnet.training.run_folder import Interrupted
-    from sparse_bitnet_paper import perplexity_tables
-    from sparse_bitnet_paper.four_models import quickstart
-    from sparse_bitnet_paper.table import print_table
+    from sparse_bitnet_paper.quickstart import quickstart
 
     console = Console()
     began = time.monotonic()
@@ -31,9 +29,8 @@ def run(config: QuickstartConfig) -> None:
         print(f"\n{reason}; the same command continues from there", file=sys.stderr)
         sys.exit(130)
     title = f"Held-out perplexity, {config.model}, {config.source}"
-    table = perplexity_tables.comparison_table(found.cells)
-    print_table(table, console, title, "The paper's Qwen2.5 models")
-    console.print(f"\n{perplexity_tables.verdict(found.cells)}", highlight=False)
+    found.comparison.print(console, title, "The paper's Qwen2.5 models")
+    console.print(f"\n{found.verdict}", highlight=False)
     heading = f"\nternary-{config.pattern} continues {config.prompt!r}:"
     console.print(heading, style="bold", highlight=False, markup=False)
     console.print(f"{config.prompt}{found.sample}", highlight=False, markup=False)

@@ -24,12 +24,26 @@ def main(
     """
     from rich.console import Console
 
-    from sparse_bitnet_paper.results_page import print_claims, write_report
+    from sparse_bitnet_paper.claims import claims
+    from sparse_bitnet_paper.report import write_report
+    from sparse_bitnet_paper.statistics import judged
+    from sparse_bitnet_paper.tables import table
 
     document = document or folders[0] / "report.md"
     page = page or folders[0] / "report.html"
     sets = write_report(folders, document=document, page=page, engine=engine)
     console = Console()
     for results in sets:
-        print_claims(results, console)
+        lines = [
+            {
+                "claim": each.text,
+                "model": each.model,
+                "verdict": each.verdict,
+                "measured": each.result,
+            }
+            for each in judged(claims(results))
+        ]
+        if lines:
+            title = f"The paper's claims at scale {results.name}, corrected for these alone"
+            table(lines, numeric=False).print(console, title)
     print(f"{document} and {page}")

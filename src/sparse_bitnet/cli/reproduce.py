@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from sparse_bitnet.cli.arguments import Positional, command
 from sparse_bitnet.errors import UserError, check_least, refuse_unused
 from sparse_bitnet.layer_config import DenseLayersOption
-from sparse_bitnet_paper.paper_runs import EXPERIMENTS, plan
+from sparse_bitnet_paper.runs import EXPERIMENTS, plan
 from sparse_bitnet_paper.scales import Scale, find_scale
 
 if TYPE_CHECKING:
@@ -22,13 +22,11 @@ class ReproduceConfig(DenseLayersOption):
     """Which experiments, at what scale, where, and for how long."""
 
     experiments: Annotated[tuple[str, ...], Positional("[EXPERIMENT ...]")] = ("all",)
-    """all, or some of table2, sweep, ablations, schedule, mask-source, analyses, search, own-rates,
-    recipe, near-zero; not part of all: ideas (every score, quantizer, activation and schedule) and
-    table1 (after table2), which scores its models on tasks."""
+    """all, or some of table2, sweep, ablations, schedule and search; not part of all: ideas (every score,
+    quantizer, activation and schedule) and table1 (after table2), which scores its models on tasks."""
 
     scale: str = "cpu"
-    """smoke (seconds), cpu (1 to 2.5 hours on 2 cores), cpu-paper (days of a core), gpu (25 minutes,
-    one H200) or paper."""
+    """smoke (seconds), cpu (1 to 2.5 hours on 2 cores), gpu (25 minutes, one H200) or paper."""
 
     out: Path | None = None
     """Folder of the results, new or continued; default runs/SCALE."""
@@ -38,9 +36,6 @@ class ReproduceConfig(DenseLayersOption):
 
     data: Path | None = None
     """Text prepared by `sparse-bitnet prepare`, instead of the scale's own."""
-
-    other_text: Path | None = None
-    """Text file or glob on which every model's perplexity is measured too."""
 
     workers: int | None = None
     """Runs trained at once; default: one for each core, four on a GPU."""
@@ -96,7 +91,6 @@ def main(options: ReproduceConfig) -> None:
         out=out,
         seeds=options.seeds,
         data=options.data,
-        other_text=options.other_text,
         workers=options.workers,
         budget_minutes=options.budget_minutes,
         console=console,
@@ -124,10 +118,10 @@ def run_tasks(scale: Scale, out: Path, options: ReproduceConfig) -> None:
 def run(
     scale: Scale, experiments: list[str], *, out: Path, console: "Console", **options: Any
 ) -> None:
-    """Train and report in one line how it ended; `options` are those of `runner.reproduce`."""
+    """Train and report in one line how it ended; `options` are those of `reproduce`."""
     from sparse_bitnet.training.device import resolve_device
     from sparse_bitnet.training.run_folder import Interrupted
-    from sparse_bitnet_paper.runner import reproduce
+    from sparse_bitnet_paper.reproduce import reproduce
 
     if scale.needs_gpu and resolve_device("auto").type == "cpu":
         raise UserError(f"scale {scale.name} needs GPUs; --dry-run says how many hours of which")
@@ -149,19 +143,56 @@ def run(
 def dry_run(
     scale: Scale, experiments: list[str], out: Path, options: ReproduceConfig, console: "Console"
 ) -> None:
-    """Which runs there are, which are done in `out`, and how long the others take."""
-    from sparse_bitnet.provenance import hardware
+    """Print which runs there are, which are done in `out`, and how long the others take."""
+    from sparse_bitnet.presets import PRESETS
+    from sparse_bitnet.progress import duration
     from sparse_bitnet.training.device import resolve_device
-    from sparse_bitnet_paper.estimate import Speed, print_plan
+    from sparse_bitnet.training.footprint import GPU_FLOPS, UTILISATION, parameter_counts
+    from sparse_bitnet_paper.estimate import flops, seconds
+    from sparse_bitnet_paper.reproduce import default_workers
     from sparse_bitnet_paper.results import Results
-    from sparse_bitnet_paper.runner import default_workers, finished
+    from sparse_bitnet_paper.tables import table
 
-    results = Results(out)
-    runs = plan(scale, experiments, options.seeds, results.losses)
-    done = finished(results, runs)
-    speed = None
-    if not (scale.needs_gpu and resolve_device("auto").type == "cpu"):
-        here = hardware()
-        speed = Speed([row for row in results.rows if row.provenance["hardware"] == here])
+    rows, runs = Results(out).rows, plan(scale, experiments, options.seeds)
+    done = {run.name for run in runs} & set(rows.name)
     print(f"{out}: {len(done)} of {len(runs)} runs are done")
-    print_plan(scale, runs, done, speed, options.workers or default_workers(scale), console)
+    elsewhere = scale.needs_gpu and resolve_device("auto").type == "cpu"
+    workers, vocab = options.workers or default_workers(scale), scale.text.vocab_size
+    lines, left, work = [], 0.0, {"all runs": 0.0}
+    for model in dict.fromkeys(run.config.model for run in runs):
+        own = [run for run in runs if run.config.model == model]
+        config, count = own[0].config, sum(run.name not in done for run in own)
+        tokens = config.steps * config.tokens_per_step
+        line = {
+            "model": model,
+            "runs": f"{len(own)}",
+            "done": f"{len(own) - count}",
+            "tokens": f"{tokens:.3g}",
+            "a weight": f"{tokens / sum(parameter_counts(PRESETS[model], vocab)[:2]):.1f}",
+        }
+        if elsewhere:
+            work[model] = count * flops(config, vocab)
+            work["all runs"] += work[model]
+        else:
+            minutes = count * seconds(config, rows, vocab) / workers / 60 if count else 0.0
+            left += 60 * minutes
+            line["minutes"] = f"{minutes:.1f}"
+        lines.append(line)
+    table(lines).print(console, f"Scale {scale.name}: {scale.summary}")
+    if elsewhere:
+        hours = (
+            {"model": model}
+            | {
+                f"{g} h": f"{each / (rate * UTILISATION) / 3600:,.2f}"
+                for g, rate in GPU_FLOPS.items()
+            }
+            for model, each in sorted(work.items(), key=lambda item: item[0] == "all runs")
+        )
+        table(hours).print(console, "Hours of what is left on one GPU")
+        note = f"At {100 * UTILISATION:.0f} % of the dense bfloat16 rate."
+    else:
+        note = f"About {duration(left)} left on this machine, {workers} runs at once."
+    console.print(note, style="dim", highlight=False)
+    for run in runs:
+        mark = "done" if run.name in done else "    "
+        console.print(f"{mark}  {run.name}", highlight=False, soft_wrap=True)

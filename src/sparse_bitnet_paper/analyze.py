@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The paper's analysis figures for any checkpoints: what their weights look like, layer by layer."""
+
+import json
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
+from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
+from sparse_bitnet.files import make_folder, write_atomic
+from sparse_bitnet.pattern import NMPattern
+from sparse_bitnet_paper.figures import (
+    layer_profile,
+    near_zero_heat_maps,
+    threshold_overlay,
+    weight_histograms,
+)
+from sparse_bitnet_paper.page import render
+from sparse_bitnet_paper.tables import Table, table
+from sparse_bitnet_paper.weight_counts import as_json, depth_parts, pool, shares
+from sparse_bitnet_paper.weights import count_checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointWeights:
+    """One checkpoint, counted."""
+
+    label: str
+    weight: str
+    """ "ternary" or "full": the format in which the model was trained, as far as it says."""
+
+    layers: pd.DataFrame
+
+    history: Sequence[tuple[int, pd.DataFrame]] = ()
+    """(step, layers) of every checkpoint of a run folder; empty for a single checkpoint."""
+
+
+def read_checkpoint(
+    path_or_id: str,
+    pattern: NMPattern,
+    on_read: Callable[[str], None] = lambda name: None,
+    dense_layers: tuple[str, ...] = (),
+) -> CheckpointWeights:
+    """Count a checkpoint's weights with one layer in memory at a time.
+
+    Args:
+        path_or_id: run folder (all its checkpoints are counted), checkpoint, any transformers folder
+            with safetensors, or a hub id.
+        pattern: whose group thresholds to count.
+        on_read: called with the name of each checkpoint before it is read.
+        dense_layers: globs of layers not to count, as not pruned.
+
+    Raises `UserError` for anything else.
+    """
+
+    def count(path: str | Path) -> pd.DataFrame:
+        on_read(str(path))
+        return count_checkpoint(path, pattern=pattern, dense_layers=dense_layers)
+
+    layers, found = count(path_or_id), find_checkpoint(path_or_id)
+    steps = list_checkpoints(Path(path_or_id))
+    if found.kind == "trained":
+        weight = found.entry["format"]["weight"]
+    else:
+        weight = "ternary" if found.entry.get("quant_method") == "bitnet" else "full"
+    parts = [part for part in Path(path_or_id).parts if part not in ("final", "checkpoints", "/")]
+    several = len(parts) > 1 and parts[-1].startswith("step-")
+    return CheckpointWeights(
+        label="/".join(parts[-2:] if several else parts[-1:]),
+        weight=weight,
+        layers=layers,
+        history=[(each.step, count(each.path)) for each in steps] if len(steps) > 1 else (),
+    )
+
+
+def write_weight_report(
+    checkpoints: Sequence[CheckpointWeights], pattern: NMPattern, out: Path
+) -> None:
+    """Write `weights.html`, the figures, and `weights.json`, the counts of every layer, to `out`."""
+    make_folder(out)
+    counts = [
+        {
+            "checkpoint": checkpoint.label,
+            "weight": checkpoint.weight,
+            "all": {"name": "all layers", "block": None} | as_json(pool(checkpoint.layers)),
+            "layers": [as_json(layer) for _, layer in checkpoint.layers.iterrows()],
+            "history": [
+                {
+                    "step": step,
+                    "near_zero_mass": dict(zip(layers.name, _masses(layers), strict=True)),
+                }
+                for step, layers in checkpoint.history
+            ],
+        }
+        for checkpoint in checkpoints
+    ]
+    write_atomic(out / "weights.json", json.dumps(counts))
+    write_atomic(out / "weights.html", weight_page(checkpoints, pattern))
+
+
+def weight_page(checkpoints: Sequence[CheckpointWeights], pattern: NMPattern) -> str:
+    """Return a self-contained HTML page with all figures and the numbers of each checkpoint."""
+    profiles = [(c.label, c.weight, _masses(c.layers)) for c in checkpoints]
+    return render(
+        "weights.html.j2",
+        title="What the weights look like",
+        pattern=pattern,
+        summary=summary_table(checkpoints),
+        histograms=weight_histograms(
+            [(textwrap.fill(c.label, 30), c.weight, pool(c.layers)) for c in checkpoints]
+        ),
+        thresholds=[
+            (c.label, threshold_overlay([(c.label, c.weight, depth_parts(c.layers))], name=name))
+            for number, c in enumerate(checkpoints)
+            for name in [f"thresholds-{number}"]
+        ],
+        profile=layer_profile(profiles),
+        heat_maps=[(c.label, _heat_map(c)) for c in checkpoints if c.history],
+    )
+
+
+def _masses(layers: pd.DataFrame) -> list[float]:
+    return list(shares(layers)["near_zero_mass"])
+
+
+def _heat_map(checkpoint: CheckpointWeights) -> str:
+    steps = [step for step, _ in checkpoint.history]
+    matrix = np.array([_masses(layers) for _, layers in checkpoint.history])
+    return near_zero_heat_maps([(checkpoint.label, steps, matrix)], list(checkpoint.layers.name))
+
+
+def summary_table(checkpoints: Sequence[CheckpointWeights]) -> Table:
+    """Return one line per checkpoint."""
+    lines = []
+    for checkpoint in checkpoints:
+        whole = pool(checkpoint.layers)
+        of_all = [f"{100 * share:.1f} %" for share in shares(whole).values()]
+        heads = ("near-zero mass", "zero codes", "zeros in the forward")
+        lines.append(
+            {
+                "checkpoint": checkpoint.label,
+                "layers": f"{len(checkpoint.layers)}",
+                "weights": f"{whole.weights:,}",
+                **dict(zip(heads, of_all, strict=True)),
+            }
+        )
+    return table(lines)

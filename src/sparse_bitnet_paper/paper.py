@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The paper's own numbers, with which ours are compared."""
+
+import tomllib
+from collections.abc import Iterable
+from functools import cache
+from importlib.resources import files
+from statistics import fmean
+from typing import Any
+
+
+@cache
+def paper() -> dict[str, Any]:
+    """Return what the paper says: the content of paper.toml."""
+    text = files("sparse_bitnet_paper").joinpath("paper.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+def paper_perplexities(pattern: str) -> dict[str, dict[str, float]]:
+    """Return the perplexities of the paper's four models by model size ("0.5B", "1.5B", "3B") and format.
+
+    The paper has 6:8 at three sizes and the patterns of its sweep at 0.5B; empty for other patterns.
+    """
+    full, ternary = paper()["sweep"]["full"], paper()["sweep"]["ternary"]
+    if pattern == "6:8" or pattern not in full:
+        return paper()["perplexity"] if pattern == "6:8" else {}
+    own = {"full-8:8": full["8:8"], f"full-{pattern}": full[pattern]}
+    return {"0.5B": own | {"ternary-8:8": ternary["8:8"], f"ternary-{pattern}": ternary[pattern]}}
+
+
+def paper_gains(phase: str) -> dict[int, float]:
+    """Return how much faster 6:8 is than dense at 3B by prompt length ("prefill") or batch ("decode").
+
+    Empty for another phase.
+    """
+    found = paper()["throughput"].get(phase, {"sizes": [], "dense": [], "6:8": []})
+    pairs = zip(found["6:8"], found["dense"], strict=True)
+    return dict(zip(found["sizes"], (sparse / dense for sparse, dense in pairs), strict=True))
+
+
+def paper_accuracies(tasks: Iterable[str]) -> dict[str, dict[str, float]]:
+    """Return by size and format the paper's average accuracy, in percent, on those of its tasks."""
+    found = paper()["accuracy"]
+    known = [task for task in tasks if task in found["0.5B"]["full-8:8"]]
+    return {
+        size: {format: fmean(values[task] for task in known) for format, values in models.items()}
+        for size, models in (found.items() if known else ())
+    }

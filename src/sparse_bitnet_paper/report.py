@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of one or more sets of results: every table, figure and claim, from result files alone."""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.files import make_folder, write_atomic
+from sparse_bitnet.presets import PRESETS
+from sparse_bitnet_paper import claims, figures, tables
+from sparse_bitnet_paper.page import markdown_page, render
+from sparse_bitnet_paper.paper import paper, paper_accuracies
+from sparse_bitnet_paper.results import Results
+from sparse_bitnet_paper.runs import ABLATIONS
+from sparse_bitnet_paper.scales import DENSE_PATTERN, SCALES
+from sparse_bitnet_paper.statistics import LEAST_SEEDS, LEVEL, Claim, Estimate, judged
+
+TITLE = "The paper's experiments, repeated"
+
+
+def write_report(
+    folders: Sequence[Path],
+    *,
+    document: Path | None = None,
+    page: Path | None = None,
+    engine: Path | None = None,
+) -> list[Results]:
+    """Render sets of results and return them.
+
+    Args:
+        folders: of `reproduce`, in the order of the chapters.
+        document: Markdown file; its figures go to `figures/` beside it.
+        page: self-contained HTML file.
+        engine: rows of `sparse-bitnet bench --out`, for table 3.
+
+    Raises `UserError` for a folder without results.
+    """
+    sets = [Results(folder) for folder in folders]
+    text, drawn = markdown_report(sets, engine)
+    if page is not None:
+        make_folder(page.parent)
+        write_atomic(page, markdown_page(TITLE, text, drawn))
+    if document is not None:
+        make_folder(document.parent / "figures")
+        for name, svg in drawn.items():
+            write_atomic(document.parent / "figures" / f"{name}.svg", figures.standalone(svg))
+        write_atomic(document, text)
+    return sets
+
+
+def markdown_report(
+    sets: Sequence[Results], engine: Path | None = None
+) -> tuple[str, dict[str, str]]:
+    """Return the page in Markdown, and the SVG of its figures by name."""
+    _check(sets)
+    # Holm's correction runs over the whole page.
+    own = [claims.claims(results) if _is_of_the_paper(results) else [] for results in sets]
+    verdicts = iter(judged([claim for of_set in own for claim in of_set]))
+    judgements = [list(itertools.islice(verdicts, len(of_set))) for of_set in own]
+    chapters = [_chapter(*each) for each in zip(sets, judgements, strict=True)]
+    with_claims = {r.name: of_set for r, of_set in zip(sets, judgements, strict=True) if of_set}
+    command = " ".join(str(results.path) for results in sets)
+    text = render(
+        "experiments.md.j2",
+        title=TITLE,
+        command=f"{command} --engine {engine}" if engine else command,
+        level=LEVEL,
+        least_seeds=LEAST_SEEDS,
+        overview=with_claims if len(with_claims) > 1 else None,
+        chapters=chapters,
+        throughput=tables.throughput_table(engine) if engine else None,
+        claims=claims,
+        tables=tables,
+        estimate=Estimate,
+        paper=paper(),
+        paper_accuracies=paper_accuracies,
+        designs=ABLATIONS,
+        presets=PRESETS,
+        scales=SCALES,
+    )
+    return text.rstrip() + "\n", {
+        f"{chapter['results'].name}-{name}": svg
+        for chapter in chapters
+        for name, svg in chapter["drawn"].items()
+    }
+
+
+def _check(sets: Sequence[Results]) -> None:
+    """Raise `UserError` for a set that cannot be shown; name sets of one scale after their folders."""
+    scales = [results.setting["scale"] for results in sets]
+    for results, scale in zip(sets, scales, strict=True):
+        if results.rows.empty:
+            raise UserError(
+                f"{results.path}: no finished run of {scale} yet; `reproduce` trains them"
+            )
+        if not results.setting["patterns"]:
+            raise UserError(f"{results.path} holds a quickstart, whose page is its report.html")
+        if scales.count(scale) > 1:
+            results.name = results.path.name
+    names = [results.name for results in sets]
+    if again := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"two folders named {again[0]} hold results of one scale; rename one")
+
+
+def _is_of_the_paper(results: Results) -> bool:
+    """Return whether there is a dense full-precision model, without which no claim can be judged."""
+    return len(results.by_seed(f"full-{DENSE_PATTERN}")) > 0
+
+
+def _chapter(results: Results, judgements: Sequence[Claim]) -> dict[str, Any]:
+    """Return what the template shows of a set beside its tables: claims, notes and drawings."""
+    notes, drawn, weights = results.path / "notes.md", {}, {}
+    of_the_paper = _is_of_the_paper(results)
+    if of_the_paper:
+        weights = figures.dense_figures(results)
+        drawn = {"norm-ppl": figures.sweep_figure(results), **figures.ablation_figures(results)}
+        drawn |= {name: svg for name, svg in weights.items() if name in figures.OF_WEIGHTS}
+    try:
+        text = notes.read_text(encoding="utf-8").strip() if notes.is_file() else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {notes}: {error}") from error
+    return {
+        "results": results,
+        "of_the_paper": of_the_paper,
+        "claims": judgements,
+        "notes": text,
+        "drawn": {name: svg for name, svg in drawn.items() if svg},
+        "weights": weights,
+    }

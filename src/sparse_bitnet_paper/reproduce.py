@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains what a set of experiments still lacks, and keeps what is worth keeping of it."""
+
+import math
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparse_bitnet.data.preparation import prepare
+from sparse_bitnet.data.sources import parse_source
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.files import check_ours
+from sparse_bitnet.host import available_cores
+from sparse_bitnet.progress import Line, Progress
+from sparse_bitnet.training.device import resolve_device, resolve_dtype
+from sparse_bitnet.training.run_folder import run_lock
+from sparse_bitnet.training.validation import identity_of
+from sparse_bitnet_paper.estimate import flops, seconds
+from sparse_bitnet_paper.record import train_and_measure
+from sparse_bitnet_paper.results import SETTING, Measured, Results, make_setting
+from sparse_bitnet_paper.runs import Run, plan
+from sparse_bitnet_paper.scales import Scale
+from sparse_bitnet_paper.workers import parallel, serial
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a call of `reproduce` ended."""
+
+    trained: int
+    skipped: int
+    """Runs finished by an earlier call."""
+
+    left: int
+    """Runs not started, because they would not have fitted into the budget."""
+
+    failed: tuple[str, ...]
+    """Messages of runs that could not be trained."""
+
+
+def reproduce(
+    scale: Scale,
+    experiments: Sequence[str],
+    out: Path,
+    *,
+    seeds: int | None = None,
+    data: Path | None = None,
+    workers: int | None = None,
+    budget_minutes: float | None = None,
+    console: "Console",
+    plain_lines: int = 0,
+) -> Outcome:
+    """Train every run of some experiments that `out` does not hold yet.
+
+    Args:
+        scale: sizes, text and recipe.
+        experiments: names of `runs.EXPERIMENTS`, or "ideas".
+        out: folder of the set, new or continued; see `results`.
+        seeds: instead of the scale's numbers of seeds.
+        data: already prepared text; by default the scale's is prepared in `out/data`.
+        workers: runs trained at once; by default the scale's number, or one for each core.
+        budget_minutes: no run is started that would end later than this, by the speed so far.
+        console: for progress.
+        plain_lines: lines that each run prints on its way where the console is not a terminal.
+
+    Raises `UserError` for a folder of another setting or one in use, and `Interrupted` after SIGINT,
+    when the runs under way have checkpoints: the same call continues them.
+    """
+    deadline = time.monotonic() + 60 * (math.inf if budget_minutes is None else budget_minutes)
+    results = Results(out)
+    runs = plan(scale, experiments, seeds)
+    if not runs:
+        raise UserError(f"scale {scale.name} has no runs of {', '.join(experiments)}")
+    check_ours(out, [SETTING, results.data.name], "a set of results")
+    if (out / SETTING).is_file():  # refuses another scale before its text is prepared there
+        results.check(_setting(results, scale, results.setting["data"]))
+    with run_lock(out):
+        data = data or prepare_text(scale, results.data)
+        results.open(_setting(results, scale, identity_of(data, verify=True)))
+        pending = [run for run in runs if run.name not in set(results.rows.name)]
+        at_once = min(workers or default_workers(scale), max(1, len(pending)))
+        work = partial(train_and_measure, out, data)
+        with Progress(console, plain_lines=plain_lines) as progress:
+            queue = _Queue(results, pending, deadline, progress)
+            ended = (
+                serial(queue, work, queue.step)
+                if at_once == 1
+                else parallel(queue, work, queue.step, at_once)
+            )
+            for run, result in ended:
+                queue.end(run, result)
+    left = len(pending) - queue.ended
+    return Outcome(
+        queue.ended - len(queue.failed), len(runs) - len(pending), left, tuple(queue.failed)
+    )
+
+
+class _Queue:
+    """The runs of one call: an iterator over those that fit into the budget, which shows progress."""
+
+    def __init__(
+        self, results: Results, pending: list[Run], deadline: float, progress: Progress
+    ) -> None:
+        self.results, self.pending = results, pending
+        self.deadline, self.progress = deadline, progress
+        self.ended, self.failed = 0, list[str]()
+        self.lines: dict[str, Line] = {}
+        self.whole = progress.line("all runs")
+        self.work = {run.name: flops(run.config) for run in pending}
+        self.done = dict.fromkeys(self.work, 0.0)
+        """Share of each run's steps that is done."""
+
+    def __iter__(self) -> Iterator[Run]:
+        several = len({run.config.seed for run in self.pending}) > 1
+        for run in self.pending:
+            needed = seconds(run.config, self.results.rows) if self.deadline < math.inf else 0.0
+            if time.monotonic() + needed > self.deadline:
+                continue  # a smaller one may fit
+            seed = f", seed {run.config.seed}" if several else ""
+            self.lines[run.name] = self.progress.line(f"{run.purpose}{seed}", "steps")
+            yield run
+
+    def step(self, name: str, row: dict[str, Any]) -> None:
+        """Show a step; see `record.OnStep`."""
+        if name not in self.lines:  # reported by a worker just before its run ended
+            return
+        steps = next(run.config.steps for run in self.pending if run.name == name)
+        self.done[name] = row["step"] / steps
+        text = f"loss {row['loss']:.3f}" if row["step"] < steps else "scoring the held-out text"
+        self.lines[name](row["step"], steps, text=text)
+        done = sum(share * self.work[run] for run, share in self.done.items())
+        self.whole(done, sum(self.work.values()))
+
+    def end(self, run: Run, result: Measured | UserError) -> None:
+        """Keep what a run has left, and say how it ended."""
+        self.ended += 1
+        self.done[run.name] = 1.0
+        self.lines.pop(run.name).end()
+        head = f"[{self.ended}/{len(self.pending)}] {run.name}"
+        if isinstance(result, UserError):
+            self.failed.append(f"{run.name}: {result}")
+            self.progress.print(f"{head} failed: {result}", style="red")
+            return
+        self.results.add(result)
+        # With its row written a run needs no checkpoint; the model itself stays in final/.
+        for name in ("checkpoints", "consolidated"):
+            shutil.rmtree(self.results.run(run.name) / name, ignore_errors=True)
+        row, _ = result
+        self.progress.print(
+            f"{head}: perplexity {row['perplexity']:.3f}, {row['seconds']:.0f} s, "
+            f"{row['tokens_per_second']:,.0f} tok/s"
+        )
+
+
+def default_workers(scale: Scale) -> int:
+    """Return the scale's own number, or as many as the recipe's threads leave room for."""
+    if scale.workers is not None:
+        return scale.workers
+    if resolve_device(scale.recipe.device).type != "cpu" or scale.recipe.threads is None:
+        return 1
+    return max(1, available_cores() // scale.recipe.threads)
+
+
+def prepare_text(scale: Scale, folder: Path) -> Path:
+    """Tokenise the scale's text into `folder`; return at once when that is done already."""
+    text = scale.text
+    source = parse_source(text.source, column=text.column, limit_bytes=text.limit_bytes)
+    prepare(source, folder, tokenizer=text.tokenizer, vocab_size=text.vocab_size)
+    return folder
+
+
+def _setting(results: Results, scale: Scale, data: dict[str, Any]) -> dict[str, Any]:
+    device = resolve_device(scale.recipe.device)
+    dtype = str(resolve_dtype(scale.recipe.precision, device)).removeprefix("torch.")
+    if scale.recipe.precision == "auto" and (results.path / SETTING).is_file():
+        dtype = results.setting["precision"]  # the set goes on in the type it was begun in
+    return make_setting(scale, data, device.type, dtype)

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole quickstart on a small text: fair, complete, resumable, and what it refuses."""
+
+import dataclasses
+import io
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+import sparse_bitnet.training.train_run
+from made_up_results import read_rows
+from sparse_bitnet.checkpoint.build_model import build_model
+from sparse_bitnet.cli import evaluate as evaluate_cli
+from sparse_bitnet.cli import quickstart as cli
+from sparse_bitnet.data.loader import TokenLoader
+from sparse_bitnet.data.shards import TokenDataset
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.nn.layer import SparseBitConfig
+from sparse_bitnet.training.run_folder import Interrupted
+from sparse_bitnet_paper import record
+from sparse_bitnet_paper.page import markdown_page, render
+from sparse_bitnet_paper.quickstart import quickstart
+from sparse_bitnet_paper.report import markdown_report
+from sparse_bitnet_paper.reproduce import prepare_text
+from sparse_bitnet_paper.results import Results
+from sparse_bitnet_paper.runs import plan
+from sparse_bitnet_paper.scales import QuickstartConfig, four_formats
+from sparse_bitnet_paper.tables import table
+
+NASTY = "<script>alert('&')</script>"
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    words = [
+        f"{name}_{i % 9} = {name}({i})" for i in range(60) for name in ("read", "write", "sum")
+    ]
+    for number in range(120):
+        lines = [words[(number * 7 + k * 11) % len(words)] for k in range(30)]
+        (folder / f"{number:03}.txt").write_text("\n".join(lines) + "\n")
+    return str(folder / "*.txt")
+
+
+def small(text, out, **changes):
+    values = {
+        "source": text,
+        "out": str(out),
+        "steps": 3,
+        "vocab_size": 300,
+        "batch_size": 2,
+        "sequence_length": 32,
+        "prompt": f"read_1 = {NASTY}",
+        "workers": 1,
+    }
+    return QuickstartConfig(**values | changes)
+
+
+@pytest.fixture(scope="session")
+def finished(text, tmp_path_factory):
+    out = tmp_path_factory.mktemp("finished") / "quickstart"
+    config = small(text, out)
+    console = Console(file=io.StringIO(), width=100)
+    return config, quickstart(config, console), console.file.getvalue()
+
+
+def rows_of(config):
+    return read_rows(Path(config.out))
+
+
+def test_runs_differ_in_format_and_folder_only(text, tmp_path):
+    runs = plan(small(text, tmp_path, seeds=2).scale(), ["table2"])
+    assert [run.config.format for run in runs[:4]] == list(four_formats("6:8"))
+    free = {"format": "", "checkpoint_every": 1, "keep_checkpoints": 1}
+    for seed, four in ((0, runs[:4]), (1, runs[4:])):
+        assert len({dataclasses.replace(run.config, **free).to_json() for run in four}) == 1
+        assert {(run.config.seed, run.config.data_seed) for run in four} == {(seed, seed)}
+    assert len({run.name for run in runs}) == 8
+    assert runs[3].name == "seed-0/ternary-6of8"
+
+
+def test_same_initial_weights_and_batches(text, tmp_path):
+    scale = small(text, tmp_path).scale()
+    prepare_text(scale, tmp_path / "data")
+    dataset = TokenDataset.open(tmp_path / "data")
+    weights, batches = [], []
+    for run in (planned.config for planned in plan(scale, ["table2"])):
+        format = SparseBitConfig.parse(run.format)
+        model = build_model(run.model, format, seed=run.seed, vocab_size=dataset.vocab_size)
+        weights.append(model.state_dict())
+        loader = TokenLoader(
+            dataset,
+            sequence_length=run.sequence_length,
+            batch_size=run.batch_size,
+            seed=run.data_seed,
+        )
+        batches.append([loader.batch(step) for step in range(run.steps)])
+    for other in weights[1:]:
+        assert all(torch.equal(other[name], weights[0][name]) for name in other)
+    for other in batches[1:]:
+        for ours, theirs in zip(other, batches[0], strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+class Checker(HTMLParser):
+    """Every tag is closed in order; collects what could load something."""
+
+    VOID = ("meta", "br", "hr", "img", "input", "link")
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.tags, self.attributes = [], set(), []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.add(tag)
+        self.attributes += attributes
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_report_is_whole_well_formed_and_loads_nothing(finished):
+    config, result, printed = finished
+    page, rows = result.report.read_text("utf-8"), rows_of(config)
+    assert [row["format"] for row in rows] == list(four_formats("6:8"))
+    assert "[4/4] seed-0/ternary-6of8: perplexity" in printed
+    for row in rows:
+        assert f"{row['perplexity']:.2f}" in page
+        assert (Path(config.out) / row["checkpoint"] / "model.safetensors").is_file()
+    assert page.count("<figure>") == 6
+    for words in ("indicative", "26.31", "ternary-2:4", "windows of 32 tokens", "2.7", "commit"):
+        assert words in page
+    checker = Checker()
+    checker.feed(page)
+    assert checker.open == []
+    assert not checker.tags & {"script", "link", "img", "iframe", "object", "embed", "base"}
+    names = {name for name, _ in checker.attributes}
+    assert not names & {"src", "srcset", "data", "action"}
+    assert not any(name.startswith("on") for name in names)
+    assert NASTY not in page
+    assert "http" not in re.sub(r'xmlns(:\w+)?="[^"]*"', "", page)
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+
+
+def test_pages_escape_what_they_are_given():
+    shown = table([{"model": f"row {NASTY}", "share": "1 %"}])
+    values = {"histograms": "", "thresholds": [], "profile": "", "heat_maps": []}
+    page = render("weights.html.j2", title=NASTY, pattern="6:8", summary=shown, **values)
+    assert NASTY not in page
+    assert page.count("&lt;script&gt;") == 3  # head, heading and table
+    page = markdown_page(f"title {NASTY}", f"## {NASTY}\n\n| a |\n| ---: |\n| {NASTY} |\n", {})
+    assert NASTY not in page
+
+
+def test_cells_of_a_page_set_off_spreads_and_verdicts():
+    text = "| a | b |\n| --- | ---: |\n| not decided, 4 more seeds | -1.00 -2.00..+3.00 |\n"
+    page = markdown_page("title", text, {})
+    assert '<b class="open">not decided, 4 more seeds</b>' in page
+    assert "&minus;1.00<small>&minus;2.00..+3.00</small>" in page
+
+
+def test_finished_quickstart_is_not_run_again(finished, monkeypatch):
+    config, result, _ = finished
+    before = rows_of(config)
+    monkeypatch.setattr(sparse_bitnet.training.train_run, "Trainer", None)
+    assert quickstart(config).sample == result.sample
+    assert rows_of(config) == before
+
+
+def test_a_quickstart_is_no_set_to_report(finished):
+    with pytest.raises(UserError, match=r"whose page is its report\.html"):
+        markdown_report([Results(Path(finished[0].out))])
+
+
+def test_stopped_quickstart_goes_on(finished, text, tmp_path, monkeypatch):
+    config = small(text, tmp_path / "stopped")
+    train = record.train
+    calls = []
+
+    def stops_at_the_third(run, **options):
+        calls.append(run.format)
+        if len(calls) == 3:
+            raise Interrupted("stopped after step 1 of 3")
+        return train(run, **options)
+
+    monkeypatch.setattr(record, "train", stops_at_the_third)
+    with pytest.raises(Interrupted):
+        quickstart(config)
+    kept = rows_of(config)
+    assert [row["format"] for row in kept] == ["full-8:8", "full-6:8"]
+    monkeypatch.setattr(record, "train", train)
+    quickstart(config)
+    assert rows_of(config)[:2] == kept
+    whole = [row["perplexity"] for row in rows_of(finished[0])]
+    assert [row["perplexity"] for row in rows_of(config)] == whole
+
+
+def test_seeds_and_workers(finished, text, tmp_path):
+    """Two seeds, two at a time: the first seed is what one worker trains, the second is another."""
+    config = small(text, tmp_path / "q", seeds=2, workers=2)
+    page = quickstart(config).report.read_text("utf-8")
+    rows = {(row["seed"], row["format"]): row for row in rows_of(config)}
+    assert len(rows) == 8
+    for alone in rows_of(finished[0]):
+        row = rows[0, alone["format"]]
+        assert (row["perplexity"], row["flip_rate"]) == (alone["perplexity"], alone["flip_rate"])
+        ours, theirs = (
+            (Path(out) / row["checkpoint"] / "model.safetensors").read_bytes()
+            for out in (config.out, finished[0].out)
+        )
+        assert ours == theirs
+    assert rows[0, "full-8:8"]["perplexity"] != rows[1, "full-8:8"]["perplexity"]
+    assert "Mean of 2 seeds" in page
+    assert "of seed 0" in page
+
+
+def test_a_failing_run_ends_the_quickstart(text, tmp_path):
+    with pytest.raises(UserError, match="not finite"):
+        quickstart(small(text, tmp_path / "q", learning_rate=1e30, steps=20))
+
+
+def test_command_says_how_to_go_on(text, tmp_path, monkeypatch, capsys):
+    def stopped(*arguments, **options):
+        raise Interrupted("stopped after step 1 of 3")
+
+    monkeypatch.setattr(record, "train", stopped)
+    with pytest.raises(SystemExit) as exit_:
+        cli.run(small(text, tmp_path / "q"))
+    assert exit_.value.code == 130
+    assert "the same command continues" in capsys.readouterr().err
+
+
+def test_command_prints_table_sample_and_places(finished, capsys):
+    config, *_ = finished
+    cli.run(config)
+    printed = capsys.readouterr().out
+    for expected in ("full, dense", "ternary, 6:8", "26.31", "indicative", "report.html", "final"):
+        assert expected in printed
+    assert f"{rows_of(config)[3]['perplexity']:.2f}" in printed
+    assert config.prompt in printed
+
+
+def test_evaluating_a_run_gives_its_perplexity(finished, tmp_path, capsys):
+    config, *_ = finished
+    row = rows_of(config)[3]
+    run = str((Path(config.out) / row["checkpoint"]).parent)
+    limit = str(row["validation_tokens"])
+    arguments = [run, "--data", f"{config.out}/data", "--max-tokens", limit]
+    evaluate_cli.main([*arguments, "--json", str(tmp_path / "out.json")])
+    assert f"{row['perplexity']:.4f}" in capsys.readouterr().out
+    assert '"format": "ternary-6:8"' in (tmp_path / "out.json").read_text("utf-8")
+
+
+def test_folder_of_other_settings_is_refused(finished):
+    config, *_ = finished
+    with pytest.raises(UserError, match=r"another setting \(.*sizes.qwen2.5-0.3m 3 -> 4"):
+        quickstart(dataclasses.replace(config, steps=4))
+    with pytest.raises(UserError, match=r"another setting \(text\.vocab_size 300 -> 310"):
+        quickstart(dataclasses.replace(config, vocab_size=310))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pattern": "8:8"}, "is dense"),
+        ({"pattern": "six of eight"}, "write it as n:m"),
+        ({"pattern": "5:7"}, "96 is not a multiple of 7"),
+        ({"model": "qwen2.5-7t"}, "not a preset"),
+        ({"steps": 0}, "steps=0"),
+        ({"seeds": 0}, "seeds=0"),
+        ({"workers": 0}, "workers=0"),
+        ({"source": "nothing-here.txt"}, r"no file|no such file"),
+    ],
+)
+def test_bad_input_is_refused_before_any_training(text, tmp_path, changes, message):
+    with pytest.raises(UserError, match=message):
+        quickstart(small(text, tmp_path / "q", **changes))
+    assert not (tmp_path / "q" / "runs").exists()
+
+
+def test_damaged_results_are_named(finished, text, tmp_path):
+    shutil.copytree(finished[0].out, tmp_path / "q")
+    (tmp_path / "q" / "results.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match=r"results\.jsonl:1"):
+        quickstart(small(text, tmp_path / "q"))

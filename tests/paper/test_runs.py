@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The paper's experiments as run lists: complete, shared, fair."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparse_bitnet.checkpoint.build_model import PRESETS, build_model
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.nn.layer import SparseBitConfig
+from sparse_bitnet_paper.paper import paper
+from sparse_bitnet_paper.results import Results
+from sparse_bitnet_paper.runs import ABLATIONS, EXPERIMENTS, NOT_IN_NAME, Run, config_hash, plan
+from sparse_bitnet_paper.scales import PAPER_SWEEP, SCALES, find_scale, four_formats
+
+ROOT = Path(__file__).parents[2]
+ALL = list(EXPERIMENTS)
+
+
+def formats(runs):
+    return {run.config.format for run in runs}
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_every_run_is_complete_and_trainable(name):
+    for run in plan(find_scale(name), ALL):
+        assert run.config.model in PRESETS
+        SparseBitConfig.parse(run.config.format)
+        assert run.config.validation_every * 2 <= run.config.steps
+        assert run.purpose
+
+
+@pytest.mark.parametrize("name", SCALES)
+@pytest.mark.parametrize("experiment", ["table2", "sweep", "ablations", "schedule"])
+def test_runs_of_one_experiment_differ_in_format_and_schedule_alone(name, experiment):
+    free = {"format", "sparse_fraction", *NOT_IN_NAME}
+    groups = {}
+    for run in EXPERIMENTS[experiment](find_scale(name)):
+        config = dataclasses.asdict(run.config)
+        assert config["data_seed"] == config["seed"]
+        shared = {key: value for key, value in config.items() if key not in free}
+        groups.setdefault((config["model"], config["seed"]), []).append(shared)
+    assert groups
+    for configs in groups.values():
+        assert all(config == configs[0] for config in configs)
+
+
+def test_models_of_one_seed_start_from_the_same_weights():
+    first = {}
+    for run in plan(find_scale("smoke"), ALL):
+        format = SparseBitConfig.parse(run.config.format)
+        model = build_model(run.config.model, format, seed=run.config.seed, vocab_size=64)
+        weights = first.setdefault(run.config.model, model.state_dict())
+        assert all(torch.equal(weights[k], v) for k, v in model.state_dict().items())
+
+
+def test_a_run_that_several_experiments_ask_for_is_one_run():
+    scale = find_scale("cpu")
+    asked = [run for name in ALL for run in EXPERIMENTS[name](scale)]
+    planned = {run.name: run.config for run in plan(scale, ALL)}
+    assert len(planned) < len(asked)
+    assert planned == {run.name: run.config for run in asked}
+
+
+def test_names_are_readable_and_follow_the_config():
+    run = plan(find_scale("cpu"), ["schedule"], seeds=1)[1]
+    assert run.name.startswith("0.3m-ternary-6-8-rho25-lr")
+    assert run.name.endswith(config_hash(run.config))
+    moved = dataclasses.replace(run.config, data="elsewhere", out="there", keep_checkpoints=9)
+    assert Run(config=moved, purpose="").name == run.name
+    for change in ({"steps": 7}, {"format": "ternary-5:8"}, {"data_seed": 5}, {"threads": 3}):
+        assert config_hash(dataclasses.replace(run.config, **change)) != config_hash(run.config)
+
+
+def test_seed_zero_of_everything_comes_first_and_the_main_size_before_others():
+    scale = find_scale("cpu")
+    runs = plan(scale, ALL)
+    assert [run.config.seed for run in runs] == sorted(run.config.seed for run in runs)
+    first = [run.config.model for run in runs if run.config.seed == 0]
+    assert first == sorted(first, key=lambda model: model != scale.main)
+    assert [run.config.format for run in runs[:4]] == list(four_formats("6:8"))
+
+
+def test_seeds_on_request_replace_those_of_the_scale():
+    assert {run.config.seed for run in plan(find_scale("cpu"), ALL, seeds=2)} == {0, 1}
+    with pytest.raises(UserError, match="at least 1"):
+        plan(find_scale("cpu"), ALL, seeds=0)
+
+
+def test_experiments_are_those_of_the_paper():
+    scale = find_scale("cpu")
+    assert list(PAPER_SWEEP) == list(paper()["sweep"]["full"])
+    assert formats(EXPERIMENTS["sweep"](scale)) == {
+        f"{weight}-{pattern}" for weight in ("full", "ternary") for pattern in PAPER_SWEEP
+    }
+    assert formats(EXPERIMENTS["ablations"](scale)) == set(ABLATIONS.values())
+    fractions = {
+        (run.config.format, run.config.sparse_fraction) for run in EXPERIMENTS["schedule"](scale)
+    }
+    assert fractions == {("ternary-8:8", 1.0)} | {
+        ("ternary-6:8", share) for share in (0.25, 0.5, 0.75, 1.0)
+    }
+    rates = {run.config.learning_rate for run in EXPERIMENTS["search"](scale)}
+    assert rates == set(scale.size(scale.main).search)
+
+
+def test_dense_runs_keep_the_checkpoints_that_the_heat_maps_need():
+    for run in plan(find_scale("cpu"), ALL):
+        assert run.config.keep_checkpoints == (0 if run.is_dense else 1)
+        if run.is_dense:
+            assert 16 <= run.config.steps / run.config.checkpoint_every <= 18
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: find_scale("huge"), "scale 'huge' is unknown: choose one of smoke, cpu"),
+        (lambda: plan(find_scale("cpu"), ["table9"]), "experiment 'table9' is unknown"),
+    ],
+)
+def test_unknown_names_are_refused(call, message):
+    with pytest.raises(UserError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(("folder", "names"), [("cpu", ALL), ("cpu-ideas", ["ideas"])])
+def test_the_committed_sets_hold_the_runs_of_their_scale(folder, names):
+    """A field that is added to `TrainConfig` renames no run."""
+    done = set(Results(ROOT / "docs" / "results" / folder).rows.name)
+    assert {run.name for run in plan(find_scale("cpu"), names)} <= done
+
+
+def test_ideas_are_run_by_name_alone():
+    runs = plan(find_scale("cpu"), ["ideas"], 1)
+    assert [run.config.format for run in runs] == list(paper()["ideas"].values())
+    assert "ideas" not in EXPERIMENTS
+    recipes = {(run.config.model, run.config.steps, run.config.learning_rate) for run in runs}
+    assert len(recipes) == 1

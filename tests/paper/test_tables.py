@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables beside the paper's own numbers: strings, pairing of seeds, a terminal's width."""
+
+import dataclasses
+import io
+import json
+
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from made_up_results import SCALE, row_of
+from sparse_bitnet.errors import UserError
+from sparse_bitnet_paper.claims import average_accuracies
+from sparse_bitnet_paper.paper import paper_gains, paper_perplexities
+from sparse_bitnet_paper.quickstart import verdict
+from sparse_bitnet_paper.results import json_lines
+from sparse_bitnet_paper.runs import plan
+from sparse_bitnet_paper.tables import (
+    CHANCE,
+    beside_chance,
+    comparison_table,
+    four_models,
+    label,
+    paper_models,
+    recipes,
+    sparsity_costs,
+    spread,
+    table,
+    throughput_table,
+)
+
+PERPLEXITIES = {"full-8:8": 35.0, "full-6:8": 36.4, "ternary-8:8": 40.0, "ternary-6:8": 39.8}
+
+
+@pytest.fixture
+def models(make_set):
+    """The four models of so many seeds, by format."""
+
+    def make(seeds=1, pattern="6:8"):
+        def change(row):
+            dense = row["format"].endswith("8:8")
+            value = PERPLEXITIES[row["format"].replace(pattern, "6:8")]
+            value += row["seed"] * (1 if dense else 1.5)
+            zeros = 0.25 if row["format"] == f"full-{pattern}" else row["zero_fraction"]
+            return row | {"perplexity": value, "zero_fraction": zeros}
+
+        scale = dataclasses.replace(SCALE, pattern=pattern, sizes=SCALE.sizes[:1])
+        results = make_set(
+            lambda config: 1.0, seeds=seeds, scale=scale, names=["table2"], change=change
+        )
+        return four_models(results, SCALE.main)
+
+    return make
+
+
+def printed(shown, width):
+    console = Console(file=io.StringIO(), width=width)
+    shown.print(console, "title", "rest")
+    return console.file.getvalue()
+
+
+def test_strings_of_the_table(models):
+    shown = comparison_table(models())
+    titles = ["this run", "paper 0.5B", "paper 1.5B", "paper 3B"]
+    assert [title for title, _ in shown.groups] == titles
+    assert list(shown.frame.index) == ["full, dense", "full, 6:8", "ternary, dense", "ternary, 6:8"]
+    ours = ["36.40", "+1.40", "+4.0", "25.0 %", "0.123 %"]
+    theirs = ["23.11", "+5.5", "18.70", "+3.3", "16.48", "+2.8"]
+    assert list(shown.frame.loc["full, 6:8"]) == ours + theirs
+    assert list(shown.frame.loc["ternary, dense"][:5]) == ["40.00", "-", "-", "40.0 %", "-"]
+
+
+def test_seeds_are_paired_and_show_their_spread(models):
+    shown = comparison_table(models(3))
+    assert shown.frame.loc["full, 6:8", ("this run", "Δ")] == "+1.90\n+1.40..+2.40"
+    assert "+1.90 +1.40..+2.40" in shown.markdown()
+    assert "Mean of 3 seeds" in shown.notes[1]
+
+
+def test_unfinished_seeds_do_not_count(make_set):
+    results = make_set(seeds=2, names=["table2"])
+    results.rows = results.rows[~((results.rows.seed == 1) & (results.rows.variant == "full-6:8"))]
+    assert [len(own) for own in four_models(results, SCALE.main).values()] == [1] * 4
+    results.rows = results.rows[results.rows.variant != "full-6:8"]
+    assert four_models(results, SCALE.main) == {}
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+@pytest.mark.parametrize("width", [80, 140])
+def test_a_terminal_shows_every_number(models, seeds, width):
+    shown = comparison_table(models(seeds))
+    text = printed(shown, width)
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    for line in shown.frame.itertuples():
+        for word in " ".join(line).split():
+            assert word in text
+            assert word in shown.markdown()
+
+
+def test_a_name_in_brackets_is_no_style():
+    assert "run[v2]" in printed(table([{"model": "run[v2]", "n": "1"}]), 80)
+
+
+def test_patterns_outside_the_paper_have_our_columns_only(models):
+    own = models(pattern="5:8")
+    assert [title for title, _ in comparison_table(own).groups] == ["this run", "paper 0.5B"]
+    assert paper_perplexities("5:7") == {}
+
+
+def test_paper_costs_are_those_it_prints():
+    columns = {size: sparsity_costs(found).loc[0] for size, found in paper_models("6:8").items()}
+    printed_full = {"0.5B": 5.5, "1.5B": 3.3, "3B": 2.8}
+    for size, own in columns.items():
+        assert own["full-6:8"] == pytest.approx(printed_full[size], abs=0.05)
+    # Section 4.2: at 2:4, +18.8 % for BF16 and +5.7 % for BitNet.
+    sweep = sparsity_costs(paper_models("2:4")["0.5B"]).loc[0]
+    assert list(sweep) == pytest.approx([18.8, 5.7], abs=0.05)
+    assert max(paper_gains("prefill").values()) == pytest.approx(1.30, abs=0.01)
+    assert paper_gains("train") == {}
+
+
+def test_verdict_states_values_and_limits(models):
+    text = verdict(models())
+    for words in ("+4.0 %", "-0.5 %", "+5.5 % and +1.2 %", "indicative", "--seeds 3"):
+        assert words in text
+    assert "not been trained long enough" in text
+    several = verdict(models(3))
+    assert "for 3 of 3 seeds" in several
+    assert "(+4.0.." in several
+    assert "long enough" not in several
+
+
+def test_layers_that_stay_dense_are_no_part_of_a_model_s_kind(make_set):
+    change = lambda row: row | {"format": f"{row['format']},dense_layers=down_proj"}  # noqa: E731
+    results = make_set(seeds=1, names=["ablations"], change=change)
+    assert list(results.rows.variant[:2]) == ["ternary-6:8", "ternary-6:8,mask_gradient=masked"]
+    assert list(results.by_seed("ternary-6:8").index) == [0]
+
+
+def test_labels_and_spreads():
+    assert label("ternary-2:4") == "ternary, 2:4"
+    assert label("full-8:8") == "full, dense"
+    assert spread([1.0, 3.0, float("nan")], ".1f") == "2.0\n1.0..3.0"
+    assert spread([], ".1f") == "-"
+
+
+def test_recipes_of_as_many_steps_share_a_residual(make_set):
+    results = make_set(lambda config: 30.0, names=["table2"])
+    rows = results.rows[results.rows.model == SCALE.main]
+    changed = rows.assign(recipe="bf16 masters", loss=rows.loss + 0.1 * rows.variant.eq("full-6:8"))
+    shorter = rows.assign(recipe="512 sequences a step", steps=1)
+    results.rows = pd.concat([rows, changed, shorter], ignore_index=True)
+    found = {name: cost for name, (_, cost) in recipes(results).items()}
+    assert list(found) == ["", "512 sequences a step", "bf16 masters"]
+    assert found["bf16 masters"].mean == pytest.approx(10)
+    assert (
+        found[""].freedom == found["bf16 masters"].freedom > found["512 sequences a step"].freedom
+    )
+
+
+def scored(results, **acc):
+    """Two models scored on 1,000 questions of each task; the second as `acc` says."""
+    lines = []
+    for number, name in enumerate(results.rows.name[:2]):
+        tasks = {task: {"acc": acc.get(task, 0.5) if number else CHANCE[task]} for task in CHANCE}
+        questions = dict.fromkeys(CHANCE, 1000)
+        lines.append({"run": name, "asked": ["paper"], "tasks": tasks, "questions": questions})
+    (results.path / "downstream.jsonl").write_text(json_lines(lines))
+    return beside_chance(results)
+
+
+def test_only_models_above_chance_are_named(make_set):
+    results = make_set(seeds=1, names=["table2"])
+    found = scored(results, hellaswag=0.27, arc_easy=0.23, piqa=0.52)
+    assert (found["tests"], found["above"]) == (10, [])
+    found = scored(results, hellaswag=0.30, arc_easy=0.25)  # 25 + 3.65 standard deviations
+    assert found["above"] == [f"{results.rows.name[1]} in hellaswag"]
+    assert average_accuracies(results).average[0] == pytest.approx(20 * sum(CHANCE.values()))
+
+
+ROW = {
+    "kv_cache": "float16",
+    "model": "qwen2.5-1.5b",
+    "hardware": "a machine",
+    "date": "2026-01-02",
+}
+
+
+def test_table_3_shows_patterns_over_dense_and_no_gpu(tmp_path):
+    speeds = {("8:8", "i2"): 100.0, ("6:8", "i2"): 90.0, ("6:8", "b3"): 110.0}
+    rows = [
+        {
+            **ROW,
+            "phase": phase,
+            "tokens": tokens,
+            "batch": 1,
+            "threads": 2,
+            "pattern": pattern,
+            "weight_format": format,
+            "tokens_per_second": speed * (1 if phase == "prefill" else 0.1),
+            "spread": 0.125,
+        }
+        for phase, tokens in (("prefill", 512), ("decode", 0), ("decode", 2048))
+        for (pattern, format), speed in speeds.items()
+    ]
+    path = tmp_path / "bench.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    frame = throughput_table(path).frame
+    assert list(frame.columns)[:2] == ["dense", "6:8"]
+    assert list(frame.loc["prefill, 512 tokens, 2 threads"]) == [
+        *("100.0", "110.0\n1.10x", "not measured", "1.05x to 1.30x (A100)"),
+    ]
+    assert list(frame.loc["decode, batch 1, 2 threads"])[:2] == ["10.0", "11.0\n1.10x"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows[1:3]))  # no dense model
+    with pytest.raises(UserError, match="no run of dense and sparse models in turn"):
+        throughput_table(path)
+
+
+@pytest.mark.parametrize("content", ['{"model": 1}\n', "1\n", ""])
+def test_table_3_needs_rows_of_bench(tmp_path, content):
+    (tmp_path / "other.jsonl").write_text(content)
+    with pytest.raises(UserError, match="no run of dense and sparse models in turn"):
+        throughput_table(tmp_path / "other.jsonl")
+
+
+def test_a_row_that_lacks_something_is_named(make_set):
+    results = make_set(seeds=1, names=["table2"])
+    run = plan(SCALE, ["table2"])[0]
+    good = row_of(run, 30.0)
+    for line, words in (
+        ("{", "not JSON"),
+        ("[]", "not a JSON object"),
+        ("{}", "not a result row"),
+        (json.dumps(good | {"provenance": {"commit": "c"}}), "provenance: damaged, it lacks date"),
+    ):
+        (results.path / "results.jsonl").write_text(f"{json.dumps(good)}\n{line}\n")
+        with pytest.raises(UserError, match=rf"results\.jsonl:2: {words}"):
+            type(results)(results.path).rows  # noqa: B018
