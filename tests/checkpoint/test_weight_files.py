@@ -46,6 +46,22 @@ def test_tensors_of_several_files(tmp_path: Path, has_index: bool) -> None:
         files.read("d")
 
 
+@pytest.mark.parametrize(
+    ("name", "prefix"),
+    [
+        ("_orig_mod.model.norm.weight", "_orig_mod."),
+        ("model.layers.0._orig_mod.mlp.up_proj.weight", "_orig_mod."),
+        ("module.model.norm.weight", "module."),
+        ("base_model.model.model.norm.weight", "base_model.model."),
+        ("model.model.norm.weight", "model.model."),
+    ],
+)
+def test_names_of_a_wrapped_model_are_named(tmp_path: Path, name: str, prefix: str) -> None:
+    save_file({name: TENSORS["a"]}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=rf"tensor {name} is that of a wrapped model \({prefix}:"):
+        WeightFiles.in_folder(tmp_path)
+
+
 def test_a_whole_file_comes_before_an_index_that_was_left(tmp_path: Path) -> None:
     index(tmp_path, {"a": "model-1.safetensors"})
     save_file({"a": TENSORS["a"]}, tmp_path / "model.safetensors")

@@ -26,6 +26,16 @@ HARD = [
 ]
 
 
+def test_the_tokenizer_of_a_run_or_of_prepared_data_is_named_by_their_folder(tmp_path):
+    own = train_tokenizer(["some words and some more words"], 270)
+    for place in ("run/final", "data/tokenizer"):
+        own.save_pretrained(tmp_path / place)
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "config.json").write_text(json.dumps({"data": str(tmp_path / "data")}))
+    for name in ("run", "data", "begun"):
+        assert tokenizer_hash(load_tokenizer(tmp_path / name)) == tokenizer_hash(own)
+
+
 def test_trained_tokenizer(tokenizer_folder: Path) -> None:
     tokenizer = load_tokenizer(tokenizer_folder)
     assert vocabulary_size(tokenizer) == len(tokenizer) == 300

@@ -3,7 +3,9 @@
 
 import json
 import os
+import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,18 +16,26 @@ import torch
 
 from factories import tiny_config
 from packed_models import tiny_model_config, typical_error
+from sparse_bitnet.checkpoint.build_model import build_model
 from sparse_bitnet.checkpoint.checkpoint import embedding_weights, linear_shapes, stored_tensors
 from sparse_bitnet.checkpoint.gguf_file import GgufFile
 from sparse_bitnet.checkpoint.gguf_tokenizer import read_tokenizer, write_tokenizer
 from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
-from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
+from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, open_checkpoint
+from sparse_bitnet.cli.main import main
+from sparse_bitnet.data.preparation import prepare
+from sparse_bitnet.data.shards import TokenDataset
+from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.engine.engine import Engine
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
 from sparse_bitnet.export.importer import import_checkpoint
 from sparse_bitnet.generation.text import TextTokenizer
+from sparse_bitnet.nn.convert import sparse_layers
 from sparse_bitnet.packing.gguf_blocks import READ_TYPES
+from sparse_bitnet.training.logit_cache import fingerprint
+from sparse_bitnet.training.teacher_loss import Teacher
 
 gguf = pytest.importorskip("gguf", reason="pip install gguf")
 Kind = gguf.GGMLQuantizationType
@@ -387,6 +397,108 @@ def test_files_that_are_not_ternary(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("family", "kind"), [("qwen2", "Q4_1"), ("llama", "Q5_0"), ("qwen3", "F16")]
+)
+def test_an_ordinary_file_is_a_start_and_a_teacher(tmp_path: Path, family: str, kind: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(tiny_config(family, **SIZES)).float()
+    path = tmp_path / "model.gguf"
+    write_gguf(path, model, family, quantised(Kind[kind]))
+    theirs = {"config": model.config, "gguf_file": path.name}
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, **theirs).state_dict()
+    path = path.rename(tmp_path / "no suffix")
+    found = find_checkpoint(path)
+    assert found.kind == "dense"
+    own = found.load(dtype=torch.float32)
+    assert own.state_dict().keys() == expected.keys()
+    assert all(torch.equal(own.state_dict()[name], expected[name]) for name in expected)
+    student = build_model("", "ternary-6:8", init=path)
+    assert sparse_layers(student).keys() == linear_shapes(own).keys() - {"lm_head"}
+    teacher = Teacher(path, torch.float32, torch.device("cpu"))
+    assert teacher.vocab_size == SIZES["vocab_size"]
+    assert len(fingerprint(str(path))) == 16
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["pack IN OUT", "import IN OUT", "export IN OUT --format dense", "generate IN --prompt a"]
+    + [f"generate IN --prompt a --engine {engine}" for engine in ("cpu", "transformers")],
+)
+def test_who_takes_no_ordinary_file_names_distill(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any, command: str
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(tiny_config("qwen2", **SIZES)).float()
+    path = write_gguf(tmp_path / "model.gguf", model, "qwen2", quantised(Kind.Q4_1))
+    if command.startswith(("import", "generate")):
+        # The light core needs no other package to say so.
+        monkeypatch.setitem(sys.modules, "gguf", None)
+        monkeypatch.setitem(sys.modules, "torch", None)
+    places = {"IN": str(path), "OUT": str(tmp_path / "out")}
+    with pytest.raises(SystemExit) as stopped:
+        main([places.get(word, word) for word in command.split()])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert re.fullmatch(
+        r"sparse-bitnet: .*is Q4_1 and not ternary.*sparse-bitnet distill .*\n", said
+    )
+    assert os.listdir(tmp_path) == ["model.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data[:4] + data[4:8][::-1] + data[8:], "of the other byte order"),
+        (lambda data: b"FUGG" + data[4:], "of the other byte order"),
+        (lambda data: b"version https://git-lfs.github.com/spec/v1", "git lfs pull"),
+        (lambda data: b"tjgg" + data[4:], "GGML from before GGUF"),
+    ],
+)
+def test_other_files_are_named_for_what_they_are(
+    small_file: Path, tmp_path: Path, change: Any, message: str
+) -> None:
+    (tmp_path / "other.gguf").write_bytes(change(small_file.read_bytes()))
+    with pytest.raises(UserError, match=message):
+        open_checkpoint(tmp_path / "other.gguf")
+
+
+def test_one_part_of_several_is_named(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model-00002-of-00003.gguf", "llama")
+    writer.add_uint16("split.count", 3)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(UserError, match="it is one of 3 parts: llama-gguf-split --merge"):
+        open_checkpoint(tmp_path / "model-00002-of-00003.gguf")
+
+
+def test_a_type_that_no_gguf_has_is_named_as_another_tools(
+    small_file: Path, tmp_path: Path
+) -> None:
+    data = bytearray(small_file.read_bytes())
+    at = data.index(b"blk.0.attn_k.weight") + 19 + 4 + 16
+    data[at : at + 4] = (155).to_bytes(4, "little")
+    (tmp_path / "other.gguf").write_bytes(data)
+    with pytest.raises(UserError, match=r"attn_k\.weight is type 155, .* another tool's"):
+        open_checkpoint(tmp_path / "other.gguf")
+
+
+@pytest.mark.parametrize("place", ["", "snapshots/abc"])
+def test_a_folder_that_has_a_gguf_file_alone_names_it(
+    small_file: Path, tmp_path: Path, place: str
+) -> None:
+    (tmp_path / "folder" / place).mkdir(parents=True)
+    path = shutil.copy(small_file, tmp_path / "folder" / place / "m.gguf")
+    with pytest.raises(UserError, match=f"it holds {path}: name that file"):
+        open_checkpoint(tmp_path / "folder")
+    with pytest.raises(UserError, match=r"OWNER/NAME/FILE.gguf instead of :TAG"):
+        open_checkpoint("owner/name:Q4_K_M")
+
+
+@pytest.mark.parametrize(
     ("add", "message"),
     [
         (lambda w: w.add_tensor("blk.0.attn_q.scale", np.ones(2, "f4")), "is not the one scale"),
@@ -565,6 +677,31 @@ def test_what_a_file_does_not_say_is_as_in_llama_cpp(
     write_tokenizer(metadata, tmp_path / "model.gguf", tmp_path)
     encoded = TextTokenizer.load(tmp_path).encode("a")
     assert (encoded.count(1), encoded.count(2), 3 in encoded) == (first, last, True)
+
+
+def test_a_file_is_a_tokenizer_and_its_model_goes_with_data_of_it(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    export(checkpoint, tmp_path / "out", ExportConfig(format="gguf-q2_0"))
+    (path,) = (tmp_path / "out").glob("*.gguf")
+    assert (
+        load_tokenizer(path).get_vocab().items() >= load_tokenizer(checkpoint).get_vocab().items()
+    )
+    text = tmp_path / "text.txt"
+    text.write_text("def some(words):\n    return 1234\n" * 2000)
+    for name, tokenizer in (("own", path), ("hub", checkpoint), ("other", None)):
+        prepare(
+            parse_source(str(text)),
+            tmp_path / name,
+            tokenizer=tokenizer,
+            vocab_size=None if tokenizer else 300,
+        )
+        data = TokenDataset.open(tmp_path / name, "train")
+        if name == "other":
+            with pytest.raises(UserError, match="prepared with another tokenizer than that of"):
+                data.check_tokenizer(path, "model.gguf")
+        else:
+            assert data.check_tokenizer(path, "model.gguf")
 
 
 def test_tokens_around_a_text_may_be_of_any_spelling(tmp_path: Path) -> None:

@@ -59,6 +59,9 @@ class StoredModel:
     model: Callable[[], "PreTrainedModel"]
     """The transformers model on the meta device, before anything is converted."""
 
+    weights: "Callable[[], dict[str, Tensor]] | None" = None
+    """Reads all tensors of a model that transformers does not load; None for any other."""
+
     @property
     def title(self) -> str:
         """Its name in what is made of it: that of the folder, or of the run."""
@@ -71,8 +74,10 @@ class StoredModel:
 
     def load(self, **kwargs: Any) -> "PreTrainedModel":
         """The model with its weights; `kwargs` are those of transformers' `from_pretrained`."""
-        from sparse_bitnet.checkpoint.load import from_pretrained
+        from sparse_bitnet.checkpoint.load import from_pretrained, with_weights
 
+        if self.weights is not None:
+            return with_weights(self.model(), self.weights(), **kwargs)
         if self.folder.is_file():
             raise UserError(f"{self.folder} is a GGUF file: `sparse-bitnet import` it first")
         return from_pretrained(self.folder, **kwargs)

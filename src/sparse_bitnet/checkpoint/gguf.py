@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -31,6 +32,9 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.packing.gguf_blocks import I2_S, I2_S_ARM, in_arm_order
 from sparse_bitnet.packing.ternary import TernaryWeight, ternary_of_floats, with_fewest_scales
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _TABLES = ("model.embed_tokens", "lm_head")
 _SCALES = ("scale", "weight_scale")
 """Ends of tensors that multiply a whole matrix, beside it."""
@@ -46,15 +50,21 @@ def find_gguf(path: Path) -> StoredModel:
 
     Raises `UserError` for a damaged file and for an architecture or a tensor that is not covered.
     """
-    config = _Opened(path).config
+    opened = _Opened(path)
+    linears = opened.linears()
+    is_ternary = any(map(opened.is_ternary, linears))
+    said = [
+        f"tensor {each} is {opened.file.type_name(each)} and not ternary" for each in linears[:1]
+    ]
     return StoredModel(
         name=str(path),
         folder=path,
-        kind="foreign",
-        reader="gguf",
-        config=config,
-        entry={},
-        model=functools.cache(partial(skeleton, config, path)),
+        kind="foreign" if is_ternary else "dense",
+        reader="gguf" if is_ternary else "",
+        config=opened.config,
+        entry={} if is_ternary else {"not_ternary": "".join(said)},
+        model=functools.cache(partial(skeleton, opened.config, path)),
+        weights=None if is_ternary else opened.weights,
     )
 
 
@@ -93,24 +103,7 @@ class _Opened:
         """Of layers of which an export of ours remembers them."""
 
     def checkpoint(self, found: StoredModel) -> Checkpoint:
-        wanted: dict[str, tuple[int, ...]] = {}
-        for name, shape in self._wanted():
-            if name not in self.names:
-                raise UserError(f"{self.file.path} lacks a tensor for {name}: it is incomplete")
-            own = self.file.tensors[self.names[name]].shape
-            if own != shape:
-                raise UserError(
-                    f"{self.file.path}: tensor {self.names[name]} is {list(own)}, its metadata asks "
-                    f"{list(shape)}"
-                )
-            wanted[name] = shape
-            self._factor(self.names[name])
-        if unknown := sorted(self.names.keys() - wanted.keys()):
-            # Zeros stand for biases that the model does not have.
-            raise UserError(
-                f"{self.file.path}: tensor {self.names[unknown[0]]} is not part of "
-                f"{self.architecture.name} here"
-            )
+        wanted = self._checked()
         layers = self._layers(wanted)
         scales = self.file.metadata.get(WEIGHT_SCALES)
         if (
@@ -139,6 +132,49 @@ class _Opened:
             ternary_rows=self.ternary_rows,
             write_tokenizer=partial(write_tokenizer, self.file.metadata, self.file.path),
         )
+
+    def _checked(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the model. Raises `UserError` unless the file has exactly these."""
+        wanted: dict[str, tuple[int, ...]] = {}
+        for name, shape in self._wanted():
+            if name not in self.names:
+                raise UserError(f"{self.file.path} lacks a tensor for {name}: it is incomplete")
+            own = self.file.tensors[self.names[name]].shape
+            if own != shape:
+                raise UserError(
+                    f"{self.file.path}: tensor {self.names[name]} is {list(own)}, its metadata asks "
+                    f"{list(shape)}"
+                )
+            wanted[name] = shape
+            self._factor(self.names[name])
+        if unknown := sorted(self.names.keys() - wanted.keys()):
+            # Zeros stand for biases that the model does not have.
+            raise UserError(
+                f"{self.file.path}: tensor {self.names[unknown[0]]} is not part of "
+                f"{self.architecture.name} here"
+            )
+        return wanted
+
+    def linears(self) -> list[str]:
+        """The file's names of the matrices of its blocks."""
+        return [
+            stored
+            for name, stored in self.names.items()
+            if len(self.file.tensors[stored].shape) == 2 and not name.startswith(_TABLES)
+        ]
+
+    def is_ternary(self, stored: str) -> bool:
+        """Whether a matrix is, as far as its type and its first rows tell."""
+        if self.file.block_type(stored) is not None or self.file.is_quantised(stored):
+            return not self.file.is_quantised(stored)
+        first = self.file.floats(stored, slice(0, _LOOKED_AT))
+        return ternary_of_floats(first, stored) is not None
+
+    def weights(self) -> "dict[str, Tensor]":
+        """All tensors in float32, by transformers' names. Raises `UserError` as `_checked`."""
+        import torch
+
+        return {name: torch.from_numpy(self.read(name)) for name in self._checked()}
 
     def _wanted(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names and shapes of a model of this config, in transformers' order."""
@@ -234,8 +270,8 @@ class _Opened:
                 continue
             if ours is None or end not in ("weight", "bias"):
                 raise UserError(
-                    f"{self.file.path}: tensor {stored} is not covered; `--engine transformers` may "
-                    "run the model that this file was made from"
+                    f"{self.file.path}: tensor {stored} is not covered; distill and --engine "
+                    "transformers may take the model that this file was made from"
                 )
             prefix = f"model.layers.{int(block[1])}." if block else ""
             names[f"{prefix}{ours}.{end}"] = stored
@@ -248,13 +284,11 @@ class _Opened:
             if len(shape) != 2 or layer in _TABLES:
                 continue
             stored = self.names[name]
-            if self.file.block_type(stored) is None:
-                first = self.file.floats(stored, slice(0, _LOOKED_AT))
-                if ternary_of_floats(first, layer) is None:
-                    raise UserError(
-                        f"{self.file.path}: tensor {stored} is {self.file.type_name(stored)} and not "
-                        "ternary; llama.cpp runs such files"
-                    )
+            if not self.is_ternary(stored):
+                raise UserError(
+                    f"{self.file.path}: tensor {stored} is {self.file.type_name(stored)} and not "
+                    "ternary, as others are; llama.cpp runs such files"
+                )
             layers[layer] = (shape[0], shape[1])
         if not layers:
             raise UserError(f"{self.file.path} has no ternary layer")

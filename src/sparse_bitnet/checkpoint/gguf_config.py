@@ -79,7 +79,7 @@ def architecture_of(file: GgufFile) -> GgufArchitecture:
         known = dict.fromkeys(row.name for row in ARCHITECTURES)
         raise UserError(
             f"{file.path}: its architecture {shown(name)} is not covered; {', '.join(known)} are; "
-            "`--engine transformers` may run the model that this file was made from"
+            "distill and --engine transformers may take the model that this file was made from"
         )
     has_norms = _FIRST_LINEAR_NORM in file.tensors
     found = [row for row in found if row.linear_norms == has_norms]

@@ -32,7 +32,33 @@ _FLOATS: dict[int, np.dtype] = {
     28: np.dtype("<f8"),
 }
 _BF16, _Q8_0 = 30, np.dtype([("scale", "<f2"), ("codes", "i1", 32)])
-_NAMES = {0: "F32", 1: "F16", 8: "Q8_0", 28: "F64", 30: "BF16", 142: "PQ2_0", 143: "PTQ1_0"}
+_PLAIN = {*_FLOATS, 8}
+_NAMES = {
+    **dict(
+        enumerate(("F32", "F16", "Q4_0", "Q4_1", "Q4_2", "Q4_3", "Q5_0", "Q5_1", "Q8_0", "Q8_1"))
+    ),
+    **dict(enumerate(("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_K", "IQ2_XXS", "IQ2_XS"), 10)),
+    **dict(enumerate(("IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS", "I8", "I16"), 18)),
+    **{
+        26: "I32",
+        27: "I64",
+        28: "F64",
+        29: "IQ1_M",
+        30: "BF16",
+        39: "MXFP4",
+        142: "PQ2_0",
+        143: "PTQ1_0",
+    },
+}
+_OF_LLAMA_CPP = 100
+"""Its types have lower numbers; other tools give theirs higher ones."""
+_NOT_GGUF = {
+    b"vers": "a Git LFS pointer stands in its place: git lfs pull",
+    **dict.fromkeys(
+        (b"lmgg", b"fmgg", b"tjgg", b"algg"), "GGML from before GGUF: convert it again"
+    ),
+}
+"""Beginnings of other files, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +98,8 @@ class GgufFile:
                 self.tensors = _placed(entries, reader.aligned(alignment), alignment, len(data))
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
         except (ValueError, struct.error) as error:
             raise UserError(f"{path} is not a GGUF file, or is damaged: {error}") from error
         check_basis(self.metadata, str(path))
@@ -101,12 +129,13 @@ class GgufFile:
         if block is not None:
             return block.name
         type_id = self.tensors[name].type_id
-        if type_id in _NAMES:
-            return _NAMES[type_id]
-        from gguf import GGMLQuantizationType
+        return _NAMES.get(type_id, f"type {type_id}")
 
-        known = {int(each): each.name for each in GGMLQuantizationType}
-        return known.get(type_id, f"type {type_id}")
+    def is_quantised(self, name: str) -> bool:
+        """Whether a tensor has a type of llama.cpp's that is neither ternary nor holds ternary weights
+        exactly, as floats and Q8_0 do."""
+        type_id = self.tensors[name].type_id
+        return self.block_type(name) is None and type_id not in _PLAIN and type_id < _OF_LLAMA_CPP
 
     def codes(
         self, name: str, block: BlockType, part: slice = slice(None)
@@ -145,6 +174,11 @@ class GgufFile:
             codes, scales = self.codes(name, block, part)
             runs = codes.reshape(last - first, -1, block.codes)
             return (runs * scales.astype(np.float32)[..., None]).reshape(shape)
+        if entry.type_id >= _OF_LLAMA_CPP:
+            raise UserError(
+                f"{self.path}: tensor {name} is {self.type_name(name)}, which is not read here, nor by "
+                "llama.cpp: it is another tool's"
+            )
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
         from gguf.quants import dequantize
 
@@ -176,9 +210,11 @@ class _Reader:
         self._data, self._at = data, 0
 
     def header(self) -> tuple[dict[str, Any], list[tuple[str, GgufEntry]], int]:
-        if self._bytes(4) != _MAGIC:
-            raise ValueError("it does not begin with GGUF")
+        if (magic := self._bytes(4)) not in (_MAGIC, _MAGIC[::-1]):
+            raise ValueError(_NOT_GGUF.get(magic, "it does not begin with GGUF"))
         version = self._number("I")
+        if magic != _MAGIC or version >= 1 << 16:
+            raise UserError("it is of the other byte order, big-endian: convert the model again")
         if version not in _VERSIONS:
             raise ValueError(f"version {version}, readable are {_VERSIONS}")
         tensors, fields = self._count(24), self._count(13)
@@ -188,6 +224,8 @@ class _Reader:
             if key in metadata:
                 raise ValueError(f"{key} is there twice")
             metadata[key] = self._value(self._number("I"))
+        if (parts := metadata.get("split.count", 0)) > 1:
+            raise UserError(f"it is one of {parts} parts: llama-gguf-split --merge FIRST OUT.gguf")
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 0 < alignment <= 1 << 16:
             raise ValueError(f"an alignment of {alignment!r}")

@@ -3,10 +3,13 @@
 
 import copy
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparse_bitnet.checkpoint.gguf_file import GgufFile
+from sparse_bitnet.checkpoint.gguf_tokenizer import write_tokenizer
 from sparse_bitnet.checkpoint.model_folder import (
     CONFIG_FILE,
     TOKENIZER_FILES,
@@ -14,14 +17,17 @@ from sparse_bitnet.checkpoint.model_folder import (
     check_folder,
     check_sizes,
     check_weights_as_stored,
+    is_gguf,
     local_folder,
     quantization_entry,
     read_json_if_there,
 )
+from sparse_bitnet.checkpoint.weight_files import refuse_wrapped
 from sparse_bitnet.errors import UserError, library_errors_as
 from sparse_bitnet.packing.metadata import QUANT_METHOD
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 
@@ -120,6 +126,7 @@ def from_pretrained(path_or_id: str | Path, **kwargs: Any) -> "PreTrainedModel":
             AutoModelForCausalLM.from_pretrained, path_or_id, output_loading_info=True, **kwargs
         )
     model, info = loaded
+    refuse_wrapped(info["unexpected_keys"], path_or_id)
     parts = {name.partition(".")[0] for name, _ in model.named_children()}
     for name in sorted(info["unexpected_keys"]):
         # A module of its own beside the model, such as a value head, changes nothing.
@@ -139,6 +146,14 @@ def has_tokenizer(folder: Path) -> bool:
     return any(any(folder.glob(file)) for file in ("tokenizer.json", "*.model", "vocab.*"))
 
 
+def with_weights(
+    model: "PreTrainedModel", weights: "dict[str, Tensor]", **kwargs: Any
+) -> "PreTrainedModel":
+    """The model of a skeleton with these weights; `kwargs` are those of `from_pretrained`."""
+    loader = type(model).from_pretrained
+    return load_with(loader, None, config=model.config, state_dict=weights, **kwargs)
+
+
 def load_tokenizer(
     path_or_hub_id: str | os.PathLike[str], *, eos_token: str | int | None = None
 ) -> "PreTrainedTokenizerFast":
@@ -149,8 +164,8 @@ def load_tokenizer(
     pre-tokenizer and normaliser) and so may tokenise differently from what the model was trained on.
 
     Args:
-        path_or_hub_id: folder, or hub id such as "Qwen/Qwen2.5-0.5B"; a finished run stands for its
-            `final`.
+        path_or_hub_id: folder of a model, run or prepared data, GGUF file, or hub id such as
+            "Qwen/Qwen2.5-0.5B".
         eos_token: the token that ends a document, where the saved choice is not the one wanted (an
             instruction-tuned model's ends a turn); an id is not checked.
 
@@ -159,8 +174,17 @@ def load_tokenizer(
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    if is_gguf(path_or_hub_id):
+        path = Path(path_or_hub_id)
+        with tempfile.TemporaryDirectory() as written:
+            write_tokenizer(GgufFile(path).metadata, path, Path(written))
+            return load_tokenizer(written, eos_token=eos_token)
     folder = local_folder(Path(path_or_hub_id), TOKENIZER_FILES)
-    folder = folder / "final" if (folder / "final" / CONFIG_FILE).is_file() else folder
+    if not has_tokenizer(folder):
+        # A run has it in its model, before that in its data, and prepared data have it in a folder.
+        data = Path(str(read_json_if_there(folder / CONFIG_FILE).get("data")))
+        inside = (folder / "final", folder / "tokenizer", data / "tokenizer")
+        folder = next((each for each in inside if has_tokenizer(each)), folder)
     if not has_tokenizer(folder):
         raise UserError(f"no readable tokenizer in {path_or_hub_id}: it has no tokenizer.json")
     exact = (folder / "tokenizer.json").exists()

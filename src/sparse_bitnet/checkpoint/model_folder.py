@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sparse_bitnet.checkpoint.config_fields import check_basis, check_fields, of_all_layers
-from sparse_bitnet.errors import UserError, reason_of
+from sparse_bitnet.errors import UserError, os_errors_as, reason_of
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
@@ -98,7 +98,10 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 def read_config(folder: str | Path) -> dict[str, Any]:
     """config.json of a model folder. Raises `UserError` as `read_json` does."""
-    return read_json(Path(folder) / CONFIG_FILE)
+    folder = Path(folder)
+    if not (folder / CONFIG_FILE).exists() and (instead := gguf_inside(folder)):
+        raise UserError(f"{folder} holds no {CONFIG_FILE}{instead}")
+    return read_json(folder / CONFIG_FILE)
 
 
 def open_folder(path_or_id: str | Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
@@ -108,6 +111,10 @@ def open_folder(path_or_id: str | Path) -> tuple[Path, dict[str, Any], dict[str,
     be opened (`check_file`), and that the model is no larger than its weights. Raises `UserError`.
     """
     folder = local_folder(path_or_id)
+    if is_hub_id(str(path_or_id)) and not (folder / CONFIG_FILE).exists():
+        raise UserError(
+            f"{path_or_id} has no {CONFIG_FILE}: name a GGUF file, {path_or_id}/FILE.gguf"
+        )
     check_folder(folder)
     stored = read_config(folder)
     layers = stored.get("num_hidden_layers")
@@ -267,6 +274,20 @@ def file_inside(folder: Path, name: str, index: str = INDEX_FILE) -> Path:
             raise
         raise UserError(f"{path} is named in {index} but is not there") from error
     return path
+
+
+def is_gguf(path: str | Path) -> bool:
+    """Whether it is a GGUF file, by its first bytes, of either byte order, or by its name."""
+    if not os.path.isfile(path):
+        return False
+    with os_errors_as(f"cannot read {path}"), open(path, "rb") as file:
+        return file.read(4) in (b"GGUF", b"FUGG") or Path(path).suffix == ".gguf"
+
+
+def gguf_inside(folder: Path) -> str:
+    """What to name instead of a folder, or a hub's cache of a model, that has GGUF files; else empty."""
+    files = sorted(file for name in ("*", "snapshots/*/*") for file in folder.glob(f"{name}.gguf"))
+    return f"; it holds {files[0]}: name that file" if files else ""
 
 
 def is_hub_id(name: str) -> bool:

@@ -11,6 +11,8 @@ from sparse_bitnet.checkpoint.checkpoint import Checkpoint, StoredModel, finite
 from sparse_bitnet.checkpoint.load import skeleton
 from sparse_bitnet.checkpoint.model_folder import (
     CONFIG_FILE,
+    gguf_inside,
+    is_gguf,
     is_hub_id,
     local_folder,
     open_folder,
@@ -45,7 +47,7 @@ def resolve_checkpoint(path_or_id: str | Path) -> str:
     """
     path = Path(path_or_id)
     with os_errors_as(f"cannot read {path}"):
-        if path.suffix == ".gguf" and path.is_file():
+        if is_gguf(path):
             return str(path)
         if (path / "final" / "config.json").is_file():
             return str(path / "final")
@@ -60,11 +62,15 @@ def resolve_checkpoint(path_or_id: str | Path) -> str:
         if path.exists():
             raise UserError(
                 f"{path} is neither a run folder with a checkpoint nor a model folder (config.json)"
+                + (gguf_inside(path) if path.is_dir() else " nor a GGUF file: name its folder")
             )
         if is_hub_id(str(path_or_id)):
             is_file = ".gguf" in str(path_or_id)
             return str(local_folder(path_or_id)) if is_file else str(path_or_id)
-        raise UserError(f"no such checkpoint: no folder {path_or_id} (hub models are OWNER/NAME)")
+        raise UserError(
+            f"no such checkpoint: no folder {path_or_id} (hub models are OWNER/NAME, or "
+            "OWNER/NAME/FILE.gguf instead of :TAG)"
+        )
 
 
 def _is_model_folder(path: Path) -> bool:
@@ -133,9 +139,7 @@ def open_checkpoint(path: str | Path, *kinds: str) -> Checkpoint:
     """
     found = find_checkpoint(path)
     if not found.reader or (kinds and found.kind not in kinds):
-        method = found.entry.get("quant_method")
-        said = f"quant_method {method!r}" if method else "no quantization_config"
-        raise UserError(f"{found.folder} ({said} in {CONFIG_FILE}) {_remedy(found, kinds)}")
+        raise unsuited(found, kinds)
     opened = importlib.import_module(f"sparse_bitnet.checkpoint.{found.reader}").read(found)
 
     def read(name: str, *part: slice) -> Any:
@@ -155,15 +159,28 @@ def open_ternary(path: str | Path) -> Checkpoint:
     return checkpoint
 
 
-def _remedy(found: StoredModel, kinds: tuple[str, ...]) -> str:
-    if kinds == ("foreign",):
-        readable = [method for method, (kind, _) in _READERS.items() if kind == "foreign"]
-        return f"is not importable: readable are {' and '.join(readable)} with ternary codes"
-    if kinds == ("packed",):
-        return (
-            f"is not packed; pack it first: sparse-bitnet pack {found.folder} OUT, or use --engine "
-            "transformers"
-        )
-    packed, foreign = "it is packed already", "`sparse-bitnet import` reads those of other tools"
-    why = packed if found.kind == "packed" else foreign
-    return f"is not a trained checkpoint of sparse-bitnet: {why}"
+def unsuited(found: StoredModel, kinds: tuple[str, ...] = ("packed",)) -> UserError:
+    """The error for a stored model of other kinds than a command takes: what it is, and what to do."""
+    method, is_file = found.entry.get("quant_method"), found.folder.is_file()
+    said = f"quant_method {method!r}" if method else "no quantization_config"
+    said = found.entry["not_ternary"] if is_file else f"{said} in {CONFIG_FILE}"
+    others = {("foreign",): "is not importable", ("packed",): "is not packed"}
+    distill = (
+        f"`sparse-bitnet distill {found.name} OUT` (in Python, convert_) makes a ternary one of"
+    )
+    if found.kind == "dense":
+        tool = "llama.cpp" if is_file else "`generate --engine transformers`"
+        why = f"it is a plain model; {distill} it, and {tool} runs it as it is"
+    elif found.kind == "unknown":
+        readable = " and ".join(name for name, (kind, _) in _READERS.items() if kind == "foreign")
+        why = f"`sparse-bitnet import` reads {readable}; {distill} the model that it was made from"
+    elif found.kind == "packed":
+        why = "it is packed already, and generate, serve, evaluate and export take it as it is"
+    elif found.kind == "trained" and kinds == ("foreign",):
+        why = "it is a trained checkpoint of sparse-bitnet, which every command takes as it is"
+    elif found.kind == "trained":
+        why = f"pack it first: sparse-bitnet pack {found.name} OUT, or use --engine transformers"
+    else:
+        why = f"it is another tool's; sparse-bitnet import {found.name} OUT, then take OUT"
+    refused = others.get(kinds, "is not a trained checkpoint of sparse-bitnet")
+    return UserError(f"{found.folder} ({said}) {refused}: {why}")

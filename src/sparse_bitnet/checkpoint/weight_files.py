@@ -2,7 +2,8 @@
 """The safetensors files of a model folder: names and shapes at once, tensors one at a time."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,8 @@ from sparse_bitnet.errors import UserError, os_errors_as
 if TYPE_CHECKING:
     from torch import Tensor
 
+_WRAPPED = re.compile(r"(^|(?<=\.))_orig_mod\.|^module\.|^base_model\.model\.|^model\.model\.")
+"""Prefixes that wrappers of models put before the names of tensors."""
 _COMPARED_ROWS = 4096
 """At a time."""
 _Place = tuple[Path, str, tuple[int, int, int]]
@@ -47,6 +50,7 @@ class WeightFiles:
                     self.shapes[name] = tuple(part.get_shape())
                     self.dtypes[name] = part.get_dtype()
                     self._paths[name] = path
+        refuse_wrapped(self.shapes, self.folder)
 
     @classmethod
     def in_folder(cls, folder: Path) -> "WeightFiles":
@@ -92,6 +96,16 @@ class WeightFiles:
         state = path.stat()
         version = (state.st_ino, state.st_size, state.st_mtime_ns)
         return path, self._stored.get(name, name), version
+
+
+def refuse_wrapped(names: Iterable[str], where: object) -> None:
+    """Raise `UserError` for names of tensors as a model in a wrapper has them."""
+    for name in names:
+        if found := _WRAPPED.search(name):
+            raise UserError(
+                f"{where}: tensor {name} is that of a wrapped model ({found[0]}: torch.compile, data "
+                "parallelism, peft or another): save the model inside, without the wrapper"
+            )
 
 
 def _read(path: Path, stored: str, part: slice | None) -> "Tensor":

@@ -6,7 +6,6 @@ that the numbers are those of the PyTorch code; --head and --kv-cache show what 
 """
 
 import json
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -112,7 +111,9 @@ def main(checkpoint: CheckpointArgument, config: EvaluateConfig) -> None:
         raise UserError("give either --data, for perplexity, or --tasks")
     if config.json:
         check_new_file(config.json)
-    if config.engine == "cpu" or re.search(r"\.gguf(@[^/]*)?$", checkpoint):
+    from sparse_bitnet.checkpoint.model_folder import is_gguf
+
+    if config.engine == "cpu" or ".gguf" in checkpoint or is_gguf(checkpoint):
         from sparse_bitnet.engine.engine_options import EngineOptions
         from sparse_bitnet.generation.packed_once import packed_once
 

@@ -16,7 +16,8 @@ class PrepareConfig:
     """How to tokenise, which part to hold out, where to stop."""
 
     tokenizer: str | None = None
-    """Folder or hub id of a transformers tokenizer. Give this or --vocab-size."""
+    """Folder or hub id of a transformers tokenizer, a model's, run's or prepared data's folder, or a GGUF
+    file. Give this or --vocab-size."""
 
     vocab_size: int | None = None
     """Train a byte-level BPE tokenizer of this size on the text instead."""

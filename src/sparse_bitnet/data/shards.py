@@ -25,7 +25,7 @@ from sparse_bitnet.checkpoint.model_folder import read_json_if_there
 from sparse_bitnet.checkpoint.saved_steps import STATE
 from sparse_bitnet.data.chat import IDS
 from sparse_bitnet.data.checksums import changed_shards, check_size, verify_shards
-from sparse_bitnet.data.manifest import Manifest, Shard, token_dtype
+from sparse_bitnet.data.manifest import TOKENIZER, Manifest, Shard, token_dtype
 from sparse_bitnet.data.tokenizer import tokenizer_hash
 from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.files import file_crc32
@@ -219,6 +219,11 @@ class TokenDataset:
         theirs: str | None = None
         if has_tokenizer(folder):
             theirs = tokenizer_hash(load_tokenizer(folder, eos_token=self.eos_token_id))
+        elif folder.is_file():
+            # A GGUF file spells the same tokenizer otherwise.
+            tokens = load_tokenizer(self.folder / TOKENIZER).get_vocab().items()
+            own = load_tokenizer(folder, eos_token=self.eos_token_id).get_vocab().items()
+            theirs = self.manifest.tokenizer_hash if tokens <= own else ""
         elif isinstance(data := read_json_if_there(folder / STATE).get("data"), dict):
             theirs = data.get("tokenizer_hash")  # an unfinished run's, which names its data
         if theirs not in (None, self.manifest.tokenizer_hash):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparse_bitnet.checkpoint.model_folder import (
     CONFIG_FILE,
+    is_gguf,
     quantization_entry,
     read_config,
     read_json_if_there,
@@ -152,6 +153,10 @@ def _packed_if_ternary(checkpoint: str | Path, options: EngineOptions) -> str | 
 
 
 def _open_engine(checkpoint: str | Path, options: EngineOptions) -> OpenEngine:
+    if is_gguf(checkpoint):
+        from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, unsuited
+
+        raise unsuited(find_checkpoint(checkpoint))
     why, lacks = None, None if is_packed(checkpoint) else _architecture_lacks(checkpoint)
     if options.device == "cuda":
         why = "--device cuda"

@@ -14,6 +14,7 @@ from sparse_bitnet.checkpoint.model_folder import (
     HUB_FILES,
     POOLING_FILES,
     TOKENIZER_FILES,
+    is_gguf,
 )
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, resolve_checkpoint
 from sparse_bitnet.engine.architecture import read_architecture
@@ -33,7 +34,7 @@ def packed_once(checkpoint: str | Path, options: EngineOptions) -> str | Path:
     Raises `UserError` for what cannot be found or read.
     """
     name = resolve_checkpoint(checkpoint)
-    if name.endswith(".gguf") and (_target(Path(name)) / CONFIG_FILE).is_file():
+    if is_gguf(name) and (_target(Path(name)) / CONFIG_FILE).is_file():
         # Without reading its vocabulary again.
         return _target(Path(name))
     found = find_checkpoint(name)

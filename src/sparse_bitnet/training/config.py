@@ -43,7 +43,7 @@ class TrainConfig:
     """Weight format and N:M pattern, for example ternary-6:8, full-2:4, ternary-8:8 (dense)."""
 
     init: str | None = None
-    """Folder or hub id of weights to start from instead of random ones."""
+    """Folder, hub id or GGUF file of weights to start from instead of random ones."""
 
     teacher: str | None = None
     """Run, model folder or hub id of a causal LM to learn from (`sparse-bitnet distill` sets it)."""

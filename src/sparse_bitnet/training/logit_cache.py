@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from zlib_ng import zlib_ng
 
-from sparse_bitnet.checkpoint.model_folder import local_folder, read_json_if_there
-from sparse_bitnet.checkpoint.open_checkpoint import resolve_checkpoint
+from sparse_bitnet.checkpoint.model_folder import read_json_if_there
+from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
 from sparse_bitnet.data.loader import TokenLoader, permuted
 from sparse_bitnet.data.shards import token_dtype
 from sparse_bitnet.errors import UserError, os_errors_as
@@ -182,9 +182,9 @@ class LogitCache:
 
 def fingerprint(teacher: str) -> str:
     """16 hexadecimal digits of a model's config and weights."""
-    folder, content = local_folder(resolve_checkpoint(teacher)), hashlib.blake2b(digest_size=8)
+    folder, content = find_checkpoint(teacher).folder, hashlib.blake2b(digest_size=8)
     weights = [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
-    for path in sorted([folder / "config.json", *weights]):
+    for path in [folder] if folder.is_file() else sorted([folder / "config.json", *weights]):
         with os_errors_as(f"cannot read {path}"), open(path, "rb") as file:
             while block := file.read(1 << 24):
                 content.update(block)

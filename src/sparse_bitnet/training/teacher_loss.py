@@ -20,8 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparse_bitnet.checkpoint.load import from_pretrained
-from sparse_bitnet.checkpoint.open_checkpoint import resolve_checkpoint
+from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import blocks_of
@@ -54,7 +53,7 @@ class Teacher:
         Raises `UserError` for what does not load or holds values that are not finite.
         """
         self.path = path
-        self.model = from_pretrained(resolve_checkpoint(path), dtype=dtype)
+        self.model = find_checkpoint(path).load(dtype=dtype)
         check_finite(self.model, str(path))
         self.vocab_size = vocab_size or head_rows(self.model)
         self.model.requires_grad_(False).eval().to(device)
