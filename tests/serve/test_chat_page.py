@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page at /, in headless Chromium with real clicks and keys."""
 
+import re
 import shutil
 
 import pytest
@@ -133,9 +134,11 @@ def test_stop_ends_the_generation_and_copy_copies(opened):
 def test_keys_are_asked_for_and_refusals_shown(browser):
     with server(engine("x"), template=TEMPLATE, api_key="secret") as running:
         context = browser.new_context()
-        page = context.new_page()
+        page, keys = context.new_page(), []
+        page.on("request", lambda request: keys.append(request.headers.get("authorization")))
         page.goto(running.url)
         page.get_by_role("heading", name="the API key is missing").wait_for()
+        assert set(keys) == {None}, "a key that nobody has given"
         page.get_by_label("Message", exact=True).fill("go")
         page.keyboard.press("Enter")
         page.get_by_role("alert").wait_for()
@@ -147,6 +150,9 @@ def test_keys_are_asked_for_and_refusals_shown(browser):
         page.keyboard.press("Enter")
         page.get_by_text("x", exact=True).wait_for()
         assert "secret" not in page.evaluate("JSON.stringify(localStorage)")
+        page.reload()
+        page.get_by_role("heading", name="scripted").wait_for()
+        assert set(keys) == {None, "Bearer secret"}
         context.close()
 
 
@@ -156,5 +162,7 @@ def test_the_page_reaches_nobody_else_and_can_be_left_out():
         assert answer.status_code == 200
         assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
         assert "http" not in answer.text.replace("https?:", "").replace("http-equiv", "")
+        # A storage's own names are its methods, whatever is kept under them.
+        assert not re.search(r"Storage\.(key|length|clear|[a-z]+Item\b(?!\())", answer.text)
     with server(engine("x"), page=False) as running, running.http() as http:
         assert http.get("/").status_code == 404

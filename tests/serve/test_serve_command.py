@@ -68,6 +68,8 @@ def test_texts_are_those_of_the_engine_and_torch_stays_away(folder, engine_optio
     try:
         line = process.stdout.readline()
         assert line.startswith("numbers: http://127.0.0.1:"), line + process.stderr.read()
+        page = line.split()[1].removesuffix("v1")
+        assert line.endswith(f" (chat page: {page}, Ctrl-C to stop)\n")
         client = openai.OpenAI(base_url=line.split()[1], api_key="key", max_retries=0, timeout=120)
 
         def text(prompt, streamed):

@@ -172,8 +172,9 @@ def main(
                 print(
                     f"anyone who reaches {host} can use this server: set --api-key", file=sys.stderr
                 )
-            shown = f"[{host}]" if ":" in host else host
-            print(f"{name}: http://{shown}:{port}/v1 (Ctrl-C to stop)", flush=True)
+            address = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+            page = f"chat page: {address}, " if config.page and template is not None else ""
+            print(f"{name}: {address}v1 ({page}Ctrl-C to stop)", flush=True)
 
         app = create_app(
             model, scheduler, metrics, hosts, page=config.page, log_requests=config.log_requests
