@@ -19,6 +19,7 @@ from sparse_bitnet.generation.text import TextTokenizer
 from sparse_bitnet.serve.replies import Choice
 
 VOCAB = 257
+IGNORED = "X-Ignored-Parameters"
 
 
 def engine(**options):
@@ -415,13 +416,38 @@ def test_history_of_an_agent():
             ]
             answer = chat(client, messages=messages)
             assert answer.usage.prompt_tokens == len(json.dumps(seen, ensure_ascii=False).encode())
+            # As clients dump what this or another server gave them, null or not.
+            dumped = {"parsed": {}, "provider_specific_fields": {}, "reasoning": "r", "audio": {}}
+            dumped |= {"thinking_blocks": [{}], "function_call": {}, "annotations": [1]}
+            dumped["images"] = []
+            for more in (dumped, dict.fromkeys(dumped)):
+                call |= dict.fromkeys(more) | {"index": 0}
+                thought = {"type": "thinking", "thinking": "t", **more}
+                kept = {"type": "text", "text": "brief", "cache_control": {"type": "x"}, **more}
+                old = [
+                    {**messages[0], "content": [thought, kept], "tool_calls": None, **more},
+                    {**messages[1], "reasoning_content": "x", "refusal": "x", **more},
+                    {**messages[2], "tool_call_id": None, **more},
+                    {**messages[3], "tool_calls": [], **more},
+                ]
+                raw = client.chat.completions.with_raw_response.create(
+                    model="scripted", messages=old, temperature=0, max_tokens=12
+                )
+                assert raw.parse().usage.prompt_tokens == answer.usage.prompt_tokens
+                named = {name.rpartition(".")[2] for name in raw.headers[IGNORED].split(", ")}
+                given = {name for name, value in more.items() if value is not None}
+                always = {"thinking", "cache_control", "reasoning_content", "refusal", "index"}
+                assert named == given | always
+            empty = [{"role": role, "content": None} for role in ("assistant", "tool")]
+            chat(client, messages=[*messages, *empty, messages[1]])
             call["function"]["arguments"] = "no JSON"
             chat(client, messages=messages)
             for wrong in (
                 {"role": "user", "content": None},
                 {"role": "user", "content": "x", "tool_call_id": "c1"},
                 {"role": "user", "content": "x", "tool_calls": [call]},
-                {"role": "assistant", "content": "x", "annotations": [1]},
+                {"role": "user", "content": "x", "images": ["data:image/png;base64,"]},
+                {"role": "user", "content": [{"type": "text"}]},
                 {"role": "assistant", "tool_calls": [{"id": "x"}]},
             ):
                 with pytest.raises(openai.BadRequestError, match="messages"):
@@ -440,9 +466,8 @@ def test_model_without_a_template_has_no_chat():
 
 def test_limit_of_tokens():
     with server(engine(), max_tokens=10) as running, running.client() as client:
-        assert complete(client, "x", 10).usage.completion_tokens <= 10
-        with pytest.raises(openai.BadRequestError, match="limit of 10"):
-            complete(client, "x", 11)
+        for limit in (10, 11, -1):
+            assert complete(client, "x", limit).usage.completion_tokens <= 10
         answer = client.chat.completions.create(
             model="scripted", messages=[{"role": "user", "content": "x"}]
         )

@@ -3,6 +3,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from scripted_engine import ScriptedEngine
@@ -30,8 +31,8 @@ def served():
         (400, "prompt", None, {"prompt": [True]}),
         (400, "prompt", None, {"prompt": ["a"] * 129}),
         (400, None, "context_length_exceeded", {"prompt": "x" * 1024}),
-        (400, "max_tokens", "context_length_exceeded", {"max_tokens": 10**30}),
         (400, "max_tokens", None, {"max_tokens": 0}),
+        (400, "max_tokens", None, {"max_tokens": -2}),
         (400, "max_tokens", None, {"max_tokens": 1.5}),
         (400, "temperature", None, {"temperature": -1}),
         (400, "temperature", None, {"temperature": "0"}),
@@ -108,6 +109,59 @@ def test_what_cannot_change_the_output_is_accepted_and_named(served, stream):
                 "X-Ignored-Parameters"
                 not in http.post(path, json={"model": "scripted"} | own).headers
             )
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "own"),
+    [
+        ("completions", "max_tokens", {"prompt": "x"}),
+        ("chat/completions", "max_tokens", {"messages": [{"role": "user", "content": "x"}]}),
+        (
+            "chat/completions",
+            "max_completion_tokens",
+            {"messages": [{"role": "user", "content": ""}]},
+        ),
+        ("responses", "max_output_tokens", {"input": "x"}),
+    ],
+)
+def test_a_limit_above_the_room_is_cut_and_named(path, name, own):
+    def endless(tokens, size):
+        return 9 * np.eye(size, dtype=np.float32)[65]
+
+    engine = ScriptedEngine(vocab_size=VOCAB, context_length=256, logits=endless)
+    with server(engine) as running, running.http() as http:
+        for limit, is_cut in (
+            (1000, True),
+            (10**30, True),
+            (1e30, True),
+            (-1, False),
+            (9.0, False),
+        ):
+            answer = http.post(f"/v1/{path}", json={"model": "scripted", name: limit} | own)
+            assert answer.headers.get("X-Ignored-Parameters") == (name if is_cut else None)
+            usage = answer.json()["usage"]
+            generated = usage.get("output_tokens", usage.get("completion_tokens"))
+            assert (generated == 9) if limit == 9 else (usage["total_tokens"] == 256)
+
+
+def test_integers_may_be_written_as_floats(served):
+    body = {"model": "scripted", "prompt": "x", "n": 1, "top_k": 5, "seed": 3, "logprobs": 2}
+    floats = {name: float(value) for name, value in body.items() if isinstance(value, int)}
+    with served.http() as http:
+        one, other = (http.post("/v1/completions", json=given) for given in (body, body | floats))
+    assert one.json()["choices"] == other.json()["choices"]
+
+
+def test_names_of_strangers_fit_into_a_header(served):
+    messages = [{"role": "user", "content": "x", "é\r\nSet-Cookie: a": 1, "k" * 1000: 1}]
+    messages += [{"role": "assistant", "content": "x", f"k{i}": 1} for i in range(60)]
+    body = {"model": "scripted", "messages": messages, "max_tokens": 1}
+    with served.http() as http:
+        answer = http.post("/v1/chat/completions", json=body)
+    named = answer.headers["X-Ignored-Parameters"]
+    assert answer.status_code == 200
+    assert len(named) < 3000
+    assert "set-cookie" not in answer.headers
 
 
 def test_variables_reach_the_template():

@@ -2,7 +2,8 @@
 """The generations of one request on their way to the client: as one object, or as events."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+import re
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import chain, islice
@@ -38,6 +39,8 @@ _SCORES_AT_ONCE = 64
 """In one event."""
 _OUTPUTS_AT_ONCE = 64
 """Written before other requests have their turn."""
+_MOST_NAMES = 40
+"""Of ignored parameters."""
 _FAILURES = ("cancelled", "shutdown", "error")
 
 
@@ -108,8 +111,7 @@ class Answering:
         # The log's, once the answer has ended.
         request.scope["generations"] = generations
         response = _EventStream(answer) if answer.body.stream else await answer.whole(request)
-        if ignored := answer.body.ignored:
-            response.headers["X-Ignored-Parameters"] = ", ".join(ignored)
+        name_ignored(response, prepared.ignored)
         return response
 
     async def beside(self, request: Request, raw: bytes, read: Callable[[], Result]) -> Result:
@@ -126,6 +128,13 @@ class Answering:
             raise ApiError(429, str(error), code="queue_full") from error
         except Stopping as error:
             raise ApiError(503, str(error), code="server_shutdown") from error
+
+
+def name_ignored(response: Response, names: Iterable[str]) -> None:
+    """Name in a header what had no effect. The names are the client's: as many as fit, in ASCII."""
+    shown = [re.sub(r"[^\w.-]", "?", name, flags=re.ASCII)[:64] for name in sorted(names)]
+    if shown:
+        response.headers["X-Ignored-Parameters"] = ", ".join(shown[:_MOST_NAMES])
 
 
 @asynccontextmanager

@@ -13,11 +13,17 @@ from pydantic import Field
 from sparse_bitnet.generation.output import Output
 from sparse_bitnet.generation.request import Generation, GenerationRequest
 from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
-from sparse_bitnet.serve.answer import Answering, cancelled_when_gone, failure, json_response
+from sparse_bitnet.serve.answer import (
+    Answering,
+    cancelled_when_gone,
+    failure,
+    json_response,
+    name_ignored,
+)
 from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.generations import ServedModel, prompt_tokens
 from sparse_bitnet.serve.replies import json_blocks
-from sparse_bitnet.serve.schema import TokenIds, TolerantBody, listed, parse_body
+from sparse_bitnet.serve.schema import WHOLE, TokenIds, TolerantBody, listed, parse_body
 
 _MOST_INPUTS = 2048
 _MOST_NUMBERS = 1 << 22
@@ -35,7 +41,7 @@ class EmbeddingsBody(TolerantBody):
         ]
     )
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Field(ge=1)] | None = None
+    dimensions: Annotated[int, Field(ge=1), WHOLE] | None = None
     """This many numbers from the front, of unit length again."""
 
     @property
@@ -87,8 +93,7 @@ async def embeddings(
         "usage": dict.fromkeys(("prompt_tokens", "total_tokens"), tokens),
     }
     response = await json_response(json_blocks(content))
-    if body.ignored:
-        response.headers["X-Ignored-Parameters"] = ", ".join(body.ignored)
+    name_ignored(response, body.ignored)
     return response
 
 

@@ -74,6 +74,8 @@ class Prepared:
     requests: list[GenerationRequest]
     untried: Grammar | None
     """Of the form that they lack, if they do: `try_form` gives it."""
+    ignored: set[str]
+    """Names of what had no effect."""
     echo: Sequence[str]
     """Texts that precede what is generated, one for each prompt, or none at all."""
 
@@ -98,7 +100,8 @@ def prepare(
             given["param"] = ours + dot + rest
             given["message"] = given["message"].replace(name, ours, 1)
         raise
-    return replace(prepared, asked=asked)
+    ignored = {PARAMETERS.get(name, name) for name in prepared.ignored} | asked.ignored
+    return replace(prepared, asked=asked, ignored=ignored)
 
 
 def _prepare(
@@ -114,12 +117,18 @@ def _prepare(
         prompts = [prompt_tokens(prompt, model, scheduler.capacity) for prompt in body.prompts]
         if body.echo:
             echo = [p if isinstance(p, str) else model.tokenizer.decode(p) for p in body.prompts]
+    most, asked = model.max_tokens or scheduler.capacity, body.wanted_tokens
+    rooms = [max(min(most, scheduler.capacity - len(prompt)), 1) for prompt in prompts]
+    usual = body.default_tokens if asked is None else asked
+    wanted = [room if usual in (None, -1) else min(usual, room) for room in rooms]
+    cut = {body.limit} if asked is not None and asked > min(rooms) else set()
     grammar, form = _grammar(body, model)
     return Prepared(
         body=body,
         asked=None,
-        requests=_requests(body, prompts, model, scheduler, deliver, form),
+        requests=_requests(body, prompts, wanted, model, deliver, form),
         untried=grammar if form is None else None,
+        ignored=body.ignored | cut,
         echo=echo,
     )
 
@@ -129,14 +138,6 @@ def _check_counts(body: Body, model: ServedModel, scheduler: ThreadedScheduler) 
     choices, most = body.choices * prompts, scheduler.max_queue + scheduler.max_running
     if choices > most:
         raise ApiError(400, f"{choices} choices at once: this server takes {most}", param="n")
-    most = model.max_tokens or scheduler.capacity
-    if body.wanted_tokens is not None and body.wanted_tokens > most:
-        raise ApiError(
-            400,
-            f"{body.wanted_tokens} tokens are above this server's limit of {most}",
-            param="max_tokens",
-            code="context_length_exceeded" if model.max_tokens is None else None,
-        )
 
 
 def encode(text: str, model: ServedModel, most: int, *, add_special_tokens: bool) -> list[int]:
@@ -243,21 +244,15 @@ def _grammar(body: Body, model: ServedModel) -> tuple[Grammar | None, Form | Non
 def _requests(
     body: Body,
     prompts: Sequence[list[int]],
+    wanted: Sequence[int],
     model: ServedModel,
-    scheduler: ThreadedScheduler,
     deliver: Deliver,
     form: Form | None,
 ) -> list[GenerationRequest]:
-    most = model.max_tokens or scheduler.capacity
-    is_chat, asked = isinstance(body, ChatBody), body.wanted_tokens
+    is_chat = isinstance(body, ChatBody)
     scores_prompt = (
         isinstance(body, CompletionBody) and bool(body.echo) and body.logprobs is not None
     )
-    usual = min(most, body.default_tokens or most)
-    wanted = [
-        max(min(usual, scheduler.capacity - len(prompt)), 1) if asked is None else asked
-        for prompt in prompts
-    ]
     if body.top_scores is not None:
         scored = sum(wanted) + (sum(map(len, prompts)) if scores_prompt else 0)
         entries = scored * body.choices * (body.top_scores + 1)

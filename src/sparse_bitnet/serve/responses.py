@@ -7,7 +7,7 @@ from pydantic import ConfigDict, Field
 
 from sparse_bitnet.serve.messages import StrictModel
 from sparse_bitnet.serve.response_format import NamedSchema
-from sparse_bitnet.serve.schema import ChatBody, TolerantBody, parse_body
+from sparse_bitnet.serve.schema import ChatBody, Limit, TolerantBody, parse_body
 from sparse_bitnet.serve.tools import FunctionTool, NamedFunction
 
 
@@ -107,7 +107,7 @@ class ResponsesBody(TolerantBody):
         ]
     )
     instructions: str | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_output_tokens: Limit | None = None
     stream: bool | None = False
     stream_options: StreamPadding | None = None
     text: TextOptions | None = None

@@ -9,11 +9,11 @@ import difflib
 import re
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 
 from sparse_bitnet.generation.sampling_options import RANGES, SamplingOptions
 from sparse_bitnet.serve.api_error import ApiError, invalid_body
-from sparse_bitnet.serve.messages import Message, StrictModel
+from sparse_bitnet.serve.messages import Message, StrictModel, ignored_below
 from sparse_bitnet.serve.response_format import Formed
 from sparse_bitnet.serve.tools import WithTools
 
@@ -33,6 +33,14 @@ def _within(name: str) -> Any:
     return Field(ge=least, le=most)
 
 
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+WHOLE = BeforeValidator(_whole)
+"""JSON has one kind of numbers: some clients write 100 as 100.0."""
+Limit = Annotated[int, Field(ge=-1), WHOLE]
+"""Most tokens; -1: as many as there is room for."""
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 # `fail_fast`: thousands of wrong elements need no thousands of complaints.
 TokenIds = Annotated[
@@ -46,7 +54,7 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 # fmt: off
 _IGNORED = frozenset({
     "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention", "prediction", "store", "include", "max_tool_calls",
+    "prompt_cache_retention", "prediction", "store", "include", "max_tool_calls", "client_metadata",
     # vLLM's and llama.cpp's.
     "priority", "request_id", "cache_prompt", "id_slot", "return_progress", "timings_per_token",
 })
@@ -101,9 +109,9 @@ class TolerantBody(StrictModel):
         return _NEUTRAL
 
     @property
-    def ignored(self) -> list[str]:
-        """Those that cannot change the output."""
-        return sorted(self.others.keys() & _IGNORED)
+    def ignored(self) -> set[str]:
+        """Names of those that cannot change the output, and of what is ignored in others."""
+        return (self.others.keys() & _IGNORED) | ignored_below(self)
 
     def check(self) -> None:
         for name, value in self.others.items():
@@ -126,28 +134,33 @@ class _Body(Formed, TolerantBody):
 
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = 1
+    max_tokens: Limit | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES), WHOLE] | None = 1
     stop: StopString | Annotated[list[StopString], Field(max_length=MOST_STOP_STRINGS)] | None = (
         None
     )
     temperature: Annotated[float, _within("temperature")] | None = None
     top_p: Annotated[float, _within("top_p")] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[int, Field(ge=-1), WHOLE] | None = None
     min_p: Annotated[float, _within("min_p")] | None = None
     repetition_penalty: Annotated[float, _within("repetition_penalty")] | None = None
     frequency_penalty: Annotated[float, _within("frequency_penalty")] | None = None
     presence_penalty: Annotated[float, _within("presence_penalty")] | None = None
     logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=_MOST_BIASES)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=_SEEDS)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=_SEEDS), WHOLE] | None = None
 
     default_tokens: ClassVar[int | None] = None
     """Most tokens to generate where nothing is said; None: what there is room for."""
 
     @property
     def wanted_tokens(self) -> int | None:
-        """Most tokens to generate, if that is said."""
+        """Most tokens to generate, if that is said; -1: as many as there is room for."""
         return self.max_tokens
+
+    @property
+    def limit(self) -> str:
+        """The parameter that says so."""
+        return "max_tokens"
 
     @property
     def choices(self) -> int:
@@ -188,7 +201,7 @@ class CompletionBody(_Body):
 
     prompt: str | TokenIds | Prompts
     echo: bool | None = False
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -217,9 +230,9 @@ class ChatBody(WithTools, _Body):
     """POST /v1/chat/completions"""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_completion_tokens: Limit | None = None
     logprobs: bool | None = False
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the template."""
     reasoning_effort: str | None = None
@@ -243,6 +256,10 @@ class ChatBody(WithTools, _Body):
         return self.max_tokens if asked is None else asked
 
     @property
+    def limit(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
     def top_scores(self) -> int | None:
         """As of `CompletionBody`."""
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -255,7 +272,7 @@ class ChatBody(WithTools, _Body):
             message = "give max_completion_tokens or max_tokens, not both"
             raise ApiError(400, message, param="max_tokens")
         if self.wanted_tokens == 0:
-            raise ApiError(400, "max_tokens must be at least 1", param="max_tokens")
+            raise ApiError(400, f"{self.limit} must be at least 1", param=self.limit)
         self.check_tools()
 
 

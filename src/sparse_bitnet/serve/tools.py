@@ -10,13 +10,13 @@ from pydantic import Field
 
 from sparse_bitnet.generation.grammar import Grammar, json_rule, lark_text
 from sparse_bitnet.serve.api_error import ApiError
-from sparse_bitnet.serve.messages import StrictModel
+from sparse_bitnet.serve.messages import Replayed, StrictModel
 from sparse_bitnet.serve.tool_calls import PYTHON_TAG, ToolSyntax
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
-class FunctionTool(StrictModel):
+class FunctionTool(Replayed):
     """A function and its arguments."""
 
     name: Name
@@ -25,7 +25,7 @@ class FunctionTool(StrictModel):
     strict: bool | None = None
 
 
-class Tool(StrictModel):
+class Tool(Replayed):
     """A function; there are no other tools."""
 
     type: Literal["function"]
