@@ -19,9 +19,6 @@ from sparse_bitnet_paper.statistics import Claim, Estimate, Residual, residual_o
 COLLAPSE = 1.10
 """NormPPL beyond which the paper calls a model collapsed."""
 
-STILL_MASS = 1.0
-"""A near-zero mass that falls by fewer percentage points counts as not falling."""
-
 LEAST_FLIPS = 1e-9
 """Stands for no flips at all, which have no logarithm."""
 
@@ -43,11 +40,12 @@ def claims(results: Results) -> list[Claim]:
 
 
 def _claim(
-    name: str, model: str, estimate: Estimate, words: Mapping[str, Any], **more: Any
+    name: str, model: str, estimate: Estimate, expected: float | None = None, **words: Any
 ) -> Claim:
     """Return a claim of paper.toml, with `words` filled in."""
-    texts = {key: text.format(**words) for key, text in paper()["claims"][name].items()}
-    return Claim(**texts, model=model, estimate=estimate, **more)
+    values = paper()["claims"][name]
+    texts = {key: values[key].format(**words) for key in ("text", "measure", "paper")}
+    return Claim(**values | texts, model=model, estimate=estimate, expected=expected)
 
 
 def cost_estimate(losses: pd.DataFrame, residual: Residual | None = None) -> Estimate:
@@ -75,7 +73,7 @@ def _robustness(results: Results) -> Iterator[Claim]:
         cost = theirs.get(model)
         expected = None if cost is None else cost["full"] - cost["ternary"]
         losses = results.losses(model)
-        yield _claim("cost", model, cost_estimate(losses), {}, expected=expected)
+        yield _claim("cost", model, cost_estimate(losses), expected)
         shown = [losses.drop(0, errors="ignore")]
         for name, searched in (
             ("cost-at-chosen-rate", results.at_best_rates(model, shared=True)),
@@ -85,7 +83,7 @@ def _robustness(results: Results) -> Iterator[Claim]:
                 shown.append(losses_at(searched))
                 estimate = cost_estimate(shown[-1])
                 if estimate.count > 1:
-                    yield _claim(name, model, estimate, {}, expected=expected)
+                    yield _claim(name, model, estimate, expected)
     penalties = {
         model: (cost["ternary"], ours)
         for model, cost in theirs.items()
@@ -94,8 +92,7 @@ def _robustness(results: Results) -> Iterator[Claim]:
     if len(penalties) > 1:
         (small, (of_theirs, of_ours)), *_, (large, (at_theirs, at_ours)) = penalties.items()
         estimate = Estimate((100 * np.log(of_ours / at_ours)).dropna())
-        words = {"small": small, "large": large}
-        yield _claim("shrinks", large, estimate, words, expected=of_theirs - at_theirs)
+        yield _claim("shrinks", large, estimate, of_theirs - at_theirs, small=small, large=large)
 
 
 def _paper_costs(results: Results, model: str) -> dict[str, float] | None:
@@ -119,10 +116,10 @@ def _sweep(results: Results) -> Iterator[Claim]:
     residual = residual_of(pd.DataFrame({f: results.by_seed(f).loss for f in formats}))
     estimate = Estimate((100 * np.log(measured)).dropna(), residual=residual, weight=200.0)
     expected = 100 * (cost["full"] - cost["ternary"])
-    yield _claim("cost-at-2of4", results.main, estimate, {}, expected=expected)
+    yield _claim("cost-at-2of4", results.main, estimate, expected)
     collapse = collapse_densities(results)
     estimate = Estimate(100 * (collapse.full - collapse.ternary))
-    yield _claim("collapse", results.main, estimate, {})
+    yield _claim("collapse", results.main, estimate)
 
 
 def collapse_densities(results: Results) -> pd.DataFrame:
@@ -163,9 +160,8 @@ def _ablations(results: Results) -> Iterator[Claim]:
     losses = pd.DataFrame({n: results.by_seed(format).loss for n, format in ABLATIONS.items()})
     for design in list(ABLATIONS)[1:]:
         theirs, expected = paper_design(design)
-        words = {"design": design, "theirs": theirs}
         estimate = _higher(losses, design, "baseline")
-        yield _claim("design", results.main, estimate, words, expected=expected)
+        yield _claim("design", results.main, estimate, expected, design=design, theirs=theirs)
 
 
 def paper_design(design: str) -> tuple[str, float | None]:
@@ -186,15 +182,10 @@ def _schedule(results: Results) -> Iterator[Claim]:
     )
     for percent in percents if 100 in percents else ():
         if 0 < percent < 100:
-            over = theirs[str(percent)] / theirs["100"] if str(percent) in theirs else math.nan
-            known = not math.isnan(over)
-            words = {
-                "theirs": f"{100 * (over - 1):+.1f} %" if known else NOTHING,
-                "percent": percent,
-            }
+            over = theirs[str(percent)] / theirs["100"]
+            words = {"percent": percent, "theirs": f"{100 * (over - 1):+.1f} %"}
             estimate = _higher(losses, percent, 100)
-            expected = 100 * math.log(over) if known else None
-            yield _claim("schedule", results.main, estimate, words, expected=expected)
+            yield _claim("schedule", results.main, estimate, 100 * math.log(over), **words)
 
 
 def _higher(losses: pd.DataFrame, name: str | int, base: str | int) -> Estimate:
@@ -216,7 +207,7 @@ def _flips(results: Results) -> Iterator[Claim]:
         ("flips-of-masked-scales", octaves(base, masked_scale)),
         ("noise-of-ternary-masks", octaves(ternary_mask, base, key="flip_noise", end=0.5)),
     ):
-        yield _claim(name, results.main, Estimate(values), {}, unit="octaves")
+        yield _claim(name, results.main, Estimate(values))
 
 
 def flips_by_tenth(results: Results) -> dict[str, list[Estimate]]:
@@ -269,8 +260,8 @@ def _near_zero(results: Results) -> Iterator[Claim]:
         for weight in ("full", "ternary"):
             rows = results.by_seed(f"{weight}-{DENSE_PATTERN}", model=model)
             falls[weight] = 100 * (rows.near_zero_start - rows.near_zero_mass)
-        yield _claim("mass-falls", model, Estimate(falls["ternary"]), {})
-        yield _claim("mass-stays", model, Estimate(-falls["full"]), {}, null=-STILL_MASS)
+        yield _claim("mass-falls", model, Estimate(falls["ternary"]))
+        yield _claim("mass-stays", model, Estimate(-falls["full"]))
 
 
 def average_accuracies(results: Results) -> pd.DataFrame:
@@ -297,11 +288,11 @@ def _downstream(results: Results) -> Iterator[Claim]:
         dense, full, dense_ternary, ternary = (accuracy[format] for format in formats)
         return full - dense, ternary - dense_ternary
 
-    words, expected = {"theirs": NOTHING}, pd.Series(dtype=float)
+    words, expected = NOTHING, pd.Series(dtype=float)
     if len(theirs):
         of_full, of_ternary = changes(theirs.T)
         full, ternary = (" / ".join(f"{c:+.2f}" for c in both) for both in (of_full, of_ternary))
-        words = {"theirs": f"{ternary} against {full} points on these tasks"}
+        words = f"{ternary} against {full} points on these tasks"
         expected = of_ternary - of_full
     for model in reversed(results.models):
         place = list(results.setting["sizes"]).index(model)
@@ -309,4 +300,4 @@ def _downstream(results: Results) -> Iterator[Claim]:
         of_full, of_ternary = changes(own.reindex(columns=formats))
         estimate = Estimate((of_ternary - of_full).dropna())
         at_place = expected.iloc[place] if place < len(expected) else None
-        yield _claim("accuracy", model, estimate, words, expected=at_place)
+        yield _claim("accuracy", model, estimate, at_place, theirs=words)

@@ -4,12 +4,15 @@
 import dataclasses
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 
 from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
@@ -17,17 +20,21 @@ from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.evaluation.perplexity import perplexity
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.pattern import NMPattern
-from sparse_bitnet.provenance import provenance
+from sparse_bitnet.presets import PRESETS
+from sparse_bitnet.provenance import hardware, provenance
 from sparse_bitnet.training import metrics
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
+from sparse_bitnet.training.footprint import UTILISATION, flops_per_token
 from sparse_bitnet.training.initial_model import initial_model
 from sparse_bitnet.training.train_run import train
-from sparse_bitnet_paper.estimate import flops, product_rate
 from sparse_bitnet_paper.results import CURVE_POINTS, Measured, Results
 from sparse_bitnet_paper.runs import Run
 from sparse_bitnet_paper.weight_counts import as_json, depth_parts, pool, shares
 from sparse_bitnet_paper.weights import count_checkpoint, count_model
+
+OVERHEAD = 1.1
+"""Validation, checkpoints and measuring, over the optimiser steps alone."""
 
 OnStep = Callable[[str, dict[str, Any]], None]
 """Called with a run's name and the `on_step` row of `train`."""
@@ -160,3 +167,52 @@ def weight_history(config: TrainConfig, final: pd.DataFrame, pattern: NMPattern)
 
 def _short(value: float, digits: int = 6) -> float:
     return float(f"{value:.{digits}g}")
+
+
+# How long runs take, and what share of a machine's products training reaches.
+
+
+def flops(config: TrainConfig, vocab_size: int | None = None) -> float:
+    """Return the operations of a whole run; masks are simulated, so all formats take the same."""
+    tokens = float(config.steps * config.tokens_per_step)
+    return tokens * flops_per_token(PRESETS[config.model], config.sequence_length, vocab_size)
+
+
+def seconds(config: TrainConfig, rows: pd.DataFrame, vocab_size: int | None = None) -> float:
+    """Return what a run takes here: by the rows of runs that ended on this machine, of its model or else
+    of any; before the first, by the machine's products."""
+    here = rows[rows.provenance.str["hardware"] == hardware()]
+    same = here[here.model == config.model]
+    ended = same if len(same) else here
+    if ended.empty:
+        rate = UTILISATION * product_rate(config.device, config.threads, "float32")
+        return OVERHEAD * flops(config, vocab_size) / rate
+    work = sum(
+        row.tokens * flops_per_token(PRESETS[row.model], row.config["sequence_length"], vocab_size)
+        for row in ended.itertuples()
+    )
+    return OVERHEAD * flops(config, vocab_size) * ended.seconds.sum() / work
+
+
+@cache
+def product_rate(device_name: str, threads: int | None, precision: str) -> float:
+    """Return operations a second, a multiply-add being two, of the fastest product in half a second.
+
+    Args:
+        device_name: as in a `TrainConfig`.
+        threads: likewise.
+        precision: a dtype of torch.
+    """
+    device, before = resolve_device(device_name), torch.get_num_threads()
+    threads, side = threads or before, 1024
+    torch.set_num_threads(threads)
+    a = torch.ones(side, side, dtype=getattr(torch, precision), device=device)
+    # Processor time, so that whatever else runs now does not count.
+    clock = (lambda: time.process_time() / threads) if device.type == "cpu" else time.perf_counter
+    best, end = float("inf"), time.perf_counter() + 0.5
+    while time.perf_counter() < end:
+        began = clock()
+        (a @ a)[0, 0].item()
+        best = min(best, clock() - began)
+    torch.set_num_threads(before)
+    return 2 * side**3 / best

@@ -19,8 +19,7 @@ from sparse_bitnet.progress import Line, Progress
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
 from sparse_bitnet.training.run_folder import run_lock
 from sparse_bitnet.training.validation import identity_of
-from sparse_bitnet_paper.estimate import flops, seconds
-from sparse_bitnet_paper.record import train_and_measure
+from sparse_bitnet_paper.record import flops, seconds, train_and_measure
 from sparse_bitnet_paper.results import SETTING, Measured, Results, make_setting
 from sparse_bitnet_paper.runs import Run, plan
 from sparse_bitnet_paper.scales import Scale
@@ -170,9 +169,9 @@ def default_workers(scale: Scale) -> int:
 
 def prepare_text(scale: Scale, folder: Path) -> Path:
     """Tokenise the scale's text into `folder`; return at once when that is done already."""
-    text = scale.text
-    source = parse_source(text.source, column=text.column, limit_bytes=text.limit_bytes)
-    prepare(source, folder, tokenizer=text.tokenizer, vocab_size=text.vocab_size)
+    text = dict(scale.text)
+    tokens = {key: text.pop(key, None) for key in ("tokenizer", "vocab_size")}
+    prepare(parse_source(text.pop("source"), **text), folder, **tokens)
     return folder
 
 

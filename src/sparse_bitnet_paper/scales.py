@@ -7,6 +7,7 @@ them comparable.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import DenseLayersOption, SparseBitConfig
@@ -48,28 +49,13 @@ class Size:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextSource:
-    """The training text, as arguments of `sparse-bitnet prepare`."""
-
-    source: str
-
-    vocab_size: int | None = None
-    """Size of the tokenizer trained on the text; None with `tokenizer`."""
-
-    tokenizer: str | None = None
-    """Folder or hub id of an existing tokenizer."""
-
-    column: str | None = None
-    limit_bytes: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Scale:
     """One size of the whole set of experiments."""
 
     name: str
     summary: str
-    text: TextSource
+    text: Mapping[str, Any]
+    """Training text as arguments of `prepare`: source, vocab_size or tokenizer, column, limit_bytes."""
 
     sizes: tuple[Size, ...]
     """The sizes of table 2, small to large."""
@@ -119,7 +105,7 @@ def smoke() -> Scale:
     return Scale(
         name="smoke",
         summary="every experiment in seconds, to test the machinery; the numbers mean nothing",
-        text=TextSource(source="python-stdlib", vocab_size=512, limit_bytes=400_000),
+        text={"source": "python-stdlib", "vocab_size": 512, "limit_bytes": 400_000},
         sizes=(
             Size(model="qwen2.5-0.3m", steps=8, seeds=1, search=(3e-3, 6e-3)),
             Size(model="qwen2.5-0.5m", steps=8, seeds=1),
@@ -146,7 +132,7 @@ def cpu() -> Scale:
     return Scale(
         name="cpu",
         summary="the whole set on 2 CPU cores in 1 to 2.5 hours, on Python's standard library",
-        text=TextSource(source="python-stdlib", vocab_size=1024),
+        text={"source": "python-stdlib", "vocab_size": 1024},
         sizes=(
             Size(model="qwen2.5-0.3m", steps=750, seeds=3, search=(1.5e-3, 3e-3, 6e-3)),
             Size(model="qwen2.5-0.5m", steps=900, seeds=3),
@@ -175,7 +161,7 @@ def gpu() -> Scale:
     return Scale(
         name="gpu",
         summary="the whole set on one H200 in at most 25 minutes, on installed Python packages",
-        text=TextSource(source="python-packages", vocab_size=8192),
+        text={"source": "python-packages", "vocab_size": 8192},
         sizes=(
             Size(model="qwen2.5-3m", steps=1000, seeds=3, search=(1.5e-3, 3e-3, 6e-3)),
             Size(model="qwen2.5-10m", steps=1200, seeds=3),
@@ -207,9 +193,11 @@ def paper() -> Scale:
     return Scale(
         name="paper",
         summary="the paper's sizes, 50 B tokens each; look at the plan first (--dry-run)",
-        text=TextSource(
-            source="hub:tiiuae/falcon-refinedweb", tokenizer="Qwen/Qwen2.5-0.5B", column="content"
-        ),
+        text={
+            "source": "hub:tiiuae/falcon-refinedweb",
+            "tokenizer": "Qwen/Qwen2.5-0.5B",
+            "column": "content",
+        },
         sizes=tuple(Size(model=model, steps=recipe.steps, seeds=1) for model in sizes),
         main=sizes[0],
         seeds={"sweep": 1, "ablations": 1, "schedule": 1, "search": 0},
@@ -301,7 +289,7 @@ class QuickstartConfig(DenseLayersOption):
         return Scale(
             name="quickstart",
             summary="the paper's four models in a few minutes",
-            text=TextSource(source=self.source, vocab_size=self.vocab_size),
+            text={"source": self.source, "vocab_size": self.vocab_size},
             sizes=(Size(model=self.model, steps=self.steps, seeds=self.seeds),),
             main=self.model,
             seeds={},

@@ -7,8 +7,6 @@ import statistics
 
 import pandas as pd
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from made_up_results import SCALE, paper_perplexity
 from sparse_bitnet_paper.claims import claims, collapse_densities, flips_by_tenth
@@ -201,13 +199,6 @@ def test_the_more_claims_the_stricter():
     assert judged([claim, unclear])[0].verdict == HOLDS  # below 0.05 / 2
     assert judged([claim, unclear, unclear, unclear])[0].verdict.startswith(OPEN)
     assert list(holm([0.04, 0.001, 0.03])) == [False, True, False]
-
-
-@given(st.lists(st.floats(-100, 100), min_size=2, max_size=12), st.floats(-50, 50))
-def test_intervals_move_with_their_values(values, shift):
-    estimate, moved = Estimate(values), Estimate([value + shift for value in values])
-    assert moved.mean == pytest.approx(estimate.mean + shift, abs=1e-6)
-    assert moved.half_width == pytest.approx(estimate.half_width, abs=1e-5)
 
 
 def test_intervals_agree_with_students_t():

@@ -113,28 +113,8 @@ def test_dense_runs_keep_the_checkpoints_that_the_heat_maps_need():
             assert 16 <= run.config.steps / run.config.checkpoint_every <= 18
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: find_scale("huge"), "scale 'huge' is unknown: choose one of smoke, cpu"),
-        (lambda: plan(find_scale("cpu"), ["table9"]), "experiment 'table9' is unknown"),
-    ],
-)
-def test_unknown_names_are_refused(call, message):
-    with pytest.raises(UserError, match=message):
-        call()
-
-
 @pytest.mark.parametrize(("folder", "names"), [("cpu", ALL), ("cpu-ideas", ["ideas"])])
 def test_the_committed_sets_hold_the_runs_of_their_scale(folder, names):
     """A field that is added to `TrainConfig` renames no run."""
     done = set(Results(ROOT / "docs" / "results" / folder).rows.name)
     assert {run.name for run in plan(find_scale("cpu"), names)} <= done
-
-
-def test_ideas_are_run_by_name_alone():
-    runs = plan(find_scale("cpu"), ["ideas"], 1)
-    assert [run.config.format for run in runs] == list(paper()["ideas"].values())
-    assert "ideas" not in EXPERIMENTS
-    recipes = {(run.config.model, run.config.steps, run.config.learning_rate) for run in runs}
-    assert len(recipes) == 1

@@ -12,7 +12,7 @@ from rich.console import Console
 from made_up_results import SCALE, row_of
 from sparse_bitnet.errors import UserError
 from sparse_bitnet_paper.claims import average_accuracies
-from sparse_bitnet_paper.paper import paper_gains, paper_perplexities
+from sparse_bitnet_paper.paper import paper_gains
 from sparse_bitnet_paper.quickstart import verdict
 from sparse_bitnet_paper.results import json_lines
 from sparse_bitnet_paper.runs import plan
@@ -26,7 +26,6 @@ from sparse_bitnet_paper.tables import (
     recipes,
     sparsity_costs,
     spread,
-    table,
     throughput_table,
 )
 
@@ -97,16 +96,6 @@ def test_a_terminal_shows_every_number(models, seeds, width):
         for word in " ".join(line).split():
             assert word in text
             assert word in shown.markdown()
-
-
-def test_a_name_in_brackets_is_no_style():
-    assert "run[v2]" in printed(table([{"model": "run[v2]", "n": "1"}]), 80)
-
-
-def test_patterns_outside_the_paper_have_our_columns_only(models):
-    own = models(pattern="5:8")
-    assert [title for title, _ in comparison_table(own).groups] == ["this run", "paper 0.5B"]
-    assert paper_perplexities("5:7") == {}
 
 
 def test_paper_costs_are_those_it_prints():

@@ -148,7 +148,7 @@ def dry_run(
     from sparse_bitnet.progress import duration
     from sparse_bitnet.training.device import resolve_device
     from sparse_bitnet.training.footprint import GPU_FLOPS, UTILISATION, parameter_counts
-    from sparse_bitnet_paper.estimate import flops, seconds
+    from sparse_bitnet_paper.record import flops, seconds
     from sparse_bitnet_paper.reproduce import default_workers
     from sparse_bitnet_paper.results import Results
     from sparse_bitnet_paper.tables import table
@@ -157,7 +157,7 @@ def dry_run(
     done = {run.name for run in runs} & set(rows.name)
     print(f"{out}: {len(done)} of {len(runs)} runs are done")
     elsewhere = scale.needs_gpu and resolve_device("auto").type == "cpu"
-    workers, vocab = options.workers or default_workers(scale), scale.text.vocab_size
+    workers, vocab = options.workers or default_workers(scale), scale.text.get("vocab_size")
     lines, left, work = [], 0.0, {"all runs": 0.0}
     for model in dict.fromkeys(run.config.model for run in runs):
         own = [run for run in runs if run.config.model == model]
