@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens to text, one at a time: whole characters only, and the text of the tokenizer itself."""
 
+import json
 import os
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from sparse_bitnet.checkpoint.load import load_tokenizer
-from sparse_bitnet.data.tokenizer import train_tokenizer
+from sparse_bitnet.data.tokenizer import tokenised, train_tokenizer
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.text import TextStream, TextTokenizer
 
@@ -130,3 +132,20 @@ def test_missing_and_damaged_files_are_named(tmp_path):
     with pytest.raises(UserError, match=r"tokenizer\.json is damaged"):
         TextTokenizer.load(tmp_path)
     assert os.listdir(tmp_path) == ["tokenizer.json"]
+
+
+@pytest.mark.parametrize("fault", ["no unknown token", "no such special token"])
+def test_a_tokenizer_that_cannot_encode_is_an_error_of_the_user(folder, tmp_path, fault):
+    content = json.loads((folder / "tokenizer.json").read_text())
+    if fault == "no unknown token":
+        content["model"] = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}
+    else:
+        single = [{"SpecialToken": {"id": "X", "type_id": 0}}]
+        template = {"type": "TemplateProcessing", "single": single, "pair": single}
+        content["post_processor"] = template | {"special_tokens": {}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"^the model's tokenizer.json cannot encode this text: "):
+        TextTokenizer.load(tmp_path).encode("word")
+    if fault == "no unknown token":
+        with pytest.raises(UserError, match=r"^the tokenizer.json cannot encode this text: Word"):
+            next(tokenised(Tokenizer.from_str(json.dumps(content)), ["b"], 0, np.dtype("u2")))

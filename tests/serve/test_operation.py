@@ -5,8 +5,10 @@ import json
 import socket
 import threading
 
+import pytest
 from test_serve_limits import slow, wait_for
 from test_tools import QWEN
+from tokenizers import Tokenizer, models
 
 import serving_thread
 from scripted_engine import ScriptedEngine
@@ -106,6 +108,21 @@ def test_half_characters_are_refused():
     refusing = "{{ raise_exception(messages[0].tool_calls[0].function.arguments.a) }}"
     with server(engine(), template=refusing) as running, running.http() as http:
         assert http.post("/v1/chat/completions", json=body).status_code == 400
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])
+def test_a_tokenizer_that_fails_is_one_line_without_paths(path):
+    broken = Tokenizer(models.WordLevel({"a": 0}, unk_token="?"))
+    with server(engine()) as running, running.http() as http:
+        running.model.tokenizer._tokenizer = broken
+        body = {"model": "scripted", "prompt": "b", "input": "b"}
+        body |= {"messages": [{"role": "user", "content": "b"}]}
+        keys = {"completions": "prompt", "chat/completions": "messages", "responses": "input"}
+        answer = http.post(f"/v1/{path}", json={key: body[key] for key in ("model", keys[path])})
+    assert answer.status_code == 400
+    said = answer.json()["error"]["message"]
+    assert said.startswith("the model's tokenizer.json cannot encode this text: WordLevel error")
+    assert "/" not in said
 
 
 def test_tokens_of_texts_and_chats():

@@ -276,7 +276,7 @@ def file_inside(folder: Path, name: str, index: str = INDEX_FILE) -> Path:
     return path
 
 
-def is_gguf(path: str | Path) -> bool:
+def is_gguf(path: str | os.PathLike[str]) -> bool:
     """Whether it is a GGUF file, by its first bytes, of either byte order, or by its name."""
     if not os.path.isfile(path):
         return False

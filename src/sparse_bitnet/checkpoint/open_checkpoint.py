@@ -164,7 +164,10 @@ def unsuited(found: StoredModel, kinds: tuple[str, ...] = ("packed",)) -> UserEr
     method, is_file = found.entry.get("quant_method"), found.folder.is_file()
     said = f"quant_method {method!r}" if method else "no quantization_config"
     said = found.entry["not_ternary"] if is_file else f"{said} in {CONFIG_FILE}"
-    others = {("foreign",): "is not importable", ("packed",): "is not packed"}
+    others: dict[tuple[str, ...], str] = {
+        ("foreign",): "is not importable",
+        ("packed",): "is not packed",
+    }
     distill = (
         f"`sparse-bitnet distill {found.name} OUT` (in Python, convert_) makes a ternary one of"
     )

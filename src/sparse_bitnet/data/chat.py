@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparse_bitnet.data.text_files import SkippedRow, check_unicode, missing_column
-from sparse_bitnet.errors import UserError, reason_of
+from sparse_bitnet.errors import UserError, library_errors_as, reason_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -186,7 +186,8 @@ def encode(tokenizer: "PreTrainedTokenizerFast", conversation: str) -> np.ndarra
 
 
 def _stored(tokenizer: Any, text: str, spans: _Spans) -> np.ndarray:
-    encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+    with library_errors_as("the tokenizer.json cannot encode this text"):
+        encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
     tokens = np.array(encoding.ids, np.uint32)
     starts, ends = np.array(encoding.offsets).reshape(-1, 2).T
     # Offsets may leave out a space that belongs to the token.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, library_errors_as
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -96,8 +96,11 @@ def text_backend(tokenizer: "PreTrainedTokenizerFast") -> "Tokenizer":
 def tokenised(
     backend: "Tokenizer", texts: Sequence[str], end: int, dtype: np.dtype
 ) -> Iterator[np.ndarray]:
-    """The ids of each document, and the token `end` after them."""
-    for encoding in backend.encode_batch_fast(texts, add_special_tokens=False):
+    """The ids of each document, and the token `end` after them. Raises `UserError` for a text that the
+    tokenizer cannot encode."""
+    with library_errors_as("the tokenizer.json cannot encode this text"):
+        encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+    for encoding in encodings:
         yield np.array([*encoding.ids, end], dtype)
 
 

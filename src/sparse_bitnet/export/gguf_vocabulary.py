@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from sparse_bitnet.checkpoint.gguf_tokenizer import DIGIT, GPT2, PRE_TOKENIZERS
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.checkpoint.model_folder import read_json
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, library_errors_as
 from sparse_bitnet.export.hf_folder import stored_ends
 
 if TYPE_CHECKING:
@@ -140,7 +140,8 @@ def _surrounds(tokenizer: Any, path: Path) -> dict[str, bool]:
     """Raises `UserError` where something else than bos and eos is put around a text."""
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     encode = tokenizer.backend_tokenizer.encode
-    inner, whole = (encode("a", add_special_tokens=add).ids for add in (False, True))
+    with library_errors_as(f"{path} cannot encode a text"):
+        inner, whole = (encode("a", add_special_tokens=add).ids for add in (False, True))
     more = len(whole) - len(inner)
     found = {"bos": more > 0 and whole[0] == bos, "eos": more > 0 and whole[-1] == eos}
     if whole != [bos] * found["bos"] + inner + [eos] * found["eos"]:

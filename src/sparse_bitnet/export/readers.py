@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sparse_bitnet.checkpoint.load import from_pretrained, load_with
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, library_errors_as
 from sparse_bitnet.export.model_card import gguf_file_name
 from sparse_bitnet.nn.convert import selected
 
@@ -79,7 +79,8 @@ class TransformersReader:
 
     def tokenise(self, text: str) -> list[int]:
         """Token ids, no special tokens added and none recognised in the text."""
-        return self._tokenizer(text, add_special_tokens=False).input_ids
+        with library_errors_as("its tokenizer cannot encode the text"):
+            return self._tokenizer(text, add_special_tokens=False).input_ids
 
     @torch.no_grad()
     def log_probabilities(self, tokens: np.ndarray) -> Tensor:

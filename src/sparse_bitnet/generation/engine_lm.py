@@ -14,7 +14,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, has_bos_prefix, normalize_gen_kwargs
 
 from sparse_bitnet.checkpoint.load import load_tokenizer
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, library_errors_as
 from sparse_bitnet.generation.open_model import OpenModel
 from sparse_bitnet.generation.request import GenerationRequest
 from sparse_bitnet.generation.sampling_options import SamplingOptions
@@ -91,7 +91,8 @@ class EngineLM(TemplateLM):
             add_special_tokens = not has_bos_prefix(
                 string, self.tokenizer.decode(self.prefix_token_id)
             )
-        return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
+        with library_errors_as("the model's tokenizer.json cannot encode a task's text"):
+            return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, **kwargs: Any

@@ -80,17 +80,19 @@ class TextTokenizer:
         Args:
             add_special_tokens: what the tokenizer puts around a text, such as a token for the start.
 
-        Raises `UserError` for half a character (a lone surrogate), which UTF-8 has no bytes for.
+        Raises `UserError` for half a character (a lone surrogate), which UTF-8 has no bytes for, and for
+        a text that the tokenizer cannot encode.
         """
-        try:
-            # Of a batch, unlike one text, other threads can go on meanwhile.
-            [found] = self._tokenizer.encode_batch_fast(
-                [text], add_special_tokens=add_special_tokens
-            )
-        except TypeError as error:
-            raise UserError(
-                "the text is not Unicode: it has half a character (a surrogate)"
-            ) from error
+        with library_errors_as("the model's tokenizer.json cannot encode this text"):
+            try:
+                # Of a batch, unlike one text, other threads can go on meanwhile.
+                [found] = self._tokenizer.encode_batch_fast(
+                    [text], add_special_tokens=add_special_tokens
+                )
+            except TypeError as error:
+                raise UserError(
+                    "the text is not Unicode: it has half a character (a surrogate)"
+                ) from error
         return found.ids
 
     def encode_within(
