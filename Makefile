@@ -68,6 +68,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/deptry src
+	$(BIN)/python .ci/budgets
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

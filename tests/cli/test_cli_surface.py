@@ -69,7 +69,7 @@ BAD_INPUT = [
     (["serve", "x", "--api-key", ""], "--api-key is empty"),
     (["bench", "--out", "."], "cannot write .: Is a directory"),
     (["bench", "gpu", "--rounds", "0"], "--rounds 0: must be above 0"),
-    (["prepare", "python-stdlib", "out", "--tokenizer", "."], "from one of: (1) "),
+    (["prepare", "python-stdlib", "out", "--tokenizer", "."], "it has no tokenizer.json"),
 ]
 BAD_OPTIONS = [
     (["train", "--steps", "0"], "steps=0: must be above 0"),

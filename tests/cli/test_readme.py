@@ -61,7 +61,7 @@ def only_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def parse(*arguments, **options):
         _, more = real(*arguments, **options)
-        assert not more
+        assert not [word for word in more if word.startswith("-")]  # the others are positions
         raise Parsed
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse)
@@ -191,7 +191,7 @@ def other_commands(done: list[str]) -> Iterator[str]:
 def test_own_text_becomes_a_model_that_runs_away_from_the_checkout(tmp_path):
     """The page's commands in their order, in a folder and a shell that know nothing of the project; then
     those of the other pages."""
-    (tmp_path / "book.txt").write_text((ROOT / "docs/scale.md").read_text() * 3, encoding="utf-8")
+    (tmp_path / "book.txt").write_text((ROOT / "docs/engine.md").read_text() * 3, encoding="utf-8")
     environment = {
         "HOME": str(tmp_path),
         "PATH": os.environ["PATH"],
@@ -210,6 +210,6 @@ def test_own_text_becomes_a_model_that_runs_away_from_the_checkout(tmp_path):
         assert done.code == 0, (line, done.errors)
         assert "Warning" not in done.errors, (line, done.errors)
     assert own == 8
-    assert len(others) > 20
+    assert len(others) > 15
     texts = [done.output for line, done in zip(lines, told, strict=True) if "Once" in line]
     assert all(text.startswith("Once upon a time") for text in texts)
