@@ -26,18 +26,20 @@ except ImportError:
     torch = None
 
 
-class SkipWithoutTrain:
+class SkipWithoutExtras:
     """Asked last, for what is not there: a module or a test that imports it is skipped."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:
-        if name.partition(".")[0] in (*OF_TRAIN, "accelerate", "lm_eval"):
-            pytest.skip(f"needs {name}: sparse-bitnet[train]", allow_module_level=True)
+        package = name.partition(".")[0]
+        if package == "llguidance" or (
+            torch is None and package in (*OF_TRAIN, "accelerate", "lm_eval")
+        ):
+            pytest.skip(f"needs {name}, which is not installed", allow_module_level=True)
 
 
-if torch is None:
-    sys.meta_path.append(SkipWithoutTrain)
-elif not torch.cuda.is_available():
+sys.meta_path.append(SkipWithoutExtras)
+if torch is not None and not torch.cuda.is_available():
     # Triton kernels then run interpreted; triton looks when it is first imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
