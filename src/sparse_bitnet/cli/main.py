@@ -32,7 +32,7 @@ COMMANDS = {
 
 OF_TRAIN = (
     *("torch", "transformers", "safetensors", "datasets", "pyarrow", "scipy", "pandas"),
-    *("statsmodels", "rensa", "gguf", "markupsafe", "matplotlib"),
+    *("statsmodels", "rensa", "zstandard", "gguf", "markupsafe", "matplotlib"),
 )
 """What the extra `train` adds; running a packed model needs none of it."""
 
