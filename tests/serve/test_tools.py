@@ -58,6 +58,8 @@ ARGUMENTS = '{"city": "Bern", "x": "}<\\""}'
 BROKEN = '{"name": "weather", arguments'
 UNKNOWN = '{"name": "rm", "arguments": {"x": "}"}}'
 ESCAPED = '{"name": "a\\q", "arguments": {}}'
+CLOSED = '{"arguments": {"x": "</tool_call>"}, "name": "time"}'
+THOUGHT = f"<think>\n{tagged(CALL)}\n</think>"
 LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Rom"}}'
 
 
@@ -82,6 +84,9 @@ LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Rom"}}'
         (HERMES, tagged(OTHER)[:-12], "", [("time", "{}")]),
         (HERMES, tagged(CALL)[:54], "", [("weather", '{"city": ')]),
         (HERMES, "<tool_call>" + LLAMA_CALL, "", [("weather", '{"city": "Rom"}')]),
+        (HERMES, THOUGHT + "\n\n" + tagged(OTHER), THOUGHT, [("time", "{}")]),
+        (HERMES, THOUGHT[:-8], THOUGHT[:-8], []),
+        (HERMES, tagged(CLOSED), "", [("time", '{"x": "</tool_call>"}')]),
         (LLAMA, "text {", "text {", []),
         (LLAMA, LLAMA_CALL, "", [("weather", '{"city": "Rom"}')]),
         (
@@ -100,6 +105,12 @@ LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Rom"}}'
 def test_texts_are_divided_however_they_come(syntax, text, content, calls):
     for size in (1, 3, 7, 1000):
         assert read(syntax, text, size) == (content, calls), size
+
+
+def test_a_prompt_may_begin_the_thought():
+    reader = ToolCallReader(HERMES, frozenset({"weather", "time"}), in_thought=True)
+    pieces = reader.feed(THOUGHT.removeprefix("<think>") + tagged(OTHER)) + reader.end()
+    assert [piece.name for piece in pieces if isinstance(piece, CallPiece)] == ["time"]
 
 
 def test_syntax_of_templates():

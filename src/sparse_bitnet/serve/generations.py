@@ -17,7 +17,7 @@ from sparse_bitnet.generation.text import TextTokenizer
 from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.responses import PARAMETERS, ResponsesBody
 from sparse_bitnet.serve.schema import Body, ChatBody, CompletionBody, parse_body
-from sparse_bitnet.serve.tool_calls import ToolSyntax
+from sparse_bitnet.serve.tool_calls import THOUGHT, ToolSyntax
 
 _MOST_LOGPROBS = 1 << 21
 """In one answer: they take 100 bytes each while it grows."""
@@ -205,7 +205,9 @@ def chat_text(body: ChatBody, model: ServedModel) -> str:
 
 
 def _chat_tokens(body: ChatBody, model: ServedModel, most: int) -> list[int]:
-    tokens = encode(chat_text(body, model), model, most, add_special_tokens=False)
+    text = chat_text(body, model)
+    body._in_thought = text.rstrip().endswith(THOUGHT)
+    tokens = encode(text, model, most, add_special_tokens=False)
     model.check_tokens(tokens, "messages")
     if not tokens:
         raise ApiError(400, "the chat is empty: it has no tokens", param="messages")

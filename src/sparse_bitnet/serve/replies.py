@@ -154,7 +154,8 @@ class Reply:
         body, syntax = self._body, self._syntax
         if not isinstance(body, ChatBody) or not body.functions or syntax is None:
             return None
-        return ToolCallReader(syntax, frozenset(function.name for function in body.functions))
+        names = frozenset(function.name for function in body.functions)
+        return ToolCallReader(syntax, names, in_thought=body._in_thought)
 
     def opening(self, choice: Choice) -> bytes:
         """What precedes the first piece of a choice: of a completion, the prompt it repeats."""

@@ -9,7 +9,7 @@ import difflib
 import re
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 
 from sparse_bitnet.generation.sampling_options import RANGES, SamplingOptions
 from sparse_bitnet.serve.api_error import ApiError, invalid_body
@@ -237,6 +237,8 @@ class ChatBody(WithTools, _Body):
     """Variables of the template."""
     reasoning_effort: str | None = None
     """Also one; few templates use it."""
+    _in_thought: bool = PrivateAttr(False)
+    """Whether the prompt ends inside a thought, known once the template has written it."""
 
     @property
     def neutral(self) -> dict[str, tuple[Any, ...]]:

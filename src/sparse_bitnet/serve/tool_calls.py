@@ -28,6 +28,8 @@ HERMES = ToolSyntax("<tool_call>", "</tool_call>", "\n", "arguments")
 LLAMA = ToolSyntax("", "", "; ", "parameters")
 """Of Llama 3."""
 PYTHON_TAG = "<|python_tag|>"
+THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
+"""Around reasoning, in which a call is only drafted."""
 _SPACE = " \t\r\n"
 """JSON's."""
 _HEAD = re.compile(
@@ -57,13 +59,20 @@ class CallPiece:
 
 class ToolCallReader:
     """Divides a streamed text into content and calls. Arguments are passed on as they come; what turns
-    out to be no call, or one of a function that there is not, is content."""
+    out to be no call, one of a function that there is not, or one inside a thought, is content."""
 
-    def __init__(self, syntax: ToolSyntax, names: frozenset[str]) -> None:
-        """`names`: of the functions there are."""
+    def __init__(
+        self, syntax: ToolSyntax, names: frozenset[str], *, in_thought: bool = False
+    ) -> None:
+        """
+        Args:
+            syntax: how the model writes calls.
+            names: the functions there are.
+            in_thought: whether the prompt ends inside a thought.
+        """
         self._syntax, self._names = syntax, names
         self._held = ""
-        self._state = "content"
+        self._state = "thought" if in_thought else "content"
         self._depth = 0
         self._in_text = self._is_escaped = False
         self.calls = 0
@@ -77,6 +86,8 @@ class ToolCallReader:
         """What was held back, when nothing follows."""
         held, self._held = self._held, ""
         match self._state:
+            case "thought":
+                return [held] if held else []
             case "content":
                 return [held] if held.strip() or (held and not self.calls) else []
             case "body":
@@ -94,13 +105,26 @@ class ToolCallReader:
             if before == (self._state, self._held):
                 return
 
+    def _in_thought_state(self) -> Iterator[str | CallPiece]:
+        thought, end, rest = self._held.partition(END_OF_THOUGHT)
+        kept = 0 if end else overlap(thought, END_OF_THOUGHT)
+        sure = len(thought) - kept
+        if sure or end:
+            yield thought[:sure] + end
+        self._held, self._state = rest if end else thought[sure:], "content" if end else "thought"
+
     def _in_content_state(self) -> Iterator[str | CallPiece]:
         opening = self._syntax.opening
+        before, start, rest = self._held.partition(THOUGHT)
+        if start and not (opening and opening in before) and not self.calls:
+            yield before + start
+            self._held, self._state = rest, "thought"
+            return
         if opening:
             place = self._held.find(opening)
             if place < 0:
                 # A call may begin with spaces before it, which belong to it.
-                kept = overlap(self._held, opening)
+                kept = max(overlap(self._held, opening), overlap(self._held, THOUGHT))
                 sure = self._held[: len(self._held) - kept]
                 sure = sure.rstrip() if sure.strip() else ""
                 if sure:
@@ -135,10 +159,14 @@ class ToolCallReader:
             self._held, self._state = self._held[found.end() :], "arguments"
         elif found and not closing:
             self._state = "text"
-        elif closing and closing in self._held:
-            body, _, rest = self._held.partition(closing)
-            call = self._whole(body)
-            yield call or self._syntax.opening + body + closing
+        elif closing:
+            place = self._held.find(closing)
+            while place >= 0 and _ends_in_a_string(self._held[:place]):
+                place = self._held.find(closing, place + 1)
+            if place < 0:
+                return
+            body, rest = self._held[:place], self._held[place + len(closing) :]
+            yield self._whole(body) or self._syntax.opening + body + closing
             self._held, self._state = rest, "content"
 
     def _in_arguments_state(self) -> Iterator[str | CallPiece]:
@@ -186,3 +214,12 @@ class ToolCallReader:
             return None
         arguments = found.get("arguments", found.get("parameters", {}))
         return self._start(name, arguments if isinstance(arguments, str) else json.dumps(arguments))
+
+
+def _ends_in_a_string(body: str) -> bool:
+    """Whether JSON text is cut off inside a string, to which what follows belongs."""
+    try:
+        json.loads(body)
+    except (ValueError, RecursionError) as error:
+        return "Unterminated string" in str(error)
+    return False
