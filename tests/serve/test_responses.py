@@ -106,7 +106,9 @@ def test_forms():
         ({"top_logprobs": False}, "top_logprobs is not supported"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": []}, "input"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [TOOL, {"type": "function", "name": "f", "parameters": []}]}, "schema of 'f'"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "needs tools"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image"),
         ({"extra_body": {"messages": []}}, "unknown parameter: messages"),
         ({"extra_body": {"tempature": 1}}, "unknown parameter: tempature"),
         ({"extra_body": {"max_output_token": 1}}, "did you mean max_output_tokens?"),
@@ -120,6 +122,37 @@ def test_what_is_not_supported_is_refused(more, complaint):
     with serving(saying("x")) as running, running.client() as client:
         with pytest.raises(openai.BadRequestError, match=complaint):
             ask(client, **more)
+
+
+def test_other_kinds_of_items_and_tools_are_dropped_and_named():
+    """As Codex asks: with its own kinds, one call at a time, and schemas that no grammar knows."""
+    odd = {"type": "object", "properties": {"x": {"type": "string", "pattern": "(?=a)"}}}
+    request = {
+        "input": [
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "?"}]},
+            {"type": "custom_tool_call", "call_id": "c", "name": "apply_patch", "input": "x"},
+            {"type": "custom_tool_call_output", "call_id": "c", "output": "x"},
+            {"type": "message", "role": "assistant", "content": None},
+            {"type": "function_call_output", "call_id": "c", "output": None},
+        ],
+        "tools": [TOOL, TOOL | {"name": "odd", "parameters": odd}],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "extra_body": {"client_metadata": {"a": "b"}},
+    }
+    others = [{"type": "custom", "name": "apply_patch", "format": {}}, {"type": "local_shell"}]
+    with serving(saying(tagged(CALL))) as running, running.client() as client:
+        plain = ask(client, **request | {"input": [*request["input"][:1], *request["input"][3:]]})
+        request["tools"] = [*others, *request["tools"]]
+        raw = client.responses.with_raw_response.create(
+            model="scripted", temperature=0, max_output_tokens=300, **request
+        )
+    named = "client_metadata, input.custom_tool_call, input.custom_tool_call_output"
+    assert raw.headers["X-Ignored-Parameters"] == f"{named}, tools.custom, tools.local_shell"
+    answer = raw.parse()
+    assert answer.usage.input_tokens == plain.usage.input_tokens
+    assert [item.name for item in answer.output] == ["weather"]
+    assert [tool.name for tool in answer.tools] == ["weather", "odd"]
 
 
 def test_what_a_chat_would_refuse_is_named_as_it_was_asked():

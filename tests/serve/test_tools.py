@@ -34,6 +34,10 @@ OTHER = '{"arguments": {}, "name": "time"}'
 QUESTION = [{"role": "user", "content": "?"}]
 
 
+def function(name, parameters, **more):
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
+
+
 def read(syntax, text, size):
     """Content and calls of a text that comes in pieces of this size."""
     reader = ToolCallReader(syntax, frozenset({"weather", "time"}))
@@ -255,23 +259,38 @@ def test_a_form_is_that_of_answers_beside_calls(template):
             {"tool_choice": "required", "extra_body": {"guided_regex": "a+"}},
             "or a form of the text",
         ),
-        (
-            {
-                "tools": [
-                    {
-                        "type": "function",
-                        "function": {"name": "f", "strict": True, "parameters": {"not": {}}},
-                    }
-                ]
-            },
-            "not",
-        ),
+        ({"tools": [TIME, function("f", [])]}, "schema of 'f' is not a JSON object"),
     ],
 )
 def test_what_does_not_fit_is_refused(more, complaint):
     with serving(saying("x")) as running, running.client() as client:
         with pytest.raises(openai.BadRequestError, match=complaint):
             ask(client, **more)
+
+
+@pytest.mark.parametrize("template", [QWEN, LLAMA_3])
+def test_only_a_binding_schema_is_refused_and_names_its_tool(template):
+    nested = {"type": "object"}
+    for _ in range(80):
+        nested = {"type": "object", "properties": {"a": nested}}
+    strict = function("s", PARAMETERS, strict=True)
+    with serving(saying("x"), template) as running, running.client() as client:
+        for schema, name in (
+            ({"type": "string", "pattern": "(?=a)"}, "tool f: "),
+            ({"type": "no // tool s\n ^"}, "tool f: "),
+            ({"$ref": "#/nowhere"}, "tool f: "),
+            (nested, "tools s, f: "),
+        ):
+            for more in (
+                {"tools": [strict, function("f", schema, strict=True)]},
+                {"tools": [strict, function("f", schema)], "tool_choice": "required"},
+            ):
+                for _ in range(2):  # a refusal is remembered
+                    with pytest.raises(openai.BadRequestError, match=name):
+                        ask(client, **more)
+            for more in ({}, {"parallel_tool_calls": False}):
+                for tools in ([function("f", schema)], [strict, function("f", schema)]):
+                    assert ask(client, tools=tools, **more).choices[0].message.content == "x"
 
 
 def test_templates_without_tools_refuse_them():

@@ -46,6 +46,8 @@ class Grammar:
     """Of JSON: a Lark rule of other rules."""
     is_lark_or_gbnf: bool = False
     """The source is rules as their author wrote them, not yet in llguidance's words."""
+    about: str = ""
+    """What an error names: whose schemas the grammar is of."""
 
     @classmethod
     def json_schema(cls, schema: Any, *, is_strict: bool = True) -> Self:
@@ -87,9 +89,10 @@ class Grammar:
         return cls.lark("start: TEXT\nTEXT: " + " | ".join(map(lark_text, texts)))
 
     @classmethod
-    def lark(cls, rules: str) -> Self:
-        """llguidance's dialect of Lark; begins with the rule `start`."""
-        return cls(json.dumps({"grammars": [{"lark_grammar": rules}]}))
+    def lark(cls, rules: str, about: str = "") -> Self:
+        """llguidance's dialect of Lark; begins with the rule `start`. Where a line ends in a comment, an
+        error in that line names it instead of `about`."""
+        return cls(json.dumps({"grammars": [{"lark_grammar": rules}]}), about=about)
 
     @classmethod
     def rules(cls, text: str) -> Self:
@@ -172,13 +175,16 @@ class TokenGrammars:
             matcher = matcher_of(tried["answer"], self._tokenizer)
             tried = {"error": matcher.get_error()} if matcher.is_error() else {}
         if "error" in tried:
-            reason = f"the text cannot have this form: {_one_line(tried['error'])}"
+            error, about = tried["error"], grammar.about
+            if about and (comments := re.findall(r" // (.{1,80})\n +\^", error)):
+                about = comments[-1]  # what is before it may be the schema's own words
+            reason = f"{_head(about)}the text cannot have this form: {_one_line(error)}"
             with self._lock:
                 self._refused[_digest(grammar)] = reason
                 if len(self._refused) > _MOST_REFUSED:
                     del self._refused[next(iter(self._refused))]
             raise UserError(reason)
-        form = Form(matcher, self.vocab_size)
+        form = Form(matcher, self.vocab_size, grammar.about)
         # The first place may take long: here, where nobody waits for it.
         form._compute()
         with self._lock:
@@ -242,14 +248,14 @@ class _Vocabulary:
 class Form:
     """How far one text is."""
 
-    def __init__(self, matcher: Any, vocab_size: int) -> None:
-        self._matcher, self._vocab_size = matcher, vocab_size
+    def __init__(self, matcher: Any, vocab_size: int, about: str = "") -> None:
+        self._matcher, self._vocab_size, self._about = matcher, vocab_size, about
         self._bits = np.zeros(vocab_size // 32 + 1, np.uint32)
         self._debt = 0.0
 
     def copy(self) -> "Form":
         """Another text at the same place."""
-        return Form(self._matcher.deep_copy(), self._vocab_size)
+        return Form(self._matcher.deep_copy(), self._vocab_size, self._about)
 
     def masked(self, logits: np.ndarray) -> np.ndarray:
         """The logits, float32 [vocab_size], with minus infinity for tokens that cannot come next.
@@ -274,7 +280,7 @@ class Form:
             failure = _one_line(self._matcher.get_error())
             is_stuck = not failure or failure.startswith("NoExtension")
             reason = "the vocabulary lacks what comes next" if is_stuck else failure
-            raise FormLost(f"the text cannot be given its form: {reason}")
+            raise self._lost(reason)
 
     def take(self, token: int) -> bool:
         """Go on with a token; whether the text is complete and nothing can follow. Raises `FormLost` as
@@ -287,7 +293,14 @@ class Form:
     def _pay_for(self, began: float) -> None:
         self._debt = max(0.0, self._debt + time.thread_time() - began - _FREE_SECONDS)
         if self._debt > _MOST_SECONDS:
-            raise FormLost("the text cannot be given its form: its rules take too long to follow")
+            raise self._lost("its rules take too long to follow")
+
+    def _lost(self, reason: str) -> FormLost:
+        return FormLost(f"{_head(self._about)}the text cannot be given its form: {reason}")
+
+
+def _head(about: str) -> str:
+    return f"{about}: " if about else ""
 
 
 def _one_line(message: str) -> str:

@@ -3,9 +3,9 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator
 
-from sparse_bitnet.serve.messages import StrictModel
+from sparse_bitnet.serve.messages import Parts, Replayed, StrictModel, plain_text
 from sparse_bitnet.serve.response_format import NamedSchema
 from sparse_bitnet.serve.schema import ChatBody, Limit, TolerantBody, parse_body
 from sparse_bitnet.serve.tools import FunctionTool, NamedFunction
@@ -17,22 +17,12 @@ class _Item(StrictModel):
     model_config = ConfigDict(extra="ignore")
 
 
-class Part(_Item):
-    """A piece of content; other kinds than text are refused."""
-
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-
-
-Parts = Annotated[list[Part], Field(fail_fast=True)]
-
-
 class MessageItem(_Item):
     """A message of any role."""
 
-    type: Literal["message"] = "message"
+    type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Parts
+    content: str | Parts | None = None
 
 
 class CallItem(_Item):
@@ -49,13 +39,51 @@ class OutputItem(_Item):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | Parts
+    output: str | Parts | None = None
 
 
 class ReasoningItem(_Item):
     """Passed over: templates drop the thoughts of earlier turns."""
 
     type: Literal["reasoning"]
+
+
+class Other(Replayed):
+    """An item or a tool of a kind that there is only at OpenAI's: it is ignored."""
+
+    type: str
+
+    @field_validator("type")
+    @classmethod
+    def _is_here(cls, value: str) -> str:
+        if value == "item_reference":
+            raise ValueError("nothing is stored here: send the item itself")
+        return value
+
+    def ignored(self) -> set[str]:
+        """The kind alone."""
+        return {self.type}
+
+
+def _among(*kinds: str) -> Discriminator:
+    """Chooses by the type; the first kind where there is none."""
+
+    def kind(given: Any) -> str:
+        found = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+        found = kinds[0] if found is None else found
+        return found if found in kinds else "other"
+
+    return Discriminator(kind)
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[OutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[Other, Tag("other")],
+    _among("message", "function_call", "function_call_output", "reasoning"),
+]
 
 
 class StreamPadding(StrictModel):
@@ -85,9 +113,14 @@ class Reasoning(StrictModel):
 
 
 class FlatTool(FunctionTool):
-    """A function; there are no other tools."""
+    """A function."""
 
     type: Literal["function"]
+
+
+AnyTool = Annotated[
+    Annotated[FlatTool, Tag("function")] | Annotated[Other, Tag("other")], _among("function")
+]
 
 
 class FlatChoice(NamedFunction):
@@ -99,20 +132,14 @@ class FlatChoice(NamedFunction):
 class ResponsesBody(TolerantBody):
     """POST /v1/responses"""
 
-    input: (
-        str
-        | Annotated[
-            list[MessageItem | CallItem | OutputItem | ReasoningItem],
-            Field(min_length=1, fail_fast=True),
-        ]
-    )
+    input: str | Annotated[list[Item], Field(min_length=1, fail_fast=True)]
     instructions: str | None = None
     max_output_tokens: Limit | None = None
     stream: bool | None = False
     stream_options: StreamPadding | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
-    tools: Annotated[list[FlatTool], Field(max_length=128)] | None = None
+    tools: Annotated[list[AnyTool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
 
     @property
@@ -136,11 +163,12 @@ class ResponsesBody(TolerantBody):
             form = self.text.format.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
             form = {"json_schema": form} if self.text.format.type == "json_schema" else form
             given["response_format"] = {"type": self.text.format.type} | form
-        if self.tools:
-            given["tools"] = [
-                {"type": "function", "function": tool.model_dump(exclude={"type"})}
-                for tool in self.tools
-            ]
+        shown = set(FunctionTool.model_fields)
+        given["tools"] = [
+            {"type": "function", "function": tool.model_dump(include=shown)}
+            for tool in self.tools or ()
+            if isinstance(tool, FlatTool)
+        ]
         choice = self.tool_choice
         if isinstance(choice, FlatChoice):
             given["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
@@ -157,7 +185,8 @@ class ResponsesBody(TolerantBody):
         for item in self.input:
             match item:
                 case MessageItem():
-                    found.append({"role": item.role, "content": _text(item.content)})
+                    content = None if item.content is None else plain_text(item.content)
+                    found.append({"role": item.role, "content": content})
                 case CallItem():
                     # Calls, and what is said before them, are one message of a chat.
                     if not found or found[-1]["role"] != "assistant":
@@ -166,8 +195,8 @@ class ResponsesBody(TolerantBody):
                     calls = found[-1].setdefault("tool_calls", [])
                     calls.append({"id": item.call_id, "function": call})
                 case OutputItem():
-                    content = _text(item.output)
-                    found.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
+                    answer = {"tool_call_id": item.call_id, "content": plain_text(item.output)}
+                    found.append({"role": "tool"} | answer)
         return found
 
 
@@ -191,7 +220,3 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
 }
 """Values that change nothing, as None does, of parameters that are not supported."""
-
-
-def _text(content: str | list[Part]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)

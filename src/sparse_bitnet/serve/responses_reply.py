@@ -10,7 +10,7 @@ from sparse_bitnet.generation.output import TokenScore
 from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.generations import ServedModel
 from sparse_bitnet.serve.replies import Choice, Reply, dumped
-from sparse_bitnet.serve.responses import ResponsesBody
+from sparse_bitnet.serve.responses import FlatTool, ResponsesBody
 from sparse_bitnet.serve.schema import ChatBody
 from sparse_bitnet.serve.tool_calls import CallPiece
 
@@ -41,7 +41,9 @@ class ResponsesReply(Reply):
             "temperature": body.temperature,
             "text": {"format": {"type": "text"}},
             "tool_choice": "auto",
-            "tools": [tool.model_dump() for tool in asked.tools or ()],
+            "tools": [
+                tool.model_dump() for tool in asked.tools or () if isinstance(tool, FlatTool)
+            ],
             "top_p": body.top_p,
             "truncation": "disabled",
             "usage": None,

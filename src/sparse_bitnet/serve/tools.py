@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from sparse_bitnet.generation.grammar import Grammar, json_rule, lark_text
 from sparse_bitnet.serve.api_error import ApiError
@@ -23,6 +23,13 @@ class FunctionTool(Replayed):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+    @field_validator("parameters", mode="before")
+    @classmethod
+    def _is_schema(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, dict | None):
+            raise ValueError(f"the schema of {info.data.get('name')!r} is not a JSON object")
+        return value
 
 
 class Tool(Replayed):
@@ -71,8 +78,8 @@ class WithTools(StrictModel):
     def check_tools(self) -> None:
         """Raises `ApiError` for a choice among tools that are not there."""
         names = [tool.function.name for tool in self.tools or ()]
-        if len(set(names)) < len(names):
-            raise ApiError(400, "two tools have the same name", param="tools")
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ApiError(400, f"two tools have the same name, {twice[0]!r}", param="tools")
         choice = self.tool_choice
         if isinstance(choice, NamedTool) and choice.function.name not in names:
             name = choice.function.name[:64]
@@ -118,15 +125,20 @@ def _rules(
     if not (is_forced or is_single or answer or any(f.strict for f in functions)):
         return None
     bodies = []
-    for function in functions:
+    for place, function in enumerate(functions):
         head = f'{{"name": {json.dumps(function.name)}, "{syntax.arguments}": '
-        schema = json_rule(function.parameters or {"type": "object"}, bool(function.strict))
-        bodies.append(f'{lark_text(head)} {schema} "}}"')
+        # Where a call is the model's choice, only a strict schema binds it: no other is looked at.
+        is_bound = is_forced or function.strict
+        schema = (function.parameters if is_bound else None) or {"type": "object"}
+        rule = json_rule(schema, bool(function.strict))
+        # A rule and a line for each: its comment names the one that an error is about.
+        bodies.append(f'body_{place}: {lark_text(head)} {rule} "}}" // tool {function.name}')
     space = lark_text("\n") if syntax.opening else ""
     rules = [
         "%llguidance {}",
         f"inside: {space} body {space} {lark_text(syntax.closing) if syntax.closing else ''}",
-        "body: " + "\n    | ".join(bodies),
+        "body: " + " | ".join(f"body_{place}" for place in range(len(bodies))),
+        *bodies,
     ]
     more = "" if is_single else f"({lark_text(syntax.between)} call)*"
     if syntax.opening and not (is_forced or answer):
@@ -142,4 +154,6 @@ def _rules(
             # What is read as a call has to be one.
             call_begins = rf"([ \t\r\n]|{re.escape(PYTHON_TAG)})*\{{"
             rules += [f"text: {answer or 'TEXT'}", rf"TEXT: /(.|\n)*/ & ~/{call_begins}(.|\n)*/"]
-    return Grammar.lark("\n".join(rules))
+    bound = [function.name for function in functions if is_forced or function.strict]
+    about = f"{'tool' if len(bound) == 1 else 'tools'} {', '.join(bound):.1000}" if bound else ""
+    return Grammar.lark("\n".join(rules), about)
