@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the server does when it is too much: full queues, large bodies, clients that leave, the end."""
 
+import asyncio
 import concurrent.futures
 import os
 import shlex
@@ -19,6 +20,7 @@ import pytest
 from scripted_engine import ScriptedEngine, logits_after
 from serving_thread import END, server
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.serve import answer
 from sparse_bitnet.serve.http_server import listen
 
 VOCAB = 257
@@ -263,3 +265,23 @@ def test_shutdown_lets_running_generations_end_within_the_grace_time():
         assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
         process.communicate(timeout=120)
     assert process.returncode == 0
+
+
+def test_a_stream_that_waits_is_kept_alive(monkeypatch):
+    async def events():
+        yield b"first"
+        await may_end.wait()
+        yield b"last"
+
+    async def read():
+        seen = []
+        async for event in answer.kept_alive(events()):
+            seen.append(event)
+            if event.startswith(b":"):
+                may_end.set()
+        return seen
+
+    monkeypatch.setattr(answer, "KEEP_ALIVE_SECONDS", 0.01)
+    may_end = asyncio.Event()
+    seen = asyncio.run(read())
+    assert (seen[0], seen[1], seen[-1]) == (b"first", b": keep-alive\n\n", b"last")

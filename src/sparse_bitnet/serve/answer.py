@@ -37,6 +37,8 @@ _LONGEST_WAIT = 30.0
 """Seconds that a request waits until its body is read, or its grammar tried."""
 _SCORES_AT_ONCE = 64
 """In one event."""
+KEEP_ALIVE_SECONDS = 15.0
+"""A stream that waits longer sends a comment, so that no proxy takes the connection for dead."""
 _OUTPUTS_AT_ONCE = 64
 """Written before other requests have their turn."""
 _MOST_NAMES = 40
@@ -272,12 +274,29 @@ def failure(generation: Generation) -> ApiError:
     return ApiError(500, f"the generation failed: {reason}", code="generation_failed")
 
 
+async def kept_alive(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The events, and a comment whenever none has come for `KEEP_ALIVE_SECONDS`."""
+    following = asyncio.ensure_future(anext(events, None))
+    try:
+        while True:
+            while not (await asyncio.wait({following}, timeout=KEEP_ALIVE_SECONDS))[0]:
+                yield b": keep-alive\n\n"
+            if (event := following.result()) is None:
+                return
+            yield event
+            following = asyncio.ensure_future(anext(events, None))
+    finally:
+        following.cancel()
+
+
 class _EventStream(StreamingResponse):
     """Ends the generations however the response ends, even before its first event."""
 
     def __init__(self, answer: _Answer) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(answer.events(), media_type="text/event-stream", headers=headers)
+        super().__init__(
+            kept_alive(answer.events()), media_type="text/event-stream", headers=headers
+        )
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
