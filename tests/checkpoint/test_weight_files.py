@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from sparse_bitnet.checkpoint import weight_files
-from sparse_bitnet.checkpoint.weight_files import INDEX_FILE, WeightFiles
+from sparse_bitnet.checkpoint.weight_files import INDEX_FILE, WeightFiles, refuse_wrapped
 from sparse_bitnet.errors import UserError
 
 TENSORS = {
@@ -59,7 +59,7 @@ def test_tensors_of_several_files(tmp_path: Path, has_index: bool) -> None:
 def test_names_of_a_wrapped_model_are_named(tmp_path: Path, name: str, prefix: str) -> None:
     save_file({name: TENSORS["a"]}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=rf"tensor {name} is that of a wrapped model \({prefix}:"):
-        WeightFiles.in_folder(tmp_path)
+        refuse_wrapped(WeightFiles.in_folder(tmp_path).shapes, tmp_path)
 
 
 def test_a_whole_file_comes_before_an_index_that_was_left(tmp_path: Path) -> None:

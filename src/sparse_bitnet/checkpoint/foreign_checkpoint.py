@@ -14,7 +14,7 @@ from sparse_bitnet.checkpoint.checkpoint import (
     stored_tensors,
 )
 from sparse_bitnet.checkpoint.model_folder import EXPORTED_FORMAT
-from sparse_bitnet.checkpoint.weight_files import WeightFiles
+from sparse_bitnet.checkpoint.weight_files import WeightFiles, refuse_wrapped
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.packing.tensor_file import FLOATS
 from sparse_bitnet.packing.ternary import TernaryWeight
@@ -102,6 +102,7 @@ def opened(
     wanted = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model).items()}
     for name in internal | {f"{layer}.weight" for layer in layers}:
         wanted.pop(name, None)
+    refuse_wrapped(others, found.folder)
     for name in sorted(wanted.keys() ^ set(others)):
         what = "lacks" if name in wanted else "has, and its config.json does not describe,"
         raise UserError(

@@ -17,6 +17,7 @@ from sparse_bitnet.checkpoint.model_folder import (
     check_folder,
     check_sizes,
     check_weights_as_stored,
+    gguf_inside,
     is_gguf,
     local_folder,
     quantization_entry,
@@ -186,7 +187,8 @@ def load_tokenizer(
         inside = (folder / "final", folder / "tokenizer", data / "tokenizer")
         folder = next((each for each in inside if has_tokenizer(each)), folder)
     if not has_tokenizer(folder):
-        raise UserError(f"no readable tokenizer in {path_or_hub_id}: it has no tokenizer.json")
+        said = f"no readable tokenizer in {path_or_hub_id}: it has no tokenizer.json"
+        raise UserError(said + gguf_inside(folder))
     exact = (folder / "tokenizer.json").exists()
     loader: Any = PreTrainedTokenizerFast if exact else AutoTokenizer
     with library_errors_as(f"no readable tokenizer in {path_or_hub_id}"):

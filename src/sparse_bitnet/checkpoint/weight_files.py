@@ -50,7 +50,9 @@ class WeightFiles:
                     self.shapes[name] = tuple(part.get_shape())
                     self.dtypes[name] = part.get_dtype()
                     self._paths[name] = path
-        refuse_wrapped(self.shapes, self.folder)
+        # A doubled "model." alone is no obstacle to transformers.
+        names = (name for name in self.shapes if not name.startswith("model.model."))
+        refuse_wrapped(names, self.folder)
 
     @classmethod
     def in_folder(cls, folder: Path) -> "WeightFiles":

@@ -6,6 +6,7 @@ that the numbers are those of the PyTorch code; --head and --kv-cache show what 
 """
 
 import json
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -113,7 +114,8 @@ def main(checkpoint: CheckpointArgument, config: EvaluateConfig) -> None:
         check_new_file(config.json)
     from sparse_bitnet.checkpoint.model_folder import is_gguf
 
-    if config.engine == "cpu" or ".gguf" in checkpoint or is_gguf(checkpoint):
+    names_gguf = re.search(r"\.gguf(@[^/]*)?$", checkpoint) or is_gguf(checkpoint)
+    if config.engine == "cpu" or names_gguf:
         from sparse_bitnet.engine.engine_options import EngineOptions
         from sparse_bitnet.generation.packed_once import packed_once
 
