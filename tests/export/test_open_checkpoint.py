@@ -147,6 +147,23 @@ def test_what_is_no_checkpoint_of_ours_is_refused(edited, tmp_path: Path) -> Non
         open_checkpoint(edited(quantization_config={"quant_method": "gptq"}))
 
 
+def test_a_checkpoint_of_another_kind_names_what_helps(checkpoint, edited, tmp_path: Path) -> None:
+    pack_checkpoint(checkpoint, tmp_path / "packed")
+    plain = edited(quantization_config=None)
+    distill = f"`sparse-bitnet distill {plain} OUT` \\(in Python, convert_\\)"
+    for folder, kinds, said in (
+        (plain, ("packed",), f"is not packed: it is a plain model; {distill}"),
+        (plain, ("foreign",), f"is not importable: it is a plain model; {distill}"),
+        (plain, ("trained", "packed"), f"is not a trained .*: it is a plain model; {distill}"),
+        (checkpoint, ("packed",), "is not packed: pack it first: sparse-bitnet pack"),
+        (checkpoint, ("foreign",), "is a trained checkpoint of sparse-bitnet, which every command"),
+        (tmp_path / "packed", ("trained",), "it is packed already, and generate"),
+        (tmp_path / "packed", ("foreign",), "it is packed already, and generate"),
+    ):
+        with pytest.raises(UserError, match=said):
+            open_checkpoint(folder, *kinds)
+
+
 def test_unknown_architectures_are_refused(edited) -> None:
     with pytest.raises(UserError, match="no causal language model that transformers builds"):
         open_checkpoint(edited(model_type="t5x"))

@@ -105,6 +105,9 @@ PRE_TOKENIZERS = (
     ),
     PreTokenizer(("glm4", "glm5"), (_LLAMA3,), ignores_merges=True),
     PreTokenizer(("dbrx", "smaug-bpe", "chatglm-bpe"), (_LLAMA3,)),
+    PreTokenizer(
+        ("minicpm5",), (r"\p{N}{1,3}", _LLAMA3.replace("{1,3}", "+")), ignores_merges=True
+    ),
     PreTokenizer(("tekken",), (_TEKKEN,), ignores_merges=True, begins=True),
     PreTokenizer(("seed-coder",), (_SEED,)),
     PreTokenizer(("falcon_e",), (*_FALCON, "[0-9]")),
