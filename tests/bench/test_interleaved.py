@@ -276,7 +276,7 @@ def test_a_model_that_is_neither_preset_nor_packed(tmp_path: Path, config: str |
     )
     assert done.returncode == 2
     assert not out.parent.exists()
-    assert ("sparse-bitnet pack" if config else "nor a model folder") in done.stderr
+    assert ("sparse-bitnet distill" if config else "nor a model folder") in done.stderr
     assert done.stderr.count("\n") == 1
 
 

@@ -30,7 +30,7 @@ import os, signal, threading, urllib.error, urllib.request
 
 class Output(io.StringIO):
     def write(self, text):
-        if "/v1 (Ctrl-C" in text:
+        if "/v1 (" in text and "Ctrl-C" in text:
             threading.Thread(target=ask, args=(self, text.split()[1])).start()
         return super().write(text)
 
