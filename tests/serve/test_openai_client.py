@@ -454,6 +454,75 @@ def test_history_of_an_agent():
                     chat(client, messages=[wrong])
 
 
+@pytest.mark.parametrize("thought", ["", "<think>\n"])
+def test_the_last_message_of_an_assistant_is_continued(thought):
+    template = (
+        "{% for m in messages %}<start>{{ m.role }}|{{ m.content | trim }}<end>{% endfor %}"
+        "{% if add_generation_prompt %}<start>assistant|THOUGHT{% endif %}"
+    ).replace("THOUGHT", thought)
+    start, question = "<start>user|hi<end><start>assistant|", {"role": "user", "content": "hi"}
+
+    def answer(client, content, **more):
+        messages = [question, {"role": "assistant", "content": content}]
+        return chat(client, messages=messages, extra_body=more)
+
+    with server(engine(), template=template) as running, running.client() as client:
+        for content, more in (
+            (" Well, ", {}),
+            ("end", {"continue_final_message": True, "add_generation_prompt": False}),
+            ([{"type": "text", "text": "e"}], {}),
+            (None, {}),
+        ):
+            found = answer(client, content, **more)
+            text = content if isinstance(content, str) else "" if content is None else "e"
+            prompt = TOKENIZER.encode(start + text.lstrip())
+            assert found.usage.prompt_tokens == len(prompt)
+            assert found.choices[0].message.content == expected_text(prompt, 12)
+        for more in ({"continue_final_message": False}, {"add_generation_prompt": True}):
+            prompt = TOKENIZER.encode(f"{start}end<end><start>assistant|{thought}")
+            assert answer(client, "end", **more).usage.prompt_tokens == len(prompt)
+        with pytest.raises(openai.BadRequestError, match="at the end"):
+            chat(client, extra_body={"continue_final_message": True})
+        shown = chat(client, "hi", extra_body={"add_generation_prompt": False})
+        assert shown.usage.prompt_tokens == len("<start>user|hi<end>")
+        items = [question, {"role": "assistant", "content": "end"}]
+        found = client.responses.create(model="scripted", input=items)
+        assert found.usage.input_tokens == len(start + "end")
+    with server(engine(), template="{{ messages[0].content }}") as running:
+        with running.client() as client, pytest.raises(openai.BadRequestError, match="leaves the"):
+            answer(client, "x")
+
+
+@pytest.mark.parametrize(
+    ("written", "is_original"),
+    [
+        ("{{ given }}", True),
+        ("{{ '' + given }}", True),
+        ("{{ given if given is string else given | tojson }}", True),
+        ("{{ given | tojson }}", False),
+        ("{% for name in given %}{{ name }}={{ given[name] }}{% endfor %}", False),
+    ],
+)
+def test_arguments_are_text_in_templates_that_want_it(written, is_original):
+    """And objects in those that cannot write a text as JSON, whatever a user says."""
+    template = (
+        "{{ messages[0].content }}{% for call in messages[1].tool_calls %}"
+        f"{{% set given = call.function.arguments %}}{written}{{% endfor %}}"
+    )
+    question = {"role": "user", "content": "{'city': 'Zürich'}"}
+    for text, value in (('{"city":"Zürich"}', {"city": "Zürich"}), ("", {}), ("{ }", {})):
+        call = {"id": "c", "function": {"name": "f", "arguments": text}}
+        messages = [question, {"role": "assistant", "tool_calls": [call]}, question]
+        shown = json.dumps(value, ensure_ascii=False)
+        if "for name" in written:
+            shown = "".join(f"{name}={value[name]}" for name in value)
+        elif is_original and (value or "+" in written):
+            shown = text or "{}"
+        with server(engine(), template=template) as running, running.http() as http:
+            found = http.post("/tokenize", json={"messages": messages}).json()["tokens"]
+        assert TOKENIZER.decode(found) == question["content"] + shown
+
+
 def test_model_without_a_template_has_no_chat():
     with server(engine(), template=None) as running, running.client() as client:
         with pytest.raises(openai.BadRequestError, match="no chat template"):

@@ -4,6 +4,7 @@ what is too much is refused before anything is built of it."""
 
 import secrets
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from sparse_bitnet.errors import UserError
@@ -15,6 +16,7 @@ from sparse_bitnet.generation.request import Generation, GenerationRequest
 from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
 from sparse_bitnet.generation.text import TextTokenizer
 from sparse_bitnet.serve.api_error import ApiError
+from sparse_bitnet.serve.messages import FunctionCall
 from sparse_bitnet.serve.responses import PARAMETERS, ResponsesBody
 from sparse_bitnet.serve.schema import Body, ChatBody, CompletionBody, parse_body
 from sparse_bitnet.serve.tool_calls import THOUGHT, ToolSyntax
@@ -176,7 +178,8 @@ def prompt_tokens(
 
 def chat_text(body: ChatBody, model: ServedModel) -> str:
     """A chat as its template writes it. Raises `ApiError` where there is none, or it refuses."""
-    if model.template is None:
+    template = model.template
+    if template is None:
         raise ApiError(
             400,
             f"the model {model.name!r} has no chat template: use /v1/completions",
@@ -199,9 +202,42 @@ def chat_text(body: ChatBody, model: ServedModel) -> str:
             raise ApiError(400, message, param="chat_template_kwargs")
         if tools := body.plain_tools():
             variables["tools"] = tools
-        return model.template.render([message.plain() for message in body.messages], **variables)
+        if body.continues or body.add_generation_prompt is not None:
+            variables["add_generation_prompt"] = not body.continues and body.add_generation_prompt
+        # What stands behind the mark is the template's end of a message that is complete.
+        mark = secrets.token_hex(16) if body.continues else ""
+
+        def render(as_text: bool) -> str:
+            messages = [message.plain(as_text) for message in body.messages]
+            messages[-1]["content"] += mark
+            return template.render(messages, **variables)
+
+        calls = [call.function for message in body.messages for call in message.tool_calls or ()]
+        text = _rendered(render, [call for call in calls if call.object is not None])
+        if mark not in text:
+            raise UserError("the chat template leaves the last message out: it cannot be continued")
+        return text.rpartition(mark)[0] if mark else text
     except UserError as error:
         raise ApiError(400, str(error), param="messages") from error
+
+
+def _rendered(render: Callable[[bool], str], calls: Sequence[FunctionCall]) -> str:
+    """A chat with these calls, their arguments as objects (False), or as text (True) if its template
+    cannot write objects, or writes them as Python does."""
+    refused, text = None, ""
+    try:
+        text = render(False)
+        if not any(call.object and str(call.object) in text for call in calls):
+            return text
+    except UserError as error:
+        refused = error
+    with suppress(UserError):
+        other = render(True) if calls else ""
+        if other and (refused or all(call.text in other for call in calls)):
+            return other
+    if refused:
+        raise refused
+    return text
 
 
 def _chat_tokens(body: ChatBody, model: ServedModel, most: int) -> list[int]:
@@ -251,7 +287,7 @@ def _requests(
     deliver: Deliver,
     form: Form | None,
 ) -> list[GenerationRequest]:
-    is_chat = isinstance(body, ChatBody)
+    is_start = isinstance(body, ChatBody) and not body.continues
     scores_prompt = (
         isinstance(body, CompletionBody) and bool(body.echo) and body.logprobs is not None
     )
@@ -277,7 +313,7 @@ def _requests(
             sampling=body.sampling(seed + choice),
             tokenizer=model.tokenizer,
             stop=body.stop_strings,
-            is_start=is_chat,
+            is_start=is_start,
             stop_tokens=model.end_tokens,
             form=form,
             top_scores=body.top_scores,

@@ -87,14 +87,20 @@ class FunctionCall(Replayed):
     name: str
     arguments: str | dict[str, Any] | None = None
 
-    def plain(self) -> dict[str, Any]:
-        """For a chat template: arguments as an object, or as the text if they are none."""
-        arguments = self.arguments or {}
-        if isinstance(arguments, str):
-            with suppress(ValueError, RecursionError):
-                if isinstance(parsed := json.loads(arguments), dict):
-                    arguments = parsed
-        return {"name": self.name, "arguments": arguments}
+    @property
+    def text(self) -> str:
+        """The arguments as JSON, or whatever the assistant wrote."""
+        if isinstance(self.arguments, str):
+            return self.arguments.strip() or "{}"
+        return json.dumps(self.arguments or {}, ensure_ascii=False)
+
+    @property
+    def object(self) -> dict[str, Any] | None:
+        """The arguments; None if they are no object."""
+        with suppress(ValueError, RecursionError):
+            if isinstance(found := json.loads(self.text), dict):
+                return found
+        return None
 
 
 class ToolCall(Replayed):
@@ -104,9 +110,12 @@ class ToolCall(Replayed):
     type: Literal["function"] | None = None
     function: FunctionCall
 
-    def plain(self) -> dict[str, Any]:
-        """For a chat template."""
-        return {"id": self.id or "", "type": "function", "function": self.function.plain()}
+    def plain(self, as_text: bool) -> dict[str, Any]:
+        """For a chat template: arguments as an object, if they are one, or as text."""
+        function, given = self.function, self.function.object
+        arguments = function.text if as_text or given is None else given
+        called = {"name": function.name, "arguments": arguments}
+        return {"id": self.id or "", "type": "function", "function": called}
 
 
 class Message(Replayed):
@@ -155,8 +164,8 @@ class Message(Replayed):
             found.add("refusal")
         return found
 
-    def plain(self) -> dict[str, Any]:
-        """For a chat template: templates ask which names are there."""
+    def plain(self, as_text: bool = False) -> dict[str, Any]:
+        """For a chat template: templates ask which names are there. `as_text`: arguments of calls are."""
         # Templates know the older name of a developer's message.
         found: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
@@ -166,5 +175,5 @@ class Message(Replayed):
         given["reasoning_content"] = self._thoughts
         found |= {name: value for name, value in given.items() if value}
         if self.tool_calls:
-            found["tool_calls"] = [call.plain() for call in self.tool_calls]
+            found["tool_calls"] = [call.plain(as_text) for call in self.tool_calls]
         return found

@@ -237,6 +237,18 @@ class ChatBody(WithTools, _Body):
     """Variables of the template."""
     reasoning_effort: str | None = None
     """Also one; few templates use it."""
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    """vLLM's; without either, an assistant's message at the end is continued."""
+
+    @property
+    def continues(self) -> bool:
+        """Whether the last message is the beginning of the answer."""
+        last = self.messages[-1]
+        is_open = last.role == "assistant" and not last.tool_calls
+        usual = is_open and not self.add_generation_prompt
+        return usual if self.continue_final_message is None else self.continue_final_message
+
     _in_thought: bool = PrivateAttr(False)
     """Whether the prompt ends inside a thought, known once the template has written it."""
 
@@ -275,6 +287,10 @@ class ChatBody(WithTools, _Body):
             raise ApiError(400, message, param="max_tokens")
         if self.wanted_tokens == 0:
             raise ApiError(400, f"{self.limit} must be at least 1", param=self.limit)
+        last = self.messages[-1]
+        if self.continue_final_message and (last.role != "assistant" or last.tool_calls):
+            message = "continue_final_message needs an assistant's message without calls at the end"
+            raise ApiError(400, message, param="continue_final_message")
         self.check_tools()
 
 

@@ -10,6 +10,11 @@ from sparse_bitnet.serve.generations import ServedModel, chat_text, encode
 from sparse_bitnet.serve.messages import StrictModel
 from sparse_bitnet.serve.schema import ChatBody, parse_body
 
+_CHAT = (
+    *("messages", "tools", "chat_template_kwargs"),
+    *("add_generation_prompt", "continue_final_message"),
+)
+
 
 class TokenizeBody(StrictModel):
     """A text, or a chat that becomes one."""
@@ -20,6 +25,8 @@ class TokenizeBody(StrictModel):
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     add_special_tokens: bool = True
     add_special: bool = True
 
@@ -43,8 +50,7 @@ def tokenize(raw: bytes, model: ServedModel, most: int) -> dict[str, Any]:
     body = parse_body(TokenizeBody, raw)
     model.check_name(model.name if body.model is None else body.model)
     if body.messages is not None:
-        names = ("messages", "tools", "chat_template_kwargs")
-        given = {name: getattr(body, name) for name in names} | {"model": model.name}
+        given = {name: getattr(body, name) for name in _CHAT} | {"model": model.name}
         text, adds = chat_text(parse_body(ChatBody, given), model), False
     else:
         text = body.prompt or body.content or ""
