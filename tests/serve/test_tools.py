@@ -9,7 +9,14 @@ import pytest
 
 from scripted_engine import ScriptedEngine, logits_after
 from serving_thread import END, byte_tokenizer, server
-from sparse_bitnet.serve.tool_calls import HERMES, LLAMA, CallPiece, ToolCallReader, syntax_of
+from sparse_bitnet.serve.tool_calls import (
+    HERMES,
+    LLAMA,
+    CallPiece,
+    ToolCallReader,
+    ends_in_thought,
+    syntax_of,
+)
 
 TOKENIZER = byte_tokenizer()
 QWEN = (
@@ -64,6 +71,10 @@ UNKNOWN = '{"name": "rm", "arguments": {"x": "}"}}'
 ESCAPED = '{"name": "a\\q", "arguments": {}}'
 CLOSED = '{"arguments": {"x": "</tool_call>"}, "name": "time"}'
 THOUGHT = f"<think>\n{tagged(CALL)}\n</think>"
+THINKING = THOUGHT.replace("think", "thinking")
+DRAFT = f"[THINK]{tagged(CALL)}[/THINK]"
+ODD = '{"name": "time}'
+ONE_LINE = tagged(ODD).replace("\n", "")
 LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Rom"}}'
 
 
@@ -91,6 +102,16 @@ LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Rom"}}'
         (HERMES, THOUGHT + "\n\n" + tagged(OTHER), THOUGHT, [("time", "{}")]),
         (HERMES, THOUGHT[:-8], THOUGHT[:-8], []),
         (HERMES, tagged(CLOSED), "", [("time", '{"x": "</tool_call>"}')]),
+        (HERMES, tagged(OTHER) + THOUGHT, THOUGHT, [("time", "{}")]),
+        (HERMES, "So " + THOUGHT.replace("think", "thinking"), f"So {THINKING}", []),
+        (HERMES, DRAFT + tagged(OTHER), DRAFT, [("time", "{}")]),
+        (HERMES, "<think>" + tagged(CALL)[:-3], "<think>" + tagged(CALL)[:-3], []),
+        (HERMES, tagged(CLOSED.replace("time", "rm")), tagged(CLOSED.replace("time", "rm")), []),
+        (HERMES, tagged(ODD) + tagged(OTHER), tagged(ODD), [("time", "{}")]),
+        (HERMES, (tagged(ODD) + tagged(OTHER)).replace("\n", ""), ONE_LINE, [("time", "{}")]),
+        (LLAMA, THOUGHT + "\n" + LLAMA_CALL, THOUGHT, [("weather", '{"city": "Rom"}')]),
+        (LLAMA, f" <think>{LLAMA_CALL}", f" <think>{LLAMA_CALL}", []),
+        (LLAMA, "<thi", "<thi", []),
         (LLAMA, "text {", "text {", []),
         (LLAMA, LLAMA_CALL, "", [("weather", '{"city": "Rom"}')]),
         (
@@ -112,9 +133,14 @@ def test_texts_are_divided_however_they_come(syntax, text, content, calls):
 
 
 def test_a_prompt_may_begin_the_thought():
-    reader = ToolCallReader(HERMES, frozenset({"weather", "time"}), in_thought=True)
-    pieces = reader.feed(THOUGHT.removeprefix("<think>") + tagged(OTHER)) + reader.end()
-    assert [piece.name for piece in pieces if isinstance(piece, CallPiece)] == ["time"]
+    for syntax, draft, call in ((HERMES, tagged(CALL), tagged(OTHER)), (LLAMA, "{}", LLAMA_CALL)):
+        reader = ToolCallReader(syntax, frozenset({"weather", "time"}), in_thought=True)
+        pieces = [*reader.feed(draft + "</think>" + call), *reader.end()]
+        content = "".join(piece for piece in pieces if isinstance(piece, str))
+        assert (content, reader.calls) == (draft + "</think>", 1)
+    for text, is_open in (("<think>a", True), ("<think>a</think>", False), ("[THINK]", True)):
+        assert ends_in_thought(text) is is_open
+    assert not ends_in_thought("a")
 
 
 def test_syntax_of_templates():
@@ -124,10 +150,10 @@ def test_syntax_of_templates():
         assert syntax_of(template) is None
 
 
-def saying(text, certainty=9):
+def saying(text, certainty=9, mark="<assistant>"):
     """Logits of a model that says this after a prompt, and then ends."""
     script = [*TOKENIZER.encode(text), END]
-    mark = TOKENIZER.encode("<assistant>")
+    mark = TOKENIZER.encode(mark)
 
     def logits(tokens, size):
         starts = range(len(tokens) - len(mark), -1, -1)
@@ -245,6 +271,54 @@ def test_a_form_is_that_of_answers_beside_calls(template):
             assert free.message.tool_calls[0].function.name == "weather"
         else:
             assert json.loads(free.message.content)["n"] in (1, 2)
+
+
+STRICT = function("weather", PARAMETERS, strict=True)
+
+
+@pytest.mark.parametrize("opened", [False, True])
+@pytest.mark.parametrize("more", [{}, {"parallel_tool_calls": False}, {"tools": [STRICT]}])
+def test_a_call_in_a_thought_is_none(more, opened):
+    """Whether the model opens it or the prompt, whole, streamed and as a response."""
+    call = '{"name": "weather", "arguments": {"city": "Bern"}}'
+    template = QWEN + "<think>" * opened
+    draft = "<think>" * (not opened) + f"\n{tagged(call)}\n</think>"
+    said = saying(draft + "\n\n" + tagged(call), mark="<assistant>" + "<think>" * opened)
+    with serving(said, template) as running:
+        with running.client() as client:
+            tools = more.get("tools", [WEATHER, TIME])
+            [choice] = ask(client, **more).choices
+            assert choice.message.content == draft
+            [found] = choice.message.tool_calls
+            assert found.function.arguments == '{"city": "Bern"}'
+            deltas = [chunk.choices[0].delta for chunk in ask(client, stream=True, **more)]
+            assert "".join(delta.content or "" for delta in deltas) == draft
+            calls = [call for delta in deltas for call in delta.tool_calls or ()]
+            assert len([call for call in calls if call.id]) == 1
+            flat = [{"type": "function"} | tool["function"] for tool in tools]
+            answer = client.responses.create(
+                model="scripted", input="?", temperature=0, **more | {"tools": flat}
+            )
+            assert [item.type for item in answer.output] == ["message", "function_call"]
+            # What is held to calls has no thought before them.
+            forced = ask(client, tool_choice="required", **more)
+            assert forced.choices[0].message.tool_calls
+
+
+def test_a_strict_call_after_a_thought_fits():
+    said = f"<think>{LLAMA_CALL}</think>\n" + LLAMA_CALL.replace("Rom", "Paris")
+    with serving(saying(said), LLAMA_3) as running, running.client() as client:
+        message = ask(client, tools=[STRICT]).choices[0].message
+    assert message.content == f"<think>{LLAMA_CALL}</think>"
+    assert json.loads(message.tool_calls[0].function.arguments)["city"] in ("Bern", "Rom")
+
+
+def test_an_answer_that_is_continued_in_its_thought_has_no_call_there():
+    begun = {"role": "assistant", "content": "<think>draft:"}
+    with serving(saying(tagged(CALL) + "</think>" + tagged(OTHER))) as running:
+        with running.client() as client:
+            [call] = ask(client, messages=[*QUESTION, begun]).choices[0].message.tool_calls
+    assert call.function.name == "time"
 
 
 @pytest.mark.parametrize(

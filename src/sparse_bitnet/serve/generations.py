@@ -19,7 +19,7 @@ from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.messages import FunctionCall
 from sparse_bitnet.serve.responses import PARAMETERS, ResponsesBody
 from sparse_bitnet.serve.schema import Body, ChatBody, CompletionBody, parse_body
-from sparse_bitnet.serve.tool_calls import THOUGHT, ToolSyntax
+from sparse_bitnet.serve.tool_calls import THOUGHT, ToolSyntax, ends_in_thought
 
 _MOST_LOGPROBS = 1 << 21
 """In one answer: they take 100 bytes each while it grows."""
@@ -242,7 +242,9 @@ def _rendered(render: Callable[[bool], str], calls: Sequence[FunctionCall]) -> s
 
 def _chat_tokens(body: ChatBody, model: ServedModel, most: int) -> list[int]:
     text = chat_text(body, model)
-    body._in_thought = text.rstrip().endswith(THOUGHT)
+    body._in_thought = text.rstrip().endswith(THOUGHT) or (
+        body.continues and ends_in_thought(body.messages[-1].text)
+    )
     tokens = encode(text, model, most, add_special_tokens=False)
     model.check_tokens(tokens, "messages")
     if not tokens:
@@ -273,7 +275,9 @@ def _grammar(body: Body, model: ServedModel) -> tuple[Grammar | None, Form | Non
             # As OpenAI does: calls, or an answer of that form; where both begin with {, that alone.
             answer = grammar.rule if grammar is not None and is_answer else ""
             if grammar is None or body.calls_are_forced or (answer and model.tool_syntax.opening):
-                grammar = body.rules(model.tool_syntax, answer)
+                # A text that is held to calls, or a form, begins with them.
+                body._in_thought &= not (body.calls_are_forced or answer)
+                grammar = body.rules(model.tool_syntax, answer, body._in_thought)
         return grammar, None if grammar is None else model.grammars.known(grammar)
     except UserError as error:
         raise ApiError(400, str(error), code="invalid_grammar") from error

@@ -4,7 +4,7 @@
 import json
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -28,7 +28,8 @@ HERMES = ToolSyntax("<tool_call>", "</tool_call>", "\n", "arguments")
 LLAMA = ToolSyntax("", "", "; ", "parameters")
 """Of Llama 3."""
 PYTHON_TAG = "<|python_tag|>"
-THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
+THOUGHT = ("<think>", "<thinking>", "[THINK]")
+END_OF_THOUGHT = ("</think>", "</thinking>", "[/THINK]")
 """Around reasoning, in which a call is only drafted."""
 _SPACE = " \t\r\n"
 """JSON's."""
@@ -36,6 +37,20 @@ _HEAD = re.compile(
     r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,'
     r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
+_STRING_OR_CLOSING = re.compile(rf'"(?:[^"\\\n]|\\.)*+(?:["\n]|\\?\Z)|{re.escape(HERMES.closing)}')
+"""A string of JSON ends with its line, if not before."""
+
+
+def ends_in_thought(text: str) -> bool:
+    """Whether a thought that the text begins does not end in it."""
+    return max(map(text.rfind, THOUGHT)) > max(map(text.rfind, END_OF_THOUGHT))
+
+
+def _first(text: str, tags: Sequence[str]) -> tuple[int, str]:
+    """The first place of any of the tags, and the tag; the end of the text, without what may be the
+    beginning of one, and no tag."""
+    places = [(place, tag) for tag in tags if (place := text.find(tag)) >= 0]
+    return min(places, default=(len(text) - max(overlap(text, tag) for tag in tags), ""))
 
 
 def syntax_of(template: str) -> ToolSyntax | None:
@@ -84,19 +99,20 @@ class ToolCallReader:
 
     def end(self) -> list[str | CallPiece]:
         """What was held back, when nothing follows."""
+        pieces: list[str | CallPiece] = []
+        while self._state == "body":
+            if call := self._whole(self._held):
+                return [*pieces, call]
+            # A string without an end may have hidden those of calls.
+            body, closing, self._held = self._held.partition(self._syntax.closing or "\0")
+            pieces.append(self._syntax.opening + body + closing)
+            self._state = "content"
+            pieces += self._read()
         held, self._held = self._held, ""
-        match self._state:
-            case "thought":
-                return [held] if held else []
-            case "content":
-                return [held] if held.strip() or (held and not self.calls) else []
-            case "body":
-                call = self._whole(held)
-                return [call] if call else [self._syntax.opening + held]
-            case "after":
-                rest, closing = held.lstrip(_SPACE + "}"), self._syntax.closing or ""
-                return [] if closing.startswith(rest) else [rest]
-        return []
+        if self._state == "after":
+            held = held.lstrip(_SPACE + "}")
+            held = "" if (self._syntax.closing or "").startswith(held) else held
+        return [*pieces, held] if held.strip() or (held and not self.calls) else pieces
 
     def _read(self) -> Iterator[str | CallPiece]:
         while True:
@@ -106,39 +122,36 @@ class ToolCallReader:
                 return
 
     def _in_thought_state(self) -> Iterator[str | CallPiece]:
-        thought, end, rest = self._held.partition(END_OF_THOUGHT)
-        kept = 0 if end else overlap(thought, END_OF_THOUGHT)
-        sure = len(thought) - kept
-        if sure or end:
-            yield thought[:sure] + end
-        self._held, self._state = rest if end else thought[sure:], "content" if end else "thought"
+        place, tag = _first(self._held, END_OF_THOUGHT)
+        if sure := self._held[: place + len(tag)]:
+            yield sure
+        self._held, self._state = self._held[len(sure) :], "content" if tag else "thought"
 
     def _in_content_state(self) -> Iterator[str | CallPiece]:
         opening = self._syntax.opening
-        before, start, rest = self._held.partition(THOUGHT)
-        if start and not (opening and opening in before) and not self.calls:
-            yield before + start
-            self._held, self._state = rest, "thought"
-            return
         if opening:
-            place = self._held.find(opening)
-            if place < 0:
-                # A call may begin with spaces before it, which belong to it.
-                kept = max(overlap(self._held, opening), overlap(self._held, THOUGHT))
-                sure = self._held[: len(self._held) - kept]
-                sure = sure.rstrip() if sure.strip() else ""
-                if sure:
-                    yield sure
-                self._held = self._held[len(sure) :]
+            place, tag = _first(self._held, (opening, *THOUGHT))
+            if tag in THOUGHT:
+                yield self._held[: place + len(tag)]
+                self._held, self._state = self._held[place + len(tag) :], "thought"
                 return
-            if content := self._held[:place].rstrip():
+            # A call may begin with spaces before it, which belong to it.
+            content = self._held[:place].rstrip()
+            if content:
                 yield content
-            self._held, self._state = self._held[place + len(opening) :], "body"
+            if tag:
+                self._held, self._state = self._held[place + len(tag) :], "body"
+            elif content:
+                self._held = self._held[len(content) :]
             return
         start = self._held.lstrip(_SPACE + ";" if self.calls else _SPACE)
+        if start.startswith(THOUGHT):
+            # The tag has no end of a thought in it, so that it may go with what follows.
+            self._state = "thought"
+            return
         if start.startswith(PYTHON_TAG):
             start = self._held = start.removeprefix(PYTHON_TAG).lstrip(_SPACE)
-        if not start or PYTHON_TAG.startswith(start):
+        if not start or any(tag.startswith(start) for tag in (PYTHON_TAG, *THOUGHT)):
             return
         self._state = "body" if start[0] == "{" else "text"
         if self.calls:
@@ -159,14 +172,14 @@ class ToolCallReader:
             self._held, self._state = self._held[found.end() :], "arguments"
         elif found and not closing:
             self._state = "text"
-        elif closing:
-            place = self._held.find(closing)
-            while place >= 0 and _ends_in_a_string(self._held[:place]):
-                place = self._held.find(closing, place + 1)
-            if place < 0:
+        elif closing and closing in self._held:
+            ends = (m.start() for m in _STRING_OR_CLOSING.finditer(self._held) if m[0] == closing)
+            if (place := next(ends, -1)) < 0:
                 return
             body, rest = self._held[:place], self._held[place + len(closing) :]
-            yield self._whole(body) or self._syntax.opening + body + closing
+            if (call := self._whole(body)) is None:
+                body, _, rest = self._held.partition(closing)
+            yield call or self._syntax.opening + body + closing
             self._held, self._state = rest, "content"
 
     def _in_arguments_state(self) -> Iterator[str | CallPiece]:
@@ -214,12 +227,3 @@ class ToolCallReader:
             return None
         arguments = found.get("arguments", found.get("parameters", {}))
         return self._start(name, arguments if isinstance(arguments, str) else json.dumps(arguments))
-
-
-def _ends_in_a_string(body: str) -> bool:
-    """Whether JSON text is cut off inside a string, to which what follows belongs."""
-    try:
-        json.loads(body)
-    except (ValueError, RecursionError) as error:
-        return "Unterminated string" in str(error)
-    return False

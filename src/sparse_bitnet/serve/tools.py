@@ -11,7 +11,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from sparse_bitnet.generation.grammar import Grammar, json_rule, lark_text
 from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.messages import Replayed, StrictModel
-from sparse_bitnet.serve.tool_calls import PYTHON_TAG, ToolSyntax
+from sparse_bitnet.serve.tool_calls import END_OF_THOUGHT, PYTHON_TAG, THOUGHT, ToolSyntax
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
@@ -94,9 +94,9 @@ class WithTools(StrictModel):
         """The answer is calls and nothing else."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
-    def rules(self, syntax: ToolSyntax, answer: str) -> Grammar | None:
+    def rules(self, syntax: ToolSyntax, answer: str, in_thought: bool) -> Grammar | None:
         """Those of the text: calls that were asked for come, and strict ones fit; None where any text
-        may. `answer`: the rule of a text without calls."""
+        may. `answer`: the rule of a text without calls; `in_thought`: the prompt has begun one."""
         named = self.tool_choice if isinstance(self.tool_choice, NamedTool) else None
         functions = [
             function
@@ -104,7 +104,7 @@ class WithTools(StrictModel):
             if named is None or function.name == named.function.name
         ]
         is_single = named is not None or self.parallel_tool_calls is False
-        return _rules(syntax, functions, answer, is_single, self.calls_are_forced)
+        return _rules(syntax, functions, answer, is_single, self.calls_are_forced, in_thought)
 
 
 def _rules(
@@ -113,6 +113,7 @@ def _rules(
     answer: str,
     is_single: bool,
     is_forced: bool,
+    in_thought: bool = False,
 ) -> Grammar | None:
     """Texts with calls of these functions, each with arguments of its schema; None where any text may be
     written: none is forced, and no schema strict.
@@ -121,6 +122,7 @@ def _rules(
         answer: the Lark rule of a text without calls; "": any text.
         is_single: one call at most; else any number.
         is_forced: at least one call and nothing else.
+        in_thought: the text begins in a thought.
     """
     if not (is_forced or is_single or answer or any(f.strict for f in functions)):
         return None
@@ -141,19 +143,35 @@ def _rules(
         *bodies,
     ]
     more = "" if is_single else f"({lark_text(syntax.between)} call)*"
-    if syntax.opening and not (is_forced or answer):
-        rules += [
-            "start: opened inside | REST" if is_single else "start: (opened inside)* REST",
-            f"opened[lazy]: /(.|\\n)*{re.escape(syntax.opening)}/",
-            "REST: /(.|\\n)*/",
-        ]
-    else:
-        rules.append(f"call: {lark_text(syntax.opening) if syntax.opening else ''} inside")
-        rules.append(f"start: call {more}" + ("" if is_forced else " | text"))
-        if not is_forced:
-            # What is read as a call has to be one.
-            call_begins = rf"([ \t\r\n]|{re.escape(PYTHON_TAG)})*\{{"
-            rules += [f"text: {answer or 'TEXT'}", rf"TEXT: /(.|\n)*/ & ~/{call_begins}(.|\n)*/"]
     bound = [function.name for function in functions if is_forced or function.strict]
     about = f"{'tool' if len(bound) == 1 else 'tools'} {', '.join(bound):.1000}" if bound else ""
+    rules.append(f"call: {lark_text(syntax.opening) if syntax.opening else ''} inside")
+    begins, ends = (
+        "|".join(re.escape(tag).replace("/", r"\/") for tag in tags)
+        for tags in (THOUGHT, END_OF_THOUGHT)
+    )
+    thoughts = [
+        f"BEGIN: /{begins}/",
+        rf"END: (/(.|\n)*/ & ~/(.|\n)*({ends})(.|\n)*/) /{ends}/",
+    ]
+    before = "END" if in_thought else ""
+    if is_forced or answer:
+        rules.append(f"start: call {more}" + (f" | text\ntext: {answer}" if not is_forced else ""))
+    elif syntax.opening:
+        rules += [
+            "start: opened inside | REST" if is_single else "start: (opened inside)* REST",
+            f"opened[lazy]: {before} (SPOKEN BEGIN END)* SPOKEN {lark_text(syntax.opening)}",
+            rf"SPOKEN: /(.|\n)*/ & ~/(.|\n)*({begins})(.|\n)*/",
+            "REST: /(.|\\n)*/",
+            *thoughts,
+        ]
+    else:
+        # What is read as a call has to be one.
+        lead = rf"(/[ \t\r\n]|{re.escape(PYTHON_TAG)}/ | BEGIN END)"
+        rules += [
+            f"start: {'LEAD' if in_thought else 'LEAD?'} call {more} | TEXT",
+            f"LEAD: {before} {lead}" + ("*" if in_thought else "+"),
+            rf'TEXT: /(.|\n)*/ & ~({before} {lead}* "{{" /(.|\n)*/)',
+            *thoughts,
+        ]
     return Grammar.lark("\n".join(rules), about)
