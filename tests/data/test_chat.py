@@ -21,7 +21,6 @@ from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.data.windows import Windows
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.evaluation.held_out import read_held_out
 
 BY_PROMPTS = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"
@@ -378,5 +377,3 @@ def test_bad_conversations_are_refused(
         main(["python-stdlib", str(tmp_path / "out"), *options])
     with pytest.raises(UserError, match="need a tokenizer with a chat template"):
         main([str(chats / "chats.jsonl"), str(tmp_path / "out"), "--chat", "--vocab-size", "300"])
-    with pytest.raises(UserError, match="holds conversations"):
-        read_held_out(chats / "data", str(chats / "model"))

@@ -211,6 +211,8 @@ def test_manifest_errors(data: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no prepared data here .*: sparse-bitnet prepare TEXT"):
         TokenDataset.open(tmp_path / "nowhere")
     (tmp_path / "chats.jsonl").touch()
+    with pytest.raises(UserError, match=rf"no prepared data here .* prepare {tmp_path} DATA"):
+        TokenDataset.open(tmp_path)
     with pytest.raises(
         UserError, match=r"chats\.jsonl is a file, not prepared data; .* prepare .*--chat"
     ):

@@ -164,6 +164,11 @@ def test_vocabulary_beyond_the_model_is_refused(tmp_path, prepared, model_folder
         evaluate(bare, tmp_path / "other", device="cpu")
 
 
+def test_text_is_no_conversation(prepared, model_folder):
+    with pytest.raises(UserError, match="holds text, not conversations: leave out --chat"):
+        read_held_out(prepared, str(model_folder), chat=True)
+
+
 def test_missing_data_is_refused(model_folder):
     with pytest.raises(UserError, match=r"no file|no such file"):
         read_held_out("no-such-file.txt", str(model_folder))

@@ -21,6 +21,7 @@ from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
 from sparse_bitnet.cli import train as command
 from sparse_bitnet.cli.evaluate import main as evaluate
 from sparse_bitnet.cli.prepare import main as prepare_command
+from sparse_bitnet.data.chat import LEARNT
 from sparse_bitnet.data.loader import TokenLoader
 from sparse_bitnet.data.preparation import prepare
 from sparse_bitnet.data.shards import TokenDataset
@@ -28,6 +29,7 @@ from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.data.windows import Windows
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.evaluation.perplexity import evaluate as evaluation
 from sparse_bitnet.export.gguf_vocabulary import read_vocabulary
 from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.generation.stop import end_tokens
@@ -239,6 +241,38 @@ def test_the_loss_is_that_of_what_the_assistant_says(chat_run: Any) -> None:
     cache = {"logit_cache": whole.out + "-cache", "top_logits": 304}
     train(cached := chat_run(**teacher, **cache, out=whole.out + "-cached"))
     np.testing.assert_allclose(losses(cached), losses(direct), rtol=1e-3)
+
+
+def test_evaluate_scores_answers_as_training_does(
+    chat_run: Any, chats: Path, data: Path, tmp_path: Path
+) -> None:
+    result = train(config := chat_run(validation_tokens=0, sequence_length=64))
+    whole = evaluation(config.out, data, context_length=64, precision="float32").result
+    assert (whole.tokens, whole.text_bytes) == (result.validation_tokens, None)
+    assert whole.mean_nll == pytest.approx(result.validation_loss, rel=1e-5)
+
+    rows = tmp_path / "rows.jsonl"
+    lines = (chats / "chats.jsonl").read_text().splitlines()[:9]
+    rows.write_text("\n".join([*lines, '{"messages": []}']))
+    source = parse_source(str(rows), chat=True, validation_fraction=0.0)
+    prepare(source, tmp_path / "rows", tokenizer=chats / "model", chat=True)
+    learnt = int((TokenDataset.open(tmp_path / "rows").stored(slice(None)) & LEARNT != 0).sum())
+    pack_checkpoint(Path(config.out) / "final", tmp_path / "packed", format="i2")
+    for length in (64, 7):
+        options = ["--data", str(rows), "--chat", "--context-length", str(length)]
+        found = []
+        for model, engine in (
+            (config.out, ["--engine", "transformers", "--precision", "float32"]),
+            (tmp_path / "packed", ["--engine", "cpu"]),
+        ):
+            out = tmp_path / f"{engine[1]}-{length}.json"
+            evaluate([str(model), *options, *engine, "--json", str(out)])
+            found.append(json.loads(out.read_text()))
+            assert found[-1]["tokens"] == learnt
+        assert found[1]["mean_nll"] == pytest.approx(found[0]["mean_nll"], rel=1e-3)
+    rows.write_text('{"messages": []}')
+    with pytest.raises(UserError, match="no message of the assistant"):
+        evaluation(config.out, rows, chat=True)
 
 
 def stopped_after(config: TrainConfig, step: int) -> None:

@@ -25,8 +25,12 @@ class EvaluateConfig:
     """What to score, and how."""
 
     data: str | None = None
-    """Folder written by `sparse-bitnet prepare` (its validation split), or a text file or glob (.txt,
-    .jsonl, .jsonl.zst, .parquet; every document is scored)."""
+    """Folder written by `sparse-bitnet prepare` (its validation split), or a file or glob of a kind that
+    it reads (every document is scored)."""
+
+    chat: bool = False
+    """The documents of --data are conversations, as for `prepare --chat`. What the assistant says is
+    scored, as it is of a folder of conversations."""
 
     tasks: Annotated[tuple[str, ...], APPENDED] = ()
     """lm-eval tasks, groups or tags to score instead, joined by commas; `paper`: the paper's five
@@ -77,8 +81,9 @@ class EvaluateConfig:
     activations: Literal["auto", "token", "group"] = "auto"
     """What shares a scale of int8 activations in the CPU engine: see `generate`."""
 
-    column: str = "text"
-    """Column of the text in .jsonl and .parquet files."""
+    column: str | None = None
+    """Column of the text in .jsonl, .json, .csv and .parquet files. Default: "text", of conversations
+    "messages"."""
 
     json: str | None = None
     """Also write the result to this file; of tasks, in lm-eval's form."""
@@ -87,7 +92,7 @@ class EvaluateConfig:
         """Raise `UserError` that names the option."""
         check_least(self, fewshot=0, limit=1, context_length=1, stride=1)
         check_least(self, batch_size=1, max_tokens=0, threads=1)
-        others = ("context_length", "stride", "max_tokens", "column")
+        others = ("context_length", "stride", "max_tokens", "column", "chat")
         for name in others if self.tasks else ("include_path", "fewshot", "limit"):
             if getattr(self, name) != getattr(type(self), name):
                 raise UserError(
@@ -190,6 +195,7 @@ def _run_perplexity(checkpoint: str, config: EvaluateConfig) -> None:
                 precision=config.precision,
                 device=config.device,
                 column=config.column,
+                chat=config.chat,
                 on_batch=on_batch,
             )
     _print(found, console)

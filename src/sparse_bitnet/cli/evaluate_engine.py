@@ -95,7 +95,7 @@ def perplexity_of_engine(
     from sparse_bitnet.layer_config import SparseBitConfig
 
     assert config.data is not None
-    text = read_held_out(config.data, checkpoint, column=config.column)
+    text = read_held_out(config.data, checkpoint, column=config.column, chat=config.chat)
     length = config.context_length or min(
         trained_context_length(checkpoint) or DEFAULT_CONTEXT_LENGTH, position_count(checkpoint)
     )
@@ -114,6 +114,7 @@ def perplexity_of_engine(
             stride=config.stride,
             batch_size=config.batch_size,
             text_bytes=text_bytes,
+            chat=text.chat,
             on_batch=lambda done: on_batch(done, len(tokens) - 1),
         )
     finally:

@@ -76,9 +76,10 @@ def _messages(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
     try:
         given = _alpaca(row) if is_alpaca else _from_json(given)
         messages = [_message(each) for each in given]
-        if messages[0]["role"] != "system" and row.get("system") and column not in row:
+        begins = messages[0]["role"] if messages else "system"
+        if begins != "system" and row.get("system") and column not in row:
             messages.insert(0, _message({"role": "system", "content": row["system"]}))
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f'column {column!r} is no list of {{"role": text, "content": text}}'
         ) from error

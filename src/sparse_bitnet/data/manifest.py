@@ -148,9 +148,10 @@ class Manifest:
                 raise UserError(
                     f"{folder}: the preparation was not finished; run the same prepare command again"
                 ) from error
+            is_text = folder.is_dir() and any(folder.iterdir())
             raise UserError(
                 f"{folder}: no prepared data here (no {MANIFEST}); make it first: sparse-bitnet prepare "
-                f"TEXT {folder}"
+                f"{f'{folder} DATA' if is_text else f'TEXT {folder}'}"
             ) from error
         except NotADirectoryError as error:
             raise UserError(

@@ -35,6 +35,7 @@ from sparse_bitnet.data.near_duplicates import GroupedSource
 from sparse_bitnet.data.overlap import compare_splits
 from sparse_bitnet.data.preparation_state import PreparationState, begin, check_settings
 from sparse_bitnet.data.shards import ShardWriter
+from sparse_bitnet.data.text_files import skipped_line
 from sparse_bitnet.data.tokenizer import (
     check_vocabulary_size,
     text_backend,
@@ -253,14 +254,7 @@ class _Preparation:
         self.checkpointed = time.monotonic()
 
     def _finish(self) -> Manifest:
-        skipped = ""
-        if self.state.skipped:
-            count = (
-                "1 row or file"
-                if self.state.skipped == 1
-                else f"{self.state.skipped:,} rows or files"
-            )
-            skipped = f"{count} skipped, the first: {self.state.first_skipped}"
+        skipped = skipped_line(self.state.skipped, self.state.first_skipped)
         if not self.writers[TRAIN].tokens:
             raise UserError(
                 f"{self.source.name}: no training text; "

@@ -46,6 +46,12 @@ class SkippedRow(UserError):
     """A row that holds no document: it is counted, and the others are read."""
 
 
+def skipped_line(count: int, first: str) -> str:
+    """How many rows and files were skipped, and why the first was; "" for none."""
+    rows = "rows or files" if count > 1 else "row or file"
+    return f"{count:,} {rows} skipped, the first: {first}" if count else ""
+
+
 class Row(NamedTuple):
     """What a file holds in one place."""
 

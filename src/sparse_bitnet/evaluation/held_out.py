@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy as np
 
 from sparse_bitnet.checkpoint.load import load_tokenizer
+from sparse_bitnet.data.chat import IDS, check_conversation, check_template, encode
 from sparse_bitnet.data.file_source import FileSource
 from sparse_bitnet.data.preparation import batches
 from sparse_bitnet.data.shards import TokenDataset
+from sparse_bitnet.data.text_files import skipped_line
 from sparse_bitnet.data.tokenizer import (
     text_backend,
     tokenised,
@@ -17,6 +19,7 @@ from sparse_bitnet.data.tokenizer import (
 )
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.text_windows import TokenSequence
+from sparse_bitnet.progress import say
 
 DEFAULT_CONTEXT_LENGTH = 2048
 """For checkpoints that do not say with which sequence length they were trained."""
@@ -30,6 +33,8 @@ class HeldOutText:
     tokens: TokenSequence | np.ndarray
     text_bytes: int | None
     vocab_size: int
+    chat: np.ndarray | None = None
+    """Of conversations the tokens as they are stored (`data.chat`)."""
 
     def first(self, most: int) -> tuple[TokenSequence | np.ndarray, int | None]:
         """The tokens, and the bytes of their text: all for 0, or this many scored ones and the one before
@@ -47,21 +52,29 @@ class HeldOutText:
             )
 
 
-def read_held_out(data: str | Path, checkpoint: str, *, column: str = "text") -> HeldOutText:
+def read_held_out(
+    data: str | Path, checkpoint: str, *, column: str | None = None, chat: bool = False
+) -> HeldOutText:
     """The validation split of a prepared folder, or files tokenised for the checkpoint.
 
     Args:
-        data: folder written by `sparse-bitnet prepare`, or a file or glob (.txt, .jsonl,
-            .jsonl.zst, .parquet), all of whose documents count.
+        data: folder written by `sparse-bitnet prepare`, or a file or glob of a kind that it reads, all
+            of whose documents count.
         checkpoint: a resolved one; its tokenizer must be the one the folder was prepared with, and
             turns files into tokens.
-        column: of .jsonl and .parquet files.
+        column: of .jsonl, .json, .csv and .parquet files; default "text", of conversations "messages".
+        chat: the documents of a file are conversations.
 
     Raises `UserError` for unreadable data and for another tokenizer.
     """
     if (Path(data) / "manifest.json").is_file():
-        return _prepared(Path(data), checkpoint)
-    source = FileSource.matching([str(data)], column=column, validation_fraction=0.0)
+        text = _prepared(Path(data), checkpoint)
+        if chat and text.chat is None:
+            raise UserError(f"{data} holds text, not conversations: leave out --chat")
+        return text
+    if chat:
+        return _conversations(str(data), checkpoint, column or "messages")
+    source = FileSource.matching([str(data)], column=column or "text", validation_fraction=0.0)
     tokenizer = load_tokenizer(checkpoint)
     backend = text_backend(tokenizer)
     pieces: list[np.ndarray] = []
@@ -77,15 +90,43 @@ def read_held_out(data: str | Path, checkpoint: str, *, column: str = "text") ->
     )
 
 
+def _conversations(data: str, checkpoint: str, column: str) -> HeldOutText:
+    source = FileSource.matching(
+        [data], column=column, check=check_conversation, validation_fraction=0.0
+    )
+    tokenizer = load_tokenizer(checkpoint)
+    check_template(tokenizer)
+    stored, skipped = list[np.ndarray](), list[str]()
+    for document in source.documents():
+        try:
+            if document.skipped:
+                raise UserError(document.skipped)
+            stored.append(encode(tokenizer, document.text))
+        except UserError as error:
+            skipped.append(str(error))
+    if not stored:
+        raise UserError(
+            f"{data}: no conversation to score; {skipped_line(len(skipped), skipped[0])}"
+        )
+    if skipped:
+        say(skipped_line(len(skipped), skipped[0]))
+    return _of_chat(data, np.concatenate(stored), vocabulary_size(tokenizer))
+
+
+def _of_chat(name: str, stored: np.ndarray, vocab_size: int) -> HeldOutText:
+    return HeldOutText(
+        name=name, tokens=stored & IDS, text_bytes=None, vocab_size=vocab_size, chat=stored
+    )
+
+
 def _prepared(folder: Path, checkpoint: str) -> HeldOutText:
     dataset = TokenDataset.open(folder, "validation")
-    if dataset.is_chat:
-        raise UserError(
-            f"{folder} holds conversations, whose perplexity `train` prints: evaluate on text"
-        )
     dataset.check_tokenizer(Path(checkpoint), checkpoint)
+    name = f"{folder} (validation)"
+    if dataset.is_chat:
+        return _of_chat(name, dataset.stored(slice(None)), dataset.vocab_size)
     return HeldOutText(
-        name=f"{folder} (validation)",
+        name=name,
         tokens=dataset,
         text_bytes=dataset.manifest.splits["validation"].text_bytes,
         vocab_size=dataset.vocab_size,

@@ -82,6 +82,7 @@ def perplexity(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     text_bytes: int | None = None,
+    chat: np.ndarray | None = None,
     on_batch: Callable[[int], None] | None = None,
 ) -> Perplexity:
     """Score a text with a transformers causal LM, masks and codes selected once.
@@ -94,6 +95,7 @@ def perplexity(
         batch_size: windows per forward; changes the time, and the result by rounding only.
         dtype: float32, or bfloat16 for autocast to it.
         text_bytes: UTF-8 bytes of the text, for bits per byte.
+        chat: the stored tokens of conversations, of which only the answers are scored.
         on_batch: called with the number of tokens scored so far.
 
     Raises `UserError` when there is nothing to score, for a stride outside 1..context_length, for a
@@ -106,15 +108,18 @@ def perplexity(
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         done = 0
-        for group in equal_lengths(windows(len(tokens), context_length, stride), batch_size):
-            pairs = [inputs_and_labels(tokens, window) for window in group]
+        cut = windows(len(tokens), context_length, stride, chat)
+        if chat is not None:  # conversations of one length share a batch
+            cut = iter(sorted(cut, key=lambda window: window.end - window.start))
+        for group in equal_lengths(cut, batch_size):
+            pairs = [inputs_and_labels(tokens, window, chat) for window in group]
             yield torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
             done += sum(window.end - window.scored_from for window in group)
             if on_batch:
                 on_batch(done)
 
     mean, scored = mean_token_loss(model, batches(), device=device, dtype=dtype)
-    assert scored == len(tokens) - 1
+    assert chat is not None or scored == len(tokens) - 1
     return Perplexity(
         mean_nll=mean,
         tokens=scored,
@@ -177,25 +182,27 @@ def evaluate(
     max_tokens: int = 0,
     precision: str = "auto",
     device: str = "auto",
-    column: str = "text",
+    column: str | None = None,
+    chat: bool = False,
     on_batch: OnProgress | None = None,
 ) -> Evaluation:
     """Held-out perplexity of a run, a checkpoint, or any transformers causal LM.
 
     Args:
         checkpoint: run folder, checkpoint folder, transformers folder or hub id.
-        data: prepared folder (its validation split), or a text file or glob.
+        data: prepared folder (its validation split), or a text file or glob; with `chat` a file or glob
+            of conversations. Of conversations the answers are scored.
         context_length: default the sequence length of training, or 2048, or the model's positions.
         max_tokens: score only this many tokens, the first ones; 0: all.
         precision, device: as in `TrainConfig`.
-        column: of .jsonl and .parquet files.
+        column: of .jsonl, .json, .csv and .parquet files; default "text", of conversations "messages".
         on_batch: called with the tokens scored so far and the number of all.
 
     Other arguments as `perplexity`. Raises `UserError` for a checkpoint, data or combination of both
     that cannot be used.
     """
     found = find_checkpoint(checkpoint)
-    text = read_held_out(data, str(found.folder), column=column)
+    text = read_held_out(data, str(found.folder), column=column, chat=chat)
     where = resolve_device(device)
     dtype = resolve_dtype(precision, where)
     model = found.load(dtype=torch.float32)
@@ -214,6 +221,7 @@ def evaluate(
         device=where,
         dtype=dtype,
         text_bytes=text_bytes,
+        chat=text.chat,
         on_batch=on_batch and (lambda done: on_batch(done, len(tokens) - 1)),
     )
     return Evaluation(

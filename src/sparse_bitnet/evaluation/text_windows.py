@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cutting a text of tokens into windows that score every token but the first exactly once."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -8,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparse_bitnet.data.chat import BEGINS, LEARNT
 from sparse_bitnet.errors import UserError
 
 NOT_SCORED = -100
@@ -58,14 +60,29 @@ def check_windows(
         )
 
 
-def windows(tokens: int, context_length: int, stride: int) -> Iterator[Window]:
-    """Cut a text of this many tokens; each prediction 0..tokens-2 is scored in exactly one window."""
-    scored_from, start = 0, 0
-    while scored_from < tokens - 1:
-        end = min(start + context_length, tokens - 1)
-        yield Window(start, end, scored_from)
-        scored_from = end
-        start += stride
+def windows(
+    tokens: int, context_length: int, stride: int, chat: np.ndarray | None = None
+) -> Iterator[Window]:
+    """Cut a text of this many tokens; each prediction 0..tokens-2 is scored in exactly one window.
+
+    `chat`: the stored tokens, where the text is conversations. Each is cut alone, and windows without
+    an answer are left out.
+    """
+    begins = [] if chat is None else (np.flatnonzero(chat[1:tokens] & BEGINS) + 1).tolist()
+    for first, following in itertools.pairwise([0, *begins, tokens]):
+        scored_from = start = first
+        while scored_from < following - 1:
+            end = min(start + context_length, following - 1)
+            window = Window(start, end, scored_from)
+            if chat is None or answers(chat, window).any():
+                yield window
+            scored_from = end
+            start += stride
+
+
+def answers(chat: np.ndarray, window: Window) -> np.ndarray:
+    """Which of the scored predictions of a window are an answer's, bool."""
+    return chat[window.scored_from + 1 : window.end + 1] & LEARNT != 0
 
 
 def equal_lengths(cut: Iterator[Window], batch_size: int) -> Iterator[list[Window]]:
@@ -81,9 +98,13 @@ def equal_lengths(cut: Iterator[Window], batch_size: int) -> Iterator[list[Windo
         yield batch
 
 
-def inputs_and_labels(tokens: TokenSequence | np.ndarray, window: Window) -> tuple[Tensor, Tensor]:
+def inputs_and_labels(
+    tokens: TokenSequence | np.ndarray, window: Window, chat: np.ndarray | None = None
+) -> tuple[Tensor, Tensor]:
     """Both int64 [window length]; labels are the tokens after the inputs, or `NOT_SCORED`."""
     piece = np.asarray(tokens[window.start : window.end + 1]).astype(np.int64)
     inputs, labels = torch.from_numpy(piece[:-1]), torch.from_numpy(piece[1:].copy())
     labels[: window.scored_from - window.start] = NOT_SCORED
+    if chat is not None:
+        labels[window.scored_from - window.start :][~answers(chat, window)] = NOT_SCORED
     return inputs, labels

@@ -1,17 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Held-out perplexity of an engine: the windows, the text and the result of `evaluation.perplexity`."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from sparse_bitnet.engine.protocol import InferenceEngine
 from sparse_bitnet.evaluation.perplexity import Perplexity
-from sparse_bitnet.evaluation.text_windows import TokenSequence, Window, check_windows, windows
+from sparse_bitnet.evaluation.text_windows import (
+    TokenSequence,
+    Window,
+    answers,
+    check_windows,
+    windows,
+)
 from sparse_bitnet.generation.prefix_cache import PrefixCache
 from sparse_bitnet.generation.request import GenerationRequest
 from sparse_bitnet.generation.scheduler import Scheduler
 from sparse_bitnet.generation.shares import scored_slice
+from sparse_bitnet.training.loss import mean_of
 
 
 def engine_perplexity(
@@ -22,6 +30,7 @@ def engine_perplexity(
     stride: int | None = None,
     batch_size: int = 8,
     text_bytes: int | None = None,
+    chat: np.ndarray | None = None,
     on_batch: Callable[[int], None] | None = None,
 ) -> Perplexity:
     """As `evaluation.perplexity.perplexity`, with an engine in place of the model.
@@ -44,17 +53,27 @@ def engine_perplexity(
         room_ahead=None,
         prefixes=PrefixCache(0),
     )
-    requests = (_request(tokens, each) for each in windows(len(tokens), context_length, stride))
+    under_way: dict[int, Window] = {}
+
+    def requests() -> Iterator[GenerationRequest]:
+        for window in windows(len(tokens), context_length, stride, chat):
+            request = _request(tokens, window)
+            under_way[id(request)] = window
+            yield request
+
     total, scored = 0.0, 0
-    for generation in scheduler.run(requests):
+    for generation in scheduler.run(requests()):
         losses = [-entry.logprob for entry in generation.prompt_scores if entry.logprob is not None]
+        window = under_way.pop(id(generation.request))
+        if chat is not None:
+            losses = list(itertools.compress(losses, answers(chat, window)))
         total += sum(losses)
         scored += len(losses)
         if on_batch:
             on_batch(scored)
-    assert scored == len(tokens) - 1
+    assert chat is not None or scored == len(tokens) - 1
     return Perplexity(
-        mean_nll=total / scored,
+        mean_nll=mean_of(total, scored)[0],
         tokens=scored,
         context_length=context_length,
         stride=stride,
