@@ -50,12 +50,6 @@ class Shape:
         }
 
     @property
-    def vector_values(self) -> int:
-        """Of all biases and norms."""
-        of_block = self.hidden_size + 2 * self.key_size + 2 * self.hidden_size
-        return self.num_hidden_layers * of_block + self.hidden_size
-
-    @property
     def block_weights(self) -> int:
         """Weights of all linears of the blocks, biases and norms not counted."""
         return sum(rows * in_features for rows, in_features in self.linears.values())

@@ -20,12 +20,11 @@ from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.evaluation.perplexity import perplexity
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.pattern import NMPattern
-from sparse_bitnet.presets import PRESETS
+from sparse_bitnet.presets import PRESETS, Shape
 from sparse_bitnet.provenance import hardware, provenance
 from sparse_bitnet.training import metrics
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
-from sparse_bitnet.training.footprint import UTILISATION, flops_per_token
 from sparse_bitnet.training.initial_model import initial_model
 from sparse_bitnet.training.train_run import train
 from sparse_bitnet_paper.results import CURVE_POINTS, Measured, Results
@@ -33,6 +32,10 @@ from sparse_bitnet_paper.runs import Run
 from sparse_bitnet_paper.weight_counts import as_json, depth_parts, pool, shares
 from sparse_bitnet_paper.weights import count_checkpoint, count_model
 
+GPU_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+"""Dense bfloat16 FLOP/s of the SXM boards, from the makers' data sheets."""
+UTILISATION = 0.4
+"""Share of the bfloat16 rate that a well-tuned training run of dense models reaches."""
 OVERHEAD = 1.1
 """Validation, checkpoints and measuring, over the optimiser steps alone."""
 
@@ -170,6 +173,18 @@ def _short(value: float, digits: int = 6) -> float:
 
 
 # How long runs take, and what share of a machine's products training reaches.
+
+
+def trained_weights(shape: Shape, vocab_size: int | None) -> int:
+    """Return the weights of the blocks' linears and of the embedding."""
+    return shape.block_weights + shape.hidden_size * (vocab_size or shape.vocab_size)
+
+
+def flops_per_token(shape: Shape, sequence_length: int, vocab_size: int | None) -> int:
+    """Return the operations of forward and backward: 6 per weight (the tied head included, the look-up
+    not), and 6 per layer, channel and token of context for causal attention."""
+    attention = 6 * shape.num_hidden_layers * shape.hidden_size * sequence_length
+    return 6 * trained_weights(shape, vocab_size) + attention
 
 
 def flops(config: TrainConfig, vocab_size: int | None = None) -> float:

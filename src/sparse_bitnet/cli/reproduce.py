@@ -147,8 +147,13 @@ def dry_run(
     from sparse_bitnet.presets import PRESETS
     from sparse_bitnet.progress import duration
     from sparse_bitnet.training.device import resolve_device
-    from sparse_bitnet.training.footprint import GPU_FLOPS, UTILISATION, parameter_counts
-    from sparse_bitnet_paper.record import flops, seconds
+    from sparse_bitnet_paper.record import (
+        GPU_FLOPS,
+        UTILISATION,
+        flops,
+        seconds,
+        trained_weights,
+    )
     from sparse_bitnet_paper.reproduce import default_workers
     from sparse_bitnet_paper.results import Results
     from sparse_bitnet_paper.tables import table
@@ -168,7 +173,7 @@ def dry_run(
             "runs": f"{len(own)}",
             "done": f"{len(own) - count}",
             "tokens": f"{tokens:.3g}",
-            "a weight": f"{tokens / sum(parameter_counts(PRESETS[model], vocab)[:2]):.1f}",
+            "a weight": f"{tokens / trained_weights(PRESETS[model], vocab):.1f}",
         }
         if elsewhere:
             work[model] = count * flops(config, vocab)
