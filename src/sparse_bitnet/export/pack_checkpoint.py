@@ -59,9 +59,6 @@ PACKED_HELD = (
     "finds no weights in it and would make random ones."
 )
 
-PARTS = ("packed", "scale")
-"""Tensors of a packed layer: LAYER.weight_packed and LAYER.weight_scale."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class PackResult:
@@ -113,9 +110,7 @@ def pack_checkpoint(
         check_format(format)
     out = check_new_folder(out)
     checkpoint = source if isinstance(source, Checkpoint) else open_ternary(source)
-    tables = ternary_tables(checkpoint, embeddings)
-    if embeddings == "auto":
-        embeddings = "ternary" if tables else "bf16"
+    tables, embeddings = _tables(checkpoint, embeddings)
     metadata = PackedMetadata(
         packed_format=_auto(checkpoint.format) if format == "auto" else format,
         format=checkpoint.format,
@@ -176,35 +171,42 @@ def packed_sizes(source: str | Path, *, embeddings: str = "auto") -> list[Packed
     Arguments and errors are those of `pack_checkpoint`.
     """
     checkpoint = open_ternary(source)
-    tables = ternary_tables(checkpoint, embeddings)
-    if embeddings == "auto":
-        embeddings = "ternary" if tables else "bf16"
+    tables, embeddings = _tables(checkpoint, embeddings)
+    scale_bytes = 4 * len(checkpoint.layers)
+    if not checkpoint.has_one_scale:
+        scale_bytes = sum(
+            checkpoint.ternary(name).weight_scale.nbytes for name in checkpoint.layers
+        )
+    other_bytes = sum(spec.nbytes for spec in _other_specs(checkpoint, embeddings, tables))
     auto, is_binary = _auto(checkpoint.format), checkpoint.format.quantizer == "binary"
     sizes = []
-    for name in (auto, *(name for name in FORMATS if name != auto)):
-        if needs_exact(name) and not is_binary:
+    for format in (auto, *(name for name in FORMATS if name != auto)):
+        if needs_exact(format) and not is_binary:
             continue
         metadata = PackedMetadata(
-            packed_format=name,
+            packed_format=format,
             format=checkpoint.format,
             embeddings=embeddings,
             layers=checkpoint.layers,
         )
-        specs = {spec.name: spec for spec in _specs(checkpoint, metadata, tables)}
-        if not checkpoint.has_one_scale:
-            for layer in checkpoint.layers:
-                scales = checkpoint.ternary(layer).weight_scale
-                spec = TensorSpec(f"{layer}.weight_scale", str(scales.dtype), tuple(scales.shape))
-                specs[spec.name] = spec
-        nbytes = {key: spec.nbytes for key, spec in specs.items()}
-        ours = (f"{layer}.weight_{part}" for layer in checkpoint.layers for part in PARTS)
-        weight_bytes = sum(nbytes[key] for key in ours)
+        weight_bytes = scale_bytes + sum(
+            rows * row_bytes(format, metadata.pattern, in_features, layer=name)
+            for name, (rows, in_features) in metadata.layers.items()
+        )
         sizes.append(
             PackedSize(
-                metadata=metadata, weight_bytes=weight_bytes, total_bytes=sum(nbytes.values())
+                metadata=metadata, weight_bytes=weight_bytes, total_bytes=weight_bytes + other_bytes
             )
         )
     return sizes
+
+
+def _tables(checkpoint: Checkpoint, embeddings: str) -> tuple[dict[str, TableScales], str]:
+    """The tables that stay ternary, and the form of embeddings that "auto" stands for."""
+    tables = ternary_tables(checkpoint, embeddings)
+    if embeddings == "auto":
+        embeddings = "ternary" if tables else "bf16"
+    return tables, embeddings
 
 
 def _auto(format: SparseBitConfig) -> str:
@@ -256,7 +258,13 @@ def _specs(
         # Of several, shape and type are settled when they are written.
         scales = ("float32", (1,)) if checkpoint.has_one_scale else (None, (10**15,))
         yield TensorSpec(f"{name}.weight_scale", *scales)
-    yield from table_specs(checkpoint, metadata.embeddings, tables)
+    yield from _other_specs(checkpoint, metadata.embeddings, tables)
+
+
+def _other_specs(
+    checkpoint: Checkpoint, embeddings: str, tables: dict[str, TableScales]
+) -> Iterator[TensorSpec]:
+    yield from table_specs(checkpoint, embeddings, tables)
     for name in _as_stored(checkpoint):
         yield TensorSpec(name, DTYPES[checkpoint.dtypes[name]], checkpoint.others[name])
 

@@ -3,7 +3,6 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 
@@ -29,29 +28,13 @@ SCALE_GROUPS = (32, 64, 128, 256)
 """Counts of consecutive weights of a row that may share a scale."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PackedFormat:
-    """One packed format, and what loading it costs."""
+FORMATS = {"i2": 1.0, "b3": 1.4, "nm-enum": 3.3, "nm-sign": 2.0}
+"""The packed formats, with the seconds that loading a model takes relative to i2.
 
-    name: str
-    summary: str
-    load_time: float
-    """Seconds to load a model in the CPU engine, relative to the same model in i2."""
-
-
-# Largest ratios of processor time on one thread of an EPYC with AVX-512, for weights that run as i2 and
-# as lookup: half of Qwen2.5-0.5B's blocks (179 M weights) in 6:8 and in binary 3:4, least of 7 rounds.
-FORMATS: dict[str, PackedFormat] = {
-    format.name: format
-    for format in (
-        PackedFormat(name="i2", summary="2 bits, any pattern", load_time=1.0),
-        PackedFormat(name="b3", summary="1.6 bits, any pattern", load_time=1.4),
-        PackedFormat(name="nm-enum", summary="log2(states)/m bits, any pattern", load_time=3.3),
-        PackedFormat(
-            name="nm-sign", summary="log2(places)/m + n/m bits, n of m binary", load_time=2.0
-        ),
-    )
-}
+These are the largest ratios of processor time on one thread of an EPYC with AVX-512, for weights that run
+as i2 and as lookup: half of Qwen2.5-0.5B's blocks (179 M weights) in 6:8 and in binary 3:4, least of 7
+rounds.
+"""
 
 MOST_LOAD_TIME = 1.5
 """`auto` takes the smallest format that loads within this many times of i2's seconds."""
@@ -113,9 +96,9 @@ def auto_format(pattern: NMPattern, *, exact: bool = False) -> str:
     `exact`: every group has n non-zeros, so that nm-sign holds them.
     """
     quick = [
-        format.name
-        for format in FORMATS.values()
-        if format.load_time <= MOST_LOAD_TIME and (exact or not needs_exact(format.name))
+        name
+        for name, load_time in FORMATS.items()
+        if load_time <= MOST_LOAD_TIME and (exact or not needs_exact(name))
     ]
     long_row = I2_BLOCK_WEIGHTS * B3_BLOCK_WEIGHTS * pattern.m
     return min(quick, key=lambda name: row_bytes(name, pattern, long_row))
