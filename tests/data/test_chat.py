@@ -150,7 +150,8 @@ WITH_TOOLS = "{{ tools | tojson if tools else '' }}" + BY_PROMPTS.replace(
 def test_tools_and_calls_reach_the_template(tokenizer: Any, call: str, written: str) -> None:
     template = WITH_TOOLS.replace("CALL", call)
     function = {"name": "sum", "arguments": '{"a":[1, 2]}'}
-    messages: list[Any] = conversation("one?", "")
+    # A user who writes as Python does is no template that does.
+    messages: list[Any] = conversation("is it {'a': [1, 2]}?", "")
     messages[1]["tool_calls"] = [{"type": "function", "function": function}]
     row = {"messages": messages, "tools": TOOLS}
     assert pieces_learnt(tokenizer, template, row) == [f"{written}{tokenizer.eos_token}"]

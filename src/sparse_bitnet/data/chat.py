@@ -10,8 +10,9 @@ is learnt and whether it begins a conversation.
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -35,6 +36,7 @@ _MARK = f"{{% macro the_answer() %}}{_START}{{{{ caller() }}}}{_END}{{% endmacro
 _SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}
 
 _Spans = list[tuple[int, int]]
+_Rendered = TypeVar("_Rendered")
 
 
 def check_conversation(row: Mapping[str, Any], column: str, where: str) -> str:
@@ -205,32 +207,61 @@ def _stored(tokenizer: Any, text: str, spans: _Spans) -> np.ndarray:
 def _texts(
     tokenizer: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
 ) -> list[tuple[str, _Spans]]:
-    """Texts, and where in each of them what is learnt stands.
-
-    Most templates want the arguments of a call as an object. Where one fails on it, or writes it as
-    Python does, it gets JSON.
-    """
+    """Texts, and where in each of them what is learnt stands."""
     calls = [call for message in messages for call in message.get("tool_calls") or ()]
     functions = [call.get("function", call) for call in calls]
-    written = [function.get("arguments", {}) for function in functions]
+    written = [call_arguments(function.get("arguments")) for function in functions]
 
-    def given(as_text: bool) -> list[tuple[str, _Spans]]:
-        for function, arguments in zip(functions, written, strict=True):
-            function["arguments"] = _arguments(arguments, as_text)
+    def render(as_text: bool) -> list[tuple[str, _Spans]]:
+        for function, (values, text) in zip(functions, written, strict=True):
+            function["arguments"] = text if as_text or values is None else values
         return list(_samples(tokenizer, messages, tools))
 
-    if not calls:
-        return given(False)
+    return render_calls(render, written, lambda texts: "".join(text for text, _ in texts))
+
+
+def call_arguments(given: Any) -> tuple[dict[str, Any] | None, str]:
+    """Return the arguments of a call as an object, None where they are none, and as JSON text."""
+    text = given.strip() if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
+    text = text or "{}"
+    with suppress(ValueError, RecursionError):
+        if isinstance(values := json.loads(text), dict):
+            return values, text
+    return None, text
+
+
+def render_calls(
+    render: Callable[[bool], _Rendered],
+    calls: Sequence[tuple[dict[str, Any] | None, str]],
+    text_of: Callable[[_Rendered], str],
+) -> _Rendered:
+    """Render a chat with the arguments of its calls as most templates want them, as objects; as JSON text
+    where a template fails on objects, or writes them as Python does.
+
+    Args:
+        render: renders with arguments as objects (False) or as text (True).
+        calls: the arguments, as `call_arguments` returns them.
+        text_of: the text of a rendering.
+
+    Raises what rendering with objects raises if text fails, too.
+    """
+    objects = [(values, text) for values, text in calls if values is not None]
+    refused = None
     try:
-        texts = given(False)
-        pythonic = [str(function["arguments"]) for function in functions if function["arguments"]]
-        if not any(each in text for each in pythonic for text, _ in texts):
-            return texts
-    except UserError:
-        raise
-    except Exception:
-        pass
-    return given(True)
+        rendered = render(False)
+        if not any(values and str(values) in text_of(rendered) for values, _ in objects):
+            return rendered
+    except Exception as error:  # whatever a template of strangers raises
+        refused = error
+    with suppress(Exception):
+        if objects:
+            other = render(True)
+            # A template that quotes text is one that writes objects: somebody else wrote like Python.
+            if refused or all(text in text_of(other) for _, text in objects):
+                return other
+    if refused:
+        raise refused
+    return rendered
 
 
 def _samples(
@@ -307,18 +338,6 @@ def _by_prompts(text: Callable[..., str], turns: list[int]) -> Iterator[tuple[st
             spans = []
         whole, spans = answered, [*spans, (len(prompt), len(answered))]
     yield whole, spans
-
-
-def _arguments(given: Any, as_text: bool) -> Any:
-    """A call's arguments as an object where they are one, or as JSON."""
-    text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-    if as_text:
-        return text
-    try:
-        values = json.loads(text or "{}")
-    except ValueError:
-        return given
-    return values if isinstance(values, dict) else given
 
 
 def _shown(conversation: str) -> str:

@@ -4,9 +4,9 @@ what is too much is refused before anything is built of it."""
 
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from sparse_bitnet.data.chat import call_arguments, render_calls
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.chat_template import ChatTemplate
 from sparse_bitnet.generation.grammar import Form, Grammar, TokenGrammars
@@ -16,7 +16,6 @@ from sparse_bitnet.generation.request import Generation, GenerationRequest
 from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
 from sparse_bitnet.generation.text import TextTokenizer
 from sparse_bitnet.serve.api_error import ApiError
-from sparse_bitnet.serve.messages import FunctionCall
 from sparse_bitnet.serve.responses import PARAMETERS, ResponsesBody
 from sparse_bitnet.serve.schema import Body, ChatBody, CompletionBody, parse_body
 from sparse_bitnet.serve.tool_calls import THOUGHT, ToolSyntax, ends_in_thought
@@ -213,31 +212,13 @@ def chat_text(body: ChatBody, model: ServedModel) -> str:
             return template.render(messages, **variables)
 
         calls = [call.function for message in body.messages for call in message.tool_calls or ()]
-        text = _rendered(render, [call for call in calls if call.object is not None])
+        arguments = [call_arguments(call.arguments) for call in calls]
+        text = render_calls(render, arguments, lambda text: text)
         if mark not in text:
             raise UserError("the chat template leaves the last message out: it cannot be continued")
         return text.rpartition(mark)[0] if mark else text
     except UserError as error:
         raise ApiError(400, str(error), param="messages") from error
-
-
-def _rendered(render: Callable[[bool], str], calls: Sequence[FunctionCall]) -> str:
-    """A chat with these calls, their arguments as objects (False), or as text (True) if its template
-    cannot write objects, or writes them as Python does."""
-    refused, text = None, ""
-    try:
-        text = render(False)
-        if not any(call.object and str(call.object) in text for call in calls):
-            return text
-    except UserError as error:
-        refused = error
-    with suppress(UserError):
-        other = render(True) if calls else ""
-        if other and (refused or all(call.text in other for call in calls)):
-            return other
-    if refused:
-        raise refused
-    return text
 
 
 def _chat_tokens(body: ChatBody, model: ServedModel, most: int) -> list[int]:

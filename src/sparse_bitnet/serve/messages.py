@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The messages of a chat as clients write them, and as chat templates read them."""
 
-import json
-from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from sparse_bitnet.data.chat import call_arguments
 
 _MEDIA = ("images", "videos", "audios")
 """Of a message: a model that does not see them would answer wrong."""
@@ -87,21 +87,6 @@ class FunctionCall(Replayed):
     name: str
     arguments: str | dict[str, Any] | None = None
 
-    @property
-    def text(self) -> str:
-        """The arguments as JSON, or whatever the assistant wrote."""
-        if isinstance(self.arguments, str):
-            return self.arguments.strip() or "{}"
-        return json.dumps(self.arguments or {}, ensure_ascii=False)
-
-    @property
-    def object(self) -> dict[str, Any] | None:
-        """The arguments; None if they are no object."""
-        with suppress(ValueError, RecursionError):
-            if isinstance(found := json.loads(self.text), dict):
-                return found
-        return None
-
 
 class ToolCall(Replayed):
     """One call of an assistant's message."""
@@ -112,9 +97,9 @@ class ToolCall(Replayed):
 
     def plain(self, as_text: bool) -> dict[str, Any]:
         """For a chat template: arguments as an object, if they are one, or as text."""
-        function, given = self.function, self.function.object
-        arguments = function.text if as_text or given is None else given
-        called = {"name": function.name, "arguments": arguments}
+        values, text = call_arguments(self.function.arguments)
+        arguments = text if as_text or values is None else values
+        called = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id or "", "type": "function", "function": called}
 
 
