@@ -16,8 +16,8 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "NMPattern": "pattern",
     "nm_mask": "ops.nm_mask",
-    "mask_flip_rate": "ops.operands",
-    "absmean": "ops.absmean",
+    "mask_flip_rate": "ops.mask_words",
+    "absmean": "ops.select_ternary",
     "quantize_ternary": "ops.select_ternary",
     "quantize_int8": "ops.quantize_int8",
     "fake_quantize_ternary": "nn.straight_through",

@@ -22,7 +22,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import sparse_layers
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.nn.selection import select, spread_scale
-from sparse_bitnet.ops.absmean import absmean
+from sparse_bitnet.ops.select_ternary import absmean
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet_paper.weight_counts import BIN_WIDTH, NEAR_ZERO, RANGE
 

@@ -11,11 +11,15 @@ from torch import Tensor
 
 import reference
 from sparse_bitnet.nn.straight_through import fake_quantize_int8, fake_quantize_ternary
-from sparse_bitnet.ops.absmean import absmean, absmean_reference
 from sparse_bitnet.ops.nm_mask import nm_mask
-from sparse_bitnet.ops.operands import SCALE_FLOOR
 from sparse_bitnet.ops.quantize_int8 import quantize_int8, quantize_int8_reference
-from sparse_bitnet.ops.select_ternary import quantize_ternary, select_ternary_reference
+from sparse_bitnet.ops.select_ternary import (
+    absmean,
+    absmean_reference,
+    quantize_ternary,
+    select_ternary_reference,
+)
+from sparse_bitnet.packing.formats import SCALE_FLOOR
 from sparse_bitnet.pattern import NMPattern
 
 FLOATS = st.floats(min_value=-1e6, max_value=1e6, width=32, allow_nan=False)

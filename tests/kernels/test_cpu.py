@@ -11,10 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_bitnet.ops.absmean import absmean_reference
 from sparse_bitnet.ops.nm_mask import nm_mask_reference
 from sparse_bitnet.ops.quantize_int8 import quantize_int8_reference
-from sparse_bitnet.ops.select_ternary import select_ternary_reference
+from sparse_bitnet.ops.select_ternary import absmean_reference, select_ternary_reference
 
 _cpu = pytest.importorskip("sparse_bitnet._cpu", reason="the extension is not built")
 cpu = pytest.importorskip("sparse_bitnet.ops.cpu")

@@ -13,8 +13,8 @@ from factories import VARIANTS, make_layer
 from sparse_bitnet.nn.convert import selected
 from sparse_bitnet.nn.layer import SparseBitLinear
 from sparse_bitnet.nn.selection import Selection
+from sparse_bitnet.ops.mask_words import pack_mask
 from sparse_bitnet.ops.nm_mask import nm_mask
-from sparse_bitnet.ops.operands import pack_mask
 from sparse_bitnet.ops.select_ternary import quantize_ternary
 from sparse_bitnet.pattern import NMPattern
 

@@ -11,14 +11,14 @@ from torch import Tensor
 
 import reference
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.ops.nm_mask import nm_mask, nm_mask_reference
-from sparse_bitnet.ops.operands import (
+from sparse_bitnet.ops.mask_words import (
     count_flips,
     mask_flip_rate,
     pack_mask,
     unpack_mask,
     word_dtype,
 )
+from sparse_bitnet.ops.nm_mask import nm_mask, nm_mask_reference
 from sparse_bitnet.pattern import NMPattern
 
 PATTERNS = [NMPattern.parse(text) for text in ("6:8", "2:4", "1:2", "2:8", "7:8", "3:7", "30:32")]

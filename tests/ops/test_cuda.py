@@ -7,15 +7,24 @@ from torch import Tensor
 
 from factories import make_layer
 from sparse_bitnet.nn.convert import set_integer_forward_
-from sparse_bitnet.ops.absmean import absmean_reference
 from sparse_bitnet.ops.backends import cusparselt_unavailable, triton_unavailable
-from sparse_bitnet.ops.int8_linear import int8_linear_reference
+from sparse_bitnet.ops.int8_linear import (
+    compress_windows,
+    int8_linear_reference,
+    sparse_int8_linear,
+)
 from sparse_bitnet.ops.nm_mask import nm_mask_reference
-from sparse_bitnet.ops.quantize_int8 import quantize_int8_reference
-from sparse_bitnet.ops.quantize_windows import quantize_windows, quantize_windows_reference
-from sparse_bitnet.ops.select_ternary import select_ternary_bits_reference, select_ternary_reference
-from sparse_bitnet.ops.sparse_int8_linear import compress_windows, sparse_int8_linear
-from sparse_bitnet.ops.windows import has_windows, window_expand
+from sparse_bitnet.ops.quantize_int8 import (
+    quantize_int8_reference,
+    quantize_windows,
+    quantize_windows_reference,
+)
+from sparse_bitnet.ops.select_ternary import (
+    absmean_reference,
+    select_ternary_bits_reference,
+    select_ternary_reference,
+)
+from sparse_bitnet.ops.windows import window_expand
 from sparse_bitnet.pattern import NMPattern
 
 pytestmark = pytest.mark.skipif(bool(triton_unavailable()), reason=triton_unavailable() or "none")
@@ -89,7 +98,7 @@ def test_products(text: str, shape: tuple[int, int, int], dtype: torch.dtype) ->
 
 @needs_sparse
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("text", [text for text in PATTERNS if has_windows(NMPattern.parse(text))])
+@pytest.mark.parametrize("text", ["6:8", "2:4", "2:8", "9:16"])
 def test_sparse_products(text: str, shape: tuple[int, int, int]) -> None:
     pattern, codes, x, scale, bias = problem(text, *shape)
     windows = quantize_windows(x.cuda(), pattern)

@@ -7,28 +7,12 @@ import pytest
 import torch
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.ops.windows import (
-    gather_index,
-    has_windows,
-    window_expand,
-    window_layout,
-)
+from sparse_bitnet.ops.windows import gather_index, window_expand, window_layout
 from sparse_bitnet.pattern import NMPattern
 
 MAPPED = [
-    "2:4",
-    "4:6",
-    "6:8",
-    "5:8",
-    "4:8",
-    "3:8",
-    "8:10",
-    "2:8",
-    "1:2",
-    "1:4",
-    "1:3",
-    "2:12",
-    "1:5",
+    *("2:4", "4:6", "6:8", "5:8", "4:8", "3:8", "8:10"),
+    *("2:8", "1:2", "1:4", "1:3", "2:12", "1:5"),
 ]
 
 
@@ -65,17 +49,6 @@ def test_every_placement_of_a_group_fits_and_keeps_its_product(text):
     assert (expanded[:, index < 0] == 0).all()
 
 
-@pytest.mark.parametrize("m", [4, 6, 8, 10, 12])
-def test_all_subsets_within_two_of_the_group(m):
-    """Every (2k - 2):2k, and with it every smaller n: all 2**m subsets that are small enough."""
-    subsets = torch.tensor(list(itertools.product([0, 1], repeat=m)), dtype=torch.int8)
-    codes = subsets[subsets.sum(1) <= m - 2]
-    expanded, index = expanded_with_index(codes, NMPattern(m - 2, m))
-    assert (index >= 0).sum() == 4 * (m // 2 - 1)
-    back = torch.zeros_like(codes).index_add_(1, index.clamp_min(0), expanded)
-    assert torch.equal(back, codes)
-
-
 @pytest.mark.parametrize("n", range(1, 9))
 def test_every_ternary_group_of_eight(n):
     """All 3**8 groups of codes with at most n non-zeros, for every n:8: exact, or refused."""
@@ -94,7 +67,6 @@ def test_every_ternary_group_of_eight(n):
 @pytest.mark.parametrize("text", ["7:8", "8:8", "1:1", "3:4", "5:6", "4:7", "2:5", "31:32"])
 def test_patterns_without_a_form_are_refused(text):
     pattern = NMPattern.parse(text)
-    assert not has_windows(pattern)
     with pytest.raises(UserError, match=f"pattern {text} has no 2:4 form"):
         window_expand(torch.zeros(2, 32 * pattern.m, dtype=torch.int8), pattern)
 

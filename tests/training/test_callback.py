@@ -18,8 +18,8 @@ from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import convert_, sparse_layers
 from sparse_bitnet.nn.layer import SparseBitConfig, SparseBitLinear
+from sparse_bitnet.ops.mask_words import mask_flip_rate
 from sparse_bitnet.ops.nm_mask import nm_mask
-from sparse_bitnet.ops.operands import mask_flip_rate
 from sparse_bitnet.training.callback import SparseBitCallback
 from sparse_bitnet.variants import registry
 

@@ -11,10 +11,9 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.nn.convert import selected
 from sparse_bitnet.nn.straight_through import InputQuantizer
-from sparse_bitnet.ops.absmean import absmean
 from sparse_bitnet.ops.nm_mask import nm_mask
 from sparse_bitnet.ops.quantize_int8 import quantize_int8
-from sparse_bitnet.ops.select_ternary import quantize_ternary
+from sparse_bitnet.ops.select_ternary import absmean, quantize_ternary
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.schedule import phase

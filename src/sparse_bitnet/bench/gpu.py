@@ -30,10 +30,8 @@ from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.files import write_atomic
 from sparse_bitnet.nn.convert import convert_, selected, set_integer_forward_, sparse_layers
 from sparse_bitnet.nn.layer import SparseBitConfig, SparseBitLinear
-from sparse_bitnet.ops.int8_linear import int8_linear
-from sparse_bitnet.ops.quantize_int8 import quantize_int8
-from sparse_bitnet.ops.quantize_windows import quantize_windows
-from sparse_bitnet.ops.sparse_int8_linear import compress_windows, sparse_int8_linear
+from sparse_bitnet.ops.int8_linear import compress_windows, int8_linear, sparse_int8_linear
+from sparse_bitnet.ops.quantize_int8 import quantize_int8, quantize_windows
 from sparse_bitnet.ops.windows import window_expand
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.training.config import TrainConfig

@@ -23,7 +23,7 @@ from sparse_bitnet.nn.straight_through import (
     straight_through,
     ternary_int8_linear,
 )
-from sparse_bitnet.ops.operands import count_flips, pack_mask, unpack_mask
+from sparse_bitnet.ops.mask_words import count_flips, pack_mask, unpack_mask
 from sparse_bitnet.variants.registry import Matrix
 
 __all__ = ["CHOICES", "SparseBitConfig", "SparseBitLinear"]

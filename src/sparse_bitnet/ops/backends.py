@@ -3,8 +3,7 @@
 
 An op is defined by plain PyTorch, for every device, and may have a compiled kernel for CPUs and one for
 CUDA. SPARSE_BITNET_KERNEL chooses: "auto" (the default) takes what there is, "reference" the plain
-PyTorch code, "cpu" the compiled kernels or an error, "triton" the CUDA kernels or an error. What is not
-asked for is chosen as by "auto".
+PyTorch code, "cpu" the compiled kernels or an error, "triton" the CUDA kernels or an error.
 """
 
 import importlib
@@ -12,7 +11,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,7 +45,7 @@ class KernelStatus(NamedTuple):
 
 
 def choice_of_kernel() -> str:
-    """What SPARSE_BITNET_KERNEL says, "auto" by default. Raises `UserError` for an unknown name."""
+    """Return what SPARSE_BITNET_KERNEL says. Raises `UserError` for an unknown name."""
     choice = os.environ.get("SPARSE_BITNET_KERNEL") or "auto"
     if choice not in CHOICES:
         raise UserError(f"SPARSE_BITNET_KERNEL={choice}: choose one of {', '.join(CHOICES)}")
@@ -101,42 +100,36 @@ def cusparselt_unavailable() -> str:
     if reason := triton_unavailable():
         return reason
     library = getattr(torch.backends, "cusparselt", None)
-    if library is None or not library.is_available():
-        return "this PyTorch is built without cuSPARSELt"
-    return ""
+    there = library is not None and library.is_available()
+    return "" if there else "this PyTorch is built without cuSPARSELt"
 
 
 def check_choice() -> None:
-    """Raise `UserError` when SPARSE_BITNET_KERNEL is not a choice, or one that cannot be honoured here.
-
-    Asks CUDA only where a CUDA kernel is asked for.
-    """
-    choice = choice_of_kernel()
+    """Raise `UserError` when SPARSE_BITNET_KERNEL is no choice, or cannot be honoured here."""
     cpu_kernels()
-    if choice == "triton" and (reason := triton_unavailable()):
-        raise UserError(f"SPARSE_BITNET_KERNEL={choice}: {reason}")
+    if choice_of_kernel() == "triton" and (reason := triton_unavailable()):
+        raise UserError(f"SPARSE_BITNET_KERNEL=triton: {reason}")
 
 
 def status() -> list[KernelStatus]:
-    """Every kernel, whether it is in use, and the reason. Raises what `check_choice` raises."""
+    """Return every kernel, whether it is in use, and the reason. Raises what `check_choice` raises."""
     check_choice()
-    choice = choice_of_kernel()
     kernels, reason = cpu_kernels()
-    rows = [
-        KernelStatus(
-            "reference",
-            kernels is None,
-            "plain PyTorch; also for the devices and dtypes no kernel covers",
-        ),
+    only_reference = reason if choice_of_kernel() == "reference" else ""
+    triton, cusparselt = (
+        only_reference or unavailable()
+        for unavailable in (triton_unavailable, cusparselt_unavailable)
+    )
+    plain = "plain PyTorch; also for the devices and dtypes no kernel covers"
+    on_cuda = "selection, quantisation and products on CUDA tensors"
+    return [
+        KernelStatus("reference", kernels is None, plain),
         KernelStatus("cpu", kernels is not None, reason),
+        KernelStatus("triton", not triton, triton or on_cuda),
+        KernelStatus(
+            "cusparselt", not cusparselt, cusparselt or "sparse tensor cores, in `bench gpu`"
+        ),
     ]
-    for name, unavailable, use in (
-        ("triton", triton_unavailable, "selection, quantisation and products on CUDA tensors"),
-        ("cusparselt", cusparselt_unavailable, "sparse tensor cores, in `bench gpu`"),
-    ):
-        refused = f"SPARSE_BITNET_KERNEL={choice}" if choice == "reference" else unavailable()
-        rows.append(KernelStatus(name, not refused, refused or use))
-    return rows
 
 
 def define(
@@ -145,8 +138,7 @@ def define(
     fake: Callable[..., Any] | None,
     *,
     takes: Callable[..., bool] = lambda *arguments: True,
-    cpu: bool = False,
-    cuda: str | Callable[..., Any] = "",
+    cuda: Literal["", "triton"] | Callable[..., Any] = "",
     cuda_unavailable: Callable[[], str] = triton_unavailable,
 ) -> Callable[Arguments, Result]:
     """Register an op `torch.ops.sparse_bitnet.NAME` with all its implementations.
@@ -156,11 +148,10 @@ def define(
         reference: plain PyTorch, for every device, and what kernels have to return.
         fake: shapes and dtypes of the results; None for an op that is never compiled.
         takes: whether kernels take these arguments; others go to the reference.
-        cpu: whether the compiled kernels have a method of this name.
-        cuda: the kernel for CUDA tensors, or "module.function" of `ops.triton`, imported on first use.
+        cuda: the kernel for CUDA tensors; "triton" is the one of the op's name in `ops.triton`.
         cuda_unavailable: why that kernel cannot run here, empty where it can.
 
-    Returns the op.
+    The compiled kernels' method of the op's name, where there is one, is that for CPUs. Returns the op.
     """
     name = schema.partition("(")[0]
     otherwise: Callable[..., Any] = reference
@@ -168,41 +159,27 @@ def define(
     _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
     if fake is not None:
         torch.library.register_fake(f"sparse_bitnet::{name}", fake, lib=_LIBRARY)
-    kernels, _ = cpu_kernels()
-    if cpu and kernels is not None:
-        kernel = getattr(kernels, name)
+    if (on_cpu := getattr(cpu_kernels()[0], name, None)) is not None:
 
-        def on_cpu(*arguments: Any) -> Any:
+        def cpu_op(*arguments: Any) -> Any:
             fits = arguments[0].dtype in CPU_DTYPES and takes(*arguments)
-            return (kernel if fits else otherwise)(*arguments)
+            return (on_cpu if fits else otherwise)(*arguments)
 
-        _LIBRARY.impl(name, on_cpu, "CPU")
+        _LIBRARY.impl(name, cpu_op, "CPU")
     if cuda and torch.version.cuda is not None and choice_of_kernel() != "reference":
 
-        def on_cuda(*arguments: Any) -> Any:
+        def cuda_op(*arguments: Any) -> Any:
             if cuda_unavailable() or not takes(*arguments):
                 return otherwise(*arguments)
-            return on_its_device(_kernel(cuda) if isinstance(cuda, str) else cuda)(*arguments)
+            on_cuda = cuda
+            if isinstance(cuda, str):  # the module imports ops, so it comes last
+                on_cuda = getattr(importlib.import_module(f"{__package__}.triton"), name)
+            # Kernels are launched on the current device.
+            with torch.cuda.device(arguments[0].device):
+                return on_cuda(*arguments)
 
-        _LIBRARY.impl(name, on_cuda, "CUDA")
+        _LIBRARY.impl(name, cuda_op, "CUDA")
     return getattr(torch.ops.sparse_bitnet, name)
-
-
-@cache
-def _kernel(name: str) -> Callable[..., Any]:
-    module, _, function = name.partition(".")
-    return getattr(importlib.import_module(f"sparse_bitnet.ops.triton.{module}"), function)
-
-
-def on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel, run while the device of its first argument, a CUDA tensor, is the current one: the
-    device on which kernels are launched."""
-
-    def op(*arguments: Any) -> Any:
-        with torch.cuda.device(arguments[0].device):
-            return kernel(*arguments)
-
-    return op
 
 
 def takes_values(tensor: Tensor) -> bool:

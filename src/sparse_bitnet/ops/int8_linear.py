@@ -1,18 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """int8 activations times ternary codes in int32, exactly, then scales and bias in float32.
 
-`sparse_int8_linear` and `packed_int8_linear` compute the same; they differ in how the weight lies in
-memory.
+`sparse_int8_linear` is the same with a weight in 2:4 form, on NVIDIA's sparse tensor cores through
+cuSPARSELt, which is slower than a dense product for few tokens on some GPUs.
 """
+
+from functools import reduce
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparse_bitnet.ops.backends import define
+from sparse_bitnet.ops.backends import cusparselt_unavailable, define
 
 # 2**24 / 128: sums of this many int8 products are integers that float32 holds, in any order.
 _EXACT_IN_FLOAT32 = 1 << 17
+
+TOKEN_MULTIPLE = 16
+"""Columns of a dense int8 operand of cuSPARSELt, our tokens, are a multiple of this."""
 
 
 def int8_linear_reference(
@@ -43,7 +49,12 @@ def int8_linear_reference(
     # Not even float32 products may become bfloat16 ones here.
     with torch.autocast(x_codes.device.type, enabled=False):
         if weight_scale.dim() == 2:
-            y = grouped_product(x_codes, codes, weight_scale) * activation_scale
+            count = weight_scale.shape[1]
+            runs = zip(x_codes.chunk(count, -1), codes.chunk(count, -1), strict=True)
+            products = (integer_product(*run) for run in runs)
+            scales = weight_scale.float().unbind(1)
+            parts = (product * scale for product, scale in zip(products, scales, strict=True))
+            y = reduce(torch.add, parts) * activation_scale
         else:
             y = integer_product(x_codes, codes, ternary) * (activation_scale * weight_scale)
     return (y if bias is None else y + bias).to(dtype)
@@ -62,21 +73,87 @@ def integer_product(x_codes: Tensor, codes: Tensor, ternary: bool = True) -> Ten
     return F.linear(x_codes.to(wide), codes.to(wide)).float()
 
 
-def grouped_product(x_codes: Tensor, codes: Tensor, weight_scale: Tensor) -> Tensor:
-    """x_codes @ (codes * weight_scale).T in float32, the scales [out_features, groups] of runs of a row:
-    the exact sum of each run times its scale, added up in ascending order."""
-    groups = weight_scale.shape[1]
-    y = None
-    for x_run, run, scale in zip(
-        x_codes.chunk(groups, -1),
-        codes.chunk(groups, -1),
-        weight_scale.float().unbind(1),
-        strict=True,
-    ):
-        part = integer_product(x_run, run) * scale
-        y = part if y is None else y + part
-    assert y is not None
-    return y
+def compress_windows(expanded: Tensor) -> Tensor:
+    """The weight operand of `sparse_int8_linear`, for the device that `expanded` is on.
+
+    Args:
+        expanded: int8 [out_features, K'] of `window_expand`.
+
+    Returns an opaque int8 matrix whose rows are out_features filled up to a multiple of 32. It depends
+    on device and library: made on loading, never saved.
+    """
+    return torch.ops.sparse_bitnet.compress_windows(F.pad(expanded, (0, 0, 0, -len(expanded) % 32)))
+
+
+def sparse_int8_linear_reference(
+    x_codes: Tensor, activation_scale: Tensor, compressed: Tensor, out_features: int, *more: Any
+) -> Tensor:
+    """`int8_linear` with a weight of `compress_windows`, here the expanded codes themselves.
+
+    Args:
+        x_codes: int8 [..., K'] of `quantize_windows`.
+        activation_scale: as `int8_linear` takes it.
+        compressed: the weight.
+        out_features: its rows without those that fill up.
+        more: weight_scale, bias and dtype, as `int8_linear` takes them.
+    """
+    return int8_linear_reference(x_codes, activation_scale, compressed[:out_features], *more)
+
+
+def sparse_tensor_cores(
+    x_codes: Tensor,
+    activation_scale: Tensor,
+    compressed: Tensor,
+    out_features: int,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`sparse_int8_linear` by the library. In bfloat16 it scales rows itself and sums never reach memory,
+    which costs two roundings more than the reference has; in other types it returns the integers."""
+    x = x_codes.reshape(-1, x_codes.shape[-1])
+    shape, tokens = (*x_codes.shape[:-1], out_features), x.shape[0]
+    if not tokens:
+        return x_codes.new_empty(shape, dtype=dtype)
+    x = F.pad(x, (0, 0, 0, -tokens % TOKEN_MULTIPLE)).t()
+    row_scale = weight_scale.expand(out_features)
+    activation_scale = activation_scale.reshape(-1, 1)
+    if dtype == torch.bfloat16:
+        alpha = F.pad(row_scale, (0, compressed.shape[0] - out_features))
+        y = _product(compressed, x, alpha, dtype)[:tokens, :out_features].mul_(activation_scale)
+        return (y if bias is None else y.add_(bias)).reshape(shape)
+    sums = _product(compressed, x, None, torch.int32)[:tokens, :out_features]
+    y = sums * (activation_scale * row_scale)
+    return (y if bias is None else y + bias).to(dtype).view(shape)
+
+
+def _product(compressed: Tensor, x: Tensor, alpha: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """[tokens, rows of the weight] of int8 [K', tokens], tokens a multiple of 16."""
+    operands = (compressed, x, None, alpha, out_dtype, True)
+    return torch._cslt_sparse_mm(*operands, *_algorithm(*operands))
+
+
+_ALGORITHMS: dict[tuple[Any, ...], tuple[int, int, int]] = {}
+
+
+def _algorithm(
+    compressed: Tensor, x: Tensor, bias: None, alpha: Tensor | None, *more: Any
+) -> tuple[int, int, int]:
+    """The library's fastest algorithm for a shape, searched the first time the shape is met: its
+    number, the parts into which K is split, and how they are added."""
+    device = compressed.device.index or 0
+    key = (device, *compressed.shape, *x.shape, *more)
+    if key not in _ALGORITHMS:
+        if torch.cuda.is_current_stream_capturing():
+            # A search times kernels and synchronises, which a graph cannot record.
+            return 0, 1, -1
+        library: Any = torch._C._cusparselt
+        _ALGORITHMS[key] = library.mm_search(compressed, x, bias, alpha, *more)[:3]
+    return _ALGORITHMS[key]
+
+
+def _sparse_fake(x_codes, activation_scale, compressed, out_features, weight_scale, bias, dtype):
+    return torch.empty((*x_codes.shape[:-1], out_features), dtype=dtype, device=x_codes.device)
 
 
 def _fake(x_codes, activation_scale, codes, weight_scale, bias, dtype, ternary=True):
@@ -89,5 +166,20 @@ int8_linear = define(
     "Tensor? bias, ScalarType dtype, bool ternary=True) -> Tensor",
     int8_linear_reference,
     _fake,
-    cuda="int8_dot.int8_linear",
+    cuda="triton",
+)
+define(
+    "compress_windows(Tensor expanded) -> Tensor",
+    torch.clone,
+    None,
+    cuda=lambda expanded: torch._cslt_compress(expanded.contiguous()),
+    cuda_unavailable=cusparselt_unavailable,
+)
+sparse_int8_linear = define(
+    "sparse_int8_linear(Tensor x_codes, Tensor activation_scale, Tensor compressed, "
+    "int out_features, Tensor weight_scale, Tensor? bias, ScalarType dtype) -> Tensor",
+    sparse_int8_linear_reference,
+    _sparse_fake,
+    cuda=sparse_tensor_cores,
+    cuda_unavailable=cusparselt_unavailable,
 )

@@ -61,6 +61,5 @@ define(
     nm_mask_reference,
     _fake,
     takes=takes_groups,
-    cpu=True,
-    cuda="select.nm_mask",
+    cuda="triton",
 )

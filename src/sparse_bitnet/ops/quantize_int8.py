@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""int8 activations with one scale a token (absmax), as BitNet b1.58 defines them."""
+"""int8 activations with one scale a token (absmax), as BitNet b1.58 defines them.
+
+They come in their own order, or in that of a pattern's 2:4 windows: the operand of `sparse_int8_linear`.
+"""
 
 import torch
 from torch import Tensor
 
 from sparse_bitnet.ops.backends import define, takes_values
-from sparse_bitnet.ops.operands import SCALE_FLOOR, empty_tokens
+from sparse_bitnet.ops.windows import gather_index, window_layout
+from sparse_bitnet.packing.formats import SCALE_FLOOR
+from sparse_bitnet.pattern import NMPattern
 
 
 def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -27,11 +32,41 @@ def quantize_int8_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes, absmax / 127.0
 
 
+def quantize_windows(x: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor]:
+    """Int8 activations per token in the order of a pattern's windows.
+
+    Args:
+        x: float [..., in_features].
+        pattern: of the weights; see `windows.window_layout`.
+
+    Returns (int8 [..., K'], K' a multiple of 32, zeros in columns that fill up; float32 [..., 1]).
+    """
+    return torch.ops.sparse_bitnet.quantize_windows(x, pattern.n, pattern.m)
+
+
+def quantize_windows_reference(x: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
+    """`quantize_windows` in plain PyTorch: what every kernel returns, bit for bit."""
+    codes, activation_scale = quantize_int8_reference(x)
+    index = gather_index(NMPattern(n, m), x.shape[-1]).to(x.device)
+    return torch.where(index < 0, 0, codes[..., index.clamp_min(0)]), activation_scale
+
+
+def empty_tokens(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Room for the quantised tokens of `x`: int8 [..., width] and float32 [..., 1]."""
+    codes = torch.empty((*x.shape[:-1], width), dtype=torch.int8, device=x.device)
+    return codes, codes.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+
+
 define(
     "quantize_int8(Tensor x) -> (Tensor codes, Tensor activation_scale)",
     quantize_int8_reference,
     lambda x: empty_tokens(x, x.shape[-1]),
     takes=takes_values,
-    cpu=True,
-    cuda="quantize.quantize_int8",
+    cuda="triton",
+)
+define(
+    "quantize_windows(Tensor x, int n, int m) -> (Tensor codes, Tensor activation_scale)",
+    quantize_windows_reference,
+    lambda x, n, m: empty_tokens(x, window_layout(NMPattern(n, m)).width(x.shape[-1])),
+    cuda="triton",
 )

@@ -1,20 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masked ternary codes of a weight, together with its mask as bools or as bits: one pass over it.
+"""Ternary codes of a weight as in BitNet b1.58: their scale, the mean magnitude of the matrix, and codes
+and N:M mask (as bools or as bits) in one pass over it.
 
-Everything is computed in float32 whatever the type of the input, so a bfloat16 master and its float32
-copy give the same codes.
+Codes are computed in float32 whatever the type of the input, so a bfloat16 master and its float32 copy
+give the same ones.
 """
 
 import torch
 from torch import Tensor
 
-from sparse_bitnet.ops.absmean import absmean
-from sparse_bitnet.ops.backends import define, takes_groups
+from sparse_bitnet.ops.backends import define, takes_groups, takes_values
+from sparse_bitnet.ops.mask_words import count_flips, pack_mask, word_dtype
 from sparse_bitnet.ops.nm_mask import nm_mask_reference
-from sparse_bitnet.ops.operands import count_flips, pack_mask, word_dtype
+from sparse_bitnet.packing.formats import SCALE_FLOOR
 
 # Below, weight_scale / 2 need not be a float32 and the CPU kernel's comparison would not be exact.
 _SMALLEST_SCALE = 2.0**-125
+
+
+def absmean(weight: Tensor) -> Tensor:
+    """mean(|weight|) over the whole matrix, at least 1e-5: the ternary weight scale.
+
+    The sum is accumulated in float64 and rounded to float32 once, so that another order of summation
+    (threads, shards, kernels) gives another float32 only when the exact mean lies within about
+    numel * 2**-53 of a rounding boundary, relatively. An empty weight has the floor as its scale.
+    Returns a float32 scalar tensor without gradient.
+    """
+    return torch.ops.sparse_bitnet.absmean(weight.detach())
+
+
+def absmean_reference(weight: Tensor) -> Tensor:
+    """`absmean` in plain PyTorch; kernels may differ in the last bit, since they add in another order."""
+    return mean_to_scale(abs_sum(weight), weight.numel())
+
+
+def abs_sum(weight: Tensor) -> Tensor:
+    """sum(|weight|), float64 scalar: what `absmean` is made of, for a matrix that lies in parts."""
+    # Row sums first: a float64 copy of a whole matrix would be twice its size.
+    magnitudes = weight.abs()
+    if weight.dim() > 1:
+        magnitudes = magnitudes.flatten(0, -2).sum(-1, dtype=torch.float64)
+    return magnitudes.sum(dtype=torch.float64)
+
+
+def mean_to_scale(total: Tensor, count: int | Tensor) -> Tensor:
+    """The float32 weight scale of `count` weights whose magnitudes sum to `total` (float64)."""
+    count = count.clamp_min(1) if isinstance(count, Tensor) else max(count, 1)
+    return (total / count).float().clamp_min(SCALE_FLOOR)
 
 
 def quantize_ternary(weight: Tensor, weight_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -84,18 +116,23 @@ def _fake_bits(
     weight: Tensor, weight_scale: Tensor, n: int, m: int, previous: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    shape = (*weight.shape[:-1], weight.shape[-1] // m)
-    words = torch.empty(shape, dtype=word_dtype(m), device=weight.device)
-    return codes, words, torch.empty((), dtype=torch.int64, device=weight.device)
+    words = codes.new_empty((*weight.shape[:-1], weight.shape[-1] // m), dtype=word_dtype(m))
+    return codes, words, codes.new_empty((), dtype=torch.int64)
 
 
+define(
+    "absmean(Tensor weight) -> Tensor",
+    absmean_reference,
+    lambda weight: weight.new_empty((), dtype=torch.float32),
+    takes=takes_values,
+    cuda="triton",
+)
 select_ternary = define(
     "select_ternary(Tensor weight, Tensor weight_scale, int n, int m) -> (Tensor codes, Tensor mask)",
     select_ternary_reference,
     _fake,
     takes=_takes,
-    cpu=True,
-    cuda="select.select_ternary",
+    cuda="triton",
 )
 select_ternary_bits = define(
     "select_ternary_bits(Tensor weight, Tensor weight_scale, int n, int m, Tensor? previous) -> "
@@ -103,5 +140,5 @@ select_ternary_bits = define(
     select_ternary_bits_reference,
     _fake_bits,
     takes=_takes,
-    cuda="select.select_ternary_bits",
+    cuda="triton",
 )

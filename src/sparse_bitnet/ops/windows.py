@@ -56,15 +56,6 @@ def window_layout(pattern: NMPattern) -> WindowLayout:
     )
 
 
-def has_windows(pattern: NMPattern) -> bool:
-    """Whether `window_layout` accepts the pattern."""
-    try:
-        window_layout(pattern)
-    except UserError:
-        return False
-    return True
-
-
 def gather_index(pattern: NMPattern, in_features: int) -> Tensor:
     """Source column of every expanded column: int64 [K'], -1 for columns that fill up.
 

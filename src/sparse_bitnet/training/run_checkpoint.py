@@ -48,7 +48,7 @@ from sparse_bitnet.checkpoint.store_path import StorePath
 from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.files import TEMPORARY_PREFIX, sync_tree
 from sparse_bitnet.nn.layer import SparseBitLinear
-from sparse_bitnet.ops.operands import word_dtype
+from sparse_bitnet.ops.mask_words import word_dtype
 from sparse_bitnet.progress import say
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.distributed import World

@@ -23,8 +23,8 @@ from sparse_bitnet.nn.convert import selected_layers, sparse_layers
 from sparse_bitnet.nn.layer import SparseBitLinear
 from sparse_bitnet.nn.selection import Selection
 from sparse_bitnet.nn.straight_through import straight_through, ternary_int8_linear
-from sparse_bitnet.ops.absmean import abs_sum, mean_to_scale
 from sparse_bitnet.ops.nm_mask import nm_mask
+from sparse_bitnet.ops.select_ternary import abs_sum, mean_to_scale
 from sparse_bitnet.packing.two_bits import pack_codes, unpack_codes
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.training.row_shard import RowShard, UnevenRowShard, local_rows

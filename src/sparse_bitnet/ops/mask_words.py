@@ -1,21 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ops exchange: masks as one integer a group, int8 tokens."""
+"""Masks as one integer a group: how they are kept from step to step, stored and compared."""
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sparse_bitnet.packing.formats import SCALE_FLOOR as SCALE_FLOOR
-
-
-def empty_tokens(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Room for the result of quantising the tokens of `x`: int8 [..., width], float32 [..., 1]."""
-    codes = torch.empty((*x.shape[:-1], width), dtype=torch.int8, device=x.device)
-    return codes, torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
-
 
 def word_dtype(m: int) -> torch.dtype:
-    """Of a group's mask as one integer: the smallest of uint8, int16 and int32 with m bits."""
+    """Type of a group's mask: the smallest of uint8, int16 and int32 with m bits."""
     return torch.uint8 if m <= 8 else torch.int16 if m <= 16 else torch.int32
 
 
@@ -58,13 +50,6 @@ def count_flips(previous: Tensor, current: Tensor) -> Tensor:
 
 
 def mask_flip_rate(previous: Tensor, current: Tensor) -> Tensor:
-    """Share of positions where two masks differ, in [0, 1] (paper, eq. 6).
-
-    Args:
-        previous: bool tensor.
-        current: another of that shape.
-
-    Returns a float64 scalar tensor.
-    """
+    """Share of positions where two bool masks differ, float64 scalar in [0, 1] (paper, eq. 6)."""
     assert previous.shape == current.shape, (previous.shape, current.shape)
     return (previous ^ current).sum(dtype=torch.float64) / current.numel()

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Bodies of the CUDA kernels, compiled on first use; the ops import them when they first need them."""
