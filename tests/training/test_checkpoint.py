@@ -6,11 +6,9 @@ import errno
 import io
 import os
 import pickle
-import shutil
 import tracemalloc
 from pathlib import Path
 
-import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -21,13 +19,11 @@ from sparse_bitnet.checkpoint.consolidate import read_tensors
 from sparse_bitnet.checkpoint.open_checkpoint import resolve_checkpoint
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.checkpoint.shard_readers import _Unpickler
-from sparse_bitnet.checkpoint.store_path import StorePath
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import file_crc32
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.nn.convert import convert_, selected, sparse_layers
 from sparse_bitnet.training import run_checkpoint
-from sparse_bitnet.training.metrics import read_rows
 from sparse_bitnet.training.run_checkpoint import RunState
 from sparse_bitnet.training.run_folder import Interrupted
 from sparse_bitnet.training.train_run import train
@@ -175,88 +171,6 @@ def test_a_checkpoint_of_another_version_is_refused(small_run, version):
     state.write_text(state.read_text().replace('"version": 2', f'"version": {version}'))
     with pytest.raises(UserError, match=f"checkpoint version {version}, this release reads 2"):
         train(config)
-
-
-def test_a_run_goes_on_from_a_store_where_nothing_is_left_of_its_folder(small_run, tmp_path):
-    fs, url = fsspec.filesystem("memory"), "memory://bucket/run"
-    whole = small_run(out=str(tmp_path / "whole"))
-    train(whole)
-    config = small_run(checkpoint_url=url, checkpoint_every=1, keep_checkpoints=2)
-    with pytest.raises(IndexError):
-        interrupted(config, 4)  # none in the folder
-    steps = f"{url}/checkpoints"
-    # A step without its state is one that was being written, or removed.
-    fs.rm(f"{steps}/step-00000004/state.json")
-    fs.copy(f"{steps}/step-00000003", f"{steps}/step-00000009", recursive=True)
-    fs.rm(f"{steps}/step-00000009/state.json")
-    assert [one.step for one in list_checkpoints(StorePath(url))] == [3]
-    shutil.rmtree(config.out)
-    train(config)
-    final = [Path(run) / "final" / "model.safetensors" for run in (whole.out, config.out)]
-    assert final[0].read_bytes() == final[1].read_bytes()
-    assert [one.step for one in list_checkpoints(StorePath(url))] == [5, 6]
-    assert not (Path(config.out) / "checkpoints").exists()
-    assert not fs.exists(f"{steps}/step-00000003")
-
-
-def test_a_damaged_step_of_a_store_is_left_behind(small_run, capsys):
-    fs, url = fsspec.filesystem("memory"), "memory://bucket/damaged"
-    config = small_run(checkpoint_url=url, checkpoint_every=2)
-    with pytest.raises(IndexError):
-        interrupted(config, 4)
-    fs.pipe_file(f"{url}/checkpoints/step-00000004/state.json", b"{")
-    train(config)
-    assert "quarantined, going on from step-00000002" in capsys.readouterr().err
-
-
-def test_a_store_of_another_run_is_refused(small_run, tmp_path):
-    url = "memory://bucket/taken"
-    train(config := small_run(steps=4, checkpoint_url=url))
-    with pytest.raises(UserError, match=r"taken holds a run of another config \(learning_rate"):
-        train(small_run(steps=4, checkpoint_url=url, learning_rate=1.0, out=str(tmp_path / "b")))
-    with pytest.raises(UserError, match=r"checkpoints are not in .*run: bring them back"):
-        train(small_run(steps=8))
-    interrupted(local := small_run(out=str(tmp_path / "c")), 3)
-    with pytest.raises(UserError, match="checkpoints are not in memory://bucket/empty"):
-        train(dataclasses.replace(local, checkpoint_url="memory://bucket/empty"))
-    assert len(read_rows(Path(local.out) / "metrics.jsonl")) == 3
-    assert train(config).steps == 4
-
-
-def test_a_store_that_fails_is_named(small_run, monkeypatch):
-    for url, why in (
-        ("", "checkpoint_url=: not a URL"),
-        ("some/place", "checkpoint_url=some/place: not a URL"),
-        ("memory://", "checkpoint_url=memory://: not a URL with a place in it"),
-        ("ftq://x/y", r"checkpoint_url=ftq://x/y: Protocol not known: ftq"),
-        (
-            "s3://bucket/run",
-            r"checkpoint_url=s3://bucket/run: Install s3fs .*; pip install its pack",
-        ),
-    ):
-        config = small_run(checkpoint_url=url)
-        with pytest.raises(UserError, match=why):
-            train(config)
-    config = small_run(checkpoint_url="memory://bucket/failing")
-
-    def refuse(*arguments):
-        raise RuntimeError("no credentials")
-
-    memory = fsspec.get_filesystem_class("memory")
-    with monkeypatch.context() as patched:
-        patched.setattr(memory, "pipe_file", refuse)
-        with pytest.raises(UserError, match=r"failing: cannot write there: no credentials"):
-            train(config)
-    assert not Path(config.out).exists(), "found before anything is trained"
-    write = memory.pipe_file
-
-    def refuse_checkpoints(fs, path, *arguments):
-        return refuse() if "step-" in path else write(fs, path, *arguments)
-
-    monkeypatch.setattr(memory, "pipe_file", refuse_checkpoints)
-    with pytest.raises(UserError, match=r"cannot write .*step-0000000\d: no credentials"):
-        train(config)
-    assert list_checkpoints(StorePath("memory://bucket/failing")) == []
 
 
 class Planted:

@@ -206,7 +206,7 @@ def test_prolonging_stopped_at_any_rename_goes_on(small_run, monkeypatch):
                 train(longer)
     assert json.loads((run / "config.json").read_text())["steps"] == 8
     shutil.rmtree(run / "checkpoints")
-    with pytest.raises(UserError, match="holds a run whose checkpoints are not in"):
+    with pytest.raises(UserError, match="holds a run whose checkpoints are gone"):
         train(longer)
 
 
@@ -305,16 +305,6 @@ def test_a_kill_while_old_checkpoints_are_dropped_leaves_nothing_for_good(small_
         "step-00000004",
         "step-00000006",
     ]
-
-
-def test_a_damaged_config_in_a_store_is_one_line(small_run, tmp_path):
-    store = tmp_path / "store"
-    config = small_run(steps=2, checkpoint_url=f"file://{store}")
-    train(config)
-    shutil.rmtree(config.out)
-    (list_checkpoints(store)[-1].path / "train_config.json").write_bytes(b"\xff{}")
-    with pytest.raises(UserError, match=r"train_config\.json: not valid JSON"):
-        train(config)
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])

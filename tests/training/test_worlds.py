@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run of several processes: the same losses as of one, from any number to any other, and no loss."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from transformers import AutoModelForCausalLM, Zamba2Config
 from factories import tiny_model
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
-from sparse_bitnet.checkpoint.store_path import StorePath
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.distributed import Launch, World, open_world
@@ -169,24 +167,6 @@ def test_a_run_goes_on_with_other_numbers_of_processes(worlds, run_config):
     finish(worlds, parts, size=3)
     assert_same_curves(whole, parts)
     assert [found.step for found in list_checkpoints(Path(parts.out))] == [7, 8]
-
-
-@pytest.mark.slow
-def test_two_processes_write_to_a_store_and_one_goes_on_without_their_folder(
-    worlds, run_config, tmp_path
-):
-    url = f"file://{tmp_path}/store"
-    whole, parts = run_config("whole", steps=4), run_config("parts", steps=4, checkpoint_url=url)
-    train(whole)
-    outcomes = worlds.run(parts, size=2, faults={"1:3": "interrupt"})
-    assert [code for code, _ in outcomes] == [130] * 2, outcomes
-    newest = list_checkpoints(StorePath(url))[-1]
-    assert newest.step == 3
-    assert len(list((newest.path / "sharded").glob("__*_0.distcp"))) == 2
-    shutil.rmtree(parts.out)
-    train(parts)
-    last = [read_rows(Path(config.out) / "metrics.jsonl")[-1] for config in (whole, parts)]
-    assert last[1]["validation_loss"] == pytest.approx(last[0]["validation_loss"], rel=2e-5)
 
 
 def test_a_killed_process_ends_the_run_which_continues(worlds, run_config):

@@ -25,7 +25,7 @@ from sparse_bitnet.checkpoint.model_folder import (
     read_small,
 )
 from sparse_bitnet.checkpoint.saved_steps import FOLDER, MODEL_FOLDER, STATE, SavedStep, damage
-from sparse_bitnet.checkpoint.shard_readers import shard_reader
+from sparse_bitnet.checkpoint.shard_readers import ShardReader
 from sparse_bitnet.errors import UserError, reason_of
 from sparse_bitnet.files import NO_SPACE, atomic_folder
 
@@ -74,7 +74,7 @@ def read_weights(checkpoint: SavedStep) -> dict[str, Tensor]:
     """The parameters of a sharded checkpoint by name, whole. Raises `UserError` as `read_tensors`."""
     shards = checkpoint.path / FOLDER
     try:
-        entries = shard_reader(shards).read_metadata().state_dict_metadata
+        entries = ShardReader(shards).read_metadata().state_dict_metadata
         there = sum(path.stat().st_size for path in shards.glob("*.distcp"))
         asked = sum(
             prod(entry.size) * entry.properties.dtype.itemsize for entry in entries.values()
@@ -108,7 +108,7 @@ def read_tensors(
     Raises `UserError` when the files are unreadable or lack a tensor.
     """
     try:
-        reader = shard_reader(checkpoint.path / FOLDER)
+        reader = ShardReader(checkpoint.path / FOLDER)
         stored = reader.read_metadata().state_dict_metadata
         for key in [key for key in state if key.startswith(_MAY_LACK) and key not in stored]:
             del state[key]

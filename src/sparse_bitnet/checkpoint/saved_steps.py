@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from sparse_bitnet.checkpoint.model_folder import file_inside
-from sparse_bitnet.checkpoint.store_path import StorePath
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import TEMPORARY_PREFIX, file_crc32, remove_leftovers
 
@@ -28,13 +27,13 @@ FOLDER, MODEL_FOLDER = "sharded", "model"
 
 @dataclass(frozen=True)
 class SavedStep:
-    """A complete checkpoint on the disk, or at a `StorePath`."""
+    """A complete checkpoint on the disk."""
 
-    path: Any
+    path: Path
     step: int
 
 
-def list_checkpoints(run: Path | StorePath) -> list[SavedStep]:
+def list_checkpoints(run: Path) -> list[SavedStep]:
     """Complete checkpoints of a run, oldest first."""
     folder = run / "checkpoints"
     found = [
@@ -45,29 +44,19 @@ def list_checkpoints(run: Path | StorePath) -> list[SavedStep]:
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
-def checkpoint_path(run: Path | StorePath, step: int) -> Any:
+def checkpoint_path(run: Path, step: int) -> Path:
     """Where the checkpoint after `step` belongs."""
     return run / "checkpoints" / f"step-{step:08d}"
 
 
-def drop_old(run: Path | StorePath, keep: int) -> None:
+def drop_old(run: Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints; 0 keeps all."""
     if keep:
         for old in list_checkpoints(run)[:-keep]:
             # Renamed first: whoever is killed in between leaves what `clean_run` removes.
-            doomed = old.path
-            if isinstance(doomed, Path):
-                doomed = doomed.with_name(f"{TEMPORARY_PREFIX}old-{doomed.name}")
-                os.rename(old.path, doomed)
-            remove(doomed)
-
-
-def remove(path: Path | StorePath) -> None:
-    """A folder, with all below, if it is there."""
-    if isinstance(path, StorePath):
-        path.remove()
-    else:
-        shutil.rmtree(path, ignore_errors=True)
+            doomed = old.path.with_name(f"{TEMPORARY_PREFIX}old-{old.path.name}")
+            os.rename(old.path, doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
 
 
 def clean_run(run: Path) -> None:
@@ -83,7 +72,7 @@ def checksums(folder: Path, files: Iterable[Path]) -> dict[str, str]:
 
 
 def write_state(
-    folder: Path | StorePath, step: int, data_identity: dict[str, Any], files: dict[str, str]
+    folder: Path, step: int, data_identity: dict[str, Any], files: dict[str, str]
 ) -> None:
     """Write `state.json`, the last file of a checkpoint."""
     state = {"version": CHECKPOINT_VERSION, "step": step, "data": data_identity, "files": files}
@@ -131,9 +120,7 @@ def damage(checkpoint: SavedStep, part: int = 0, parts: int = 1) -> str | None:
 
 
 def quarantine(checkpoint: SavedStep) -> None:
-    """Keep a damaged checkpoint under a name that is not listed; in a store, without its state."""
-    if isinstance(checkpoint.path, StorePath):
-        return (checkpoint.path / STATE).remove()
+    """Keep a damaged checkpoint under a name that is not listed."""
     kept = checkpoint.path.with_name(f"damaged-{checkpoint.path.name}")
     shutil.rmtree(kept, ignore_errors=True)
     os.rename(checkpoint.path, kept)

@@ -8,11 +8,8 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.metadata as stored
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.serialization import _get_layout
-
-from sparse_bitnet.checkpoint.store_path import StorePath
 
 
 def _path(*parts: str) -> str:
@@ -52,7 +49,9 @@ class _Unpickler(pickle._Unpickler):
         return found
 
 
-class _Checked:
+class ShardReader(dcp.FileSystemReader):
+    """Reads the shards of a checkpoint's folder."""
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
         """As torch's. Raises `OSError`, and `ValueError` for what is no metadata of tensors."""
         reader: Any = self
@@ -76,16 +75,3 @@ class _Checked:
         except Exception as error:  # of bytes that anyone made, anything
             raise ValueError(f".metadata is damaged: {error}") from error
         return metadata
-
-
-class _FolderReader(_Checked, dcp.FileSystemReader):
-    pass
-
-
-class _StoreReader(_Checked, FsspecReader):
-    pass
-
-
-def shard_reader(shards: Path | StorePath) -> Any:
-    """What reads the shards of a checkpoint, in a folder or in a store."""
-    return (_StoreReader if isinstance(shards, StorePath) else _FolderReader)(str(shards))

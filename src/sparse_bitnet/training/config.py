@@ -26,7 +26,6 @@ ADDED_LATER = {
     "relations_weight": 0.0,
     "relations_layer": -1,
     "sub_norms": False,
-    "checkpoint_url": None,
     "lora": 0,
 }
 """Fields that configs of older runs lack, with the value that says what those runs did."""
@@ -192,10 +191,6 @@ class TrainConfig:
     keep_checkpoints: int = 2
     """How many checkpoints to keep; 0: all."""
 
-    checkpoint_url: str | None = None
-    """Write checkpoints here instead of to OUT, and continue from here: s3://BUCKET/RUN or another URL
-    that fsspec knows (needs its package: s3fs, gcsfs)."""
-
     tensorboard: bool = False
     """Also write TensorBoard events to OUT/tensorboard."""
 
@@ -256,7 +251,7 @@ class TrainConfig:
 
 WITHOUT_EFFECT_ON_WEIGHTS = (
     *("data", "out", "validation_every", "validation_tokens", "layer_metrics_every"),
-    *("checkpoint_every", "keep_checkpoints", "checkpoint_url", "tensorboard", "wandb"),
+    *("checkpoint_every", "keep_checkpoints", "tensorboard", "wandb"),
 )
 """Fields that may change between the parts of one run: the data is compared by its content instead."""
 

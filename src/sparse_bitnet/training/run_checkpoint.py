@@ -8,15 +8,14 @@
     train_config.json, state.json    the resolved TrainConfig; step, data, version, checksums
 
 The rows are copied to the CPU's memory and written while training goes on. The folder gets its name from
-the first process when every file is on the disk; only then are older checkpoints dropped. In a store
-(`checkpoint_url`) it has its name at once and counts from state.json on, without checksums of ours.
+the first process when every file is on the disk; only then are older checkpoints dropped.
 """
 
 import os
+import shutil
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
 from sparse_bitnet.checkpoint.consolidate import MOMENTS, first_reason, read_tensors
@@ -41,10 +39,8 @@ from sparse_bitnet.checkpoint.saved_steps import (
     drop_old,
     list_checkpoints,
     quarantine,
-    remove,
     write_state,
 )
-from sparse_bitnet.checkpoint.store_path import StorePath
 from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.files import TEMPORARY_PREFIX, sync_tree
 from sparse_bitnet.nn.layer import SparseBitLinear
@@ -120,14 +116,14 @@ class CheckpointWriter:
 
     def __init__(
         self,
-        run: Path | StorePath,
+        run: Path,
         world: World,
         config: TrainConfig,
         data_identity: dict[str, Any],
         files: dict[str, str],
         state: RunState,
     ) -> None:
-        """`run`: its folder, or the store in its place; `files` are the `model_files`."""
+        """`run`: its folder; `files` are the `model_files`."""
         self.run, self.world, self.config = run, world, config
         self.data_identity, self.files, self.state = data_identity, files, state
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -141,16 +137,12 @@ class CheckpointWriter:
         Raises what the previous save ended with, see `wait`.
         """
         self.wait()
-        path = temporary = checkpoint_path(self.run, step)
-        if isinstance(path, Path):
-            temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
+        path = checkpoint_path(self.run, step)
+        temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
         self.world.on_main(lambda: self._begin(path, temporary))
-        writer, to_disk = dcp.FileSystemWriter, isinstance(path, Path)
         written = dcp.async_save(
             self.state.tensors(),
-            storage_writer=(writer if to_disk else FsspecWriter)(
-                str(temporary / FOLDER), sync_files=to_disk
-            ),
+            storage_writer=dcp.FileSystemWriter(str(temporary / FOLDER)),
             process_group=self.world.background_group,
             no_dist=self.world.mesh is None,
         )
@@ -170,9 +162,9 @@ class CheckpointWriter:
         """End a save under way: of several processes some may be gone, and it goes on by itself."""
         self._thread.shutdown(wait=self.world.size == 1)
 
-    def _begin(self, path: Any, temporary: Any) -> None:
+    def _begin(self, path: Path, temporary: Path) -> None:
         with os_errors_as(f"cannot write {path}"):
-            remove(temporary)
+            shutil.rmtree(temporary, ignore_errors=True)
             try:
                 (temporary / FOLDER).mkdir(parents=True)
                 (temporary / MODEL_FOLDER).mkdir()
@@ -182,17 +174,15 @@ class CheckpointWriter:
                     self.config.to_json(), encoding="utf-8"
                 )
             except OSError:
-                with suppress(OSError):
-                    remove(temporary)
+                shutil.rmtree(temporary, ignore_errors=True)
                 raise
 
-    def _complete(self, step: int, path: Any, temporary: Any, written: "Future[Any]") -> None:
+    def _complete(self, step: int, path: Path, temporary: Path, written: "Future[Any]") -> None:
         main, shards = self.world.is_main, temporary / FOLDER
         try:
             self._together(path, written.result)
-            to_disk = isinstance(path, Path)
-            own = [*shards.glob(f"__{self.world.rank}_*")] if to_disk else []
-            if main and to_disk:
+            own = [*shards.glob(f"__{self.world.rank}_*")]
+            if main:
                 own += [*shards.glob(".metadata"), *(temporary / MODEL_FOLDER).iterdir()]
             sums = self._together(path, lambda: checksums(temporary, own))
             files = {name: crc for part in sums for name, crc in part.items()}
@@ -201,19 +191,17 @@ class CheckpointWriter:
             )
         except UserError:
             if main:
-                with suppress(OSError):
-                    remove(temporary)
+                shutil.rmtree(temporary, ignore_errors=True)
             raise
 
-    def _rename(self, temporary: Any, path: Any, step: int, files: dict[str, str]) -> None:
+    def _rename(self, temporary: Path, path: Path, step: int, files: dict[str, str]) -> None:
         write_state(temporary, step, self.data_identity, files)
-        if isinstance(path, Path):
-            sync_tree(temporary)
-            remove(path)
-            os.rename(temporary, path)
+        sync_tree(temporary)
+        shutil.rmtree(path, ignore_errors=True)
+        os.rename(temporary, path)
         drop_old(self.run, self.config.keep_checkpoints)
 
-    def _together(self, path: Path | StorePath, function: Callable[[], T]) -> list[T]:
+    def _together(self, path: Path, function: Callable[[], T]) -> list[T]:
         """What `function` returns in each process; the `UserError` of any is raised in all."""
         result, reason, where = None, None, self.world.rank
         try:
@@ -234,9 +222,7 @@ class CheckpointWriter:
         return [result for result, _, _ in outcomes]
 
 
-def restore(
-    run: Path | StorePath, state: RunState, world: World, data_identity: dict[str, Any]
-) -> int:
+def restore(run: Path, state: RunState, world: World, data_identity: dict[str, Any]) -> int:
     """Continue from the newest intact checkpoint; returns its step, 0 without one.
 
     Raises `UserError` when checkpoints are there but none is intact, or of other data or another model.

@@ -14,7 +14,6 @@ from typing import Any
 
 from sparse_bitnet.checkpoint.model_folder import read_json
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
-from sparse_bitnet.checkpoint.store_path import StorePath, open_store
 from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.files import check_ours, locked_folder, write_atomic
 from sparse_bitnet.layer_config import SparseBitConfig
@@ -73,47 +72,33 @@ def check_run(run: Path, config: TrainConfig, data: dict[str, Any]) -> RunResult
         config: what is asked for.
         data: its text, see `RunResult.data`.
 
-    Raises `UserError` when the folder, or the store of its checkpoints, holds a run of another config, of
-    other data or without the checkpoint to go on from, or files that are not a run.
+    Raises `UserError` when the folder holds a run of another config, of other data or without the
+    checkpoint to continue from, or files that are not a run.
     """
     cache, own = Path(config.logit_cache or run).absolute(), run.absolute()
     inside = cache.relative_to(own).parts[:1] if cache.is_relative_to(own) else ()
     check_ours(run, ["config.json", *inside], "a run folder")  # a cache of logits is written first
-    place = checkpoints_of(run, config)
-    with os_errors_as(f"cannot read {place}"):
-        kept = list_checkpoints(place)[-1:]
-    if (run / "config.json").is_file():
-        stored, where = read_config(run), str(run)
-    elif kept:
-        found, where = kept[0].path / "train_config.json", str(place)
-        with os_errors_as(f"cannot read {found}"):
-            stored = TrainConfig.from_json(found.read_bytes(), str(found))
-    else:
+    if not (run / "config.json").is_file():
         return None
+    stored = read_config(run)
     result = _result(run)
     finished = result is not None and result.steps == stored.steps
     if result is not None and result.data not in (None, data):
-        raise UserError(f"{where} holds a run on other data; use its data or choose another --out")
+        raise UserError(f"{run} holds a run on other data; use its data or choose another --out")
     changed = stored.difference(config)
     if changed and not (finished and _prolongs(stored, config)):
         listed = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())
         more = "; a finished run takes more --steps" if set(changed) == {"steps"} else ""
         raise UserError(
-            f"{where} holds a run of another config ({listed}); choose another --out{more}"
+            f"{run} holds a run of another config ({listed}); choose another --out{more}"
         )
     if finished and not changed:
         return result
-    if not kept and (result is not None or list_checkpoints(checkpoints_of(run, stored))):
+    if result is not None and not list_checkpoints(run):
         raise UserError(
-            f"{run} holds a run whose checkpoints are not in {place}: bring them back, or choose "
-            "another --out"
+            f"{run} holds a run whose checkpoints are gone: bring them back, or choose another --out"
         )
     return None
-
-
-def checkpoints_of(run: Path, config: TrainConfig) -> Path | StorePath:
-    """The folder or store whose `checkpoints` are those of the run."""
-    return run if config.checkpoint_url is None else open_store(config.checkpoint_url)
 
 
 def _result(run: Path) -> RunResult | None:

@@ -7,7 +7,6 @@ from typing import Any
 
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
 from sparse_bitnet.checkpoint.saved_steps import clean_run
-from sparse_bitnet.checkpoint.store_path import check_store
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.progress import say
@@ -58,8 +57,6 @@ def _check(run: Path, config: TrainConfig) -> tuple[dict[str, Any], RunResult | 
     finished = check_run(run, config, data)
     if finished is not None:
         return data, finished
-    if config.checkpoint_url is not None:
-        check_store(config.checkpoint_url)
     for name in dict.fromkeys(filter(None, (config.init, config.teacher))):
         found = find_checkpoint(name)
         if not dataset.check_tokenizer(found.folder, name):

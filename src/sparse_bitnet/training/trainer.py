@@ -42,7 +42,6 @@ from sparse_bitnet.training.run_checkpoint import CheckpointWriter, RunState, mo
 from sparse_bitnet.training.run_folder import (
     Interrupted,
     RunResult,
-    checkpoints_of,
     claim,
     stop_signals,
 )
@@ -106,7 +105,6 @@ class Trainer:
     def _read_and_build(self) -> None:
         config, world = self.config, self.world
         metrics.check_sinks(config)
-        self.checkpoints = checkpoints_of(self.run, config)
         self.dataset = TokenDataset.open(config.data, "train", verify=world.is_main)
         self.tokenizer = load_tokenizer(Path(config.data) / "tokenizer")
         self.loader = TokenLoader(
@@ -165,12 +163,12 @@ class Trainer:
         config, row = self.config, {}
         identity = self.dataset.identity()
         state = RunState(parameters=self.parameters, layers=self.layers, optimizer=self.optimizer)
-        start = restore(self.checkpoints, state, self.world, identity)
+        start = restore(self.run, state, self.world, identity)
         if self.cache is not None:
             self.world.on_main(partial(fill, self.cache, config, self.dtype, self.device))
         self.world.on_main(lambda: claim(self.run, config))
         self.writer = CheckpointWriter(
-            self.checkpoints, self.world, config, identity, self.model_files, state
+            self.run, self.world, config, identity, self.model_files, state
         )
         self.sinks: list[metrics.RowSink] = []
         if self.world.is_main:
@@ -294,7 +292,7 @@ class Trainer:
         if math.isfinite(loss) and math.isfinite(norm):
             return
         self.writer.wait()
-        good = list_checkpoints(self.checkpoints)
+        good = list_checkpoints(self.run)
         kept = f"last good checkpoint {good[-1].path}" if good else "no checkpoint yet"
         self.world.fail(
             f"step {step}: loss {loss}, gradient norm {norm}, not finite; {kept}; batch "
@@ -329,7 +327,7 @@ class Trainer:
                 return row
         raise UserError(
             f"{path} lacks the row of step {self.config.steps}: bring the file back, or remove "
-            f"{checkpoint_path(self.checkpoints, self.config.steps)} to train that step again"
+            f"{checkpoint_path(self.run, self.config.steps)} to train that step again"
         )
 
     def _merge(self) -> None:
