@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels compiled for an H100 and an A100, and what their machine code takes: that needs no
-GPU, only triton's own compiler, assembler and disassembler.
+"""The Triton kernels compiled for an A100, an H100 and a B200, and what their machine code takes.
+
+That needs no GPU, only triton's own compiler, assembler and disassembler.
 
 The interpreter, which the other tests use, does not check types, shapes or inline assembly.
 """
@@ -54,9 +55,7 @@ for name, (kernel, warps, types, constants) in KERNELS.items():
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    for arch in (80, 90):
-        if arch == 80 and name != "dense":
-            continue
+    for arch in (80, 90, 100):
         options = {"num_warps": warps, "num_stages": 3, "enable_fp_fusion": False}
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -124,6 +123,7 @@ def test_every_kernel_compiles_and_rounds_where_its_reference_does(compiled) -> 
 def test_products_run_on_tensor_cores(compiled) -> None:
     assert compiled["dense", 90].loop()["IGMMA"] == 4
     assert compiled["dense", 80].loop()["IMMA"] == 64
+    assert compiled["dense", 100].counts()["UTCIMMA"]
 
 
 def test_quantisation_leaves_the_memory_busy(compiled) -> None:
