@@ -35,22 +35,6 @@ class TestAblations:
         assert master.weight_scale == codes.weight_scale
         assert not torch.equal(master.codes, codes.codes)
 
-    def test_mask_from_quantized_weight_is_the_baseline_while_n_suffices(self) -> None:
-        # At most six of eight survive rounding, so both masks keep all that is not zero.
-        weight = torch.randn(64, 8, 8)
-        weight[..., :2] *= 0.01
-        weight = weight[..., torch.randperm(8)].flatten(1)
-        master = select(weight, SparseBitConfig.parse("ternary-6:8"))
-        codes = select(weight, SparseBitConfig.parse("ternary-6:8,mask_source=ternary"))
-        assert torch.equal(master.codes, codes.codes)
-
-    def test_mask_from_quantized_weight_differs_on_random_weights(self) -> None:
-        weight = torch.randn(64, 64)
-        master = select(weight, SparseBitConfig.parse("ternary-2:4"))
-        codes = select(weight, SparseBitConfig.parse("ternary-2:4,mask_source=ternary"))
-        assert not torch.equal(master.mask, codes.mask)
-        assert not torch.equal(master.codes, codes.codes)
-
     def test_sparse_before_quant_lowers_the_scale_and_never_loses_a_code(self) -> None:
         weight = torch.randn(64, 64)
         baseline = select(weight, SparseBitConfig.parse("ternary-6:8"))
@@ -59,14 +43,6 @@ class TestAblations:
         assert ablation.weight_scale < baseline.weight_scale
         assert (ablation.codes.abs() >= baseline.codes.abs()).all()
         assert not torch.equal(ablation.codes, baseline.codes)
-
-    def test_sparse_before_quant_is_the_baseline_where_the_mask_cuts_zeros(self) -> None:
-        weight = torch.randn(64, 8, 8)
-        weight[..., 5:7] = 0
-        weight = weight.flatten(1)
-        baseline = select(weight, SparseBitConfig.parse("ternary-6:8"))
-        ablation = select(weight, SparseBitConfig.parse("ternary-6:8,scale_source=masked"))
-        assert all(torch.equal(*pair) for pair in zip(baseline[:3], ablation[:3], strict=True))
 
     def test_order_alone_makes_no_difference(self) -> None:
         """With the dense scale, mask-then-round is round-then-mask: only the scale differs."""

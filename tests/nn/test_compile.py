@@ -87,10 +87,3 @@ def test_training_steps_of_a_model_do_not_recompile() -> None:
                 assert torch.equal(compiled_loss, loss(model))
             optimizer.step()
             optimizer.zero_grad()
-
-
-def test_strided_inputs_keep_their_declared_strides() -> None:
-    layer = make_layer("ternary-6:8")
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    x = torch.randn(48, 5).t()
-    assert torch.equal(compiled(x), layer(x))

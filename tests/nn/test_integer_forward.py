@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The int8 forward of training: the integers of the fake-quantised product, rounded once."""
 
-import itertools
-
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 from factories import make_layer, tiny_model
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.nn.convert import convert_, selected, set_integer_forward_, sparse_layers
+from sparse_bitnet.nn.convert import convert_, set_integer_forward_
 from sparse_bitnet.nn.layer import SparseBitConfig, SparseBitLinear
 from sparse_bitnet.ops.int8_linear import int8_linear, integer_product
 from sparse_bitnet.ops.quantize_int8 import quantize_int8
@@ -100,27 +97,6 @@ def test_opcheck() -> None:
     torch.library.opcheck(torch.ops.sparse_bitnet.int8_linear.default, arguments)
 
 
-def test_compiles_to_one_graph() -> None:
-    torch._dynamo.reset()
-    _, layer = integer_twin("ternary-6:8")
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=False)
-    x = torch.randn(6, 48)
-    for autocast in (False, True):
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            pairs = zip(results(layer, layer, x), results(layer, compiled, x), strict=True)
-            assert all(torch.equal(*pair) for pair in pairs)
-    torch._dynamo.reset()
-
-
-def test_recomputed_activations_give_the_same_gradients() -> None:
-    _, layer = integer_twin("ternary-6:8")
-    x = torch.randn(6, 48)
-    with selected(layer), torch.autocast("cpu", torch.bfloat16):
-        plain = results(layer, layer, x)
-        again = results(layer, lambda x: checkpoint(layer, x, use_reentrant=False), x)
-    assert all(torch.equal(*pair) for pair in zip(plain, again, strict=True))
-
-
 def test_int8_activations_are_what_is_saved() -> None:
     _, layer = integer_twin("ternary-6:8", in_features=4096)
     saved: list[Tensor] = []
@@ -128,48 +104,6 @@ def test_int8_activations_are_what_is_saved() -> None:
         layer(torch.randn(64, 4096))
     activations = [tensor for tensor in saved if tensor.shape == (64, 4096)]
     assert [tensor.dtype for tensor in activations] == [torch.int8]
-
-
-def saved_bytes(module: nn.Module, x: Tensor) -> int:
-    """What autograd keeps for the backward pass, besides parameters and the step's own codes."""
-    selections = [layer.state.current or () for layer in sparse_layers(module).values()]
-    held = (*module.parameters(), *module.buffers(), *itertools.chain(*selections))
-    own = {tensor.data_ptr() for tensor in held if tensor is not None}
-    saved: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        if tensor.data_ptr() not in own:
-            saved[tensor.data_ptr()] = tensor.nbytes
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = module(x)
-    assert y.requires_grad
-    return sum(saved.values())
-
-
-class UsualFakeQuantLinear(nn.Linear):
-    """Ternary weight and int8 activation as floats, made in every forward."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        scale = self.weight.abs().mean()
-        ternary = (self.weight / scale).round().clamp(-1, 1) * scale
-        inverse = 127.0 / input.abs().amax(-1, keepdim=True)
-        rounded = (input * inverse).round().clamp(-128, 127) / inverse
-        weight = self.weight + (ternary - self.weight).detach()
-        return nn.functional.linear(input + (rounded - input).detach(), weight, self.bias)
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-def test_less_is_saved_than_by_fake_quantisation_as_usually_written(autocast: bool) -> None:
-    _, layer = integer_twin("ternary-6:8", in_features=256, out_features=32)
-    usual = UsualFakeQuantLinear(256, 32)
-    x = torch.randn(512, 256, requires_grad=True)
-    with selected(layer), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        ours, theirs = saved_bytes(layer, x), saved_bytes(usual, x)
-    # int8 codes and a scale a token, against at least the operand in the compute type.
-    assert ours == 512 * (256 + 4)
-    assert theirs > 512 * 256 * (2 if autocast else 4)
 
 
 @pytest.mark.parametrize("text", ["full-6:8", "ternary-6:8,activation=none"])

@@ -145,14 +145,6 @@ class TestForward:
             assert x.grad.shape == shape
         assert not layer.weight.grad.any()
 
-    def test_batched_equals_flat(self) -> None:
-        layer, x = make_layer("ternary-6:8"), torch.randn(2, 3, 48)
-        assert torch.equal(layer(x), layer(x.flatten(0, 1)).unflatten(0, (2, 3)))
-
-    def test_strided_input(self) -> None:
-        layer, x = make_layer("ternary-6:8"), torch.randn(48, 5)
-        assert torch.equal(layer(x.t()), layer(x.t().contiguous()))
-
     def test_nan_input_and_nan_weight_show_in_the_output(self) -> None:
         layer, x = make_layer("ternary-6:8"), torch.randn(2, 48)
         x[0, 3] = float("nan")
@@ -167,11 +159,6 @@ class TestForward:
         with pytest.raises(UserError, match=r"layer mlp\.up: in_features 12 .* multiple of 8"):
             SparseBitLinear(12, 4, config=SparseBitConfig(), name="mlp.up")
 
-    def test_state_dict_holds_the_master_only(self) -> None:
-        layer = make_layer("ternary-6:8")
-        layer.select_()
-        assert set(layer.state_dict()) == {"weight", "bias"}
-
     def test_norms_of_the_inputs_stay_float32(self) -> None:
         layer = make_layer("full-6:8,score=wanda")
         norm = layer.input_norm.uniform_().clone()
@@ -180,9 +167,6 @@ class TestForward:
         empty = layer.to("meta").bfloat16().to_empty(device="cpu")
         assert empty.weight.dtype == torch.bfloat16
         assert all(buffer.dtype == torch.float32 for buffer in empty.buffers())
-
-    def test_format_shows_in_repr(self) -> None:
-        assert "format=ternary-6:8" in repr(make_layer("ternary-6:8"))
 
 
 class TestBackward:
@@ -206,14 +190,6 @@ class TestBackward:
         pruned = ~layer.select().mask
         assert pruned.double().mean() == 0.25
         assert (layer.weight.grad[pruned] != 0).all()
-
-    def test_gradient_is_that_of_the_effective_weight(self) -> None:
-        layer, x, grad_y = make_layer("full-6:8"), torch.randn(16, 48), torch.randn(16, 20)
-        effective = (layer.weight * layer.select().mask).detach().requires_grad_()
-        F.linear(x, effective, layer.bias).backward(grad_y)
-        layer.zero_grad()
-        layer(x).backward(grad_y)
-        assert torch.equal(layer.weight.grad, effective.grad)
 
     def test_clipped_ste_stops_outside_one_scale(self) -> None:
         x, grad_y = torch.randn(16, 48), torch.randn(16, 20)
@@ -325,11 +301,3 @@ class TestMergedAdapter:
             layer.bfloat16()
             for _ in range(2):
                 layer(x.bfloat16())
-
-    @pytest.mark.parametrize("text", ["full-6:8", "ternary-6:8"])
-    def test_what_is_trained_or_not_rounded_is_not_told(self, text: str) -> None:
-        layer, x = make_layer(text).requires_grad_(text != "full-6:8").eval(), torch.randn(4, 48)
-        with warnings.catch_warnings(action="error"):
-            layer(x)
-            layer.weight.data += 1
-            layer(x)

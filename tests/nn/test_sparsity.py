@@ -66,14 +66,6 @@ class TestPattern:
         with pytest.raises(UserError, match="write it as n:m, for example 6:8"):
             NMPattern.parse(text)
 
-    def test_density(self) -> None:
-        assert NMPattern(6, 8).density == 0.75
-        assert NMPattern(4, 4).is_dense
-        assert not NMPattern(6, 8).is_dense
-
-    def test_user_error_is_a_value_error(self) -> None:
-        assert issubclass(UserError, ValueError)
-
     def test_not_dividing_names_layer_and_sizes(self) -> None:
         with pytest.raises(UserError, match=r"layer q_proj: in_features 12 .* 8, .* pattern 6:8"):
             NMPattern(6, 8).check_divides(12, "q_proj")
@@ -87,58 +79,6 @@ class TestMask:
         expected = reference.top_n(np.abs(weight.double().numpy()), pattern.n, pattern.m)
         assert np.array_equal(nm_mask(weight, pattern).numpy(), expected)
         assert np.array_equal(nm_mask_reference(weight, pattern.n, pattern.m).numpy(), expected)
-
-    @given(weights_and_pattern())
-    def test_keeps_exactly_n_of_every_group(self, drawn: tuple[Tensor, NMPattern]) -> None:
-        weight, pattern = drawn
-        kept = nm_mask(weight, pattern).unflatten(-1, (-1, pattern.m)).sum(-1)
-        assert (kept == pattern.n).all()
-
-    @given(weights_and_pattern())
-    def test_kept_are_at_least_as_large_as_pruned(self, drawn: tuple[Tensor, NMPattern]) -> None:
-        weight, pattern = drawn
-        groups = weight.abs().unflatten(-1, (-1, pattern.m))
-        mask = nm_mask(weight, pattern).unflatten(-1, (-1, pattern.m))
-        smallest_kept = groups.masked_fill(~mask, float("inf")).amin(-1)
-        largest_pruned = groups.masked_fill(mask, -1.0).amax(-1)
-        assert (smallest_kept >= largest_pruned).all()
-
-    @given(weights_and_pattern())
-    def test_masking_again_changes_nothing(self, drawn: tuple[Tensor, NMPattern]) -> None:
-        weight, pattern = drawn
-        mask = nm_mask(weight, pattern)
-        assert torch.equal(nm_mask(weight * mask, pattern), mask)
-
-    @given(weights_and_pattern())
-    def test_signs_do_not_matter(self, drawn: tuple[Tensor, NMPattern]) -> None:
-        weight, pattern = drawn
-        assert torch.equal(nm_mask(-weight, pattern), nm_mask(weight, pattern))
-
-    @given(weights_and_pattern(), st.integers(-20, 20))
-    def test_powers_of_two_do_not_matter(
-        self, drawn: tuple[Tensor, NMPattern], exponent: int
-    ) -> None:
-        weight, pattern = drawn
-        weight = weight.clamp(-1e9, 1e9)
-        scaled = weight * 2.0**exponent
-        if torch.equal(scaled / 2.0**exponent, weight):
-            assert torch.equal(nm_mask(scaled, pattern), nm_mask(weight, pattern))
-
-    @given(patterns(), st.integers(1, 16384), st.integers(0, 2**32 - 1))
-    def test_exact_multiples_do_not_matter(
-        self, pattern: NMPattern, factor: int, seed: int
-    ) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        shape = (3, 2 * pattern.m)
-        weight = torch.randint(-1000, 1001, shape, generator=generator).float()
-        assert torch.equal(nm_mask(weight * factor, pattern), nm_mask(weight, pattern))
-
-    @given(weights_and_pattern())
-    def test_groups_do_not_see_each_other(self, drawn: tuple[Tensor, NMPattern]) -> None:
-        weight, pattern = drawn
-        whole = nm_mask(weight, pattern)
-        parts = [nm_mask(part.contiguous(), pattern) for part in weight.split(pattern.m, dim=-1)]
-        assert torch.equal(whole, torch.cat(parts, dim=-1))
 
     def test_ties_keep_the_lower_index(self) -> None:
         weight = torch.tensor([1.0, -1, 1, -1, 1, -1, 1, -1])
@@ -157,11 +97,6 @@ class TestMask:
         expected = reference.top_n(np.abs(weight.double().numpy()), pattern.n, pattern.m)
         assert np.array_equal(nm_mask(weight, pattern).numpy(), expected)
         assert torch.equal(nm_mask(weight, pattern), nm_mask(weight.float(), pattern))
-
-    def test_share_of_tied_groups_in_bfloat16_is_what_method_md_says(self) -> None:
-        weight = (torch.randn(512, 896) * 0.02).bfloat16()
-        groups = weight.abs().unflatten(-1, (-1, 8)).sort(descending=True).values
-        assert 0.003 < (groups[..., 5] == groups[..., 6]).double().mean() < 0.01
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
     def test_every_float_type(self, dtype: torch.dtype) -> None:
@@ -208,10 +143,6 @@ class TestMask:
     def test_a_size_that_does_not_divide_is_refused(self) -> None:
         with pytest.raises(UserError, match="in_features 12 is not a multiple of 8"):
             nm_mask(torch.zeros(2, 12), NMPattern(6, 8))
-
-    def test_no_gradient(self) -> None:
-        weight = torch.randn(2, 8, requires_grad=True)
-        assert not nm_mask(weight, NMPattern(6, 8)).requires_grad
 
 
 class TestFlipRate:

@@ -8,7 +8,7 @@ bit; the master weights are stored, so training can go on from there.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,6 @@ from sparse_bitnet.nn.convert import (
     sparse_layers,
 )
 from sparse_bitnet.nn.layer import SparseBitConfig
-from sparse_bitnet.nn.saved_names import loaded_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -112,7 +111,7 @@ def check_weights(model: "PreTrainedModel", files: Sequence[str | Path] | None) 
     if not files or not all(str(file).endswith(".safetensors") for file in files):
         return
     stored = WeightFiles([Path(file) for file in files]).shapes
-    names = loaded_names(model, stored)
+    names = _loaded_names(model, stored)
     shapes = {names[name]: list(shape) for name, shape in stored.items()}
     # Of blocks that share weights only the first one's are stored.
     ties = model.all_tied_weights_keys
@@ -125,6 +124,18 @@ def check_weights(model: "PreTrainedModel", files: Sequence[str | Path] | None) 
             )
         if found != expected:
             raise UserError(f"checkpoint's {weight} is {found}, its config.json asks {expected}")
+
+
+def _loaded_names(model: Any, stored: Iterable[str]) -> dict[str, str]:
+    """Return the parameter into which transformers loads each stored name, by its own renaming."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, rename_source_key
+
+    transforms = get_model_conversion_mapping(model)
+    converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
+    renamings: list[Any] = [entry for entry in transforms if entry not in converters]
+    own, prefix = dict.fromkeys(model.state_dict(), True), model.base_model_prefix
+    return {name: rename_source_key(name, renamings, converters, prefix, own)[0] for name in stored}
 
 
 def _convert_empty_(model: Any, entry: dict[str, Any], files: Sequence[str | Path] | None) -> None:

@@ -1,32 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a model of `nn.Linear` to one of `SparseBitLinear`, in place, and its per-step selection."""
+"""From a model of `nn.Linear` to one of `SparseBitLinear`, in place, and what is done to all its layers.
+
+`convert_` finds linear layers under any of their names, and fused experts.
+"""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.nn.calibration import input_norms
-from sparse_bitnet.nn.convertible import (
-    converted,
-    in_features_of,
-    is_fused_experts,
-    is_linear,
-    matrices,
-)
 from sparse_bitnet.nn.layer import SparseBitConfig, SparseBitLinear
-from sparse_bitnet.nn.saved_names import lost_weights
 from sparse_bitnet.nn.selection import check_quantizer, select
+from sparse_bitnet.nn.straight_through import InputQuantizer
 
 FORMAT_VERSION = 1
 """Version of the `quantization_config` entry that a converted model's config carries."""
 
 FilterFn = Callable[[nn.Module, str], bool]
 Model = TypeVar("Model", bound=nn.Module)
+
+_CONV1D = "transformers.pytorch_utils.Conv1D"
+_LINEAR = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
+"""Subclasses of `nn.Linear` that compute what it does; others may not use their forward at all."""
+
+_FUSED = "transformers.integrations.moe"
+"""Where the gate of fused experts comes from; families with a gate of their own are left alone."""
 
 
 def convert_(
@@ -111,12 +113,6 @@ def convert_(
         layer: Any = model.get_submodule(name)
         if layer.input_norm is not None:
             layer.input_norm.copy_(norm)
-    if lost := lost_weights(model, [f"{name}.weight" for name in sparse_layers(model)]):
-        warnings.warn(
-            f"convert_: {type(model).__name__} as transformers saves it would not load again: "
-            f"{lost[0]} is stored under another name, one of {len(lost)} such weights",
-            stacklevel=2,
-        )
     model_config: Any = getattr(model, "config", None)
     if hasattr(model_config, "to_dict"):
         model_config.quantization_config = quantization_config(model, config)
@@ -126,16 +122,18 @@ def convert_(
 def _tell_what_stays(
     model: nn.Module, targets: dict[str, nn.Module], asked: set[nn.Module], allow_partial: bool
 ) -> None:
-    """Warn of matrices of the blocks that nobody asked to leave alone; refuse when they are most."""
-    in_blocks = _in_blocks(model)
-    owners = set(targets.values())
-    sizes: dict[str, int] = {}
-    total = 0
-    for name, weight, module in matrices(model):
-        if module in owners:
-            total += weight.numel()
-        elif module not in asked and in_blocks(module, name):
-            sizes[name] = weight.numel()
+    """Warn of weight matrices, or stacks of them, in the blocks that nobody asked to leave alone; refuse
+    when they are most. Embeddings, convolutions and norms are none."""
+    in_blocks, owners = _in_blocks(model), set(targets.values())
+    sizes, total = dict[str, int](), 0
+    for prefix, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.modules.conv._ConvNd):
+            continue
+        for name, weight in module.named_parameters(prefix, recurse=False):
+            if weight.dim() in (2, 3) and module in owners:
+                total += weight.numel()
+            elif weight.dim() in (2, 3) and module not in asked and in_blocks(module, name):
+                sizes[name] = weight.numel()
     if not sizes:
         return
     left, largest = sum(sizes.values()), sorted(sizes, key=lambda name: -sizes[name])[:3]
@@ -147,6 +145,176 @@ def _tell_what_stays(
     if left > total and not allow_partial:
         raise UserError(f"{message}; pass allow_partial=True to accept that")
     warnings.warn(message, stacklevel=3)
+
+
+def _in_blocks(model: nn.Module) -> FilterFn:
+    """What lies inside the repeated blocks; of a model without blocks, all but heads and ties."""
+    embeddings = {
+        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
+    }
+    get_head: Any = getattr(model, "get_output_embeddings", None)
+    head = None if get_head is None else get_head()
+    blocks = {
+        name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and name
+    }
+
+    def in_blocks(module: nn.Module, name: str) -> bool:
+        if module is head or id(getattr(module, "weight", None)) in embeddings:
+            return False
+        return not blocks or any(name.startswith(f"{block}.") for block in blocks)
+
+    return in_blocks
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether the module is a linear layer by another name at most, its weight not computed (pruned)."""
+    known = isinstance(module, SparseBitLinear) or type(module) is nn.Linear
+    known = known or _class_name(module) in (_CONV1D, *_LINEAR)
+    return known and isinstance(module.weight, nn.Parameter)
+
+
+def is_fused_experts(module: nn.Module) -> bool:
+    """Whether the module is a mixture of gated experts, fused into tensors [experts, out, in]."""
+    gate = getattr(type(module), "_apply_gate", None)
+    if getattr(gate, "__module__", "") != _FUSED or not getattr(module, "is_concatenated", False):
+        return False
+    unlike = ("is_transposed", "has_bias", "has_post_expert_norm")
+    weights = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
+    return not any(getattr(module, name, False) for name in unlike) and all(
+        isinstance(weight, nn.Parameter) and weight.dim() == 3 for weight in weights
+    )
+
+
+def in_features_of(module: nn.Module) -> list[int]:
+    """Widths of the rows of the module's matrices, along which groups lie."""
+    if is_fused_experts(module):
+        experts: Any = module
+        return [experts.gate_up_proj.shape[-1], experts.down_proj.shape[-1]]
+    weight: Any = module.weight
+    return [weight.shape[0 if _class_name(module) == _CONV1D else 1]]
+
+
+def converted(module: Any, config: SparseBitConfig, name: str) -> nn.Module:
+    """Return the `SparseBitLinear`, or the experts of such, that stands for a module of the kinds above.
+
+    A linear layer keeps its very parameters; the weight of a `Conv1D` is transposed and experts are
+    taken apart, so theirs are new ones.
+    """
+    if is_fused_experts(module):
+        return SparseBitExperts(module, config, name)
+    linear = module
+    if _class_name(module) == _CONV1D:
+        linear = _linear(module.weight.detach().t().contiguous(), module.weight, module)
+        linear.bias = module.bias
+    return SparseBitLinear.from_linear(linear, config, name)
+
+
+class SparseBitExperts(nn.Module):
+    """Gated experts whose matrices are layers of their own, each with its own scale.
+
+    Expert e has `gate_up` (gate and up projection, one matrix) and `down`.
+    """
+
+    def __init__(self, experts: Any, config: SparseBitConfig, name: str) -> None:
+        super().__init__()
+        self.act_fn = experts.act_fn
+        fused = {"gate_up": experts.gate_up_proj, "down": experts.down_proj}
+        self.experts = len(fused["down"])
+        for index in range(self.experts):
+            layers = {
+                part: SparseBitLinear.from_linear(
+                    _linear(weight[index].detach().clone(), weight, experts),
+                    config,
+                    f"{name}.{index}.{part}",
+                )
+                for part, weight in fused.items()
+            }
+            self.add_module(str(index), nn.ModuleDict(layers))
+        self.train(experts.training)
+
+    def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Sum over each token's experts, weighted.
+
+        Args:
+            hidden: [tokens, hidden].
+            top_k_index: experts of each token, [tokens, k].
+            top_k_weights: of the same shape.
+        """
+        result = torch.zeros_like(hidden)
+        for index in range(self.experts):
+            expert: Any = self.get_submodule(str(index))
+            position, token = torch.where(top_k_index.t() == index)
+            gate, up = expert["gate_up"](hidden[token]).chunk(2, dim=-1)
+            y = expert["down"](self.act_fn(gate) * up) * top_k_weights[token, position, None]
+            result.index_add_(0, token, y.to(result.dtype))
+        return result
+
+
+def _linear(weight: Tensor, source: Tensor, owner: nn.Module) -> nn.Linear:
+    """Return a layer without bias around a new parameter, trained if its source is."""
+    out_features, in_features = weight.shape
+    linear = nn.Linear(in_features, out_features, bias=False, device="meta").train(owner.training)
+    linear.weight = nn.Parameter(weight, source.requires_grad)
+    return linear
+
+
+def _class_name(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+@torch.no_grad()
+def input_norms(
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    config: SparseBitConfig,
+    batches: Iterable[Tensor],
+) -> dict[str, Tensor]:
+    """Return the root mean square of each input feature of the layers that the text reaches.
+
+    Args:
+        model: called with `input_ids`.
+        layers: those whose inputs count, by full name.
+        config: the format, whose transform of the inputs, if any, comes first.
+        batches: token ids, int64 [batch, sequence].
+
+    Raises `UserError` for text that is empty, and where an input is not finite.
+    """
+    inputs = InputQuantizer(config)
+    squares: dict[str, Tensor] = {}
+    tokens = dict.fromkeys(layers, 0)
+
+    def see(name: str, input: Tensor) -> None:
+        x = inputs.transform(input.float()).flatten(0, -2)
+        squares[name] = squares.get(name, 0) + x.square().sum(0, dtype=torch.float64)
+        tokens[name] += len(x)
+
+    with ExitStack() as hooks, evaluation_mode(model):
+        for name, layer in layers.items():
+            hook = layer.register_forward_pre_hook(lambda _, args, name=name: see(name, args[0]))
+            hooks.callback(hook.remove)
+        device = next(model.parameters()).device
+        for batch in batches:
+            model(input_ids=batch.to(device))
+    if not any(tokens.values()):
+        raise UserError("convert_: the calibration text is empty")
+    # No token reaches some, an expert that is never chosen for one.
+    norms = {name: (squares[name] / n).sqrt().float() for name, n in tokens.items() if n}
+    for name, norm in norms.items():
+        if not torch.isfinite(norm).all():
+            raise UserError(f"convert_: layer {name} gets calibration inputs that are not finite")
+    return norms
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put the model in evaluation mode inside; afterwards each of its modules is in its own again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def quantization_config(model: nn.Module, config: SparseBitConfig) -> dict:
@@ -225,47 +393,21 @@ def set_phase_(layers: Iterable[SparseBitLinear], kept: int | None, blend: float
 def set_integer_forward_(model: nn.Module, integer: bool) -> None:
     """Compute the forward products of all layers in int8 with int32 sums, or in floats (the default).
 
-    Raises `UserError`, naming the layer, when one has no int8 operands to multiply.
+    Raises `UserError`, naming the layer, when one has no int8 operands of one scale to multiply.
     """
     layers = sparse_layers(model)
-    for name, layer in layers.items():
-        if integer and (layer.config.weight, layer.config.activation) != ("ternary", "int8"):
+    for name, layer in layers.items() if integer else ():
+        config = layer.config
+        has_codes = (config.weight, config.activation) == ("ternary", "int8")
+        # What a registered quantiser gives shows only in a weight.
+        rows = torch.zeros(2, layer.in_features)
+        one_scale = not config.variant("schedule").entry.blends and (
+            config.is_plain or select(rows, config).value is None
+        )
+        if not (has_codes and one_scale):
             raise UserError(
-                f"layer {name}: an int8 forward needs ternary weights and int8 activations, the format "
-                f"is {layer.config}; use the fake-quantised forward"
-            )
-        if integer and not _has_one_scale(layer):
-            raise UserError(
-                f"layer {name}: an int8 forward takes one scale a matrix and no blending, the format is "
-                f"{layer.config}; use the fake-quantised forward"
+                f"layer {name}: an int8 forward needs ternary weights and int8 activations and takes one "
+                f"scale a matrix and no blending; the format is {config}: use the fake-quantised one"
             )
     for layer in layers.values():
         layer.integer_forward = integer
-
-
-def _has_one_scale(layer: SparseBitLinear) -> bool:
-    """Whether every step multiplies with codes of one scale."""
-    if layer.config.variant("schedule").entry.blends:
-        return False
-    # What a registered quantiser gives shows only in a weight.
-    rows = torch.zeros(2, layer.in_features)
-    return layer.config.is_plain or select(rows, layer.config).value is None
-
-
-def _in_blocks(model: nn.Module) -> FilterFn:
-    """What lies inside the repeated blocks; of a model without blocks, all but heads and ties."""
-    embeddings = {
-        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
-    }
-    get_head: Any = getattr(model, "get_output_embeddings", None)
-    head = None if get_head is None else get_head()
-    blocks = {
-        name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and name
-    }
-
-    def in_blocks(module: nn.Module, name: str) -> bool:
-        if module is head or id(getattr(module, "weight", None)) in embeddings:
-            return False
-        return not blocks or any(name.startswith(f"{block}.") for block in blocks)
-
-    return in_blocks

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparse_bitnet.layer_config import CHOICES, SparseBitConfig
-from sparse_bitnet.nn.buffer_types import KeepsBufferTypes
 from sparse_bitnet.nn.selection import Selection, SelectionState, select, spread_scale
 from sparse_bitnet.nn.straight_through import (
     InputQuantizer,
@@ -34,10 +33,23 @@ _NORM_MEMORY = 0.9
 """Weight of the norms so far against those of a step's inputs."""
 
 
+class KeepsBufferTypes(nn.Module):
+    """Its own buffers keep their type, and their bits, when `half` or `to` gives the weights another."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        held = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)
+        for name, buffer in held.items():
+            moved = self.get_buffer(name)
+            if moved.dtype != buffer.dtype:
+                setattr(self, name, buffer.to(moved.device))
+        return self
+
+
 class SparseBitLinear(KeepsBufferTypes, nn.Linear):
     """`nn.Linear` with the forward of a `SparseBitConfig`; `weight` stays the dense master.
 
-    Without further ado every forward selects mask and codes anew. `select_` does it once and keeps
+    By default each forward recomputes the mask and the ternary codes. `select_` does it once and keeps
     the result until `release_`; `sparse_bitnet.selected(model)` does both around a training step.
 
     Raises `UserError`, naming the layer, when the pattern does not divide in_features.
@@ -114,10 +126,7 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
         return (self.state.current or self.state).mask_flips
 
     def select(self) -> Selection:
-        """Mask, codes and scale of the weight as it is now: for every forward, or once for a step.
-
-        Override it to choose them otherwise; codes, mask and scale are enough.
-        """
+        """Return mask, codes and scale of the weight as it is now."""
         weight, scale = self._source()
         selection = select(
             weight,

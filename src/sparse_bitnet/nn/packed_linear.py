@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparse_bitnet.nn.buffer_types import KeepsBufferTypes
-from sparse_bitnet.nn.layer import SparseBitConfig
+from sparse_bitnet.nn.layer import KeepsBufferTypes, SparseBitConfig
 from sparse_bitnet.nn.straight_through import (
     InputQuantizer,
     several_scales_linear,

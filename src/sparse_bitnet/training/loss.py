@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.nn.calibration import evaluation_mode
-from sparse_bitnet.nn.convert import selected
+from sparse_bitnet.nn.convert import evaluation_mode, selected
 from sparse_bitnet.training.device import autocast, compile_options, wide_products
 from sparse_bitnet.training.output_scale import capped, logit_cap, output_scale
 

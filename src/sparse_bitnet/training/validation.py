@@ -13,8 +13,7 @@ from sparse_bitnet.data.documents import SPLITS
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.data.windows import Windows
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.nn.calibration import evaluation_mode
-from sparse_bitnet.nn.convert import sparse_layers
+from sparse_bitnet.nn.convert import evaluation_mode, sparse_layers
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import wide_products
 from sparse_bitnet.training.distributed import World
