@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.pattern import NMPattern
-from sparse_bitnet.variants.registry import Variant, check_module, find, registering_module
+from sparse_bitnet.variants.registry import Variant, check_module, find
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "weight": ("ternary", "full"),
@@ -204,8 +204,8 @@ class SparseBitConfig:
         for name, default in _ADDED_LATER.items():
             if values[name] == default:
                 del values[name]
-        modules = {kind: registering_module(kind, getattr(self, kind)) for kind in REGISTERED}
-        foreign = [f"{kind}={module}" for kind, module in modules.items() if module is not None]
+        used = {kind: self.variant(kind) for kind in REGISTERED}
+        foreign = [f"{kind}={each.entry.module}" for kind, each in used.items() if each.is_foreign]
         return values | ({"registered_by": "+".join(foreign)} if foreign else {})
 
     @classmethod

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-KINDS = ("score", "quantizer", "activation", "schedule")
-
 IMPORTED = "SPARSE_BITNET_IMPORT"
 """Environment variable: modules, joined by commas, that register entries of one's own."""
 
@@ -37,14 +35,14 @@ def _same(value: "Tensor") -> "Tensor":
 
 @dataclass(kw_only=True)
 class Matrix:
-    """What the rows that a function gets belong to: all of a weight matrix, or in a model that is split
-    over processes this one's share of it."""
+    """The weight matrix that a function gets: all rows, or in a model that is split over processes this
+    one's."""
 
     first_row: int = 0
-    """Of the rows given, in the whole matrix."""
+    """Index of the first row given, in the whole matrix."""
 
     input_norm: "Tensor | None" = None
-    """float32 [in_features], root mean square of each input feature; of scores with `sees_inputs`."""
+    """float32 [in_features], root mean square of each input feature, for scores with `sees_inputs`."""
 
     reduce_sum: Callable[["Tensor"], "Tensor"] = _same
     reduce_max: Callable[["Tensor"], "Tensor"] = _same
@@ -79,20 +77,20 @@ class Function:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What is registered under a name: its function and the hooks that belong to it."""
+    """What is registered under a name."""
 
     name: str
     module: str
-    function: Function | None
-    hooks: dict[str, Function] = field(default_factory=dict)
+    functions: dict[str, Function] = field(default_factory=dict)
+    """The function itself as "", and its hooks; empty where the package's own ops stand for it."""
+
     sees_inputs: bool = False
     blends: bool = False
 
     @property
     def fields(self) -> dict[str, Any]:
         """Names and defaults of what the text form may set."""
-        own = [self.function] if self.function is not None else []
-        return {k: v for each in (*own, *self.hooks.values()) for k, v in each.fields.items()}
+        return {k: v for function in self.functions.values() for k, v in function.fields.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,13 +103,11 @@ class Variant:
     @property
     def text(self) -> str:
         """`name`, or `name:field=value` for fields that are not at their defaults."""
-        defaults = self.entry.fields
-        own = [
-            f":{name}={_shown(value)}"
-            for name, value in self.values.items()
-            if value != defaults[name]
-        ]
-        return self.entry.name + "".join(own)
+        shown = {k: v for k, v in self.values.items() if v != self.entry.fields[k]}
+        settings = (
+            f":{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in shown.items()
+        )
+        return self.entry.name + "".join(settings)
 
     @property
     def is_foreign(self) -> bool:
@@ -120,19 +116,20 @@ class Variant:
 
     def has(self, hook: str) -> bool:
         """Whether the entry has a hook of that name."""
-        return hook in self.entry.hooks
+        return hook in self.entry.functions
 
-    def call(self, *args: Any, hook: str | None = None, matrix: Matrix | None = None) -> Any:
-        """The entry's function, or one of its hooks, with its fields; `matrix` where it asks for it."""
-        function = self.entry.function if hook is None else self.entry.hooks[hook]
-        assert function is not None
+    def call(self, *args: Any, hook: str = "", matrix: Matrix | None = None) -> Any:
+        """Call the entry's function, or one of its hooks, with its fields; with `matrix` if it asks."""
+        function = self.entry.functions[hook]
         given = {name: self.values[name] for name in function.fields}
         if function.wants_matrix:
             given["matrix"] = matrix
         return function.call(*args, **given)
 
 
-_ENTRIES: dict[str, dict[str, Entry]] = {kind: {} for kind in KINDS}
+_ENTRIES: dict[str, dict[str, Entry]] = {
+    kind: {} for kind in ("score", "quantizer", "activation", "schedule")
+}
 
 
 def register_score(
@@ -196,7 +193,7 @@ def register_schedule(name: str, *, blends: bool = False) -> Callable[[F], F]:
 
 def reserve(kind: str, name: str) -> None:
     """Enter a name that stands for the package's own ops, without a function."""
-    _ENTRIES[kind][name] = Entry(name=name, module=__name__, function=None)
+    _ENTRIES[kind][name] = Entry(name=name, module=__name__)
 
 
 def _registers(
@@ -210,13 +207,10 @@ def _registers(
         # A cell of a notebook, or a reloaded module, registers its own again.
         if before is not None and before.module != function.__module__:
             raise UserError(f"{kind} {name!r} is taken: {before.module} registered it")
-        given = {hook: each for hook, each in hooks.items() if each is not None}
+        given = {"": function} | {hook: each for hook, each in hooks.items() if each is not None}
+        functions = {hook: _described(kind, name, each) for hook, each in given.items()}
         _ENTRIES[kind][name] = Entry(
-            name=name,
-            module=function.__module__,
-            function=_described(kind, name, function),
-            hooks={hook: _described(kind, name, each) for hook, each in given.items()},
-            **options,
+            name=name, module=function.__module__, functions=functions, **options
         )
         return function
 
@@ -225,42 +219,41 @@ def _registers(
 
 def _described(kind: str, name: str, function: Callable[..., Any]) -> Function:
     parameters = inspect.signature(function).parameters
-    found = {}
-    for parameter in parameters.values():
-        if parameter.kind is not parameter.KEYWORD_ONLY or parameter.name == "matrix":
-            continue
-        if type(parameter.default) not in (int, float, str, bool):
+    keywords = (each for each in parameters.values() if each.kind is each.KEYWORD_ONLY)
+    fields = {each.name: each.default for each in keywords if each.name != "matrix"}
+    for field_name, default in fields.items():
+        if type(default) not in (int, float, str, bool):
             raise UserError(
-                f"{kind} {name!r}: its field {parameter.name} needs a number, text or bool as default"
+                f"{kind} {name!r}: its field {field_name} needs a number, text or bool as default"
             )
-        found[parameter.name] = parameter.default
-    return Function(function, found, "matrix" in parameters)
+    return Function(function, fields, "matrix" in parameters)
 
 
 def names(kind: str) -> tuple[str, ...]:
-    """What is registered of one of `KINDS`, in order."""
+    """Return what is registered of a kind, in order."""
     return tuple(_ENTRIES[kind])
 
 
 def find(kind: str, text: Any) -> Variant:
-    """What a text form as `name` or `name:field=value:field=value` means.
+    """Return what a text form as `name` or `name:field=value:field=value` means.
 
     Raises `UserError` for a name that is not registered (with the near one), and for fields it has not.
     """
+    known = names(kind)
     if not isinstance(text, str):
-        raise UserError(f"{kind}={text!r}: name one of {', '.join(names(kind))}")
+        raise UserError(f"{kind}={text!r}: name one of {', '.join(known)}")
     name, *settings = text.split(":")
     if (entry := _entry(kind, name)) is None:
         raise UserError(
-            f"{kind}={name!r} is not registered{did_you_mean(name, names(kind))}: choose one of "
-            f"{', '.join(names(kind))}, or import the module that registers it"
+            f"{kind}={name!r} is not registered{did_you_mean(name, known)}: choose one of "
+            f"{', '.join(known)}, or import the module that registers it"
         )
     values = dict(entry.fields)
     for setting in settings:
         field_name, equals, value = setting.partition("=")
         if not equals or field_name not in values:
-            known = ", ".join(values) or "it has none"
-            raise UserError(f"{kind}={text}: {setting!r} is not field=value with one of: {known}")
+            fields = ", ".join(values) or "it has none"
+            raise UserError(f"{kind}={text}: {setting!r} is not field=value with one of: {fields}")
         values[field_name] = _read(f"{kind}={text}", entry.fields[field_name], value)
     return Variant(entry=entry, values=values)
 
@@ -277,16 +270,6 @@ def _read(where: str, default: Any, text: str) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{where}: {text!r} is not a finite number")
     return value
-
-
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def registering_module(kind: str, text: str) -> str | None:
-    """The module of an entry that is not the package's own."""
-    variant = find(kind, text)
-    return variant.entry.module if variant.is_foreign else None
 
 
 def check_module(kind: str, text: str, module: str) -> None:

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The built-in scores, quantisers, activations and schedules, each with its source."""
+
+from typing import TYPE_CHECKING
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.variants.registry import (
+    Matrix,
+    register_activation,
+    register_quantizer,
+    register_schedule,
+    register_score,
+    reserve,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Quantized = tuple["Tensor", "Tensor"]
+
+_FLOOR = 1e-5
+
+
+# Scores: which weights of a group are kept, the n highest.
+
+
+@register_score("magnitude")
+def magnitude(weight: "Tensor") -> "Tensor":
+    """|weight|: the paper's (section 2.2)."""
+    return weight.abs()
+
+
+@register_score("wanda", sees_inputs=True)
+def wanda(weight: "Tensor", *, matrix: Matrix) -> "Tensor":
+    """|weight| times the norm of its input feature (Sun et al., "A Simple and Effective Pruning Approach
+    for Large Language Models", ICLR 2024, eq. 1).
+
+    The norm is that of calibration text (`convert_(..., calibration=...)`), and follows the training
+    batches, as their root mean square; before the first of either every feature counts the same.
+    """
+    norm = matrix.input_norm
+    return weight.abs() if norm is None else weight.abs() * norm.where(norm.any(), 1.0)
+
+
+def decay_pruned(weight: "Tensor", mask: "Tensor", *, strength: float = 2e-4) -> "Tensor":
+    """strength * weight where it is pruned."""
+    return weight * ~mask * strength
+
+
+@register_score("sr-ste", gradient=decay_pruned)
+def sr_ste(weight: "Tensor") -> "Tensor":
+    """|weight|, and pruned weights decay: their gradient gets `strength` times the weight (Zhou et al.,
+    "Learning N:M Fine-grained Structured Sparse Neural Networks From Scratch", ICLR 2021, eq. 9)."""
+    return weight.abs()
+
+
+def soft_threshold(weight: "Tensor", mask: "Tensor", m: int) -> "Tensor":
+    """sign(w) * (|w| - t) where kept, t the largest magnitude that its group prunes; see `s_ste`."""
+    pruned = (weight.abs() * ~mask).unflatten(-1, (-1, m)).amax(-1, keepdim=True)
+    shrunk = (weight.abs().unflatten(-1, (-1, m)) - pruned).flatten(-2).clamp_min(0)
+    return weight.sign() * shrunk * mask
+
+
+@register_score("s-ste", shrink=soft_threshold)
+def s_ste(weight: "Tensor") -> "Tensor":
+    """|weight|, and what is kept shrinks towards zero by the group's largest pruned magnitude, so that
+    weights come and go continuously (Hu et al., "S-STE: Continuous Pruning Function for Efficient 2:4
+    Sparse Pre-training", NeurIPS 2024, eq. 8). Its rescaling is the quantiser's scale; with
+    full-precision weights nothing is rescaled."""
+    return weight.abs()
+
+
+@register_score("random")
+def random(weight: "Tensor", *, seed: int = 0, matrix: Matrix) -> "Tensor":
+    """Uniform in [0, 1) by position and seed, whatever the weight: the control. Layers of one shape
+    share their masks, and they never change."""
+    import torch
+
+    rows, columns = weight.shape
+    row = torch.arange(matrix.first_row, matrix.first_row + rows, device=weight.device)
+    position = row[:, None] * columns + torch.arange(columns, device=weight.device)
+    # The finaliser of SplitMix64; shifts are made logical by their masks.
+    start = (seed + 1) * 0x9E3779B97F4A7C15 % (1 << 64)
+    word = position + (start - (1 << 64) if start >> 63 else start)
+    word = (word ^ (word >> 30 & (1 << 34) - 1)) * -4658895280553007687
+    word = (word ^ (word >> 27 & (1 << 37) - 1)) * -7723592293110705685
+    return (word >> 40 & (1 << 24) - 1).float() / (1 << 24)
+
+
+# Quantisers: codes and scales of a weight matrix.
+
+
+def _rounded(weight: "Tensor", scale: "Tensor") -> Quantized:
+    return (weight.float() / scale).round().clamp(-1, 1), scale
+
+
+def _mean(total: "Tensor", count: "Tensor") -> "Tensor":
+    return (total / count.clamp_min(1)).float().clamp_min(_FLOOR)
+
+
+def _sum_and_count(values: "Tensor", kept: "Tensor | None") -> "Tensor":
+    """float64 [2]: of the values that are kept."""
+    import torch
+
+    count = values.new_full((), values.numel(), dtype=torch.float64) if kept is None else kept.sum()
+    values = values if kept is None else values * kept
+    return torch.stack([values.double().sum(), count.double()])
+
+
+@register_quantizer("absmean")
+def absmean(weight: "Tensor", mask: "Tensor | None", *, matrix: Matrix) -> Quantized:
+    """Rounded to multiples of mean |w|, one scale a matrix: BitNet b1.58's, and the paper's (Ma et al.,
+    "The Era of 1-bit LLMs", 2024, eqs. 1-3)."""
+    return _rounded(weight, _mean(*matrix.sum(_sum_and_count(weight.float().abs(), None))))
+
+
+@register_quantizer("absmax")
+def absmax(weight: "Tensor", mask: "Tensor | None", *, matrix: Matrix) -> Quantized:
+    """Rounded to multiples of max |w|, one scale a matrix: symmetric round-to-nearest (Nagel et al., "A
+    White Paper on Neural Network Quantization", 2021, section 2.2) at three levels."""
+    magnitudes = weight.float().abs()
+    # A process may hold no row.
+    largest = magnitudes.amax() if magnitudes.numel() else magnitudes.new_zeros(())
+    return _rounded(weight, matrix.max(largest).clamp_min(_FLOOR))
+
+
+@register_quantizer("per-channel")
+def per_channel(weight: "Tensor", mask: "Tensor | None") -> Quantized:
+    """As absmean, one scale for each output feature (as in Nagel et al., 2021, section 2.2.3)."""
+    return _rounded(weight, weight.float().abs().mean(-1, keepdim=True).clamp_min(_FLOOR))
+
+
+@register_quantizer("per-group")
+def per_group(weight: "Tensor", mask: "Tensor | None", *, size: int = 64) -> Quantized:
+    """As absmean, one scale for every `size` weights of a row (groups as in Frantar et al., "GPTQ", ICLR
+    2023, section 4)."""
+    if size < 1 or weight.shape[-1] % size:
+        raise UserError(
+            f"quantizer per-group: size={size} does not divide a row of {weight.shape[-1]} weights"
+        )
+    groups = weight.float().unflatten(-1, (-1, size))
+    codes, scale = _rounded(groups, groups.abs().mean(-1, keepdim=True).clamp_min(_FLOOR))
+    return codes.flatten(-2), scale.squeeze(-1)
+
+
+@register_quantizer("twn")
+def twn(weight: "Tensor", mask: "Tensor | None", *, matrix: Matrix) -> Quantized:
+    """±1 beyond 0.7 mean |w|, scaled by the mean of those magnitudes (Li et al., "Ternary Weight
+    Networks", 2016, eqs. 5-6)."""
+    magnitudes = weight.float().abs()
+    threshold = 0.7 * _mean(*matrix.sum(_sum_and_count(magnitudes, None)))
+    beyond = magnitudes > threshold
+    kept = beyond if mask is None else beyond & mask
+    return weight.sign() * beyond, _mean(*matrix.sum(_sum_and_count(magnitudes, kept)))
+
+
+@register_quantizer("binary")
+def binary(weight: "Tensor", mask: "Tensor | None", *, matrix: Matrix) -> Quantized:
+    """±1 at every kept position (zero counts as +1), scaled by the mean of those magnitudes (Rastegari
+    et al., "XNOR-Net", ECCV 2016, eqs. 4-6). With 3:4 it is the weight format of "Sherry:
+    Hardware-Efficient 1.25-Bit Ternary Quantization via Fine-grained Sparsification" (2026)."""
+    scale = _mean(*matrix.sum(_sum_and_count(weight.float().abs(), mask)))
+    return (weight >= 0).to(weight.dtype) * 2 - 1, scale
+
+
+# Activations: how inputs are quantised, per token. int8 (absmax, BitNet b1.58's) is an op.
+
+reserve("activation", "int8")
+reserve("activation", "none")
+
+
+def hadamard(x: "Tensor") -> "Tensor":
+    """Each block of features times an orthonormal Hadamard matrix; blocks are as long as the largest
+    power of two that divides the features."""
+    import torch
+
+    features, dtype = x.shape[-1], x.dtype
+    block, width = features & -features, 1
+    x = x.float() if dtype == torch.float16 else x  # sums pass the end of float16
+    while width < block:
+        a, b = x.unflatten(-1, (-1, 2, width)).unbind(-2)
+        x = torch.stack((a + b, a - b), -2).flatten(-3)
+        width *= 2
+    return (x * block**-0.5).to(dtype)
+
+
+@register_activation("int4-hadamard", transform=hadamard)
+def int4_hadamard(x: "Tensor") -> tuple["Tensor", "Tensor"]:
+    """[-8, 7] in steps of mean |x| / sqrt(7), after a Hadamard transform that spreads outliers (Wang et
+    al., "BitNet v2: Native 4-bit Activations with Hadamard Transformation", 2025, eqs. 4-6).
+
+    Every converted layer has the transform; there only the output and down projections do.
+    """
+    values = x.float()
+    scale = values.abs().mean(-1, keepdim=True).clamp_min(1e-5) * 7**-0.5
+    return (values / scale).round().clamp(-8, 7).char(), scale
+
+
+# Schedules: from the dense, full-precision model to the format, step by step.
+
+
+@register_schedule("dense-to-sparse")
+def dense_to_sparse(progress: float, n: int, m: int, *, rho: float = 1.0) -> tuple[int, float]:
+    """Dense, then n:m for the last `rho` of the steps (the paper, section 4.4). With rho=1 the run's
+    `sparse_fraction` stands for it."""
+    _share("rho", rho)
+    return (n if progress >= 1 - rho - 1e-12 else m), 1.0
+
+
+@register_schedule("gradual")
+def gradual(progress: float, n: int, m: int, *, until: float = 0.5) -> tuple[int, float]:
+    """m:m, then one weight of a group fewer at a time, n:m from `until` of the steps on (Zhu and Gupta,
+    "To prune, or not to prune", 2017, with equal steps)."""
+    _share("until", until)
+    if progress >= until:
+        return n, 1.0
+    return m - int(progress / until * (m - n)), 1.0
+
+
+@register_schedule("lambda", blends=True)
+def lambda_warmup(progress: float, n: int, m: int, *, until: float = 0.25) -> tuple[int, float]:
+    """Pruned from the start; weights and activations go from full precision to quantised ones in a
+    straight line up to `until` of the steps (Hugging Face, "Fine-tuning LLMs to 1.58bit", 2024)."""
+    _share("until", until)
+    return n, 1.0 if progress >= until else progress / until
+
+
+def _share(name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise UserError(f"schedule {name}={value}: must lie in 0..1")
