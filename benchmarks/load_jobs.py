@@ -12,7 +12,7 @@ from rich.progress import track
 
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.generation.chat_template import ChatTemplate
+from sparse_bitnet.generation.conversation import ChatTemplate
 from sparse_bitnet.generation.grammar import Grammar
 from sparse_bitnet.generation.open_model import open_model
 from sparse_bitnet.generation.sampling_options import SamplingOptions

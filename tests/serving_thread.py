@@ -12,7 +12,7 @@ import httpx
 import openai
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from sparse_bitnet.generation.chat_template import ChatTemplate
+from sparse_bitnet.generation.conversation import ChatTemplate
 from sparse_bitnet.generation.grammar import TokenGrammars
 from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
 from sparse_bitnet.generation.text import TextTokenizer

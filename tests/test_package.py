@@ -78,7 +78,7 @@ for name in {modules}:
     except ModuleNotFoundError as error:
         assert error.name.partition(".")[0] in (*OF_TRAIN, "lm_eval", "triton"), (name, error)
 for name in ("cli.generate", "cli.chat", "cli.serve", "cli.bench", "cli.import_",
-             "engine.engine", "generation.chat_template", "serve.http_server", "generation.packed_once"):
+             "engine.engine", "engine.engine_options", "serve.http_server", "generation.conversation"):
     assert "sparse_bitnet." + name in ran, name
 from sparse_bitnet import host
 assert host.available_cores() > 0

@@ -13,7 +13,7 @@ from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
 from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
-from sparse_bitnet.generation.packed_once import packed_once
+from sparse_bitnet.generation.open_model import runnable_folder
 
 
 def test_gguf_takes_the_template_that_transformers_takes(edited, tmp_path: Path) -> None:
@@ -61,5 +61,5 @@ def test_a_changed_template_is_packed_again(
     for second, text in enumerate(("old", "new")):
         template.write_text(text)
         os.utime(template, (second, second))
-        folders.append(Path(packed_once(tmp_path / "bitnet", EngineOptions())))
+        folders.append(Path(runnable_folder(tmp_path / "bitnet", EngineOptions())))
     assert [(folder / template.name).read_text() for folder in folders] == ["old", "new"]

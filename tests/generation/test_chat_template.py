@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.generation.chat_template import ChatTemplate
+from sparse_bitnet.generation.conversation import ChatTemplate
 
 CHATML = """{%- for message in messages %}
     {%- if loop.first and message['role'] != 'system' %}
@@ -142,9 +142,9 @@ def test_without_posix_the_clock_ends_it(monkeypatch):
 import signal, sys
 sys.modules["resource"] = None
 del signal.setitimer
-from sparse_bitnet.generation import template_process
-template_process.MOST_SECONDS = 0.4
-template_process.main()
+from sparse_bitnet.generation import sandbox
+sandbox.SECONDS["template"] = 0.4
+sandbox.main("template")
 """
     start = subprocess.Popen
     words = [sys.executable, "-c", script]

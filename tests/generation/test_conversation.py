@@ -6,8 +6,7 @@ import pytest
 from small_models import CHAT_TEMPLATE, write_models
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.generation.chat_template import ChatTemplate
-from sparse_bitnet.generation.conversation import Conversation
+from sparse_bitnet.generation.conversation import ChatTemplate, Conversation
 from sparse_bitnet.generation.open_model import open_model
 from sparse_bitnet.generation.sampling_options import SamplingOptions
 from sparse_bitnet.generation.text_batches import GenerateOptions

@@ -64,12 +64,12 @@ def test_options_are_checked(name):
 
 def test_an_architecture_that_the_engine_lacks_falls_back_and_says_so(folder, tmp_path):
     neox = write_models(tmp_path / "neox", "gpt_neox") / "packed"
-    opened = open_engine(neox, EngineOptions())
-    assert opened.engine_name == "transformers"
-    assert "gpt_neox" in opened.note or "GPTNeoX" in opened.note
-    opened.engine.close()
+    engine, note = open_engine(str(neox), EngineOptions())
+    assert not engine.batch_invariant
+    assert "gpt_neox" in note or "GPTNeoX" in note
+    engine.close()
     with pytest.raises(UserError, match="--engine transformers"):
-        open_engine(neox, EngineOptions(engine="cpu"))
+        open_engine(str(neox), EngineOptions(engine="cpu"))
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])

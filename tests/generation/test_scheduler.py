@@ -14,12 +14,10 @@ from tokenizers import Tokenizer, decoders, models
 from scripted_engine import ScriptedEngine, greedy, logits_after
 from sparse_bitnet.engine.protocol import ContextFull
 from sparse_bitnet.generation import request as request_module
-from sparse_bitnet.generation.observer import Observer
-from sparse_bitnet.generation.output import score
 from sparse_bitnet.generation.prefix_cache import PrefixCache
-from sparse_bitnet.generation.request import GenerationRequest
+from sparse_bitnet.generation.request import GenerationRequest, score
 from sparse_bitnet.generation.sampling_options import SamplingOptions
-from sparse_bitnet.generation.scheduler import Scheduler
+from sparse_bitnet.generation.scheduler import Observer, Scheduler
 from sparse_bitnet.generation.scheduler_thread import QueueFull, Stopping, ThreadedScheduler
 from sparse_bitnet.generation.text import TextTokenizer
 
@@ -161,11 +159,11 @@ def test_long_prompt_does_not_hold_up_the_others(sink):
 def test_prompts_share_a_slice(sink):
     engine = ScriptedEngine(context_length=4096, delay=0.002)
     short, long = [3] * 40, [4] * 3000
-    with running(engine, prefill_alone=100) as scheduler:
+    with running(engine) as scheduler:
         scheduler.submit([sink.request(long, 1), sink.request(short, 1)])
         first, second = sink.wait(2)
     assert (first.request.prompt, second.request.prompt) == (short, long)
-    assert engine.batches[0] == [60, 40]
+    assert engine.batches[0] == [472, 40]
 
 
 def test_the_more_generate_the_fewer_prompt_tokens_a_step_has(sink):

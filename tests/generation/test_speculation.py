@@ -14,10 +14,9 @@ from serving_thread import END, byte_tokenizer
 from sparse_bitnet.cli import generate
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.grammar import Grammar, TokenGrammars
-from sparse_bitnet.generation.observer import Observer
 from sparse_bitnet.generation.request import GenerationRequest
 from sparse_bitnet.generation.sampling_options import SamplingOptions
-from sparse_bitnet.generation.scheduler import Scheduler
+from sparse_bitnet.generation.scheduler import Observer, Scheduler
 from sparse_bitnet.generation.speculation import ForwardCosts, PromptLookup, Speculation
 from sparse_bitnet.generation.text import TextTokenizer
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.generation.stop import StopStrings, end_tokens
+from sparse_bitnet.generation.open_model import end_tokens
+from sparse_bitnet.generation.text import StopStrings
 
 
 def run(pieces, stop):

@@ -224,7 +224,7 @@ def test_a_prompt_and_its_text_may_fill_context_and_cache_exactly(model, tokeniz
     [
         ([], 1, UserError, "prompt is empty"),
         ([270], 1, UserError, "token 270 is outside the model's vocabulary of 270"),
-        ([1] * 512, 1, ContextFull, "fills the context of 512"),
+        ([1] * 512, 1, ContextFull, "the context holds 512: shorten"),
         ([1] * 500, 13, ContextFull, "at most 12 new tokens"),
     ],
 )

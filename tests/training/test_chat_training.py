@@ -32,7 +32,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.perplexity import evaluate as evaluation
 from sparse_bitnet.export.gguf_vocabulary import read_vocabulary
 from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
-from sparse_bitnet.generation.stop import end_tokens
+from sparse_bitnet.generation.open_model import end_tokens
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.nn.convert import convert_, sparse_layers
 from sparse_bitnet.training.config import TrainConfig

@@ -122,9 +122,9 @@ def main(checkpoint: CheckpointArgument, config: EvaluateConfig) -> None:
     names_gguf = re.search(r"\.gguf(@[^/]*)?$", checkpoint) or is_gguf(checkpoint)
     if config.engine == "cpu" or names_gguf:
         from sparse_bitnet.engine.engine_options import EngineOptions
-        from sparse_bitnet.generation.packed_once import packed_once
+        from sparse_bitnet.generation.open_model import runnable_folder
 
-        checkpoint = str(packed_once(checkpoint, EngineOptions()))
+        checkpoint = str(runnable_folder(checkpoint, EngineOptions()))
     (_run_tasks if config.tasks else _run_perplexity)(checkpoint, config)
 
 

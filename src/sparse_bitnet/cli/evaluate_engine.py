@@ -13,6 +13,17 @@ if TYPE_CHECKING:
 
 _ENGINE_FIELDS = ("head", "kv_cache", "activations", "threads")
 
+
+def position_count(folder):
+    """Positions of a local model by its config.json; 2048 where it does not say."""
+    from pathlib import Path
+
+    from sparse_bitnet.checkpoint.model_folder import read_json_if_there
+
+    found = read_json_if_there(Path(folder) / "config.json").get("max_position_embeddings")
+    return found if type(found) is int and found > 0 else 2048
+
+
 _TASK_TOKENS = 4096
 """Room for each question of a batch with its answers; longer ones are computed in smaller batches."""
 
@@ -22,7 +33,8 @@ def uses_cpu_engine(checkpoint: str, config: "EvaluateConfig") -> bool:
 
     Raises `UserError` for options of the engine where it does not run, and the other way round.
     """
-    from sparse_bitnet.generation.open_model import reason_against_cpu_engine
+    from sparse_bitnet.engine.engine_options import EngineOptions
+    from sparse_bitnet.generation.open_model import why_not_cpu
 
     if config.engine == "cpu":
         return True
@@ -31,7 +43,7 @@ def uses_cpu_engine(checkpoint: str, config: "EvaluateConfig") -> bool:
     elif config.device == "cuda" or config.precision == "bf16":
         why = "it computes in float32 on the CPU"
     else:
-        why = reason_against_cpu_engine(checkpoint)
+        why = why_not_cpu(checkpoint, EngineOptions())
     if why is not None:
         refuse_unused(config, _ENGINE_FIELDS, f"it is the CPU engine's, which does not run ({why})")
     return why is None
@@ -56,7 +68,7 @@ def _engine_options(
 def tasks_of_engine(checkpoint: str, config: "EvaluateConfig") -> dict[str, Any]:
     """As `evaluation.harness.evaluate_tasks`."""
     from sparse_bitnet.evaluation.harness import load_tasks, score_tasks
-    from sparse_bitnet.generation.open_model import open_model, position_count
+    from sparse_bitnet.generation.open_model import open_model
 
     loaded = load_tasks(config.tasks, config.include_path)
     # After that check, which names lm-eval where it is missing.
@@ -91,7 +103,7 @@ def perplexity_of_engine(
     from sparse_bitnet.evaluation.held_out import DEFAULT_CONTEXT_LENGTH, read_held_out
     from sparse_bitnet.evaluation.perplexity import Evaluation, format_name
     from sparse_bitnet.generation.engine_perplexity import engine_perplexity
-    from sparse_bitnet.generation.open_model import open_engine, position_count
+    from sparse_bitnet.generation.open_model import open_engine
     from sparse_bitnet.layer_config import SparseBitConfig
 
     assert config.data is not None
@@ -103,7 +115,7 @@ def perplexity_of_engine(
     options = _engine_options(
         config, context_length=length, cache_tokens=config.batch_size * pages * Engine.page_tokens
     )
-    engine = open_engine(checkpoint, options).engine
+    engine = open_engine(checkpoint, options)[0]
     try:
         text.check_vocab(engine.vocab_size)
         tokens, text_bytes = text.first(config.max_tokens)

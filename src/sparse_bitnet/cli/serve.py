@@ -100,7 +100,7 @@ def main(
         speculation: what is guessed ahead of texts.
         engine: the engine.
     """
-    from sparse_bitnet.generation.chat_template import ChatTemplate
+    from sparse_bitnet.generation.conversation import ChatTemplate
     from sparse_bitnet.generation.open_model import open_model
     from sparse_bitnet.generation.pooling import Pooling, read_pooling
     from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler

@@ -18,8 +18,7 @@ from sparse_bitnet.errors import UserError, library_errors_as
 from sparse_bitnet.generation.open_model import OpenModel
 from sparse_bitnet.generation.request import GenerationRequest
 from sparse_bitnet.generation.sampling_options import SamplingOptions
-from sparse_bitnet.generation.scheduler import Scheduler
-from sparse_bitnet.generation.shares import scored_slice
+from sparse_bitnet.generation.scheduler import Scheduler, scored_slice
 from sparse_bitnet.generation.text_batches import GenerateOptions, generate
 
 if TYPE_CHECKING:

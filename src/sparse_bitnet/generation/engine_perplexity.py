@@ -17,8 +17,7 @@ from sparse_bitnet.evaluation.text_windows import (
 )
 from sparse_bitnet.generation.prefix_cache import PrefixCache
 from sparse_bitnet.generation.request import GenerationRequest
-from sparse_bitnet.generation.scheduler import Scheduler
-from sparse_bitnet.generation.shares import scored_slice
+from sparse_bitnet.generation.scheduler import Scheduler, scored_slice
 from sparse_bitnet.training.loss import mean_of
 
 

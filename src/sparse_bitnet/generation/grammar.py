@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Texts of a given form: llguidance says which tokens can come next, so that what ends by itself fits."""
 
-import hashlib
 import importlib.util
 import json
 import re
@@ -14,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 
 from sparse_bitnet.errors import UserError, install
-from sparse_bitnet.generation.bounded_process import BoundedProcess
+from sparse_bitnet.generation.sandbox import Sandbox, grammar_matcher
 from sparse_bitnet.generation.text import TextTokenizer
 
 _WHITESPACE = r"\x20|\x0A[\x20\x09]{0,32}"
@@ -26,8 +25,6 @@ _MOST_SECONDS, _FREE_SECONDS = 0.5, 0.005
 """Of processor time: what a text's form may be in debt, and what each call pays back."""
 _KEPT = 8
 """Grammars at their beginning, the last ones: each takes 5 ms, and an agent's requests share one."""
-_MOST_REFUSED = 1000
-"""Refusals that are remembered, the last ones: some take half a second of processor time each."""
 _FLAGS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _OFFSETS = np.where(_FLAGS == 1, np.float32(0), np.float32(-np.inf))
 """float32 [256, 8]: what a byte of a mask adds to the logits of its eight tokens."""
@@ -135,10 +132,8 @@ class TokenGrammars:
         """`end_tokens`: those that may come where a text is complete."""
         self.vocab_size = vocab_size
         self._lock = threading.Lock()
-        self._process = BoundedProcess("sparse_bitnet.generation.grammar_process")
+        self._sandbox = Sandbox("grammar")
         self._kept: dict[Grammar, Form] = {}
-        self._refused: dict[bytes, str] = {}
-        """By a digest of the grammar, which may be large."""
         self._tokenizer: Any = None
         if importlib.util.find_spec("llguidance") is not None:
             self._tokenizer = _llguidance().LLTokenizer(
@@ -147,43 +142,32 @@ class TokenGrammars:
             )
 
     def known(self, grammar: Grammar) -> "Form | None":
-        """At the beginning of a text, at once, for one of the last grammars. Raises `UserError` for one
-        that was refused lately."""
-        digest = _digest(grammar) if self._refused else b""
+        """Return one of the last grammars at the beginning of a text, at once; None for any other."""
         with self._lock:
-            if (reason := self._refused.get(digest)) is not None:
-                raise UserError(reason)
             if (form := self._kept.pop(grammar, None)) is None:
                 return None
             self._kept[grammar] = form
             return form.copy()
 
     def start(self, grammar: Grammar) -> "Form":
-        """At the beginning of a text. What is new is first tried in a process that may fail, and takes up
-        to a second or two, other threads meanwhile going on.
+        """Return a grammar at the beginning of a text. What is new is first tried in a process that may
+        fail, and takes up to a second or two, while other threads continue.
 
         Raises `UserError` for a grammar that is none, asks for what is not supported, or is too large,
         and where llguidance is not installed.
         """
         _llguidance()
-        from sparse_bitnet.generation.grammar_process import matcher_of
-
         if (known := self.known(grammar)) is not None:
             return known
-        tried = self._process.ask(_request(grammar))
+        tried = self._sandbox.ask(json.dumps([grammar.source, grammar.is_lark_or_gbnf]))
         if "answer" in tried:
-            matcher = matcher_of(tried["answer"], self._tokenizer)
+            matcher = grammar_matcher(tried["answer"], self._tokenizer)
             tried = {"error": matcher.get_error()} if matcher.is_error() else {}
         if "error" in tried:
             error, about = tried["error"], grammar.about
             if about and (comments := re.findall(r" // (.{1,80})\n +\^", error)):
                 about = comments[-1]  # what is before it may be the schema's own words
-            reason = f"{_head(about)}the text cannot have this form: {_one_line(error)}"
-            with self._lock:
-                self._refused[_digest(grammar)] = reason
-                if len(self._refused) > _MOST_REFUSED:
-                    del self._refused[next(iter(self._refused))]
-            raise UserError(reason)
+            raise UserError(f"{_head(about)}the text cannot have this form: {_one_line(error)}")
         form = Form(matcher, self.vocab_size, grammar.about)
         # The first place may take long: here, where nobody waits for it.
         form._compute()
@@ -192,14 +176,6 @@ class TokenGrammars:
             if len(self._kept) > _KEPT:
                 del self._kept[next(iter(self._kept))]
         return form.copy()
-
-
-def _request(grammar: Grammar) -> str:
-    return json.dumps([grammar.source, grammar.is_lark_or_gbnf])
-
-
-def _digest(grammar: Grammar) -> bytes:
-    return hashlib.sha256(_request(grammar).encode()).digest()
 
 
 class _Vocabulary:

@@ -1,53 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint as people name it becomes an engine, a tokenizer and the tokens that end a text."""
+"""A checkpoint as people name it becomes an engine, a tokenizer and the tokens that end a text. Ternary
+models of other tools are packed once into the cache folder, so that the CPU engine runs them."""
 
+import hashlib
 import importlib
 import os
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparse_bitnet import __version__
 from sparse_bitnet.checkpoint.model_folder import (
     CONFIG_FILE,
+    HUB_FILES,
+    POOLING_FILES,
+    TOKENIZER_FILES,
     is_gguf,
     quantization_entry,
     read_config,
     read_json_if_there,
 )
 from sparse_bitnet.engine.engine_options import EngineOptions
-from sparse_bitnet.errors import EngineLacks, UserError
-from sparse_bitnet.generation.stop import end_tokens
+from sparse_bitnet.errors import EngineLacks, UserError, os_errors_as
+from sparse_bitnet.files import make_folder
 from sparse_bitnet.generation.text import TOKENIZER_FILE, TextTokenizer, named_tokens
+from sparse_bitnet.host import cache_folder
 from sparse_bitnet.packing.metadata import QUANT_METHOD
 
 if TYPE_CHECKING:
     from sparse_bitnet.engine.protocol import InferenceEngine
     from sparse_bitnet.generation.grammar import TokenGrammars
 
+_NOT_PACKED = "the model is not packed"
+
 
 @dataclass(kw_only=True)
-class OpenEngine:
-    """An engine, and what it runs. `engine.close()` gives its memory back."""
+class OpenModel:
+    """What is needed to generate text. `engine.close()` gives the memory back."""
 
     folder: str
     """The resolved folder or hub id."""
 
     engine: "InferenceEngine"
-    engine_name: str
-    """ "cpu" or "transformers"."""
-
+    tokenizer: TextTokenizer
+    end_tokens: frozenset[int]
     note: str | None = None
     """Why "auto" took transformers for a packed model; None where it did not."""
 
-
-@dataclass(kw_only=True)
-class OpenModel(OpenEngine):
-    """What is needed to generate text."""
-
-    tokenizer: TextTokenizer
-    end_tokens: frozenset[int]
+    @property
+    def engine_name(self) -> str:
+        """Return "cpu" or "transformers"."""
+        return "cpu" if self.engine.batch_invariant else "transformers"
 
     def first_tokens(self, prompt: str) -> list[int]:
         """Return the prompt's tokens; for an empty prompt the token between documents.
@@ -97,7 +103,7 @@ class OpenModel(OpenEngine):
         return result.texts[0].text
 
     def grammars(self, end_tokens: frozenset[int]) -> "TokenGrammars":
-        """For texts that these tokens may end."""
+        """Return the grammars of texts that these tokens may end."""
         from sparse_bitnet.generation.grammar import TokenGrammars
 
         return TokenGrammars(self.tokenizer, self.engine.vocab_size, end_tokens)
@@ -110,147 +116,135 @@ def open_model(checkpoint: str | Path, options: EngineOptions | None = None) -> 
 
     Args:
         checkpoint: packed folder, run folder, checkpoint folder, GGUF file, or any transformers folder or
-            hub id. Ternary models of other tools are packed once (packed_once.py).
+            hub id. Ternary models of other tools are packed once.
         options: the engine and its settings.
 
     Raises `UserError` for what cannot be loaded, and for a choice that cannot be honoured.
     """
     options = options or EngineOptions()
-    checkpoint = _packed_if_ternary(checkpoint, options)
-    early = None
-    if is_packed(checkpoint):
+    folder = runnable_folder(checkpoint, options)
+    tokenizer = None
+    if is_packed(folder):
         # Beside the import of numpy and of most of the engine; before the weights, which use the memory
         # that parsing takes for a moment.
         with ThreadPoolExecutor(1) as pool:
-            reading = pool.submit(_tokenizer, str(checkpoint))
+            reading = pool.submit(TextTokenizer.load, folder)
             importlib.import_module("sparse_bitnet.engine.engine_model")
-        early = reading.result()
-    opened = _open_engine(checkpoint, options)
+        tokenizer = reading.result()
+    engine, note = open_engine(folder, options)
     try:
-        tokenizer = early or _tokenizer(opened.folder)
-        ends: set[int | None] = {*end_tokens(opened.folder)}
-        if named := named_tokens(opened.folder).get("eos_token"):
+        if tokenizer is None and (Path(folder) / TOKENIZER_FILE).is_file():
+            tokenizer = TextTokenizer.load(folder)
+        elif tokenizer is None:
+            from sparse_bitnet.checkpoint.load import load_tokenizer
+
+            tokenizer = TextTokenizer(load_tokenizer(folder).backend_tokenizer)
+        ends: set[int | None] = {*end_tokens(folder)}
+        if named := named_tokens(folder).get("eos_token"):
             # That of a turn, where a model was made to chat without its config being told.
             ends.add(tokenizer.token_id(named))
     except UserError:
-        opened.engine.close()
+        engine.close()
         raise
-    known = frozenset(end for end in ends if end is not None and end < opened.engine.vocab_size)
-    return OpenModel(**vars(opened), tokenizer=tokenizer, end_tokens=known)
+    known = frozenset(end for end in ends if end is not None and end < engine.vocab_size)
+    return OpenModel(folder=folder, engine=engine, note=note, tokenizer=tokenizer, end_tokens=known)
 
 
-def open_engine(checkpoint: str | Path, options: EngineOptions) -> OpenEngine:
-    """As `open_model`, without tokenizer."""
-    return _open_engine(_packed_if_ternary(checkpoint, options), options)
+def end_tokens(folder: str | Path) -> frozenset[int]:
+    """Return `eos_token_id` of generation_config.json, else of config.json; empty where neither has one.
+
+    Raises `UserError` for one that is not a token number.
+    """
+    for name in ("generation_config.json", CONFIG_FILE):
+        path = Path(folder) / name
+        ends = read_json_if_there(path).get("eos_token_id")
+        if ends is None:
+            continue
+        tokens = ends if isinstance(ends, list) else [ends]
+        if not all(type(token) is int and token >= 0 for token in tokens):
+            raise UserError(
+                f"{path}: eos_token_id {ends!r} is neither a token nor a list of tokens"
+            )
+        return frozenset(tokens)
+    return frozenset()
 
 
-def _packed_if_ternary(checkpoint: str | Path, options: EngineOptions) -> str | Path:
-    if is_packed(checkpoint):
-        return checkpoint
-    from sparse_bitnet.generation.packed_once import packed_once
+def open_engine(folder: str, options: EngineOptions) -> "tuple[InferenceEngine, str | None]":
+    """Load a folder of `runnable_folder`; also return why "auto" took transformers for a packed model.
 
-    return packed_once(checkpoint, options)
-
-
-def _open_engine(checkpoint: str | Path, options: EngineOptions) -> OpenEngine:
-    if is_gguf(checkpoint):
-        from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, unsuited
-
-        raise unsuited(find_checkpoint(checkpoint))
-    why, lacks = None, None if is_packed(checkpoint) else _architecture_lacks(checkpoint)
-    if options.device == "cuda":
-        why = "--device cuda"
-    elif options.engine == "transformers":
-        why = "--engine transformers"
-    elif options.engine == "auto":
-        why = lacks or reason_against_cpu_engine(checkpoint)
+    Raises `UserError` as `open_model`.
+    """
+    why = why_not_cpu(folder, options)
     if why is None:
-        if lacks:
-            raise EngineLacks(lacks)
-        _check_extension()
         from sparse_bitnet.engine.engine import Engine
 
-        engine = Engine.load(checkpoint, **options.of_cpu_engine())
-        return OpenEngine(folder=str(checkpoint), engine=engine, engine_name="cpu")
+        return Engine.load(folder, **options.of_cpu_engine()), None
     options.check_for_transformers(why)
-    is_note = options.engine == "auto" and options.device != "cuda"
-    is_note = is_note and bool(lacks or is_packed(checkpoint))
-    return _through_pytorch(checkpoint, options, why if is_note else None)
 
-
-def _through_pytorch(
-    checkpoint: str | Path, options: EngineOptions, note: str | None
-) -> OpenEngine:
     import torch
 
     from sparse_bitnet.engine.transformers_engine import TransformersEngine
     from sparse_bitnet.training.device import resolve_device
 
-    room: dict[str, Any] = {
-        "context_length": options.context_length,
-        "cache_tokens": options.cache_tokens,
-    }
-    folder, device = str(checkpoint), options.device
+    device = options.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         resolve_device(device)
     elif options.threads is not None:
         torch.set_num_threads(options.threads)
-    engine = TransformersEngine.load(folder, device=device, **room)
-    return OpenEngine(folder=folder, engine=engine, engine_name="transformers", note=note)
+    engine = TransformersEngine.load(
+        folder,
+        device=device,
+        context_length=options.context_length,
+        cache_tokens=options.cache_tokens,
+    )
+    is_choice = options.engine == "transformers" or options.device == "cuda"
+    return engine, None if is_choice or why == _NOT_PACKED else why
+
+
+def why_not_cpu(folder: str | Path, options: EngineOptions) -> str | None:
+    """Return what keeps the CPU engine from running a folder, as far as options and headers tell.
+
+    Raises `UserError` for a packed folder that is damaged, which transformers would only find later, and
+    where `options` ask for that engine and it lacks what the model needs.
+    """
+    from sparse_bitnet.engine.architecture import read_architecture
+
+    if options.device == "cuda":
+        return "--device cuda"
+    if options.engine == "transformers":
+        return "--engine transformers"
+    packed, path = is_packed(folder), Path(folder) / CONFIG_FILE
+    try:
+        if packed or options.engine == "cpu":
+            _check_extension()
+        if packed:
+            from sparse_bitnet.engine.engine_model import open_engine_model
+
+            open_engine_model(folder)
+            return None
+        if path.is_file():
+            read_architecture(read_json_if_there(path), str(path))
+    except EngineLacks as error:
+        if options.engine == "cpu":
+            raise
+        return str(error)
+    except UserError:
+        if packed:
+            raise
+    # `Engine.load` says what to do about a model that is not packed.
+    return None if options.engine == "cpu" else _NOT_PACKED
 
 
 def _check_extension() -> None:
     try:
         importlib.import_module("sparse_bitnet._cpu")
     except ImportError as error:
-        raise UserError(
+        raise EngineLacks(
             f"the CPU engine was not built with this installation ({error}): install with a C++ "
             "compiler, without SPARSE_BITNET_PURE_PYTHON"
         ) from error
-
-
-def _architecture_lacks(checkpoint: str | Path) -> str | None:
-    """What the CPU engine lacks of a folder's architecture, packed or not: experts, other layers."""
-    from sparse_bitnet.engine.architecture import read_architecture
-
-    path = Path(checkpoint) / CONFIG_FILE
-    if not path.is_file():
-        return None
-    try:
-        read_architecture(read_json_if_there(path), str(path))
-    except EngineLacks as error:
-        return str(error)
-    except UserError:
-        return None  # said where the model is read
-    return None
-
-
-def reason_against_cpu_engine(checkpoint: str | Path) -> str | None:
-    """Why the CPU engine cannot run a checkpoint, as far as its header tells; None where it can.
-
-    Raises `UserError` for a packed one that is damaged: transformers would only find that later.
-    """
-    if not is_packed(checkpoint):
-        return "the model is not packed"
-    try:
-        _check_extension()
-    except UserError as error:
-        return str(error)
-    from sparse_bitnet.engine.engine_model import open_engine_model
-
-    try:
-        open_engine_model(checkpoint)
-    except EngineLacks as error:
-        return str(error)
-    return None
-
-
-def position_count(folder: str | Path) -> int:
-    """Positions of a local model by its config.json; 2048 where it does not say."""
-    found = read_json_if_there(Path(folder) / CONFIG_FILE).get("max_position_embeddings")
-    return found if type(found) is int and found > 0 else 2048
 
 
 def is_packed(checkpoint: str | Path) -> bool:
@@ -261,9 +255,63 @@ def is_packed(checkpoint: str | Path) -> bool:
     return quantization_entry(read_config(checkpoint)).get("quant_method") == QUANT_METHOD
 
 
-def _tokenizer(folder: str) -> TextTokenizer:
-    if (Path(folder) / TOKENIZER_FILE).is_file() or is_packed(folder):
-        return TextTokenizer.load(folder)
-    from sparse_bitnet.checkpoint.load import load_tokenizer
+def runnable_folder(checkpoint: str | Path, options: EngineOptions) -> str:
+    """Return the folder, or hub id, that an engine runs for what a user names: the folder that it is, or
+    the packed form of a foreign ternary model, in the cache folder.
 
-    return TextTokenizer(load_tokenizer(folder).backend_tokenizer)
+    A GGUF file is always packed; a folder where the CPU engine may run it and knows its architecture.
+    What is packed already and unchanged since is not packed again.
+
+    Raises `UserError` for what cannot be found, read or packed.
+    """
+    if is_packed(checkpoint):
+        return str(checkpoint)
+    from sparse_bitnet.checkpoint.open_checkpoint import (
+        find_checkpoint,
+        resolve_checkpoint,
+        unsuited,
+    )
+
+    name = resolve_checkpoint(checkpoint)
+    if is_gguf(name) and (_packed_folder(Path(name)) / CONFIG_FILE).is_file():
+        return str(_packed_folder(Path(name)))  # without reading its vocabulary again
+    found = find_checkpoint(name)
+    is_file = found.folder.is_file()
+    if found.kind != "foreign" and is_file:
+        raise unsuited(found)
+    if found.kind != "foreign" or not (is_file or _suits_cpu(found.config, options)):
+        return str(found.folder)
+    from filelock import FileLock
+
+    target = _packed_folder(found.folder)
+    make_folder(target.parent)
+    with os_errors_as(f"cannot write {target}"):
+        held = FileLock(f"{target}.lock").acquire()
+    with held:
+        if not (target / CONFIG_FILE).is_file():
+            from sparse_bitnet.export.importer import import_checkpoint
+
+            print(f"packing {checkpoint} into {target}, once", file=sys.stderr)
+            import_checkpoint(name, target, packed="auto")
+    return str(target)
+
+
+def _suits_cpu(config: dict[str, Any], options: EngineOptions) -> bool:
+    from sparse_bitnet.engine.architecture import read_architecture
+
+    if options.engine == "transformers" or options.device == "cuda":
+        return False
+    try:
+        read_architecture(config, CONFIG_FILE)
+    except EngineLacks:
+        return False
+    return True
+
+
+def _packed_folder(path: Path) -> Path:
+    """Return the folder in the cache, another one whenever the files change."""
+    patterns = (*HUB_FILES, *TOKENIZER_FILES, POOLING_FILES)
+    files = [path] if path.is_file() else sorted({f for one in patterns for f in path.glob(one)})
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    key = repr((__version__, str(path.resolve()), stats)).encode()
+    return cache_folder() / "models" / f"{path.stem}-{hashlib.sha256(key).hexdigest()[:12]}"

@@ -1,23 +1,91 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One generation: what was asked, and how far it is."""
+"""One generation: what was asked, how far it is, and what comes out of it."""
 
+import math
+import struct
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from sparse_bitnet.engine.protocol import EngineSequence, WhichLogits
-from sparse_bitnet.generation.output import FinishReason, GeneratedText, Output, TokenScore, score
 from sparse_bitnet.generation.pooling import PooledStates, Pooling
-from sparse_bitnet.generation.sampling import Sampler
+from sparse_bitnet.generation.sampling import Sampler, check_largest
 from sparse_bitnet.generation.sampling_options import SamplingOptions
-from sparse_bitnet.generation.text import TextTokenizer
+from sparse_bitnet.generation.text import GeneratedText, TextTokenizer
 
 if TYPE_CHECKING:
     from sparse_bitnet.generation.grammar import Form
+
+FinishReason = Literal["stop", "length", "cancelled", "shutdown", "error"]
+"""An end token or a stop string, `max_tokens`, the one who asked, the server's end, a failure."""
+
+_PAIR = struct.Struct("<id")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScore:
+    """A token, its natural log-probability before sampling's changes, and the likeliest tokens there."""
+
+    token: int
+    logprob: float | None
+    """None for the first token of a prompt, which nothing precedes."""
+    packed_top: bytes = b""
+    """`top` in few bytes: a million tuples would hold up everything when garbage is collected."""
+
+    @property
+    def top(self) -> tuple[tuple[int, float], ...]:
+        """Tokens and log-probabilities, the likeliest first."""
+        return tuple(_PAIR.iter_unpack(self.packed_top))
+
+
+def score(logits: np.ndarray, token: int, top: int) -> TokenScore:
+    """The token's natural log-probability under float32 logits [vocab_size], and the `top` likeliest
+    (ties: the lower token first).
+
+    Raises `UserError` for logits that are not numbers.
+    """
+    best = int(logits.argmax())
+    peak = float(logits[best])
+    check_largest(peak)
+    powers = np.subtract(logits, peak, dtype=np.float64)
+    total = peak + math.log(np.exp(powers, out=powers).sum())
+    order: Iterable[int] = ()
+    if (top := min(top, len(logits))) == 1:
+        order = (best,)
+    elif top:
+        # The partition may leave some of equal values out, so everything as high as its last counts.
+        least = np.partition(logits, -top)[-top]
+        found = np.flatnonzero(logits >= least)
+        order = found[np.argsort(-logits[found], kind="stable")][:top]
+    likeliest = [_PAIR.pack(index, _finite(float(logits[index]) - total)) for index in order]
+    return TokenScore(token, _finite(float(logits[token]) - total), b"".join(likeliest))
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity; OpenAI writes this for tokens that are out of the question."""
+    return max(float(logprob), -9999.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Something new of a generation. The last one has `finish`."""
+
+    text: str
+    scores: tuple[TokenScore, ...] = ()
+    finish: FinishReason | None = None
+    token: int | None = None
+    """The one drawn, if one was."""
+
+    generated: int = 0
+    """Tokens drawn by then."""
+
+    def then(self, other: "Output") -> "Output":
+        """Both as one."""
+        return replace(other, text=self.text + other.text, scores=self.scores + other.scores)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,27 +11,98 @@ is computed again from its tokens when there is room.
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from operator import itemgetter
 
 import numpy as np
 
-from sparse_bitnet.engine.protocol import (
-    CacheFull,
-    EngineSequence,
-    InferenceEngine,
-    WhichLogits,
-)
-from sparse_bitnet.generation.observer import Observer, Throughput
-from sparse_bitnet.generation.output import FinishReason, Output
+from sparse_bitnet.engine.protocol import CacheFull, EngineSequence, InferenceEngine, WhichLogits
 from sparse_bitnet.generation.prefix_cache import PrefixCache, shared_length
-from sparse_bitnet.generation.request import Generation, GenerationRequest
-from sparse_bitnet.generation.shares import shares
+from sparse_bitnet.generation.request import FinishReason, Generation, GenerationRequest, Output
 from sparse_bitnet.generation.speculation import Speculation
 
+_PREFILL_ALONE = 512
 _WORTH_WAITING = 32
 """A prompt waits for another that is being computed if they share this many tokens more."""
+
+
+class Observer:
+    """What happens, for metrics. Called from the scheduler's thread."""
+
+    def started(self, prompt_tokens: int, cached_tokens: int) -> None:
+        """A generation runs for the first time."""
+
+    def token(self, seconds: float, first: bool) -> None:
+        """A token came so long after the one before, or the first so long after arrival."""
+
+    def guessed(self, tokens: int, accepted: int) -> None:
+        """So many tokens were computed ahead (speculation.py), and so many of them came true."""
+
+    def preempted(self) -> None:
+        """A generation was paused for want of cache."""
+
+    def ended(self, outcome: str, seconds: float) -> None:
+        """A generation ended, so long after arrival."""
+
+
+@dataclass(kw_only=True)
+class Throughput:
+    """Tokens computed, and the time it took. A step's is divided in proportion to its tokens."""
+
+    prefill_tokens: int = 0
+    """Of prompts."""
+
+    prefill_seconds: float = 0.0
+    decode_tokens: int = 0
+    """Drawn ones; the first of each text comes out of the prefill."""
+
+    decode_seconds: float = 0.0
+    guessed_tokens: int = 0
+    """Computed ahead of those that were drawn."""
+
+    accepted_tokens: int = 0
+    """Of those, the ones that were drawn."""
+
+    @property
+    def prefill_rate(self) -> float | None:
+        """Tokens a second; None where nothing was computed."""
+        return self.prefill_tokens / self.prefill_seconds if self.prefill_tokens else None
+
+    @property
+    def decode_rate(self) -> float | None:
+        """Tokens a second, over all texts together."""
+        return self.decode_tokens / self.decode_seconds if self.decode_tokens else None
+
+
+def scored_slice(vocab_size: int) -> int:
+    """Tokens of one forward where nobody waits: their logits take at most 128 MiB."""
+    return max(1, min(512, (1 << 25) // vocab_size))
+
+
+def shares(
+    generations: Sequence[Generation], prefill_slice: int, prefill_alone: int
+) -> list[tuple[Generation, int]]:
+    """Tokens of each to compute in a step: the one of those that generate, equal parts of a slice for
+    those whose prompts are not through.
+
+    Args:
+        prefill_slice: prompt tokens in all if one generates, who waits for them; of two that do, one
+            fewer, down to a quarter, so that a step of many is not twice as long with prompts;
+        prefill_alone: if none does.
+    """
+    prompts = [generation for generation in generations if generation.missing > 1]
+    generating = len(generations) - len(prompts)
+    fewer = max(prefill_slice - generating // 2, prefill_slice // 4, 1)
+    budget = fewer if generating else prefill_alone
+    sizes: dict[Generation, int] = {}
+    # Smallest first, so that what short prompts leave over goes to the long ones.
+    for index, generation in enumerate(sorted(prompts, key=lambda g: g.missing)):
+        part = max(budget // (len(prompts) - index), 1)
+        sizes[generation] = min(part, generation.missing)
+        budget -= sizes[generation]
+    return [(generation, sizes.get(generation, 1)) for generation in generations]
 
 
 class Scheduler:
@@ -43,7 +114,6 @@ class Scheduler:
         *,
         max_running: int = 32,
         prefill_slice: int = 32,
-        prefill_alone: int = 512,
         scored_slice: int = 32,
         room_ahead: int | None = 64,
         prefixes: PrefixCache | None = None,
@@ -53,8 +123,8 @@ class Scheduler:
         """
         Args:
             max_running: generations that run together.
-            prefill_slice: prompt tokens a step while others wait for their next token.
-            prefill_alone: while nobody does, if that is more.
+            prefill_slice: prompt tokens a step while others wait for their next token; 512, if that is
+                more, while nobody does.
             scored_slice: tokens a step where each needs logits: [tokens, vocab_size] floats are large.
             room_ahead: a generation is let in where there is room for this many further tokens of each;
                 None: for all that they may become, so that none is ever paused.
@@ -68,7 +138,7 @@ class Scheduler:
         """Called when what a forward, or a step, has brought was delivered; must not block."""
         self.throughput = Throughput()
         self._engine = engine
-        self._slices = (prefill_slice, max(prefill_slice, prefill_alone))
+        self._slices = (prefill_slice, max(prefill_slice, _PREFILL_ALONE))
         self._scored_slice, self._room_ahead = scored_slice, room_ahead
         self._observer = observer or Observer()
         self._speculation = speculation
@@ -83,7 +153,7 @@ class Scheduler:
     def run(
         self,
         requests: Iterable[GenerationRequest],
-        is_cancelled: Callable[[], bool] = lambda: False,
+        is_cancelled: Callable[[], bool] | None = None,
     ) -> Iterator[Generation]:
         """Each request's generation when it has ended; for a scheduler without a thread.
 
@@ -98,7 +168,7 @@ class Scheduler:
             while True:
                 room = max(2 * self.max_running - len(self._waiting), 0)
                 self._waiting.extend(map(Generation, islice(source, room)))
-                if is_cancelled():
+                if is_cancelled is not None and is_cancelled():
                     self._waiting.extend(map(Generation, source))
                     for generation in self._under_way():
                         generation.cancel_asked = True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text to tokens and, one token at a time, back: tokenizer.json through `tokenizers`.
+"""Text to tokens and, one token at a time, back: tokenizer.json through `tokenizers`; where a text ends.
 
 A token of a byte-level vocabulary can be a part of a character. Tokens are therefore turned into bytes
 and these into text as soon as a character is complete; bytes that cannot become one are shown as U+FFFD.
@@ -10,7 +10,9 @@ import ctypes
 import json
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +30,6 @@ SPECIAL_TOKENS = (
 _USUAL_CHARACTERS = 6
 """Of a token; most texts have fewer."""
 _MARGIN = 256
-_LARGE_TEXT = 1 << 16
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -71,7 +72,8 @@ class TextTokenizer:
             raise UserError(f"{folder} has no {TOKENIZER_FILE}: copy the model's tokenizer there")
         with library_errors_as(f"{path} is damaged"):
             tokenizer = Tokenizer.from_file(str(path))
-        _return_freed_memory()
+        if trim := getattr(ctypes.CDLL(None) if os.name == "posix" else None, "malloc_trim", None):
+            trim(0)  # glibc would keep what parsing took, 56 MB for Qwen2.5
         return cls(tokenizer)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -98,21 +100,15 @@ class TextTokenizer:
     def encode_within(
         self, text: str, most: int, *, add_special_tokens: bool = True
     ) -> list[int] | None:
-        """As `encode`; None for a text of more than `most` tokens, found out at the cost of a text a
-        little longer than that, however long this one is."""
+        """As `encode`; None for a text of more than `most` tokens, most of which are refused by their
+        beginning."""
         size = _USUAL_CHARACTERS * most + _MARGIN
-        while len(text) > size:
+        if len(text) > size:
             # What follows changes the last few tokens of a beginning at most.
-            found = len(self.encode(text[:size], add_special_tokens=False))
-            if found > 1.25 * most + _MARGIN:
+            beginning = self.encode(text[:size], add_special_tokens=False)
+            if len(beginning) > most + _MARGIN:
                 return None
-            if found * len(text) <= most * size:
-                # Where tokens are long, as of spaces, all of it may fit: further tries cost more.
-                break
-            size *= 2
         tokens = self.encode(text, add_special_tokens=add_special_tokens)
-        if len(text) > _LARGE_TEXT:
-            _return_freed_memory()
         return tokens if len(tokens) <= most else None
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -144,14 +140,6 @@ class TextTokenizer:
         return found
 
 
-def _return_freed_memory() -> None:
-    """Parsing a large vocabulary leaves as much freed memory behind as the result takes; glibc keeps it
-    (56 MB of Qwen2.5's) unless asked."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
-    if trim is not None:
-        trim(0)
-
-
 class TextStream:
     """Text out of tokens that come one by one."""
 
@@ -168,25 +156,33 @@ class TextStream:
         self._skip = tokenizer.special_tokens if skip_special_tokens else ()
         self._strip = tokenizer._strip if is_start else 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._whole: _NeighbourStream | None = None
-        if tokenizer._to_bytes is None:
-            self._whole = _NeighbourStream(tokenizer._tokenizer)
+        self._tokens: list[int] = []
+        self._shown = ""
 
     def feed(self, token: int) -> str:
-        """The characters that the token completes, often none or several."""
+        """Return the characters that the token completes, often none or several."""
         if token in self._skip:
             return ""
-        if self._whole is not None:
-            return self._whole.feed(token)
+        if self._tokenizer._to_bytes is None:
+            self._tokens.append(token)
+            return self._new_of_all(is_last=False)
         return self._without_first_space(
             self._decoder.decode(self._tokenizer.token_bytes(token), final=False)
         )
 
     def flush(self) -> str:
-        """At the end: U+FFFD for a character that was left incomplete."""
-        if self._whole is not None:
-            return self._whole.flush()
+        """Return what is left at the end: U+FFFD for a character that was left incomplete."""
+        if self._tokenizer._to_bytes is None:
+            return self._new_of_all(is_last=True)
         return self._without_first_space(self._decoder.decode(b"", final=True))
+
+    def _new_of_all(self, is_last: bool) -> str:
+        """Return what is new in the text of all tokens: some decoders look at a token's neighbours."""
+        text = self._tokenizer._tokenizer.decode(self._tokens, skip_special_tokens=False)
+        if not is_last and (text.endswith("\ufffd") or not text.startswith(self._shown)):
+            return ""
+        new, self._shown = text[len(self._shown) :], text
+        return new
 
     def _without_first_space(self, text: str) -> str:
         while self._strip and text:
@@ -197,28 +193,99 @@ class TextStream:
         return text
 
 
-class _NeighbourStream:
-    """For decoders that look at neighbouring tokens: the library's own stream, which has no end."""
+class StopStrings:
+    """Passes streamed text on up to the first stop string, of which nothing is let through.
 
-    def __init__(self, tokenizer: "Tokenizer") -> None:
-        from tokenizers.decoders import DecodeStream
+    The result does not depend on how the text is cut into pieces: of several stop strings the one that
+    is complete first counts, of those complete at once the one that starts first.
+    """
 
-        self._tokenizer, self._stream = tokenizer, DecodeStream(skip_special_tokens=False)
-        self._tokens: list[int] = []
-        self._shown = 0
+    def __init__(self, stop: Sequence[str] = ()) -> None:
+        """Raises `UserError` for an empty string, which would end every text."""
+        if not all(stop):
+            raise UserError("a stop string is empty: leave it out")
+        self._stop = tuple(stop)
+        self._held = ""
+        self._shown: list[bool] = []
+        """Of each held character."""
+        self.found: str | None = None
+        """The stop string that ended the text."""
 
-    def feed(self, token: int) -> str:
-        self._tokens.append(token)
-        try:
-            text = self._stream.step(self._tokenizer, token) or ""
-        except Exception:  # plain, for a token that changes what is shown already
-            text = ""
-        self._shown += len(text)
-        return text
+    def feed(self, text: str, *, is_shown: bool = True) -> str:
+        """The text that can be shown now: no stop string begins in it. Nothing after a stop string.
+
+        `is_shown`: False for a special token's name, which a stop string may contain and no text has.
+        """
+        if self.found is not None:
+            return ""
+        held = self._held + text
+        self._shown += [is_shown] * len(text)
+        ends = [
+            (place + len(stop), place, stop)
+            for stop in self._stop
+            if (place := held.find(stop)) >= 0
+        ]
+        if ends:
+            _, place, self.found = min(ends)
+            return self._give(held[:place], "")
+        keep = max((overlap(held, stop) for stop in self._stop), default=0)
+        return self._give(held[: len(held) - keep], held[len(held) - keep :])
 
     def flush(self) -> str:
-        text = self._tokenizer.decode(self._tokens, skip_special_tokens=False)
-        return text[self._shown :]
+        """What was held back, when the text ended without a stop string."""
+        return self._give(self._held, "")
+
+    def _give(self, text: str, held: str) -> str:
+        shown, self._shown = self._shown, self._shown[len(text) :]
+        self._held = held
+        return "".join(compress(text, shown))
+
+
+def overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` with which `stop`, itself longer, begins."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
+
+
+class GeneratedText:
+    """The text of one generation, token by token: whole characters, up to a stop string."""
+
+    def __init__(
+        self, tokenizer: TextTokenizer, stop: Sequence[str] = (), *, is_start: bool = False
+    ) -> None:
+        """`is_start`: see `TextStream`; for answers, which continue no text."""
+        self._stream = TextStream(tokenizer, is_start=is_start)
+        self._stop = StopStrings(stop)
+        self._names = tokenizer.special_tokens
+        self._length = self._given = 0
+        self.held: deque[int] = deque()
+        """Where tokens begin of which no text has been given out: a stop string may take them."""
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string has come; nothing further will be given out."""
+        return self._stop.found is not None
+
+    def add(self, token: int) -> str:
+        """The text that has become certain with this token."""
+        self.held.append(self._length)
+        text = self._stream.feed(token)
+        self._length += len(text)
+        if token in self._names:
+            return self._counted(self._stop.feed(self._names[token], is_shown=False))
+        return self._counted(self._stop.feed(text))
+
+    def flush(self) -> str:
+        """What was held back, when no token follows."""
+        return self._counted(self._stop.feed(self._stream.flush()) + self._stop.flush())
+
+    def _counted(self, text: str) -> str:
+        self._given += len(text)
+        while self.held and self.held[0] < self._given:
+            self.held.popleft()
+        return text
 
 
 def _byte_decoder(tokenizer: "Tokenizer") -> tuple[Callable[[str], bytes] | None, int]:

@@ -7,15 +7,12 @@ from typing import TYPE_CHECKING
 
 from sparse_bitnet.engine.protocol import ContextFull, InferenceEngine
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.generation.observer import Throughput
-from sparse_bitnet.generation.output import Output
 from sparse_bitnet.generation.prefix_cache import PrefixCache
-from sparse_bitnet.generation.request import Generation, GenerationRequest
+from sparse_bitnet.generation.request import Generation, GenerationRequest, Output
 from sparse_bitnet.generation.sampling_options import SamplingOptions
-from sparse_bitnet.generation.scheduler import Scheduler
+from sparse_bitnet.generation.scheduler import Scheduler, Throughput
 from sparse_bitnet.generation.speculation import Speculation
-from sparse_bitnet.generation.stop import StopStrings
-from sparse_bitnet.generation.text import TextTokenizer
+from sparse_bitnet.generation.text import StopStrings, TextTokenizer
 
 if TYPE_CHECKING:
     from sparse_bitnet.generation.grammar import Form
@@ -86,16 +83,8 @@ def generate(
     Raises `UserError` before any work for a prompt that is empty, holds a token that the model lacks, or
     leaves too little of the context (`ContextFull`) or the cache (`CacheFull`).
     """
-    _check(engine, prompts, options)
-    scheduler = Scheduler(
-        engine,
-        max_running=max_batch,
-        prefill_slice=_PREFILL_TOKENS,
-        prefill_alone=_PREFILL_TOKENS,
-        room_ahead=None,
-        prefixes=PrefixCache(0) if prefixes is None else prefixes,
-        speculation=speculation,
-    )
+    for prompt in prompts:
+        _check(engine, prompt, options.max_new_tokens)
     numbers: dict[int, int] = {}
 
     def deliver(generation: Generation, output: Output) -> None:
@@ -117,35 +106,32 @@ def generate(
         for prompt in prompts
     ]
     numbers.update((id(request), number) for number, request in enumerate(requests))
-    done = {
-        numbers[id(generation.request)]: generation
-        for generation in scheduler.run(requests, is_cancelled or (lambda: False))
-    }
+    scheduler = Scheduler(
+        engine,
+        max_running=max_batch,
+        prefill_slice=_PREFILL_TOKENS,
+        room_ahead=None,
+        prefixes=PrefixCache(0) if prefixes is None else prefixes,
+        speculation=speculation,
+    )
+    done = {id(one.request): one for one in scheduler.run(requests, is_cancelled)}
     return GenerateResult(
-        texts=[done[number] for number in range(len(prompts))], **vars(scheduler.throughput)
+        texts=[done[id(request)] for request in requests], **vars(scheduler.throughput)
     )
 
 
-def _check(
-    engine: InferenceEngine, prompts: Sequence[Sequence[int]], options: GenerateOptions
-) -> None:
-    for prompt in prompts:
-        if not prompt:
-            raise UserError("the prompt is empty: give at least one token")
-        if not 0 <= min(prompt) <= max(prompt) < engine.vocab_size:
-            raise UserError(
-                f"token {max(prompt)} is outside the model's vocabulary of {engine.vocab_size}: the "
-                "tokenizer belongs to another model"
-            )
-        room = engine.context_length - len(prompt)
-        if room < 1:
-            raise ContextFull(
-                f"the prompt has {len(prompt):,} tokens and fills the context of "
-                f"{engine.context_length:,}: shorten it, or choose a larger context length"
-            )
-        if options.max_new_tokens > room:
-            raise ContextFull(
-                f"the prompt has {len(prompt):,} tokens and {options.max_new_tokens:,} new ones were "
-                f"asked for; the context holds {engine.context_length:,}: ask for at most {room:,} new "
-                "tokens, or shorten the prompt"
-            )
+def _check(engine: InferenceEngine, prompt: Sequence[int], new: int) -> None:
+    if not prompt:
+        raise UserError("the prompt is empty: give at least one token")
+    if not 0 <= min(prompt) <= max(prompt) < engine.vocab_size:
+        raise UserError(
+            f"token {max(prompt)} is outside the model's vocabulary of {engine.vocab_size}: the "
+            "tokenizer belongs to another model"
+        )
+    room = engine.context_length - len(prompt)
+    if new > room:
+        less = f"ask for at most {room:,} new tokens, or shorten" if room > 0 else "shorten"
+        raise ContextFull(
+            f"the prompt has {len(prompt):,} tokens and {new:,} new ones were asked for; the context "
+            f"holds {engine.context_length:,}: {less} the prompt"
+        )

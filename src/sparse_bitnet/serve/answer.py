@@ -17,8 +17,7 @@ from starlette.types import Receive, Scope, Send
 from sparse_bitnet.engine.protocol import ContextFull
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.grammar import FormLost
-from sparse_bitnet.generation.output import Output, TokenScore
-from sparse_bitnet.generation.request import Generation, GenerationRequest
+from sparse_bitnet.generation.request import Generation, GenerationRequest, Output, TokenScore
 from sparse_bitnet.generation.scheduler_thread import QueueFull, Stopping, ThreadedScheduler
 from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.generations import Prepared, ServedModel, prepare, try_form

@@ -10,8 +10,7 @@ import numpy as np
 from fastapi import Request, Response
 from pydantic import Field
 
-from sparse_bitnet.generation.output import Output
-from sparse_bitnet.generation.request import Generation, GenerationRequest
+from sparse_bitnet.generation.request import Generation, GenerationRequest, Output
 from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
 from sparse_bitnet.serve.answer import (
     Answering,

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 
 from sparse_bitnet.data.chat import call_arguments, render_calls
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.generation.chat_template import ChatTemplate
+from sparse_bitnet.generation.conversation import ChatTemplate
 from sparse_bitnet.generation.grammar import Form, Grammar, TokenGrammars
-from sparse_bitnet.generation.output import Output
 from sparse_bitnet.generation.pooling import Pooling
-from sparse_bitnet.generation.request import Generation, GenerationRequest
+from sparse_bitnet.generation.request import Generation, GenerationRequest, Output
 from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
 from sparse_bitnet.generation.text import TextTokenizer
 from sparse_bitnet.serve.api_error import ApiError

@@ -4,7 +4,7 @@
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from sparse_bitnet.generation.observer import Observer
+from sparse_bitnet.generation.scheduler import Observer
 from sparse_bitnet.generation.scheduler_thread import Load
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4

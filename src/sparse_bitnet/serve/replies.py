@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from sparse_bitnet.generation.output import TokenScore
-from sparse_bitnet.generation.request import Generation
+from sparse_bitnet.generation.request import Generation, TokenScore
 from sparse_bitnet.generation.text import TextStream
 from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.generations import ServedModel

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from sparse_bitnet.generation.output import TokenScore
+from sparse_bitnet.generation.request import TokenScore
 from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.generations import ServedModel
 from sparse_bitnet.serve.replies import Choice, Reply, dumped

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from sparse_bitnet.generation.stop import overlap
+from sparse_bitnet.generation.text import overlap
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chat templates and grammars of strangers, tried in a process that does nothing else: the system bounds
+its memory and processor time, and what ends it ends one request.
+
+Jinja's immutable sandbox keeps templates from files and attributes, not from `'a' * 10**9` or loops in
+loops. llguidance bounds a grammar's size, not its depth, which overflows the stack, nor the time to
+compile it. Requests and replies are JSON, one a line.
+"""
+
+import importlib
+import json
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from sparse_bitnet.host import limit_memory, limit_time, ran_out_of_time
+
+if TYPE_CHECKING:
+    import jinja2
+    import llguidance
+
+_MOST_BYTES = 512 << 20
+"""Limit of the address space; Python and what it loads take a tenth of it."""
+_STACK = 1 << 20
+"""Bytes; the server's threads have twice as many or more, so that what fits here fits there."""
+SECONDS = {"template": 2.0, "grammar": 0.5}
+"""Limits of processor time for each request; ordinary ones take a thousandth."""
+_MOST_TEXT = 16 << 20
+"""Characters of a rendered chat."""
+_GRAMMAR_LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 200_000,
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 100_000,
+}
+"""A fifth of llguidance's own: with those one hostile pattern takes five seconds."""
+_NO_RULES = "the rules are neither Lark nor GBNF: {}"
+
+
+class Sandbox:
+    """A process that tries templates or grammars: started with the first request, and again after one
+    that ended it. Any thread may ask."""
+
+    def __init__(self, kind: str) -> None:
+        """`kind`: "template" or "grammar"."""
+        self._kind = kind
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._finish: Callable[[], Any] = lambda: None
+
+    def ask(self, request: str) -> dict[str, Any]:
+        """Return {"answer": ...}, or {"error": ...} in one line.
+
+        `request`: a list in JSON, the arguments of `_source` or `_render`.
+        """
+        with self._lock:
+            process = self._process
+            if process is None or process.poll() is not None:
+                self._finish()
+                process = self._process = self._start()
+                self._finish = weakref.finalize(self, _end, process)
+            assert process.stdin is not None
+            assert process.stdout is not None
+            reply = ""
+            try:
+                process.stdin.write(request + "\n")
+                process.stdin.flush()
+                reply = process.stdout.readline()
+            except BrokenPipeError:
+                pass
+            if reply.endswith("\n"):
+                return json.loads(reply)
+            if ran_out_of_time(process.wait()):
+                return {"error": "it takes too long"}
+            return {"error": "it takes too much memory, or is nested too deeply"}
+
+    def _start(self) -> "subprocess.Popen[str]":
+        # Without the current folder on its path, whose files are as strange as the requests; and in a
+        # group of its own: Ctrl-C ends an answer, not this.
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "sparse_bitnet.generation.sandbox", self._kind],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            process_group=0,
+            creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
+        )
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    process.kill()
+    process.communicate()
+
+
+def grammar_matcher(source: str, tokenizer: "llguidance.LLTokenizer") -> "llguidance.LLMatcher":
+    """Return a matcher at the beginning of a text, or one with an error."""
+    import llguidance
+
+    limits = llguidance.LLParserLimits(**_GRAMMAR_LIMITS)
+    return llguidance.LLMatcher(tokenizer, source, log_level=0, limits=limits)
+
+
+def main(kind: str) -> None:
+    """Answer requests from standard input until it ends; runs in the process itself."""
+    limit_memory(_MOST_BYTES)
+    is_template = kind == "template"
+    # Outside of the first request's time.
+    importlib.import_module("jinja2.sandbox" if is_template else "llguidance.gbnf_to_lark")
+    answer, complaint = (_render, _complaint) if is_template else (_source, _NO_RULES.format)
+    for line in sys.stdin:
+        # Processor time, not the clock's: a busy machine is no reason. The system ends the process.
+        limit_time(SECONDS[kind])
+        try:
+            reply = {"answer": answer(*json.loads(line))}
+        except Exception as error:
+            reply = {"error": " ".join(complaint(error).split())[:500]}
+        limit_time(0)
+        print(json.dumps(reply), flush=True)
+
+
+def _source(source: str, is_lark_or_gbnf: bool) -> str:
+    """Return what llguidance is to read, once it has read it here; the server says what is wrong."""
+    import llguidance
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    class Bytes:
+        """The smallest vocabulary: a token for each byte, and the end."""
+
+        is_tokenizer_wrapper = True
+        bos_token_id = None
+        eos_token_id = 256
+        special_token_ids = (256,)
+        tokens = (*(bytes([byte]) for byte in range(256)), b"<end>")
+
+        def __call__(self, text: str) -> list[int]:
+            return list(text.encode())
+
+    if is_lark_or_gbnf:
+        source = json.dumps({"grammars": [{"lark_grammar": any_to_lark(source)}]})
+    vocabulary: Any = Bytes()
+    matcher = grammar_matcher(source, llguidance.LLTokenizer(vocabulary, slices=[]))
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return source
+
+
+def _render(source: str, variables: dict[str, Any] | None) -> str:
+    """Return the rendered template; without variables only the source is checked."""
+    template = _template(source)
+    pieces, size = [], 0
+    for piece in () if variables is None else template.generate(variables):
+        pieces.append(piece)
+        size += len(piece)
+        if size > _MOST_TEXT:
+            raise ValueError(f"it writes more than {_MOST_TEXT:,} characters")
+    return "".join(pieces)
+
+
+def _complaint(error: Exception) -> str:
+    import jinja2
+
+    match error:
+        case jinja2.TemplateSyntaxError():
+            return f"line {error.lineno}: {error.message}"
+        case MemoryError():
+            return "it takes too much memory"
+        case RecursionError():
+            return "it is nested too deeply"
+    return str(error) or type(error).__name__
+
+
+@lru_cache(1)
+def _template(source: str) -> "jinja2.Template":
+    """Compile with whitespace, filters and functions as chat templates expect them."""
+    import datetime
+
+    import jinja2.ext
+    import jinja2.sandbox
+
+    class GenerationBlock(jinja2.ext.Extension):
+        """`{% generation %}` marks the assistant's words for training; here it only passes them on."""
+
+        tags = {"generation"}  # noqa: RUF012  (as Jinja declares it)
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.Scope(body).set_lineno(line)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        # Jinja's own filter escapes HTML.
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[GenerationBlock, jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals |= {
+        "raise_exception": raise_exception,
+        "strftime_now": lambda format: datetime.datetime.now().strftime(format),
+    }
+    del environment.globals["lipsum"]
+    return environment.from_string(source)
+
+
+if __name__ == "__main__":
+    threading.stack_size(_STACK)
+    thread = threading.Thread(target=main, args=sys.argv[1:])
+    thread.start()
+    thread.join()
