@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from packed_models import make_packed
 from sparse_bitnet.engine.architecture import read_architecture
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.packing.tensor_file import TensorFile
-from sparse_bitnet.packing.tensor_writer import TensorFileWriter, TensorSpec
+from sparse_bitnet.packing.tensor_file import TensorFile, TensorFileWriter, TensorSpec
 
 pytest.importorskip("sparse_bitnet._cpu")
 from sparse_bitnet.engine.engine import Engine

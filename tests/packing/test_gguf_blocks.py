@@ -46,24 +46,6 @@ def test_q2_0(random_codes, rows: int, blocks: int, seed: int, scale: float) -> 
     assert np.array_equal(unpack_q2_0(packed), codes * np.float32(np.float16(scale)))
 
 
-def test_positions_of_tq1_0() -> None:
-    """One code at a time moves exactly the byte that the table of the format names."""
-    zeros = np.zeros((1, 256), np.int8)
-    empty = TQ1_0.pack(zeros, 1.0)[0]
-    for n in range(256):
-        codes = zeros.copy()
-        codes[0, n] = 1
-        byte = n % 32 if n < 160 else 32 + (n - 160) % 16 if n < 240 else 48 + (n - 240) % 4
-        assert np.flatnonzero(TQ1_0.pack(codes, 1.0)[0] != empty).tolist() == [byte]
-
-
-@pytest.mark.parametrize("block", [TQ1_0, TQ2_0, Q2_0], ids=lambda block: block.name)
-def test_all_zero_blocks_keep_the_scale(block: BlockType) -> None:
-    packed = block.pack(np.zeros((2, block.codes), np.int8), 0.5)
-    at = slice(0, 2) if block.scale_first else slice(-2, None)
-    assert packed[:, at].copy().view("<f2").ravel().tolist() == [0.5, 0.5]
-
-
 @pytest.mark.parametrize(
     "block", [TQ1_0, TQ2_0, Q2_0, READ_TYPES[3]], ids=lambda b: f"{b.name}-{b.codes}"
 )
@@ -156,31 +138,3 @@ def test_stq1_0_of_another_writer() -> None:
         codes, found = block.unpack(data.reshape(-1), 2, 512)
         assert np.array_equal(codes, weight)
         assert np.array_equal(found.reshape(-1), scales)
-
-
-def test_stq1_0() -> None:
-    """Each of the 32 groups of four with one zero, at its place; the first entries are the codebook's."""
-    block = named("STQ1_0")
-    patterns = {
-        0: [0, 1, 1, 1],
-        1: [0, 1, -1, 1],
-        2: [0, 1, 1, -1],
-        6: [1, 0, 1, -1],
-        13: [1, -1, 1, 0],
-    }
-    seen = set()
-    for index in range(32):
-        data = np.zeros(42, np.uint8)
-        group = 17
-        data[group // 2] = (index & 15) << 4 * (group % 2)
-        data[32 + group // 8] = (index >> 4) << group % 8
-        data[40:] = np.array([2.0], "<f2").view(np.uint8)
-        codes, scale = block.unpack(data, 1, 256)
-        four = codes[0, [64 + 1 + 16 * lane for lane in range(4)]].tolist()
-        assert sorted(map(abs, four)) == [0, 1, 1, 1]
-        expected = patterns.get(index & 15)
-        if expected:
-            assert four == [-c if index & 16 else c for c in expected]
-        seen.add(tuple(four))
-    assert len(seen) == 32
-    assert scale.tolist() == [[2.0]]

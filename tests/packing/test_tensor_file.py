@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.packing.tensor_file import TensorFile
-from sparse_bitnet.packing.tensor_writer import TensorFileWriter, TensorSpec
+from sparse_bitnet.packing.tensor_file import TensorFile, TensorFileWriter, TensorSpec
 
 TENSORS = {
     "a.weight_packed": torch.arange(7, dtype=torch.uint8),
@@ -82,11 +81,6 @@ def test_our_reader(tmp_path: Path) -> None:
         assert file.entries[name].begin % value.dtype.itemsize == 0
 
 
-def test_same_tensors_same_bytes(tmp_path: Path) -> None:
-    first, second = write(tmp_path / "a"), write(tmp_path / "b")
-    assert first.read_bytes() == second.read_bytes()
-
-
 def test_length_settled_while_writing(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     specs = [
@@ -124,13 +118,11 @@ def test_every_flipped_bit_is_found(tmp_path: Path, raw: bytes) -> None:
 
 def test_the_damaged_tensor_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "model.safetensors")
-    for name in ("a.weight_packed", "norm", "embedding"):
-        raw = bytearray(path.read_bytes())
-        raw[TensorFile(path).entries[name].begin] ^= 1
-        damaged = tmp_path / "damaged"
-        damaged.write_bytes(raw)
-        with pytest.raises(UserError, match=f"tensor {name} is damaged"):
-            TensorFile(damaged).verify()
+    raw = bytearray(path.read_bytes())
+    raw[TensorFile(path).entries["norm"].begin] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(UserError, match="tensor norm is damaged"):
+        TensorFile(path).verify()
 
 
 def test_every_truncation_is_found(tmp_path: Path, raw: bytes) -> None:
@@ -139,63 +131,43 @@ def test_every_truncation_is_found(tmp_path: Path, raw: bytes) -> None:
         path.write_bytes(raw[:size])
         with pytest.raises(UserError):
             TensorFile(path)
-    path.write_bytes(raw[:-1])
-    with pytest.raises(UserError, match=r"truncated: tensor a\.weight_packed ends at byte"):
-        TensorFile(path)
-    path.write_bytes(raw + b"\0")
-    with pytest.raises(UserError, match="1 bytes too long"):
-        TensorFile(path)
+    for changed, message in (
+        (raw[:-1], "is truncated: its tensors end"),
+        (raw + b"\0", "too long"),
+    ):
+        path.write_bytes(changed)
+        with pytest.raises(UserError, match=message):
+            TensorFile(path)
 
 
-def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"cannot read .*nothing"):
-        TensorFile(tmp_path / "nothing")
-
-
-def test_a_safetensors_file_of_another_tool_is_refused(tmp_path: Path) -> None:
+def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
+    with pytest.raises(UserError, match=r"cannot read .*model"):
+        TensorFile(path)
     save_file({"a": torch.zeros(3)}, path)
     with pytest.raises(UserError, match="not written by sparse-bitnet pack"):
         TensorFile(path)
-
-
-@fuzz
-@given(content=st.binary(max_size=300))
-def test_random_bytes_are_refused(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "random"
-    path.write_bytes(content)
-    with pytest.raises(UserError):
+    path.write_bytes((2**63).to_bytes(8, "little") + b"{}")
+    with pytest.raises(UserError, match="it claims 9,223,372,036,854,775,808 bytes, 2 are there"):
         TensorFile(path)
 
 
 @fuzz
-@given(
-    changes=st.lists(
-        st.tuples(st.integers(0, 10**6), st.binary(min_size=1, max_size=9)), min_size=1, max_size=4
-    )
-)
-def test_overwritten_bytes_are_refused(
-    tmp_path: Path, raw: bytes, changes: list[tuple[int, bytes]]
+@given(content=st.binary(max_size=300), at=st.none() | st.integers(0, 10**6))
+def test_random_bytes_are_refused(
+    tmp_path: Path, raw: bytes, content: bytes, at: int | None
 ) -> None:
+    """By themselves, or written over a file."""
     path = tmp_path / "model.safetensors"
-    damaged = bytearray(raw)
-    for position, piece in changes:
-        at = position % len(raw)
-        damaged[at : at + len(piece)] = piece[: len(raw) - at]
-    path.write_bytes(damaged)
-    if bytes(damaged) == raw:
+    if at is not None:
+        at %= len(raw)
+        content = (raw[:at] + content + raw[at + len(content) :])[: len(raw)]
+    path.write_bytes(content)
+    if content == raw:
         TensorFile(path).verify()
         return
     with pytest.raises(UserError):
         TensorFile(path).verify()
-
-
-def test_a_shape_of_very_many_dimensions_is_refused_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    with TensorFileWriter(path, [TensorSpec("a", torch.uint8, (1,) * 9)], {}) as file:
-        file.write("a", [torch.ones(1, dtype=torch.uint8)])
-    with pytest.raises(UserError, match="tensor a has an unreadable type, shape or place"):
-        TensorFile(path)
 
 
 json_values = st.recursive(
@@ -235,16 +207,16 @@ def test_a_header_with_the_right_checksum_is_not_trusted_either(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda h: h.pop("norm"), "does not follow"),
+        (lambda h: h.pop("norm"), "its tensors are not those with a checksum"),
         (lambda h: h["norm"].update(shape=[2, 4]), "tensor norm: 24 bytes do not make up"),
         (lambda h: h["norm"].update(shape=[2**48, 2**48]), "do not make up its shape"),
-        (lambda h: h["norm"].update(shape=[True, 6]), "tensor norm has an unreadable type"),
-        (lambda h: h["norm"].update(dtype="F4"), "tensor norm has an unreadable type"),
-        (lambda h: h["norm"].update(extra=1), "the entry of tensor norm does not describe one"),
-        (lambda h: h["norm"].update(data_offsets=[8, 32, 40]), "unreadable type, shape or place"),
-        (lambda h: h["__metadata__"].update(sparse_bitnet="{}"), "no sparse_bitnet entry"),
+        (lambda h: h["norm"].update(shape=[True, 6]), "tensor norm has an unreadable shape"),
+        (lambda h: h["norm"].update(shape=[1] * 9), "tensor norm has an unreadable shape"),
+        (lambda h: h["norm"].update(dtype="F4"), "the header is damaged"),
+        (lambda h: h["norm"].update(extra=1), "the header is damaged"),
+        (lambda h: h["norm"].update(data_offsets=[8, 32, 40]), "the header is damaged"),
+        (lambda h: h["__metadata__"].update(sparse_bitnet="{}"), "the header is damaged"),
         (lambda h: h["__metadata__"].update(sparse_bitnet="[" * 10**5), "the header is damaged"),
-        (lambda h: h["__metadata__"].update(sparse_bitnet='{"a":1,"a":2}'), "a key occurs twice"),
     ],
 )
 def test_inconsistent_headers_are_refused(
@@ -255,11 +227,4 @@ def test_inconsistent_headers_are_refused(
     path = tmp_path / "changed"
     path.write_bytes(with_header(raw, header))
     with pytest.raises(UserError, match=message):
-        TensorFile(path)
-
-
-def test_a_huge_header_is_not_read(tmp_path: Path) -> None:
-    path = tmp_path / "huge"
-    path.write_bytes((2**63).to_bytes(8, "little") + b"{}")
-    with pytest.raises(UserError, match="it claims 9,223,372,036,854,775,808 bytes, 2 are there"):
         TensorFile(path)

@@ -27,11 +27,10 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import atomic_folder
 from sparse_bitnet.generation.text import TextTokenizer
 from sparse_bitnet.layer_config import SparseBitConfig
-from sparse_bitnet.packing.codec import ROWS
 from sparse_bitnet.packing.formats import check_layout, needs_exact, row_bytes
 from sparse_bitnet.packing.metadata import PackedMetadata
-from sparse_bitnet.packing.planes import pack_i2
-from sparse_bitnet.packing.tensor_writer import TensorFileWriter, TensorSpec
+from sparse_bitnet.packing.rows import ROWS
+from sparse_bitnet.packing.tensor_file import TensorFileWriter, TensorSpec
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.presets import PRESETS
 
@@ -167,7 +166,10 @@ def _tensors(
             source = RandomCodes(dense, seed + 1)
             size = shape.vocab, row_bytes("i2", dense, shape.hidden)
             pieces = source.pieces(shape.vocab, shape.hidden)
-            yield TensorSpec(table, "uint8", size), (pack_i2(codes, dense) for codes in pieces)
+            yield (
+                TensorSpec(table, "uint8", size),
+                (ROWS["i2"][0](codes, dense) for codes in pieces),
+            )
             scales = shape.vocab, shape.hidden // (scale_group or _TABLE_GROUP)
             yield _filled(f"{table}_scale", "float16", scales, source.weight_scale)
             continue

@@ -2,7 +2,7 @@
 """`sparse-bitnet import`: a ternary checkpoint of another tool as one of ours."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from sparse_bitnet.cli.arguments import OutArgument, Positional, command
 from sparse_bitnet.errors import UserError
@@ -16,10 +16,10 @@ class ImportConfig:
     """N:M pattern that the codes keep to, for example 6:8. Default: that of an export of ours, else
     8:8 (dense)."""
 
-    packed: str | None = None
+    packed: Literal["auto", "i2", "b3", "nm-enum", "nm-sign"] | None = None
     """Write the packed form in this format, or the best one with "auto", instead of masters."""
 
-    embeddings: str = "auto"
+    embeddings: Literal["auto", "bf16", "int8", "float32", "ternary"] = "auto"
     """Precision of embeddings in the packed form: bf16, int8, float32, or ternary where they are; auto:
     that, else bf16."""
 

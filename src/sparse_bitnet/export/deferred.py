@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.packing.tensor_writer import TensorFileWriter, TensorSpec
+from sparse_bitnet.packing.tensor_file import TensorFileWriter, TensorSpec
 from sparse_bitnet.progress import OnProgress
 
 if TYPE_CHECKING:

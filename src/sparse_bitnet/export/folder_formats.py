@@ -30,7 +30,7 @@ from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.deferred import DeferredTensors, deferred
 from sparse_bitnet.export.hf_folder import scale_groups
-from sparse_bitnet.packing.tensor_writer import TensorSpec
+from sparse_bitnet.packing.tensor_file import TensorSpec
 from sparse_bitnet.packing.two_bits import (
     CODES_PER_BYTE,
     CODES_PER_WORD,

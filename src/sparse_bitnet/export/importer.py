@@ -23,7 +23,6 @@ from sparse_bitnet.export.hf_folder import (
 )
 from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.layer_config import SparseBitConfig
-from sparse_bitnet.packing.formats import check_format
 from sparse_bitnet.packing.ternary import TernaryWeight
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.progress import OnProgress
@@ -65,8 +64,6 @@ def import_checkpoint(
     exists, and a full disk; nothing is then left behind.
     """
     out = check_new_folder(out)
-    if packed not in (None, "auto"):
-        check_format(packed)
     foreign = open_checkpoint(folder, "foreign")
     format = foreign.format if pattern is None else SparseBitConfig(pattern=pattern)
     for name, (_, in_features) in foreign.layers.items():

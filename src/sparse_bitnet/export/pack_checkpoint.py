@@ -41,14 +41,12 @@ from sparse_bitnet.packing.codec import pack
 from sparse_bitnet.packing.formats import (
     FORMATS,
     auto_format,
-    check_format,
     check_layout,
     needs_exact,
     row_bytes,
 )
 from sparse_bitnet.packing.metadata import EMBEDDINGS, PackedMetadata
-from sparse_bitnet.packing.tensor_file import DTYPES
-from sparse_bitnet.packing.tensor_writer import TensorFileWriter, TensorSpec
+from sparse_bitnet.packing.tensor_file import DTYPES, TensorFileWriter, TensorSpec
 from sparse_bitnet.packing.ternary import TableScales
 from sparse_bitnet.progress import OnProgress
 
@@ -106,8 +104,6 @@ def pack_checkpoint(
     started = time.monotonic()
     if embeddings not in ("auto", *EMBEDDINGS):
         raise UserError(f"embeddings {embeddings!r}: choose one of auto, {', '.join(EMBEDDINGS)}")
-    if format != "auto":
-        check_format(format)
     out = check_new_folder(out)
     checkpoint = source if isinstance(source, Checkpoint) else open_ternary(source)
     tables, embeddings = _tables(checkpoint, embeddings)

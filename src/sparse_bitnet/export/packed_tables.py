@@ -10,7 +10,7 @@ from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.packing.codec import pack
 from sparse_bitnet.packing.formats import SCALE_FLOOR, SCALE_GROUPS, row_bytes
-from sparse_bitnet.packing.tensor_writer import TensorFileWriter, TensorSpec
+from sparse_bitnet.packing.tensor_file import TensorFileWriter, TensorSpec
 from sparse_bitnet.packing.ternary import TableScales, scales_of_groups, table_scales
 from sparse_bitnet.pattern import NMPattern
 

@@ -4,24 +4,17 @@
 Takes arrays and torch's tensors, and returns what it was given. Importing this module imports no torch.
 """
 
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar, Union
 
 import numpy as np
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.packing import nm_enum, nm_sign, planes
-from sparse_bitnet.packing.bitmaps import (
-    DamagedBytes,
-    by_slices,
-    fits_pattern,
-    nonzero_bitmap,
-)
-from sparse_bitnet.packing.formats import (
-    check_layout,
-    coded_pattern,
-    needs_exact,
-    row_bytes,
-)
+from sparse_bitnet.host import available_cores
+from sparse_bitnet.packing.formats import check_layout, coded_pattern, needs_exact, row_bytes
+from sparse_bitnet.packing.rows import ROWS, DamagedBytes
 from sparse_bitnet.pattern import NMPattern
 
 if TYPE_CHECKING:
@@ -29,13 +22,8 @@ if TYPE_CHECKING:
 
 Matrix = TypeVar("Matrix", bound=Union["Tensor", np.ndarray])
 
-ROWS: dict[str, tuple[Any, Any]] = {
-    "i2": (planes.pack_i2, planes.unpack_i2),
-    "b3": (planes.pack_b3, planes.unpack_b3),
-    "nm-enum": (nm_enum.pack_rows, nm_enum.unpack_rows),
-    "nm-sign": (nm_sign.pack_rows, nm_sign.unpack_rows),
-}
-"""By format, what packs and what unpacks its rows."""
+SLICE_WEIGHTS = 1 << 19
+"""Weights coded at a time: intermediate results stay in the cache, and memory stays bounded."""
 
 
 def pack(codes: Matrix, format: str, pattern: NMPattern, *, name: str = "(unnamed)") -> Matrix:
@@ -58,19 +46,26 @@ def pack(codes: Matrix, format: str, pattern: NMPattern, *, name: str = "(unname
             f"layer {name}: pack takes an int8 matrix, not {codes.dtype} {list(codes.shape)}"
         )
     rows, in_features = array.shape
-    check_layout(format, pattern, in_features, name)
-    by_slices(rows, in_features, lambda part: _check_codes(array[part], pattern, name))
-    if needs_exact(format) and not is_exact(array, pattern):
-        raise UserError(
-            f"layer {name}: {format} holds groups with {pattern.n} of {pattern.m} weights not zero, and "
-            "one has fewer; use nm-enum, or train with quantizer=binary"
-        )
-    packed = np.empty((rows, row_bytes(format, pattern, in_features)), np.uint8)
+    packed = np.empty((rows, row_bytes(format, pattern, in_features, layer=name)), np.uint8)
+    coded = coded_pattern(pattern)
 
     def pack_part(part: slice) -> None:
-        packed[part] = ROWS[format][0](array[part], pattern)
+        codes = array[part]
+        if (codes + 1).view(np.uint8).max() > 2:
+            raise UserError(f"layer {name}: there are codes other than -1, 0 and 1")
+        if not _fits(codes, pattern):
+            raise UserError(
+                f"layer {name}: a group of {pattern.m} has more than {pattern.n} non-zero codes; mask "
+                "the codes first or pack them with the pattern they were trained with"
+            )
+        if needs_exact(format) and np.count_nonzero(codes) != codes.size // coded.m * coded.n:
+            raise UserError(
+                f"layer {name}: {format} holds groups with {pattern.n} of {pattern.m} weights not "
+                "zero, and one has fewer; use nm-enum, or train with quantizer=binary"
+            )
+        packed[part] = ROWS[format][0](codes, pattern)
 
-    by_slices(rows, in_features, pack_part)
+    _by_slices(rows, in_features, pack_part)
     return _like(codes, packed)
 
 
@@ -95,8 +90,6 @@ def unpack(
     """
     rows, in_features = shape
     check_layout(format, pattern, in_features, name)
-    if rows < 1:
-        raise UserError(f"tensor {name}: a matrix of {rows} rows has no packed form")
     expected = [rows, row_bytes(format, pattern, in_features)]
     array = _array(packed)
     if array.dtype != np.uint8 or expected != list(array.shape):
@@ -104,24 +97,18 @@ def unpack(
             f"tensor {name}: {format} of a {pattern} matrix {list(shape)} is uint8 {expected}, "
             f"not {packed.dtype} {list(packed.shape)}"
         )
+    codes = np.empty((rows, in_features), np.int8)
+
+    def unpack_part(part: slice) -> None:
+        codes[part] = ROWS[format][1](array[part], pattern, in_features)
+        if not _fits(codes[part], pattern):
+            raise DamagedBytes(f"a group has more non-zeros than the pattern {pattern} allows")
+
     try:
-        codes = np.empty((rows, in_features), np.int8)
-
-        def unpack_part(part: slice) -> None:
-            codes[part] = ROWS[format][1](array[part], pattern, in_features)
-            if not fits_pattern(nonzero_bitmap(codes[part]), pattern, in_features):
-                raise DamagedBytes(f"a group has more non-zeros than the pattern {pattern} allows")
-
-        by_slices(rows, in_features, unpack_part)
+        _by_slices(rows, in_features, unpack_part)
     except DamagedBytes as error:
         raise UserError(f"tensor {name} is damaged or not {format}: {error}") from error
     return _like(packed, codes)
-
-
-def is_exact(codes: np.ndarray, pattern: NMPattern) -> bool:
-    """Whether every group of int8 codes within the pattern has n non-zeros."""
-    coded = coded_pattern(pattern)
-    return np.count_nonzero(codes) == codes.size // coded.m * coded.n
 
 
 def _array(given: Union["Tensor", np.ndarray]) -> np.ndarray:
@@ -136,11 +123,23 @@ def _like(given: Any, made: np.ndarray) -> Any:
     return torch.from_numpy(made)
 
 
-def _check_codes(codes: np.ndarray, pattern: NMPattern, name: str) -> None:
-    if codes.size and (codes + 1).view(np.uint8).max() > 2:
-        raise UserError(f"layer {name}: there are codes other than -1, 0 and 1")
-    if not fits_pattern(nonzero_bitmap(codes), pattern, codes.shape[1]):
-        raise UserError(
-            f"layer {name}: a group of {pattern.m} has more than {pattern.n} non-zero codes; mask the "
-            f"codes first or pack them with the pattern they were trained with"
-        )
+def _by_slices(rows: int, in_features: int, work: Callable[[slice], None]) -> None:
+    """Call `work` for consecutive rows, `SLICE_WEIGHTS` at a time, on as many threads as torch has,
+    without it as there are processors."""
+    torch = sys.modules.get("torch")
+    step = max(1, SLICE_WEIGHTS // in_features)
+    slices = [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
+    # numpy releases the interpreter's lock in all that takes time here.
+    with ThreadPoolExecutor(torch.get_num_threads() if torch else available_cores()) as pool:
+        list(pool.map(work, slices))
+
+
+def _fits(codes: np.ndarray, pattern: NMPattern) -> bool:
+    """Whether every group of m of ternary codes [rows, in_features] has at most n that are not zero."""
+    if pattern.is_dense:
+        return True
+    nonzero = codes.view(np.uint8) & 1
+    counts = nonzero[:, 0 :: pattern.m].copy()
+    for i in range(1, pattern.m):
+        counts += nonzero[:, i :: pattern.m]
+    return bool((counts <= pattern.n).all())

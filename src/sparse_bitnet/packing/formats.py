@@ -2,7 +2,6 @@
 """The packed formats: names, constants and sizes. Mirrors csrc/packed_format.h, which specifies them."""
 
 import math
-from collections.abc import Callable
 from fractions import Fraction
 from functools import cache
 
@@ -40,12 +39,6 @@ MOST_LOAD_TIME = 1.5
 """`auto` takes the smallest format that loads within this many times of i2's seconds."""
 
 
-def check_format(name: str) -> None:
-    """Raise `UserError` for a name that is not a packed format."""
-    if name not in FORMATS:
-        raise UserError(f"packed format {name!r} is unknown: choose one of {', '.join(FORMATS)}")
-
-
 def coded_pattern(pattern: NMPattern) -> NMPattern:
     """The pattern whose groups the formats code: 1:1 for every dense one."""
     return NMPattern(1, 1) if pattern.is_dense else pattern
@@ -57,8 +50,10 @@ def needs_exact(name: str) -> bool:
 
 
 def check_layout(name: str, pattern: NMPattern, in_features: int, layer: str) -> None:
-    """Raise `UserError`, naming the layer, where a format cannot hold rows of this length and pattern."""
-    check_format(name)
+    """Raise `UserError` for an unknown format and, naming the layer, where a format cannot hold rows of
+    this length and pattern."""
+    if name not in FORMATS:
+        raise UserError(f"packed format {name!r} is unknown: choose one of {', '.join(FORMATS)}")
     pattern.check_divides(in_features, layer)
     if not 1 <= in_features <= MAX_IN_FEATURES:
         raise UserError(
@@ -81,13 +76,19 @@ def row_bytes(name: str, pattern: NMPattern, in_features: int, *, layer: str = "
     Raises `UserError` for an unknown format, and for a pattern or length that it does not hold.
     """
     check_layout(name, pattern, in_features, layer)
-    if name == "i2":
-        return _planes_row_bytes(in_features, I2_BLOCK_WEIGHTS, i2_plane_bytes)
-    if name == "b3":
-        return _planes_row_bytes(in_features, B3_BLOCK_WEIGHTS, b3_plane_bytes)
-    if name == "nm-enum":
-        return nm_enum_row_bytes(pattern, in_features)
-    return nm_sign_row_bytes(pattern, in_features)
+    if name in ("i2", "b3"):
+        block, plane_bytes = I2_BLOCK_WEIGHTS, i2_plane_bytes
+        if name == "b3":
+            block, plane_bytes = B3_BLOCK_WEIGHTS, b3_plane_bytes
+        blocks, tail = divmod(in_features, block)
+        return blocks * plane_bytes(block) + plane_bytes(tail)
+    groups = in_features // coded_pattern(pattern).m
+    if name == "nm-sign":
+        return _divide_up(groups * nm_sign_group_bits(pattern), 8)
+    per_word = nm_enum_groups_per_word(pattern)
+    words, tail = divmod(groups, per_word)
+    bits = words * nm_enum_bits(pattern, per_word) + nm_enum_bits(pattern, tail)
+    return _divide_up(bits, 8)
 
 
 def auto_format(pattern: NMPattern, *, exact: bool = False) -> str:
@@ -104,24 +105,19 @@ def auto_format(pattern: NMPattern, *, exact: bool = False) -> str:
     return min(quick, key=lambda name: row_bytes(name, pattern, long_row))
 
 
-def divide_up(a: int, b: int) -> int:
+def _divide_up(a: int, b: int) -> int:
     """ceil(a / b)."""
     return -(-a // b)
 
 
 def i2_plane_bytes(block_weights: int) -> int:
     """Bytes of an i2 block of this many weights, at most 256."""
-    return divide_up(divide_up(block_weights, 4), I2_TAIL_ALIGNMENT) * I2_TAIL_ALIGNMENT
+    return _divide_up(_divide_up(block_weights, 4), I2_TAIL_ALIGNMENT) * I2_TAIL_ALIGNMENT
 
 
 def b3_plane_bytes(block_weights: int) -> int:
     """Bytes of a b3 block of this many weights, at most 320."""
-    return divide_up(block_weights, 5)
-
-
-def _planes_row_bytes(in_features: int, block: int, plane_bytes: Callable[[int], int]) -> int:
-    blocks, tail = divmod(in_features, block)
-    return blocks * plane_bytes(block) + plane_bytes(tail)
+    return _divide_up(block_weights, 5)
 
 
 def nm_enum_states(weights: int, nonzeros: int) -> int:
@@ -148,13 +144,6 @@ def nm_enum_groups_per_word(pattern: NMPattern) -> int:
     )
 
 
-def nm_enum_row_bytes(pattern: NMPattern, in_features: int) -> int:
-    """Bytes of a row in nm-enum."""
-    per_word = nm_enum_groups_per_word(pattern)
-    words, tail = divmod(in_features // coded_pattern(pattern).m, per_word)
-    return divide_up(words * nm_enum_bits(pattern, per_word) + nm_enum_bits(pattern, tail), 8)
-
-
 def nm_sign_place_bits(pattern: NMPattern) -> int:
     """Bits of a group's number of places: those of C(m, n) numbers."""
     coded = coded_pattern(pattern)
@@ -164,8 +153,3 @@ def nm_sign_place_bits(pattern: NMPattern) -> int:
 def nm_sign_group_bits(pattern: NMPattern) -> int:
     """Bits of a group in nm-sign."""
     return nm_sign_place_bits(pattern) + coded_pattern(pattern).n
-
-
-def nm_sign_row_bytes(pattern: NMPattern, in_features: int) -> int:
-    """Bytes of a row in nm-sign."""
-    return divide_up(in_features // coded_pattern(pattern).m * nm_sign_group_bits(pattern), 8)

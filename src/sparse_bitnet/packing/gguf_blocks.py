@@ -36,10 +36,13 @@ exactly and the scale to 2**-11. Readers of I2_S know no Q2_0.
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from sparse_bitnet.errors import UserError
+
+Encode = Callable[[np.ndarray], np.ndarray]
 
 _POWERS = np.array([81, 27, 9, 3, 1], dtype=np.uint16)[:, None]
 
@@ -57,9 +60,9 @@ class BlockType:
     """Codes in a block; rows are a multiple of it."""
     nbytes: int
     """Bytes of a block."""
-    encode: Callable[[np.ndarray], np.ndarray]
-    """uint8 t [blocks, codes] -> uint8 [blocks, nbytes - 2]."""
-    decode: Callable[[np.ndarray], np.ndarray] | None = None
+    encode: Encode | None
+    """uint8 t [blocks, codes] -> uint8 [blocks, nbytes - 2]; None where codes are not written."""
+    decode: Encode | None = None
     """Inverse of `encode`; None where codes are not read."""
     scale_first: bool = False
     scale_of: str = "block"
@@ -107,13 +110,13 @@ class BlockType:
         scale = np.atleast_2d(np.asarray(weight_scale, "<f2"))
         if self is F16:
             return codes * np.repeat(scale, columns // scale.shape[1], 1)
+        assert self.encode is not None
+        encoded = self.encode((codes.reshape(-1, self.codes) + 1).astype(np.uint8))
         if self is I2_S:
             tail = np.zeros(8, "<f4")
             tail[0] = np.asarray(weight_scale).item()
-            encoded = self.encode((codes.reshape(-1, self.codes) + 1).astype(np.uint8))
             return np.concatenate([encoded.reshape(-1), tail.view(np.uint8)])
         assert columns % (self.codes * scale.shape[1]) == 0, (codes.shape, self.name)
-        encoded = self.encode((codes.reshape(-1, self.codes) + 1).astype(np.uint8))
         blocks = np.repeat(scale, columns // self.codes // scale.shape[1], 1)
         blocks = np.broadcast_to(blocks, (rows, columns // self.codes)).reshape(-1, 1)
         scales = blocks.copy().view(np.uint8)
@@ -130,24 +133,6 @@ def _encode_tq1_0(t: np.ndarray) -> np.ndarray:
     return np.concatenate(parts, axis=1)
 
 
-def _five_in_a_byte(t: np.ndarray) -> np.ndarray:
-    value = (t * _POWERS[: t.shape[1]]).sum(axis=1, dtype=np.uint16)
-    # A fixed-point fraction: multiplying by 3 modulo 256 brings the next place to the top.
-    return ((value * 256 + 242) // 243).astype(np.uint8)
-
-
-def _encode_tq2_0(t: np.ndarray) -> np.ndarray:
-    return _four_in_a_byte(t.reshape(-1, 2, 4, 32).swapaxes(1, 2)).reshape(len(t), -1)
-
-
-def _encode_q2_0(t: np.ndarray) -> np.ndarray:
-    return _four_in_a_byte(t.reshape(len(t), -1, 4).transpose(0, 2, 1))
-
-
-def _four_in_a_byte(t: np.ndarray) -> np.ndarray:
-    return t[:, 0] | t[:, 1] << 2 | t[:, 2] << 4 | t[:, 3] << 6
-
-
 def _decode_tq1_0(blocks: np.ndarray) -> np.ndarray:
     parts = (
         _five_of_a_byte(blocks[:, :32], 5),
@@ -157,6 +142,12 @@ def _decode_tq1_0(blocks: np.ndarray) -> np.ndarray:
     return np.concatenate([part.reshape(len(blocks), -1) for part in parts], axis=1)
 
 
+def _five_in_a_byte(t: np.ndarray) -> np.ndarray:
+    value = (t * _POWERS[: t.shape[1]]).sum(axis=1, dtype=np.uint16)
+    # A fixed-point fraction: multiplying by 3 modulo 256 brings the next place to the top.
+    return ((value * 256 + 242) // 243).astype(np.uint8)
+
+
 def _five_of_a_byte(packed: np.ndarray, count: int) -> np.ndarray:
     """uint8 [blocks, bytes] -> t [blocks, count, bytes], the greatest digit first."""
     powers = np.array([1, 3, 9, 27, 81], np.uint8)[:count, None]
@@ -164,25 +155,23 @@ def _five_of_a_byte(packed: np.ndarray, count: int) -> np.ndarray:
     return ((fractions.astype(np.uint16) * 3) >> 8).astype(np.uint8)
 
 
-def _four_of_a_byte(packed: np.ndarray) -> np.ndarray:
-    """uint8 [..., bytes] -> t [..., 4, bytes]."""
-    return packed[..., None, :] >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+def _encode_fields(t: np.ndarray, run: int, step: int = 1) -> np.ndarray:
+    """Two bits a code: of every four runs of `run` codes the first one in the lowest bits of as many
+    bytes, with `step` -1 in the highest."""
+    t = t.reshape(len(t), -1, 4, run)[:, :, ::step]
+    joined = t[:, :, 0] | t[:, :, 1] << 2 | t[:, :, 2] << 4 | t[:, :, 3] << 6
+    return joined.reshape(len(t), -1)
 
 
-def _decode_tq2_0(blocks: np.ndarray) -> np.ndarray:
-    return _four_of_a_byte(blocks.reshape(-1, 2, 32)).reshape(len(blocks), -1)
+def _decode_fields(blocks: np.ndarray, run: int, step: int = 1) -> np.ndarray:
+    """Inverse of `_encode_fields`."""
+    shifts = np.array([0, 2, 4, 6], np.uint8)[::step, None]
+    runs = blocks.reshape(len(blocks), -1, 1, run) >> shifts & 3
+    return runs.reshape(len(blocks), -1)
 
 
-def _decode_q2_0(blocks: np.ndarray) -> np.ndarray:
-    return _four_of_a_byte(blocks).swapaxes(1, 2).reshape(len(blocks), -1)
-
-
-def _encode_i2_s(t: np.ndarray) -> np.ndarray:
-    return _four_in_a_byte(t.reshape(len(t), 4, 32)[:, ::-1])
-
-
-def _decode_i2_s(blocks: np.ndarray) -> np.ndarray:
-    return _four_of_a_byte(blocks)[:, ::-1].reshape(len(blocks), -1)
+def _fields(run: int, step: int = 1) -> tuple[Encode, Encode]:
+    return partial(_encode_fields, run=run, step=step), partial(_decode_fields, run=run, step=step)
 
 
 def in_arm_order(values: np.ndarray) -> np.ndarray:
@@ -191,50 +180,32 @@ def in_arm_order(values: np.ndarray) -> np.ndarray:
     return parts.swapaxes(-3, -2).reshape(values.shape)
 
 
-def _decode_i2_s_arm(blocks: np.ndarray) -> np.ndarray:
-    return in_arm_order(_decode_i2_s(blocks))
-
-
-def _decode_iq2_bn(blocks: np.ndarray) -> np.ndarray:
-    return _four_of_a_byte(blocks).reshape(len(blocks), -1)
-
-
 def _decode_iq1_bn(blocks: np.ndarray) -> np.ndarray:
     digits = _five_of_a_byte(blocks, 5)[:, ::-1]
     fifteen = digits[:, :, :12].swapaxes(1, 2).reshape(-1, 4, 15)
     return np.concatenate([fifteen, digits[:, :4, 12:]], axis=2).reshape(len(blocks), -1)
 
 
-def _one_zero_in_four() -> np.ndarray:
-    """uint8 [32, 4]: t of the lanes for each sign (bit 4) and four bits of STQ1_0."""
+def _decode_stq1_0(blocks: np.ndarray) -> np.ndarray:
+    halves = np.stack([blocks[:, :32] & 15, blocks[:, :32] >> 4], axis=-1).reshape(len(blocks), 64)
+    signs = np.unpackbits(blocks[:, 32:], axis=1, bitorder="little")
+    # [32, 4]: t of the lanes for each sign (bit 4) and four bits.
     table = np.empty((32, 4), np.uint8)
     for index in range(32):
         others = [1, -1 if index & 1 else 1, -1 if index & 2 else 1]
         others.insert(index >> 2 & 3, 0)
         table[index] = [1 - code if index & 16 else 1 + code for code in others]
-    return table
-
-
-def _decode_stq1_0(blocks: np.ndarray) -> np.ndarray:
-    halves = np.stack([blocks[:, :32] & 15, blocks[:, :32] >> 4], axis=-1).reshape(len(blocks), 64)
-    signs = np.unpackbits(blocks[:, 32:], axis=1, bitorder="little")
-    lanes = _one_zero_in_four()[halves | signs << 4].reshape(-1, 4, 16, 4)
+    lanes = table[halves | signs << 4].reshape(-1, 4, 16, 4)
     return lanes.swapaxes(2, 3).reshape(len(blocks), 256)
 
 
-def _not_written(t: np.ndarray) -> np.ndarray:
-    raise NotImplementedError
-
-
 TQ1_0 = BlockType("TQ1_0", 34, 36, 256, 54, _encode_tq1_0, _decode_tq1_0)
-TQ2_0 = BlockType("TQ2_0", 35, 37, 256, 66, _encode_tq2_0, _decode_tq2_0)
-Q2_0 = BlockType("Q2_0", 42, 41, 64, 18, _encode_q2_0, _decode_q2_0, scale_first=True)
+TQ2_0 = BlockType("TQ2_0", 35, 37, 256, 66, *_fields(32))
+Q2_0 = BlockType("Q2_0", 42, 41, 64, 18, *_fields(1), scale_first=True)
 Q8_0 = BlockType("Q8_0", 8, 7, 32, 34, lambda t: t - np.uint8(1), scale_first=True)
 F16 = BlockType("F16", 1, 1, 1, 2, lambda t: t)
-I2_S = BlockType(
-    "I2_S", 36, 40, 128, 32, _encode_i2_s, _decode_i2_s, scale_of="matrix", scale_dtype="<f4"
-)
-I2_S_ARM = dataclasses.replace(I2_S, name="I2_S of ARM", decode=_decode_i2_s_arm)
+I2_S = BlockType("I2_S", 36, 40, 128, 32, *_fields(32, -1), scale_of="matrix", scale_dtype="<f4")
+I2_S_ARM = dataclasses.replace(I2_S, name="I2_S of ARM", decode=_fields(16, -1)[1])
 """As builds of bitnet.cpp for ARM write it, under the same number and size."""
 BLOCK_TYPES = {block.name: block for block in (TQ1_0, TQ2_0, Q2_0, I2_S)}
 
@@ -242,14 +213,12 @@ READ_TYPES = (
     TQ1_0,
     TQ2_0,
     Q2_0,
-    BlockType("Q2_0", 42, 41, 128, 34, _encode_q2_0, _decode_q2_0, scale_first=True),
-    BlockType("STQ1_0", 42, 0, 256, 42, _not_written, _decode_stq1_0),
-    BlockType("STQ1_0", 43, 0, 256, 42, _not_written, _decode_stq1_0),
+    dataclasses.replace(Q2_0, codes=128, nbytes=34),
+    BlockType("STQ1_0", 42, 0, 256, 42, None, _decode_stq1_0),
+    BlockType("STQ1_0", 43, 0, 256, 42, None, _decode_stq1_0),
     I2_S,
-    BlockType("IQ1_BN", 134, 0, 64, 13, _not_written, _decode_iq1_bn, scale_of="row"),
-    BlockType(
-        "IQ2_BN", 135, 0, 64, 16, _not_written, _decode_iq2_bn, scale_of="row", scale_dtype="<f4"
-    ),
+    BlockType("IQ1_BN", 134, 0, 64, 13, None, _decode_iq1_bn, scale_of="row"),
+    BlockType("IQ2_BN", 135, 0, 64, 16, *_fields(16), scale_of="row", scale_dtype="<f4"),
 )
 """Types whose codes are read; releases gave 42 to three of them, which differ in their size."""
 

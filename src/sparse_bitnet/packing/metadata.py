@@ -55,21 +55,18 @@ class PackedMetadata:
 
     def config_entry(self) -> dict[str, Any]:
         """The `quantization_config` of config.json."""
-        return {"quant_method": QUANT_METHOD, **self._summary()}
-
-    def _summary(self) -> dict[str, Any]:
-        return {key: value for key, value in self.to_json().items() if key != "layers"}
+        values = {"quant_method": QUANT_METHOD, **self.to_json()}
+        return {key: value for key, value in values.items() if key != "layers"}
 
     def check_config_entry(self, entry: dict[str, Any], where: str) -> None:
         """Raise `UserError` where a `quantization_config` says something else than the tensor file."""
-        for key, value in self._summary().items():
-            if entry.get(key) != value:
+        own = self.config_entry()
+        for key in sorted(own.keys() | entry.keys()):
+            if entry.get(key) != own.get(key):
                 raise UserError(
-                    f"{where}: its {key} is {value!r}, config.json says {entry.get(key)!r}; they are of "
-                    "different checkpoints"
+                    f"{where}: its {key} is {own.get(key)!r}, config.json says {entry.get(key)!r}; "
+                    "they are of different checkpoints"
                 )
-        if unknown := sorted(entry.keys() - self.config_entry().keys()):
-            raise UserError(f"{where}: config.json has {unknown[0]}, which is not read here")
 
     @classmethod
     def from_json(cls, values: dict[str, Any], where: str) -> "PackedMetadata":
@@ -77,22 +74,24 @@ class PackedMetadata:
         check_version(values, where)
         try:
             format = SparseBitConfig.from_dict(values["format"])
-            layers = values["layers"]
+            layers = {name: (rows, columns) for name, (rows, columns) in values["layers"].items()}
             if values["packed_format"] not in FORMATS or values["embeddings"] not in EMBEDDINGS:
                 raise UserError("an unknown packed format or embedding type")
             if values["pattern"] != str(format.pattern) or format.weight != "ternary":
                 raise UserError("its pattern and its layers' format contradict each other")
-            if not all(_is_shape(shape) for shape in layers.values()):
+            if not all(
+                type(size) is int and size > 0 for sizes in layers.values() for size in sizes
+            ):
                 raise UserError("a layer's shape is not two positive sizes")
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise UserError(f"{where}: its metadata is incomplete ({error!r})") from None
         return cls(
             packed_format=values["packed_format"],
             format=format,
             embeddings=values["embeddings"],
-            layers={name: (shape[0], shape[1]) for name, shape in layers.items()},
+            layers=layers,
         )
 
 
@@ -104,11 +103,3 @@ def check_version(values: dict[str, Any], where: str) -> None:
             f"{where}: packed format version {version!r} is not readable by this release (it reads "
             f"{VERSION}); upgrade sparse-bitnet or pack the model again"
         )
-
-
-def _is_shape(shape: Any) -> bool:
-    return (
-        isinstance(shape, list)
-        and len(shape) == 2
-        and all(type(size) is int and size > 0 for size in shape)
-    )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file of a packed checkpoint: safetensors, read without trust.
+"""The file of a packed checkpoint: safetensors, read without trust and written without holding it.
 
-tensor_writer.py writes it. Importing this module imports no torch.
+Importing this module imports no torch: arrays are written as well as torch's tensors.
 
 Any safetensors reader opens the file. Beyond that format it carries, in `__metadata__`,
 
@@ -15,10 +15,12 @@ CRC-32 (zlib), eight hexadecimal digits.
 import json
 import math
 import mmap
+import os
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Union
 
 import numpy as np
 from zlib_ng import zlib_ng
@@ -27,6 +29,7 @@ from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.host import available_cores
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 DTYPES: dict[str, str] = {
@@ -48,13 +51,20 @@ ITEM_BYTES = {
     key: 2 if name == "bfloat16" else np.dtype(name).itemsize for key, name in DTYPES.items()
 }
 
-LENGTH_BYTES = 8
-UNKNOWN_CRC = "00000000"
-
+_KEYS = {name: key for key, name in DTYPES.items()}
+_LONGEST_KEY = "BF16"
+_LENGTH_BYTES = 8
 _LARGEST_HEADER = 100_000_000
 _LARGEST_DIMENSION = 1 << 48
 _MOST_DIMENSIONS = 8
 _CRC_KEY = b'"header_crc32":"'
+_UNKNOWN_CRC = "00000000"
+
+_ALIGNMENT = 64
+"""Of the first tensor of one byte a value, and so of those behind it that have whole cache lines: an
+engine can multiply them where they lie (weight_memory.py)."""
+
+_HEADER_ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
@@ -88,20 +98,25 @@ class TensorFile:
         self.path = Path(path)
         with os_errors_as(f"cannot read {path}"):
             size = self.path.stat().st_size
-            if size <= LENGTH_BYTES:
+            if size <= _LENGTH_BYTES:
                 raise UserError(f"{path}: {size} bytes are too few for a safetensors file")
             with open(self.path, "rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             self._data = np.frombuffer(self._map, np.uint8)
         try:
             begin, header = self._read_header()
-            self.metadata = _read_metadata(header)
-            self.entries = _read_entries(header, begin)
-        except UserError:
-            raise
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}: the header is damaged ({error}); copy it again") from error
-        self._check_extent(begin)
+            self.metadata = json.loads(header.pop("__metadata__")["sparse_bitnet"])
+            self.entries = {name: _entry(name, begin, **header[name]) for name in header}
+            if self.metadata["crc32"].keys() != self.entries.keys():
+                raise ValueError("its tensors are not those with a checksum")
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise UserError(f"{path}: the header is damaged ({error!r}); copy it again") from error
+        end = max((entry.end for entry in self.entries.values()), default=begin)
+        if end != size:
+            raise UserError(
+                f"{path} is {'truncated' if end > size else 'too long'}: its tensors end at byte "
+                f"{end:,}, the file at {size:,}; copy it again"
+            )
 
     def tensor(self, name: str) -> "Tensor":
         """A tensor as a view of the mapped file; its bytes are read when used."""
@@ -109,7 +124,7 @@ class TensorFile:
 
         entry = self.entries[name]
         dtype = getattr(torch, DTYPES[entry.dtype])
-        flat = torch.from_numpy(self.bytes(name))
+        flat = torch.from_numpy(self._bytes(name))
         if flat.data_ptr() % dtype.itemsize:
             flat = flat.clone()
         return flat.view(dtype).view(entry.shape)
@@ -119,7 +134,7 @@ class TensorFile:
         self.verify_tensor(name)
         return self.tensor(name)
 
-    def bytes(self, name: str) -> np.ndarray:
+    def _bytes(self, name: str) -> np.ndarray:
         """uint8 [bytes of the tensor], a view of the mapped file, aligned to nothing."""
         entry = self.entries[name]
         return self._data[entry.begin : entry.end]
@@ -128,21 +143,16 @@ class TensorFile:
         """A tensor as an array in memory of its own; of bfloat16 its bits, as uint16."""
         entry = self.entries[name]
         dtype = np.uint16 if entry.dtype == "BF16" else np.dtype(DTYPES[entry.dtype])
-        return np.array(self.bytes(name)).view(dtype).reshape(entry.shape)
+        return np.array(self._bytes(name)).view(dtype).reshape(entry.shape)
 
     def verify(self) -> None:
         """Compare every tensor with its checksum. Raises `UserError` naming the first damaged one."""
         with ThreadPoolExecutor(available_cores()) as pool:
-            for name, crc32 in zip(
-                self.entries, pool.map(self._crc32, self.entries.values()), strict=True
-            ):
-                if self.metadata["crc32"].get(name) != crc32:
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    self.check_crc32(name, crc32)
+            list(pool.map(self.verify_tensor, self.entries))
 
     def verify_tensor(self, name: str) -> None:
         """Compare one tensor with its checksum. Raises `UserError` that names it."""
-        self.check_crc32(name, self._crc32(self.entries[name]))
+        self.check_crc32(name, f"{zlib_ng.crc32(self._bytes(name).data):08x}")
 
     def check_crc32(self, name: str, crc32: str) -> None:
         """Raise `UserError` unless a tensor's checksum is the one that the file states."""
@@ -153,83 +163,169 @@ class TensorFile:
                 "copy the file again"
             )
 
-    def _crc32(self, entry: Entry) -> str:
-        return f"{zlib_ng.crc32(self._data[entry.begin : entry.end].data):08x}"
-
     def _read_header(self) -> tuple[int, dict[str, Any]]:
-        length = int.from_bytes(self._data[:LENGTH_BYTES].tobytes(), "little")
-        available = len(self._data) - LENGTH_BYTES
+        length = int.from_bytes(self._data[:_LENGTH_BYTES].tobytes(), "little")
+        available = len(self._data) - _LENGTH_BYTES
         if length > min(available, _LARGEST_HEADER):
             raise ValueError(f"it claims {length:,} bytes, {available:,} are there")
-        raw = self._data[LENGTH_BYTES : LENGTH_BYTES + length].tobytes()
+        raw = self._data[_LENGTH_BYTES : _LENGTH_BYTES + length].tobytes()
         at = raw.find(_CRC_KEY) + len(_CRC_KEY)
         if at < len(_CRC_KEY):
             raise ValueError("no checksum: not written by sparse-bitnet pack")
-        if raw[at : at + 8] != f"{zlib_ng.crc32(with_crc(raw, UNKNOWN_CRC)):08x}".encode():
+        if raw[at : at + 8] != f"{zlib_ng.crc32(_with_crc(raw, _UNKNOWN_CRC)):08x}".encode():
             raise ValueError("its checksum differs")
-        header = json.loads(raw, object_pairs_hook=_without_duplicates)
-        if not isinstance(header, dict):
-            raise ValueError("not a JSON object")
-        return LENGTH_BYTES + length, header
-
-    def _check_extent(self, begin: int) -> None:
-        """Tensors follow each other from `begin` to the end of the file."""
-        position, size = begin, len(self._data)
-        for name, entry in sorted(self.entries.items(), key=lambda item: item[1].begin):
-            if entry.begin != position:
-                raise UserError(f"{self.path}: tensor {name} does not follow the one before it")
-            if entry.end > size:
-                raise UserError(
-                    f"{self.path}: truncated: tensor {name} ends at byte {entry.end:,}, the file at "
-                    f"{size:,}; copy the file again"
-                )
-            position = entry.end
-        if position != size:
-            raise UserError(f"{self.path}: {size - position:,} bytes too long; copy the file again")
+        return _LENGTH_BYTES + length, json.loads(raw)
 
 
-def with_crc(header: bytes, crc32: str) -> bytes:
+def _with_crc(header: bytes, crc32: str) -> bytes:
     """A header with another checksum in the place of its own."""
     at = header.find(_CRC_KEY) + len(_CRC_KEY)
     return header[:at] + crc32.encode() + header[at + len(crc32) :]
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return found
+def _entry(
+    name: str, data_begin: int, dtype: str, shape: list[int], data_offsets: list[int]
+) -> Entry:
+    """A tensor as a header describes it. Raises `ValueError`, naming it, for what describes none."""
+    begin, end = data_offsets
+    if len(shape) > _MOST_DIMENSIONS or not all(
+        type(size) is int and 0 <= size <= _LARGEST_DIMENSION for size in (*shape, begin, end)
+    ):
+        raise ValueError(f"tensor {name} has an unreadable shape or place")
+    if end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
+        raise ValueError(f"tensor {name}: {end - begin:,} bytes do not make up its shape")
+    return Entry(dtype, tuple(shape), data_begin + begin, data_begin + end)
 
 
-def _read_metadata(header: dict[str, Any]) -> dict[str, Any]:
-    entry = header.get("__metadata__")
-    text = entry.get("sparse_bitnet") if isinstance(entry, dict) else None
-    if not isinstance(text, str):
-        raise ValueError("no sparse_bitnet entry")
-    metadata = json.loads(text, object_pairs_hook=_without_duplicates)
-    if not isinstance(metadata, dict) or not isinstance(metadata.get("crc32"), dict):
-        raise ValueError("no sparse_bitnet entry")
-    return metadata
+Piece = Union["torch.Tensor", np.ndarray]
+"""Of bfloat16, an array holds the bits as uint16."""
 
 
-def _read_entries(header: dict[str, Any], data_begin: int) -> dict[str, Entry]:
-    entries = {}
-    for name, fields in header.items():
-        if name == "__metadata__":
-            continue
-        if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
-            raise ValueError(f"the entry of tensor {name} does not describe one")
-        dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
-        known = isinstance(dtype, str) and dtype in DTYPES
-        if not known or not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
-            raise ValueError(f"tensor {name} has an unreadable type, shape or place")
-        begin, end = offsets
-        if end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
-            raise ValueError(f"tensor {name}: {end - begin:,} bytes do not make up its shape")
-        entries[name] = Entry(dtype, tuple(shape), data_begin + begin, data_begin + end)
-    return entries
+class TensorSpec(NamedTuple):
+    """A tensor to be written."""
+
+    name: str
+    dtype: Union["torch.dtype", str, None]
+    """torch's type or its name, for example "bfloat16"; None where it is settled on writing."""
+    shape: tuple[int, ...]
+    """Of a tensor of unknown length, the largest possible one."""
+
+    @property
+    def key(self) -> str:
+        """The file's name of the type, one of `DTYPES`."""
+        return _LONGEST_KEY if self.dtype is None else _KEYS[_type_name(self.dtype)]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all its values."""
+        return math.prod(self.shape) * ITEM_BYTES[self.key]
 
 
-def _are_counts(values: Any) -> bool:
-    few = isinstance(values, list) and len(values) <= _MOST_DIMENSIONS
-    return few and all(type(value) is int and 0 <= value <= _LARGEST_DIMENSION for value in values)
+class TensorFileWriter:
+    """Writes tensors in any order, a piece at a time, without holding them.
+
+    Tensors of wider types lie first and then int8, each at the place its shape gives; uint8, and those
+    whose type is not announced, follow in the order in which they are written, and their shape is
+    settled only then. So all of announced types are aligned to them, as the format wants, and memory and
+    passes over the data stay at one.
+    """
+
+    def __init__(self, path: Path, specs: Iterable[TensorSpec], metadata: dict[str, Any]) -> None:
+        """`metadata`: JSON-able, written with the checksums under "sparse_bitnet"."""
+        self._metadata = metadata
+        self._specs = {spec.name: spec for spec in specs}
+        self._crc32 = dict.fromkeys(self._specs, _UNKNOWN_CRC)
+        self._entries: dict[str, Entry] = {}
+        self._written: set[str] = set()
+        largest = {
+            spec.name: Entry(spec.key, spec.shape, 10**15, 10**15) for spec in self._specs.values()
+        }
+        used = _LENGTH_BYTES + len(self._header(largest, 0))
+        placed = [
+            spec for spec in self._specs.values() if spec.dtype is not None and spec.key != "U8"
+        ]
+        placed.sort(key=lambda spec: -ITEM_BYTES[spec.key])
+        wide = sum(spec.nbytes for spec in placed if spec.key != "I8")
+        wide -= wide % _HEADER_ALIGNMENT
+        self._begin = self._end = -(-(used + wide) // _ALIGNMENT) * _ALIGNMENT - wide
+        for spec in placed:
+            self._place(spec)
+        self._file: BinaryIO = open(path, "wb")
+
+    def __enter__(self) -> "TensorFileWriter":
+        return self
+
+    def __exit__(self, kind: type | None, *error: object) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            self._file.close()
+
+    def write(
+        self,
+        name: str,
+        pieces: Iterable[Piece],
+        shape: tuple[int, ...] | None = None,
+        dtype: Union["torch.dtype", str, None] = None,
+    ) -> None:
+        """Write a tensor given as consecutive pieces; `shape`, `dtype`: where they were not announced."""
+        spec = self._specs[name]
+        spec = spec._replace(dtype=spec.dtype or dtype, shape=shape or spec.shape)
+        if name not in self._entries:
+            self._place(spec)
+        entry = self._entries[name]
+        self._file.seek(entry.begin)
+        crc32 = 0
+        for piece in pieces:
+            data = _bytes_of(piece, _type_name(spec.dtype))
+            crc32 = zlib_ng.crc32(data, crc32)
+            self._file.write(data)
+        assert self._file.tell() == entry.end, f"{name}: pieces do not make up its shape"
+        self._crc32[name] = f"{crc32:08x}"
+        self._written.add(name)
+
+    def _place(self, spec: TensorSpec) -> None:
+        begin, self._end = self._end, self._end + spec.nbytes
+        self._entries[spec.name] = Entry(spec.key, spec.shape, begin, self._end)
+
+    def _finish(self) -> None:
+        assert self._written == set(self._specs), "a tensor was not written"
+        header = self._header(self._entries, self._begin)
+        header = header.ljust(self._begin - _LENGTH_BYTES)
+        header = _with_crc(header, f"{zlib_ng.crc32(header):08x}")
+        self._file.seek(0)
+        self._file.write(len(header).to_bytes(_LENGTH_BYTES, "little") + header)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def _header(self, entries: dict[str, Entry], data_begin: int) -> bytes:
+        ours = json.dumps({**self._metadata, "crc32": self._crc32}, separators=(",", ":"))
+        header: dict[str, Any] = {
+            "__metadata__": {
+                "format": "pt",
+                "sparse_bitnet": ours,
+                "header_crc32": _UNKNOWN_CRC,
+            }
+        }
+        for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+            header[name] = {
+                "dtype": entry.dtype,
+                "shape": list(entry.shape),
+                "data_offsets": [entry.begin - data_begin, entry.end - data_begin],
+            }
+        return json.dumps(header, separators=(",", ":")).encode()
+
+
+def _bytes_of(piece: Piece, type_name: str) -> memoryview:
+    if isinstance(piece, np.ndarray):
+        assert piece.dtype == ("uint16" if type_name == "bfloat16" else type_name)
+        return np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data
+    import torch
+
+    assert _type_name(piece.dtype) == type_name
+    return piece.contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def _type_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

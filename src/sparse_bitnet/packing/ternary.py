@@ -132,10 +132,8 @@ def table_scales(pieces: Iterable[TernaryWeight | None], columns: int) -> TableS
 
 def scales_of_groups(piece: TernaryWeight, kept: TableScales) -> np.ndarray:
     """A piece's scales as a table keeps them: [rows, groups], of bfloat16 the bits."""
-    rows, columns = piece.codes.shape
-    scales = np.broadcast_to(
-        _float32(piece.weight_scale), (rows, _float32(piece.weight_scale).shape[1])
-    )
+    (rows, columns), scales = piece.codes.shape, _float32(piece.weight_scale)
+    scales = np.broadcast_to(scales, (rows, scales.shape[1]))
     scales = scales.repeat(columns // kept.group // scales.shape[1], 1)
     if kept.dtype == "bfloat16":
         return (np.ascontiguousarray(scales).view(np.uint32) >> 16).astype(np.uint16)
