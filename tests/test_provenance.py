@@ -9,19 +9,14 @@ from datetime import datetime
 import pytest
 
 from sparse_bitnet import provenance as module
-from sparse_bitnet.provenance import commit, hardware, provenance, versions
+from sparse_bitnet.provenance import commit, hardware, provenance
 
 
 def test_everything_is_there_and_json():
     found = json.loads(json.dumps(provenance()))
     assert set(found) == {"commit", "hardware", "threads", "versions", "date"}
-    assert found["threads"] >= 1
+    assert {"sparse-bitnet", "python", "numpy"} <= found["versions"].keys()
     assert datetime.fromisoformat(found["date"]).utcoffset().total_seconds() == 0
-
-
-def test_hardware_names_cores_and_memory():
-    assert "cores" in hardware()
-    assert "\n" not in hardware()
 
 
 @pytest.mark.parametrize(
@@ -37,11 +32,6 @@ def test_hardware_names_cores_and_memory():
 def test_what_a_name_does_not_tell_is_said(name, flags, more, monkeypatch):
     monkeypatch.setattr(module, "cpu_info", lambda: {"model name": name, "flags": flags})
     assert hardware().startswith(f"{name}{more}, ")
-
-
-@pytest.mark.train
-def test_versions():
-    assert {"sparse-bitnet", "python", "torch", "transformers"} <= versions().keys()
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")

@@ -7,6 +7,7 @@ which the next writer of the same folder, or `remove_leftovers`, removes.
 """
 
 import errno
+import glob
 import os
 import re
 import shutil
@@ -15,11 +16,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from zlib_ng import zlib_ng
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 from sparse_bitnet.errors import UserError, os_errors_as
 
@@ -55,13 +51,16 @@ def write_atomic(path: Path | str, data: bytes | str) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """A folder and its parents, where they are not. Raises `UserError` where that cannot be."""
+    """Make a folder and its parents unless they exist. Raises `UserError` if that fails."""
     with os_errors_as(f"cannot write {path}"):
         path.mkdir(parents=True, exist_ok=True)
 
 
 def check_new_file(path: Path | str) -> None:
-    """Raise `UserError` where `write_atomic` could not write: for before the work, not after."""
+    """Check that `write_atomic` can write here, so that a long job fails before it starts.
+
+    Raises `UserError`.
+    """
     path = Path(path)
     if path.is_dir() or not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
         raise UserError(f"cannot write {path}: no file can be made there")
@@ -73,9 +72,9 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
 
     A folder already at `path`, or where a link there leads, is replaced. On any exception the
     temporary folder is removed and `path` is as before; an `OSError` (disk full, no permission)
-    becomes a `UserError`. What killed processes left of writing `path` is removed. Replacing takes
-    two renames: a process killed between them leaves `path` under a temporary name, from which only
-    `remove_leftovers` brings it back.
+    becomes a `UserError`. What ended processes of this machine left of writing `path` is removed.
+    Replacing takes two renames: a process killed between them leaves `path` under a temporary name, from
+    which only `remove_leftovers` brings it back.
 
     Raises `UserError` also when `path` is a file, or this process is writing it already.
     """
@@ -85,12 +84,15 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
     if path.name in ("", "..") or (path.exists() and not path.is_dir()):
         raise UserError(f"cannot write {path}: not a name for a new folder")
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{path.name}")
-    is_ours, lock = False, None
+    is_ours = False
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(path)
+        for left in path.parent.glob(f"{TEMPORARY_PREFIX}*-{glob.escape(path.name)}"):
+            writer = left.name[len(TEMPORARY_PREFIX) :].removesuffix(f"-{path.name}")
+            if writer.isdecimal() and not _is_running(int(writer)):
+                shutil.rmtree(left, ignore_errors=True)
         temporary.mkdir()
-        is_ours, lock = True, _lock(temporary)
+        is_ours = True
         yield temporary
         _open_to_readers(temporary)
         sync_tree(temporary)
@@ -105,35 +107,18 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
     finally:
         if is_ours:
             shutil.rmtree(temporary, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
 
 
-def _remove_abandoned(path: Path) -> None:
-    """Remove the temporary folders of `path` whose writers are gone: their locks ended with them.
-
-    The number in a name tells less: it may be of another container, or be another process's by now.
-    """
-    ours = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}\d+-{re.escape(path.name)}")
-    with suppress(OSError):
-        for name in filter(ours.fullmatch, os.listdir(path.parent)):
-            if (lock := _lock(path.with_name(name))) is not None:
-                shutil.rmtree(path.with_name(name), ignore_errors=True)
-                os.close(lock)
-
-
-def _lock(folder: Path) -> int | None:
-    """A descriptor that holds a folder until it is closed or the process ends; None where another holds
-    it, and where the system or the file system knows no such locks."""
-    if fcntl is None:
-        return None
-    descriptor = os.open(folder, os.O_RDONLY)
+def _is_running(process: int) -> bool:
+    """Whether this machine has a process of that number; True where asking would end it (Windows)."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
+        if os.name == "posix":
+            os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # somebody else's
+        pass
+    return True
 
 
 def check_ours(folder: Path, marks: Iterable[str], what: str) -> None:
@@ -213,18 +198,18 @@ def _open_to_readers(folder: Path) -> None:
 
 
 def _replace_folder(temporary: Path, path: Path) -> None:
-    if path.exists():
-        # rename() does not replace a folder that holds files: move the old one aside first.
-        old = path.with_name(f"{REPLACED_PREFIX}{os.getpid()}-{path.name}")
+    # rename() does not replace a folder that holds files: move the old one aside first.
+    old = path.with_name(f"{REPLACED_PREFIX}{os.getpid()}-{path.name}")
+    was_there = path.exists()
+    if was_there:
         os.rename(path, old)
-        try:
-            os.rename(temporary, path)
-        except OSError:
-            os.rename(old, path)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
-    else:
+    try:
         os.rename(temporary, path)
+    except OSError:
+        if was_there:
+            os.rename(old, path)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
     _sync_folder(path.parent)
 
 

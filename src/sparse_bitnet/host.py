@@ -15,8 +15,7 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
 MOST_THREADS = 1024
-"""That may be asked for. Where systems do not start as many, OpenMP ends the process."""
-
+"""Upper limit on `--threads`. OpenMP aborts the process when the system cannot start that many."""
 
 _CGROUP, _CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far long work is: amount, rate and time left, as bars on a terminal, else as a few lines."""
+"""How far long work is, as bars on a terminal, else as a few lines: amount, rate, remaining time.
+
+The rate is that of the last minute.
+"""
 
 import sys
-import time
-from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Task
 
 OnProgress = Callable[[int, int], None]
 """Called with how much is done and how much there is; a `Line` is one."""
-
-_RATE_SECONDS = 60.0
-"""Rate and time left follow from the last minute."""
 
 
 class Progress:
@@ -38,6 +37,7 @@ class Progress:
             console=self.console,
             transient=True,
             disable=not self.console.is_terminal,
+            speed_estimate_period=60,
         )
 
     def __enter__(self) -> Self:
@@ -48,7 +48,7 @@ class Progress:
         self.display.stop()
 
     def line(self, label: str, unit: str = "", scale: float = 1) -> "Line":
-        """A line that appears with the first call.
+        """Return a line that appears with the first call.
 
         `scale` is how many of what is counted make up one `unit`: 1e6 bytes one MB. Without a unit
         the line shows percent.
@@ -67,15 +67,9 @@ class Line:
         self._progress, self._label, self._unit, self._scale = progress, label, unit, scale
         self._task: Any = None
         self._printed = -1
-        self._recent: deque[tuple[float, float]] = deque()
 
     def __call__(
-        self,
-        done: float,
-        total: float | None,
-        *,
-        text: str = "",
-        label: str | None = None,
+        self, done: float, total: float | None, *, text: str = "", label: str | None = None
     ) -> None:
         """Show that `done` of `total` (None: unknown) is done.
 
@@ -84,22 +78,18 @@ class Line:
             label: replaces the line's label from here on; another one begins another count.
         """
         if label and label != self._label:
-            self._label = label
-            self._recent.clear()
-            self._printed = -1
-        state = self._state(done, total, text)
-        progress = self._progress
-        if progress.console.is_terminal:
-            if self._task is None:
-                self._task = progress.display.add_task(self._label, total=None, state="")
-            progress.display.update(
-                self._task, description=self._label, completed=done, total=total, state=state
-            )
-        elif progress.plain_lines and total:
-            share = int(done * progress.plain_lines / total)
-            if share > self._printed:
-                self._printed = share
-                progress.print(f"{self._label}  {state}")
+            self.end()
+            self._label, self._printed = label, -1
+        display, plain_lines = self._progress.display, self._progress.plain_lines
+        if self._task is None:
+            self._task = display.add_task(self._label, total=total, state="")
+        display.update(self._task, completed=done, total=total)
+        task = next(task for task in display.tasks if task.id == self._task)
+        display.update(self._task, state=self._state(task, text))
+        share = int(done * plain_lines / total) if plain_lines and total else -1
+        if share > self._printed and not self._progress.console.is_terminal:
+            self._printed = share
+            self._progress.print(f"{self._label}  {task.fields['state']}")
 
     def end(self) -> None:
         """Take the line away."""
@@ -107,14 +97,8 @@ class Line:
             self._progress.display.remove_task(self._task)
             self._task = None
 
-    def _state(self, done: float, total: float | None, text: str) -> str:
-        recent, now = self._recent, time.monotonic()
-        recent.append((now, done))
-        while len(recent) > 2 and now - recent[1][0] > _RATE_SECONDS:
-            recent.popleft()
-        seconds, amount = now - recent[0][0], done - recent[0][1]
-        rate = amount / seconds if seconds > 0 else 0.0
-        parts = []
+    def _state(self, task: "Task", text: str) -> str:
+        done, total, rate, parts = task.completed, task.total, task.speed or 0.0, []
         if self._unit:
             of = "" if total is None else f"/{_short(total / self._scale)}"
             parts.append(f"{_short(done / self._scale)}{of} {self._unit}")
