@@ -91,14 +91,6 @@ def test_equals_transformers_on_every_position(name: str, isa: str) -> None:
     assert_close(DecoderInMemory(model, isa=isa).logits(ids), reference_logits(model, ids))
 
 
-@pytest.mark.parametrize("format", ["i2", "b3"])
-def test_weight_formats_give_the_same_bits(format: str) -> None:
-    model, ids = model_of("qwen2"), ids_of(40)
-    expected = DecoderInMemory(model, isa="generic").logits(ids)
-    logits = DecoderInMemory(model, weight_format=format, isa="generic").logits(ids)
-    np.testing.assert_array_equal(logits, expected)
-
-
 def test_long_sequence_equals_transformers(isa: str) -> None:
     model, ids = long_model(), ids_of(1300)
     decoder = DecoderInMemory(model, isa=isa, threads=2, cache_tokens=1344)
@@ -252,15 +244,6 @@ def test_threads_change_no_bit(isa: str) -> None:
     np.testing.assert_array_equal(results[0], results[2])
 
 
-def test_instruction_sets_agree() -> None:
-    model, ids = model_of("deep"), ids_of(64)
-    expected = DecoderInMemory(model, isa="generic").logits(ids)
-    for name in isas()[1:]:
-        difference = errors(DecoderInMemory(model, isa=name).logits(ids), expected)
-        assert difference.max() <= TOLERANCE
-        assert np.quantile(difference, 0.25) <= 1e-5
-
-
 def test_batch_equals_each_sequence_alone(isa: str) -> None:
     """Prefill of any length and single tokens together, more tokens than one chunk holds."""
     model = long_model()
@@ -291,28 +274,6 @@ def test_last_logits_are_the_last_rows_of_all(count: int) -> None:
     last = decoders[1].forward(list(zip(sequences[1], requests, strict=True)), "last")
     for rows, row in zip(everything, last, strict=True):
         np.testing.assert_array_equal(rows[-1], row)
-
-
-def test_no_logits_still_fills_the_cache() -> None:
-    model, ids = model_of("qwen2"), ids_of(50)
-    decoder = DecoderInMemory(model)
-    sequence = decoder.decoder.open()
-    decoder.forward([(sequence, ids[:49])], "none")
-    row = decoder.forward([(sequence, ids[49:])], "last")[0]
-    np.testing.assert_array_equal(row, DecoderInMemory(model).logits(ids)[-1])
-
-
-def test_greedy_tokens_equal_transformers() -> None:
-    model, ids = model_of("deep"), ids_of(8)
-    decoder = DecoderInMemory(model)
-    sequence = decoder.decoder.open()
-    given, text = ids, list(ids)
-    for _ in range(50):
-        token = int(decoder.forward([(sequence, given)], "last")[0].argmax())
-        given = [token]
-        text.append(token)
-    expected = reference_logits(model, text[:-1])[len(ids) - 1 :].argmax(1)
-    assert text[len(ids) :] == expected.tolist()
 
 
 def test_model_builder_refuses_what_does_not_fit() -> None:

@@ -22,7 +22,7 @@ from sparse_bitnet.packing.tensor_file import TensorFile, TensorFileWriter, Tens
 pytest.importorskip("sparse_bitnet._cpu")
 from sparse_bitnet.engine.engine import Engine
 
-LAYER = "model.layers.1.mlp.up_proj"
+LAYER, ATTENTION = "model.layers.1.mlp.up_proj", "model.layers.0.self_attn"
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +103,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None], **s
         ({"hidden_size": 2**31 - 1}, "hidden_size is 2,147,483,647, more than a model of"),
         ({"head_dim": 2**30}, "head_dim is 1,073,741,824, more than a model of"),
         ({"head_dim": 1026}, "head_dim is above 1,024"),
+        ({"hidden_size": 2**17 + 8}, "hidden_size is above 131,072"),
         ({"max_position_embeddings": 2**24 + 1}, "max_position_embeddings is above 16,777,216"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps is 1000+, not a positive number"),
         ({"rms_norm_eps": 1e300}, "rms_norm_eps is 1e[+]300, not a positive number"),
@@ -313,6 +314,15 @@ def test_floats_of_other_types_are_taken(packed: Path, original: Path) -> None:
     rewrite(packed, narrow)
     assert TensorFile(packed / "model.safetensors").entries["model.norm.weight"].dtype == "BF16"
     load(packed)
+
+
+def test_keys_with_outliers_stay_in_float16(packed: Path) -> None:
+    for name, kv_cache in (("", "int8"), ("q_proj.bias", "int8"), ("k_proj.bias", "float16")):
+        if name:
+            rewrite(packed, lambda tensors, n=name: tensors[f"{ATTENTION}.{n}"][1:2].fill_(-90.0))
+        engine = Engine.load(packed, threads=1, weight_format="i2")
+        assert engine.kv_cache == kv_cache
+        engine.close()
 
 
 def test_models_trained_otherwise(tmp_path: Path) -> None:

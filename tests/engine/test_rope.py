@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from factories import tiny_config
 from packed_models import FAMILIES, tiny_model_config
 from sparse_bitnet.checkpoint.config_fields import rope_of
-from sparse_bitnet.engine.rope import read_rope
+from sparse_bitnet.engine.architecture import read_rope
 from sparse_bitnet.errors import UserError
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}

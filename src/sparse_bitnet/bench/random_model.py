@@ -182,7 +182,7 @@ def _tensors(
     vectors = {
         f"model.layers.{layer}.{name}": length
         for layer in range(shape.layers)
-        for name, length in shape.vector_lengths().items()
+        for name, length in shape.vectors().values()
     } | {"model.norm.weight": shape.hidden}
     # Biases, then norms, which are about one.
     for name, length in sorted(vectors.items(), key=lambda item: not item[0].endswith(".bias")):

@@ -15,11 +15,11 @@ from sparse_bitnet.checkpoint.config_fields import (
     WINDOWED,
     Fields,
     head_size,
+    rope_of,
     unread_setting,
     windows_of,
 )
 from sparse_bitnet.checkpoint.model_folder import LINEAR_NORMS
-from sparse_bitnet.engine.rope import Rope, read_rope
 from sparse_bitnet.errors import EngineLacks, UserError
 
 MODEL_TYPES = ("qwen2", "llama", "qwen3", "bitnet", "mistral", GEMMA3, HUNYUAN)
@@ -28,8 +28,11 @@ MODEL_TYPES = ("qwen2", "llama", "qwen3", "bitnet", "mistral", GEMMA3, HUNYUAN)
 ACTIVATIONS = {"silu": 0, "swish": 0, "relu2": 1, "gelu_pytorch_tanh": 2}
 """transformers' names -> csrc/decoder.h's Activation."""
 
-MOST_FEATURES, MOST_HEAD_DIM, MOST_SHARED = 1 << 23, 1 << 10, 1 << 10
+_MOST_FEATURES, _MOST_HEAD_DIM, _MOST_SHARED = 1 << 23, 1 << 10, 1 << 10
 """The largest sizes that csrc/bindings_decoder.cpp takes."""
+
+_MOST_HIDDEN = 1 << 17
+"""The largest hidden size: sums over an output head of int8 then fit into 32 bits (csrc/matmul.h)."""
 
 _HEAD_NORMS = {
     "qwen3": ("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
@@ -47,6 +50,17 @@ BLOCK_LINEARS = (
     "mlp.down_proj",
 )
 """The linears of a block in the order in which the decoder takes them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary embedding of one model."""
+
+    inverse_frequencies: np.ndarray
+    """float32 [head_dim / 2]."""
+
+    scaling: float
+    """Multiplies cosine and sine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,11 +106,6 @@ class Architecture:
     windows: tuple[int, ...]
     """Of each layer: tokens that a token sees, itself included, or 0 for all; empty: all in all."""
 
-    @property
-    def feed_forward_norm(self) -> str:
-        """The norm before the feed-forward part, in the block."""
-        return f"{'pre_feedforward' if self.out_norms else 'post_attention'}_layernorm.weight"
-
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         """Name in the block -> (out_features, in_features)."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -111,25 +120,36 @@ class Architecture:
         )
         return dict(zip(BLOCK_LINEARS, shapes, strict=True))
 
-    def vector_lengths(self) -> dict[str, int]:
-        """Norms and biases of a block: name -> length."""
+    def vectors(self) -> dict[str, tuple[str, int]]:
+        """Norms and biases of a block: name in csrc/decoder.h -> (name in the block, length).
+
+        What normalises the input of q, k, v, gate or up alone is the decoder's `q_own_norm` and so on.
+        """
         shapes = self.linear_shapes()
-        lengths = {
-            "input_layernorm.weight": self.hidden,
-            "post_attention_layernorm.weight": self.hidden,
-        }
+        q, k, v, o, gate, up, down = BLOCK_LINEARS
+        before, behind = "post_attention_norm", "attention_out_norm"
+        named = {"input_norm": ("input_layernorm.weight", self.hidden)}
+        of_attention = behind if self.out_norms else before
+        named[of_attention] = ("post_attention_layernorm.weight", self.hidden)
         if self.out_norms:
-            lengths |= {f"{w}_feedforward_layernorm.weight": self.hidden for w in ("pre", "post")}
-        if self.qkv_bias:
-            lengths |= {f"{name}.bias": shapes[name][0] for name in BLOCK_LINEARS[:3]}
-        if self.o_bias:
-            lengths[f"{BLOCK_LINEARS[3]}.bias"] = self.hidden
+            named[before] = ("pre_feedforward_layernorm.weight", self.hidden)
+            named["ffn_out_norm"] = ("post_feedforward_layernorm.weight", self.hidden)
+        biased = {"q": q, "k": k, "v": v} if self.qkv_bias else {}
+        for letter, name in (biased | ({"o": o} if self.o_bias else {})).items():
+            named[f"{letter}_bias"] = (f"{name}.bias", shapes[name][0])
         if self.sub_norms:
-            lengths["self_attn.attn_sub_norm.weight"] = self.heads * self.head_dim
-            lengths["mlp.ffn_sub_norm.weight"] = self.intermediate
+            named["attention_sub_norm"] = ("self_attn.attn_sub_norm.weight", shapes[o][1])
+            named["ffn_sub_norm"] = ("mlp.ffn_sub_norm.weight", shapes[down][1])
         if self.linear_norms:
-            lengths |= {f"{name}.norm.weight": shapes[name][1] for name in BLOCK_LINEARS}
-        return lengths | dict.fromkeys(self.head_norms, self.head_dim)
+            own = [f"{letter}_own_norm" for letter in ("q", "k", "v", "gate", "up")]
+            keys = dict(zip((q, k, v, gate, up), own, strict=True))
+            keys |= {o: "attention_sub_norm", down: "ffn_sub_norm"}
+            named |= {
+                keys[name]: (f"{name}.norm.weight", shapes[name][1]) for name in BLOCK_LINEARS
+            }
+        for key, name in zip(("q_norm", "k_norm"), self.head_norms, strict=False):
+            named[key] = (name, self.head_dim)
+        return named
 
 
 def read_architecture(config: dict[str, Any], where: str) -> Architecture:
@@ -142,18 +162,23 @@ def read_architecture(config: dict[str, Any], where: str) -> Architecture:
     if not isinstance(model_type, str):
         raise UserError(f"{where}: model_type is {model_type!r}, not a name")
     if model_type not in MODEL_TYPES:
+        known = ", ".join(MODEL_TYPES)
         raise EngineLacks(
-            f"{where}: the CPU engine runs {', '.join(MODEL_TYPES)}, not {model_type!r}; use --engine "
-            "transformers"
+            f"{where}: the CPU engine runs {known}, not {model_type!r}; use --engine transformers"
         )
     fields = Fields(config, f"{where}: ")
     _refuse_variants(config, where)
-    heads = fields.size("num_attention_heads", most=MOST_FEATURES)
-    hidden = fields.size("hidden_size", most=MOST_FEATURES)
+    heads = fields.size("num_attention_heads", most=_MOST_FEATURES)
+    hidden = fields.size("hidden_size", most=_MOST_HIDDEN)
     kv_heads = fields.size("num_key_value_heads", heads)
-    head_dim = fields.size("head_dim", head_size(config), most=MOST_HEAD_DIM)
+    head_dim = fields.size("head_dim", head_size(config), most=_MOST_HEAD_DIM)
     shared = heads // kv_heads
-    if heads % kv_heads or shared > MOST_SHARED or head_dim % 2 or heads * head_dim > MOST_FEATURES:
+    if (
+        heads % kv_heads
+        or shared > _MOST_SHARED
+        or head_dim % 2
+        or heads * head_dim > _MOST_FEATURES
+    ):
         raise UserError(
             f"{where}: {heads} heads of {head_dim} values with {kv_heads} key-value heads make no model"
         )
@@ -163,7 +188,7 @@ def read_architecture(config: dict[str, Any], where: str) -> Architecture:
     return Architecture(
         model_type=model_type,
         hidden=hidden,
-        intermediate=fields.size("intermediate_size", most=MOST_FEATURES),
+        intermediate=fields.size("intermediate_size", most=_MOST_FEATURES),
         layers=fields.size("num_hidden_layers"),
         heads=heads,
         kv_heads=kv_heads,
@@ -197,26 +222,118 @@ def _activation(config: dict[str, Any]) -> Any:
 def _refuse_variants(config: dict[str, Any], where: str) -> None:
     """Raise for what changes a forward and is not computed here."""
     reason = None
-    layer_types = config.get("layer_types")
-    activation = _activation(config)
+    model_type, activation = config["model_type"], _activation(config)
     if not isinstance(activation, str):
         raise UserError(f"{where}: hidden_act is {activation!r}, not a name")
+    layer_types = config.get("layer_types")
+    kinds = layer_types if isinstance(layer_types, list) else []
     if activation not in ACTIVATIONS:
         reason = f"activation {activation!r}"
     elif (own := config.get(LINEAR_NORMS)) and own != config.get("rms_norm_eps"):
         reason = f"norms of two epsilons ({own!r} in linears, {config.get('rms_norm_eps')!r})"
-    elif own and config.get("model_type") == "bitnet":
+    elif own and model_type == "bitnet":
         reason = "two norms before one linear"
     elif config.get("mlp_bias"):
         reason = "biases in the feed-forward part"
     elif setting := unread_setting(config):
         reason = f"counterpart of {setting} in config.json"
-    elif isinstance(layer_types, list) and any(
-        kind not in (FULL, WINDOWED) for kind in layer_types
-    ):
+    elif any(kind not in (FULL, WINDOWED) for kind in kinds):
         reason = "layers but those with full or sliding attention"
-    elif config.get("model_type") == GEMMA3:
+    elif model_type == GEMMA3:
         names = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
         reason = next((name for name in names if config.get(name)), None)
     if reason is not None:
-        raise EngineLacks(f"{where}: the CPU engine has no {reason}; use --engine transformers")
+        raise _lacks(where, reason)
+
+
+def _lacks(where: str, what: str) -> EngineLacks:
+    return EngineLacks(f"{where}: the CPU engine has no {what}; use --engine transformers")
+
+
+def read_rope(config: dict[str, Any], head_dim: int, where: str, *, local: bool = False) -> Rope:
+    """Rope of a config.json; `local`: of its layers with a window.
+
+    Raises `UserError`, beginning with `where`, for kinds that are not computed and for missing numbers.
+    """
+    fields = rope_of(config, where, local=local)
+    kind = fields["rope_type"]
+    if kind not in ("default", "linear", "llama3", "yarn"):
+        raise _lacks(where, f"rope type {kind!r}")
+    numbers = Fields(fields, f"{where}: rope parameter ")
+    if numbers.optional("partial_rotary_factor", 1.0) != 1:
+        raise _lacks(where, "rotation but of whole heads")
+    try:
+        with np.errstate(all="ignore"):
+            rope = _frequencies(kind, head_dim, numbers, config)
+            if np.isfinite([*rope.inverse_frequencies, np.float32(rope.scaling)]).all():
+                return rope
+    except UserError:
+        raise
+    except (ArithmeticError, ValueError):
+        pass
+    raise UserError(
+        f"{where}: its rope parameters give frequencies that are not finite; correct them"
+    )
+
+
+def _frequencies(kind: str, head_dim: int, numbers: Fields, config: dict[str, Any]) -> Rope:
+    # torch's float32 power is correctly rounded nearly always, like this one.
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    powers = np.power(numbers["rope_theta"], exponents.astype(np.float64)).astype(np.float32)
+    plain = np.float32(1) / powers
+    if kind == "linear":
+        return Rope(inverse_frequencies=plain / np.float32(numbers["factor"]), scaling=1.0)
+    if kind == "llama3":
+        return Rope(inverse_frequencies=_llama3(plain, numbers), scaling=1.0)
+    if kind == "yarn":
+        return _yarn(powers, head_dim, numbers, config)
+    return Rope(inverse_frequencies=plain, scaling=1.0)
+
+
+def _llama3(plain: np.ndarray, numbers: Fields) -> np.ndarray:
+    """Long wavelengths are stretched by `factor`, those in between partly (Llama 3.1)."""
+    factor, low, high = numbers["factor"], numbers["low_freq_factor"], numbers["high_freq_factor"]
+    context = numbers["original_max_position_embeddings"]
+    wavelength = np.float32(2 * math.pi) / plain
+    is_long, is_short = wavelength > context / low, wavelength < context / high
+    stretched = np.where(is_long, plain / np.float32(factor), plain)
+    smooth = (np.float32(context) / wavelength - np.float32(low)) / np.float32(high - low)
+    between = (1 - smooth) * stretched / np.float32(factor) + smooth * stretched
+    return np.where(~is_short & ~is_long, between, stretched).astype(np.float32)
+
+
+def _yarn(powers: np.ndarray, head_dim: int, numbers: Fields, config: dict[str, Any]) -> Rope:
+    """YaRN (arXiv 2309.00071): slow dimensions are interpolated, quick ones left, a ramp between."""
+    context = numbers["original_max_position_embeddings"]
+    longest = config.get("max_position_embeddings")
+    if numbers.is_set("factor") or not isinstance(longest, int):
+        factor = numbers["factor"]
+    else:
+        factor = longest / context
+
+    def magnitude(multiplier: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * multiplier * math.log(factor) + 1.0
+
+    if numbers.is_set("attention_factor"):
+        scaling = numbers["attention_factor"]
+    elif numbers.is_set("mscale") and numbers.is_set("mscale_all_dim"):
+        scaling = magnitude(numbers["mscale"]) / magnitude(numbers["mscale_all_dim"])
+    else:
+        scaling = magnitude(1.0)
+
+    def dimension(rotations: float) -> float:
+        ratio = context / (rotations * 2 * math.pi)
+        return head_dim * math.log(ratio) / (2 * math.log(numbers["rope_theta"]))
+
+    low = dimension(numbers.optional("beta_fast", 32.0))
+    high = dimension(numbers.optional("beta_slow", 1.0))
+    if numbers.is_set("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    steps = np.arange(head_dim // 2, dtype=np.float32)
+    ramp = np.clip((steps - np.float32(low)) / np.float32(high - low), 0, 1).astype(np.float32)
+    kept = 1 - ramp
+    plain, stretched = np.float32(1) / powers, np.float32(1) / (np.float32(factor) * powers)
+    return Rope(inverse_frequencies=stretched * (1 - kept) + plain * kept, scaling=scaling)

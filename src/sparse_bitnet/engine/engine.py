@@ -8,22 +8,15 @@ from typing import Any, Self
 import numpy as np
 
 from sparse_bitnet import _cpu
-from sparse_bitnet.engine.architecture import Architecture
-from sparse_bitnet.engine.decoder_model import build_model
+from sparse_bitnet.engine.architecture import BLOCK_LINEARS, Architecture
 from sparse_bitnet.engine.engine_model import EngineModel, open_engine_model
+from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.engine.format_tuning import choose_format
 from sparse_bitnet.engine.protocol import CacheFull, EngineSequence, InferenceEngine, WhichLogits
-from sparse_bitnet.engine.recycled import RecycledArrays
-from sparse_bitnet.engine.runtime_weights import Weights, load_weights
-from sparse_bitnet.engine.weight_forms import FORMATS, check_format, choose_head
+from sparse_bitnet.engine.weights import FORMATS, Weights, choose_head, load_weights
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.host import MOST_THREADS, available_cores
+from sparse_bitnet.host import available_cores
 from sparse_bitnet.layer_config import REGISTERED
-from sparse_bitnet.progress import OnProgress
-
-WEIGHT_FORMATS = ("auto", "stored", *FORMATS)
-CACHE_TYPES = {name: _cpu.CacheType[name] for name in ("float32", "float16", "int8", "int4")}
-
 
 _LARGEST_OF_KEYS = 16.0
 """Bias or norm; the numbers of a head share a scale, whose 127 steps are an eighth each up to here."""
@@ -33,9 +26,7 @@ class Engine(InferenceEngine):
     """A packed model on the CPU. Made by `Engine.load`.
 
     Attributes:
-        folder: of the model.
-        architecture: its sizes.
-        threads: that compute; fewer than asked for where the system starts no more.
+        architecture: sizes of the model.
         weight_format: "i2", "b3" or "lookup": the weights in memory.
         head_format: "int8", "int4", "bfloat16", "float32" or "i2": the output head in memory.
         kv_cache: "int8", "int4", "float16" or "float32": keys and values in memory.
@@ -47,110 +38,41 @@ class Engine(InferenceEngine):
     page_tokens: int = _cpu.PAGE_TOKENS
     batch_invariant = True
 
-    def __init__(
-        self, model: EngineModel, weights: Weights, decoder: _cpu.Decoder, context_length: int
-    ) -> None:
-        super().__init__(model.architecture.vocab, context_length, model.architecture.hidden)
-        self.folder: Path = model.folder
-        self.architecture: Architecture = model.architecture
-        self.threads: int = decoder.threads
-        self.weight_format = self.kv_cache = ""
-        self.head_format = weights.head_format
-        self.weight_bytes, self.head_bytes = weights.weight_bytes, weights.head_bytes
-        self.load_seconds = 0.0
-        self.isa: str = decoder.isa
-        self._weights: Weights | None = weights
-        self._arrays = RecycledArrays()
-        self._decoder: Any = decoder
-
-    @classmethod
-    def load(
-        cls,
-        folder: str | Path,
-        *,
-        threads: int | None = None,
-        weight_format: str = "auto",
-        head: str = "auto",
-        kv_cache: str = "auto",
-        activations: str = "auto",
-        context_length: int | None = None,
-        cache_tokens: int | None = None,
-        isa: str = "",
-        progress: OnProgress | None = None,
-    ) -> Self:
-        """Load a folder written by `sparse-bitnet pack`.
-
-        Args:
-            folder: the packed model.
-            threads: to compute with; by default one for each processor this process may use.
-            weight_format: form of the weights in memory: one of `FORMATS`, "stored" as in the file and,
-                where rows lie on whole cache lines, the mapped file itself, "auto" the fastest here, by
-                a short measurement (format_tuning.py); i2 where the weights have a scale for every group.
-            head: form of the output head in memory: "stored", "int8", "int4", "auto" int8, or ternary as
-                in the file. Of a head that is tied to it, also of the embedding.
-            kv_cache: form of keys and values: "float32", "float16", "int8", "int4", or "auto" int8, but
-                float16 where keys have a bias or a norm above 16, as Qwen2.5's.
-            activations: what shares a scale of the int8 activations: "token", "group" as many as the
-                weights that share one, "auto" group where those of another tool have one size of groups.
-            context_length: most tokens of one sequence; by default what the model was made for.
-            cache_tokens: room for this many tokens of all sequences together; by default for one of
-                `context_length`. Memory is taken as they come.
-            isa: a name that `sparse-bitnet env` lists; by default SPARSE_BITNET_ISA or the best.
-            progress: told bytes done and bytes in all, after every tensor.
-
-        Raises `UserError` for a folder that is not packed, damaged (naming the tensor) or of a kind that
-        the engine does not run, for options that do not fit, and where memory does not suffice.
-        """
+    def __init__(self, folder: str | Path, options: EngineOptions, isa: str) -> None:
+        """See `load`."""
         started = time.perf_counter()
-        threads = _within(
-            "threads", available_cores() if threads is None else threads, MOST_THREADS
-        )
-        _check_choice("weight format", weight_format, WEIGHT_FORMATS)
-        _check_choice("kv-cache", kv_cache, ("auto", *CACHE_TYPES))
-        _check_choice("activations", activations, ("auto", "token", "group"))
         model = open_engine_model(folder)
-        context_length = cls.context_within(context_length, model.architecture.positions)
-        if cache_tokens is None:
-            cache_tokens = context_length
-        cache_tokens = _within("cache tokens", cache_tokens, 1 << 31)
-        head_format = choose_head(model, head)
+        self.architecture: Architecture = model.architecture
+        context_length = self.context_within(options.context_length, model.architecture.positions)
+        super().__init__(model.architecture.vocab, context_length, model.architecture.hidden)
+        head_format = choose_head(model, options.head)
         try:
             kernels = _cpu.Kernels.choose(isa)
         except ValueError as error:
             raise UserError(str(error)) from error
-        pool = _cpu.ThreadPool(threads)
-        groups = model.scale_groups()
-        is_mapped = weight_format == "stored"
+        threads = options.threads or available_cores()
         try:
-            if weight_format == "auto":
-                has_groups = groups != {0}
-                weight_format = "i2"
-                if not has_groups:
-                    pattern, exact = model.metadata.pattern, model.exact
-                    weight_format = choose_format(pattern, pool, kernels, exact=exact)
-            elif weight_format == "stored":
-                weight_format = model.metadata.packed_format
-            check_format(model, weight_format)
+            pool = _cpu.ThreadPool(threads)
+            self.weight_format = _weight_format(model, options.weight_format, pool, kernels)
             weights = load_weights(
                 model,
                 kernels,
                 pool,
-                weight_format=weight_format,
+                weight_format=self.weight_format,
                 head_format=head_format,
-                is_mapped=is_mapped,
-                progress=progress,
+                is_mapped=options.weight_format == "stored",
             )
             del pool  # the system may not start more threads than these
-            if kv_cache == "auto":
-                kv_cache = _cache_type(weights)
-            decoder = _cpu.Decoder(
-                build_model(
-                    model.architecture, weights, _activation_group(model, groups, activations)
+            is_auto = options.kv_cache == "auto"
+            self.kv_cache: str = _cache_type(weights) if is_auto else options.kv_cache
+            self._decoder: Any = _cpu.Decoder(
+                _decoder_model(
+                    model.architecture, weights, _activation_group(model, options.activations)
                 ),
                 threads,
-                CACHE_TYPES[kv_cache],
+                _cpu.CacheType[self.kv_cache],
                 context_length,
-                cache_tokens,
+                options.cache_tokens or context_length,
                 kernels,
             )
         except MemoryError as error:
@@ -158,10 +80,26 @@ class Engine(InferenceEngine):
                 f"{folder}: there is not enough memory for its weights and its cache; ask for fewer "
                 "cache tokens or a smaller form of weights"
             ) from error
-        engine = cls(model, weights, decoder, context_length)
-        engine.weight_format, engine.kv_cache = weight_format, kv_cache
-        engine.load_seconds = time.perf_counter() - started
-        return engine
+        self._weights: Weights | None = weights
+        self.head_format = head_format
+        self.weight_bytes, self.head_bytes = weights.weight_bytes, weights.head_bytes
+        self.isa: str = kernels.isa
+        self.load_seconds = time.perf_counter() - started
+
+    @classmethod
+    def load(cls, folder: str | Path, *, isa: str = "", **options: Any) -> Self:
+        """Load a folder written by `sparse-bitnet pack`.
+
+        Args:
+            folder: the packed model.
+            isa: a name that `sparse-bitnet env` lists; by default SPARSE_BITNET_ISA or the best.
+            options: fields of `EngineOptions`: threads, weight_format, head, kv_cache, activations,
+                context_length, cache_tokens.
+
+        Raises `UserError` for a folder that is not packed, damaged (naming the tensor) or of a kind that
+        the engine does not run, for options that do not fit, and where memory does not suffice.
+        """
+        return cls(folder, EngineOptions(**options), isa)
 
     @property
     def free_tokens(self) -> int:
@@ -175,7 +113,7 @@ class Engine(InferenceEngine):
         counts = [len(tokens) for _, tokens in batch]
         rows = {"none": 0, "last": len(batch)}.get(logits, sum(counts))
         columns = self.hidden_size if logits == "hidden" else self.vocab_size
-        values = self._arrays.empty(rows, columns)
+        values = np.empty((rows, columns), np.float32)
         requests = [(sequence.cache, tokens.ctypes.data, len(tokens)) for sequence, tokens in batch]
         try:
             self._decoder.forward(requests, _cpu.Logits[logits], values.ctypes.data if rows else 0)
@@ -206,6 +144,23 @@ class Engine(InferenceEngine):
         self._decoder = self._weights = None
 
 
+def _weight_format(
+    model: EngineModel, asked: str, pool: _cpu.ThreadPool, kernels: _cpu.Kernels
+) -> str:
+    """The key of `FORMATS` for an option. Raises `UserError` where the model cannot be multiplied so."""
+    has_groups = model.scale_groups() != {0}
+    if asked == "auto":
+        pattern = model.metadata.pattern
+        return "i2" if has_groups else choose_format(pattern, pool, kernels, exact=model.exact)
+    name = model.metadata.packed_format if asked == "stored" else asked
+    if name not in FORMATS:
+        known = ", ".join(FORMATS)
+        raise UserError(f"weight format {name!r} is for files: choose one of {known}")
+    if name == "lookup" and has_groups:
+        raise UserError("weight format lookup has no scales of groups; use i2")
+    return name
+
+
 def _cache_type(weights: Weights) -> str:
     """ "int8", unless something makes a few numbers of all keys so large, as in Qwen2.5, that their scale
     would hide the others."""
@@ -215,16 +170,11 @@ def _cache_type(weights: Weights) -> str:
     return "int8" if largest <= _LARGEST_OF_KEYS else "float16"
 
 
-def _within(what: str, value: int, most: int) -> int:
-    if not 1 <= value <= most:
-        raise UserError(f"{what} {value}: must be within 1..{most}")
-    return value
-
-
-def _activation_group(model: EngineModel, groups: set[int], activations: str) -> int:
+def _activation_group(model: EngineModel, activations: str) -> int:
     """Inputs that share a scale, 0 for all of a token."""
     if activations == "auto" and model.metadata.format.quantizer != REGISTERED["quantizer"]:
         return 0  # trained here, and so with the inputs of a token
+    groups = model.scale_groups()
     group = next(iter(groups)) if len(groups) == 1 else 0
     if activations == "group" and not group:
         raise UserError(
@@ -234,6 +184,47 @@ def _activation_group(model: EngineModel, groups: set[int], activations: str) ->
     return 0 if activations == "token" else group
 
 
-def _check_choice(what: str, given: str, choices: tuple[str, ...]) -> None:
-    if given not in choices:
-        raise UserError(f"{what} {given!r}: choose one of {', '.join(choices)}")
+def _decoder_model(
+    architecture: Architecture, weights: Weights, activation_group: int
+) -> _cpu.ModelBuilder:
+    """Sizes, and addresses of what `weights` keeps; `activation_group` inputs share a scale, 0: all."""
+    # The decoder copies the frequencies or keeps their address: they live as long as the weights.
+    ropes = (architecture.rope, architecture.local_rope)
+    frequencies = [np.ascontiguousarray(rope.inverse_frequencies, np.float32) for rope in ropes]
+    weights.kept += frequencies
+    model = _cpu.ModelBuilder(
+        architecture.hidden,
+        architecture.intermediate,
+        architecture.heads,
+        architecture.kv_heads,
+        architecture.head_dim,
+        architecture.vocab,
+        architecture.norm_epsilon,
+        _cpu.Activation(architecture.activation),
+        frequencies[0].ctypes.data,
+        architecture.rope.scaling,
+        activation_group,
+        architecture.query_scale,
+        architecture.embedding_scale,
+        architecture.norms_rotated,
+    )
+    local = architecture.local_rope.scaling != architecture.rope.scaling
+    local |= not np.array_equal(frequencies[0], frequencies[1])
+    if local:
+        model.add_rope(frequencies[1].ctypes.data, architecture.local_rope.scaling)
+    model.set_embedding(weights.embedding)
+    model.set_head(weights.head)
+    model.set_final_norm(weights.vectors["model.norm.weight"].ctypes.data)
+    names = {key: name for key, (name, _) in architecture.vectors().items()}
+    own = [names.pop(key) for key in list(names) if key.endswith("_own_norm")]
+    for layer in range(architecture.layers):
+        block = f"model.layers.{layer}."
+        window = architecture.windows[layer] if architecture.windows else 0
+        model.add_block(
+            *(weights.matrices[block + name] for name in BLOCK_LINEARS),
+            **{key: weights.vectors[block + name].ctypes.data for key, name in names.items()},
+            linear_norms=[weights.vectors[block + name].ctypes.data for name in own],
+            window=window,
+            rope=int(local and window > 0),
+        )
+    return model

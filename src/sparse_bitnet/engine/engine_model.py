@@ -131,13 +131,16 @@ def _wanted(model: EngineModel) -> dict[str, tuple[tuple[str, ...], tuple[int, .
     """Every tensor: name -> (possible types, shape; None for any number of bytes)."""
     architecture, metadata, path = model.architecture, model.metadata, model.file.path
     wanted: dict[str, tuple[tuple[str, ...], tuple[int, ...] | None]] = {}
-    expected = {}
     floats = ("F32", "BF16", "F16")
     for layer in range(architecture.layers):
         block = f"model.layers.{layer}"
         for linear, shape in architecture.linear_shapes().items():
             name = f"{block}.{linear}"
-            expected[name] = shape
+            if metadata.layers.get(name, shape) != shape:
+                raise UserError(
+                    f"{path}: its metadata has layer {name} as {list(metadata.layers[name])}, "
+                    f"config.json as {list(shape)}"
+                )
             check_layout(metadata.packed_format, metadata.pattern, shape[1], name)
             columns = row_bytes(metadata.packed_format, metadata.pattern, shape[1])
             wanted[f"{name}.weight_packed"] = (("U8",), (shape[0], columns))
@@ -146,7 +149,7 @@ def _wanted(model: EngineModel) -> dict[str, tuple[tuple[str, ...], tuple[int, .
                 wanted[f"{name}.weight_scale"] = (floats, scales.shape)
             else:
                 wanted[f"{name}.weight_scale"] = (("F32",), (1,))
-        for vector, length in architecture.vector_lengths().items():
+        for vector, length in architecture.vectors().values():
             wanted[f"{block}.{vector}"] = (floats, (length,))
         if layer >= len(metadata.layers):
             # A count of layers that the file cannot have is not worth enumerating.
@@ -163,25 +166,16 @@ def _wanted(model: EngineModel) -> dict[str, tuple[tuple[str, ...], tuple[int, .
         wanted[name] = ((_TABLE_DTYPES[form],), (shape[0], columns))
         if form == "int8":
             wanted[f"{name}_scale"] = (("F32",), (architecture.vocab, 1))
-    for name, shape in expected.items():
-        if metadata.layers.get(name, shape) != shape:
-            raise UserError(
-                f"{path}: its metadata has layer {name} as {list(metadata.layers[name])}, config.json "
-                f"as {list(shape)}"
-            )
     return wanted
 
 
 def _table_group(model: EngineModel, name: str) -> int:
     """Weights of a row of a ternary embedding or head that share a scale, for the scales that it has."""
-    scales, shape = (
-        model.file.entries.get(f"{name}_scale"),
-        (model.architecture.vocab, model.architecture.hidden),
-    )
-    group = scale_group(scales.shape, *shape) if scales else None
-    if shape[1] % SCALE_GROUPS[0]:
+    scales, architecture = model.file.entries.get(f"{name}_scale"), model.architecture
+    if architecture.hidden % SCALE_GROUPS[0]:
         raise UserError(
             f"{model.file.path}: tensor {name} is ternary, which asks for a hidden size in groups of "
-            f"{SCALE_GROUPS[0]}, the model has {shape[1]}"
+            f"{SCALE_GROUPS[0]}, the model has {architecture.hidden}"
         )
+    group = scale_group(scales.shape, architecture.vocab, architecture.hidden) if scales else None
     return group if group in SCALE_GROUPS else SCALE_GROUPS[0]

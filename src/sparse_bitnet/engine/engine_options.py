@@ -4,8 +4,8 @@
 Imports nothing heavy, so that `--help` is immediate.
 """
 
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from sparse_bitnet.errors import UserError, check_least, refuse_unused
 from sparse_bitnet.host import MOST_THREADS
@@ -53,21 +53,19 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         """Raise `UserError` that names the option."""
+        for name, hint in get_type_hints(type(self)).items():
+            value, choices = getattr(self, name), get_args(hint)
+            if get_origin(hint) is Literal and value not in choices:
+                option = name.replace("_", "-")
+                raise UserError(f"--{option} {value!r}: choose one of {', '.join(choices)}")
         check_least(self, threads=1, context_length=1, cache_tokens=1)
-        if self.threads is not None and self.threads > MOST_THREADS:
-            raise UserError(f"--threads {self.threads}: at most {MOST_THREADS}")
+        for name, most in (("threads", MOST_THREADS), ("cache_tokens", 1 << 31)):
+            if (asked := getattr(self, name)) is not None and asked > most:
+                raise UserError(f"--{name.replace('_', '-')} {asked}: at most {most}")
         if self.device == "cuda" and self.engine == "cpu":
             raise UserError(
                 "--device cuda: the CPU engine computes on the CPU; leave out --engine cpu"
             )
-
-    def of_cpu_engine(self) -> dict[str, Any]:
-        """As arguments of `Engine.load`."""
-        return {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if field.name not in ("engine", "device")
-        }
 
     def check_for_transformers(self, why: str) -> None:
         """Raise `UserError` for a set option that only the CPU engine has; `why` says what keeps it

@@ -5,15 +5,18 @@ One token is multiplied with more weights than caches hold, in each format that 
 reading memory competes with unpacking, and which of the two wins differs from machine to machine.
 """
 
+import ctypes
 import json
 import platform
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from sparse_bitnet import __version__, _cpu
-from sparse_bitnet.engine.weight_forms import FORMATS, row_bytes, row_stride
+from sparse_bitnet.engine.weights import FORMATS, row_bytes, row_stride
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import write_atomic
 from sparse_bitnet.host import cache_folder, cpu_info
@@ -42,21 +45,21 @@ def choose_format(
         kernels: of an instruction set.
         exact: every group of weights has n non-zeros.
     """
-    key = _key(kernels.isa, pool.threads, pattern, exact)
+    coded = f"{coded_pattern(pattern)}{' exactly' if exact else ''}"
+    key = f"{__version__} | {_cpu_model()} | {kernels.isa} | {pool.threads} threads | {coded}"
     path = cache_folder() / "formats.json"
     known = _tuned(path)
-    choice = known.get(key)
-    if choice in FORMATS:
-        return choice
+    if (choice := known.get(key)) in tuple(FORMATS):
+        return str(choice)
     seconds = measure_formats(pattern, pool, kernels, exact=exact)
-    choice = _fastest(seconds, pattern, exact)
-    try:
+    bound = min(seconds.values()) * _TIE
+    close = [name for name, taken in seconds.items() if taken <= bound]
+    best = min(close, key=lambda name: (row_bytes(name, pattern, COLUMNS, exact), seconds[name]))
+    # A folder that cannot be written costs a measurement at every start, nothing else.
+    with suppress(OSError, UserError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps({**known, key: choice}, indent=2) + "\n")
-    except (OSError, UserError):
-        # A folder that cannot be written costs a measurement at every start, nothing else.
-        pass
-    return choice
+        write_atomic(path, json.dumps({**known, key: best}, indent=2) + "\n")
+    return best
 
 
 def measure_formats(
@@ -74,7 +77,10 @@ def measure_formats(
     size = size or _BYTES
     coded = coded_pattern(pattern)
     memory = _cpu.HugeBuffer(size + 512)
-    _fill(memory)
+    # Random bytes: what they stand for matters to no kernel's speed, that they are not one page does.
+    # Each format meets weights it would not write (fields of 3), which kernels do not check.
+    view = np.ctypeslib.as_array((ctypes.c_uint8 * memory.size).from_address(memory.address))
+    view[:] = np.resize(np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8), memory.size)
     x = np.random.default_rng(0).standard_normal(COLUMNS, np.float32)
     codes = np.zeros(COLUMNS + _cpu.ACTIVATION_SLACK, np.int8)
     scales, sums = np.zeros(1, np.float32), np.zeros(1, np.int32)
@@ -83,8 +89,11 @@ def measure_formats(
     )
     kernels.quantize(pool, x.ctypes.data, activations)
     products, weights, outputs = {}, {}, []
-    for name in _candidates(pattern, kernels.isa):
-        format = FORMATS[name]
+    # lookup is for instruction sets that look 64 bytes up at once, and for whole groups in the columns.
+    looks_up = kernels.isa in _LOOK_UP and COLUMNS % coded.m == 0
+    for name, format in FORMATS.items():
+        if name == "lookup" and not looks_up:
+            continue
         stride = row_stride(name, pattern, COLUMNS, exact)
         rows = size // stride // _cpu.STRIP_ROWS * _cpu.STRIP_ROWS
         y = np.empty(rows, np.float32)
@@ -108,53 +117,18 @@ def measure_formats(
     return seconds
 
 
-def _candidates(pattern: NMPattern, isa: str) -> list[str]:
-    """Formats worth measuring: lookup is for instruction sets that look 64 bytes up at once, and for
-    whole groups in the columns."""
-    looks_up = isa in _LOOK_UP and COLUMNS % coded_pattern(pattern).m == 0
-    return [name for name in FORMATS if looks_up or name != "lookup"]
-
-
-def _fastest(seconds: dict[str, float], pattern: NMPattern, exact: bool) -> str:
-    bound = min(seconds.values()) * _TIE
-    close = [name for name, taken in seconds.items() if taken <= bound]
-    return min(close, key=lambda name: (row_bytes(name, pattern, COLUMNS, exact), seconds[name]))
-
-
-def _fill(memory: _cpu.HugeBuffer) -> None:
-    """Random bytes: what they stand for matters to no kernel's speed, that they are not one page does.
-
-    Each format finds weights it would not write (fields of 3); kernels check
-    nothing and stay within their rows.
-    """
-    import ctypes
-
-    view = np.ctypeslib.as_array((ctypes.c_uint8 * memory.size).from_address(memory.address))
-    tile = np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8)
-    for first in range(0, memory.size, tile.size):
-        part = view[first : first + tile.size]
-        part[:] = tile[: part.size]
-
-
-def _key(isa: str, threads: int, pattern: NMPattern, exact: bool) -> str:
-    weights = f"{coded_pattern(pattern)}{' exactly' if exact else ''}"
-    return f"{__version__} | {_cpu_model()} | {isa} | {threads} threads | {weights}"
-
-
 def _cpu_model() -> str:
     """As Linux names it, else what the platform says."""
     fields = cpu_info()
-    found = [fields.get(name, "") for name in ("model name", "cpu family", "model", "stepping")]
-    return " ".join(found) if any(found) else platform.processor() or platform.machine()
+    named = [fields.get(name, "") for name in ("model name", "cpu family", "model", "stepping")]
+    return " ".join(named) if any(named) else platform.processor() or platform.machine()
 
 
-def _tuned(path: Path) -> dict[str, str]:
+def _tuned(path: Path) -> dict[str, Any]:
     """What is remembered; nothing where that cannot be read."""
-    try:
+    with suppress(OSError, ValueError, RecursionError):
         # A pipe would be waited for.
         values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
-    if not isinstance(values, dict):
-        return {}
-    return {key: value for key, value in values.items() if isinstance(value, str)}
+        if isinstance(values, dict):
+            return values
+    return {}

@@ -6,7 +6,6 @@ sequences, the checks of a batch, and one caller at a time. Free of torch.
 model.
 """
 
-import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -35,7 +34,7 @@ class EngineSequence:
     """Tokens whose keys and values an engine holds."""
 
     def __init__(self, engine: "InferenceEngine", cache: Any, tokens: list[int]) -> None:
-        """By the engine. `cache`: where it keeps keys and values, its own affair."""
+        """Made by `engine`; `cache` is opaque to callers."""
         self.engine, self.cache = engine, cache
         self._tokens = tokens
         self.is_open = True
@@ -48,10 +47,6 @@ class EngineSequence:
 
     def __len__(self) -> int:
         return len(self._tokens)
-
-    def append(self, tokens: Sequence[int]) -> None:
-        """By the engine, after it has computed them."""
-        self._tokens += [int(token) for token in tokens]
 
     def fork(self, length: int | None = None) -> "EngineSequence":
         """A new sequence that starts with the first `length` tokens (all). Raises `CacheFull`."""
@@ -69,14 +64,11 @@ class EngineSequence:
 
     def close(self) -> None:
         """Give the memory back; a second call does nothing."""
-        if self.engine.is_usable:
-            with self.engine._turns:
-                # Unless it, or the engine, was closed by another thread in the turn before.
-                if self.is_open and self.engine.is_usable:
-                    self.engine._release(self)
-                    self.engine.sequences.remove(self)
+        with self.engine._turns:
+            if self.is_open:
+                self.engine._release(self)
+                self.engine.sequences.remove(self)
                 self.is_open = False
-        self.is_open = False
 
     def check(self, length: int) -> int:
         """The length. Raises `ValueError` if the sequence is closed or has fewer tokens."""
@@ -108,7 +100,6 @@ class InferenceEngine(ABC):
         self.hidden_size = hidden_size
         self.sequences: list[EngineSequence] = []
         self._turns = threading.RLock()
-        self._process = os.getpid()
         self._is_closed = False
 
     @staticmethod
@@ -150,45 +141,30 @@ class InferenceEngine(ABC):
             checked = [(sequence, self._checked(sequence, tokens)) for sequence, tokens in batch]
             lengths = [len(sequence) for sequence, _ in checked]
             try:
-                found = self._compute(checked, logits) if checked else []
+                rows = self._compute(checked, logits) if checked else []
                 for sequence, tokens in checked:
-                    sequence.append(tokens.tolist())
+                    sequence._tokens += tokens.tolist()
             except BaseException:
-                # Caches may be ahead of the tokens: of Ctrl-C, or where memory ends.
+                # Caches may be ahead of the tokens: after Ctrl-C, or where memory ends.
                 for (sequence, _), length in zip(checked, lengths, strict=True):
                     del sequence._tokens[length:]
                     self._restore(sequence)
                 raise
-            return found
+            return rows
 
     def close(self) -> None:
         """Give the memory back, after a call of another thread has ended; a second call does nothing.
         Sequences are then closed."""
-        if not self.is_usable:
-            self._is_closed = True
-            return
         with self._turns:
-            if self._is_closed:
-                return
             for sequence in list(self.sequences):
                 sequence.close()
-            self._close()
-            self._is_closed = True
-
-    @property
-    def is_usable(self) -> bool:
-        """Neither closed nor of another process."""
-        return not self._is_closed and self._process == os.getpid()
+            if not self._is_closed:
+                self._is_closed = True
+                self._close()
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Inside, no other thread changes the engine.
-
-        Raises `ValueError` after `close`, and in a child of fork(), which has none of the engine's
-        threads and perhaps a copy of its memory in the middle of a change.
-        """
-        if self._process != os.getpid():
-            raise ValueError("the engine was loaded before this process was forked: load it here")
+        """Inside, no other thread changes the engine. Raises `ValueError` after `close`."""
         with self._turns:
             if self._is_closed:
                 raise ValueError("the engine is closed")

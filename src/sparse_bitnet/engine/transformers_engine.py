@@ -4,23 +4,18 @@ are not packed, and as the reference of the CPU engine."""
 
 import contextlib
 import copy
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.engine.protocol import CacheFull, EngineSequence, InferenceEngine, WhichLogits
 from sparse_bitnet.nn.convert import selected
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_MOST_TOKENS = 1 << 40
-"""Stands for a cache without limit."""
-
-DEFAULT_CONTEXT_LENGTH = 2048
+_CONTEXT_LENGTH = 2048
 """Where the model's config does not say how many positions it has."""
 
 
@@ -45,33 +40,16 @@ class TransformersEngine(InferenceEngine):
         """
         config = model.config.get_text_config()
         positions = getattr(config, "max_position_embeddings", None)
-        length = self.context_within(
-            context_length, positions or context_length or DEFAULT_CONTEXT_LENGTH
-        )
+        positions = positions or context_length or _CONTEXT_LENGTH
+        length = self.context_within(context_length, positions)
         embedding: Any = model.get_input_embeddings()
         super().__init__(len(embedding.weight), length, config.hidden_size)
         self._model: Any = model.eval()
-        self._cache_tokens = _MOST_TOKENS if cache_tokens is None else cache_tokens
+        self._cache_tokens = cache_tokens or 1 << 40  # as good as without limit
         # A recurrent state cannot be cut back to an earlier token: such models compute all again.
         self._has_cache = not getattr(model, "_is_stateful", False)
         self._selected = contextlib.ExitStack()
         self._selected.enter_context(selected(model))
-
-    @classmethod
-    def load(
-        cls,
-        checkpoint: str | Path,
-        *,
-        context_length: int | None = None,
-        cache_tokens: int | None = None,
-        device: str = "cpu",
-    ) -> "TransformersEngine":
-        """A folder or hub id that transformers reads, packed ones too, in float32.
-
-        Raises `UserError` when it cannot be loaded, or as the constructor.
-        """
-        model: Any = from_pretrained(str(checkpoint), dtype=torch.float32)
-        return cls(model.to(device), context_length=context_length, cache_tokens=cache_tokens)
 
     @property
     def free_tokens(self) -> int:
@@ -83,8 +61,8 @@ class TransformersEngine(InferenceEngine):
     ) -> list[np.ndarray]:
         self._check_room(sum(len(tokens) for _, tokens in batch))
         with torch.inference_mode():
-            found = [self._run(sequence, tokens.tolist(), logits) for sequence, tokens in batch]
-        return [] if logits == "none" else [r[-1] if logits == "last" else r for r in found]
+            rows = [self._run(sequence, tokens.tolist(), logits) for sequence, tokens in batch]
+        return [] if logits == "none" else [r[-1] if logits == "last" else r for r in rows]
 
     def _run(self, sequence: EngineSequence, tokens: list[int], logits: WhichLogits) -> np.ndarray:
         """float32 [tokens or 1, vocab_size], or [tokens, hidden_size]."""

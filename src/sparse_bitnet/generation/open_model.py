@@ -178,11 +178,12 @@ def open_engine(folder: str, options: EngineOptions) -> "tuple[InferenceEngine, 
     if why is None:
         from sparse_bitnet.engine.engine import Engine
 
-        return Engine.load(folder, **options.of_cpu_engine()), None
+        return Engine.load(folder, **vars(options)), None
     options.check_for_transformers(why)
 
     import torch
 
+    from sparse_bitnet.checkpoint.load import from_pretrained
     from sparse_bitnet.engine.transformers_engine import TransformersEngine
     from sparse_bitnet.training.device import resolve_device
 
@@ -193,9 +194,9 @@ def open_engine(folder: str, options: EngineOptions) -> "tuple[InferenceEngine, 
         resolve_device(device)
     elif options.threads is not None:
         torch.set_num_threads(options.threads)
-    engine = TransformersEngine.load(
-        folder,
-        device=device,
+    model: Any = from_pretrained(folder, dtype=torch.float32)
+    engine = TransformersEngine(
+        model.to(device),
         context_length=options.context_length,
         cache_tokens=options.cache_tokens,
     )

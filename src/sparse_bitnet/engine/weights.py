@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of a packed model in the form in which they are multiplied, in memory of their own. No torch.
+
+Every byte of the file is read once: its checksum is computed, its encoding checked and its run-time
+form written in the same pass, piece by piece, so that the file takes no memory of its own. What is run as
+it is stored can instead be mapped, and is only checked: the system's copy of the file is the memory then.
+"""
+
+import mmap
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sparse_bitnet import _cpu
+from sparse_bitnet.engine.architecture import BLOCK_LINEARS
+from sparse_bitnet.engine.engine_model import EngineModel
+from sparse_bitnet.errors import UserError, os_errors_as
+from sparse_bitnet.packing.formats import coded_pattern
+from sparse_bitnet.packing.tensor_file import DTYPES
+from sparse_bitnet.pattern import NMPattern
+
+FORMATS = {name: _cpu.WeightFormat[name] for name in ("i2", "b3", "lookup")}
+"""Run-time formats of weights."""
+
+_STORED_NAMES = {"F32": "float32", "BF16": "bfloat16", "I8": "int8", "U8": "i2"}
+_TABLE_BITS = {"int8": 8, "int4": 4, "bfloat16": 16, "float32": 32}
+_INT4_GROUP = 64
+_ALIGNMENT = 64
+_SLACK = 512
+"""Readable bytes behind the last row."""
+
+_ONE_INPUT = (BLOCK_LINEARS[:3], BLOCK_LINEARS[3:4], BLOCK_LINEARS[4:6], BLOCK_LINEARS[6:])
+"""Linears of a block that multiply the same input; their scales have the same groups."""
+
+
+def choose_head(model: EngineModel, head: str) -> str:
+    """The form of the output head: int8, int4, bfloat16, float32 or i2, for an option of `Engine.load`.
+
+    Raises `UserError` for int4 where the hidden size has no groups of 64, and for another form of a head
+    that is ternary.
+    """
+    stored = _STORED_NAMES[model.file.entries[model.table_names[-1]].dtype]
+    auto = stored if stored == "i2" else "int8"
+    choices = {"auto": auto, "stored": stored, "int8": "int8", "int4": "int4"}
+    if stored == "i2" and choices[head] != stored:
+        raise UserError(
+            f"head {head}: the head of {model.folder} is ternary and stays so in memory; use auto, or "
+            "pack the model with --embeddings bf16"
+        )
+    if head == "int4" and (hidden := model.architecture.hidden) % _INT4_GROUP:
+        raise UserError(
+            f"head int4 needs a hidden size in groups of {_INT4_GROUP}, this model has {hidden}; use int8"
+        )
+    return choices[head]
+
+
+def row_bytes(weight_format: str, pattern: NMPattern, columns: int, exact: bool) -> int:
+    """Bytes of a row in a format of `FORMATS`; `exact`: every group has n non-zeros."""
+    coded = coded_pattern(pattern)
+    is_exact = exact and weight_format == "lookup"
+    return _cpu.bytes_per_row(FORMATS[weight_format], coded.n, coded.m, columns, is_exact)
+
+
+def row_stride(weight_format: str, pattern: NMPattern, columns: int, exact: bool) -> int:
+    """Bytes between rows: whole cache lines, but for lookup, of which strips take whole lines."""
+    size = row_bytes(weight_format, pattern, columns, exact)
+    return size if weight_format == "lookup" else _aligned(size)
+
+
+@dataclass(kw_only=True)
+class Weights:
+    """What the decoder points to; `kept` owns the memory."""
+
+    matrices: dict[str, _cpu.Matrix]
+    vectors: dict[str, np.ndarray]
+    embedding: _cpu.Table
+    head: _cpu.Table
+    weight_bytes: int
+    """Bytes of the matrices of the blocks, with scales of rows and groups."""
+    head_bytes: int
+    """Bytes of the output head with its scales."""
+    kept: list[Any] = field(default_factory=list)
+
+
+def load_weights(
+    model: EngineModel,
+    kernels: _cpu.Kernels,
+    pool: _cpu.ThreadPool,
+    *,
+    weight_format: str,
+    head_format: str,
+    is_mapped: bool = False,
+) -> Weights:
+    """Read all of a model's tensors.
+
+    Args:
+        model: the opened file.
+        kernels: of an instruction set.
+        pool: threads to do it with.
+        weight_format: a key of `FORMATS` in which the model can be multiplied.
+        head_format: what `choose_head` returned.
+        is_mapped: whether rows that lie in the file as they would in memory stay there.
+
+    Raises `UserError`, naming the tensor, where one is damaged; `MemoryError`.
+    """
+    with os_errors_as(f"cannot read {model.file.path}"), open(model.file.path, "rb") as file:
+        loader = _Loader(model, file.fileno(), kernels, pool, is_mapped)
+        return loader.load(weight_format, head_format)
+
+
+class _Loader:
+    """Reads one model; `kept` owns what the decoder points to."""
+
+    def __init__(
+        self,
+        model: EngineModel,
+        descriptor: int,
+        kernels: _cpu.Kernels,
+        pool: _cpu.ThreadPool,
+        is_mapped: bool,
+    ) -> None:
+        self._model, self._descriptor = model, descriptor
+        self._kernels, self._pool = kernels, pool
+        self.kept: list[Any] = []
+        self._mapped: np.ndarray | None = None
+        if is_mapped:
+            mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+            self._mapped = np.frombuffer(mapped, np.uint8)
+            self.kept.append(self._mapped)
+
+    def load(self, weight_format: str, head_format: str) -> Weights:
+        model, architecture = self._model, self._model.architecture
+        blocks = [f"model.layers.{layer}" for layer in range(architecture.layers)]
+        embedding_format = head_format
+        if not architecture.ties_head:
+            embedding_format = _STORED_NAMES[model.file.entries[model.table_names[0]].dtype]
+        embedding, head_bytes = self._table(model.table_names[0], embedding_format)
+        head = embedding
+        if not architecture.ties_head:
+            head, head_bytes = self._table(model.table_names[-1], head_format)
+        of_block = [name for name, _ in architecture.vectors().values()]
+        names = [*(f"{block}.{name}" for block in blocks for name in of_block), "model.norm.weight"]
+        vectors = {name: self._vector(name) for name in names}
+        matrices, weight_bytes = self._matrices(blocks, weight_format)
+        return Weights(
+            matrices=matrices,
+            vectors=vectors,
+            embedding=embedding,
+            head=head,
+            weight_bytes=weight_bytes,
+            head_bytes=head_bytes,
+            kept=self.kept,
+        )
+
+    def _table(self, name: str, table_format: str) -> tuple[_cpu.Table, int]:
+        """A table in a form of `choose_head`, and its bytes."""
+        architecture = self._model.architecture
+        shape = rows, columns = architecture.vocab, architecture.hidden
+        stored = _STORED_NAMES[self._model.file.entries[name].dtype]
+        if table_format == "i2":
+            return self._ternary_table(name, shape)
+        stride = _aligned(columns * _TABLE_BITS[table_format] // 8)
+        in_place = self._in_place(name, rows, stride) if table_format == stored else None
+        address = in_place or self._buffer(rows * stride).address
+        stored_scales = scales = None
+        if stored == "int8":
+            stored_scales = scales = self._model.floats(f"{name}_scale").reshape(-1)
+        if table_format in ("int8", "int4") and table_format != stored:
+            groups = columns // _INT4_GROUP if table_format == "int4" else 1
+            scales = np.empty((rows, groups), np.float32)
+        source = _cpu.StoredTable(
+            _cpu.TableType[stored],
+            *shape,
+            **self._source(name, in_place),
+            scales=_address(stored_scales),
+        )
+        table = _cpu.Table(_cpu.TableType[table_format], *shape, stride, address, _address(scales))
+        self._check(name, *self._kernels.load_table(self._pool, source, table))
+        if scales is not None:
+            self.kept.append(scales)
+        return table, rows * stride + (0 if scales is None else scales.nbytes)
+
+    def _ternary_table(self, name: str, shape: tuple[int, int]) -> tuple[_cpu.Table, int]:
+        """A table of i2 rows [rows, columns] with scales of groups, and its bytes with these."""
+        dense = NMPattern(1, 1)
+        rows, columns = shape
+        group = columns // self._model.file.entries[f"{name}_scale"].shape[1]
+        stride = row_stride("i2", dense, columns, False)
+        buffer = self._buffer(_in_strips(rows) * stride)
+        scales = self._scales(f"{name}_scale", shape, group)
+        matrix = _cpu.Matrix(FORMATS["i2"], 1, 1, *shape, stride, buffer.address, **scales)
+        self._fill(name, "i2", dense, matrix, shape)
+        return _cpu.Table(matrix), rows * stride + self.kept[-1].nbytes
+
+    def _vector(self, name: str) -> np.ndarray:
+        vector = np.ascontiguousarray(self._model.floats(name))
+        if name.endswith("norm.weight") and not name.endswith("proj.norm.weight"):
+            vector = vector + np.float32(self._model.architecture.norm_offset)
+        return vector
+
+    def _matrices(
+        self, blocks: list[str], weight_format: str
+    ) -> tuple[dict[str, _cpu.Matrix], int]:
+        """By name those of the blocks, in a format of `FORMATS`, and the bytes of all, with scales of
+        rows and groups."""
+        model, shapes = self._model, self._model.architecture.linear_shapes()
+        pattern = coded_pattern(model.metadata.pattern)
+        stored = model.metadata.packed_format, model.metadata.pattern
+        exact = model.exact and weight_format == "lookup"
+        strides = {
+            name: row_stride(weight_format, pattern, columns, model.exact)
+            for name, (_, columns) in shapes.items()
+        }
+        sizes = {name: _in_strips(rows) * strides[name] for name, (rows, _) in shapes.items()}
+        bytes_of_all = sum(sizes.values()) * len(blocks)
+        address = self._buffer(bytes_of_all).address
+        matrices = {}
+        for block in blocks:
+            for linear, shape in shapes.items():
+                name, stride = f"{block}.{linear}", strides[linear]
+                # Of matrices with the same input the least group that one has; 0 for no groups.
+                beside = next(names for names in _ONE_INPUT if linear in names)
+                groups = [model.scale_group(block, other) for other in beside]
+                scales = self._scales(
+                    f"{name}.weight_scale", shape, min(filter(None, groups), default=0)
+                )
+                bytes_of_all += self.kept[-1].nbytes if "scales" in scales else 0
+                in_place = None
+                if stored[0] == weight_format and "group" not in scales:
+                    in_place = self._in_place(f"{name}.weight_packed", shape[0], stride)
+                matrices[name] = _cpu.Matrix(
+                    FORMATS[weight_format],
+                    *(pattern.n, pattern.m, *shape, stride, in_place or address),
+                    **scales,
+                    exact=exact,
+                )
+                self._fill(f"{name}.weight_packed", *stored, matrices[name], shape, in_place)
+                address += sizes[linear]
+        return matrices, bytes_of_all
+
+    def _scales(self, name: str, shape: tuple[int, int], group: int) -> dict[str, Any]:
+        """The scales of a matrix as `_cpu.Matrix` takes them, for `group` weights unless that is 0."""
+        values = self._model.scales(name)
+        if group == 0 and values.size == 1:
+            return {"scale": values.item()}
+        scales, more = values, {}
+        if group:
+            rows, groups = shape[0], shape[1] // group
+            kind = "float32"
+            if values.shape == (rows, groups):
+                values = self._model.file.array(name)
+                kind = DTYPES[self._model.file.entries[name].dtype]
+            elif values.shape != (1,):
+                values = values.repeat(groups // values.shape[1], 1)
+            # Those of a strip together; rows that fill up the last one have none.
+            filled = np.zeros((_in_strips(rows), groups), values.dtype)
+            filled[:rows] = values
+            scales = filled.reshape(-1, _cpu.STRIP_ROWS, groups).swapaxes(1, 2)
+            more = {"group": group, "scale_type": _cpu.ScaleType[kind]}
+        scales = np.ascontiguousarray(scales)
+        self.kept.append(scales)
+        return {"scales": scales.ctypes.data, **more}
+
+    def _fill(
+        self,
+        name: str,
+        packed_format: str,
+        pattern: NMPattern,
+        matrix: _cpu.Matrix,
+        shape: tuple[int, int],
+        in_place: int | None = None,
+    ) -> None:
+        """Write the rows of a packed tensor to the address of its matrix, if they are not `in_place`."""
+        coded, form = coded_pattern(pattern), packed_format.replace("-", "_")
+        source = _cpu.StoredMatrix(
+            _cpu.StoredFormat[form], coded.n, coded.m, *shape, **self._source(name, in_place)
+        )
+        crc32, is_readable, damage = self._kernels.repack(self._pool, source, matrix)
+        why = damage and f"is damaged or not {packed_format}: {damage}"
+        self._check(name, crc32, is_readable, why)
+
+    def _in_place(self, name: str, rows: int, stride: int) -> int | None:
+        """The address of a tensor in the mapped file, if its rows lie there as they would in memory."""
+        entry, mapped = self._model.file.entries[name], self._mapped
+        fits = entry.end - entry.begin == rows * stride and entry.begin % _ALIGNMENT == 0
+        read = entry.begin + _in_strips(rows) * stride + _SLACK
+        if mapped is None or not fits or read > mapped.size:
+            return None
+        return mapped.ctypes.data + entry.begin
+
+    def _source(self, name: str, in_place: int | None) -> dict[str, int]:
+        """Where the bytes of a tensor are, for `_cpu`, and how many."""
+        entry = self._model.file.entries[name]
+        size = entry.end - entry.begin
+        if in_place is not None:
+            return {"bytes": size, "address": in_place}
+        return {"bytes": size, "descriptor": self._descriptor, "offset": entry.begin}
+
+    def _buffer(self, size: int) -> _cpu.HugeBuffer:
+        """Memory in huge pages where there are some, with readable bytes behind it."""
+        buffer = _cpu.HugeBuffer(size + _SLACK)
+        self.kept.append(buffer)
+        return buffer
+
+    def _check(self, name: str, crc32: int, is_readable: bool, damage: str | None) -> None:
+        """Raise `UserError` for a tensor that cannot be read, has another checksum or is damaged."""
+        file = self._model.file
+        if not is_readable:
+            raise UserError(f"{file.path}: tensor {name} cannot be read")
+        file.check_crc32(name, f"{crc32:08x}")
+        if damage is not None:
+            raise UserError(f"{file.path}: tensor {name} {damage}")
+
+
+def _in_strips(rows: int) -> int:
+    """Rows, with those that fill up the last strip."""
+    return -(-rows // _cpu.STRIP_ROWS) * _cpu.STRIP_ROWS
+
+
+def _aligned(size: int) -> int:
+    """Whole cache lines."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _address(array: np.ndarray | None) -> int:
+    return 0 if array is None else array.ctypes.data
