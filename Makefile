@@ -76,7 +76,7 @@ format: $(STAMP)
 
 # On a machine with an NVIDIA GPU: CUDA tests and the paper's Table 3; again, it resumes.
 gpu: $(STAMP)
-	$(BIN)/sparse-bitnet bench gpu
+	$(BIN)/python -m pytest -q tests/ops/test_cuda.py; tests=$$?; $(BIN)/sparse-bitnet bench gpu && exit $$tests
 
 wheel: $(STAMP)
 	$(BIN)/python -m build

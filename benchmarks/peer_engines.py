@@ -11,9 +11,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparse_bitnet.bench.child import Child
-from sparse_bitnet.bench.interleaved import CHILD
-from sparse_bitnet.bench.model import cache_tokens
+from sparse_bitnet.bench.child import OURS as OUR_CHILD
+from sparse_bitnet.bench.child import Child, cache_tokens
 from sparse_bitnet.errors import UserError
 
 OURS = "sparse-bitnet"
@@ -54,7 +53,7 @@ def our_engines(folder: Path, options: argparse.Namespace, stack: ExitStack) -> 
             for weight_format in options.weight_format:
                 # The variable, as a user would force it, reaches every part of the engine.
                 environment = {"SPARSE_BITNET_ISA": isa} if isa else {}
-                child = stack.enter_context(Child(CHILD, environment))
+                child = stack.enter_context(Child(OUR_CHILD, environment))
                 loaded = child.ask(
                     {
                         "op": "load",

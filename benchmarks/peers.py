@@ -20,7 +20,6 @@ weight plus scales.
 
 import argparse
 import importlib.util
-import random
 import statistics
 import sys
 import time
@@ -36,10 +35,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from sparse_bitnet.bench.contention import Contention, warning
-from sparse_bitnet.bench.random_model import cached_random_model, default_cache
+from sparse_bitnet.bench.machine import READ_BYTES, Contention, RooflineMeter, turns, warning
+from sparse_bitnet.bench.random_model import cached_random_model
 from sparse_bitnet.bench.record import append_records, result_file, where_measured
-from sparse_bitnet.bench.roofline import READ_BYTES, RooflineMeter
 from sparse_bitnet.errors import UserError, install
 from sparse_bitnet.host import available_cores
 from sparse_bitnet.pattern import NMPattern
@@ -73,28 +71,24 @@ def measure_all(
 ) -> dict[tuple[int, str], list[float]]:
     """Seconds of every round, by place in `engines` and phase."""
     phases = {"prefill": options.prompt, "decode": options.steps}
-    seconds: dict[tuple[int, str], list[float]] = {
-        (place, phase): [] for place in range(len(engines)) for phase in phases
-    }
-    order, shuffle = list(range(len(engines))), random.Random(0).shuffle
-    line, total, done = progress.line("measuring"), len(seconds) * options.rounds, 0
+    groups = [[(place, phase) for place in range(len(engines))] for phase in phases]
+    seconds: dict[tuple[int, str], list[float]] = {job: [] for group in groups for job in group}
+    line, total = progress.line("measuring"), len(seconds) * options.rounds
     # A first token each: what is read from the file then is not speed.
     for engine in engines:
         engine.measure("decode", 2)
-    ends = time.monotonic() + options.seconds
-    for turn in range(options.rounds):
-        if turn and time.monotonic() > ends:
-            break
-        for meter in meters:
-            meter.visit()
-        for phase, tokens in phases.items():
-            shuffle(order)
-            for place in order:
-                engine = engines[place]
-                line(done, total, label=f"{phase}: {engine.name} {engine.type}")
-                time.sleep(IDLE_SECONDS)
-                seconds[place, phase].append(engine.measure(phase, tokens))
-                done += 1
+    ends, last = time.monotonic() + options.seconds, -1
+    for done, (turn, (place, phase)) in enumerate(turns(groups, options.rounds)):
+        if turn > last:
+            if turn and time.monotonic() > ends:
+                break
+            last = turn
+            for meter in meters:
+                meter.visit()
+        engine = engines[place]
+        line(done, total, label=f"{phase}: {engine.name} {engine.type}")
+        time.sleep(IDLE_SECONDS)
+        seconds[place, phase].append(engine.measure(phase, phases[phase]))
     return seconds
 
 
@@ -192,7 +186,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--llama-bench", type=Path, action="append", default=[])
     parser.add_argument("--gguf", action="append", default=[], help=f"a file, or {'/'.join(TYPES)}")
     parser.add_argument("--llama-bench-args", action="append", default=[])
-    parser.add_argument("--models", type=Path, default=default_cache(), help="keeps the models")
+    parser.add_argument(
+        "--models", type=Path, help="keeps the models; by default a temporary folder"
+    )
     parser.add_argument("--out", type=Path, help="JSON lines; benchmarks/results/ by default")
     parser.add_argument("--quick", action="store_true", help="all threads, TQ2_0; nothing saved")
     options = parser.parse_args(arguments)

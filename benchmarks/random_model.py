@@ -10,8 +10,11 @@ With a tokenizer of one's own, a small preset takes its vocabulary, and its chat
 import argparse
 from pathlib import Path
 
-from sparse_bitnet.bench.random_model import write_random_model
+from sparse_bitnet.bench.random_model import config_of_model, write_random_model
+from sparse_bitnet.checkpoint.model_folder import TOKENIZER_FILES, copy_files
+from sparse_bitnet.generation.text import TextTokenizer
 from sparse_bitnet.pattern import NMPattern
+from sparse_bitnet.presets import PRESETS
 
 
 def main() -> None:
@@ -21,7 +24,17 @@ def main() -> None:
     parser.add_argument("--pattern", type=NMPattern.parse, default=NMPattern(6, 8))
     parser.add_argument("--tokenizer", type=Path, help="folder with tokenizer.json")
     options = parser.parse_args()
-    write_random_model(options.out, options.model, options.pattern, tokenizer=options.tokenizer)
+    vocab_size = None
+    if options.tokenizer is not None:
+        size = len(TextTokenizer.load(options.tokenizer).vocabulary)
+        is_small = options.model in PRESETS and not PRESETS[options.model].published
+        own = config_of_model(options.model)["vocab_size"]
+        vocab_size = -(-size // 64) * 64 if is_small else own
+        if size > vocab_size:
+            parser.error(f"{options.tokenizer} has {size} tokens, {options.model} has {own}")
+    write_random_model(options.out, options.model, options.pattern, vocab_size=vocab_size)
+    if options.tokenizer is not None:
+        copy_files(options.tokenizer, options.out, TOKENIZER_FILES)
 
 
 if __name__ == "__main__":

@@ -23,35 +23,22 @@ serve(answer)
 """
 
 
-def test_answers_come_back_one_by_one() -> None:
+def test_a_child_answers_and_lives_on_after_a_refusal() -> None:
     with Child(("-c", ECHO), {"A_NAME": "value"}) as child:
-        for number in range(3):
+        for number in range(2):
             answer = child.ask({"op": "echo", "number": number})
             assert answer["question"]["number"] == number
             assert answer["set"] == "value"
             assert answer["memory"] is None or answer["memory"] > 1 << 20
+            with pytest.raises(UserError, match=r"^refused: too large$"):
+                child.ask({"op": "refuse"})
 
 
-def test_a_refusal_is_one_line_and_the_child_lives_on() -> None:
-    with Child(("-c", ECHO)) as child:
-        with pytest.raises(UserError, match=r"^refused: too large$"):
-            child.ask({"op": "refuse"})
-        assert child.ask({"op": "echo"})["question"] == {"op": "echo"}
-
-
-def test_a_child_that_dies_is_told_with_its_last_words() -> None:
-    with Child(("-c", ECHO)) as child:
-        with pytest.raises(UserError, match="ended early: out of everything"):
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [(ECHO, "ended early: out of everything"), ("import sys; sys.exit(3)", "exit code 3")],
+)
+def test_a_child_that_ends_is_named_with_its_last_words(code: str, words: str) -> None:
+    with Child(("-c", code)) as child:
+        with pytest.raises(UserError, match=words):
             child.ask({"op": "die"})
-
-
-def test_a_child_that_never_starts() -> None:
-    with Child(("-c", "import sys; sys.exit(3)")) as child:
-        with pytest.raises(UserError, match="exit code 3"):
-            child.ask({"op": "echo"})
-
-
-def test_closing_twice() -> None:
-    child = Child(("-c", ECHO))
-    child.close()
-    child.close()

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`bench gpu` rehearsed on the CPU: the steps run, resume, and say why they failed."""
 
-import json
-
 import pytest
 import torch
 
@@ -33,45 +31,47 @@ def test_dense_and_sparse_products_give_the_trained_models_logits(options, patte
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
 
 
-def test_a_decode_step_attends_to_the_whole_context(options):
-    model = gpu.build(options, "bf16", "6:8", torch.bfloat16).eval()
-    rewind, call = gpu._decode(model, 2, options)
-    for _ in range(2):
-        rewind()
-        assert call().shape == (2, 1, 1024)
+def test_the_rehearsal_measures_every_variant_writes_a_page_and_resumes(tmp_path, capsys):
+    main(["gpu", "--rehearse", "--out", str(tmp_path)])
+    rows = gpu.read_rows(tmp_path)
+    steps = [(p, n) for p in ("prefill", "decode") for n in ("6:8", "2:4")] + [("train", "6:8")]
+    expected = [(phase, n, name) for phase, n in steps for name in gpu.VARIANTS[phase]]
+    assert [(row["phase"], row["pattern"], row["variant"]) for row in rows] == expected
+    assert all(row["tokens_per_second"] > 0 and row["hardware"] for row in rows)
+    assert "train 6:8 2 fake: " in capsys.readouterr().out
+    assert (tmp_path / gpu.PAGE).read_text().count("<table") == 5
+    with open(tmp_path / gpu.ROWS, "a") as file:
+        file.write('{"cut')
+    main(["gpu", "--rehearse", "--out", str(tmp_path)])
+    assert gpu.read_rows(tmp_path) == rows
 
 
-@pytest.mark.parametrize("phase", ["prefill", "decode", "train"])
-def test_every_variant_of_a_size_is_a_row_and_done_sizes_are_skipped(
-    options, phase, tmp_path, capsys
-):
-    file = tmp_path / "rows.jsonl"
-    gpu.run_step(options, phase, "6:8", file, WHERE)
-    rows = gpu.read_rows(file)
-    assert [row["variant"] for row in rows] == list(gpu.VARIANTS[phase])
-    assert all(row["tokens_per_second"] > 0 and row["hardware"] == "a machine" for row in rows)
-    gpu.run_step(options, phase, "6:8", file, WHERE)
-    assert len(gpu.read_rows(file)) == len(rows)
-    assert f"{phase} 6:8" in capsys.readouterr().out
+def test_a_page_shows_ratios_and_what_failed(options, tmp_path):
+    row = {"phase": "prefill", "pattern": "6:8", "size": 512, "failed": None}
+    speeds = {"bf16": 50, "int8": 100, "sparse": 125}
+    rows = [{**row, "variant": name, "tokens_per_second": s} for name, s in speeds.items()]
+    gpu.append_records(tmp_path / gpu.ROWS, rows, WHERE)
+    page = gpu.page(tmp_path, WHERE, lambda phase: {512: 1.1}, {"train 6:8": "1 < 2"})
+    for cell in ("125", "1.25x", "2.50x", "1.10x"):
+        assert f"<td>{cell}</td>" in page
+    assert "train 6:8 failed: 1 &lt; 2" in page
+
+
+def lacking(*arguments):
+    raise torch.OutOfMemoryError("no memory")
 
 
 def test_what_finds_no_memory_becomes_a_row(options, monkeypatch):
-    def lacking(*arguments):
-        raise torch.OutOfMemoryError("no memory")
-
     monkeypatch.setattr(gpu, "_prefill", lacking)
     rows = list(gpu.measure(options, "prefill", "6:8", []))
     assert {row["failed"] for row in rows} == {"out of memory"}
     assert {row["tokens_per_second"] for row in rows} == {None}
 
 
-def test_training_ends_with_the_largest_batch_that_all_have_memory_for(monkeypatch):
+def test_training_ends_with_the_largest_batch_that_all_have_memory_for(options, monkeypatch):
     def step(variant, options, pattern, batch, length):
-        if batch == 4 and variant == "fake":
-            raise torch.OutOfMemoryError("no memory")
-        return lambda: None, lambda: None
+        return lacking() if batch == 4 and variant == "fake" else lambda: None
 
-    options = GpuBenchOptions(rehearse=True)
     options.batch = []
     monkeypatch.setattr(gpu, "_training_step", step)
     rows = list(gpu.measure(options, "train", "6:8", []))
@@ -79,30 +79,14 @@ def test_training_ends_with_the_largest_batch_that_all_have_memory_for(monkeypat
     assert [row["variant"] for row in rows if row["failed"]] == ["fake"]
 
 
-def test_the_command_runs_every_step_writes_a_page_and_names_what_failed(
-    options, tmp_path, monkeypatch, capsys
-):
-    calls = []
+def test_a_step_that_fails_is_named_and_ends_with_code_1(tmp_path, monkeypatch, capsys):
+    def broken(*arguments):
+        raise RuntimeError("no driver")
 
-    def process(options, step, pattern, folder, name, seconds):
-        calls.append(name)
-        (folder / f"{name}.txt").write_text("1 < 2")
-        return "exit code 1: no driver" if name == "decode-2of4" else ""
-
-    monkeypatch.setattr(gpu, "_in_a_process", process)
-    row = {"phase": "prefill", "pattern": "6:8", "size": 512}
-    speeds = zip(("bf16", "int8", "sparse"), (50, 100, 125), strict=True)
-    lines = [json.dumps({**row, "variant": v, "tokens_per_second": s}) for v, s in speeds]
-    (tmp_path / gpu.ROWS).write_text("\n".join(lines) + '\n{"cut')
-    gains = {512: 1.1}
-    for expected in (6, 1):
-        assert not gpu.run_all(options, tmp_path, WHERE, lambda phase: gains)
-        assert len(calls) == expected
-        calls.clear()
-    assert "decode-2of4: exit code 1: no driver" in capsys.readouterr().out
-    page = (tmp_path / gpu.PAGE).read_text()
-    assert "<td>125</td><td>1.25x</td><td>2.50x</td><td>1.10x</td>" in page
-    assert "1 &lt; 2" in page
+    monkeypatch.setattr(gpu, "measure", broken)
+    with pytest.raises(SystemExit, match="1"):
+        main(["gpu", "--rehearse", "--out", str(tmp_path)])
+    assert "decode 2:4: no driver" in capsys.readouterr().out
 
 
 def test_the_papers_sizes_are_the_defaults():
@@ -115,9 +99,6 @@ def test_what_cannot_be_measured_is_refused(options):
         GpuBenchOptions(rounds=0)
     with pytest.raises(UserError, match="--tokens"):
         GpuBenchOptions(tokens=[0])
-    for options.layers in (-1, 0, 99):
-        with pytest.raises(UserError, match=r"--layers -?\d+: qwen2.5-0.3m has 1 to \d+$"):
-            gpu.build(options, "bf16", "6:8", torch.bfloat16)
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="no CUDA device"):
             main(["gpu"])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A whole run over processes that only pretend, and the measuring of an engine that counts."""
 
-import dataclasses
+import io
 import json
 import random
 import subprocess
@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from sparse_bitnet.bench.interleaved import run
-from sparse_bitnet.bench.model import PAGE_TOKENS, EngineMeter, cache_tokens
+from sparse_bitnet.bench.child import EngineMeter, cache_tokens, read_bytes
+from sparse_bitnet.bench.interleaved import run, table
 from sparse_bitnet.bench.options import BenchOptions
 from sparse_bitnet.bench.random_model import write_random_model
-from sparse_bitnet.bench.record import append_records, check_records, table, where_measured
+from sparse_bitnet.bench.record import check_records
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.pattern import NMPattern
+from sparse_bitnet.presets import Shape
 
 PRETENDER = """
 import sys
@@ -42,46 +43,33 @@ serve(answer)
 
 
 class CountingSequence:
-    def __init__(self, engine: "CountingEngine", tokens: list[int]) -> None:
-        self._engine, self._tokens = engine, tokens
+    def __init__(self, engine: "CountingEngine", length: int) -> None:
+        self._engine, self.length = engine, length
         engine.open += 1
 
-    @property
-    def tokens(self) -> list[int]:
-        return list(self._tokens)
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def fork(self, length: int | None = None) -> "CountingSequence":
-        return CountingSequence(self._engine, self._tokens[:length])
-
-    def truncate(self, length: int) -> None:
-        del self._tokens[length:]
+    def fork(self) -> "CountingSequence":
+        return CountingSequence(self._engine, self.length)
 
     def close(self) -> None:
         self._engine.open -= 1
 
 
 class CountingEngine:
-    vocab_size, context_length, free_tokens = 50, 1000, 1000
+    vocab_size, context_length = 50, 1000
 
     def __init__(self) -> None:
         self.open = 0
         self.calls: list[list[tuple[int, int]]] = []
 
     def new_sequence(self) -> CountingSequence:
-        return CountingSequence(self, [])
+        return CountingSequence(self, 0)
 
     def forward(self, batch, logits="last"):
         assert all(0 <= token < self.vocab_size for _, tokens in batch for token in tokens)
-        self.calls.append([(len(sequence), len(tokens)) for sequence, tokens in batch])
+        self.calls.append([(sequence.length, len(tokens)) for sequence, tokens in batch])
         for sequence, tokens in batch:
-            sequence._tokens.extend(tokens)
+            sequence.length += len(tokens)
         return [np.zeros(self.vocab_size, np.float32) for _ in batch]
-
-    def close(self) -> None:
-        pass
 
 
 def test_the_meter_asks_the_engine_for_what_it_is_to_measure() -> None:
@@ -105,15 +93,16 @@ def test_the_meter_asks_the_engine_for_what_it_is_to_measure() -> None:
 
 
 def test_the_cache_has_room_for_every_measurement() -> None:
+    page = pytest.importorskip("sparse_bitnet._cpu").PAGE_TOKENS
     source = random.Random(0)
     for _ in range(50):
         prefills = [source.randrange(1, 500) for _ in range(2)]
         contexts = [source.randrange(0, 300) for _ in range(2)]
         batches, steps = [source.randrange(1, 9)], source.randrange(1, 100)
-        pages = cache_tokens(prefills, contexts, batches, steps) // PAGE_TOKENS
-        kept = sum(-(-context // PAGE_TOKENS) for context in contexts)
-        longest = max(contexts) % PAGE_TOKENS + steps
-        worst = max(-(-max(prefills) // PAGE_TOKENS), batches[0] * -(-longest // PAGE_TOKENS))
+        pages = cache_tokens(prefills, contexts, batches, steps) // page
+        kept = sum(-(-context // page) for context in contexts)
+        longest = max(contexts) % page + steps
+        worst = max(-(-max(prefills) // page), batches[0] * -(-longest // page))
         assert pages >= kept + worst
 
 
@@ -138,20 +127,20 @@ def test_rows_hold_medians_rates_and_shares(tmp_path: Path, tiny_folder: Path) -
         rounds=3,
     )
     assert len(rows) == 2 * (1 + 4)
-    prefill = next(row for row in rows if row.phase == "prefill" and row.threads == 2)
-    assert prefill.seconds == 5
-    assert prefill.tokens_per_second == pytest.approx(9 / 5)
-    assert prefill.memory_share is None
-    assert prefill.pattern == "6:8"
-    assert prefill.rounds == 3
-    assert prefill.spread == 0
-    decode = [row for row in rows if row.phase == "decode" and row.threads == 1]
-    assert [(row.batch, row.tokens) for row in decode] == [(1, 0), (1, 4), (2, 0), (2, 4)]
-    assert [row.tokens_per_second for row in decode] == [1, 1, 1, 1]
-    assert decode[1].step_bytes > decode[0].step_bytes
+    prefill = next(row for row in rows if row["phase"] == "prefill" and row["threads"] == 2)
+    assert prefill["seconds"] == 5
+    assert prefill["tokens_per_second"] == pytest.approx(9 / 5)
+    assert prefill["memory_share"] is None
+    assert prefill["pattern"] == "6:8"
+    assert prefill["rounds"] == 3
+    assert prefill["spread"] == 0
+    decode = [row for row in rows if row["phase"] == "decode" and row["threads"] == 1]
+    assert [(row["batch"], row["tokens"]) for row in decode] == [(1, 0), (1, 4), (2, 0), (2, 4)]
+    assert [row["tokens_per_second"] for row in decode] == [1, 1, 1, 1]
+    assert decode[1]["step_bytes"] > decode[0]["step_bytes"]
     for row in decode:
-        expected = row.step_bytes / row.seconds / row.read_bytes_per_second
-        assert row.memory_share == pytest.approx(expected)
+        expected = row["step_bytes"] / row["seconds"] / row["read_bytes_per_second"]
+        assert row["memory_share"] == pytest.approx(expected)
 
 
 def test_prompts_and_contexts_end_where_the_models_positions_do(
@@ -160,19 +149,9 @@ def test_prompts_and_contexts_end_where_the_models_positions_do(
     positions = json.loads((tiny_folder / "config.json").read_text())["max_position_embeddings"]
     far = [positions + 1]
     rows, _ = pretend(tmp_path, tiny_folder, threads=[1], prefill=far, contexts=far, batches=[1])
-    assert [row.tokens for row in rows] == [positions, positions - BenchOptions.steps]
+    assert [row["tokens"] for row in rows] == [positions, positions - BenchOptions.steps]
     rows, _ = pretend(tmp_path, tiny_folder, threads=[1], quick=True)
-    assert rows[0].tokens == min(128, positions)
-
-
-def test_engines_take_turns(tmp_path: Path, tiny_folder: Path) -> None:
-    _, log = pretend(
-        tmp_path, tiny_folder, threads=[1, 2], prefill=[9], contexts=[0], batches=[1], rounds=4
-    )
-    assert len(log) == 4 * 2 * 2
-    for first in range(0, len(log), 2):
-        pair = {line.split()[1] for line in log[first : first + 2]}
-        assert pair == {"1", "2"}, "both before either comes again"
+    assert rows[0]["tokens"] == min(128, positions)
 
 
 def test_patterns_are_measured_in_turn(tmp_path: Path) -> None:
@@ -191,15 +170,10 @@ def test_patterns_are_measured_in_turn(tmp_path: Path) -> None:
         child=("-c", PRETENDER, str(log)),
         read_bytes=1 << 20,
     )
-    assert [row.pattern for row in rows] == ["8:8", "3:4 binary"] * 2
+    assert [row["pattern"] for row in rows] == ["8:8", "3:4 binary"] * 2
     assert [line.split()[0] for line in log.read_text().splitlines()] == [
         *("prefill", "prefill", "decode", "decode") * 2
     ]
-
-
-def test_quick_is_small() -> None:
-    options = BenchOptions(quick=True, threads=[1, 2])
-    assert (options.threads, options.rounds, options.batches) == ([2], 3, [1])
 
 
 @pytest.mark.parametrize(
@@ -218,24 +192,15 @@ def test_sizes_that_cannot_be_measured(options: dict, words: str) -> None:
         BenchOptions(**options)
 
 
-def test_the_table_and_the_records(tmp_path: Path, tiny_folder: Path) -> None:
+def test_the_table_shows_every_measurement(tmp_path: Path, tiny_folder: Path) -> None:
     rows, _ = pretend(
         tmp_path, tiny_folder, threads=[1, 2], prefill=[9], contexts=[0], batches=[1], rounds=1
     )
-    console = Console(width=200, record=True, quiet=True)
+    console = Console(width=200, file=io.StringIO())
     console.print(table(rows))
-    console = Console(width=200, file=open(tmp_path / "table", "w"))
-    console.print(table(rows))
-    console.file.close()
-    text = (tmp_path / "table").read_text()
-    for word in ("prefill 9", "decode behind 0, batch 1", "2 threads", "resident, MB", "1.8"):
+    text = console.file.getvalue()
+    for word in ("prefill 9", "decode behind 0, batch 1", "i2, int8, 2, generic", "TOP/s", "1.8"):
         assert word in text
-    out = tmp_path / "new" / "rows.jsonl"
-    for _ in range(2):
-        append_records(out, map(dataclasses.asdict, rows), where_measured())
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(lines) == 2 * len(rows)
-    assert {"commit", "hardware", "versions", "date", "tokens_per_second"} <= lines[0].keys()
 
 
 @pytest.mark.train
@@ -278,6 +243,31 @@ def test_a_model_that_is_neither_preset_nor_packed(tmp_path: Path, config: str |
     assert not out.parent.exists()
     assert ("sparse-bitnet distill" if config else "nor a model folder") in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "head_row", "vector"),
+    [
+        ({"kv_cache": "float32", "head": "stored"}, 256 + 4, 256),
+        ({"kv_cache": "float16", "head": "int4"}, 128 + 16, 128),
+        ({"kv_cache": "int8"}, 256 + 4, 68),
+        ({"kv_cache": "int4"}, 256 + 4, 36),
+    ],
+)
+def test_a_step_reads_weights_head_keys_and_values(
+    tiny_folder: Path, tiny_shape: Shape, options: dict, head_row: int, vector: int
+) -> None:
+    engine = pytest.importorskip("sparse_bitnet.engine.engine").Engine.load(
+        tiny_folder, threads=1, weight_format="i2", **options
+    )
+    read = read_bytes(engine)
+    assert engine.head_bytes == 512 * head_row
+    assert read["cache_token_bytes"] == 2 * 2 * 2 * vector  # keys and values, layers, heads
+    assert read["block_weights"] == tiny_shape.block_weights
+    rows = sum(rows for rows, _ in tiny_shape.linears.values())
+    blocks = read["weight_bytes"] - engine.head_bytes
+    assert 0 <= blocks - tiny_shape.block_weights / 4 < 64 * rows
+    engine.close()
 
 
 def test_the_engine_itself(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_llama_cpp_is_measured(engines: ModuleType, tiny_folder: Path) -> None:
 
 def test_litespark_computes_a_shape_of_bitnet(tmp_path: Path) -> None:
     pytest.importorskip("litespark_inference", reason="pip install --no-deps litespark-inference")
-    from sparse_bitnet.bench.model_shapes import PUBLISHED
+    from sparse_bitnet.bench.random_model import PUBLISHED
 
     small = {"num_hidden_layers": 1, "vocab_size": 320}
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["bitnet-2b4t"] | small))

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Child processes that hold what is measured: one JSON object a line in, one out.
 
+    python -m sparse_bitnet.bench.child     # the CPU engine
+
 Each engine lives in a process of its own, so that its memory can be told from the others', its
 environment be its own, and its threads end up idle while another one is measured. A child works only
-while it is asked something.
+while it is asked something. Tokens are random and the same for everyone; nothing is sampled, as in
+llama.cpp's llama-bench.
 """
 
 import contextlib
@@ -12,76 +15,60 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from sparse_bitnet.engine.protocol import EngineSequence, InferenceEngine
 from sparse_bitnet.errors import UserError
 
+if TYPE_CHECKING:
+    from sparse_bitnet.engine.engine import Engine
 
-class Child:
-    """The parent's side.
+OURS = ("-m", "sparse_bitnet.bench.child")
+"""Python's arguments for a child with the CPU engine."""
 
-    Use as a context manager, or call `close`.
-    """
+
+class Child(subprocess.Popen[str]):
+    """The parent's side, a context manager."""
 
     def __init__(self, arguments: Sequence[str], environment: dict[str, str] | None = None) -> None:
         """Start this Python with `arguments` and with `environment` on top of the present one."""
-        self._errors = tempfile.TemporaryFile()
-        self._process = subprocess.Popen(
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")
+        super().__init__(
             [sys.executable, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
+            text=True,
             env={**os.environ, **(environment or {})},
         )
 
-    @property
-    def pid(self) -> int:
-        """The process id."""
-        return self._process.pid
-
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
         """The answer. Raises `UserError` with what the child says went wrong, or its last words."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            self._process.stdin.write(json.dumps(question).encode() + b"\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except BrokenPipeError:
-            line = b""
+        assert self.stdout is not None
+        line = ""
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps(question), file=self.stdin, flush=True)
+            line = self.stdout.readline()
         if not line:
-            raise UserError(f"a measuring process ended early: {self._last_words()}")
+            self.wait()
+            self._errors.seek(0)
+            last = self._errors.read().strip().splitlines()[-1:]
+            why = last[0] if last else f"exit code {self.returncode}"
+            raise UserError(f"a measuring process ended early: {why}")
         answer = json.loads(line)
         if "error" in answer:
             raise UserError(answer["error"])
         return answer
 
-    def close(self) -> None:
-        """End the child; a second call does nothing."""
-        if self._process.stdin is not None and not self._process.stdin.closed:
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.close()
-        try:
-            self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+    def __exit__(self, *error: Any) -> None:
+        with contextlib.suppress(BrokenPipeError):  # of a question that a dead child has not read
+            super().__exit__(*error)
         self._errors.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def _last_words(self) -> str:
-        self._process.wait()
-        self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else f"exit code {self._process.returncode}"
 
 
 def serve(handle: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
@@ -109,3 +96,115 @@ def resident_bytes(process: int | str = "self") -> int | None:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
         return None
+
+
+def cache_tokens(prefills: list[int], contexts: list[int], batches: list[int], steps: int) -> int:
+    """Room in the cache for what is measured: a prompt, the kept contexts, a batch that decodes."""
+    from sparse_bitnet import _cpu
+
+    def pages(tokens: int) -> int:
+        return -(-tokens // _cpu.PAGE_TOKENS)
+
+    # A fork takes one page of its own and more as it grows.
+    batch = max(batches, default=1) * (1 + pages(steps))
+    kept = sum(map(pages, contexts))
+    return (kept + max(pages(max(prefills, default=0)), batch) + 1) * _cpu.PAGE_TOKENS
+
+
+def read_bytes(engine: "Engine") -> dict[str, float]:
+    """What a decode step reads: of weights and output head, with their scales, and of keys and values a
+    token; beside it the weights of the blocks, zeros included."""
+    sizes = engine.architecture
+    bits = {"float32": 32, "float16": 16, "int8": 8, "int4": 4}[engine.kv_cache]
+    scale_bytes = 4 if engine.kv_cache.startswith("int") else 0
+    vectors = 2 * sizes.layers * sizes.kv_heads
+    of_block = sum(rows * columns for rows, columns in sizes.linear_shapes().values())
+    return {
+        "weight_bytes": engine.weight_bytes + engine.head_bytes,
+        "cache_token_bytes": vectors * (sizes.head_dim * bits / 8 + scale_bytes),
+        "block_weights": sizes.layers * of_block,
+    }
+
+
+class EngineMeter:
+    """Measures a loaded engine. Contexts, once computed, are kept and forked."""
+
+    def __init__(self, engine: InferenceEngine) -> None:
+        self._engine = engine
+        self._contexts: dict[int, EngineSequence] = {}
+        # The first forward touches memory and wakes threads; that is loading, not speed.
+        self.prefill(min(2, engine.context_length))
+
+    def prefill(self, tokens: int) -> float:
+        """Seconds for a prompt of this many tokens, with the logits of the last one."""
+        prompt = self._tokens(tokens)
+        sequence = self._engine.new_sequence()
+        began = time.perf_counter()
+        self._engine.forward([(sequence, prompt)])
+        seconds = time.perf_counter() - began
+        sequence.close()
+        return seconds
+
+    def decode(self, context: int, batch: int, steps: int) -> float:
+        """Seconds a step, over `steps` steps of one token for each of `batch` sequences.
+
+        Every sequence starts with the same `context` tokens and shares their memory with the others.
+        """
+        base = self._context(context)
+        sequences = [
+            self._engine.new_sequence() if base is None else base.fork() for _ in range(batch)
+        ]
+        tokens = [[token] for token in self._tokens(batch)]
+        entries = list(zip(sequences, tokens, strict=True))
+        began = time.perf_counter()
+        for _ in range(steps):
+            self._engine.forward(entries)
+        seconds = (time.perf_counter() - began) / steps
+        for sequence in sequences:
+            sequence.close()
+        return seconds
+
+    def _context(self, length: int) -> EngineSequence | None:
+        if length == 0:
+            return None
+        if length not in self._contexts:
+            sequence = self._engine.new_sequence()
+            self._engine.forward([(sequence, self._tokens(length))], logits="none")
+            self._contexts[length] = sequence
+        return self._contexts[length]
+
+    def _tokens(self, count: int) -> list[int]:
+        return np.random.default_rng(0).integers(0, self._engine.vocab_size, count).tolist()
+
+
+def main() -> None:
+    """Answer "load", then "prefill" and "decode"."""
+    meter: EngineMeter | None = None
+
+    def answer(question: dict[str, Any]) -> dict[str, Any]:
+        nonlocal meter
+        if question["op"] == "load":
+            from sparse_bitnet.engine.engine import Engine
+
+            engine = Engine.load(Path(question["folder"]), **question["options"])
+            meter = EngineMeter(engine)
+            return {
+                **read_bytes(engine),
+                "load_seconds": engine.load_seconds,
+                "resident_bytes": resident_bytes(),
+                "isa": engine.isa,
+                "weight_format": engine.weight_format,
+                "head": engine.head_format,
+            }
+        assert meter is not None
+        if question["op"] == "prefill":
+            seconds = meter.prefill(question["tokens"])
+        else:
+            seconds = meter.decode(question["context"], question["batch"], question["steps"])
+        return {"seconds": seconds, "resident_bytes": resident_bytes()}
+
+    serve(answer)
+
+
+if __name__ == "__main__":
+    main()

@@ -9,24 +9,25 @@ The models are transformers models with random weights. A ternary one has our in
 import gc
 import html
 import json
-import os
-import signal
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor, nn
 
+from sparse_bitnet.bench.machine import turns
 from sparse_bitnet.bench.options import PAPER_DECODE, PAPER_PREFILL, GpuBenchOptions
 from sparse_bitnet.bench.record import append_records
 from sparse_bitnet.checkpoint.build_model import preset_config
 from sparse_bitnet.checkpoint.load import load_with
-from sparse_bitnet.errors import UserError, os_errors_as
+from sparse_bitnet.errors import os_errors_as, reason_of
 from sparse_bitnet.files import write_atomic
 from sparse_bitnet.nn.convert import convert_, selected, set_integer_forward_, sparse_layers
 from sparse_bitnet.nn.layer import SparseBitConfig, SparseBitLinear
@@ -35,12 +36,11 @@ from sparse_bitnet.ops.quantize_int8 import quantize_int8, quantize_windows
 from sparse_bitnet.ops.windows import window_expand
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.training.config import TrainConfig
-from sparse_bitnet.training.device import autocast, make_deterministic, peak_memory_bytes
+from sparse_bitnet.training.device import autocast, make_deterministic
 from sparse_bitnet.training.loss import SummedLoss
 from sparse_bitnet.training.optimizer import build_optimizer
 
 PAGE, ROWS = "index.html", "rows.jsonl"
-TESTS = "tests/ops/test_cuda.py"
 RECORDED_TOKENS = 8192
 """Longest prompt that runs as a CUDA graph; for longer ones launching kernels costs nothing."""
 
@@ -50,8 +50,6 @@ VARIANTS = {
     "train": ("bf16", "int8", "fake"),
 }
 BASELINE = {"prefill": "int8", "decode": "int8", "train": "bf16"}
-LIMITS = {"tests": 240, "prefill": 480, "decode": 480, "train": 300}
-"""Seconds after which a step is stopped; the rows that it has written stay."""
 
 Row = dict[str, Any]
 Gains = Callable[[str], Mapping[int, float]]
@@ -101,23 +99,14 @@ def build(options: GpuBenchOptions, variant: str, pattern: str, dtype: torch.dty
     """A transformers model of the preset's shape in one variant, with the same weights in every call.
 
     Args:
-        options: preset, number of layers and device.
+        options: preset and device.
         variant: "bf16" (left as it is), "int8", "sparse" (both for inference) or "fake" (for training).
         pattern: n:m of the ternary weights.
         dtype: of the weights that are not ternary.
-
-    Raises `UserError` for a number of layers that the preset does not have.
     """
     from transformers import AutoModelForCausalLM
 
     config: Any = preset_config(options.model)
-    if options.layers is not None:
-        if not 1 <= options.layers <= config.num_hidden_layers:
-            raise UserError(
-                f"--layers {options.layers}: {options.model} has 1 to {config.num_hidden_layers}"
-            )
-        config.num_hidden_layers = options.layers
-        config.layer_types = config.layer_types[: options.layers]
     torch.manual_seed(0)
     with torch.device(options.device):
         model = load_with(AutoModelForCausalLM.from_config, config, dtype=dtype)
@@ -141,36 +130,43 @@ def for_inference_(model: Any, variant: str, compiled: bool) -> Any:
 
 
 def measure(options: GpuBenchOptions, phase: str, pattern: str, done: list[Row]) -> Iterator[Row]:
-    """Rows of one phase and pattern, all variants of a size at a time; sizes in `done` are skipped."""
-    device = torch.device(options.device)
-    known = {(row["size"], row["variant"]) for row in done}
+    """Rows of one phase and pattern, all variants of a size at a time; sizes in `done` are skipped.
+
+    Variants for training are built, measured and dropped one after the other, so that one model and its
+    optimiser need to fit. Without `--batch`, training ends with the largest batch that fits for all.
+    """
+    variants, known = VARIANTS[phase], {(row["size"], row["variant"]) for row in done}
     sizes = {
         "prefill": options.tokens or PAPER_PREFILL,
         "decode": options.batch or PAPER_DECODE,
         "train": options.batch or (4, 2, 1),
     }[phase]
-    variants = VARIANTS[phase]
     wanted = [size for size in sizes if not known >= {(size, name) for name in variants}]
-    if phase == "train":
-        yield from _measure_training(options, pattern, wanted)
-        return
-    models = {}
-    if wanted:
+    length = (options.tokens or [2048])[0] if phase == "train" else 1
+    models: dict[str, Any] = {}
+    if phase != "train" and wanted:
         for name in variants:
             model = build(options, name, pattern, torch.bfloat16)
-            models[name] = for_inference_(model, name, device.type == "cuda")
+            models[name] = for_inference_(model, name, options.device == "cuda")
+    else:
+        make_deterministic(torch.device(options.device))
     make = _prefill if phase == "prefill" else _decode
     for size in wanted:
-        calls = {name: _fitting(make, model, size, options) for name, model in models.items()}
-        taken = interleaved(calls, device, options.rounds)
-        for name in variants:
-            yield _row(phase, pattern, name, size, size, taken.get(name))
-        del calls
-        give_back_memory(device)
+        if phase == "train":
+            taken = {}
+            for name in variants:
+                step = partial(_training_step, name, options, pattern, size, length)
+                taken |= interleaved({name: step}, options)
+        else:
+            calls = {name: partial(make, model, size, options) for name, model in models.items()}
+            taken = interleaved(calls, options)
+        yield from (_row(phase, pattern, v, size, size * length, taken.get(v)) for v in variants)
+        if phase == "train" and not options.batch and len(taken) == len(variants):
+            break
 
 
-Call = tuple[Callable[[], object], Callable[[], object]]
-"""What is called untimed before each measurement, and what is measured."""
+Call = Callable[[], object]
+"""What is measured."""
 
 
 @torch.no_grad()
@@ -182,7 +178,7 @@ def _prefill(model: Any, tokens: int, options: GpuBenchOptions) -> Call:
     def call() -> object:
         return model(ids, use_cache=False, logits_to_keep=1).logits
 
-    return _nothing, recorded(call, device) if tokens <= RECORDED_TOKENS else call
+    return recorded(call, device) if tokens <= RECORDED_TOKENS else call
 
 
 @torch.no_grad()
@@ -190,52 +186,27 @@ def _decode(model: Any, batch: int, options: GpuBenchOptions) -> Call:
     from transformers import StaticCache
 
     config, device = model.config, torch.device(options.device)
-    cache: Any = StaticCache(config, max_cache_len=options.context + 8)
+    # Each call appends a token: those that record, try and warm up, and one a round.
+    cache: Any = StaticCache(config, max_cache_len=options.context + options.rounds + 8)
     head = config.hidden_size // config.num_attention_heads
     cache.early_initialization(batch, config.num_key_value_heads, head, torch.bfloat16, device)
     ids = torch.randint(0, config.vocab_size, (batch, 1), device=device)
     places = torch.full((batch, 1), options.context, device=device)
 
-    def rewind() -> None:
-        for layer in cache.layers:
-            layer.cumulative_length.fill_(options.context)
+    for layer in cache.layers:
+        layer.cumulative_length.fill_(options.context)
 
     @torch.no_grad()
     def call() -> object:
         return model(ids, past_key_values=cache, position_ids=places, use_cache=True).logits
 
-    rewind()
-    return rewind, recorded(call, device, rewind)
-
-
-def _measure_training(options: GpuBenchOptions, pattern: str, batches: list[int]) -> Iterator[Row]:
-    """Forward, backward and AdamW with float32 masters under bf16 autocast, as `train` computes them.
-
-    Variants are built, measured and dropped one after the other, so that one model and its optimiser
-    need to fit. Without `--batch`, ends with the largest batch that every variant has the memory for.
-    """
-    device = torch.device(options.device)
-    make_deterministic(device)
-    length = (options.tokens or [2048])[0]
-    for batch in batches:
-        rows = []
-        for variant in VARIANTS["train"]:
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            step = _fitting(_training_step, variant, options, pattern, batch, length)
-            taken = interleaved({variant: step}, device, options.rounds)
-            row = _row("train", pattern, variant, batch, batch * length, taken.get(variant))
-            rows.append({**row, "peak_bytes": peak_memory_bytes(device)})
-            del step
-            give_back_memory(device)
-        yield from rows
-        if not options.batch and not any(row["failed"] for row in rows):
-            break
+    return recorded(call, device)
 
 
 def _training_step(
     variant: str, options: GpuBenchOptions, pattern: str, batch: int, length: int
 ) -> Call:
+    """Forward, backward and AdamW with float32 masters under bf16 autocast, as `train` computes them."""
     device = torch.device(options.device)
     model = build(options, variant, pattern, torch.float32).train()
     set_integer_forward_(model, variant == "int8")
@@ -251,18 +222,10 @@ def _training_step(
         optimizer.zero_grad(set_to_none=True)
 
     step()
-    return _nothing, step
+    return step
 
 
-def _nothing() -> None:
-    pass
-
-
-def recorded(
-    function: Callable[[], object],
-    device: torch.device,
-    before: Callable[[], object] = _nothing,
-) -> Callable[[], object]:
+def recorded(function: Call, device: torch.device) -> Call:
     """The function as a CUDA graph, after two calls that compile and search kernels; elsewhere itself."""
     if device.type != "cuda":
         return function
@@ -270,23 +233,20 @@ def recorded(
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):
-            before()
             function()
     torch.cuda.current_stream().wait_stream(stream)
-    before()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         function()
     return graph.replay
 
 
-def _fitting(make: Callable[..., Call], *arguments: Any) -> Call | None:
+def _fitting(make: Callable[[], Call]) -> Call | None:
     """What `make` returns, called once; None where the GPU's memory is too small for it."""
     try:
-        before, call = make(*arguments)
-        before()
+        call = make()
         call()
-        return before, call
+        return call
     except RuntimeError as error:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, torch.OutOfMemoryError):
@@ -297,39 +257,26 @@ def _fitting(make: Callable[..., Call], *arguments: Any) -> Call | None:
 
 
 def interleaved(
-    calls: Mapping[str, Call | None], device: torch.device, rounds: int
+    makers: Mapping[str, Callable[[], Call]], options: GpuBenchOptions
 ) -> dict[str, list[float]]:
-    """Seconds of each call that fits, by round, in turn, so that a drifting clock meets all alike."""
-    fitting = {name: call for name, call in calls.items() if call is not None}
-    taken: dict[str, list[float]] = {name: [] for name in fitting}
-    for number in range(rounds + 1):
-        for name, (before, call) in fitting.items():
-            before()
-            seconds = seconds_of(call, device)
-            if number:  # the first round warms up
-                taken[name].append(seconds)
-    return taken
-
-
-def seconds_of(call: Callable[[], object], device: torch.device) -> float:
-    """How long a call takes: between two events of the GPU, or by the clock on a CPU."""
-    if device.type != "cuda":
+    """Seconds by round of each call that fits, in turn, so that a drifting clock meets all alike."""
+    calls = {name: _fitting(make) for name, make in makers.items()}
+    taken: dict[str, list[float]] = {name: [] for name, call in calls.items() if call}
+    wait = torch.cuda.synchronize if options.device == "cuda" else lambda: None
+    for turn, name in turns([list(taken)], options.rounds + 1):
+        call = calls[name]
+        assert call is not None
+        wait()
         began = time.perf_counter()
         call()
-        return time.perf_counter() - began
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
-    call()
-    last.record()
-    torch.cuda.synchronize()
-    return first.elapsed_time(last) / 1e3
-
-
-def give_back_memory(device: torch.device) -> None:
-    """Free what nothing refers to, so that the next variant finds it."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+        wait()
+        if turn:  # the first round warms up
+            taken[name].append(time.perf_counter() - began)
+    calls.clear()
+    call = None
+    gc.collect()  # the next ones need the memory
+    torch.cuda.empty_cache()
+    return taken
 
 
 def _row(
@@ -349,126 +296,61 @@ def _row(
     }
 
 
-def run_step(
-    options: GpuBenchOptions, step: str, pattern: str, file: Path, where: Mapping[str, Any]
-) -> None:
-    """Append the missing rows of one step to `file`, each as soon as it is measured."""
-    given = {name: getattr(options, name) for name in ("model", "layers", "context", "rounds")}
-    done = [row for row in read_rows(file) if (row["phase"], row["pattern"]) == (step, pattern)]
-    for row in measure(options, step, pattern, done):
-        append_records(file, [{**given, **row}], where)
-        speed = row["failed"] or f"{row['tokens_per_second']:,.0f} tokens/s"
-        print(f"{step} {pattern} {row['size']:,} {row['variant']}: {speed}", flush=True)
+def run(options: GpuBenchOptions, folder: Path, where: Mapping[str, Any], gains: Gains) -> bool:
+    """Append the missing rows of every phase and pattern to the folder's rows, each as soon as it is
+    measured, and write the page after each. Returns whether all have ended well; the next call resumes.
 
-
-def read_rows(file: Path) -> list[Row]:
-    """The rows of a results file; empty where there is none. A line cut off by a crash is skipped."""
-    rows = []
-    for line in file.read_text().splitlines() if file.is_file() else []:
+    Raises `UserError` where `folder` cannot be written.
+    """
+    with os_errors_as(f"cannot write {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+    given = {name: getattr(options, name) for name in ("model", "context", "rounds")}
+    steps = [*product(("prefill", "decode"), options.pattern), ("train", options.pattern[0])]
+    failures: dict[str, str] = {}
+    for phase, pattern in steps:
+        step = f"{phase} {pattern}"
+        done = [r for r in read_rows(folder) if (r["phase"], r["pattern"]) == (phase, pattern)]
         try:
+            for row in measure(options, phase, pattern, done):
+                append_records(folder / ROWS, [{**given, **row}], where)
+                speed = row["failed"] or f"{row['tokens_per_second']:,.0f} tokens/s"
+                print(f"{step} {row['size']:,} {row['variant']}: {speed}", flush=True)
+        except Exception as error:
+            # An error on a GPU may leave this process unusable: the next call resumes in another one.
+            failures[step] = reason_of(error)
+            print(f"{step}: {failures[step]}", flush=True)
+        write_atomic(folder / PAGE, page(folder, where, gains, failures))
+    print(f"{folder / PAGE}")
+    return not failures
+
+
+def read_rows(folder: Path) -> list[Row]:
+    """The rows of a folder; empty where there are none. A line cut off by a crash is skipped."""
+    file, rows = folder / ROWS, []
+    for line in file.read_text().splitlines() if file.is_file() else []:
+        with suppress(ValueError):
             rows.append(json.loads(line))
-        except ValueError:
-            continue
     return rows
 
 
-def run_all(options: GpuBenchOptions, folder: Path, where: Mapping[str, Any], gains: Gains) -> bool:
-    """Run every step that lacks rows in a process of its own, since an error on a GPU leaves its process
-    unusable; write the page after each. Returns whether all steps have ended well.
-
-    `options.minutes` bounds the whole call; the next call resumes.
-
-    Raises `UserError` outside a checkout of the repository, and where `folder` cannot be written.
-    """
-    if not Path(TESTS).is_file():
-        raise UserError(f"no {TESTS} here: call it in the root of a checkout of the repository")
-    with os_errors_as(f"cannot write {folder}"):
-        folder.mkdir(parents=True, exist_ok=True)
-    end = time.monotonic() + 60 * (options.minutes or 1e9)
-    steps = [("tests", ""), *((s, p) for s in ("prefill", "decode") for p in options.pattern)]
-    steps.append(("train", options.pattern[0]))
-    all_well = True
-    for step, pattern in steps:
-        name = f"{step}-{pattern.replace(':', 'of')}".rstrip("-")
-        left = min(LIMITS[step], end - time.monotonic())
-        failure = "no time left: call it again" if left <= 0 else None
-        if failure is None and not (folder / f"{name}.done").is_file():
-            failure = _in_a_process(options, step, pattern, folder, name, left)
-            if failure == "":
-                (folder / f"{name}.done").touch()
-        all_well &= not failure
-        print(f"{name}: {failure or 'done'}", flush=True)
-        write_atomic(folder / PAGE, page(folder, where, gains))
-    print(f"{folder / PAGE}")
-    return all_well
-
-
-def _in_a_process(
-    options: GpuBenchOptions, step: str, pattern: str, folder: Path, name: str, seconds: float
-) -> str:
-    """Why a step failed, "" where it did not; what it prints goes to NAME.txt."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", TESTS]
-    if step != "tests":
-        command = [sys.executable, "-m", "sparse_bitnet", "bench", "gpu", "--step", step]
-        command += ["--pattern", pattern, "--out", str(folder), *_as_arguments(options)]
-    with open(folder / f"{name}.txt", "w") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return f"stopped after {seconds:.0f} s: call it again"
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-    lines = (folder / f"{name}.txt").read_text(errors="replace").splitlines()
-    return f"exit code {process.returncode}: {[*lines, ''][-1][:300]}" if process.returncode else ""
-
-
-def _as_arguments(options: GpuBenchOptions) -> list[str]:
-    if options.rehearse:
-        return ["--rehearse"]
-    arguments = []
-    for name in ("model", "tokens", "batch", "context", "rounds", "layers"):
-        if value := getattr(options, name):
-            values = value if isinstance(value, list) else [value]
-            arguments += [f"--{name}", *map(str, values)]
-    return arguments
-
-
-def page(folder: Path, where: Mapping[str, Any], gains: Gains) -> str:
-    """HTML: a table a phase and pattern, speeds with their ratios and the paper's beside, and what each
-    step printed."""
+def page(folder: Path, where: Mapping[str, Any], gains: Gains, failures: Mapping[str, str]) -> str:
+    """HTML: a table a phase and pattern, speeds with ratios and the paper's beside, and what failed."""
     parts = [f"<h1>{html.escape(where['hardware'])}</h1><p>{where['date']}, {where['commit']}</p>"]
-    rows = read_rows(folder / ROWS)
-    for phase, pattern in dict.fromkeys((row["phase"], row["pattern"]) for row in rows):
-        mine = [row for row in rows if (row["phase"], row["pattern"]) == (phase, pattern)]
-        parts.append(f"<h2>{phase} {pattern}</h2>{_table(phase, mine, gains(phase))}")
-    for text in sorted(folder.glob("*.txt")):
-        parts.append(
-            f"<h2>{text.stem}</h2><pre>{html.escape(text.read_text(errors='replace'))}</pre>"
-        )
+    if rows := read_rows(folder):
+        for (phase, pattern), mine in pd.DataFrame(rows).groupby(["phase", "pattern"], sort=False):
+            parts.append(f"<h2>{phase} {pattern}</h2>{_table(str(phase), mine, gains(str(phase)))}")
+    parts += [f"<p>{step} failed: {html.escape(why)}</p>" for step, why in failures.items()]
     return "<!doctype html><meta charset=utf-8>" + "\n".join(parts) + "\n"
 
 
-def _table(phase: str, rows: list[Row], gains: Mapping[int, float]) -> str:
-    """Tokens a second, in brackets over the baseline and over bf16."""
-    cells = {(row["size"], row["variant"]): row for row in rows}
-    head = ["tokens" if phase == "prefill" else "batch", *VARIANTS[phase]]
-    lines = [[*head, f"{BASELINE[phase]} = 1", "bf16 = 1", "paper"]]
-    for size in dict.fromkeys(row["size"] for row in rows):
-        of_size = [cells.get((size, name), {}) for name in VARIANTS[phase]]
-        speeds = [row.get("tokens_per_second") for row in of_size]
-        shown = [f"{speed:,.0f}" if speed else "-" for speed in speeds]
-        ratios = []
-        for base in (BASELINE[phase], "bf16"):
-            over = cells.get((size, base), {}).get("tokens_per_second")
-            last = speeds[-1]
-            ratios.append(f"{last / over:.2f}x" if last and over else "-")
-        paper = f"{gains[size]:.2f}x" if size in gains else "-"
-        lines.append([f"{size:,}", *shown, *ratios, paper])
-    body = "".join(
-        "<tr>" + "".join(f"<td>{cell}</td>" for cell in line) + "</tr>" for line in lines
-    )
-    return f"<table>{body}</table>"
+def _table(phase: str, rows: pd.DataFrame, gains: Mapping[int, float]) -> str:
+    """Tokens a second by size, the last variant over the baseline and over bf16, the paper's ratio."""
+    variants = list(VARIANTS[phase])
+    rows = rows.drop_duplicates(["size", "variant"], keep="last")
+    speeds = rows.pivot(index="size", columns="variant", values="tokens_per_second")
+    speeds = speeds.reindex(columns=variants).astype(float)
+    shown = speeds.map("{:,.0f}".format)
+    for base in (BASELINE[phase], "bf16"):
+        shown[f"over {base}"] = (speeds[variants[-1]] / speeds[base]).map("{:.2f}x".format)
+    shown["paper"] = [f"{gains[size]:.2f}x" if size in gains else "" for size in speeds.index]
+    return shown.to_html(border=0)

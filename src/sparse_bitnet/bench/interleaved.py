@@ -1,29 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """One run of `sparse-bitnet bench`: every engine in a child process, all measured in turn.
 
-Rounds go over all measurements and, in another order each time, over all engines; medians of the rounds
-are reported. So a neighbour that takes the machine for a moment disturbs one value of each, not one
-engine's only. The roofline is measured in every round too.
+Medians of the rounds are reported, and the roofline is measured in every round too.
 """
 
 import copy
 import itertools
-import random
 import statistics
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sparse_bitnet.bench.child import Child
-from sparse_bitnet.bench.contention import Contention
-from sparse_bitnet.bench.model import cache_tokens
-from sparse_bitnet.bench.model_shapes import PUBLISHED
+from sparse_bitnet.bench.child import OURS, Child, cache_tokens
+from sparse_bitnet.bench.machine import READ_BYTES, Contention, RooflineMeter, turns
 from sparse_bitnet.bench.options import BenchOptions
-from sparse_bitnet.bench.random_model import cached_random_model
-from sparse_bitnet.bench.record import BenchRow
-from sparse_bitnet.bench.roofline import READ_BYTES, RooflineMeter
+from sparse_bitnet.bench.random_model import PUBLISHED, cached_random_model
 from sparse_bitnet.checkpoint.model_folder import read_json
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.engine.architecture import read_architecture
@@ -31,36 +25,42 @@ from sparse_bitnet.errors import refuse_unused
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.presets import PRESETS
 
-CHILD = ("-m", "sparse_bitnet.bench.model")
+if TYPE_CHECKING:
+    from rich.table import Table
 
 OnProgress = Callable[[str, float], None]
 """Called with what is being done and the share of the run that is done."""
 
+Row = dict[str, Any]
+"""One measurement of one engine, see `_row`."""
+
 
 @dataclass(kw_only=True)
-class _Variant:
-    """One engine in its process."""
+class _Job:
+    """A measurement of an engine in its process, and its answers by round."""
 
     child: Child
+    loaded: dict[str, Any]
     pattern: str
     threads: int
-    loaded: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class _Measurement:
     phase: str
     tokens: int
     batch: int
+    steps: int
+    answers: list[dict[str, Any]] = field(default_factory=list)
+
+    def __call__(self) -> None:
+        question = {"op": self.phase, "tokens": self.tokens, "context": self.tokens}
+        self.answers.append(self.child.ask({**question, "batch": self.batch, "steps": self.steps}))
 
 
 def run(
     options: BenchOptions,
     progress: OnProgress | None = None,
     *,
-    child: tuple[str, ...] = CHILD,
+    child: tuple[str, ...] = OURS,
     read_bytes: int = READ_BYTES,
-) -> list[BenchRow]:
+) -> list[Row]:
     """Measure everything that `options` ask for.
 
     Args:
@@ -76,39 +76,36 @@ def run(
     report("preparing the model", 0.0)
     models = _models(options)
     options = _within_positions(options, models.values())
-    measurements = _measurements(options)
+    # Small batches first: memory is reported as it is after each.
+    measured = [("prefill", tokens, 1) for tokens in sorted(set(options.prefill))]
+    batches, contexts = sorted(set(options.batches)), sorted(set(options.contexts))
+    measured += [("decode", context, batch) for batch in batches for context in contexts]
+    groups: list[list[_Job]] = [[] for _ in measured]
     with ExitStack() as stack:
-        variants = []
         for (pattern, folder), threads, name, isa in itertools.product(
             models.items(), options.threads, options.weight_format, options.isa
         ):
             report(f"loading {pattern}, {name}, {threads} threads", 0.0)
             process = stack.enter_context(Child(child))
-            loaded = process.ask(
-                {
-                    "op": "load",
-                    "folder": str(folder),
-                    "options": {
-                        **_engine_options(options),
-                        "threads": threads,
-                        "weight_format": name,
-                        "isa": isa,
-                    },
-                }
-            )
-            variants.append(
-                _Variant(child=process, pattern=pattern, threads=threads, loaded=loaded)
-            )
-        isas = sorted({variant.loaded["isa"] for variant in variants})
+            asked = {"threads": threads, "weight_format": name, "isa": isa}
+            asked |= _engine_options(options)
+            loaded = process.ask({"op": "load", "folder": str(folder), "options": asked})
+            make = partial(_Job, child=process, loaded=loaded, pattern=pattern, threads=threads)
+            for group, (phase, tokens, batch) in zip(groups, measured, strict=True):
+                job = make(phase=phase, tokens=tokens, batch=batch, steps=options.steps)
+                group.append(job)
+        isas = sorted({job.loaded["isa"] for job in groups[0]})
         meters = {count: RooflineMeter(count, isas, read_bytes) for count in options.threads}
-        contention = Contention(variant.child.pid for variant in variants)
-        answers = _rounds(options, variants, measurements, meters, report)
+        visits = [meter.visit for meter in meters.values()]
+        contention = Contention(job.child.pid for job in groups[0])
+        order = turns([*groups, visits], options.rounds)
+        total = options.rounds * (sum(map(len, groups)) + len(visits))
+        for done, (turn, job) in enumerate(order):
+            what = f"{job.phase} {job.tokens}" if isinstance(job, _Job) else "roofline"
+            report(f"round {turn + 1}: {what}", done / total)
+            job()
         others = contention.others_share()
-        return [
-            _row(options, variant, measurement, answers[index, measurement], meters, others)
-            for measurement in measurements
-            for index, variant in enumerate(variants)
-        ]
+    return [_row(options, job, meters[job.threads], others) for group in groups for job in group]
 
 
 def _models(options: BenchOptions) -> dict[str, Path]:
@@ -116,7 +113,7 @@ def _models(options: BenchOptions) -> dict[str, Path]:
     if options.model not in PRESETS and options.model not in PUBLISHED:
         folder = Path(options.model)
         packed = open_checkpoint(folder, "packed")
-        of_random = ("pattern", "scale_group", "embeddings", "models")
+        of_random = ("pattern", "scale_group", "models")
         refuse_unused(options, of_random, f"{folder} has weights of its own")
         return {str(packed.format.pattern): folder}
     parsed = {text: NMPattern.parse(text.removesuffix(" binary")) for text in options.pattern}
@@ -126,7 +123,6 @@ def _models(options: BenchOptions) -> dict[str, Path]:
             pattern,
             cache=options.models,
             packed_format="nm-sign" if text.endswith(" binary") else "i2",
-            embeddings=options.embeddings,
             scale_group=options.scale_group,
         )
         for text, pattern in parsed.items()
@@ -143,99 +139,82 @@ def _within_positions(options: BenchOptions, folders: Iterable[Path]) -> BenchOp
 
 
 def _engine_options(options: BenchOptions) -> dict[str, Any]:
-    longest = max(*options.prefill, *(context + options.steps for context in options.contexts))
+    prefills, contexts, steps = options.prefill, options.contexts, options.steps
     return {
         "head": options.head,
         "kv_cache": options.kv_cache,
-        "context_length": longest,
-        "cache_tokens": cache_tokens(
-            options.prefill, options.contexts, options.batches, options.steps
-        ),
+        "context_length": max(*prefills, *(context + steps for context in contexts)),
+        "cache_tokens": cache_tokens(prefills, contexts, options.batches, steps),
     }
 
 
-def _measurements(options: BenchOptions) -> list[_Measurement]:
-    """Small batches first: memory is reported as it is after each."""
-    found = [_Measurement("prefill", tokens, 1) for tokens in sorted(set(options.prefill))]
-    return found + [
-        _Measurement("decode", context, batch)
-        for batch in sorted(set(options.batches))
-        for context in sorted(set(options.contexts))
-    ]
-
-
-def _rounds(
-    options: BenchOptions,
-    variants: list[_Variant],
-    measurements: list[_Measurement],
-    meters: dict[int, RooflineMeter],
-    report: OnProgress,
-) -> dict[tuple[int, _Measurement], list[dict[str, Any]]]:
-    answers: dict[tuple[int, _Measurement], list[dict[str, Any]]] = {
-        (index, measurement): [] for index in range(len(variants)) for measurement in measurements
-    }
-    order, shuffle = list(range(len(variants))), random.Random(0).shuffle
-    for turn in range(options.rounds):
-        for place, measurement in enumerate(measurements):
-            done = (turn * len(measurements) + place) / (options.rounds * len(measurements))
-            report(f"round {turn + 1}: {measurement.phase} {measurement.tokens}", done)
-            shuffle(order)
-            for index in order:
-                question = {
-                    "op": measurement.phase,
-                    "tokens": measurement.tokens,
-                    "context": measurement.tokens,
-                    "batch": measurement.batch,
-                    "steps": options.steps,
-                }
-                answers[index, measurement].append(variants[index].child.ask(question))
-        for meter in meters.values():
-            meter.visit()
-    return answers
-
-
-def _row(
-    options: BenchOptions,
-    variant: _Variant,
-    measurement: _Measurement,
-    answers: list[dict[str, Any]],
-    meters: dict[int, RooflineMeter],
-    others_share: float | None,
-) -> BenchRow:
-    times = [answer["seconds"] for answer in answers]
-    seconds = statistics.median(times)
-    loaded = variant.loaded
-    roofline = meters[variant.threads].result(loaded["isa"])
-    decodes = measurement.phase == "decode"
-    computed = measurement.batch if decodes else measurement.tokens
-    step_bytes = None
+def _row(options: BenchOptions, job: _Job, meter: RooflineMeter, others_share: float | None) -> Row:
+    """The row of a job: what it measured, then speeds as shares of the roofline."""
+    loaded, times = job.loaded, [answer["seconds"] for answer in job.answers]
+    seconds = statistics.median(times)  # of a prompt or of a step
+    roofline = meter.result(loaded["isa"])
+    decodes = job.phase == "decode"
+    computed = job.batch if decodes else job.tokens
+    step_bytes = None  # read by a decode step
     if decodes:
         # The sequences share their context, and what each adds grows from nothing to `steps`.
-        cached = measurement.tokens + measurement.batch * options.steps / 2
+        cached = job.tokens + job.batch * job.steps / 2
         step_bytes = loaded["weight_bytes"] + cached * loaded["cache_token_bytes"]
     # Of the blocks, a multiply-add being two; attention and head are not counted.
     operations = 2 * loaded["block_weights"] * computed
-    return BenchRow(
-        model=options.model,
-        pattern=variant.pattern,
-        weight_format=loaded["weight_format"],
-        head=loaded["head"],
-        kv_cache=options.kv_cache,
-        isa=loaded["isa"],
-        threads=variant.threads,
-        phase=measurement.phase,
-        tokens=measurement.tokens,
-        batch=measurement.batch,
-        seconds=seconds,
-        spread=max(times) / min(times) - 1,
-        rounds=len(times),
-        tokens_per_second=computed / seconds,
-        step_bytes=step_bytes,
-        memory_share=step_bytes and step_bytes / seconds / roofline.read_bytes_per_second,
-        int8_share=operations / seconds / roofline.int8_ops_per_second,
-        read_bytes_per_second=roofline.read_bytes_per_second,
-        int8_ops_per_second=roofline.int8_ops_per_second,
-        load_seconds=loaded["load_seconds"],
-        resident_bytes=answers[-1]["resident_bytes"],
-        others_share=others_share,
+    return {
+        "model": options.model,
+        "pattern": job.pattern,
+        "weight_format": loaded["weight_format"],
+        "head": loaded["head"],
+        "kv_cache": options.kv_cache,
+        "isa": loaded["isa"],
+        "threads": job.threads,
+        "phase": job.phase,
+        "tokens": job.tokens,  # of the prompt, or of the context that a batch shares
+        "batch": job.batch,
+        "seconds": seconds,
+        "spread": max(times) / min(times) - 1,
+        "rounds": len(times),
+        "tokens_per_second": computed / seconds,  # of all sequences together
+        "step_bytes": step_bytes,
+        "memory_share": step_bytes and step_bytes / seconds / roofline.read_bytes_per_second,
+        "int8_share": operations / seconds / roofline.int8_ops_per_second,
+        "read_bytes_per_second": roofline.read_bytes_per_second,
+        "int8_ops_per_second": roofline.int8_ops_per_second,
+        "load_seconds": loaded["load_seconds"],
+        "resident_bytes": job.answers[-1]["resident_bytes"],  # of the engine's whole process
+        "others_share": others_share,  # of the processors' time, during the run
+    }
+
+
+def table(rows: list[Row]) -> "Table":
+    """Tokens a second and shares of the roofline: a line a measurement of an engine."""
+    from rich import box
+    from rich.table import Table
+
+    first = rows[0]
+    shown = Table(
+        title=f"{first['model']} {first['pattern']}, kv-cache {first['kv_cache']}",
+        caption=f"Share of the roofline: of the memory's or the int8 speed, measured too. Medians of "
+        f"{first['rounds']} rounds; spread: slowest over fastest. A batch shares its context.",
+        box=box.SIMPLE_HEAD,
     )
+    shown.add_column("weights, head, threads, isa", overflow="fold")
+    shown.add_column("measured", overflow="fold")
+    for name in ("tokens/s", "spread", "of the roofline", "resident, MB"):
+        shown.add_column(name, justify="right")
+    for row in rows:
+        engine = f"{row['weight_format']}, {row['head']}, {row['threads']}, {row['isa']}"
+        what = f"prefill {row['tokens']}"
+        if row["phase"] == "decode":
+            what = f"decode behind {row['tokens']}, batch {row['batch']}"
+        share, limit = row["int8_share"], f"{row['int8_ops_per_second'] / 1e12:.2f} TOP/s"
+        if (row["memory_share"] or 0.0) > share:
+            share, limit = row["memory_share"], f"{row['read_bytes_per_second'] / 1e9:.1f} GB/s"
+        resident = row["resident_bytes"]
+        shown.add_row(
+            *(engine, what, f"{row['tokens_per_second']:.1f}", f"{row['spread']:.0%}"),
+            *(f"{share:.0%} of {limit}", "-" if resident is None else f"{resident / 1e6:.0f}"),
+        )
+    return shown

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from sparse_bitnet.engine.engine_options import WeightFormat
-from sparse_bitnet.errors import UserError, refuse_unused
+from sparse_bitnet.errors import UserError, check_least, refuse_unused
 from sparse_bitnet.host import available_cores
 from sparse_bitnet.pattern import NMPattern
 
@@ -20,8 +20,8 @@ class BenchOptions:
     """What to measure."""
 
     model: str = "qwen2.5-1.5b"
-    """A preset or a published shape (bitnet-2b4t, qwen3-1.7b, qwen3-8b, falcon-e-3b, llama3-8b), which
-    gets random weights, or a packed folder."""
+    """A preset or a published shape (bitnet-2b4t, qwen3-8b), which gets random weights, or a packed
+    folder."""
 
     pattern: list[str] = field(default_factory=lambda: ["6:8"])
     """n:m of the random weights, a model each; 8:8 is dense. With " binary" after it none of them is zero
@@ -29,9 +29,6 @@ class BenchOptions:
 
     scale_group: Literal[0, 32, 64, 128, 256] = 0
     """Random weights that share a scale in float16; 0: one scale a matrix."""
-
-    embeddings: Literal["int8", "bf16", "ternary"] = "int8"
-    """How the random model's file holds embedding and head; ternary: with a scale for 128 weights."""
 
     weight_format: list[WeightFormat] = field(default_factory=lambda: ["auto"])
     """Run-time formats of the weights."""
@@ -72,17 +69,13 @@ class BenchOptions:
 
     def __post_init__(self) -> None:
         """Raise `UserError` for sizes that cannot be measured."""
-        for name in ("threads", "prefill", "batches"):
-            values = getattr(self, name)
-            if not values or min(values) < 1:
-                raise UserError(f"--{name} {values}: give numbers above 0")
-        if not self.contexts or min(self.contexts) < 0:
-            raise UserError(f"--contexts {self.contexts}: give numbers of at least 0")
+        for name, least in {"threads": 1, "prefill": 1, "batches": 1, "contexts": 0}.items():
+            if min(values := getattr(self, name), default=-1) < least:
+                raise UserError(f"--{name} {values}: give numbers of at least {least}")
         for name in ("pattern", "weight_format", "isa"):
             if not getattr(self, name):
                 raise UserError(f"--{name.replace('_', '-')}: give at least one")
-        if self.steps < 1 or self.rounds < 1:
-            raise UserError("--steps and --rounds must be at least 1")
+        check_least(self, steps=1, rounds=1)
         if self.quick:
             refuse_unused(self, ("prefill", "contexts", "batches"), "--quick takes its own")
             self.prefill, self.contexts, self.batches = [128, 512], [0], [1]
@@ -92,9 +85,6 @@ class BenchOptions:
 @dataclass(kw_only=True)
 class GpuBenchOptions:
     """The paper's Table 3 on a GPU, with random weights: bf16, dense int8 and sparse int8 models."""
-
-    step: Literal["all", "prefill", "decode", "train"] = "all"
-    """all: CUDA tests, then the three others, each in a process of its own."""
 
     model: str = "qwen2.5-3b"
     """Preset that gives the shape."""
@@ -114,23 +104,15 @@ class GpuBenchOptions:
     rounds: int = 7
     """Measurements of each variant, interleaved; the median counts."""
 
-    layers: int | None = None
-    """Blocks of the model. Default: all."""
-
-    minutes: float | None = None
-    """Stop after this time; the same command resumes."""
-
     rehearse: bool = False
     """Run the same steps on the CPU with a tiny model. The numbers say nothing about speed."""
 
     def __post_init__(self) -> None:
         """Raise `UserError` for sizes that cannot be measured."""
         if self.rehearse:
-            self.model, self.layers, self.rounds, self.context = "qwen2.5-0.3m", 1, 1, 16
+            self.model, self.rounds, self.context = "qwen2.5-0.3m", 1, 16
             self.tokens, self.batch = [32], [2]
-        for name in ("context", "rounds", "minutes"):
-            if (value := getattr(self, name)) is not None and not value > 0:
-                raise UserError(f"--{name} {value}: must be above 0")
+        check_least(self, context=1, rounds=1)
         for name in ("tokens", "batch"):
             if any(value < 1 for value in getattr(self, name)):
                 raise UserError(f"--{name} {getattr(self, name)}: give numbers above 0")

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed folders of a preset's real shape with random weights: for measuring speed, not for reading.
 
-Nothing is trained and torch is not imported. The same seed gives the same bytes.
+Nothing is trained and torch is not imported. The same seed gives the same bytes. Zeros and groups are
+those of a model whose masters are Gaussian, as before training and, nearly, after: groups of codes are
+drawn from a table of 65,536 that were selected as training selects them.
 """
 
 import json
@@ -13,19 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from sparse_bitnet.bench.model_shapes import config_of_model
-from sparse_bitnet.bench.random_codes import (
-    PIECE_WEIGHTS,
-    TABLE_GROUPS,
-    WEIGHT_STD,
-    RandomCodes,
-)
-from sparse_bitnet.checkpoint.model_folder import TOKENIZER_FILES, copy_files
 from sparse_bitnet.engine.architecture import Architecture, read_architecture
 from sparse_bitnet.engine.engine_model import EMBEDDING, HEAD
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import atomic_folder
-from sparse_bitnet.generation.text import TextTokenizer
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.packing.formats import check_layout, needs_exact, row_bytes
 from sparse_bitnet.packing.metadata import PackedMetadata
@@ -34,16 +27,111 @@ from sparse_bitnet.packing.tensor_file import TensorFileWriter, TensorSpec
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.presets import PRESETS
 
-END_OF_TEXT = "<|endoftext|>"
+_END_OF_TEXT, _END_OF_TEXT_ID = "<|endoftext|>", 257
+"""Of the random models' tokenizer: after the 256 bytes and one merge."""
 
 _VERSION = 1
-_TABLE_GROUP = 128
+_WEIGHT_STD = 0.02
+_TABLE_GROUPS = 1 << 16
+_PIECE_WEIGHTS = 1 << 22
+"""Weights that are made at a time."""
 
 
-def default_cache() -> Path:
-    """Where random models are kept between runs: a folder of this user's in the temporary folder."""
-    owner = os.getuid() if hasattr(os, "getuid") else "user"
-    return Path(tempfile.gettempdir()) / f"sparse-bitnet-bench-{owner}"
+def _sizes(
+    model_type: str, hidden: int, ffn: int, layers: int, heads: int, kv: int, vocab: int, tied: bool
+) -> dict[str, Any]:
+    return {
+        "model_type": model_type,
+        "dtype": "float32",
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "vocab_size": vocab,
+        "max_position_embeddings": 40960,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "tie_word_embeddings": tied,
+        "bos_token_id": None,
+        "pad_token_id": None,
+        "eos_token_id": _END_OF_TEXT_ID,
+    }
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "bitnet-2b4t": {
+        **_sizes("bitnet", 2560, 6912, 30, 20, 5, 128256, tied=True),
+        "hidden_act": "relu2",
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 4096,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+    },
+    "qwen3-8b": {
+        **_sizes("qwen3", 4096, 12288, 36, 32, 8, 151936, tied=False),
+        "head_dim": 128,
+    },
+}
+"""config.json of models that others publish, ternary or made so, as far as speed depends on it."""
+
+
+def config_of_model(name: str) -> dict[str, Any]:
+    """The config.json of a published shape, or of a preset, as transformers writes it for
+    `build_model.preset_config`. Raises `UserError` for another name."""
+    if name in PUBLISHED:
+        return dict(PUBLISHED[name])
+    if name not in PRESETS:
+        known = ", ".join([*PRESETS, *PUBLISHED])
+        raise UserError(f"model {name!r} is not a preset: choose one of {known}")
+    shape = PRESETS[name]
+    hidden, ffn = shape.hidden_size, shape.intermediate_size
+    heads, kv = shape.num_attention_heads, shape.num_key_value_heads
+    layers, vocab = shape.num_hidden_layers, shape.vocab_size
+    return _sizes("qwen2", hidden, ffn, layers, heads, kv, vocab, tied=True) | {
+        "architectures": ["Qwen2ForCausalLM"],
+        "max_position_embeddings": shape.max_position_embeddings,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "max_window_layers": 28,
+        "layer_types": ["full_attention"] * layers,
+        "attention_dropout": 0.0,
+        "initializer_range": _WEIGHT_STD,
+        "use_cache": True,
+    }
+
+
+class _RandomCodes:
+    """Ternary matrices within a pattern, from Gaussian masters of `_WEIGHT_STD`."""
+
+    def __init__(self, pattern: NMPattern, seed: int, *, binary: bool = False) -> None:
+        """`binary`: no code is zero but those that the pattern drops."""
+        self._rng = np.random.Generator(np.random.SFC64([seed, 0]))
+        # Eight codes are one word of the table wherever groups fill it; every preset's rows do.
+        self._unit = 8 if pattern.is_dense or 8 % pattern.m == 0 else pattern.m
+        masters = self._rng.standard_normal((_TABLE_GROUPS, self._unit), np.float32)
+        mean = np.abs(masters).mean()
+        codes = np.sign(masters) if binary else np.clip(np.rint(masters / mean), -1, 1)
+        codes = codes.astype(np.int8)
+        if not pattern.is_dense:
+            groups = np.abs(masters).reshape(-1, pattern.m)
+            dropped = np.argsort(groups, axis=1, kind="stable")[:, : pattern.m - pattern.n]
+            np.put_along_axis(codes.reshape(-1, pattern.m), dropped, 0, axis=1)
+        self._table = codes
+        self.weight_scale = float(mean) * _WEIGHT_STD
+
+    def pieces(self, rows: int, in_features: int) -> Iterator[np.ndarray]:
+        """int8 [some rows, in_features] until all are there."""
+        step = max(1, _PIECE_WEIGHTS // in_features)
+        for first in range(0, rows, step):
+            count = min(step, rows - first)
+            units = -(-in_features // self._unit)
+            drawn = self._rng.integers(0, _TABLE_GROUPS, (count, units), np.uint16)
+            if self._unit == 8:
+                codes = self._table.view(np.uint64)[:, 0][drawn].view(np.int8)
+            else:
+                codes = self._table[drawn].reshape(count, -1)
+            yield np.ascontiguousarray(codes[:, :in_features])
 
 
 def cached_random_model(
@@ -52,73 +140,63 @@ def cached_random_model(
     *,
     cache: Path | None = None,
     packed_format: str = "i2",
-    embeddings: str = "int8",
     scale_group: int = 0,
 ) -> Path:
-    """The folder of a random model, written unless it is already in the cache.
+    """The folder of a random model, written unless it is already in the cache, by default one of this
+    user's in the temporary folder.
 
     Raises `UserError` as `write_random_model` does.
     """
-    name = f"{preset}-{pattern}-{packed_format}-{embeddings}-v{_VERSION}".replace(":", "of")
-    name += f"-g{scale_group}" if scale_group else ""
-    folder = (cache or default_cache()) / name
+    if cache is None:
+        owner = os.getuid() if hasattr(os, "getuid") else "user"
+        cache = Path(tempfile.gettempdir()) / f"sparse-bitnet-bench-{owner}"
+    name = f"{preset}-{pattern}-{packed_format}-int8-v{_VERSION}".replace(":", "of")
+    folder = cache / (name + f"-g{scale_group}" * bool(scale_group))
     if not (folder / "config.json").is_file():
         write_random_model(
-            folder,
-            preset,
-            pattern,
-            packed_format=packed_format,
-            embeddings=embeddings,
-            scale_group=scale_group,
+            folder, preset, pattern, packed_format=packed_format, scale_group=scale_group
         )
     return folder
 
 
 def write_random_model(
-    out: Path | str,
+    out: Path,
     preset: str,
     pattern: NMPattern,
     *,
     packed_format: str = "i2",
-    embeddings: str = "int8",
     scale_group: int = 0,
-    tokenizer: Path | None = None,
+    vocab_size: int | None = None,
     seed: int = 0,
 ) -> None:
-    """Write a complete packed folder: weights, config.json and a tokenizer.
+    """Write a packed folder with random weights, embedding and head in int8, and a tokenizer whose tokens
+    are the 256 bytes and the end of text.
 
     Args:
-        out: folder to write, replaced if it exists.
-        preset: a name in `PRESETS` or `PUBLISHED`.
-        pattern: n:m of the codes.
-        packed_format: a name in `ROWS`; "nm-sign" for binary weights.
-        embeddings: of embedding and head, "int8", "bf16" or "ternary", with a float16 scale for
-            `scale_group` weights or 128.
+        out: the folder, which must not exist.
+        preset: name of a preset or a published shape.
+        pattern: zeros of the weights.
+        packed_format: "i2", "b3", "nm-enum", or "nm-sign", in which no weight is zero but those that the
+            pattern drops.
         scale_group: weights that share a scale in float16; 0 for one float32 scale a matrix.
-        tokenizer: folder of the one to take, with its chat template; small presets take its vocabulary.
-            Default: one whose tokens are the 256 bytes and the end of text.
+        vocab_size: tokens, for another tokenizer; default the preset's.
         seed: of all values.
 
-    Raises `UserError` for an unknown preset, format or embedding type, a pattern that does not divide
-    the rows, a tokenizer that is none or too large for the shape, or a full disk.
+    Raises `UserError` for an unknown preset or format, a pattern that does not divide the rows, or a full
+    disk.
     """
-    config = config_of_model(preset, tokenizer=tokenizer is None)
-    if tokenizer is not None:
-        _take_vocabulary(config, preset, tokenizer)
+    config = config_of_model(preset)
+    if vocab_size:
+        config |= {"vocab_size": vocab_size, "eos_token_id": None}
     shape = read_architecture(config, preset)
     if packed_format not in ROWS:
         raise UserError(f"random models are written as {', '.join(ROWS)}, not {packed_format!r}")
-    if embeddings not in ("int8", "bf16", "ternary"):
-        raise UserError(f"random models have int8, bf16 or ternary embeddings, not {embeddings!r}")
-    table_group = scale_group or _TABLE_GROUP
-    if embeddings == "ternary" and shape.hidden % table_group:
-        raise UserError(f"ternary embeddings: {table_group} does not divide rows of {shape.hidden}")
     metadata = PackedMetadata(
         packed_format=packed_format,
         format=SparseBitConfig(
             pattern=pattern, quantizer="binary" if needs_exact(packed_format) else "absmean"
         ),
-        embeddings=embeddings,
+        embeddings="int8",
         layers={
             f"model.layers.{layer}.{name}": size
             for layer in range(shape.layers)
@@ -137,10 +215,7 @@ def write_random_model(
                 writer.write(spec.name, pieces)
         config["quantization_config"] = metadata.config_entry()
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        if tokenizer is None:
-            _write_tokenizer(folder)
-        else:
-            copy_files(tokenizer, folder, TOKENIZER_FILES)
+        _write_tokenizer(folder)
 
 
 def _tensors(
@@ -148,36 +223,20 @@ def _tensors(
 ) -> Iterator[tuple[TensorSpec, Iterable[np.ndarray]]]:
     """Every tensor with its content, whose pieces are made as they are written."""
     packed_format, pattern = metadata.packed_format, metadata.pattern
-    source = RandomCodes(pattern, seed, binary=needs_exact(packed_format))
+    source = _RandomCodes(pattern, seed, binary=needs_exact(packed_format))
     pack = ROWS[packed_format][0]
     for name, (rows, columns) in metadata.layers.items():
         size = rows, row_bytes(packed_format, pattern, columns)
         pieces = source.pieces(rows, columns)
-        yield (
-            TensorSpec(f"{name}.weight_packed", "uint8", size),
-            (pack(codes, pattern) for codes in pieces),
-        )
+        spec = TensorSpec(f"{name}.weight_packed", "uint8", size)
+        yield spec, (pack(codes, pattern) for codes in pieces)
         scales = (rows, columns // scale_group) if scale_group else (1,)
         dtype = "float16" if scale_group else "float32"
         yield _filled(f"{name}.weight_scale", dtype, scales, source.weight_scale)
     for table in (EMBEDDING,) if shape.ties_head else (EMBEDDING, HEAD):
-        if metadata.embeddings == "ternary":
-            dense = NMPattern(1, 1)
-            source = RandomCodes(dense, seed + 1)
-            size = shape.vocab, row_bytes("i2", dense, shape.hidden)
-            pieces = source.pieces(shape.vocab, shape.hidden)
-            yield (
-                TensorSpec(table, "uint8", size),
-                (ROWS["i2"][0](codes, dense) for codes in pieces),
-            )
-            scales = shape.vocab, shape.hidden // (scale_group or _TABLE_GROUP)
-            yield _filled(f"{table}_scale", "float16", scales, source.weight_scale)
-            continue
-        is_int8 = metadata.embeddings == "int8"
-        spec = TensorSpec(table, "int8" if is_int8 else "bfloat16", (shape.vocab, shape.hidden))
-        yield spec, _embedding(shape, is_int8, seed)
-        if is_int8:
-            yield _filled(f"{table}_scale", "float32", (shape.vocab, 1), WEIGHT_STD * 3.5 / 127)
+        yield TensorSpec(table, "int8", (shape.vocab, shape.hidden)), _embedding(shape, seed)
+        scale = _WEIGHT_STD * 3.5 / 127
+        yield _filled(f"{table}_scale", "float32", (shape.vocab, 1), scale)
     rng = np.random.Generator(np.random.SFC64([seed, 2]))
     vectors = {
         f"model.layers.{layer}.{name}": length
@@ -197,31 +256,18 @@ def _filled(
     return TensorSpec(name, dtype, size), (np.full(size, value, dtype) for _ in range(1))
 
 
-def _embedding(shape: Architecture, is_int8: bool, seed: int) -> Iterator[np.ndarray]:
+def _embedding(shape: Architecture, seed: int) -> Iterator[np.ndarray]:
     rng = np.random.Generator(np.random.SFC64([seed, 1]))
-    values = rng.standard_normal((TABLE_GROUPS, 8), np.float32)
-    if is_int8:
-        # A row's largest magnitude, about 3.5 standard deviations, is 127 by definition.
-        table = np.clip(np.rint(values * (127 / 3.5)), -127, 127).astype(np.int8)
-    else:
-        # The upper half of a float32 is its bfloat16, truncated.
-        table = ((WEIGHT_STD * values).view(np.uint32) >> 16).astype(np.uint16)
-    step = max(1, PIECE_WEIGHTS // shape.hidden)
+    values = rng.standard_normal((_TABLE_GROUPS, 8), np.float32)
+    # A row's largest magnitude, about 3.5 standard deviations, is 127 by definition.
+    table = np.clip(np.rint(values * (127 / 3.5)), -127, 127).astype(np.int8)
+    step = max(1, _PIECE_WEIGHTS // shape.hidden)
     for first in range(0, shape.vocab, step):
         count = min(step, shape.vocab - first)
-        drawn = rng.integers(0, TABLE_GROUPS, (count, shape.hidden // 8), np.uint16)
+        drawn = rng.integers(0, _TABLE_GROUPS, (count, shape.hidden // 8), np.uint16)
         piece = table[drawn].reshape(count, shape.hidden)
-        if is_int8:
-            piece[:, 0] = 127
+        piece[:, 0] = 127
         yield piece
-
-
-def _take_vocabulary(config: dict[str, Any], preset: str, folder: Path) -> None:
-    size = len(TextTokenizer.load(folder).vocabulary)
-    if preset in PRESETS and not PRESETS[preset].published:
-        config["vocab_size"] = -(-size // 64) * 64
-    if size > config["vocab_size"]:
-        raise UserError(f"{folder} has {size} tokens, {preset} has {config['vocab_size']}")
 
 
 def _write_tokenizer(folder: Path) -> None:
@@ -235,7 +281,7 @@ def _write_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer(BPE(vocabulary, [pair]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True)])
+    tokenizer.add_special_tokens([AddedToken(_END_OF_TEXT, special=True)])
     tokenizer.save(str(folder / "tokenizer.json"))
-    entry = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
+    entry = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": _END_OF_TEXT}
     (folder / "tokenizer_config.json").write_text(json.dumps(entry, indent=2) + "\n")

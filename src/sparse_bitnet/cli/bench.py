@@ -2,7 +2,6 @@
 """`sparse-bitnet bench`: speed of the CPU engine beside the machine's limits; `bench gpu`: the paper's
 Table 3 on a GPU."""
 
-from dataclasses import asdict
 from pathlib import Path
 
 from sparse_bitnet.bench.options import BenchOptions, GpuBenchOptions
@@ -32,9 +31,9 @@ def on_cpu(options: BenchOptions, out: Path | None = None) -> None:
     """
     from rich.console import Console
 
-    from sparse_bitnet.bench.contention import warning
-    from sparse_bitnet.bench.interleaved import run
-    from sparse_bitnet.bench.record import append_records, check_records, table, where_measured
+    from sparse_bitnet.bench.interleaved import run, table
+    from sparse_bitnet.bench.machine import warning
+    from sparse_bitnet.bench.record import append_records, check_records, where_measured
     from sparse_bitnet.progress import Progress
 
     if out is not None:
@@ -44,18 +43,18 @@ def on_cpu(options: BenchOptions, out: Path | None = None) -> None:
         line = progress.line("starting")
         rows = run(options, lambda what, share: line(share, 1.0, label=what))
     where = where_measured()
-    for pattern in dict.fromkeys(row.pattern for row in rows):
-        console.print(table([row for row in rows if row.pattern == pattern]))
+    for pattern in dict.fromkeys(row["pattern"] for row in rows):
+        console.print(table([row for row in rows if row["pattern"] == pattern]))
     console.print(f"{where['hardware']}, {where['date'][:10]}, commit {where['commit']}")
-    if doubt := warning(rows[0].others_share):
+    if doubt := warning(rows[0]["others_share"]):
         console.print(doubt)
     if out is not None:
-        append_records(out, map(asdict, rows), where)
+        append_records(out, rows, where)
         console.print(f"written to {out}")
 
 
 def on_gpu(options: GpuBenchOptions, out: Path = Path("gpu-results")) -> None:
-    """CUDA tests, prefill, decode and training on this GPU: rows and one page in a folder.
+    """Prefill, decode and training on this GPU: rows and one page in a folder.
 
     The same command continues with what is missing or failed.
 
@@ -65,14 +64,11 @@ def on_gpu(options: GpuBenchOptions, out: Path = Path("gpu-results")) -> None:
     """
     import torch
 
-    from sparse_bitnet.bench.gpu import ROWS, run_all, run_step
+    from sparse_bitnet.bench.gpu import run
     from sparse_bitnet.provenance import provenance
     from sparse_bitnet_paper.paper import paper_gains
 
     if not (options.rehearse or torch.cuda.is_available()):
         raise UserError("bench gpu: torch sees no CUDA device; --rehearse runs it on the CPU")
-    if options.step != "all":
-        for pattern in options.pattern:
-            run_step(options, options.step, pattern, out / ROWS, provenance())
-    elif not run_all(options, out, provenance(), paper_gains):
+    if not run(options, out, provenance(), paper_gains):
         raise SystemExit(1)  # every step that failed has said why
