@@ -22,7 +22,7 @@ from sparse_bitnet.bench.record import append_records, result_file, where_measur
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.engine.engine import CACHE_TYPES, Engine
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.generation.engine_perplexity import engine_perplexity
+from sparse_bitnet.evaluation.perplexity import perplexity
 from sparse_bitnet.generation.text import TextTokenizer
 
 HEADS = ("stored", "int8", "int4")
@@ -125,7 +125,7 @@ def costs(folder: Path, tokens: list[int], context: int) -> list[dict]:
         except UserError as error:  # int4 takes groups of 64
             print(error)
             continue
-        found = engine_perplexity(engine, np.array(tokens), context_length=context)
+        found = perplexity(engine, np.array(tokens), context_length=context)
         rows.append(
             {
                 "what": "cost",

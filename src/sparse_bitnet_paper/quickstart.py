@@ -11,10 +11,9 @@ from pathlib import Path
 import pandas as pd
 from rich.console import Console
 
-from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.evaluation.sample_text import continue_text
 from sparse_bitnet.files import write_atomic
+from sparse_bitnet.generation.open_model import open_model
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.presets import PRESETS
 from sparse_bitnet_paper import figures, tables
@@ -65,9 +64,9 @@ def quickstart(config: QuickstartConfig, console: Console | None = None) -> Quic
     results, report = Results(out), out / "report.html"
     rows = tables.four_models(results, config.model)
     model = out / rows[f"ternary-{config.pattern}"].checkpoint[0]
-    sample = continue_text(
-        from_pretrained(model), load_tokenizer(model), config.prompt, max_new_tokens=SAMPLE_TOKENS
-    )
+    opened = open_model(model)
+    sample = opened.generate(config.prompt, max_tokens=SAMPLE_TOKENS)
+    opened.engine.close()
     comparison, words = tables.comparison_table(rows), verdict(rows)
     provenance = results.rows.provenance
     page = render(

@@ -14,7 +14,6 @@ from sparse_bitnet.cli import evaluate
 from sparse_bitnet.cli.main import main
 from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.evaluation import harness
 from sparse_bitnet.evaluation.harness import accuracies, evaluate_tasks, load_tasks
 from sparse_bitnet.evaluation.task_data import write_task_files
 from sparse_bitnet.nn.convert import convert_
@@ -113,18 +112,6 @@ def test_numbers_are_those_of_lm_eval_on_the_same_folder(checkpoint, tasks):
     json.dumps(ours)
 
 
-def test_masks_are_selected_once_and_released(checkpoint, tasks, monkeypatch):
-    from sparse_bitnet.nn.layer import SparseBitLinear
-
-    calls = []
-    select = SparseBitLinear.select_
-    monkeypatch.setattr(
-        SparseBitLinear, "select_", lambda layer: (calls.append(layer), select(layer))[1]
-    )
-    evaluate_tasks(checkpoint, ["doubling"], include_path=tasks, limit=3, device="cpu")
-    assert len(calls) == len(set(map(id, calls))) == 14
-
-
 HELLASWAG = {
     "ind": 24,
     "activity_label": "Roof shingle removal",
@@ -190,7 +177,7 @@ def test_the_papers_tasks_are_scored_from_a_folder_of_data_sets(
     assert asked == {"hellaswag": 2, "arc_easy": 3, "piqa": 4, "boolq": 5, "copa": 6}
     norm = {task for task, scores in accuracies(found).items() if "acc_norm" in scores}
     assert norm == {"hellaswag", "arc_easy", "piqa"}
-    tasks = {task.task_name: task for task in load_tasks(list(asked), downloaded).tasks}
+    tasks = {task.task_name: task for task in load_tasks(list(asked), downloaded)[0]}
     gold = {
         name: task.doc_to_target(task.test_docs()[0])
         for name, task in tasks.items()
@@ -199,25 +186,30 @@ def test_the_papers_tasks_are_scored_from_a_folder_of_data_sets(
     assert gold == {"arc_easy": 0}
 
 
-def test_raw_files_of_a_task_are_found_by_its_name(tmp_path):
-    rows = [{**HELLASWAG, "label": 1}, {**HELLASWAG, "label": 2}]
-    (tmp_path / "hellaswag_raw.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (task,) = load_tasks(["hellaswag"], tmp_path).tasks
-    assert [doc["gold"] for doc in task.validation_docs()] == [1, 2]
-
-
 def write_rows(path, row, count=1):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text((json.dumps(row) + "\n") * count)
 
 
-@pytest.mark.parametrize("name", ["piqa/plain_text/{}/0000.jsonl", "piqa/PIQA-{}.jsonl"])
-def test_splits_are_told_by_folders_and_by_capital_letters(tmp_path, monkeypatch, name):
-    write_rows(tmp_path / "sets" / name.format("Train"), PIQA, 5)
-    write_rows(tmp_path / "sets" / name.format("Validation"), PIQA, 2)
+@pytest.mark.parametrize(
+    ("task", "files", "count"),
+    [
+        ("hellaswag", {"hellaswag_raw.jsonl": (HELLASWAG, 2)}, 2),
+        ("piqa", {"piqa/PIQA-Train.jsonl": (PIQA, 5), "piqa/PIQA-Validation.jsonl": (PIQA, 2)}, 2),
+        ("piqa", {"piqa/Train/0.jsonl": (PIQA, 5), "piqa/Validation/0.jsonl": (PIQA, 2)}, 2),
+        ("boolq", {"boolq/boolq/val.jsonl": (BOOLQ, 2), "boolq/copa/val.jsonl": (COPA, 1)}, 2),
+    ],
+)
+def test_data_sets_lie_as_they_were_downloaded(tmp_path, monkeypatch, task, files, count):
+    """Below their own name or their task's; a relative folder of any name, and files that are links."""
     monkeypatch.chdir(tmp_path)
-    (task,) = load_tasks(["piqa"], "sets").tasks
-    assert len(task.eval_docs) == 2
+    for number, (name, (row, rows)) in enumerate(files.items()):
+        write_rows(tmp_path / "blobs" / str(number), row, rows)
+        link = tmp_path / "dat😀" / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(tmp_path / "blobs" / str(number))
+    ([loaded], _) = load_tasks([task], "dat😀")
+    assert len(loaded.eval_docs) == count
 
 
 @pytest.mark.parametrize(
@@ -231,22 +223,6 @@ def test_other_configurations_of_a_data_set_are_left_alone(tmp_path, name, task)
     write_rows(tmp_path / "sets" / name, ARC)
     write_task_files([task], tmp_path / "sets", tmp_path)
     assert not list(tmp_path.glob("*.yaml"))
-
-
-def test_a_data_set_lies_whole_in_the_folder_of_its_task(tmp_path):
-    for config, row, count in (("boolq", BOOLQ, 2), ("copa", COPA, 1)):
-        write_rows(tmp_path / "boolq" / config / "validation.jsonl", row, count)
-    (task,) = load_tasks(["boolq"], tmp_path).tasks
-    assert len(task.eval_docs) == 2
-
-
-def test_links_as_in_the_hubs_cache_and_any_name_of_the_folder(tmp_path):
-    write_rows(tmp_path / "blobs" / "6b86b273", PIQA, 3)
-    link = tmp_path / "dat😀" / "piqa" / "validation-00000.jsonl"
-    link.parent.mkdir(parents=True)
-    link.symlink_to(tmp_path / "blobs" / "6b86b273")
-    (task,) = load_tasks(["piqa"], tmp_path / "dat😀").tasks
-    assert len(task.eval_docs) == 3
 
 
 def test_a_data_set_without_the_split_that_is_asked_is_named(tmp_path):
@@ -275,46 +251,17 @@ def groups(tasks):
 
 @pytest.mark.parametrize("checkpoint", ["ternary-6:8"], indirect=True)
 def test_a_group_is_scored_beside_its_tasks(checkpoint, groups):
-    asked = ["doubling", "both", "doubling"]
+    asked = ["doubling,both", "doubling"]
     found = evaluate_tasks(checkpoint, asked, include_path=groups, limit=2, device="cpu")
     assert found["results"].keys() == {"both", "doubling", "tripling"}
     assert accuracies(found).keys() == {"doubling", "tripling"}
 
 
 def test_a_group_may_hold_another_but_share_no_task_with_it(groups):
-    (group,) = load_tasks(["both", "outer"], groups).tasks
+    (group,) = load_tasks(["both", "outer"], groups)[0]
     assert group.name == "outer"
     with pytest.raises(UserError, match=r"'tripling': found in both 'both' and 'other'"):
         load_tasks(["both", "other"], groups)
-
-
-def test_paper_stands_for_the_papers_five_tasks(monkeypatch, checkpoint):
-    asked = []
-    monkeypatch.setattr(harness, "_task_manager", lambda *_: None)
-    monkeypatch.setattr(harness, "_load", lambda names, _: asked.extend(names) or 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        evaluate_tasks(checkpoint, ["paper", "doubling"])
-    assert asked == ["hellaswag", "arc_easy", "piqa", "boolq", "copa", "doubling"]
-
-
-@pytest.mark.parametrize("order", ["first", "last"])
-def test_the_option_for_tasks_leaves_the_checkpoint_alone(monkeypatch, order):
-    given = []
-    monkeypatch.setattr(evaluate, "_run_tasks", lambda *arguments: given.append(arguments))
-    options = ["--tasks", "piqa,copa"]
-    evaluate.main([*options, "folder"] if order == "first" else ["folder", *options])
-    ((checkpoint, config),) = given
-    assert (checkpoint, config.tasks) == ("folder", ("piqa,copa",))
-
-
-def test_tasks_may_be_joined_by_commas(monkeypatch):
-    monkeypatch.setattr(harness, "_task_manager", lambda *_: None)
-    monkeypatch.setattr(harness, "_load", lambda names, _: names)
-    assert load_tasks(["paper,doubling", "x"]) == [
-        *harness.PAPER_TASKS,
-        "doubling",
-        "x",
-    ]
 
 
 def test_unknown_tasks_and_folders_are_refused(tasks, monkeypatch):
@@ -380,14 +327,6 @@ def test_what_lm_eval_refuses_while_scoring_is_one_line(checkpoint, tasks, chang
     assert said[-1].startswith(f"sparse-bitnet: --tasks: lm-eval: {reason}")
 
 
-@pytest.mark.parametrize("checkpoint", ["ternary-6:8"], indirect=True)
-def test_errors_of_the_model_keep_their_traceback(checkpoint, tasks):
-    model = harness.load_lm(checkpoint, batch_size=2, device="cpu")
-    model._model.forward = lambda ids: torch.nn.Linear(3, 3)(torch.zeros(1, 2))
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        harness.score_tasks(model, load_tasks(["doubling"], tasks), "x", fewshot=0, limit=1)
-
-
 def test_without_lm_eval_the_extra_is_named(monkeypatch, checkpoint):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(UserError, match=r'pip install "\.\[lm-eval\]"'):
@@ -397,7 +336,7 @@ def test_without_lm_eval_the_extra_is_named(monkeypatch, checkpoint):
 def test_the_command_prints_metrics_and_writes_lm_evals_json(checkpoint, tasks, tmp_path, capsys):
     scores = tmp_path / "scores.json"
     task = ["--tasks", "doubling", "--include-path", str(tasks)]
-    evaluate.main([str(checkpoint), *task, "--json", str(scores)])
+    evaluate.main([*task, str(checkpoint), "--json", str(scores)])
     text = capsys.readouterr().out
     assert "acc_norm" in text
     written = json.loads(scores.read_text())

@@ -7,17 +7,19 @@ that the numbers are those of the PyTorch code; --head and --kv-cache show what 
 
 import json
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from sparse_bitnet.cli.arguments import APPENDED, CheckpointArgument, command
-from sparse_bitnet.errors import UserError, check_least
+from sparse_bitnet.errors import UserError, check_least, refuse_unused
 from sparse_bitnet.files import check_new_file
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from sparse_bitnet.engine.engine_options import EngineOptions
 
-    from sparse_bitnet.evaluation.perplexity import Evaluation
+_ENGINE_FIELDS = ("head", "kv_cache", "activations", "threads")
+_TASK_TOKENS = 4096
+"""Room for each question of a batch with its answers; longer ones are computed in smaller batches."""
 
 
 @dataclass(kw_only=True)
@@ -118,40 +120,70 @@ def main(checkpoint: CheckpointArgument, config: EvaluateConfig) -> None:
     if config.json:
         check_new_file(config.json)
     from sparse_bitnet.checkpoint.model_folder import is_gguf
+    from sparse_bitnet.engine.engine_options import EngineOptions
+    from sparse_bitnet.files import write_atomic
+    from sparse_bitnet.generation.open_model import runnable_folder
 
     names_gguf = re.search(r"\.gguf(@[^/]*)?$", checkpoint) or is_gguf(checkpoint)
     if config.engine == "cpu" or names_gguf:
-        from sparse_bitnet.engine.engine_options import EngineOptions
-        from sparse_bitnet.generation.open_model import runnable_folder
+        checkpoint = runnable_folder(checkpoint, EngineOptions())
+    engine = _engine_options(checkpoint, config)
+    run = _score_tasks if config.tasks else _score_text
+    result = run(checkpoint, config, engine)
+    if config.json:
+        write_atomic(config.json, json.dumps(result, indent=2) + "\n")
 
-        checkpoint = str(runnable_folder(checkpoint, EngineOptions()))
-    (_run_tasks if config.tasks else _run_perplexity)(checkpoint, config)
+
+def _engine_options(checkpoint: str, config: EvaluateConfig) -> "EngineOptions | None":
+    """Return the options of the CPU engine where it scores the checkpoint; None where PyTorch does.
+
+    Raises `UserError` for options of the engine where it does not run, and the other way round.
+    """
+    from sparse_bitnet.checkpoint.open_checkpoint import resolve_checkpoint
+    from sparse_bitnet.engine.engine_options import EngineOptions
+    from sparse_bitnet.generation.open_model import why_not_cpu
+
+    options = EngineOptions(
+        engine=config.engine,
+        device=config.device,
+        **{name: getattr(config, name) for name in _ENGINE_FIELDS},
+    )
+    why = why_not_cpu(resolve_checkpoint(checkpoint), options)
+    if config.precision == "bf16":
+        why = "it computes in float32"
+    if why is None:
+        return options
+    refuse_unused(config, _ENGINE_FIELDS, f"it is the CPU engine's, which does not run ({why})")
+    return None
 
 
-def _run_tasks(checkpoint: str, config: EvaluateConfig) -> None:
-    """Score tasks under lm-eval's own progress bar; prints their metrics."""
+def _score_tasks(
+    checkpoint: str, config: EvaluateConfig, engine: "EngineOptions | None"
+) -> dict[str, Any]:
+    """Score tasks under lm-eval's own progress bar and print their metrics; returns lm-eval's result."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    from sparse_bitnet.cli.evaluate_engine import tasks_of_engine, uses_cpu_engine
+    from sparse_bitnet.checkpoint.model_folder import read_config
     from sparse_bitnet.evaluation.harness import evaluate_tasks
-    from sparse_bitnet.files import write_atomic
 
-    if uses_cpu_engine(checkpoint, config):
-        results = tasks_of_engine(checkpoint, config)
-    else:
-        results = evaluate_tasks(
-            checkpoint,
-            config.tasks,
-            include_path=config.include_path,
-            fewshot=config.fewshot,
-            limit=config.limit,
-            batch_size=config.batch_size,
-            precision=config.precision,
-            device=config.device,
-        )
+    if engine is not None:
+        positions = read_config(checkpoint).get("max_position_embeddings", 2048)
+        room = config.batch_size * min(positions, _TASK_TOKENS)
+        engine = replace(engine, cache_tokens=max(positions, room))
+    results = evaluate_tasks(
+        checkpoint,
+        config.tasks,
+        include_path=config.include_path,
+        fewshot=config.fewshot,
+        limit=config.limit,
+        batch_size=config.batch_size,
+        precision=config.precision,
+        device=config.device,
+        engine=engine,
+    )
     table = Table("task", "metric", "value", "stderr", "questions", box=box.SIMPLE_HEAD)
     for task, values in results["results"].items():
         for key, value in values.items():
@@ -165,48 +197,37 @@ def _run_tasks(checkpoint: str, config: EvaluateConfig) -> None:
             cells = (task, metric, f"{value:.4f}", shown, str(questions))
             table.add_row(*(Text(cell) for cell in cells))
     Console().print(table)
-    if config.json:
-        write_atomic(config.json, json.dumps(results, indent=2) + "\n")
+    return results
 
 
-def _run_perplexity(checkpoint: str, config: EvaluateConfig) -> None:
-    """Evaluate with a progress bar; prints the result."""
-    from rich.console import Console
-
-    from sparse_bitnet.cli.evaluate_engine import perplexity_of_engine, uses_cpu_engine
-    from sparse_bitnet.evaluation.perplexity import evaluate
-    from sparse_bitnet.files import write_atomic
-    from sparse_bitnet.progress import Progress
-
-    console = Console(markup=False)
-    with Progress(console) as progress:
-        on_batch = progress.line("scoring", "tokens")
-        if uses_cpu_engine(checkpoint, config):
-            found = perplexity_of_engine(checkpoint, config, on_batch)
-        else:
-            assert config.data is not None
-            found = evaluate(
-                checkpoint,
-                config.data,
-                context_length=config.context_length,
-                stride=config.stride,
-                batch_size=config.batch_size,
-                max_tokens=config.max_tokens,
-                precision=config.precision,
-                device=config.device,
-                column=config.column,
-                chat=config.chat,
-                on_batch=on_batch,
-            )
-    _print(found, console)
-    if config.json:
-        write_atomic(config.json, json.dumps(found.to_dict(), indent=2) + "\n")
-
-
-def _print(found: "Evaluation", console: "Console") -> None:
+def _score_text(
+    checkpoint: str, config: EvaluateConfig, engine: "EngineOptions | None"
+) -> dict[str, Any]:
+    """Evaluate perplexity with a progress bar and print it; returns the result as JSON holds it."""
     from rich import box
+    from rich.console import Console
     from rich.table import Table
 
+    from sparse_bitnet.evaluation.perplexity import evaluate
+    from sparse_bitnet.progress import Progress
+
+    assert config.data is not None
+    console = Console(markup=False)
+    with Progress(console) as progress:
+        found = evaluate(
+            checkpoint,
+            config.data,
+            context_length=config.context_length,
+            stride=config.stride,
+            batch_size=config.batch_size,
+            max_tokens=config.max_tokens,
+            precision=config.precision,
+            device=config.device,
+            engine=engine,
+            column=config.column,
+            chat=config.chat,
+            on_batch=progress.line("scoring", "tokens"),
+        )
     result = found.result
     rows = {
         "checkpoint": found.checkpoint,
@@ -226,3 +247,4 @@ def _print(found: "Evaluation", console: "Console") -> None:
     for name, value in rows.items():
         table.add_row(name, value, style="bold" if name == "perplexity" else None)
     console.print(table)
+    return found.to_dict()

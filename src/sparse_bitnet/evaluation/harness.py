@@ -13,11 +13,13 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
+from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError, install, reason_of
 from sparse_bitnet.evaluation.task_data import PAPER_TASKS, check_answers, write_task_files
+from sparse_bitnet.generation.open_model import open_model
 from sparse_bitnet.nn.convert import selected
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
 
@@ -36,6 +38,7 @@ def evaluate_tasks(
     batch_size: int = 8,
     precision: str = "auto",
     device: str = "auto",
+    engine: EngineOptions | None = None,
 ) -> dict[str, Any]:
     """Score a checkpoint on lm-eval tasks.
 
@@ -49,32 +52,45 @@ def evaluate_tasks(
         batch_size: sequences per forward.
         precision: "float32", "bf16" (autocast) or "auto", bf16 where the device is fast at it.
         device: "cpu", "cuda" or "auto".
+        engine: options of the CPU engine, to score a packed folder with it.
 
     Returns lm-eval's result dictionary ("results", "configs", "versions", "n-shot", ...), JSON-able.
 
     Raises `UserError` when lm-eval is not installed, a task is unknown, or its data cannot be loaded.
     """
     loaded = load_tasks(tasks, include_path)
-    model: Any = load_lm(checkpoint, batch_size=batch_size, precision=precision, device=device)
-    with selected(model._model):
-        return score_tasks(model, loaded, str(checkpoint), fewshot=fewshot, limit=limit)
+    if engine is None:
+        model: Any = load_lm(checkpoint, batch_size=batch_size, precision=precision, device=device)
+        with selected(model._model):
+            return score_tasks(model, *loaded, str(checkpoint), fewshot, limit)
+    from sparse_bitnet.evaluation.engine_lm import EngineLM
+
+    opened = open_model(checkpoint, engine)
+    try:
+        model = EngineLM(opened, batch_size=batch_size)
+        return score_tasks(model, *loaded, str(checkpoint), fewshot, limit)
+    finally:
+        opened.engine.close()
 
 
 def score_tasks(
-    model: "LM", loaded: "LoadedTasks", checkpoint: str, *, fewshot: int, limit: int | None
+    model: "LM",
+    tasks: list[Any],
+    manager: "TaskManager",
+    name: str,
+    fewshot: int,
+    limit: int | None,
 ) -> dict[str, Any]:
-    """Score any model of lm-eval's on loaded tasks; returns as `evaluate_tasks`.
+    """Score any model of lm-eval's on tasks of `load_tasks`; returns as `evaluate_tasks`.
 
-    Args:
-        checkpoint: its name in the result.
-        fewshot, limit: as for `evaluate_tasks`.
+    `name`: the checkpoint's in the result.
     """
     with _lm_eval_errors("--tasks") as logged:
         results = _import_lm_eval().simple_evaluate(
             model=model,
-            tasks=loaded.tasks,
+            tasks=tasks,
             # Left out, it would read all of lm-eval's task files again.
-            task_manager=loaded.manager,
+            task_manager=manager,
             num_fewshot=fewshot,
             limit=limit,
             log_samples=False,
@@ -85,7 +101,7 @@ def score_tasks(
     for task in results["configs"]:
         if not any("," in key for key in results["results"].get(task, ())):
             raise UserError(f"task {task}: lm-eval computes none of its metrics (metric_list)")
-    results["config"]["model"] = checkpoint
+    results["config"]["model"] = name
     from lm_eval.utils import handle_non_serializable
 
     # As lm-eval itself writes it to a file.
@@ -93,20 +109,20 @@ def score_tasks(
 
 
 def accuracies(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """acc and, where a task has it, acc_norm of every task, not of groups, out of lm-eval's results."""
-    found: dict[str, dict[str, float]] = {}
+    """Return acc and, where there is one, acc_norm of every task, not of groups, of lm-eval's results."""
+    scores: dict[str, dict[str, float]] = {}
     for task, values in results["results"].items():
         metrics = {name: values.get(f"{name},none") for name in ("acc", "acc_norm")}
         known = {name: float(value) for name, value in metrics.items() if value is not None}
         if "acc" in known and task not in results.get("group_subtasks", {}):
-            found[task] = known
-    return found
+            scores[task] = known
+    return scores
 
 
 def load_lm(
     checkpoint: str | Path, *, batch_size: int, precision: str = "auto", device: str = "auto"
 ) -> "LM":
-    """A checkpoint as lm-eval's own Hugging Face model.
+    """Load a checkpoint as lm-eval's own Hugging Face model.
 
     Raises `UserError` when it cannot be loaded or lm-eval is not installed.
     """
@@ -130,17 +146,11 @@ def load_lm(
     )
 
 
-class LoadedTasks(NamedTuple):
-    """Tasks with their data and groups of them, and the index they came from, as `simple_evaluate`
-    takes them."""
-
-    tasks: list[Any]
-    manager: "TaskManager"
-
-
-def load_tasks(tasks: Sequence[str], include_path: str | Path | None = None) -> LoadedTasks:
+def load_tasks(
+    tasks: Sequence[str], include_path: str | Path | None = None
+) -> tuple[list[Any], "TaskManager"]:
     """Find tasks, also joined by commas, and load their data; "paper" stands for the paper's five. What a
-    group holds is scored as part of it alone.
+    group holds is scored as part of it alone. Returns the tasks and groups, and lm-eval's index of them.
 
     Raises `UserError` naming an unknown task, the data set that cannot be loaded or has no answers, or
     a task that two groups hold.
@@ -151,10 +161,11 @@ def load_tasks(tasks: Sequence[str], include_path: str | Path | None = None) -> 
     with tempfile.TemporaryDirectory() as made:
         if include_path is not None and Path(include_path).is_dir():
             write_task_files(names, Path(include_path), Path(made))
-        return _load(names, _task_manager(names, include_path, made))
+        manager = _task_manager(names, include_path, made)
+        return _load(names, manager), manager
 
 
-def _load(names: Sequence[str], manager: "TaskManager") -> LoadedTasks:
+def _load(names: Sequence[str], manager: "TaskManager") -> list[Any]:
     known = set(manager.all_tasks)
     loaded: dict[str, Any] = {}
     held: set[str] = set()
@@ -182,11 +193,7 @@ def _load(names: Sequence[str], manager: "TaskManager") -> LoadedTasks:
         manager.load(kept)
     except ValueError as error:
         raise UserError(f"--tasks: {error}; score one group at a time") from error
-    return LoadedTasks(kept, manager)
-
-
-_OF_MODELS = ("sparse_bitnet.", "transformers.", "torch.nn.")
-"""Modules whose errors are not lm-eval's."""
+    return kept
 
 
 @contextmanager
@@ -196,18 +203,19 @@ def _lm_eval_errors(failure: str) -> Iterator[list[str]]:
     Yields the list of what lm-eval only logs as an error, such as a metric that it does not know. Errors
     of our own code and of the model's keep their traceback.
     """
-    logger, log = logging.getLogger("lm_eval"), _ErrorLog(logging.ERROR)
+    messages: list[str] = []
+    logger, handler = logging.getLogger("lm_eval"), logging.Handler(logging.ERROR)
+    handler.emit = lambda record: messages.append(" ".join(record.getMessage().split()))  # type: ignore[method-assign]
     propagates, logger.propagate = logger.propagate, False
-    logger.addHandler(log)
+    logger.addHandler(handler)
     try:
-        yield log.messages
+        yield messages
     except UserError:
         raise
     except Exception as error:
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        modules = [frame.f_globals.get("__name__", "") for frame in frames]
-        others = [name for name in modules if name != __name__]
-        if modules[-1] == __name__ or any(name.startswith(_OF_MODELS) for name in others):
+        modules = {frame.f_globals.get("__name__", "") for frame in frames} - {__name__}
+        if any(name.startswith(("sparse_bitnet.", "transformers.", "torch.")) for name in modules):
             raise
         traceback.clear_frames(error.__traceback__)  # ends the line of a progress bar
         lines = [line for line in str(error).splitlines() if any(map(str.isalnum, line))]
@@ -218,23 +226,10 @@ def _lm_eval_errors(failure: str) -> Iterator[list[str]]:
                 f"{failure}: its data set cannot be loaded ({reason}); without network give a folder of "
                 "data sets, or of task files, by --include-path"
             ) from error
-        raise UserError(
-            f"{failure}: lm-eval: {log.messages[0] if log.messages else reason}"
-        ) from error
+        raise UserError(f"{failure}: lm-eval: {messages[0] if messages else reason}") from error
     finally:
-        logger.removeHandler(log)
+        logger.removeHandler(handler)
         logger.propagate = propagates
-
-
-class _ErrorLog(logging.Handler):
-    """Keeps the messages that are logged."""
-
-    def __init__(self, level: int) -> None:
-        super().__init__(level)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(" ".join(record.getMessage().split()))
 
 
 def _task_manager(
@@ -250,9 +245,7 @@ def _task_manager(
     paths: list[str | Path] = [made, str(include_path)]  # the user's own task files win
     own = TaskManager(include_path=paths, include_defaults=False)
     # Reading the thousands of files that come with lm-eval takes seconds: only where needed.
-    if set(names) <= set(own.all_tasks):
-        return own
-    return TaskManager(include_path=paths)
+    return own if set(names) <= set(own.all_tasks) else TaskManager(include_path=paths)
 
 
 def _import_lm_eval() -> Any:

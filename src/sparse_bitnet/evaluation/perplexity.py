@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Held-out perplexity: the exact token-weighted mean over a text, with the trained forward.
+"""Held-out perplexity of models and engines: the exact token-weighted mean over a text.
 
 Context. A text of N tokens is cut into windows of `context_length` input tokens, each of which
 predicts the token after it. By default windows do not overlap: every token but the very first is
@@ -11,32 +11,44 @@ each, as in training.
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
-from sparse_bitnet.evaluation.held_out import DEFAULT_CONTEXT_LENGTH, read_held_out
-from sparse_bitnet.evaluation.text_windows import (
-    TokenSequence,
-    check_windows,
-    equal_lengths,
-    inputs_and_labels,
-    windows,
-)
+from sparse_bitnet.data.chat import BEGINS, LEARNT
+from sparse_bitnet.data.held_out import TokenSequence, read_held_out
+from sparse_bitnet.engine.engine_options import EngineOptions
+from sparse_bitnet.engine.protocol import InferenceEngine
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.generation.open_model import open_engine
+from sparse_bitnet.generation.prefix_cache import PrefixCache
+from sparse_bitnet.generation.request import GenerationRequest
+from sparse_bitnet.generation.scheduler import Scheduler, scored_slice
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.progress import OnProgress
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
-from sparse_bitnet.training.loss import mean_token_loss
+from sparse_bitnet.training.loss import mean_of, mean_token_loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+DEFAULT_CONTEXT_LENGTH = 2048
+"""Used for checkpoints that do not say with which sequence length they were trained."""
+
+NOT_SCORED = -100
+"""Label of a position whose prediction does not count."""
+
+_AT_ONCE = 1 << 20
+_PAGE = 64
+"""Tokens by which the CPU engine's cache grows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +68,7 @@ class Perplexity:
 
     @property
     def perplexity(self) -> float:
-        """exp(mean_nll); infinite beyond the largest float, e^709.8."""
+        """Return exp(mean_nll); infinite beyond the largest float, e^709.8."""
         return math.inf if self.mean_nll >= 709 else math.exp(self.mean_nll)
 
     @property
@@ -72,8 +84,40 @@ class Perplexity:
         return derived | dataclasses.asdict(self)
 
 
+class Window(NamedTuple):
+    """Input tokens start..end, of which those from `scored_from` on have their prediction scored."""
+
+    start: int
+    end: int
+    scored_from: int
+
+    def answers(self, chat: np.ndarray) -> np.ndarray:
+        """Return which of the scored predictions are an answer's, bool, in stored conversations."""
+        return chat[self.scored_from + 1 : self.end + 1] & LEARNT != 0
+
+
+def windows(
+    tokens: int, context_length: int, stride: int, chat: np.ndarray | None = None
+) -> Iterator[Window]:
+    """Cut a text of this many tokens; each prediction 0..tokens-2 is scored in exactly one window.
+
+    `chat`: the stored tokens, where the text is conversations. Each is cut alone, and windows without
+    an answer are left out.
+    """
+    begins = [] if chat is None else (np.flatnonzero(chat[1:tokens] & BEGINS) + 1).tolist()
+    for first, following in itertools.pairwise([0, *begins, tokens]):
+        scored_from = start = first
+        while scored_from < following - 1:
+            end = min(start + context_length, following - 1)
+            window = Window(start, end, scored_from)
+            if chat is None or window.answers(chat).any():
+                yield window
+            scored_from = end
+            start += stride
+
+
 def perplexity(
-    model: "PreTrainedModel",
+    model: "PreTrainedModel | InferenceEngine",
     tokens: TokenSequence | np.ndarray,
     *,
     context_length: int,
@@ -85,15 +129,15 @@ def perplexity(
     chat: np.ndarray | None = None,
     on_batch: Callable[[int], None] | None = None,
 ) -> Perplexity:
-    """Score a text with a transformers causal LM, masks and codes selected once.
+    """Score a text with a transformers causal LM, masks and codes selected once, or with an engine.
 
     Args:
-        model: in any mode, on `device`; the mode is restored.
+        model: an engine, or a model in any mode on `device`; the mode is restored.
         tokens: the text, at least two tokens.
         context_length: most input tokens per window.
         stride: tokens by which windows advance; `context_length` when not given.
         batch_size: windows per forward; changes the time, and the result by rounding only.
-        dtype: float32, or bfloat16 for autocast to it.
+        device, dtype: of a model; float32, or bfloat16 for autocast to it.
         text_bytes: UTF-8 bytes of the text, for bits per byte.
         chat: the stored tokens of conversations, of which only the answers are scored.
         on_batch: called with the number of tokens scored so far.
@@ -102,23 +146,28 @@ def perplexity(
     context beyond the model's positions, and for a token that the model's vocabulary lacks.
     """
     stride = context_length if stride is None else stride
-    positions = getattr(model.config, "max_position_embeddings", None)
-    embedded = _embedded_tokens(model)
-    check_windows(tokens, context_length, stride, positions=positions, vocab_size=embedded)
-
-    def batches() -> Iterator[tuple[Tensor, Tensor]]:
-        done = 0
-        cut = windows(len(tokens), context_length, stride, chat)
-        if chat is not None:  # conversations of one length share a batch
-            cut = iter(sorted(cut, key=lambda window: window.end - window.start))
-        for group in equal_lengths(cut, batch_size):
-            pairs = [inputs_and_labels(tokens, window, chat) for window in group]
-            yield torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
-            done += sum(window.end - window.scored_from for window in group)
-            if on_batch:
-                on_batch(done)
-
-    mean, scored = mean_token_loss(model, batches(), device=device, dtype=dtype)
+    positions, vocab_size = _sizes(model)
+    if len(tokens) < 2:
+        raise UserError(f"the text has {len(tokens)} tokens; perplexity needs at least 2")
+    if context_length < 1 or not 1 <= stride <= context_length:
+        raise UserError(
+            f"context_length={context_length}, stride={stride}: needs 1 <= stride <= context_length"
+        )
+    if positions is not None and context_length > positions:
+        raise UserError(f"context_length={context_length}: the model has {positions} positions")
+    starts = range(0, len(tokens), _AT_ONCE)
+    largest = max(int(tokens[start : start + _AT_ONCE].max()) for start in starts)
+    if largest >= vocab_size:
+        raise UserError(
+            f"token {largest} is outside the model's vocabulary of {vocab_size}: the data was tokenised "
+            "for another model"
+        )
+    cut = windows(len(tokens), context_length, stride, chat)
+    if isinstance(model, InferenceEngine):
+        mean, scored = _engine_loss(model, tokens, cut, chat, batch_size, on_batch)
+    else:
+        batches = _batches(tokens, cut, chat, batch_size, on_batch)
+        mean, scored = mean_token_loss(model, batches, device=device, dtype=dtype)
     assert chat is not None or scored == len(tokens) - 1
     return Perplexity(
         mean_nll=mean,
@@ -129,24 +178,85 @@ def perplexity(
     )
 
 
-def _embedded_tokens(model: "PreTrainedModel") -> int:
+def _sizes(model: "PreTrainedModel | InferenceEngine") -> tuple[int | None, int]:
+    """Return the positions of a model, where it has a limit, and the tokens that it knows."""
+    if isinstance(model, InferenceEngine):
+        return model.context_length, model.vocab_size
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, Tensor)
-    return weight.shape[0]
+    return getattr(model.config, "max_position_embeddings", None), weight.shape[0]
 
 
-def format_name(config: SparseBitConfig, packed_format: str | None) -> str:
-    """How an evaluated model is named: "ternary-6:8", or "ternary-6:8, packed as i2"."""
-    return str(config) + (f", packed as {packed_format}" if packed_format else "")
+def _batches(
+    tokens: TokenSequence | np.ndarray,
+    cut: Iterable[Window],
+    chat: np.ndarray | None,
+    batch_size: int,
+    on_batch: Callable[[int], None] | None,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield inputs and labels, int64 [windows, length], of windows of one length: no padding, so no masks
+    and no wasted work. Labels are the tokens after the inputs, or `NOT_SCORED`."""
+
+    def length(window: Window) -> int:
+        return window.end - window.start
+
+    def inputs_and_labels(window: Window) -> tuple[Tensor, Tensor]:
+        piece = np.asarray(tokens[window.start : window.end + 1]).astype(np.int64)
+        inputs, labels = torch.from_numpy(piece[:-1]), torch.from_numpy(piece[1:].copy())
+        first = window.scored_from - window.start
+        labels[:first] = NOT_SCORED
+        if chat is not None:
+            labels[first:][~window.answers(chat)] = NOT_SCORED
+        return inputs, labels
+
+    done = 0
+    # Conversations of one length share a batch.
+    for _, same in itertools.groupby(cut if chat is None else sorted(cut, key=length), length):
+        while group := list(itertools.islice(same, batch_size)):
+            inputs, labels = zip(*map(inputs_and_labels, group), strict=True)
+            yield torch.stack(inputs), torch.stack(labels)
+            done += sum(window.end - window.scored_from for window in group)
+            if on_batch:
+                on_batch(done)
 
 
-def _format(model: "PreTrainedModel") -> str:
-    """Of the first layer that has one of our formats, trained or packed."""
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if isinstance(config, SparseBitConfig):
-            return format_name(config, getattr(module, "packed_format", None))
-    return "unconverted"
+def _engine_loss(
+    engine: InferenceEngine,
+    tokens: TokenSequence | np.ndarray,
+    cut: Iterable[Window],
+    chat: np.ndarray | None,
+    batch_size: int,
+    on_batch: Callable[[int], None] | None,
+) -> tuple[float, int]:
+    """Return the mean negative log-likelihood of the scored tokens, and their number."""
+    scheduler = Scheduler(
+        engine,
+        max_running=batch_size,
+        scored_slice=scored_slice(engine.vocab_size),
+        room_ahead=None,
+        prefixes=PrefixCache(0),
+    )
+    under_way: dict[int, Window] = {}
+
+    def requests() -> Iterator[GenerationRequest]:
+        for window in cut:
+            prompt = tokens[window.start : window.end + 1].tolist()
+            score_from = window.scored_from - window.start + 1
+            request = GenerationRequest(prompt=prompt, max_tokens=0, score_from=score_from)
+            under_way[id(request)] = window
+            yield request
+
+    total, scored = 0.0, 0
+    for generation in scheduler.run(requests()):
+        losses = [-entry.logprob for entry in generation.prompt_scores if entry.logprob is not None]
+        window = under_way.pop(id(generation.request))
+        if chat is not None:
+            losses = list(itertools.compress(losses, window.answers(chat)))
+        total += sum(losses)
+        scored += len(losses)
+        if on_batch:
+            on_batch(scored)
+    return mean_of(total, scored)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,8 +267,8 @@ class Evaluation:
     """The folder or hub id that was loaded."""
 
     format: str
-    """Text form of the SparseBitConfig, of a packed model also how it is packed (`format_name`);
-    "unconverted" for a model without our layers."""
+    """Text form of the SparseBitConfig, of a packed model also how it is packed: "ternary-6:8, packed as
+    i2"; "unconverted" for a model without our layers."""
 
     data: str
     precision: str
@@ -182,6 +292,7 @@ def evaluate(
     max_tokens: int = 0,
     precision: str = "auto",
     device: str = "auto",
+    engine: EngineOptions | None = None,
     column: str | None = None,
     chat: bool = False,
     on_batch: OnProgress | None = None,
@@ -194,7 +305,9 @@ def evaluate(
             of conversations. Of conversations the answers are scored.
         context_length: default the sequence length of training, or 2048, or the model's positions.
         max_tokens: score only this many tokens, the first ones; 0: all.
-        precision, device: as in `TrainConfig`.
+        precision, device: as in `TrainConfig`; not for an engine.
+        engine: options of the CPU engine, to score a packed folder with it; its context and cache are set
+            here.
         column: of .jsonl, .json, .csv and .parquet files; default "text", of conversations "messages".
         on_batch: called with the tokens scored so far and the number of all.
 
@@ -203,32 +316,61 @@ def evaluate(
     """
     found = find_checkpoint(checkpoint)
     text = read_held_out(data, str(found.folder), column=column, chat=chat)
-    where = resolve_device(device)
-    dtype = resolve_dtype(precision, where)
-    model = found.load(dtype=torch.float32)
-    model.to(where)  # type: ignore[arg-type]
-    text.check_vocab(_embedded_tokens(model))
-    if context_length is None:
+    length = found.trained_context_length or DEFAULT_CONTEXT_LENGTH
+    model: Any
+    options: dict[str, Any] = {}
+    if engine is not None:
+        positions = found.config.get("max_position_embeddings", DEFAULT_CONTEXT_LENGTH)
+        length = context_length or min(length, positions)
+        room = batch_size * (length // _PAGE + 1) * _PAGE
+        settings = dataclasses.replace(engine, context_length=length, cache_tokens=room)
+        model, _ = open_engine(str(found.folder), settings)
+        precision, where = f"float32, head {engine.head}, cache {engine.kv_cache}", "cpu engine"
+    else:
+        options = {"device": resolve_device(device)}
+        options["dtype"] = resolve_dtype(precision, options["device"])
+        model = found.load(dtype=torch.float32).to(options["device"])
         positions = getattr(model.config, "max_position_embeddings", DEFAULT_CONTEXT_LENGTH)
-        context_length = min(found.trained_context_length or DEFAULT_CONTEXT_LENGTH, positions)
-    tokens, text_bytes = text.first(max_tokens)
-    result = perplexity(
-        model,
-        tokens,
-        context_length=context_length,
-        stride=stride,
-        batch_size=batch_size,
-        device=where,
-        dtype=dtype,
-        text_bytes=text_bytes,
-        chat=text.chat,
-        on_batch=on_batch and (lambda done: on_batch(done, len(tokens) - 1)),
-    )
+        length = context_length or min(length, positions)
+        precision, where = str(options["dtype"]).removeprefix("torch."), options["device"].type
+    try:
+        text.check_vocab(_sizes(model)[1])
+        tokens, text_bytes = text.first(max_tokens)
+        result = perplexity(
+            model,
+            tokens,
+            context_length=length,
+            stride=stride,
+            batch_size=batch_size,
+            text_bytes=text_bytes,
+            chat=text.chat,
+            on_batch=on_batch and (lambda done: on_batch(done, len(tokens) - 1)),
+            **options,
+        )
+        format = _format(model, found.entry)
+    finally:
+        if engine is not None:
+            model.close()
     return Evaluation(
         checkpoint=found.name,
-        format=_format(model),
+        format=format,
         data=text.name,
-        precision=str(dtype).removeprefix("torch."),
-        device=where.type,
+        precision=precision,
+        device=where,
         result=result,
     )
+
+
+def _format(model: Any, entry: dict[str, Any]) -> str:
+    """Return the format of an engine's folder, or of a model's first layer that has one of ours."""
+    config, packed = None, None
+    if isinstance(model, InferenceEngine):
+        config, packed = SparseBitConfig.from_dict(entry["format"]), entry["packed_format"]
+    else:
+        for module in model.modules():
+            if isinstance(getattr(module, "config", None), SparseBitConfig):
+                config, packed = module.config, getattr(module, "packed_format", None)
+                break
+    if config is None:
+        return "unconverted"
+    return str(config) + (f", packed as {packed}" if packed else "")

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
+from sparse_bitnet.data.held_out import read_held_out
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.evaluation.held_out import read_held_out
-from sparse_bitnet.evaluation.text_windows import inputs_and_labels, windows
 from sparse_bitnet.export.export_config import ExportConfig
 from sparse_bitnet.export.model_card import Row, read_record
 from sparse_bitnet.export.readers import TransformersReader, open_reader
@@ -210,9 +209,10 @@ def _score(
     on_tokens: Callable[[int], None],
 ) -> _Scores:
     of_next, best, sensitivity = [], [], []
-    for window in windows(len(tokens), context_length, context_length):
-        inputs, labels = inputs_and_labels(tokens, window)
-        values = log_probabilities(inputs.numpy())
+    for start in range(0, len(tokens) - 1, context_length):
+        piece = tokens[start : start + context_length + 1].astype(np.int64)
+        labels = torch.from_numpy(piece[1:])
+        values = log_probabilities(piece[:-1])
         of_next.append(values.gather(1, labels[:, None])[:, 0].double())
         own, squares = of_next[-1].exp(), values.double().mul(2).exp().sum(1)
         sensitivity.append((1 - 2 * own + squares).clamp(min=0).sqrt())

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, has_bos_prefix, normalize_gen_kwargs
+from tqdm import tqdm
 
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.errors import UserError, library_errors_as
@@ -24,8 +25,8 @@ from sparse_bitnet.generation.text_batches import GenerateOptions, generate
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
-Request = tuple[tuple[str, str] | None, list[int], list[int]]
-"""The strings, and the tokens of context and continuation."""
+_MOST_NEW_TOKENS = 256
+"""Tokens to generate where a task does not say, as in lm-eval."""
 
 
 class EngineLM(TemplateLM):
@@ -38,67 +39,41 @@ class EngineLM(TemplateLM):
             batch_size: contexts, or texts, computed together.
         """
         super().__init__()
-        self._engine = model.engine
-        self._text = model.tokenizer
-        self._ends = model.end_tokens
+        self.model = model
         self.batch_size = batch_size
-        # lm-eval's own tokenisation, special tokens and chat templates go through transformers'.
+        self.max_length = model.engine.context_length
+        # lm-eval's own tokenisation and special tokens go through transformers'.
         self.tokenizer: Any = load_tokenizer(model.folder)
 
     @property
     def eot_token_id(self) -> int:
-        """What ends a text."""
+        """Return the token that ends a text."""
         return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
-        """What a text without context follows."""
+        """Return the token that a text without context follows."""
         first = self.tokenizer.bos_token_id
         return self.eot_token_id if first is None else first
-
-    @property
-    def max_length(self) -> int:
-        """Most tokens of one sequence."""
-        return self._engine.context_length
-
-    @property
-    def max_gen_toks(self) -> int:
-        """Most tokens to generate where a task does not say."""
-        return 256
-
-    @property
-    def tokenizer_name(self) -> str:
-        """Of lm-eval's caches of prompts."""
-        return self.tokenizer.name_or_path.replace("/", "__")
-
-    def apply_chat_template(
-        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
-    ) -> str:
-        """A chat as one prompt."""
-        return self.tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Tokens with what the tokenizer adds by itself, unless told otherwise or it is there."""
+        """Return tokens with what the tokenizer adds by itself, unless told otherwise or it is there."""
         if add_special_tokens is None:
-            add_special_tokens = not has_bos_prefix(
-                string, self.tokenizer.decode(self.prefix_token_id)
-            )
+            prefix = self.tokenizer.decode(self.prefix_token_id)
+            add_special_tokens = not has_bos_prefix(string, prefix)
         with library_errors_as("the model's tokenizer.json cannot encode a task's text"):
             return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[Request], disable_tqdm: bool = False, **kwargs: Any
+        self,
+        requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **kwargs: Any,
     ) -> list[tuple[float, bool]]:
-        """For each request the natural log-probability of its continuation, and whether it is greedy."""
-        from tqdm import tqdm
-
+        """Return for each request, of texts and the tokens of context and continuation, the natural
+        log-probability of its continuation, and whether that is greedy."""
         # The rows of each text and the length of its context; equal ones are computed once.
         rows: dict[tuple[tuple[int, ...], int], list[int]] = {}
         for number, (_, context, continuation) in enumerate(requests):
@@ -110,11 +85,12 @@ class EngineLM(TemplateLM):
                     f"an answer alone has more tokens than the context length of {self.max_length}"
                 )
             rows.setdefault((whole, split), []).append(number)
-        contexts = Counter(whole[:split] for whole, split in rows)
+        choices = Counter(whole[:split] for whole, split in rows)
+        engine = self.model.engine
         scheduler = Scheduler(
-            self._engine,
-            max_running=self.batch_size * max(contexts.values(), default=1),
-            scored_slice=scored_slice(self._engine.vocab_size),
+            engine,
+            max_running=self.batch_size * max(choices.values(), default=1),
+            scored_slice=scored_slice(engine.vocab_size),
             room_ahead=None,
         )
         # Side by side: what starts alike.
@@ -122,31 +98,25 @@ class EngineLM(TemplateLM):
             GenerationRequest(prompt=whole, max_tokens=0, score_from=split, top_scores=1)
             for whole, split in sorted(rows)
         )
-        found: dict[int, tuple[float, bool]] = {}
+        answers: dict[int, tuple[float, bool]] = {}
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Scoring") as bar:
             for generation in scheduler.run(prompts):
-                scores = generation.prompt_scores
-                answer = (
-                    sum(score.logprob or 0.0 for score in scores),
-                    all(score.top[0][0] == score.token for score in scores),
-                )
-                request = generation.request
-                for number in rows[tuple(request.prompt), request.score_from or 0]:
-                    found[number] = answer
-                    if (strings := requests[number][0]) is not None:
-                        self.cache_hook.add_partial("loglikelihood", strings, answer)
-                    bar.update()
-        return [found[number] for number in range(len(requests))]
+                scores, request = generation.prompt_scores, generation.request
+                total = sum(score.logprob or 0.0 for score in scores)
+                is_greedy = all(score.top[0][0] == score.token for score in scores)
+                numbers = rows[tuple(request.prompt), request.score_from or 0]
+                answers |= dict.fromkeys(numbers, (total, is_greedy))
+                bar.update(len(numbers))
+        return [answers[number] for number in range(len(requests))]
 
     def loglikelihood_rolling(
         self, requests: "list[Instance]", disable_tqdm: bool = False
     ) -> list[float]:
-        """Log-probability of whole texts, in windows that do not overlap."""
+        """Return log-probabilities of whole texts, in windows that do not overlap."""
         totals: list[float] = []
         for request in requests:
-            (string,) = request.args
             windows = utils.get_rolling_token_windows(
-                token_list=self.tok_encode(string),
+                token_list=self.tok_encode(*request.args),
                 prefix_token=self.prefix_token_id,
                 max_seq_len=self.max_length,
                 context_len=1,
@@ -154,38 +124,33 @@ class EngineLM(TemplateLM):
             rows = [(None, *utils.make_disjoint_window(window)) for window in windows]
             scores = self._loglikelihood_tokens(rows, disable_tqdm=True)
             totals.append(sum(value for value, _ in scores))
-            self.cache_hook.add_partial("loglikelihood_rolling", (string,), totals[-1])
         return totals
 
     def generate_until(self, requests: "list[Instance]", disable_tqdm: bool = False) -> list[str]:
-        """Texts up to a stop string, greedy unless a task asks for sampling."""
-        from tqdm import tqdm
-
+        """Return texts up to a stop string, greedy unless a task asks for sampling."""
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(repr(request.args[1]), []).append(number)
-        found: dict[int, str] = {}
+        texts: dict[int, str] = {}
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Generating") as bar:
             for numbers in groups.values():
                 options = self._generate_options(requests[numbers[0]].args[1])
                 room = self.max_length - options.max_new_tokens
                 prompts = [self.tok_encode(requests[number].args[0])[-room:] for number in numbers]
                 result = generate(
-                    self._engine,
+                    self.model.engine,
                     prompts,
                     options,
-                    tokenizer=self._text,
-                    end_tokens=self._ends | {self.eot_token_id},
+                    tokenizer=self.model.tokenizer,
+                    end_tokens=self.model.end_tokens | {self.eot_token_id},
                     max_batch=self.batch_size,
                 )
-                for number, text in zip(numbers, result.texts, strict=True):
-                    found[number] = text.text
-                    self.cache_hook.add_partial("generate_until", requests[number].args, text.text)
-                    bar.update()
-        return [found[number] for number in range(len(requests))]
+                texts |= {n: text.text for n, text in zip(numbers, result.texts, strict=True)}
+                bar.update(len(numbers))
+        return [texts[number] for number in range(len(requests))]
 
     def _generate_options(self, wanted: dict[str, Any]) -> GenerateOptions:
-        known: dict[str, Any] = dict(normalize_gen_kwargs(wanted, self.max_gen_toks))
+        known: dict[str, Any] = dict(normalize_gen_kwargs(wanted, _MOST_NEW_TOKENS))
         until = handle_stop_sequences(known.get("until"), eos=None)
         most = known["max_gen_toks"]
         if most >= self.max_length:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to evaluate, and on which text: checkpoints and held-out data as people name them."""
+"""Held-out text as people name it, in the tokens of a checkpoint."""
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -12,17 +13,17 @@ from sparse_bitnet.data.file_source import FileSource
 from sparse_bitnet.data.preparation import batches
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.data.text_files import skipped_line
-from sparse_bitnet.data.tokenizer import (
-    text_backend,
-    tokenised,
-    vocabulary_size,
-)
+from sparse_bitnet.data.tokenizer import text_backend, tokenised, vocabulary_size
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.evaluation.text_windows import TokenSequence
 from sparse_bitnet.progress import say
 
-DEFAULT_CONTEXT_LENGTH = 2048
-"""For checkpoints that do not say with which sequence length they were trained."""
+
+class TokenSequence(Protocol):
+    """A one-dimensional array of token ids: a numpy array or a `TokenDataset`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any) -> np.ndarray: ...
 
 
 @dataclass(frozen=True, kw_only=True)
