@@ -14,12 +14,11 @@ import pytest
 
 from sparse_bitnet.cli.prepare import main
 from sparse_bitnet.data.chat import BEGINS, IDS, LEARNT, encode, end_of_turn_tokens
-from sparse_bitnet.data.loader import TokenLoader
+from sparse_bitnet.data.loader import TokenLoader, Windows
 from sparse_bitnet.data.preparation import prepare
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.data.tokenizer import train_tokenizer
-from sparse_bitnet.data.windows import Windows
 from sparse_bitnet.errors import UserError
 
 BY_PROMPTS = (

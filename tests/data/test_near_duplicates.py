@@ -2,13 +2,11 @@
 import random
 from pathlib import Path
 
-import numpy as np
 from texts import write_jsonl
 
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.data.documents import TRAIN, VALIDATION, Document
 from sparse_bitnet.data.manifest import Manifest, Overlap
-from sparse_bitnet.data.near_duplicates import rolling_hashes
 from sparse_bitnet.data.parts import prepare_part
 from sparse_bitnet.data.preparation import prepare
 from sparse_bitnet.data.shards import TokenDataset
@@ -56,14 +54,6 @@ def test_a_text_of_near_duplicates_alone_keeps_its_held_out_part(tmp_path: Path)
     texts = [text_of(0, 300) + f" {number}" for number in range(30)]
     path = write_jsonl(tmp_path / "a.jsonl", texts)
     assert sides(path) == sides(path, near_duplicates=False)
-
-
-def test_goes_on_where_it_was(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [text for pair in PAIRS for text in pair])
-    source = parse_source(str(path), validation_fraction=0.3)
-    documents = list(source.documents())
-    rest = parse_source(str(path), validation_fraction=0.3).documents(documents[30].state)
-    assert list(rest) == documents[31:]
 
 
 def test_training_text_near_a_given_validation_text_is_left_out(tmp_path: Path) -> None:
@@ -161,13 +151,3 @@ def test_a_hub_data_set_leaves_held_out_near_duplicates_out(
     assert files == {"train-00000.bin", "held-out-00000.bin"}
     assert TokenDataset.open(tmp_path / "out", VALIDATION)
     assert prepare(source, tmp_path / "out", tokenizer=tokenizer_folder) == manifest
-
-
-def test_rolling_hashes() -> None:
-    values = np.random.default_rng(0).integers(0, 3, 5000).astype(np.uint64)
-    hashes = rolling_hashes(values, 7)
-    windows = [tuple(values[i : i + 7].tolist()) for i in range(len(values) - 6)]
-    assert len(hashes) == len(windows)
-    assert len(set(zip(hashes.tolist(), windows, strict=True))) == len(set(windows))
-    assert len(set(hashes.tolist())) == len(set(windows))
-    assert len(rolling_hashes(values[:6], 7)) == 0

@@ -5,9 +5,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +22,6 @@ from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.data.tokenizer import tokenizer_hash
 from sparse_bitnet.errors import UserError
-from sparse_bitnet_paper.workers import forked_from_imports
 
 
 @pytest.fixture
@@ -204,41 +200,6 @@ class SeldomResumable:
             yield document._replace(state=document.state if number % 13 == 0 else None)
 
 
-def prepare_slowly(text: Path, out: Path) -> None:
-    preparation._BATCH_BYTES = 4000
-    write = preparation._Preparation._write
-
-    def slow_write(*arguments: Any) -> None:
-        write(*arguments)
-        time.sleep(0.05)
-
-    preparation._Preparation._write = slow_write  # type: ignore[method-assign]
-    source = parse_source(str(text), validation_fraction=0.1)
-    prepare(source, out, vocab_size=300, shard_tokens=2000)
-
-
-@pytest.mark.train
-def test_killed(text: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    process = forked_from_imports().Process(target=prepare_slowly, args=(text, out))
-    process.start()
-    deadline = time.monotonic() + 60
-    while not (out / "train-00001.bin").exists():
-        assert process.is_alive(), "finished before it could be killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    process.kill()
-    process.join()
-    source = parse_source(str(text), validation_fraction=0.1)
-    with pytest.raises(UserError, match="run the same prepare command again"):
-        TokenDataset.open(out)
-    first = (out / "train-00000.bin").stat()
-    manifest = prepare(source, out, vocab_size=300, shard_tokens=2000)
-    assert (out / "train-00000.bin").stat().st_mtime_ns == first.st_mtime_ns  # not done again
-    assert manifest == prepare(source, tmp_path / "whole", vocab_size=300, shard_tokens=2000)
-    assert contents(out) == contents(tmp_path / "whole")
-
-
 def test_unfinished_with_other_settings(
     text: Path, tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,11 +304,6 @@ def test_progress_line(
     assert re.search(r"(\S+)/\1 MB", shown), "all of the text"
 
 
-def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "sparse_bitnet", "prepare", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 def test_command_line(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], tokenizer_folder: Path
 ) -> None:
@@ -377,11 +333,14 @@ def test_command_line(
     main([str(text), f"{out}3", "--vocab-size", "300", "--validation-fraction", "1e-320"])
 
 
-@pytest.mark.train
-def test_command_line_error_is_one_line(tmp_path: Path) -> None:
-    result = run_command(
-        str(tmp_path / "absent.jsonl"), str(tmp_path / "out"), "--vocab-size", "300"
-    )
-    assert result.returncode == 2
-    assert result.stderr == f"sparse-bitnet: no such file: {tmp_path}/absent.jsonl\n"
-    assert not (tmp_path / "out").exists()
+def test_rows_that_cannot_be_read_are_skipped_counted_and_named(
+    tmp_path: Path, tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ['{"text": "one"}', '{"text": "two"', "[]", '{"words": 3}', '{"text": "three"}']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    (tmp_path / "b.jsonl").write_text('{"text": "four"}')
+    source = parse_source(str(tmp_path), validation_fraction=0.0)
+    manifest = prepare(source, tmp_path / "out", tokenizer=tokenizer_folder)
+    assert manifest.splits["train"].documents == 3
+    said = capsys.readouterr().err
+    assert f"3 rows or files skipped, the first: {tmp_path}/a.jsonl:2: not a JSON line: " in said

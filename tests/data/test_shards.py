@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
 import os
-import pickle
 import shutil
 from pathlib import Path
 
@@ -10,10 +9,11 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from sparse_bitnet.data import checksums, shards
+from sparse_bitnet.data import manifest
 from sparse_bitnet.data.manifest import Manifest, SplitManifest, token_dtype
 from sparse_bitnet.data.shards import ShardWriter, TokenDataset
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.files import file_crc32
 
 
 def write(folder: Path, tokens: np.ndarray, shard_tokens: int, vocab_size: int = 1000) -> None:
@@ -101,7 +101,7 @@ def test_writer_goes_on_from_a_checkpoint(
     content = b"".join((folder / name).read_bytes() for name in names)
     assert np.array_equal(np.frombuffer(content, "<u2"), tokens)
     for shard in written:
-        assert shard.crc32 == f"{checksums.file_crc32(folder / shard.file):08x}"
+        assert shard.crc32 == f"{file_crc32(folder / shard.file):08x}"
 
 
 def test_writer_refuses_a_changed_partial_shard(tmp_path: Path) -> None:
@@ -130,8 +130,15 @@ def test_corrupt_shard_is_named_on_opening(
     data: Path, monkeypatch: pytest.MonkeyPatch, small: bool
 ) -> None:
     if not small:
-        monkeypatch.setattr(shards, "ALWAYS_VERIFIED_BYTES", 0)
+        monkeypatch.setattr(manifest, "ALWAYS_VERIFIED_BYTES", 0)
         TokenDataset.open(data)  # the copy is now known to be right
+        flip_a_bit(data / "train-00000.bin", keep_time=True)  # what is known is not read again
+        TokenDataset.open(data)
+        (data / ".verified.json").write_text("{")  # damaged: nothing is known
+        with pytest.raises(UserError, match=r"train-00000\.bin: corrupt"):
+            TokenDataset.open(data)
+        flip_a_bit(data / "train-00000.bin")
+        TokenDataset.open(data)
     flip_a_bit(data / "train-00001.bin", keep_time=small)
     with pytest.raises(UserError, match=r"train-00001\.bin: corrupt \(checksum"):
         TokenDataset.open(data)
@@ -143,7 +150,7 @@ def test_corrupt_shard_is_named_on_opening(
 def test_wrong_size_is_named_on_opening(data: Path, change: int, message: str) -> None:
     path = data / "train-00002.bin"
     os.truncate(path, path.stat().st_size + change)
-    for verify in ("changed", "never", "always"):
+    for verify in (True, False):
         with pytest.raises(UserError, match=rf"train-00002\.bin: {message} \("):
             TokenDataset.open(data, verify=verify)
 
@@ -154,68 +161,13 @@ def test_missing_shard(data: Path) -> None:
         TokenDataset.open(data)
 
 
-def test_large_data_is_read_once(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
-
-    def recording(path: Path) -> int:
-        read.append(path.name)
-        return checksums_of(path)
-
-    checksums_of = checksums.file_crc32
-    monkeypatch.setattr(checksums, "file_crc32", recording)
-    monkeypatch.setattr(shards, "ALWAYS_VERIFIED_BYTES", 0)
-    names = [shard.file for shard in TokenDataset.open(data, verify=False).shards]
-    (data / ".verified.json").unlink()
-    TokenDataset.open(data)
-    assert sorted(read) == names
-    read.clear()
-    TokenDataset.open(data)
-    assert read == []
-    (data / names[1]).touch()
-    TokenDataset.open(data)
-    assert read == names[1:2]
-    TokenDataset.open(data).verify()
-    assert sorted(read[1:]) == names
-    # A silent change, without a new time: only asking finds it.
-    flip_a_bit(data / names[0], keep_time=True)
-    dataset = TokenDataset.open(data)
-    with pytest.raises(UserError, match=f"{names[0]}: corrupt"):
-        dataset.verify()
-
-
-def test_fresh_data_needs_no_reading(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "ALWAYS_VERIFIED_BYTES", 0)
-    monkeypatch.delattr(checksums, "file_crc32")
-    TokenDataset.open(prepared)
-    TokenDataset.open(prepared, "validation")
-
-
-def test_damaged_record_means_reading(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "ALWAYS_VERIFIED_BYTES", 0)
-    for content in ("{", "[]"):
-        (data / ".verified.json").write_text(content)
-        TokenDataset.open(data)
-        assert "train-00000.bin" in json.loads((data / ".verified.json").read_text())
-
-
-def test_folder_that_cannot_be_written(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise UserError("read-only")
-
-    monkeypatch.setattr(checksums, "write_atomic", refuse)
-    (data / ".verified.json").unlink()
-    TokenDataset.open(data)
-
-
 def test_manifest_errors(data: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no prepared data here .*: sparse-bitnet prepare TEXT"):
         TokenDataset.open(tmp_path / "nowhere")
     (tmp_path / "chats.jsonl").touch()
     with pytest.raises(UserError, match=rf"no prepared data here .* prepare {tmp_path} DATA"):
         TokenDataset.open(tmp_path)
-    with pytest.raises(
-        UserError, match=r"chats\.jsonl is a file, not prepared data; .* prepare .*--chat"
-    ):
+    with pytest.raises(UserError, match=r"prepare .*chats\.jsonl DATA, with --chat"):
         TokenDataset.open(tmp_path / "chats.jsonl")
     with pytest.raises(UserError, match=r"cannot read .*: File name too long"):
         TokenDataset.open(tmp_path / ("name" * 99))
@@ -223,16 +175,16 @@ def test_manifest_errors(data: Path, tmp_path: Path) -> None:
     good = json.loads(path.read_text())
     for content, message in {
         "{broken": r"manifest\.json: damaged",
-        "[]": "version None of the format; this program reads 1",
-        json.dumps({**good, "version": 2}): "version 2 of the format; this program reads 1",
+        "[]": r"manifest\.json: damaged",
+        json.dumps({**good, "version": 2}): r"damaged \(version: Input should be 1\)",
         json.dumps({**good, "surplus": 2}): r"manifest\.json: damaged .*surplus",
         json.dumps({"version": 1}): r"manifest\.json: damaged \(settings: Field required",
         json.dumps({**good, "vocab_size": "many"}): r"damaged \(vocab_size: .* a valid integer",
         json.dumps({**good, "vocab_size": 10**40}): r"damaged \(vocab_size: .* less than 92233",
         json.dumps({**good, "dtype": "float64"}): r"damaged \(dtype: .* pattern",
         json.dumps({**good, "overlap": {"a": 1}}): r"damaged \(overlap\.",
-        json.dumps({**good, "settings": {"parts": []}}): r"damaged \(it has no parts",
-        json.dumps({**good, "settings": {"parts": [5]}}): r"damaged \(it has no parts",
+        json.dumps({**good, "settings": {"parts": []}}): r"damaged \(.*it has no parts",
+        json.dumps({**good, "settings": {"parts": [5]}}): r"damaged \(.*it has no parts",
         json.dumps(good).replace(
             '"text_bytes": ', '"text_bytes": -', 1
         ): r"damaged \(splits\.train\.text_bytes: .* greater than or equal to 0",
@@ -241,10 +193,10 @@ def test_manifest_errors(data: Path, tmp_path: Path) -> None:
         ): r"damaged \(splits\.train\.shards\.0\.tokens: .* greater than 0",
         json.dumps(good).replace(
             "train-00000", "../train-00000"
-        ): r"damaged \(a shard lies outside",
+        ): r"damaged \(.*a shard lies outside",
         json.dumps(good).replace(
             '"tokens": 1000,', '"tokens": 999,', 1
-        ): r"damaged \(the shards have",
+        ): r"damaged \(.*the shards have",
     }.items():
         path.write_text(content)
         with pytest.raises(UserError, match=message):
@@ -274,11 +226,3 @@ def test_identity(prepared: Path, data: Path) -> None:
     train, validation = (TokenDataset.open(prepared, split) for split in ("train", "validation"))
     assert TokenDataset.open(data).identity() == train.identity() != validation.identity()
     assert json.loads(json.dumps(train.identity())) == train.identity()
-
-
-def test_pickling_carries_no_tokens(prepared: Path) -> None:
-    dataset = TokenDataset.open(prepared)
-    tokens = dataset[:]
-    content = pickle.dumps(dataset)
-    assert len(content) < 4000
-    assert np.array_equal(pickle.loads(content)[:], tokens)

@@ -94,6 +94,14 @@ def test_every_document_of_a_file_counts(tmp_path, model_folder):
         read_held_out(path, str(model_folder))
 
 
+def test_rows_that_cannot_be_read_are_named(tmp_path, model_folder, capsys):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "one"}\n{"text": "two"\n{"text": "three"}\n')
+    text = read_held_out(path, str(model_folder))
+    assert text.text_bytes == len("onethree")
+    assert f"1 row or file skipped, the first: {path}:2: not a JSON line" in capsys.readouterr().err
+
+
 def test_data_of_another_tokenizer_is_refused(tmp_path, prepared, model_folder):
     source = parse_source(str(prepared.parent / "text" / "*.txt"), validation_fraction=0.3)
     prepare(source, tmp_path / "other", vocab_size=290)

@@ -22,12 +22,11 @@ from sparse_bitnet.cli import train as command
 from sparse_bitnet.cli.evaluate import main as evaluate
 from sparse_bitnet.cli.prepare import main as prepare_command
 from sparse_bitnet.data.chat import LEARNT
-from sparse_bitnet.data.loader import TokenLoader
+from sparse_bitnet.data.loader import TokenLoader, Windows
 from sparse_bitnet.data.preparation import prepare
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.data.tokenizer import train_tokenizer
-from sparse_bitnet.data.windows import Windows
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.perplexity import evaluate as evaluation
 from sparse_bitnet.export.gguf_vocabulary import read_vocabulary

@@ -82,12 +82,12 @@ def main(
         config: the options.
     """
     from sparse_bitnet.data.documents import VALIDATION
+    from sparse_bitnet.data.loader import Windows
     from sparse_bitnet.data.manifest import MANIFEST
     from sparse_bitnet.data.parts import prepare_part
     from sparse_bitnet.data.preparation import prepare
     from sparse_bitnet.data.shards import TokenDataset
     from sparse_bitnet.data.sources import parse_source
-    from sparse_bitnet.data.windows import Windows
     from sparse_bitnet.training.config import TrainConfig
 
     if (config.tokenizer is None) == (config.vocab_size is None):

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from sparse_bitnet.data.text_files import SkippedRow, check_unicode, missing_column
-from sparse_bitnet.errors import UserError, library_errors_as, reason_of
+from sparse_bitnet.data.file_source import SkippedRow, check_unicode, missing_column
+from sparse_bitnet.errors import UserError, library_errors_as
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -53,15 +53,13 @@ def check_conversation(row: Mapping[str, Any], column: str, where: str) -> str:
         tools = [_from_json(tool) for tool in tools] if isinstance(tools, list) else [tools]
         if not all(isinstance(tool, dict) for tool in tools):
             raise ValueError("column 'tools' is no list of objects")
-        found = {"messages": messages, "tools": tools} if tools else messages
-        conversation = json.dumps(found, ensure_ascii=False)
-        check_unicode(conversation, column, where)
+        whole = {"messages": messages, "tools": tools} if tools else messages
+        conversation = json.dumps(whole, ensure_ascii=False)
     except TypeError as error:  # a column of .parquet may hold dates and bytes
         raise SkippedRow(f"{where}: column {column!r} holds what JSON cannot: {error}") from error
-    except UserError as error:
-        raise SkippedRow(str(error)) from error
     except (ValueError, RecursionError) as error:
         raise SkippedRow(f"{where}: {error}") from error
+    check_unicode(conversation, column, where)
     return conversation
 
 
@@ -173,18 +171,13 @@ def encode(tokenizer: "PreTrainedTokenizerFast", conversation: str) -> np.ndarra
     """
     given = json.loads(conversation)
     given = given if isinstance(given, dict) else {"messages": given}
-    try:
+    shown = conversation if len(conversation) <= 80 else conversation[:77] + "..."
+    with library_errors_as(f"the chat template refuses {shown}"):
         texts = _texts(tokenizer, **given)
-    except UserError:
-        raise
-    except Exception as error:  # whatever a template of strangers raises
-        raise UserError(
-            f"the chat template refuses {_shown(conversation)}: {reason_of(error)}"
-        ) from error
     samples = [_stored(tokenizer, *each) for each in texts]
     learnt = [sample for sample in samples if (sample & LEARNT).any()]
     if not learnt:
-        raise UserError(f"the chat template leaves nothing to learn of {_shown(conversation)}")
+        raise UserError(f"the chat template leaves nothing to learn of {shown}")
     return np.concatenate(learnt)
 
 
@@ -338,7 +331,3 @@ def _by_prompts(text: Callable[..., str], turns: list[int]) -> Iterator[tuple[st
             spans = []
         whole, spans = answered, [*spans, (len(prompt), len(answered))]
     yield whole, spans
-
-
-def _shown(conversation: str) -> str:
-    return conversation if len(conversation) <= 80 else conversation[:77] + "..."

@@ -2,17 +2,14 @@
 """What every source of text yields, and the two ways in which sources are combined."""
 
 import hashlib
-import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
-
-from sparse_bitnet.errors import UserError
 
 TRAIN, VALIDATION = SPLITS = ("train", "validation")
 
 State = Any
-"""A JSON value that only the source which made it understands: where to go on."""
+"""A JSON value that only the source which made it understands: where to continue."""
 
 
 class Document(NamedTuple):
@@ -21,12 +18,12 @@ class Document(NamedTuple):
     text: str
     split: str
     """`TRAIN` or `VALIDATION`."""
-    state: State
-    """`TextSource.documents(state)` goes on after this document; None: it cannot, here."""
     progress: float | None
     """Fraction of the source read so far, None where its size is unknown."""
     skipped: str = ""
     """Why there is no text: a row that is no document, or a file without any."""
+    state: State = None
+    """`TextSource.documents(state)` continues after this document; None: not from here."""
 
 
 class TextSource(Protocol):
@@ -53,6 +50,14 @@ class TextSource(Protocol):
         ...
 
 
+def numbered(documents: Iterable[Document], state: State) -> Iterator[Document]:
+    """Yield the documents after the first `state`, each with its number as its state: reading the others
+    again takes a small part of the time that tokenising them took."""
+    for number, document in enumerate(documents, 1):
+        if number > (state or 0):
+            yield document._replace(state=number)
+
+
 def uniform_hash(content: bytes) -> float:
     """A number in [0, 1) that is fixed by the content; below a fraction means validation."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=6).digest()) / 2**48
@@ -63,71 +68,21 @@ def split_of(content: bytes, validation_fraction: float) -> str:
     return VALIDATION if uniform_hash(content) < validation_fraction else TRAIN
 
 
-PIECE_CHARACTERS = 4096
-"""Text that is held out of a long document, at most."""
-
-
-def pieces(text: str, size: int = PIECE_CHARACTERS) -> Iterator[str]:
-    """`text` in pieces of at most `size` characters that end with a paragraph, a line or a word, or where
-    nothing else is left."""
-    start = 0
-    while len(text) - start > size:
-        end = start + size
-        for mark in ("\n\n", "\n", " "):
-            if (found := text.rfind(mark, start + size // 2, end)) > 0:
-                end = found + len(mark)
-                break
-        yield text[start:end]
-        start = end
-    yield text[start:]
-
-
-def by_pieces(text: str, threshold: float, size: int) -> Iterator[tuple[str, str]]:
-    """Longest runs of pieces of one split, each with the split: hashes below `threshold` are held out."""
-    for split, run in itertools.groupby(
-        pieces(text, size), lambda each: split_of(each.encode(), threshold)
-    ):
-        yield "".join(run), split
-
-
-def check_fraction(validation_fraction: float) -> None:
-    """Raise `UserError` for a fraction that leaves no training text."""
-    if not 0 <= validation_fraction < 1:
-        raise UserError(
-            f"validation fraction {validation_fraction} is not in [0, 1): 0.01 means one percent"
-        )
-
-
 @dataclass(frozen=True, kw_only=True)
-class WrappedSource:
-    """The documents of a source, chosen or marked otherwise by subclasses."""
-
-    source: TextSource
-
-    @property
-    def name(self) -> str:
-        """The source's own."""
-        return self.source.name
-
-    def documents(self, state: State = None) -> Iterator[Document]:
-        """Those of the source."""
-        return self.source.documents(state)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LimitedSource(WrappedSource):
+class LimitedSource:
     """The first part of a source: at most this many documents, and this many bytes of text.
 
     The document that reaches `bytes` is the last one; it is not cut.
     """
 
+    source: TextSource
     documents_limit: int | None = None
     bytes_limit: int | None = None
 
-    def __post_init__(self) -> None:
-        for what, limit in (("documents", self.documents_limit), ("bytes", self.bytes_limit)):
-            if limit is not None and limit < 1:
-                raise UserError(f"a limit of {limit} {what} leaves nothing to prepare")
+    @property
+    def name(self) -> str:
+        """The source's own."""
+        return self.source.name
 
     def describe(self) -> dict[str, Any]:
         """As the source, with its limits."""

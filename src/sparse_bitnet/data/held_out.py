@@ -9,10 +9,9 @@ import numpy as np
 
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.data.chat import IDS, check_conversation, check_template, encode
-from sparse_bitnet.data.file_source import FileSource
+from sparse_bitnet.data.file_source import FileSource, skipped_line
 from sparse_bitnet.data.preparation import batches
 from sparse_bitnet.data.shards import TokenDataset
-from sparse_bitnet.data.text_files import skipped_line
 from sparse_bitnet.data.tokenizer import text_backend, tokenised, vocabulary_size
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.progress import say
@@ -78,11 +77,15 @@ def read_held_out(
     source = FileSource.matching([str(data)], column=column or "text", validation_fraction=0.0)
     tokenizer = load_tokenizer(checkpoint)
     backend = text_backend(tokenizer)
-    pieces: list[np.ndarray] = []
+    pieces, skipped = list[np.ndarray](), list[str]()
     text_bytes = 0
     for batch in batches(source.documents()):
-        pieces += tokenised(backend, batch.texts, tokenizer.eos_token_id, np.dtype(np.uint32))
-        text_bytes += sum(batch.text_bytes.values())
+        skipped += [document.skipped for document in batch if document.skipped]
+        texts = [document.text for document in batch if not document.skipped]
+        pieces += tokenised(backend, texts, tokenizer.eos_token_id, np.dtype(np.uint32))
+        text_bytes += sum(len(text.encode()) for text in texts)
+    if skipped:
+        say(skipped_line(len(skipped), skipped[0]))
     return HeldOutText(
         name=str(data),
         tokens=np.concatenate(pieces),

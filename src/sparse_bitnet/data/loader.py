@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches of token windows: shuffled over the whole data set, and computed from the step alone.
 
-The data is cut into windows (`windows`). The samples of a run are one endless stream, epoch after
-epoch, each with its own permutation of all windows; global step t holds samples `t * batch_size` to
-`(t + 1) * batch_size - 1`, and rank r of w the r-th of w equal contiguous parts of them. So the global
-batch is the same at every number of ranks, and any step is reached at once: there is nothing to iterate
-and no state to save.
+Prepared data is cut into the windows that a model sees. Text is one stream: windows lie `length` tokens
+apart, so that every token but the first, and those that are left at the end, is predicted once. Of
+conversations as many whole ones as fit share a window, in their order; one that is longer than a window
+continues in the next. Positions begin again with each, by which transformers' models keep attention
+inside of it.
+
+The samples of a run are one endless stream, epoch after epoch, each with its own permutation of all
+windows; global step t holds samples `t * batch_size` to `(t + 1) * batch_size - 1`, and rank r of w the
+r-th of w equal contiguous parts of them. So the global batch is the same at every number of ranks, and
+any step is reached at once: there is nothing to iterate and no state to save.
 
 The permutation is a balanced Feistel network over the next power of four, keyed by seed and epoch; an
 image outside the data is mapped again until it falls inside ("cycle walking", Black and Rogaway 2002),
@@ -13,23 +18,106 @@ which keeps it a bijection. Nothing of the size of the data is ever stored.
 """
 
 import hashlib
-from functools import lru_cache
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sparse_bitnet.data.chat import BEGINS, IDS, LEARNT
 from sparse_bitnet.data.shards import TokenDataset
-from sparse_bitnet.data.windows import Windows
 from sparse_bitnet.errors import UserError
 
 if TYPE_CHECKING:
     import torch
 
+NOT_LEARNT = -100
+"""Label of a token whose prediction does not count."""
+
 _ROUNDS = 8
-_AT_ONCE = 512
 
 # Smaller halves have too few bits to mix; walking through 64 values costs little.
 _SMALLEST_HALF = 3
+
+
+class Windows:
+    """The windows of one data set, by number."""
+
+    def __init__(self, dataset: TokenDataset, length: int) -> None:
+        """`length`: tokens that the model sees at once; the data has one more, at least."""
+        self.dataset, self.length = dataset, length
+        self._starts = self._learnt = None
+        if dataset.is_chat:
+            tokens = dataset.stored(slice(None))
+            starts = np.flatnonzero(tokens & BEGINS)
+            self._starts = np.array(_packed([*starts.tolist(), len(tokens)], length))
+            counts = np.concatenate([[0], np.cumsum(tokens & LEARNT != 0)])
+            # The first token of a window is not predicted; where text goes on, it was before.
+            self._learnt = counts[self._ends()] - counts[self._starts + 1]
+
+    def __len__(self) -> int:
+        if self._starts is None:
+            return (len(self.dataset) - 1) // self.length
+        return len(self._starts)
+
+    def batch(self, windows: np.ndarray) -> tuple[np.ndarray, ...]:
+        """`(input_ids, labels)` of some windows, int64 [windows, length] each; of conversations also
+        the positions. `labels[i, t]` is the token after `input_ids[i, t]`, or `NOT_LEARNT`."""
+        length = self.length
+        if self._starts is None:
+            text = np.empty((len(windows), length + 1), np.int64)
+            for place, window in enumerate(windows.tolist()):
+                text[place] = self.dataset[window * length : (window + 1) * length + 1]
+            self.dataset.check_ids(text)
+            return text[:, :-1], text[:, 1:]
+        tokens = np.full((len(windows), length + 1), BEGINS)
+        for row, start, end in zip(
+            tokens, self._starts[windows].tolist(), self._ends()[windows].tolist(), strict=True
+        ):
+            row[: end - start] = self.dataset.stored(slice(start, end))
+        ids = (tokens & IDS).astype(np.int64)
+        self.dataset.check_ids(ids)
+        labels = np.where(tokens & LEARNT, ids, NOT_LEARNT)
+        places = np.arange(length + 1)
+        begins = np.maximum.accumulate(np.where(tokens & BEGINS, places, 0), 1)
+        return ids[:, :-1], labels[:, 1:], (places - begins)[:, :-1]
+
+    def learnt(self, windows: np.ndarray) -> int:
+        """How many predictions of some windows of conversations count."""
+        assert self._learnt is not None
+        return int(self._learnt[windows].sum())
+
+    def unlearnt(self) -> str:
+        """Count and name the windows of conversations of which no prediction counts; "" for none."""
+        empty = [] if self._learnt is None else np.flatnonzero(self._learnt == 0).tolist()
+        if not empty:
+            return ""
+        named = ", ".join(map(str, empty[:5])) + ", ..." * (len(empty) > 5)
+        return (
+            f"{self.dataset.folder}: {len(empty):,} of {len(self):,} {self.dataset.split} windows of "
+            f"{self.length:,} tokens hold nothing to learn ({named}): a longer --sequence-length joins "
+            "them to their answers"
+        )
+
+    def _ends(self) -> np.ndarray:
+        assert self._starts is not None
+        following = np.append(self._starts[1:], len(self.dataset))
+        return np.minimum(
+            following + 1, np.minimum(self._starts + self.length + 1, len(self.dataset))
+        )
+
+
+def _packed(bounds: list[int], length: int) -> list[int]:
+    """Where windows of `length` + 1 tokens start: `bounds` are those of the conversations, one after
+    another."""
+    starts = [bounds[0]]
+    for begin, end in itertools.pairwise(bounds):
+        if end - starts[-1] <= length + 1:
+            continue
+        if begin > starts[-1]:
+            starts.append(begin)
+        while end - starts[-1] > length + 1:
+            starts.append(starts[-1] + length)
+    return starts
 
 
 class TokenLoader:
@@ -121,22 +209,12 @@ class TokenLoader:
         assert step >= 0
         size = self.batch_size // self.world_size
         first = step * self.batch_size + (self.rank if rank is None else rank) * size
-        samples = np.arange(first, first + size)
-        runs = range(first // _AT_ONCE, (first + size - 1) // _AT_ONCE + 1)
-        shuffled = np.concatenate([_shuffled(run, self.windows, self.seed) for run in runs])
-        return samples // self.windows, shuffled[samples - runs.start * _AT_ONCE]
-
-
-@lru_cache(maxsize=8)
-def _shuffled(run: int, windows: int, seed: int) -> np.ndarray:
-    """The windows of `_AT_ONCE` samples in a row; those of one step alone would take as long."""
-    first = run * _AT_ONCE
-    epochs, positions = np.divmod(np.arange(first, first + _AT_ONCE), windows)
-    found = np.empty_like(positions)
-    for epoch in np.unique(epochs).tolist():
-        chosen = epochs == epoch
-        found[chosen] = permuted(positions[chosen], windows, seed=seed, epoch=epoch)
-    return found
+        epochs, positions = np.divmod(np.arange(first, first + size), self.windows)
+        windows = np.empty_like(positions)
+        for epoch in np.unique(epochs).tolist():
+            chosen = epochs == epoch
+            windows[chosen] = permuted(positions[chosen], self.windows, seed=self.seed, epoch=epoch)
+        return epochs, windows
 
 
 def permuted(positions: np.ndarray, size: int, *, seed: int, epoch: int) -> np.ndarray:

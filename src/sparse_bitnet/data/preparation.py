@@ -1,27 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenise a source into shards, once; an interrupted preparation goes on where it was.
+"""Tokenise a source into shards, once; an interrupted preparation continues where it was.
 
-The state is saved at every finished shard and every 10 seconds (`preparation_state`). A process killed
-at any moment loses at most that much work, and what it has written in the end, after going on, is byte
-for byte what it would have written without a stop.
+`preparation.json` holds the settings, the source's state, and how far each split is written. It is
+replaced at every finished shard and every 10 seconds, after what it describes has reached the disk. A
+process killed at any moment loses at most that much work, and what it has written in the end, after
+continuing, is byte for byte what it would have written without a stop.
 """
 
 import json
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.data import chat as conversations
-from sparse_bitnet.data.checksums import record_written
-from sparse_bitnet.data.documents import SPLITS, TRAIN, VALIDATION, Document, TextSource
+from sparse_bitnet.data.documents import SPLITS, TRAIN, VALIDATION, Document, State, TextSource
+from sparse_bitnet.data.file_source import skipped_line
 from sparse_bitnet.data.manifest import (
     MANIFEST,
     PREPARATION,
@@ -31,11 +33,8 @@ from sparse_bitnet.data.manifest import (
     SplitManifest,
     token_dtype,
 )
-from sparse_bitnet.data.near_duplicates import GroupedSource
-from sparse_bitnet.data.overlap import compare_splits
-from sparse_bitnet.data.preparation_state import PreparationState, begin, check_settings
+from sparse_bitnet.data.near_duplicates import SeparatedSource, compare_splits
 from sparse_bitnet.data.shards import ShardWriter
-from sparse_bitnet.data.text_files import skipped_line
 from sparse_bitnet.data.tokenizer import (
     check_vocabulary_size,
     text_backend,
@@ -45,7 +44,14 @@ from sparse_bitnet.data.tokenizer import (
     vocabulary_size,
 )
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.files import atomic_folder, check_ours, locked_folder
+from sparse_bitnet.files import (
+    TEMPORARY_PREFIX,
+    atomic_folder,
+    check_ours,
+    locked_folder,
+    remove_leftovers,
+    write_atomic,
+)
 from sparse_bitnet.progress import Line, Progress, say
 
 if TYPE_CHECKING:
@@ -87,7 +93,7 @@ def prepare(
         eos_token: end token to use instead of the choice saved in the tokenizer's folder.
         shard_tokens: tokens in each file but the last.
         chat: documents are conversations (`chat`), for the tokenizer's chat template.
-        is_part: of a text, the whole of which is compared with what is held out (`parts.join`).
+        is_part: of a text, the whole of which is compared with what is held out (`parts`).
 
     Raises:
         UserError: bad text or tokenizer, no training text, a full disk, a folder in use, or one that
@@ -104,21 +110,7 @@ def prepare(
         raise UserError(f"a shard of {shard_tokens} tokens is too small")
     if isinstance(tokenizer, str | Path):
         tokenizer = load_tokenizer(tokenizer, eos_token=eos_token)
-    if chat and tokenizer is None:
-        raise UserError("conversations need a tokenizer with a chat template")
-    template = conversations.check_template(tokenizer) if chat and tokenizer is not None else None
-    settings = json.loads(
-        json.dumps(
-            {
-                "source": source.describe(),
-                "tokenizer": {"hash": tokenizer_hash(tokenizer)}
-                if tokenizer is not None
-                else {"vocab_size": vocab_size, "sample_bytes": TOKENIZER_SAMPLE_BYTES},
-                "shard_tokens": shard_tokens,
-                **({"chat": template} if template is not None else {}),
-            }
-        )
-    )
+    settings = settings_of(source, tokenizer, vocab_size, shard_tokens, chat)
     check_ours(out, [MANIFEST, PREPARATION], "prepared data")
     if os.path.exists(out / MANIFEST):
         manifest = Manifest.read(out)
@@ -129,8 +121,8 @@ def prepare(
     busy = f"{out}: another process is preparing data there"
     with locked_folder(out, busy), Progress() as display:
         line = display.line("starting", "MB", 1e6)
-        start = begin(out, settings)
-        if isinstance(source, GroupedSource):
+        state = _begin(out, settings)
+        if isinstance(source, SeparatedSource):
             source.find(lambda size: line(size, None, label="looking for near-duplicates"))
         if not (out / TOKENIZER).exists():
             if tokenizer is None:
@@ -139,33 +131,117 @@ def prepare(
                 tokenizer = train_tokenizer(_sample(source), vocab_size)
             with atomic_folder(out / TOKENIZER) as folder:
                 tokenizer.save_pretrained(folder)
-        return _Preparation(source, out, start, line, is_part).run()
+        return _Preparation(source, out, state, line, is_part).run()
 
 
-class Batch(NamedTuple):
-    """Documents that are tokenised together."""
+def settings_of(
+    source: TextSource,
+    tokenizer: "PreTrainedTokenizerFast | None",
+    vocab_size: int | None,
+    shard_tokens: int,
+    chat: bool,
+) -> dict[str, Any]:
+    """What determines the prepared data, as JSON. Raises `UserError` for a chat without a template."""
+    if chat and tokenizer is None:
+        raise UserError("conversations need a tokenizer with a chat template")
+    settings: dict[str, Any] = {
+        "source": source.describe(),
+        "tokenizer": {"vocab_size": vocab_size, "sample_bytes": TOKENIZER_SAMPLE_BYTES}
+        if tokenizer is None
+        else {"hash": tokenizer_hash(tokenizer)},
+        "shard_tokens": shard_tokens,
+    }
+    if chat and tokenizer is not None:
+        settings["chat"] = conversations.check_template(tokenizer)
+    return json.loads(json.dumps(settings))
 
-    documents: list[Document]
-    text_bytes: dict[str, int]
-    """Of each split."""
 
-    @property
-    def texts(self) -> list[str]:
-        """Of all documents but the skipped ones."""
-        return [document.text for document in self.documents if not document.skipped]
+def check_settings(out: Path, there: dict[str, Any], asked: dict[str, Any]) -> None:
+    """Raise `UserError` that says which settings differ, if any do."""
+    if differences := list(_differences("", there, asked)):
+        raise UserError(
+            f"{out}: prepared with other settings: {'; '.join(differences)}; choose another folder or "
+            "remove this one"
+        )
 
 
-def batches(documents: Iterator[Document]) -> Iterator[Batch]:
+def _differences(name: str, there: Any, asked: Any) -> Iterator[str]:
+    if isinstance(there, dict) and isinstance(asked, dict):
+        for key in dict.fromkeys([*there, *asked]):
+            inner = f"{name}.{key}" if name else key
+            yield from _differences(inner, there.get(key), asked.get(key))
+    elif there != asked:
+        shown = (json.dumps(value) for value in (there, asked))
+        short = (text if len(text) <= 60 else f"{text[:40]}..." for text in shown)
+        yield "{} is {} there, {} here".format(name, *short)
+
+
+@dataclass
+class _State:
+    """How far a preparation has come: the content of `preparation.json`."""
+
+    settings: dict[str, Any]
+    source: State = None
+    """Where the source continues; None: nothing is written yet."""
+    writers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """`ShardWriter.checkpoint` of each split."""
+    counts: dict[str, dict[str, int]] = field(
+        default_factory=lambda: {split: {"documents": 0, "text_bytes": 0} for split in SPLITS}
+    )
+    """Documents and bytes of text written, of each split."""
+    skipped: int = 0
+    """Rows and files that hold no document."""
+    first_skipped: str = ""
+    """Why the first of them does not."""
+
+    def write(self, out: Path) -> None:
+        write_atomic(out / PREPARATION, json.dumps(asdict(self), indent=2) + "\n")
+
+
+def _begin(out: Path, settings: dict[str, Any]) -> _State:
+    """The preparation to continue, or a new one. Raises `UserError` for one with other settings."""
+    remove_leftovers(out)
+    path = out / PREPARATION
+    if path.exists():
+        try:
+            state = _State(**json.loads(path.read_bytes()))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise UserError(f"{path}: damaged; remove {out} and prepare again") from error
+        if state.settings == settings:
+            return state
+        if state.source is not None:
+            check_settings(out, state.settings, settings)
+        # Nothing is written yet, as after a mistyped option: there is nothing to protect.
+        if (out / TOKENIZER).exists():
+            os.replace(out / TOKENIZER, out / f"{TEMPORARY_PREFIX}{TOKENIZER}")
+            remove_leftovers(out)
+    state = _State(settings)
+    state.write(out)
+    return state
+
+
+def _sample(source: TextSource) -> Iterator[str]:
+    size = 0
+    for document in source.documents():
+        if document.split == TRAIN:
+            yield document.text
+            size += len(document.text.encode())
+            if size >= TOKENIZER_SAMPLE_BYTES:
+                return
+
+
+def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     """Documents of 2 MB together or a little more; each batch but the last ends where a source can
-    go on."""
-    batch = Batch([], dict.fromkeys(SPLITS, 0))
+    continue."""
+    batch: list[Document] = []
+    size = 0
     for document in documents:
-        batch.documents.append(document)
-        batch.text_bytes[document.split] += len(document.text.encode())
-        if sum(batch.text_bytes.values()) >= _BATCH_BYTES and document.state is not None:
+        batch.append(document)
+        size += len(document.text.encode())
+        if size >= _BATCH_BYTES and document.state is not None:
             yield batch
-            batch = Batch([], dict.fromkeys(SPLITS, 0))
-    if batch.documents:
+            batch, size = [], 0
+    if batch:
         yield batch
 
 
@@ -173,7 +249,7 @@ class _Preparation:
     """One run: the writers, and what has been written so far."""
 
     def __init__(
-        self, source: TextSource, out: Path, state: PreparationState, line: Line, is_part: bool
+        self, source: TextSource, out: Path, state: _State, line: Line, is_part: bool
     ) -> None:
         self.source, self.out, self.state, self.line = source, out, state, line
         self.is_part = is_part
@@ -193,7 +269,7 @@ class _Preparation:
 
     def run(self) -> Manifest:
         self._show(None)
-        pending: deque[tuple[Batch, Future[list[np.ndarray | str]]]] = deque()
+        pending: deque[tuple[list[Document], Future[list[np.ndarray | str]]]] = deque()
         try:
             with ThreadPoolExecutor(_BATCHES_IN_FLIGHT) as pool:
                 for batch in batches(self.source.documents(self.state.source)):
@@ -207,14 +283,15 @@ class _Preparation:
             for writer in self.writers.values():
                 writer.close()
 
-    def _encode(self, batch: Batch) -> list[np.ndarray | str]:
-        """Of each document the tokens, or why it is skipped."""
-        found: Iterator[np.ndarray | str]
+    def _encode(self, batch: list[Document]) -> list[np.ndarray | str]:
+        """The tokens of each document, or why it is skipped."""
+        texts = [document.text for document in batch if not document.skipped]
+        encoded: Iterator[np.ndarray | str]
         if self.chat:
-            found = map(self._conversation, batch.texts)
+            encoded = map(self._conversation, texts)
         else:
-            found = tokenised(self.backend, batch.texts, self.tokenizer.eos_token_id, self.dtype)
-        return [document.skipped or next(found) for document in batch.documents]
+            encoded = tokenised(self.backend, texts, self.tokenizer.eos_token_id, self.dtype)
+        return [document.skipped or next(encoded) for document in batch]
 
     def _conversation(self, text: str) -> np.ndarray | str:
         try:
@@ -222,53 +299,54 @@ class _Preparation:
         except UserError as error:
             return str(error)
 
-    def _write(self, batch: Batch, encoded: "Future[list[np.ndarray | str]]") -> None:
-        shards = sum(len(writer.shards) for writer in self.writers.values())
+    def _write(self, batch: list[Document], encoded: "Future[list[np.ndarray | str]]") -> None:
+        state, shards = self.state, self._shards()
         tokens: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
-        for document, found in zip(batch.documents, encoded.result(), strict=True):
-            if isinstance(found, str):
-                self.state.skipped += 1
-                self.state.first_skipped = self.state.first_skipped or found
+        for document, one in zip(batch, encoded.result(), strict=True):
+            if isinstance(one, str):
+                state.skipped += 1
+                state.first_skipped = state.first_skipped or one
                 continue
-            tokens[document.split].append(found)
-            self.state.counts[document.split]["documents"] += 1
-            self.state.counts[document.split]["text_bytes"] += len(document.text.encode())
+            tokens[document.split].append(one)
+            state.counts[document.split]["documents"] += 1
+            state.counts[document.split]["text_bytes"] += len(document.text.encode())
         for split, parts in tokens.items():
             if parts:
                 self.writers[split].append(np.concatenate(parts))
-        self.state.source = batch.documents[-1].state
-        finished_shard = sum(len(writer.shards) for writer in self.writers.values()) > shards
-        if finished_shard or time.monotonic() - self.checkpointed > _CHECKPOINT_SECONDS:
-            self._checkpoint()
-        self._show(batch.documents[-1].progress)
+        state.source = batch[-1].state
+        is_due = time.monotonic() - self.checkpointed > _CHECKPOINT_SECONDS
+        # Without a state the source cannot continue from here: after the next batch.
+        if state.source is not None and (is_due or self._shards() > shards):
+            state.writers = {split: writer.checkpoint() for split, writer in self.writers.items()}
+            state.write(self.out)
+            self.checkpointed = time.monotonic()
+        self._show(batch[-1].progress)
+
+    def _shards(self) -> int:
+        return sum(len(writer.shards) for writer in self.writers.values())
 
     def _show(self, share: float | None) -> None:
         size = sum(count["text_bytes"] for count in self.state.counts.values())
         self.line(size, size / share if share else None, label="tokenising")
 
-    def _checkpoint(self) -> None:
-        if self.state.source is None:  # the source cannot go on from here: after the next batch
-            return
-        self.state.writers = {split: writer.checkpoint() for split, writer in self.writers.items()}
-        self.state.write(self.out)
-        self.checkpointed = time.monotonic()
-
     def _finish(self) -> Manifest:
-        skipped = skipped_line(self.state.skipped, self.state.first_skipped)
+        state, skipped = self.state, skipped_line(self.state.skipped, self.state.first_skipped)
         if not self.writers[TRAIN].tokens:
             raise UserError(
                 f"{self.source.name}: no training text; "
                 + (skipped or "give more documents or a smaller --validation-fraction")
             )
-        splits = {}
-        for split, writer in self.writers.items():
-            tokens, shards = writer.tokens, writer.finish()
-            splits[split] = SplitManifest(tokens=tokens, shards=shards, **self.state.counts[split])
+        splits = {
+            split: SplitManifest(
+                tokens=writer.tokens, shards=writer.finish(), **state.counts[split]
+            )
+            for split, writer in self.writers.items()
+        }
         manifest = Manifest(
             version=VERSION,
-            settings=self.state.settings,
+            settings=state.settings,
             # Half a second for a large vocabulary, and not changed by saving.
-            tokenizer_hash=self.state.settings["tokenizer"].get("hash")
+            tokenizer_hash=state.settings["tokenizer"].get("hash")
             or tokenizer_hash(self.tokenizer),
             vocab_size=self.vocab_size,
             dtype=self.dtype.name,
@@ -278,7 +356,6 @@ class _Preparation:
         if not self.is_part:
             comparing = partial(self.line, label="comparing the held-out text")
             manifest = compare_splits(self.out, manifest, self.tokenizer, comparing)
-        record_written(self.out, [each for s in manifest.splits.values() for each in s.shards])
         manifest.write(self.out)
         (self.out / PREPARATION).unlink()
         for shard in splits[VALIDATION].shards:
@@ -287,13 +364,3 @@ class _Preparation:
         if skipped:
             say(skipped)
         return manifest
-
-
-def _sample(source: TextSource) -> Iterator[str]:
-    size = 0
-    for document in source.documents():
-        if document.split == TRAIN:
-            yield document.text
-            size += len(document.text.encode())
-            if size >= TOKENIZER_SAMPLE_BYTES:
-                return

@@ -1,13 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token shards: the writer, and the memory-mapped reader. `manifest` describes the format.
-
-**Damage is found on opening.** A shard's size is compared with the manifest at every opening. Its
-checksum is too, unless `.verified.json` says that this very file (same size, same time of change in
-ns) was found right before; `prepare` writes that record. Data up to 256 MB is checked at every
-opening all the same, in about 0.1 s. So 100 GB open at once, and are read through (1 to 3 GB/s a core)
-only after they were copied or changed; damage below the file system, which leaves the time of change
-as it was, is found in large data by `TokenDataset.verify()`.
-"""
+"""Token shards: the writer, and the memory-mapped reader. `manifest` describes the format."""
 
 import hashlib
 import mmap
@@ -24,20 +16,24 @@ from sparse_bitnet.checkpoint.load import has_tokenizer, load_tokenizer
 from sparse_bitnet.checkpoint.model_folder import read_json_if_there
 from sparse_bitnet.checkpoint.saved_steps import STATE
 from sparse_bitnet.data.chat import IDS
-from sparse_bitnet.data.checksums import changed_shards, check_size, verify_shards
-from sparse_bitnet.data.manifest import TOKENIZER, Manifest, Shard, token_dtype
+from sparse_bitnet.data.manifest import (
+    TOKENIZER,
+    Manifest,
+    Shard,
+    check_shards,
+    check_size,
+    token_dtype,
+)
 from sparse_bitnet.data.tokenizer import tokenizer_hash
 from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.files import file_crc32
-
-ALWAYS_VERIFIED_BYTES = 256_000_000
 
 
 class ShardWriter:
     """Writes the tokens of one split as shards of `shard_tokens` tokens each.
 
     A shard is `NAME.partial` until it is full. `checkpoint()` returns a state from which another
-    writer of the same folder goes on, whatever was written or renamed after it.
+    writer of the same folder continues, whatever was written or renamed after it.
     """
 
     def __init__(
@@ -50,10 +46,10 @@ class ShardWriter:
     ) -> None:
         self._folder, self._split, self._dtype = folder, split, dtype
         self._shard_tokens = shard_tokens
-        state = state or {"shards": [], "open": {"tokens": 0, "crc32": 0}}
+        state = state or {"shards": [], "open_tokens": 0, "open_crc32": 0}
         self.shards = [Shard(**shard) for shard in state["shards"]]
-        self._open_tokens: int = state["open"]["tokens"]
-        self._crc32: int = state["open"]["crc32"]
+        self._open_tokens: int = state["open_tokens"]
+        self._crc32: int = state["open_crc32"]
         with _writing(self._path):
             self._roll_back()
             self._file: BinaryIO = open(self._partial, "ab")
@@ -85,7 +81,8 @@ class ShardWriter:
             os.fsync(self._file.fileno())
         return {
             "shards": [asdict(shard) for shard in self.shards],
-            "open": {"tokens": self._open_tokens, "crc32": self._crc32},
+            "open_tokens": self._open_tokens,
+            "open_crc32": self._crc32,
         }
 
     def finish(self) -> tuple[Shard, ...]:
@@ -98,7 +95,7 @@ class ShardWriter:
         return tuple(self.shards)
 
     def close(self) -> None:
-        """Close the file, leaving the last shard open for a writer that goes on."""
+        """Close the file, leaving the last shard open for a writer that continues."""
         with suppress(OSError):  # of tokens that `append` has complained about
             self._file.close()
 
@@ -176,8 +173,8 @@ class TokenDataset:
         Args:
             folder: what `prepare` wrote.
             split: "train" or "validation".
-            verify: compare checksums (sizes always are), of small data and of shards not yet found
-                right; False for the other processes of a run in which one does.
+            verify: compare checksums too, as `manifest` says; False for the other processes of a run in
+                which one does.
 
         Raises:
             UserError: not prepared data, unfinished, of another version, without tokens in this
@@ -189,18 +186,8 @@ class TokenDataset:
             hint = "; prepare with --validation or a larger --validation-fraction"
             raise UserError(f"{folder}: no {split} text{hint if split == 'validation' else ''}")
         dataset = cls(folder, split, manifest)
-        for shard in dataset.shards:
-            check_size(folder, shard, dataset.dtype)
-        if verify:
-            small = len(dataset) * dataset.dtype.itemsize <= ALWAYS_VERIFIED_BYTES
-            verify_shards(
-                folder, dataset.shards if small else changed_shards(folder, dataset.shards)
-            )
+        check_shards(folder, dataset.shards, dataset.dtype, checksums=verify)
         return dataset
-
-    def verify(self) -> None:
-        """Compare every shard with its checksum. Raises `UserError` naming a corrupt one."""
-        verify_shards(self.folder, self.shards)
 
     def check_vocab(self, model_vocab_size: int) -> None:
         """Raise `UserError` where the data holds token ids that the model's embedding does not."""
@@ -259,8 +246,8 @@ class TokenDataset:
         return int(self._ends[-1])
 
     def __getitem__(self, tokens: slice) -> np.ndarray:
-        found = self.stored(tokens)
-        return found & IDS if self.is_chat else found
+        ids = self.stored(tokens)
+        return ids & IDS if self.is_chat else ids
 
     def stored(self, tokens: slice) -> np.ndarray:
         """As they lie in the shards."""
@@ -276,10 +263,6 @@ class TokenDataset:
             parts.append(self._map(number)[start - before : end - before])
             start, number = end, number + 1
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Without it, a process that receives the data set would receive a copy of the mapped tokens.
-        return TokenDataset, (self.folder, self.split, self.manifest)
 
     def _map(self, number: int) -> np.ndarray:
         if number not in self._maps:

@@ -1,18 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sources of text: installed Python files, local files, data sets of the Hugging Face hub."""
 
+import hashlib
 import os
-from dataclasses import replace
-from typing import Any
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from sparse_bitnet.data.chat import check_conversation
-from sparse_bitnet.data.documents import LimitedSource, PairedSource, TextSource
-from sparse_bitnet.data.file_source import FileSource
-from sparse_bitnet.data.hub_source import HubSource
-from sparse_bitnet.data.near_duplicates import GroupedSource, ReadOnceSource
-from sparse_bitnet.data.python_files import PythonSource
-from sparse_bitnet.data.text_files import check_text
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.data.documents import (
+    TRAIN,
+    Document,
+    LimitedSource,
+    PairedSource,
+    State,
+    TextSource,
+    numbered,
+    split_of,
+)
+from sparse_bitnet.data.file_source import (
+    Check,
+    FileSource,
+    NoColumn,
+    SkippedRow,
+    check_text,
+    filled,
+    missing_column,
+)
+from sparse_bitnet.data.near_duplicates import SeparatedSource
+from sparse_bitnet.errors import UserError, reason_of
+
+_SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
+# Tables of characters, one much like the other, and the language reference as one string.
+_SKIPPED_FOLDERS |= {"encodings", "pydoc_data"}
+_GENERATED = ("/stringprep.py", "/html/entities.py")
 
 
 def parse_source(
@@ -38,8 +63,7 @@ def parse_source(
             local files, 0.0005 for hub data sets.
         limit_documents, limit_bytes: stop after this many; `validation` is not limited.
         near_duplicates: keep documents that are nearly the same on one side of the split
-            (`near_duplicates.GroupedSource`); of hub data sets, leave those held out that are near
-            training text (`near_duplicates.ReadOnceSource`).
+            (`near_duplicates.SeparatedSource`).
         chat: the column, "messages" if not given, holds conversations, which become documents of JSON.
 
     Raises:
@@ -47,23 +71,53 @@ def parse_source(
     """
     if validation is not None and validation_fraction is not None:
         raise UserError("give --validation or --validation-fraction, not both")
+    if not 0 <= (validation_fraction or 0) < 1:
+        raise UserError(
+            f"validation fraction {validation_fraction} is not in [0, 1): 0.01 means one percent"
+        )
+    for what, limit in (("documents", limit_documents), ("bytes", limit_bytes)):
+        if limit is not None and limit < 1:
+            raise UserError(f"a limit of {limit} {what} leaves nothing to prepare")
     named = [each for each in (spec, validation) if each is not None]
     python = [each for each in named if each in ("python-stdlib", "python-packages")]
     if python and (chat or (column and python == named)):
         raise UserError(f"{python[0]} has no columns; leave out {'--chat' if chat else '--column'}")
     if chat and column is None:
         column = "messages"
-    fraction = 0.0 if validation is not None else validation_fraction
-    source = _parse(spec, column, fraction, chat)
+    source = _parse(spec, column, 0.0 if validation is not None else validation_fraction, chat)
     if limit_documents is not None or limit_bytes is not None:
         source = LimitedSource(
             source=source, documents_limit=limit_documents, bytes_limit=limit_bytes
         )
     if validation is not None:
         source = PairedSource(train=source, validation=_parse(validation, column, 0.0, chat))
-    if not near_duplicates:
+    return _separated(source, afterwards=spec.startswith("hub:")) if near_duplicates else source
+
+
+def _parse(
+    spec: str, column: str | None, validation_fraction: float | None, chat: bool
+) -> TextSource:
+    options: dict[str, Any] = {}
+    if validation_fraction is not None:
+        options["validation_fraction"] = validation_fraction
+    paths = sysconfig.get_paths()
+    if spec == "python-stdlib":
+        return PythonSource(name=spec, roots=(Path(paths["stdlib"]),), **options)
+    if spec == "python-packages":
+        roots = dict.fromkeys(Path(paths[key]).resolve() for key in ("purelib", "platlib"))
+        return PythonSource(name=spec, roots=tuple(roots), **options)
+    if column is not None:
+        options.update(column=column, check=check_conversation if chat else check_text)
+    if spec.startswith("hub:"):
+        return HubSource.parse(spec.removeprefix("hub:"), **options)
+    return FileSource.matching([spec] if os.path.exists(spec) else spec.split(","), **options)
+
+
+def _separated(source: TextSource, *, afterwards: bool) -> TextSource:
+    """Without near-duplicates on both sides; a text that the user gave to be held out stays whole."""
+    if afterwards and isinstance(source, PairedSource):
         return source
-    return _read_once(source) if spec.startswith("hub:") else GroupedSource(source=source)
+    return SeparatedSource(source=source, afterwards=afterwards)
 
 
 def part_of(source: TextSource, part: int, parts: int) -> TextSource:
@@ -73,10 +127,8 @@ def part_of(source: TextSource, part: int, parts: int) -> TextSource:
     first part. Near-duplicates are looked for when the parts are joined. Raises `UserError` for a source
     that has fewer files than parts, or no files.
     """
-    if not 0 <= part < parts:
-        raise UserError(f"part {part} of {parts}: parts are numbered 0 to {parts - 1}")
-    if isinstance(source, GroupedSource | ReadOnceSource):
-        return _read_once(part_of(source.source, part, parts))
+    if isinstance(source, SeparatedSource):
+        return _separated(part_of(source.source, part, parts), afterwards=True)
     if isinstance(source, PairedSource):
         train = part_of(source.train, part, parts)
         return replace(source, train=train) if part == 0 else train
@@ -93,23 +145,194 @@ def part_of(source: TextSource, part: int, parts: int) -> TextSource:
     return replace(source, paths=source.paths[part::parts])
 
 
-def _read_once(source: TextSource) -> TextSource:
-    """Without near-duplicates in the end; a text that the user gave to be held out stays whole."""
-    return source if isinstance(source, PairedSource) else ReadOnceSource(source=source)
+@dataclass(frozen=True, kw_only=True)
+class PythonSource:
+    """The `.py` files below some folders, one document each, ordered by a hash of their paths.
+
+    The standard library of Python 3.11.7 gives 577 files with 9.46 MB for training and 25 files with
+    0.36 MB (3.7 %) for validation; a Python without tkinter or distutils somewhat less.
+
+    Left out: tests, because distributions of Python ship them or not (they are 60 % of the bytes of
+    a full installation); generated tables; build settings, which differ between machines; files that
+    are empty, binary or not UTF-8; and further copies of the same content. A file's split follows from
+    its path below its root.
+    """
+
+    name: str
+    roots: tuple[Path, ...]
+    validation_fraction: float = 0.03
+
+    def describe(self) -> dict[str, Any]:
+        """Version, number, size and content of the files: what identifies the text."""
+        content = hashlib.blake2b(digest_size=16)
+        for file in self._files:
+            content.update(file.content_hash)
+        return {
+            "kind": self.name,
+            "python": ".".join(map(str, sys.version_info[:3])),
+            "files": len(self._files),
+            "bytes": sum(file.size for file in self._files),
+            "content": content.hexdigest(),
+            "validation_fraction": self.validation_fraction,
+        }
+
+    def documents(self, state: State = None) -> Iterator[Document]:
+        """A document a file, from the file after `state`."""
+        return numbered(self._documents(), state)
+
+    def _documents(self) -> Iterator[Document]:
+        read, total = 0, sum(file.size for file in self._files)
+        for file in self._files:
+            read += file.size
+            split = split_of(file.relative.encode(), self.validation_fraction)
+            yield Document(file.text, split, read / total)
+
+    @cached_property
+    def _files(self) -> list["_PythonFile"]:
+        files = []
+        for root in self.roots:
+            for path in _python_paths(root):
+                if text := _python_text(path):
+                    content, relative = text.encode(), path.relative_to(root).as_posix()
+                    # Salted, so that the order says nothing about the split: unsalted, the smallest
+                    # hashes would be both the first files and the validation files.
+                    order = hashlib.blake2b(relative.encode(), digest_size=16, salt=b"order")
+                    digest = hashlib.blake2b(content, digest_size=16).digest()
+                    files.append(_PythonFile(order.digest(), digest, relative, text, len(content)))
+        if not files:
+            folders = ", ".join(map(str, self.roots))
+            raise UserError(f"{self.name}: no Python source files under {folders}")
+        unique: dict[bytes, _PythonFile] = {}
+        for file in sorted(files):
+            unique.setdefault(file.content_hash, file)
+        return list(unique.values())
 
 
-def _parse(
-    spec: str, column: str | None, validation_fraction: float | None, chat: bool
-) -> TextSource:
-    options: dict[str, Any] = {}
-    if validation_fraction is not None:
-        options["validation_fraction"] = validation_fraction
-    if spec == "python-stdlib":
-        return PythonSource.standard_library(**options)
-    if spec == "python-packages":
-        return PythonSource.installed_packages(**options)
-    if column is not None:
-        options.update(column=column, check=check_conversation if chat else check_text)
-    if spec.startswith("hub:"):
-        return HubSource.parse(spec.removeprefix("hub:"), **options)
-    return FileSource.matching([spec] if os.path.exists(spec) else spec.split(","), **options)
+class _PythonFile(NamedTuple):
+    order: bytes
+    content_hash: bytes
+    relative: str
+    text: str
+    size: int
+
+
+def _python_paths(root: Path) -> Iterator[Path]:
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(
+            name for name in folders if name not in _SKIPPED_FOLDERS and name[:7] != "config-"
+        )
+        for name in sorted(names):
+            path = Path(folder, name)
+            generated = path.as_posix().endswith(_GENERATED) or name.startswith("_sysconfigdata")
+            if name.endswith(".py") and not generated:
+                yield path
+
+
+def _python_text(path: Path) -> str | None:
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except (UnicodeDecodeError, OSError):
+        return None
+    return None if "\0" in text else text.replace("\r\n", "\n")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubSource:
+    """A data set of the Hugging Face hub (or a local folder of one), streamed.
+
+    RefinedWeb is `HubSource(name="tiiuae/falcon-refinedweb", column="content")`.
+    """
+
+    name: str
+    config: str | None = None
+    split: str = "train"
+    column: str = "text"
+    check: Check = check_text
+    validation_fraction: float = 0.0005
+    part: int = 0
+    parts: int = 1
+
+    @classmethod
+    def parse(cls, spec: str, **options: Any) -> "HubSource":
+        """`OWNER/NAME[/CONFIG][@SPLIT]`, or the path of a local folder."""
+        if os.path.isdir(spec):
+            return cls(name=spec, **options)
+        path, _, split = spec.partition("@")
+        parts = path.split("/")
+        if len(parts) > 3 or not all(parts):
+            raise UserError(f"not a hub data set: {spec!r}; expected OWNER/NAME[/CONFIG][@SPLIT]")
+        config = parts[2] if len(parts) == 3 else None
+        return cls(name="/".join(parts[:2]), config=config, split=split or "train", **options)
+
+    def describe(self) -> dict[str, Any]:
+        """The data set and the options that identify the text."""
+        return {
+            "kind": "hub",
+            "name": self.name,
+            "config": self.config,
+            "split": self.split,
+            "column": self.column,
+            "validation_fraction": self.validation_fraction,
+            **({"part": self.part, "parts": self.parts} if self.parts > 1 else {}),
+        }
+
+    def documents(self, state: State = None) -> Iterator[Document]:
+        """Documents as the hub streams them, from `state`."""
+        stream = self._open()
+        if state:
+            stream.load_state_dict(state)
+        has_text, characters, rows = state is not None, 0, iter(stream)
+        while (row := self._next(rows)) is not None:
+            try:
+                text = self.check(filled(row), self.column, self.name)
+            except SkippedRow as reason:
+                if isinstance(reason, NoColumn) and not has_text:
+                    raise  # an option that is wrong for the whole data set
+                yield Document("", TRAIN, None, str(reason))
+                continue
+            if not text:
+                continue
+            has_text, characters, position = True, characters + len(text), None
+            # A state is a few nested dictionaries: cheap for each MB of text, not for each document.
+            if characters >= 1 << 20:
+                position, characters = stream.state_dict(), 0
+            split = split_of(text.encode(), self.validation_fraction)
+            yield Document(text, split, None, state=position)
+        if not has_text:
+            raise UserError(f"{self.name}: no documents")
+
+    def _open(self) -> Any:
+        import datasets
+        import huggingface_hub
+
+        # Whatever the network, the hub client or a broken file raises, the user's question is which
+        # data set and why.
+        try:
+            if not os.path.isdir(self.name):
+                # One request that answers at once where there is no network: load_dataset tries for long.
+                huggingface_hub.dataset_info(self.name, timeout=10)
+            stream = datasets.load_dataset(self.name, self.config, split=self.split, streaming=True)
+        except Exception as error:
+            raise UserError(
+                f"cannot open the hub data set {self.name!r}: {reason_of(error)}"
+            ) from error
+        if self.parts > 1:
+            if stream.num_shards < self.parts:
+                raise UserError(
+                    f"{self.name}: {stream.num_shards} files do not make {self.parts} parts"
+                )
+            stream = stream.shard(num_shards=self.parts, index=self.part)
+        names = stream.column_names
+        if names is None or self.check is not check_text:
+            return stream
+        if self.column not in names:
+            raise UserError(f"{self.name}: {missing_column(self.column, names)}")
+        return stream.select_columns([self.column])
+
+    def _next(self, rows: Iterator[dict[str, Any]]) -> dict[str, Any] | None:
+        try:
+            return next(rows, None)
+        except Exception as error:
+            raise UserError(
+                f"reading {self.name!r} stopped: {reason_of(error)}; the same command goes on from here"
+            ) from error

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from sparse_bitnet.data.documents import SPLITS
+from sparse_bitnet.data.loader import Windows
 from sparse_bitnet.data.shards import TokenDataset
-from sparse_bitnet.data.windows import Windows
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import evaluation_mode, sparse_layers
 from sparse_bitnet.training.config import TrainConfig
