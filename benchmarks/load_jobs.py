@@ -17,8 +17,8 @@ from sparse_bitnet.generation.grammar import Grammar
 from sparse_bitnet.generation.open_model import open_model
 from sparse_bitnet.generation.sampling_options import SamplingOptions
 from sparse_bitnet.generation.text_batches import GenerateOptions, generate
-from sparse_bitnet.serve.tool_calls import ToolCallReader, syntax_of
-from sparse_bitnet.serve.tools import WithTools
+from sparse_bitnet.serve.messages import FunctionTool
+from sparse_bitnet.serve.tool_calls import ToolCallReader, syntax_of, tool_grammar
 
 KINDS = ("text", "schema", "chat", "tool")
 SCHEMA: dict[str, Any] = {
@@ -81,10 +81,10 @@ def make_jobs(checkpoint: str, engine: EngineOptions, options: argparse.Namespac
             tools = None
             if kind == "tool":
                 assert syntax is not None
-                asked: dict[str, Any] = {"tools": [TOOL], "tool_choice": "required"}
-                body |= asked
+                body |= {"tools": [TOOL], "tool_choice": "required"}
                 tools, reader = [TOOL], ToolCallReader(syntax, frozenset({"look_up"}))
-                grammar = WithTools(**asked).rules(syntax, "")
+                function = FunctionTool.model_validate(TOOL["function"])
+                grammar = tool_grammar(syntax, [function], is_forced=True)
             text = template.render(messages, **({"tools": tools} if tools else {}))
             prompt = opened.tokenizer.encode(text, add_special_tokens=False)
         else:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real server on a free port, in a thread, over an engine of the test's choice."""
 
-import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -16,8 +15,8 @@ from sparse_bitnet.generation.conversation import ChatTemplate
 from sparse_bitnet.generation.grammar import TokenGrammars
 from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
 from sparse_bitnet.generation.text import TextTokenizer
-from sparse_bitnet.serve.allowed_hosts import AllowedHosts
 from sparse_bitnet.serve.app import create_app
+from sparse_bitnet.serve.entrance import AllowedHosts
 from sparse_bitnet.serve.generations import ServedModel
 from sparse_bitnet.serve.http_server import HttpServer, listen
 from sparse_bitnet.serve.prometheus import ServerMetrics
@@ -49,6 +48,7 @@ class Running:
     scheduler: ThreadedScheduler
     model: ServedModel
     engine: object
+    connections: set
 
     def client(self, **options) -> openai.OpenAI:
         options = {"api_key": "key", "max_retries": 0, "timeout": 30} | options
@@ -66,12 +66,6 @@ class Running:
                 return True
             time.sleep(0.005)
         return False
-
-
-class _ThreadServer(HttpServer):
-    """Signals stay with the main thread."""
-
-    capture_signals = contextlib.nullcontext
 
 
 @contextmanager
@@ -104,7 +98,7 @@ def server(
     bound = listen("127.0.0.1", 0)
     hosts = AllowedHosts("127.0.0.1", allowed_hosts, cors_origins)
     app = create_app(model, scheduler, metrics, hosts, page=page, log_requests=log_requests)
-    process = _ThreadServer(app, scheduler)
+    process = HttpServer(app, scheduler)
     thread = threading.Thread(target=process.run, args=([bound],), daemon=True)
     scheduler.start()
     thread.start()
@@ -112,7 +106,9 @@ def server(
     try:
         while not process.started:
             time.sleep(0.005)
-        yield Running(f"http://127.0.0.1:{port}", scheduler, model, engine)
+        yield Running(
+            f"http://127.0.0.1:{port}", scheduler, model, engine, process.server_state.connections
+        )
     finally:
         scheduler.stop()
         process.should_exit = True

@@ -16,9 +16,8 @@ from scripted_engine import ScriptedEngine
 from serving_thread import byte_tokenizer, server
 from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.generation.text import TextTokenizer
-from sparse_bitnet.serve import generations, replies, schema
-from sparse_bitnet.serve.answer import Turns
-from sparse_bitnet.serve.api_error import ApiError
+from sparse_bitnet.serve import generations, replies
+from sparse_bitnet.serve.answer import Lane
 
 VOCAB = 257
 JSON = {"Content-Type": "application/json"}
@@ -73,90 +72,39 @@ def test_too_many_log_probabilities_are_refused(served, monkeypatch):
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logprobs")
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b'{"prompt":[' + b"1," * 200_001 + b"1]}",
-        b'{"prompt":[' + b"[1]," * 20_000 + b"[1]]}",
-        b'{"user":[' + b"{}," * 20_001 + b"1]}",
-        b"{" + b",".join(b'"k%d":1' % i for i in range(20_001)) + b"}",
-        b'{"messages":[' + b'{"role":"user","content":"a"},' * 5_000 + b"1]}",
-        b"[" * 1_000_000,
-        b'["\\""' * 100_000,
-    ],
-    ids=range(7),
-)
-def test_bodies_of_too_many_values_are_not_read(body, monkeypatch):
-    monkeypatch.setattr(schema.ChatBody, "model_validate_json", lambda raw: pytest.fail("read"))
-    with pytest.raises(ApiError, match=r"20,000 texts.* 200,000 numbers"):
-        schema.parse_body(schema.ChatBody, body)
-
-
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        "a, " * 300_000,
-        '"' * 200_000,
-        "\\" * 200_000,
-        '\\"[{,' * 50_000 + "\\",
-        [1] * 190_000,
-        [[1, 2, 3]] * 128,
-        "\n\u4e16{" * 100_000,
-    ],
-    ids=range(7),
-)
-@pytest.mark.parametrize("ascii_only", [True, False])
-def test_texts_and_token_ids_are_no_values_by_what_is_in_them(prompt, ascii_only):
-    raw = json.dumps({"model": "m", "prompt": prompt}, ensure_ascii=ascii_only).encode()
-    assert schema.parse_body(schema.CompletionBody, raw).prompt == prompt
-
-
-class Client:
-    """A request whose client may have gone."""
-
-    def __init__(self, gone=False):
-        self.gone = gone
-
-    async def is_disconnected(self):
-        return self.gone
-
-
-def test_turns_go_to_the_newest_whose_client_is_there():
-    may_end, done = threading.Event(), []
-
-    async def main():
-        turns = Turns(1, 4)
-
-        def ask(name, gone=False):
-            return asyncio.create_task(turns.take(Client(gone), lambda: done.append(name)))
-
-        first = asyncio.create_task(turns.take(Client(), may_end.wait))
-        asked = [ask("a"), ask("b"), ask("gone", True), ask("c"), ask("too many")]
-        await asyncio.sleep(0)
-        may_end.set()
-        return await asyncio.gather(first, *asked, return_exceptions=True)
-
-    *_, gone, _, too_many = asyncio.run(main())
-    assert done == ["c", "b", "a"]
-    assert isinstance(gone, ClientDisconnect)
-    assert (too_many.status, too_many.body["error"]["code"]) == (429, "queue_full")
-
-
-def test_nobody_waits_for_a_turn_for_ever(monkeypatch):
-    monkeypatch.setattr("sparse_bitnet.serve.answer._LONGEST_WAIT", 0.01)
+def test_a_lane_keeps_its_slots(monkeypatch):
+    """Whoever waits for one leaves, is one too many, or waits too long."""
+    monkeypatch.setattr("sparse_bitnet.serve.answer._LONGEST_WAIT", 0.05)
     may_end = threading.Event()
 
-    async def main():
-        turns = Turns(1, 4)
-        first = asyncio.create_task(turns.take(Client(), may_end.wait))
-        await asyncio.sleep(0)
-        with pytest.raises(ApiError) as refused:
-            await turns.take(Client(), list)
-        may_end.set()
-        await first
-        return refused.value.status, await turns.take(Client(), list)
+    class Client:
+        is_gone = False
 
-    assert asyncio.run(main()) == (429, [])
+        async def is_disconnected(self):
+            return self.is_gone
+
+    async def main():
+        lane, gone = Lane(1, 2), Client()
+        gone.is_gone = True
+        first = asyncio.create_task(lane.run(Client(), may_end.wait))
+        await asyncio.sleep(0)
+        left = asyncio.create_task(lane.run(Client(), list))
+        await asyncio.sleep(0)
+        left.cancel()
+        waiting = [asyncio.create_task(lane.run(Client(), list)) for _ in range(3)]
+        refused = await asyncio.gather(left, *waiting, return_exceptions=True)
+        may_end.set()
+        assert await first
+        with pytest.raises(ClientDisconnect):
+            await lane.run(gone, list)
+        return refused, await lane.run(Client(), list)
+
+    (left, *refused), after = asyncio.run(main())
+    assert isinstance(left, asyncio.CancelledError)
+    assert [(error.status, error.body["error"]["code"]) for error in refused] == [
+        (429, "queue_full")
+    ] * 3
+    assert after == []
 
 
 def test_outputs_that_have_gathered_come_in_many_events(served):
@@ -173,19 +121,6 @@ def test_outputs_that_have_gathered_come_in_many_events(served):
     finally:
         running.scheduler.delivered = send
     assert len(lines) > 9
-
-
-def test_wide_vectors_are_written_one_by_one(monkeypatch):
-    dumped, sizes = replies.dumped, []
-
-    def spy(content):
-        sizes.append(len(dumped(content)))
-        return dumped(content)
-
-    monkeypatch.setattr(replies, "dumped", spy)
-    vectors = [[place / 7] * 3000 for place in range(9)]
-    assert json.loads(b"".join(replies.json_blocks({"data": iter(vectors)}))) == {"data": vectors}
-    assert max(sizes) < 2 * 3000 * 20
 
 
 def test_answers_are_written_in_small_pieces_beside_the_event_loop(served, monkeypatch):

@@ -173,8 +173,8 @@ def serve_in_this_process(grace):
     from serving_thread import byte_tokenizer
     from sparse_bitnet.generation.grammar import TokenGrammars
     from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
-    from sparse_bitnet.serve.allowed_hosts import AllowedHosts
     from sparse_bitnet.serve.app import create_app
+    from sparse_bitnet.serve.entrance import AllowedHosts
     from sparse_bitnet.serve.generations import ServedModel
     from sparse_bitnet.serve.http_server import serve
     from sparse_bitnet.serve.prometheus import ServerMetrics

@@ -4,7 +4,7 @@
 import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from itertools import chain, islice
 from typing import TypeVar
@@ -12,7 +12,6 @@ from typing import TypeVar
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
 
 from sparse_bitnet.engine.protocol import ContextFull
 from sparse_bitnet.errors import UserError
@@ -20,18 +19,16 @@ from sparse_bitnet.generation.grammar import FormLost
 from sparse_bitnet.generation.request import Generation, GenerationRequest, Output, TokenScore
 from sparse_bitnet.generation.scheduler_thread import QueueFull, Stopping, ThreadedScheduler
 from sparse_bitnet.serve.api_error import ApiError
-from sparse_bitnet.serve.generations import Prepared, ServedModel, prepare, try_form
-from sparse_bitnet.serve.outbox import Outbox
-from sparse_bitnet.serve.replies import ChatReply, Choice, Reply
-from sparse_bitnet.serve.responses import ResponsesBody
-from sparse_bitnet.serve.responses_reply import ResponsesReply
-from sparse_bitnet.serve.schema import Body, ChatBody
+from sparse_bitnet.serve.generations import Deliver, Prepared, ServedModel, prepare, try_form
+from sparse_bitnet.serve.replies import ChatReply, Choice, Reply, call_reader
+from sparse_bitnet.serve.responses import ResponsesBody, ResponsesReply, own_names
+from sparse_bitnet.serve.schema import Body, ChatBody, parse_body
 
 Result = TypeVar("Result")
+Outputs = asyncio.Queue[tuple[int, Output]]
+"""Numbers of generations, and what is new of them."""
 _LARGE = 1 << 16
 """Bytes of a body; of larger ones one is read at a time, for their memory."""
-_THREADS = 4
-"""Smaller bodies that are read at a time; at least one more thread writes answers."""
 _LONGEST_WAIT = 30.0
 """Seconds that a request waits until its body is read, or its grammar tried."""
 _SCORES_AT_ONCE = 64
@@ -40,84 +37,101 @@ KEEP_ALIVE_SECONDS = 15.0
 """A stream that waits longer sends a comment, so that no proxy takes the connection for dead."""
 _OUTPUTS_AT_ONCE = 64
 """Written before other requests have their turn."""
-_MOST_NAMES = 40
-"""Of ignored parameters."""
 _FAILURES = ("cancelled", "shutdown", "error")
 
 
-class Turns:
-    """Work in other threads, a few pieces at a time. The newest goes first: a request waits for the work
-    in progress, and not for all that came before it."""
+class Lane:
+    """Work in other threads, a few pieces at a time."""
 
     def __init__(self, at_once: int, most_waiting: int) -> None:
-        self._free, self._most_waiting = at_once, most_waiting
-        self._waiting: list[asyncio.Future[None]] = []
+        self._free, self._waiting, self._most_waiting = asyncio.Semaphore(at_once), 0, most_waiting
 
-    async def take(self, request: Request, work: Callable[[], Result]) -> Result:
+    async def run(self, request: Request, work: Callable[[], Result]) -> Result:
         """What `work` returns. Raises `ApiError` 429 where too many wait, or this one has waited too
         long, and `ClientDisconnect` if the client has gone meanwhile."""
-        if self._free:
-            self._free -= 1
-        else:
-            turn = asyncio.get_running_loop().create_future()
-            if len(self._waiting) < self._most_waiting:
-                self._waiting.append(turn)
-                await asyncio.wait([turn], timeout=_LONGEST_WAIT)
-            if not turn.done():
-                self._waiting = [other for other in self._waiting if other is not turn]
-                raise ApiError(429, "too many requests wait already; try later", code="queue_full")
+        busy = ApiError(429, "too many requests wait already; try later", code="queue_full")
+        if self._waiting >= self._most_waiting:
+            raise busy
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(_LONGEST_WAIT):
+                await self._free.acquire()
+        except TimeoutError:
+            raise busy from None
+        finally:
+            self._waiting -= 1
         try:
             if await request.is_disconnected():
                 raise ClientDisconnect
             return await asyncio.to_thread(work)
         finally:
-            if self._waiting:
-                self._waiting.pop().set_result(None)
-            else:
-                self._free += 1
+            self._free.release()
 
 
 class Answering:
-    """Answers requests for generations, one `Answer` each."""
+    """Answers requests for generations."""
 
     def __init__(self, model: ServedModel, scheduler: ThreadedScheduler) -> None:
         self._model, self._scheduler = model, scheduler
-        self.outbox = Outbox()
-        scheduler.delivered = self.outbox.send
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._undelivered: list[tuple[Outputs, tuple[int, Output]]] = []
+        scheduler.delivered = self._deliver
         most = scheduler.max_queue + scheduler.max_running
-        self._small = Turns(_THREADS, most)
-        self._large, self._untried = Turns(1, most), Turns(1, most)
+        # At least one more of asyncio's threads writes answers.
+        self._small, self._large, self._untried = Lane(4, most), Lane(1, most), Lane(1, most)
 
     async def answer(
         self, kind: type[Body | ResponsesBody], raw: bytes, request: Request
     ) -> Response:
         """Start the generations. Raises `ApiError` if they cannot be started or, not streamed, fail."""
-        loop = asyncio.get_running_loop()
-        outputs: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
+        outputs, deliver = self.outputs()
 
-        def deliver(index: int, output: Output) -> None:
-            if output.text or output.scores or output.finish is not None:
-                self.outbox.add(loop, outputs.put_nowait, (index, output))
+        def start() -> tuple[Body | ResponsesBody, Prepared, list[Generation]]:
+            asked = parse_body(kind, raw)
+            if isinstance(asked, ResponsesBody):
+                with own_names():
+                    prepared = prepare(asked.chat(), self._model, self._scheduler, deliver)
+            else:
+                prepared = prepare(asked, self._model, self._scheduler, deliver)
+            return asked, prepared, [] if prepared.untried else self.submit(prepared.requests)
 
-        def start() -> tuple[Prepared, list[Generation]]:
-            prepared = prepare(kind, raw, self._model, self._scheduler, deliver)
-            return prepared, [] if prepared.untried else self.submit(prepared.requests)
-
-        prepared, generations = await self.beside(request, raw, start)
+        asked, prepared, generations = await self.beside(request, raw, start)
         if prepared.untried is not None:
             # A grammar may take long. One at a time, so that requests without one find a thread.
-            prepared = await self._untried.take(request, partial(try_form, prepared, self._model))
+            prepared = await self._untried.run(request, partial(try_form, prepared, self._model))
             generations = self.submit(prepared.requests)
-        answer = _Answer(prepared, generations, self._model, self._scheduler, outputs)
-        # The log's, once the answer has ended.
+        # They are cancelled, and logged, once the answer has ended.
         request.scope["generations"] = generations
-        response = _EventStream(answer) if answer.body.stream else await answer.whole(request)
-        name_ignored(response, prepared.ignored)
+        body, reply, ignored = prepared.body, Reply(self._model, prepared.body), prepared.ignored
+        if isinstance(body, ChatBody) and isinstance(asked, ResponsesBody):
+            ignored = asked.named(ignored)
+            reply = ResponsesReply(self._model, body, asked)
+        elif isinstance(body, ChatBody):
+            reply = ChatReply(self._model, body)
+        choices = [
+            Choice(
+                generation,
+                index,
+                prepared.echo[index // body.choices] if prepared.echo else "",
+                call_reader(self._model, body),
+            )
+            for index, generation in enumerate(generations)
+        ]
+        response: Response
+        if body.stream:
+            headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+            events = kept_alive(_events(reply, choices, outputs))
+            response = StreamingResponse(events, media_type="text/event-stream", headers=headers)
+        else:
+            async with cancelled_when_gone(request, self._scheduler, generations):
+                await _collect(choices, outputs)
+            response = await json_response(reply.whole(choices))
+        name_ignored(response, ignored)
         return response
 
     async def beside(self, request: Request, raw: bytes, read: Callable[[], Result]) -> Result:
-        """What `read` makes of a body, in another thread. Raises as `Turns.take` does."""
-        return await (self._small if len(raw) <= _LARGE else self._large).take(request, read)
+        """What `read` makes of a body, in another thread. Raises as `Lane.run` does."""
+        return await (self._small if len(raw) <= _LARGE else self._large).run(request, read)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
         """Queue all of them or none. Raises `ApiError`."""
@@ -130,19 +144,47 @@ class Answering:
         except Stopping as error:
             raise ApiError(503, str(error), code="server_shutdown") from error
 
+    def outputs(self) -> tuple[Outputs, Deliver]:
+        """Return a queue, and what puts outputs into it from the scheduler's thread."""
+        self._loop = asyncio.get_running_loop()
+        outputs: Outputs = asyncio.Queue()
+
+        def deliver(index: int, generation: Generation, output: Output) -> None:
+            if output.text or output.scores or output.finish is not None:
+                self._undelivered.append((outputs, (index, output)))
+
+        return outputs, deliver
+
+    def _deliver(self) -> None:
+        """Pass on what a step of the scheduler has brought, in its thread.
+
+        Each call across wakes the loop, which then takes the interpreter from the scheduler while that
+        still chooses tokens: of 32 streams, 32 times a step. Woken once, the loop writes while the
+        engine computes.
+        """
+        given, self._undelivered = self._undelivered, []
+        if given and self._loop is not None:
+            with suppress(RuntimeError):  # a loop that has ended has nobody left to tell
+                self._loop.call_soon_threadsafe(_put_all, given)
+
+
+def _put_all(given: list[tuple[Outputs, tuple[int, Output]]]) -> None:
+    for outputs, output in given:
+        outputs.put_nowait(output)
+
 
 def name_ignored(response: Response, names: Iterable[str]) -> None:
     """Name in a header what had no effect. The names are the client's: as many as fit, in ASCII."""
     shown = [re.sub(r"[^\w.-]", "?", name, flags=re.ASCII)[:64] for name in sorted(names)]
     if shown:
-        response.headers["X-Ignored-Parameters"] = ", ".join(shown[:_MOST_NAMES])
+        response.headers["X-Ignored-Parameters"] = ", ".join(shown[:40])
 
 
 @asynccontextmanager
 async def cancelled_when_gone(
     request: Request, scheduler: ThreadedScheduler, generations: Sequence[Generation]
 ) -> AsyncIterator[None]:
-    """Inside, the generations end when the client goes away; they end at its end in any case."""
+    """Inside, the generations end when the client goes away."""
 
     async def watch() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -154,7 +196,6 @@ async def cancelled_when_gone(
         yield
     finally:
         watching.cancel()
-        scheduler.cancel(*generations)
 
 
 async def json_response(blocks: Iterator[bytes]) -> Response:
@@ -165,99 +206,58 @@ async def json_response(blocks: Iterator[bytes]) -> Response:
     return StreamingResponse(chain(first, blocks), media_type="application/json")
 
 
-class _Answer:
-    def __init__(
-        self,
-        prepared: Prepared,
-        generations: list[Generation],
-        model: ServedModel,
-        scheduler: ThreadedScheduler,
-        outputs: "asyncio.Queue[tuple[int, Output]]",
-    ) -> None:
-        self.body = prepared.body
-        self._scheduler, self._generations, self._outputs = scheduler, generations, outputs
-        self._reply = _reply(prepared, model)
-        self._choices = [
-            Choice(
-                generation,
-                index,
-                prepared.echo[index // self.body.choices] if prepared.echo else "",
-                self._reply.reader(),
-            )
-            for index, generation in enumerate(generations)
-        ]
-
-    def cancel(self) -> None:
-        """End what has not ended."""
-        self._scheduler.cancel(*self._generations)
-
-    async def whole(self, request: Request) -> Response:
-        """One JSON object when all have ended; a client that goes away ends them."""
-        failed: ApiError | None = None
-        async with cancelled_when_gone(request, self._scheduler, self._generations):
-            async for choice, output in self._all_outputs():
-                choice.scores += output.scores
-                if output.finish in _FAILURES:
-                    failed = failed or failure(choice.generation)
-                    self.cancel()
-        if failed is not None:
-            raise failed
-        return await json_response(self._reply.whole(self._choices))
-
-    async def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events. What goes wrong after the start is an event too: then come the others."""
-        for choice in self._choices:
-            if opening := self._reply.opening(choice):
-                yield opening
-                await asyncio.sleep(0)
-        async for choice, output in self._all_outputs():
-            finish = output.finish if output.finish not in _FAILURES else None
-            *parts, last = _slices(choice.scores + list(output.scores))
-            choice.scores = []
-            for part in parts:
-                yield self._reply.chunk(choice, "", part, None)
-                await asyncio.sleep(0)
-            if (output.text or last or finish) and (
-                chunk := self._reply.chunk(choice, output.text, last, finish)
-            ):
-                yield chunk
-            if output.finish in _FAILURES:
-                yield self._reply.failure(failure(choice.generation))
-        if end := self._reply.end(self._choices):
-            yield end
-
-    async def _all_outputs(self) -> AsyncIterator[tuple[Choice, Output]]:
-        """Until all have ended. The log-probabilities of a prompt are in its choice before the first."""
-        left = len(self._choices)
-        while left:
-            index, output = await self._outputs.get()
-            ready = {index: output}
-            # Where tokens come faster than they can be sent, one event takes several.
-            for _ in range(min(self._outputs.qsize(), _OUTPUTS_AT_ONCE)):
-                index, output = self._outputs.get_nowait()
-                ready[index] = ready[index].then(output) if index in ready else output
-            for index, output in ready.items():
-                left -= output.finish is not None
-                choice = self._choices[index]
-                choice.take_prompt_scores()
-                choice.generated = max(choice.generated, output.generated)
-                yield choice, output
-            # Neither the queue nor the client may have made it wait.
-            await asyncio.sleep(0)
+async def _new_outputs(
+    choices: Sequence[Choice], outputs: Outputs
+) -> AsyncIterator[tuple[Choice, Output]]:
+    """Until all have ended. The log-probabilities of a prompt are in its choice before the first."""
+    left = len(choices)
+    while left:
+        index, output = await outputs.get()
+        ready = {index: output}
+        # Where tokens come faster than they can be sent, one event takes several.
+        for _ in range(min(outputs.qsize(), _OUTPUTS_AT_ONCE)):
+            index, output = outputs.get_nowait()
+            ready[index] = ready[index].then(output) if index in ready else output
+        for index, output in ready.items():
+            left -= output.finish is not None
+            choice = choices[index]
+            choice.take_prompt_scores()
+            choice.generated = max(choice.generated, output.generated)
+            yield choice, output
+        # Neither the queue nor the client may have made it wait.
+        await asyncio.sleep(0)
 
 
-def _reply(prepared: Prepared, model: ServedModel) -> Reply:
-    body = prepared.body
-    if not isinstance(body, ChatBody):
-        return Reply(model, body)
-    asked = prepared.asked
-    return ChatReply(model, body) if asked is None else ResponsesReply(model, body, asked)
+async def _collect(choices: Sequence[Choice], outputs: Outputs) -> None:
+    """Wait until all have ended. Raises `ApiError` for the first that fails."""
+    async for choice, output in _new_outputs(choices, outputs):
+        choice.scores += output.scores
+        if output.finish in _FAILURES:
+            raise failure(choice.generation)
 
 
-def _slices(scores: list[TokenScore]) -> Iterator[list[TokenScore]]:
-    """At least one."""
-    for start in range(0, max(len(scores), 1), _SCORES_AT_ONCE):
-        yield scores[start : start + _SCORES_AT_ONCE]
+async def _events(
+    reply: Reply, choices: Sequence[Choice], outputs: Outputs
+) -> AsyncIterator[bytes]:
+    """Server-sent events. What goes wrong after the start is an event too: then come the others."""
+    for choice in choices:
+        if opening := reply.opening(choice):
+            yield opening
+    async for choice, output in _new_outputs(choices, outputs):
+        finish = output.finish if output.finish not in _FAILURES else None
+        scores: list[TokenScore] = choice.scores + list(output.scores)
+        choice.scores = []
+        while len(scores) > _SCORES_AT_ONCE:
+            yield reply.chunk(choice, "", scores[:_SCORES_AT_ONCE], None)
+            scores = scores[_SCORES_AT_ONCE:]
+        if (output.text or scores or finish) and (
+            chunk := reply.chunk(choice, output.text, scores, finish)
+        ):
+            yield chunk
+        if output.finish in _FAILURES:
+            yield reply.failure(failure(choice.generation))
+    if end := reply.end(choices):
+        yield end
 
 
 def failure(generation: Generation) -> ApiError:
@@ -274,7 +274,8 @@ def failure(generation: Generation) -> ApiError:
 
 
 async def kept_alive(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The events, and a comment whenever none has come for `KEEP_ALIVE_SECONDS`."""
+    """The events, and a comment whenever none has come for `KEEP_ALIVE_SECONDS`. Other requests have
+    their turn before each: every event is a task of its own."""
     following = asyncio.ensure_future(anext(events, None))
     try:
         while True:
@@ -286,20 +287,3 @@ async def kept_alive(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
             following = asyncio.ensure_future(anext(events, None))
     finally:
         following.cancel()
-
-
-class _EventStream(StreamingResponse):
-    """Ends the generations however the response ends, even before its first event."""
-
-    def __init__(self, answer: _Answer) -> None:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(
-            kept_alive(answer.events()), media_type="text/event-stream", headers=headers
-        )
-        self._answer = answer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._answer.cancel()

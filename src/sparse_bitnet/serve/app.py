@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An OpenAI-compatible HTTP server over the scheduler: completions, chat, embeddings, models, metrics."""
+"""An OpenAI-compatible HTTP server over the scheduler: completions, chat, embeddings, models, metrics,
+and tokens of texts under the names of vLLM (prompt, messages) and llama.cpp (content)."""
 
 import asyncio
 import hmac
@@ -7,25 +8,25 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from pydantic import ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
-from sparse_bitnet.serve.allowed_hosts import AllowedHosts
 from sparse_bitnet.serve.answer import Answering
-from sparse_bitnet.serve.api_error import ApiError, error_body
+from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.embeddings import embeddings
-from sparse_bitnet.serve.entrance import Entrance
-from sparse_bitnet.serve.generations import ServedModel
+from sparse_bitnet.serve.entrance import AllowedHosts, Entrance
+from sparse_bitnet.serve.generations import ServedModel, chat_text, encode
+from sparse_bitnet.serve.messages import StrictModel
 from sparse_bitnet.serve.prometheus import CONTENT_TYPE, ServerMetrics
 from sparse_bitnet.serve.responses import ResponsesBody
-from sparse_bitnet.serve.schema import ChatBody, CompletionBody
-from sparse_bitnet.serve.tokenize import detokenize, tokenize
+from sparse_bitnet.serve.schema import ChatBody, CompletionBody, parse_body
 
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
@@ -60,11 +61,9 @@ def create_app(
     created = int(time.time())
 
     async def check_key(request: Request) -> None:
-        given = request.headers.get("authorization", "")
-        wanted = f"Bearer {model.api_key}"
-        if model.api_key and not hmac.compare_digest(
-            given.encode("latin-1"), wanted.encode(errors="surrogateescape")
-        ):
+        given = request.headers.get("authorization", "").encode("latin-1")
+        wanted = f"Bearer {model.api_key}".encode(errors="surrogateescape")
+        if model.api_key and not hmac.compare_digest(given, wanted):
             raise ApiError(
                 401,
                 "the API key is missing or wrong: send Authorization: Bearer KEY",
@@ -139,7 +138,12 @@ def create_app(
     app.include_router(router)
     paths = {route.path for route in [*app.routes, *router.routes] if hasattr(route, "path")}
     app.add_middleware(
-        Entrance, metrics=metrics, paths=frozenset(paths), hosts=hosts, log=log_requests
+        Entrance,
+        scheduler=scheduler,
+        metrics=metrics,
+        paths=frozenset(paths),
+        hosts=hosts,
+        log=log_requests,
     )
     if hosts.origins:
         # Added last, it comes first: pages read errors, too.
@@ -154,7 +158,8 @@ def create_app(
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        body = error_body(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        body = ApiError(error.status_code, message).body
         return JSONResponse(body, error.status_code, error.headers)
 
     @app.exception_handler(ClientDisconnect)
@@ -184,3 +189,53 @@ async def _read_body(request: Request, most: int) -> bytes:
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {_BODY_SECONDS:.0f} s") from None
     return bytes(body)
+
+
+class TokenizeBody(StrictModel):
+    """POST /tokenize: a text, or a chat that becomes one."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    prompt: str | None = None
+    content: str | None = None
+    add_special_tokens: bool = True
+    add_special: bool = True
+
+
+def tokenize(raw: bytes, model: ServedModel, most: int) -> dict[str, Any]:
+    """Tokens of a text, those of a whole context at most. Raises `ApiError`."""
+    body = parse_body(TokenizeBody, raw)
+    model.check_name(model.name if body.model is None else body.model)
+    chat = {name: value for name, value in (body.model_extra or {}).items() if value is not None}
+    if chat and "messages" not in chat:
+        name = next(iter(chat))
+        message = f"unknown parameter: {name:.200}"
+        raise ApiError(400, message, param=name[:200], code="unknown_parameter")
+    if sum(text is not None for text in (body.prompt, body.content, chat.get("messages"))) != 1:
+        raise ApiError(400, "give one of prompt, content and messages", param="prompt")
+    if chat:
+        text = chat_text(parse_body(ChatBody, chat | {"model": model.name}), model)
+    else:
+        text = body.prompt or body.content or ""
+    adds = not chat and body.add_special_tokens and body.add_special
+    tokens = encode(text, model, most, add_special_tokens=adds)
+    return {"tokens": tokens, "count": len(tokens), "max_model_len": most}
+
+
+class DetokenizeBody(StrictModel):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: Annotated[
+        list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=1 << 20, fail_fast=True)
+    ]
+
+
+def detokenize(raw: bytes, model: ServedModel, most: int) -> dict[str, Any]:
+    """The text of tokens, special ones written out. Raises `ApiError`."""
+    body = parse_body(DetokenizeBody, raw)
+    model.check_name(model.name if body.model is None else body.model)
+    model.check_tokens(body.tokens, "tokens")
+    text = model.tokenizer.decode(body.tokens, skip_special_tokens=False)
+    return {"prompt": text, "content": text}

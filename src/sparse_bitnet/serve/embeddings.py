@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """POST /v1/embeddings: a vector of each text, of unit length, computed between the steps of others."""
 
-import asyncio
 import base64
 from collections.abc import Iterator
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import Request, Response
 from pydantic import Field
 
-from sparse_bitnet.generation.request import Generation, GenerationRequest, Output
+from sparse_bitnet.generation.request import Generation, GenerationRequest
 from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
 from sparse_bitnet.serve.answer import (
     Answering,
@@ -24,29 +24,18 @@ from sparse_bitnet.serve.generations import ServedModel, prompt_tokens
 from sparse_bitnet.serve.replies import json_blocks
 from sparse_bitnet.serve.schema import WHOLE, TokenIds, TolerantBody, listed, parse_body
 
-_MOST_INPUTS = 2048
 _MOST_NUMBERS = 1 << 22
 """In one answer."""
+Inputs = Annotated[list[str | TokenIds], Field(min_length=1, max_length=2048, fail_fast=True)]
 
 
 class EmbeddingsBody(TolerantBody):
     """POST /v1/embeddings"""
 
-    input: (
-        str
-        | TokenIds
-        | Annotated[
-            list[str | TokenIds], Field(min_length=1, max_length=_MOST_INPUTS, fail_fast=True)
-        ]
-    )
+    input: str | TokenIds | Inputs
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1), WHOLE] | None = None
     """This many numbers from the front, of unit length again."""
-
-    @property
-    def inputs(self) -> list[str | list[int]]:
-        """Each a text or token ids."""
-        return listed(self.input)
 
 
 async def embeddings(
@@ -57,18 +46,15 @@ async def embeddings(
     request: Request,
 ) -> Response:
     """Raises `ApiError` for a body that is no valid one, asks for too much, or cannot be answered."""
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Queue[Generation] = asyncio.Queue()
-
-    def deliver(generation: Generation, output: Output) -> None:
-        if output.finish is not None:
-            answering.outbox.add(loop, ended.put_nowait, generation)
+    outputs, deliver = answering.outputs()
 
     def prepare() -> tuple[EmbeddingsBody, list[GenerationRequest]]:
         body = parse_body(EmbeddingsBody, raw)
         return body, [
-            GenerationRequest(prompt=prompt, max_tokens=0, pooling=model.pooling, deliver=deliver)
-            for prompt in _prompts(body, model, scheduler.capacity)
+            GenerationRequest(
+                prompt=prompt, max_tokens=0, pooling=model.pooling, deliver=partial(deliver, index)
+            )
+            for index, prompt in enumerate(_prompts(body, model, scheduler.capacity))
         ]
 
     body, requests = await answering.beside(request, raw, prepare)
@@ -82,8 +68,9 @@ async def embeddings(
                 raise ApiError(499, "cancelled")
             generations += answering.submit(requests[start : start + wave])
             for _ in requests[start : start + wave]:
-                if (one := await ended.get()).finish_reason != "stop":
-                    raise failure(one)
+                index, output = await outputs.get()
+                if output.finish != "stop":
+                    raise failure(generations[index])
     tokens = sum(len(one.prompt) for one in requests)
     content = {
         "object": "list",
@@ -100,18 +87,18 @@ def _prompts(body: EmbeddingsBody, model: ServedModel, most: int) -> list[list[i
     model.check_name(body.model)
     if model.pooling is None:
         raise ApiError(400, f"the model {model.name!r} gives no embeddings", code="no_embeddings")
-    size, count = body.dimensions or model.hidden_size, len(body.inputs)
+    inputs, size = listed(body.input), body.dimensions or model.hidden_size
     if size > model.hidden_size:
         message = f"dimensions {size}: the model's vectors have {model.hidden_size}"
         raise ApiError(400, message, param="dimensions")
-    if count * size > _MOST_NUMBERS:
+    if len(inputs) * size > _MOST_NUMBERS:
         raise ApiError(
             400,
-            f"{count} vectors of {size} numbers: this server gives {_MOST_NUMBERS:,} numbers at once; "
-            "send fewer inputs",
+            f"{len(inputs)} vectors of {size} numbers: this server gives {_MOST_NUMBERS:,} numbers at "
+            "once; send fewer inputs",
             param="input",
         )
-    return [prompt_tokens(given, model, most, "input") for given in body.inputs]
+    return [prompt_tokens(given, model, most, "input") for given in inputs]
 
 
 def _entries(body: EmbeddingsBody, generations: list[Generation]) -> Iterator[dict[str, Any]]:
@@ -119,11 +106,6 @@ def _entries(body: EmbeddingsBody, generations: list[Generation]) -> Iterator[di
         assert generation.embedding is not None
         vector = generation.embedding[: body.dimensions].astype("<f4")
         vector /= max(float(np.linalg.norm(vector)), 1e-12)
-        in_base64 = body.encoding_format == "base64"
-        yield {
-            "object": "embedding",
-            "index": index,
-            "embedding": base64.b64encode(vector.tobytes()).decode()
-            if in_base64
-            else vector.tolist(),
-        }
+        is_text = body.encoding_format == "base64"
+        embedding = base64.b64encode(vector.tobytes()).decode() if is_text else vector.tolist()
+        yield {"object": "embedding", "index": index, "embedding": embedding}

@@ -5,6 +5,8 @@ what is too much is refused before anything is built of it."""
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from sparse_bitnet.data.chat import call_arguments, render_calls
 from sparse_bitnet.errors import UserError
@@ -15,14 +17,13 @@ from sparse_bitnet.generation.request import Generation, GenerationRequest, Outp
 from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
 from sparse_bitnet.generation.text import TextTokenizer
 from sparse_bitnet.serve.api_error import ApiError
-from sparse_bitnet.serve.responses import PARAMETERS, ResponsesBody
-from sparse_bitnet.serve.schema import Body, ChatBody, CompletionBody, parse_body
-from sparse_bitnet.serve.tool_calls import THOUGHT, ToolSyntax, ends_in_thought
+from sparse_bitnet.serve.schema import Body, ChatBody, CompletionBody
+from sparse_bitnet.serve.tool_calls import THOUGHT, ToolSyntax, ends_in_thought, tool_grammar
 
 _MOST_LOGPROBS = 1 << 21
 """In one answer: they take 100 bytes each while it grows."""
 
-Deliver = Callable[[int, Output], None]
+Deliver = Callable[[int, Generation, Output], None]
 """Takes output of the generation of that number, in the scheduler's thread."""
 
 
@@ -48,20 +49,16 @@ class ServedModel:
     max_body_bytes: int = 1 << 20
 
     def check_tokens(self, tokens: Iterable[int], param: str) -> None:
-        """Raises `ApiError`, naming the parameter, for a token that the vocabulary lacks."""
+        """Raise `ApiError`, naming the parameter, for a token that the vocabulary lacks."""
         if (most := max(tokens, default=0)) >= self.vocab_size:
             message = f"token {most} is above the vocabulary of {self.vocab_size} tokens"
             raise ApiError(400, message, param=param)
 
     def check_name(self, name: str) -> None:
-        """Raises `ApiError` for another model's."""
+        """Raise `ApiError` for another model's name."""
         if name != self.name:
-            raise ApiError(
-                404,
-                f"the model {name[:200]!r} does not exist: this server has {self.name!r}",
-                param="model",
-                code="model_not_found",
-            )
+            message = f"the model {name[:200]!r} does not exist: this server has {self.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +66,9 @@ class Prepared:
     """The generations of one request, to be submitted; those of a prompt stand together."""
 
     body: Body
-    asked: ResponsesBody | None
-    """As which the client put it."""
     requests: list[GenerationRequest]
     untried: Grammar | None
-    """Of the form that they lack, if they do: `try_form` gives it."""
+    """Grammar of the form that they lack, if they do: `try_form` gives it."""
     ignored: set[str]
     """Names of what had no effect."""
     echo: Sequence[str]
@@ -81,67 +76,69 @@ class Prepared:
 
 
 def prepare(
-    kind: type[Body | ResponsesBody],
-    raw: bytes,
-    model: ServedModel,
-    scheduler: ThreadedScheduler,
-    deliver: Deliver,
-) -> Prepared:
-    """Raises `ApiError` for an invalid body, or asks for more than there is."""
-    asked = parse_body(kind, raw)
-    if not isinstance(asked, ResponsesBody):
-        return _prepare(asked, model, scheduler, deliver)
-    try:
-        prepared = _prepare(asked.chat(), model, scheduler, deliver)
-    except ApiError as error:
-        given = error.body["error"]
-        name, dot, rest = (given["param"] or "").partition(".")
-        if (ours := PARAMETERS.get(name)) is not None:
-            given["param"] = ours + dot + rest
-            given["message"] = given["message"].replace(name, ours, 1)
-        raise
-    ignored = {PARAMETERS.get(name, name) for name in prepared.ignored} | asked.ignored
-    return replace(prepared, asked=asked, ignored=ignored)
-
-
-def _prepare(
     body: Body, model: ServedModel, scheduler: ThreadedScheduler, deliver: Deliver
 ) -> Prepared:
+    """Make a body's requests. Raises `ApiError` for one that asks for more than there is."""
     model.check_name(body.model)
-    _check_counts(body, model, scheduler)
+    given = [body] if isinstance(body, ChatBody) else body.prompts
+    capacity, most = scheduler.capacity, scheduler.max_queue + scheduler.max_running
+    if (choices := body.choices * len(given)) > most:
+        raise ApiError(400, f"{choices} choices at once: this server takes {most}", param="n")
     model.check_tokens(map(int, body.logit_bias or ()), "logit_bias")
+    prompts = [
+        _chat_tokens(one, model, capacity)
+        if isinstance(one, ChatBody)
+        else prompt_tokens(one, model, capacity)
+        for one in given
+    ]
     echo: list[str] = []
-    if isinstance(body, ChatBody):
-        prompts = [_chat_tokens(body, model, scheduler.capacity)]
-    else:
-        prompts = [prompt_tokens(prompt, model, scheduler.capacity) for prompt in body.prompts]
-        if body.echo:
-            echo = [p if isinstance(p, str) else model.tokenizer.decode(p) for p in body.prompts]
-    most, asked = model.max_tokens or scheduler.capacity, body.wanted_tokens
-    rooms = [max(min(most, scheduler.capacity - len(prompt)), 1) for prompt in prompts]
+    if isinstance(body, CompletionBody) and body.echo:
+        echo = [p if isinstance(p, str) else model.tokenizer.decode(p) for p in body.prompts]
+    most, asked = model.max_tokens or capacity, body.wanted_tokens
+    rooms = [max(min(most, capacity - len(prompt)), 1) for prompt in prompts]
     usual = body.default_tokens if asked is None else asked
     wanted = [room if usual in (None, -1) else min(usual, room) for room in rooms]
     cut = {body.limit} if asked is not None and asked > min(rooms) else set()
     grammar, form = _grammar(body, model)
+    scores_prompt = bool(echo) and body.top_scores is not None
+    if body.top_scores is not None:
+        scored = sum(wanted) + (sum(map(len, prompts)) if scores_prompt else 0)
+        if (entries := scored * body.choices * (body.top_scores + 1)) > _MOST_LOGPROBS:
+            raise ApiError(
+                400,
+                f"up to {entries:,} log-probabilities: this server gives {_MOST_LOGPROBS:,} at once; "
+                "ask for fewer of them, or lower max_tokens",
+                param="logprobs",
+            )
+    seed = secrets.randbits(64) if body.seed is None else body.seed
+    requests = [
+        GenerationRequest(
+            prompt=prompt,
+            max_tokens=tokens,
+            sampling=body.sampling(seed + choice),
+            tokenizer=model.tokenizer,
+            stop=body.stop_strings,
+            is_start=isinstance(body, ChatBody) and not body.continues,
+            stop_tokens=model.end_tokens,
+            form=form,
+            top_scores=body.top_scores,
+            score_from=0 if scores_prompt else None,
+            deliver=partial(deliver, place * body.choices + choice),
+        )
+        for place, (prompt, tokens) in enumerate(zip(prompts, wanted, strict=True))
+        for choice in range(body.choices)
+    ]
     return Prepared(
         body=body,
-        asked=None,
-        requests=_requests(body, prompts, wanted, model, deliver, form),
+        requests=requests,
         untried=grammar if form is None else None,
         ignored=body.ignored | cut,
         echo=echo,
     )
 
 
-def _check_counts(body: Body, model: ServedModel, scheduler: ThreadedScheduler) -> None:
-    prompts = 1 if isinstance(body, ChatBody) else len(body.prompts)
-    choices, most = body.choices * prompts, scheduler.max_queue + scheduler.max_running
-    if choices > most:
-        raise ApiError(400, f"{choices} choices at once: this server takes {most}", param="n")
-
-
 def encode(text: str, model: ServedModel, most: int, *, add_special_tokens: bool) -> list[int]:
-    """Tokens of a text. Raises `ApiError` for more than `most`."""
+    """Return the tokens of a text. Raises `ApiError` for more than `most`."""
     tokens = model.tokenizer.encode_within(text, most, add_special_tokens=add_special_tokens)
     if tokens is None:
         raise _too_long(most)
@@ -149,25 +146,20 @@ def encode(text: str, model: ServedModel, most: int, *, add_special_tokens: bool
 
 
 def _too_long(most: int) -> ApiError:
-    return ApiError(
-        400,
-        f"the prompt has more tokens than the context length of {most}: shorten it",
-        code="context_length_exceeded",
-    )
+    message = f"the prompt has more tokens than the context length of {most}: shorten it"
+    return ApiError(400, message, code="context_length_exceeded")
 
 
 def prompt_tokens(
     prompt: str | list[int], model: ServedModel, most: int, param: str = "prompt"
 ) -> list[int]:
-    """Tokens of a text, or those given. Raises `ApiError` for none, unknown ones, or too many."""
+    """Return the tokens of a text, or those given. Raises `ApiError` for none, unknown, or too many."""
     if isinstance(prompt, str):
         # An empty text starts as one does in training: after the token that ends another.
         tokens = encode(prompt, model, most, add_special_tokens=True)
         tokens = tokens or sorted(model.end_tokens)[:1]
-    else:
-        tokens = prompt
-        if len(tokens) > most:
-            raise _too_long(most)
+    elif len(tokens := prompt) > most:
+        raise _too_long(most)
     model.check_tokens(tokens, param)
     if not tokens:
         raise ApiError(400, "the prompt is empty: it has no tokens", param=param)
@@ -175,49 +167,45 @@ def prompt_tokens(
 
 
 def chat_text(body: ChatBody, model: ServedModel) -> str:
-    """A chat as its template writes it. Raises `ApiError` where there is none, or it refuses."""
+    """Return a chat as its template writes it. Raises `ApiError` where there is none, or it refuses."""
     template = model.template
     if template is None:
-        raise ApiError(
-            400,
-            f"the model {model.name!r} has no chat template: use /v1/completions",
-            param="messages",
-            code="no_chat_template",
-        )
+        message = f"the model {model.name!r} has no chat template: use /v1/completions"
+        raise ApiError(400, message, param="messages", code="no_chat_template")
     if body.functions and model.tool_syntax is None:
-        raise ApiError(
-            400,
-            f"the chat template of {model.name!r} knows no tools, or has its own way of calling them",
-            param="tools",
-            code="no_tools",
+        message = (
+            f"the chat template of {model.name!r} knows no tools, or calls them in its own way"
         )
+        raise ApiError(400, message, param="tools", code="no_tools")
+    # Without what is None: templates ask whether a name is defined.
+    variables: dict[str, Any] = (
+        {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}
+    )
+    variables |= body.chat_template_kwargs or {}
+    if taken := sorted(variables.keys() & {"self", "messages"}):
+        message = f"chat_template_kwargs holds {taken[0]}, which is no variable to give"
+        raise ApiError(400, message, param="chat_template_kwargs")
+    if body.functions:
+        variables["tools"] = [function.plain() for function in body.functions]
+    if body.continues or body.add_generation_prompt is not None:
+        variables["add_generation_prompt"] = not body.continues and body.add_generation_prompt
+    # What stands behind the mark is the template's end of a message that is complete.
+    mark = secrets.token_hex(16) if body.continues else ""
+
+    def render(as_text: bool) -> str:
+        messages = [message.plain(as_text) for message in body.messages]
+        messages[-1]["content"] += mark
+        return template.render(messages, **variables)
+
+    calls = [call.function for message in body.messages for call in message.tool_calls or ()]
+    arguments = [call_arguments(call.arguments) for call in calls]
     try:
-        # Without what is None: templates ask whether a name is defined.
-        effort = {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}
-        variables = effort | (body.chat_template_kwargs or {})
-        if taken := sorted(variables.keys() & {"self", "messages"}):
-            message = f"chat_template_kwargs holds {taken[0]}, which is no variable to give"
-            raise ApiError(400, message, param="chat_template_kwargs")
-        if tools := body.plain_tools():
-            variables["tools"] = tools
-        if body.continues or body.add_generation_prompt is not None:
-            variables["add_generation_prompt"] = not body.continues and body.add_generation_prompt
-        # What stands behind the mark is the template's end of a message that is complete.
-        mark = secrets.token_hex(16) if body.continues else ""
-
-        def render(as_text: bool) -> str:
-            messages = [message.plain(as_text) for message in body.messages]
-            messages[-1]["content"] += mark
-            return template.render(messages, **variables)
-
-        calls = [call.function for message in body.messages for call in message.tool_calls or ()]
-        arguments = [call_arguments(call.arguments) for call in calls]
         text = render_calls(render, arguments, lambda text: text)
         if mark not in text:
             raise UserError("the chat template leaves the last message out: it cannot be continued")
-        return text.rpartition(mark)[0] if mark else text
     except UserError as error:
         raise ApiError(400, str(error), param="messages") from error
+    return text.rpartition(mark)[0] if mark else text
 
 
 def _chat_tokens(body: ChatBody, model: ServedModel, most: int) -> list[int]:
@@ -232,8 +220,43 @@ def _chat_tokens(body: ChatBody, model: ServedModel, most: int) -> list[int]:
     return tokens
 
 
+def _grammar(body: Body, model: ServedModel) -> tuple[Grammar | None, Form | None]:
+    """Grammar of the texts, and its form if that is known; None for any text."""
+    try:
+        grammar = body.form()
+        if isinstance(body, ChatBody) and body.functions:
+            grammar = _with_calls(grammar, body, model.tool_syntax)
+        return grammar, None if grammar is None else model.grammars.known(grammar)
+    except UserError as error:
+        raise ApiError(400, str(error), code="invalid_grammar") from error
+
+
+def _with_calls(
+    grammar: Grammar | None, body: ChatBody, syntax: ToolSyntax | None
+) -> Grammar | None:
+    """As OpenAI does: calls, or an answer of that form; where both begin with {, that alone."""
+    assert syntax is not None
+    is_answer = grammar is not None and body.response_format is not None
+    if body.calls_are_forced and grammar is not None and not is_answer:
+        raise ApiError(400, "give tools that have to be called, or a form of the text")
+    answer = grammar.rule if grammar is not None and is_answer else ""
+    if grammar is not None and not (body.calls_are_forced or (answer and syntax.opening)):
+        return grammar
+    # A text that is held to calls, or a form, begins with them.
+    body._in_thought &= not (body.calls_are_forced or answer)
+    named = body.named_function
+    return tool_grammar(
+        syntax,
+        [function for function in body.functions if named in (None, function.name)],
+        is_forced=body.calls_are_forced,
+        is_single=named is not None or body.parallel_tool_calls is False,
+        answer=answer,
+        in_thought=body._in_thought,
+    )
+
+
 def try_form(prepared: Prepared, model: ServedModel) -> Prepared:
-    """With the form that the requests lack. Raises `ApiError` for a grammar that is none."""
+    """Give the requests the form that they lack. Raises `ApiError` for a grammar that is none."""
     assert prepared.untried is not None
     try:
         form = model.grammars.start(prepared.untried)
@@ -241,69 +264,3 @@ def try_form(prepared: Prepared, model: ServedModel) -> Prepared:
         raise ApiError(400, str(error), code="invalid_grammar") from error
     requests = [replace(request, form=form) for request in prepared.requests]
     return replace(prepared, requests=requests, untried=None)
-
-
-def _grammar(body: Body, model: ServedModel) -> tuple[Grammar | None, Form | None]:
-    """Grammar of the texts, and its form if that is known; None for any text."""
-    try:
-        grammar = body.form()
-        if isinstance(body, ChatBody) and body.functions:
-            assert model.tool_syntax is not None
-            is_answer = grammar is not None and body.response_format is not None
-            if body.calls_are_forced and grammar is not None and not is_answer:
-                raise ApiError(400, "give tools that have to be called, or a form of the text")
-            # As OpenAI does: calls, or an answer of that form; where both begin with {, that alone.
-            answer = grammar.rule if grammar is not None and is_answer else ""
-            if grammar is None or body.calls_are_forced or (answer and model.tool_syntax.opening):
-                # A text that is held to calls, or a form, begins with them.
-                body._in_thought &= not (body.calls_are_forced or answer)
-                grammar = body.rules(model.tool_syntax, answer, body._in_thought)
-        return grammar, None if grammar is None else model.grammars.known(grammar)
-    except UserError as error:
-        raise ApiError(400, str(error), code="invalid_grammar") from error
-
-
-def _requests(
-    body: Body,
-    prompts: Sequence[list[int]],
-    wanted: Sequence[int],
-    model: ServedModel,
-    deliver: Deliver,
-    form: Form | None,
-) -> list[GenerationRequest]:
-    is_start = isinstance(body, ChatBody) and not body.continues
-    scores_prompt = (
-        isinstance(body, CompletionBody) and bool(body.echo) and body.logprobs is not None
-    )
-    if body.top_scores is not None:
-        scored = sum(wanted) + (sum(map(len, prompts)) if scores_prompt else 0)
-        entries = scored * body.choices * (body.top_scores + 1)
-        if entries > _MOST_LOGPROBS:
-            raise ApiError(
-                400,
-                f"up to {entries:,} log-probabilities: this server gives {_MOST_LOGPROBS:,} at once; "
-                "ask for fewer of them, or lower max_tokens",
-                param="logprobs",
-            )
-    seed = secrets.randbits(64) if body.seed is None else body.seed
-
-    def receiver(index: int) -> Callable[[Generation, Output], None]:
-        return lambda generation, output: deliver(index, output)
-
-    return [
-        GenerationRequest(
-            prompt=prompt,
-            max_tokens=tokens,
-            sampling=body.sampling(seed + choice),
-            tokenizer=model.tokenizer,
-            stop=body.stop_strings,
-            is_start=is_start,
-            stop_tokens=model.end_tokens,
-            form=form,
-            top_scores=body.top_scores,
-            score_from=0 if scores_prompt else None,
-            deliver=receiver(place * body.choices + choice),
-        )
-        for place, (prompt, tokens) in enumerate(zip(prompts, wanted, strict=True))
-        for choice in range(body.choices)
-    ]

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages of a chat as clients write them, and as chat templates read them."""
+"""The messages and the tools of a chat as clients write them, and as chat templates read them."""
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from sparse_bitnet.data.chat import call_arguments
-
-_MEDIA = ("images", "videos", "audios")
-"""Of a message: a model that does not see them would answer wrong."""
 
 
 class StrictModel(BaseModel):
@@ -17,29 +14,29 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     def check(self) -> None:
-        """Of a body: raises `ApiError` for parameters that do not fit together, or are not supported."""
+        """Raise `ApiError` for a body whose parameters are not supported, or do not fit together."""
 
 
 class Replayed(StrictModel):
-    """A part of a chat as clients dump it, whatever server gave it to them: unknown names are ignored."""
+    """A part as clients dump it, whatever server gave it to them: unknown names are ignored."""
 
     model_config = ConfigDict(extra="allow")
 
-    def ignored(self) -> set[str]:
-        """Names of what is given here and below, and has no effect."""
-        extra = self.model_extra or {}
-        return {name for name, value in extra.items() if value is not None} | ignored_below(self)
+    @property
+    def unused(self) -> set[str]:
+        """Names of what is given here and has no effect."""
+        return {name for name, value in (self.model_extra or {}).items() if value is not None}
 
 
 def ignored_below(body: BaseModel) -> set[str]:
-    """Names, with their places, of what is ignored in the parts of a body."""
+    """Return the names, with their places, of what has no effect in the parts of a body."""
     return {
         f"{name}.{inner}"
         for name in type(body).model_fields
         if isinstance(given := getattr(body, name), list | Replayed)
         for part in (given if isinstance(given, list) else [given])
         if isinstance(part, Replayed)
-        for inner in part.ignored()
+        for inner in part.unused | ignored_below(part)
     }
 
 
@@ -60,24 +57,25 @@ class TextPart(Replayed):
             raise ValueError("text is missing")
         return self
 
-    def ignored(self) -> set[str]:
-        """As of any part; a thought as a whole."""
-        return super().ignored() if self.plain() is not None else {self.type}
-
-    def plain(self) -> str | None:
-        """The text; None: a thought."""
+    @property
+    def shown(self) -> str | None:
+        """The text; None for a thought."""
         if self.type == "refusal":
             return self.refusal or ""
         return self.text if self.type.endswith("text") else None
 
+    @property
+    def unused(self) -> set[str]:
+        return super().unused if self.shown is not None else {self.type}
 
-Parts = Annotated[list[TextPart], Field(fail_fast=True)]
+
+Parts = Annotated[list[TextPart], Field(max_length=10_000, fail_fast=True)]
 
 
 def plain_text(content: str | list[TextPart] | None) -> str:
-    """A content as one text."""
+    """Return a content as one text."""
     if isinstance(content, list):
-        return "".join(part.plain() or "" for part in content)
+        return "".join(part.shown or "" for part in content)
     return content or ""
 
 
@@ -104,12 +102,12 @@ class ToolCall(Replayed):
 
 
 class Message(Replayed):
-    """One of any role."""
+    """A message of any role."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Parts | None = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=1000, fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: Any = None
     refusal: Any = None
@@ -122,7 +120,8 @@ class Message(Replayed):
             raise ValueError("tool_call_id belongs to role tool")
         if self.content is None and self.role not in ("assistant", "tool"):
             raise ValueError("content is missing")
-        for name in _MEDIA:
+        # A model that does not see them would answer wrong.
+        for name in ("images", "videos", "audios"):
             if (self.model_extra or {}).get(name):
                 raise ValueError(f"{name} are not supported: this model reads text")
         return self
@@ -140,25 +139,66 @@ class Message(Replayed):
             return self.refusal
         return plain_text(self.content)
 
-    def ignored(self) -> set[str]:
-        """As of any part, and of the other fields those without a use here."""
-        found = super().ignored()
+    @property
+    def unused(self) -> set[str]:
+        names = super().unused
         if self.reasoning_content is not None and self._thoughts is None:
-            found.add("reasoning_content")
+            names.add("reasoning_content")
         if self.refusal is not None and self.text is not self.refusal:
-            found.add("refusal")
-        return found
+            names.add("refusal")
+        return names
 
     def plain(self, as_text: bool = False) -> dict[str, Any]:
-        """For a chat template: templates ask which names are there. `as_text`: arguments of calls are."""
-        # Templates know the older name of a developer's message.
-        found: dict[str, Any] = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": self.text,
-        }
+        """For a chat template, with the arguments of calls as text or as objects. Templates ask which
+        names are there."""
         given = {"name": self.name, "tool_call_id": self.tool_call_id}
         given["reasoning_content"] = self._thoughts
-        found |= {name: value for name, value in given.items() if value}
+        # Templates know the older name of a developer's message.
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": self.text}
+        message |= {name: value for name, value in given.items() if value}
         if self.tool_calls:
-            found["tool_calls"] = [call.plain(as_text) for call in self.tool_calls]
-        return found
+            message["tool_calls"] = [call.plain(as_text) for call in self.tool_calls]
+        return message
+
+
+class FunctionTool(Replayed):
+    """A function and its arguments."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @field_validator("parameters", mode="before")
+    @classmethod
+    def _is_schema(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, dict | None):
+            raise ValueError(f"the schema of {info.data.get('name')!r} is not a JSON object")
+        return value
+
+    def plain(self) -> dict[str, Any]:
+        """For a chat template."""
+        shown = {"name", "description", "parameters"}
+        function = self.model_dump(include=shown, exclude_none=True)
+        return {"type": "function", "function": function}
+
+
+class Tool(Replayed):
+    """A function; there are no other tools."""
+
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class NamedFunction(StrictModel):
+    """The name alone."""
+
+    name: str
+
+
+class NamedTool(StrictModel):
+    """The one that is to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction

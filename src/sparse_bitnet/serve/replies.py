@@ -15,10 +15,9 @@ from sparse_bitnet.serve.generations import ServedModel
 from sparse_bitnet.serve.schema import Body, ChatBody
 from sparse_bitnet.serve.tool_calls import CallPiece, ToolCallReader
 
-_DONE = b"data: [DONE]\n\n"
 _BLOCK = 1 << 16
-_PIECE, _ENTRIES_AT_ONCE = 1 << 14, 64
-"""Characters and entries of a list that are written at once."""
+_ENTRIES_AT_ONCE = 8
+"""Of a list without an end in sight, written while no other thread runs: scores, or wide vectors."""
 
 
 def dumped(content: Any) -> str:
@@ -33,25 +32,24 @@ def event(content: dict[str, Any]) -> bytes:
 
 def _pieces(content: Any) -> Iterator[str]:
     """JSON in small pieces: other threads have their turn in between."""
+    before = ""
     if isinstance(content, dict):
-        for place, (key, value) in enumerate(content.items()):
-            yield f"{',' if place else '{'}{dumped(key)}:"
+        for key, value in content.items():
+            yield f"{before or '{'}{dumped(key)}:"
             yield from _pieces(value)
+            before = ","
         yield "}"
     elif isinstance(content, list):
-        for place, value in enumerate(content):
-            yield "," if place else "["
+        for value in content:
+            yield before or "["
             yield from _pieces(value)
+            before = ","
         yield "]"
     elif isinstance(content, Iterator):
         yield "["
-        comma, at_once = "", 1
-        while some := list(islice(content, at_once)):
-            text = dumped(some)[1:-1]
-            yield comma + text
-            # Vectors one by one: nothing else runs meanwhile.
-            comma, fitting = ",", _PIECE * len(some) // len(text)
-            at_once = min(max(fitting, 1), _ENTRIES_AT_ONCE)
+        while some := list(islice(content, _ENTRIES_AT_ONCE)):
+            yield before + dumped(some)[1:-1]
+            before = ","
         yield "]"
     else:
         yield dumped(content)
@@ -81,18 +79,17 @@ class Choice:
         echo: str = "",
         reader: ToolCallReader | None = None,
     ) -> None:
-        """`reader`: where the text may hold calls."""
+        """`echo` precedes the text; `reader` is for one that may hold calls."""
         self.generation, self.index, self.echo = generation, index, echo
         self.reader = reader
         self.scores: list[TokenScore] = []
         self.generated = 0
         """Tokens up to the last event."""
-        self._prompt_taken = False
+        self.lacks_prompt_scores = True
         request = generation.request
         assert request.tokenizer is not None
         self._tokenizer = request.tokenizer
-        is_start = bool(echo) or request.strips_start
-        self._stream = TextStream(self._tokenizer, is_start=is_start)
+        self._stream = TextStream(self._tokenizer, is_start=bool(echo) or request.strips_start)
         self._place = 0
 
     @property
@@ -102,9 +99,15 @@ class Choice:
 
     def take_prompt_scores(self) -> None:
         """Those of an echoed prompt come before all others."""
-        if not self._prompt_taken:
+        if self.lacks_prompt_scores:
             self.scores += self.generation.prompt_scores
-            self._prompt_taken = True
+            self.lacks_prompt_scores = False
+
+    def read(self, text: str, is_last: bool) -> list[str | CallPiece]:
+        """Divide a piece of text into content and calls."""
+        if self.reader is None:
+            return [text] if text else []
+        return self.reader.feed(text) + (self.reader.end() if is_last else [])
 
     def places(self, scores: Iterable[TokenScore]) -> Iterator[int]:
         """Where in the text each token begins. `scores` follow those of the last call."""
@@ -119,28 +122,36 @@ class Choice:
 
 
 class Reply:
-    """The objects of one response; they share id, time and model."""
+    """The objects of one response; they share id, time and model. Those of /v1/completions."""
 
     whole_kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
     def __init__(self, model: ServedModel, body: Body) -> None:
-        self.tokenizer, self._syntax = model.tokenizer, model.tool_syntax
-        self._body = body
+        self._body, self._tokenizer = body, model.tokenizer
         self._head: dict[str, Any] = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
-            "object": self.whole_kind,
+            "object": self.chunk_kind,
             "created": int(time.time()),
             "model": model.name,
         }
 
     def whole(self, choices: Sequence[Choice]) -> Iterator[bytes]:
         """The answer that is not streamed, in blocks."""
-        content = self._head | {
-            "choices": [self._whole_choice(choice) for choice in choices],
-            "usage": self._usage(choices),
-        }
-        yield from json_blocks(content)
+        yield from json_blocks(
+            self._head
+            | {
+                "object": self.whole_kind,
+                "choices": [self._whole_choice(choice) for choice in choices],
+                "usage": self._usage(choices),
+            }
+        )
+
+    def opening(self, choice: Choice) -> bytes:
+        """What precedes the first piece of a choice: of a completion, the prompt it repeats."""
+        if not choice.echo:
+            return b""
+        return self._chunk_event(self._entry(choice, None, text=choice.echo), choice)
 
     def chunk(
         self, choice: Choice, text: str, scores: list[TokenScore], finish: str | None
@@ -148,30 +159,16 @@ class Reply:
         """An event with a piece of one choice; empty while it has to be held back."""
         return self._chunk_event(self._choice(choice, text, scores, finish), choice)
 
-    def reader(self) -> ToolCallReader | None:
-        """For one text; None where it holds no calls."""
-        body, syntax = self._body, self._syntax
-        if not isinstance(body, ChatBody) or not body.functions or syntax is None:
-            return None
-        names = frozenset(function.name for function in body.functions)
-        return ToolCallReader(syntax, names, in_thought=body._in_thought)
-
-    def opening(self, choice: Choice) -> bytes:
-        """What precedes the first piece of a choice: of a completion, the prompt it repeats."""
-        if not choice.echo:
-            return b""
-        content = {"text": choice.echo, "logprobs": None, "finish_reason": None}
-        return self._chunk_event({"index": choice.index} | content, choice)
-
     def failure(self, error: ApiError) -> bytes:
         """The event of a choice that has failed."""
         return event(error.body)
 
     def end(self, choices: Sequence[Choice]) -> bytes:
         """What follows the last piece of all choices."""
-        if not self._body.include_usage:
-            return _DONE
-        return event(self._chunk_head([]) | {"usage": self._usage(choices)}) + _DONE
+        options, done = self._body.stream_options, b"data: [DONE]\n\n"
+        if options is None or not options.include_usage:
+            return done
+        return event(self._head | {"choices": [], "usage": self._usage(choices)}) + done
 
     def _usage(self, choices: Sequence[Choice], generated: int | None = None) -> dict[str, Any]:
         """Of ended generations, or of one that has got so far. The choices of one prompt count it once;
@@ -188,13 +185,15 @@ class Reply:
             "prompt_tokens_details": {"cached_tokens": sum(g.cached_tokens for g in first_choices)},
         }
 
-    def _chunk_event(self, content: dict[str, Any], choice: Choice) -> bytes:
-        usage = self._usage([choice], choice.generated) if self._body.continuous_usage else None
-        more = {"usage": usage} if self._body.include_usage else {}
-        return event(self._chunk_head([content]) | more)
+    def _chunk_event(self, entry: dict[str, Any], choice: Choice) -> bytes:
+        chunk, options = self._head | {"choices": [entry]}, self._body.stream_options
+        if options is not None and options.include_usage:
+            is_told = options.continuous_usage_stats
+            chunk["usage"] = self._usage([choice], choice.generated) if is_told else None
+        return event(chunk)
 
-    def _chunk_head(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return self._head | {"object": self.chunk_kind, "choices": choices}
+    def _entry(self, choice: Choice, finish: str | None, **more: Any) -> dict[str, Any]:
+        return {"index": choice.index, "logprobs": None, "finish_reason": finish} | more
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
         return self._choice(choice, choice.text, choice.scores, choice.generation.finish_reason)
@@ -202,15 +201,11 @@ class Reply:
     def _choice(
         self, choice: Choice, text: str, scores: list[TokenScore], finish: str | None
     ) -> dict[str, Any]:
-        wanted = self._body.top_scores is not None
-        return {
-            "index": choice.index,
-            "text": text,
-            "logprobs": self._logprobs(choice, scores) if wanted else None,
-            "finish_reason": finish,
-        }
+        return self._entry(choice, finish, text=text, logprobs=self._logprobs(choice, scores))
 
-    def _logprobs(self, choice: Choice, scores: list[TokenScore]) -> dict[str, Any]:
+    def _logprobs(self, choice: Choice, scores: list[TokenScore]) -> dict[str, Any] | None:
+        if self._body.top_scores is None:
+            return None
         tops = (
             {self._name(token): logprob for token, logprob in score.top}
             if score.packed_top
@@ -226,34 +221,15 @@ class Reply:
 
     def _name(self, token: int) -> str:
         """The token's text; bytes that are none by themselves as OpenAI writes them."""
-        found = self.tokenizer.token_bytes(token)
+        given = self._tokenizer.token_bytes(token)
         try:
-            return found.decode()
+            return given.decode()
         except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
-
-
-def _delta(choice: Choice, text: str, is_last: bool) -> dict[str, Any]:
-    """Content and calls in a piece of text; nothing that is empty."""
-    if choice.reader is None:
-        return {"content": text} if text else {}
-    pieces = choice.reader.feed(text) + (choice.reader.end() if is_last else [])
-    content = "".join(piece for piece in pieces if isinstance(piece, str))
-    calls: dict[int, dict[str, Any]] = {}
-    for piece in pieces:
-        if isinstance(piece, CallPiece):
-            call = calls.setdefault(piece.index, {"index": piece.index, "function": {}})
-            if piece.name is not None:
-                call |= {"id": piece.id, "type": "function"}
-                call["function"]["name"] = piece.name
-            call["function"].setdefault("arguments", "")
-            call["function"]["arguments"] += piece.arguments
-    found: dict[str, Any] = {"content": content} if content else {}
-    return found | ({"tool_calls": [*calls.values()]} if calls else {})
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in given)
 
 
 class ChatReply(Reply):
-    """Of /v1/chat/completions."""
+    """Those of /v1/chat/completions."""
 
     whole_kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
@@ -261,38 +237,47 @@ class ChatReply(Reply):
 
     def opening(self, choice: Choice) -> bytes:
         delta = {"role": "assistant", "content": ""}
-        content = {"delta": delta, "logprobs": None, "finish_reason": None}
-        return self._chunk_event({"index": choice.index} | content, choice)
+        return self._chunk_event(self._entry(choice, None, delta=delta), choice)
 
     def chunk(
         self, choice: Choice, text: str, scores: list[TokenScore], finish: str | None
     ) -> bytes:
-        found = self._choice(choice, text, scores, finish)
-        return self._chunk_event(found, choice) if found["delta"] or scores or finish else b""
+        entry = self._choice(choice, text, scores, finish)
+        return self._chunk_event(entry, choice) if entry["delta"] or scores or finish else b""
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        found = super()._whole_choice(choice)
-        delta = found.pop("delta")
-        message = {"role": "assistant", "content": delta.get("content"), "refusal": None}
-        if calls := delta.get("tool_calls"):
-            message["tool_calls"] = [
-                {name: value for name, value in call.items() if name != "index"} for call in calls
-            ]
-        elif message["content"] is None:
-            message["content"] = ""
-        return found | {"message": message}
+        entry = super()._whole_choice(choice)
+        delta = entry.pop("delta")
+        calls = delta.get("tool_calls", [])
+        message = {"role": "assistant", "content": None if calls else "", "refusal": None} | delta
+        for call in calls:
+            del call["index"]
+        return entry | {"message": message}
 
     def _choice(
         self, choice: Choice, text: str, scores: list[TokenScore], finish: str | None
     ) -> dict[str, Any]:
-        found = super()._choice(choice, text, scores, finish)
-        del found["text"]
-        found["delta"] = _delta(choice, text, finish is not None)
+        pieces = choice.read(text, is_last=finish is not None)
+        content = "".join(piece for piece in pieces if isinstance(piece, str))
+        calls: dict[int, dict[str, Any]] = {}
+        for piece in pieces:
+            if isinstance(piece, CallPiece):
+                blank = {"index": piece.index, "function": {"arguments": ""}}
+                call = calls.setdefault(piece.index, blank)
+                if piece.name is not None:
+                    call |= {"id": piece.id, "type": "function"}
+                    call["function"]["name"] = piece.name
+                call["function"]["arguments"] += piece.arguments
+        # Nothing in it is empty.
+        delta = {"content": content, "tool_calls": [*calls.values()]}
+        delta = {name: value for name, value in delta.items() if value}
         if finish == "stop" and choice.reader is not None and choice.reader.calls:
-            found["finish_reason"] = "tool_calls"
-        return found
+            finish = "tool_calls"
+        return self._entry(choice, finish, delta=delta, logprobs=self._logprobs(choice, scores))
 
-    def _logprobs(self, choice: Choice, scores: list[TokenScore]) -> dict[str, Any]:
+    def _logprobs(self, choice: Choice, scores: list[TokenScore]) -> dict[str, Any] | None:
+        if self._body.top_scores is None:
+            return None
         entries = (
             self._token(score.token, score.logprob)
             | {"top_logprobs": [self._token(*entry) for entry in score.top]}
@@ -301,5 +286,13 @@ class ChatReply(Reply):
         return {"content": entries, "refusal": None}
 
     def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
-        found = self.tokenizer.token_bytes(token)
-        return {"token": found.decode(errors="replace"), "logprob": logprob, "bytes": list(found)}
+        given = self._tokenizer.token_bytes(token)
+        return {"token": given.decode(errors="replace"), "logprob": logprob, "bytes": list(given)}
+
+
+def call_reader(model: ServedModel, body: Body) -> ToolCallReader | None:
+    """Return a reader for one text; None where it holds no calls."""
+    if not isinstance(body, ChatBody) or not body.functions or model.tool_syntax is None:
+        return None
+    names = frozenset(function.name for function in body.functions)
+    return ToolCallReader(model.tool_syntax, names, in_thought=body._in_thought)

@@ -1,89 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /v1/responses, as a chat. Nothing is stored: each request has the whole input."""
+"""POST /v1/responses, as a chat. Nothing is stored: each request has the whole input, and is answered by
+output items, whole or as the events by which they grow."""
 
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator
+from pydantic import Field
 
-from sparse_bitnet.serve.messages import Parts, Replayed, StrictModel, plain_text
-from sparse_bitnet.serve.response_format import NamedSchema
+from sparse_bitnet.generation.request import TokenScore
+from sparse_bitnet.serve.api_error import ApiError
+from sparse_bitnet.serve.generations import ServedModel
+from sparse_bitnet.serve.messages import NamedFunction, StrictModel
+from sparse_bitnet.serve.replies import Choice, Reply, dumped
 from sparse_bitnet.serve.schema import ChatBody, Limit, TolerantBody, parse_body
-from sparse_bitnet.serve.tools import FunctionTool, NamedFunction
+from sparse_bitnet.serve.tool_calls import CallPiece
 
-
-class _Item(StrictModel):
-    """Of an input. Ids and states that come back from an earlier answer say nothing here."""
-
-    model_config = ConfigDict(extra="ignore")
-
-
-class MessageItem(_Item):
-    """A message of any role."""
-
-    type: Literal["message"] | None = None
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Parts | None = None
-
-
-class CallItem(_Item):
-    """What the model has called."""
-
-    type: Literal["function_call"]
-    call_id: str
-    name: str
-    arguments: str
-
-
-class OutputItem(_Item):
-    """What came of it."""
-
-    type: Literal["function_call_output"]
-    call_id: str
-    output: str | Parts | None = None
-
-
-class ReasoningItem(_Item):
-    """Passed over: templates drop the thoughts of earlier turns."""
-
-    type: Literal["reasoning"]
-
-
-class Other(Replayed):
-    """An item or a tool of a kind that there is only at OpenAI's: it is ignored."""
-
-    type: str
-
-    @field_validator("type")
-    @classmethod
-    def _is_here(cls, value: str) -> str:
-        if value == "item_reference":
-            raise ValueError("nothing is stored here: send the item itself")
-        return value
-
-    def ignored(self) -> set[str]:
-        """The kind alone."""
-        return {self.type}
-
-
-def _among(*kinds: str) -> Discriminator:
-    """Chooses by the type; the first kind where there is none."""
-
-    def kind(given: Any) -> str:
-        found = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
-        found = kinds[0] if found is None else found
-        return found if found in kinds else "other"
-
-    return Discriminator(kind)
-
-
-Item = Annotated[
-    Annotated[MessageItem, Tag("message")]
-    | Annotated[CallItem, Tag("function_call")]
-    | Annotated[OutputItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")]
-    | Annotated[Other, Tag("other")],
-    _among("message", "function_call", "function_call_output", "reasoning"),
-]
+_NAMES = {"max_tokens": "max_output_tokens", "messages": "input", "response_format": "text"}
+"""A chat's parameters by their names here, where they have others."""
+# fmt: off
+_COMMON = frozenset({
+    "temperature", "top_p", "top_k", "min_p", "seed", "stop", "repetition_penalty",
+    "frequency_penalty", "presence_penalty", "logit_bias", "chat_template_kwargs",
+    "parallel_tool_calls",
+})
+"""Parameters of a chat that mean the same here."""
+# fmt: on
 
 
 class StreamPadding(StrictModel):
@@ -92,16 +36,10 @@ class StreamPadding(StrictModel):
     include_obfuscation: bool | None = None
 
 
-class TextFormat(NamedSchema):
-    """The form of the text."""
-
-    type: Literal["text", "json_object", "json_schema"]
-
-
 class TextOptions(StrictModel):
-    """About the text of the answer."""
+    """The form of the text, as in a chat's `response_format`, and its length."""
 
-    format: TextFormat | None = None
+    format: dict[str, Any] | None = None
     verbosity: Literal["medium"] | None = None
 
 
@@ -112,17 +50,6 @@ class Reasoning(StrictModel):
     summary: str | None = None
 
 
-class FlatTool(FunctionTool):
-    """A function."""
-
-    type: Literal["function"]
-
-
-AnyTool = Annotated[
-    Annotated[FlatTool, Tag("function")] | Annotated[Other, Tag("other")], _among("function")
-]
-
-
 class FlatChoice(NamedFunction):
     """The one that is to be called."""
 
@@ -130,16 +57,17 @@ class FlatChoice(NamedFunction):
 
 
 class ResponsesBody(TolerantBody):
-    """POST /v1/responses"""
+    """POST /v1/responses. Items and tools are those of a chat, in another shape; kinds that exist only at
+    OpenAI's are ignored."""
 
-    input: str | Annotated[list[Item], Field(min_length=1, fail_fast=True)]
+    input: str | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=10_000)]
     instructions: str | None = None
     max_output_tokens: Limit | None = None
     stream: bool | None = False
     stream_options: StreamPadding | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
-    tools: Annotated[list[AnyTool], Field(max_length=128)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
 
     @property
@@ -149,25 +77,35 @@ class ResponsesBody(TolerantBody):
 
     @property
     def neutral(self) -> dict[str, tuple[Any, ...]]:
-        return super().neutral | _NEUTRAL
+        return super().neutral | {
+            "previous_response_id": (),
+            "conversation": (),
+            "prompt": (),
+            "background": (False,),
+            "truncation": ("disabled",),
+            "top_logprobs": (0,),
+        }
+
+    @property
+    def functions(self) -> list[dict[str, Any]]:
+        """The tools that are functions."""
+        return [tool for tool in self.tools or () if tool.get("type") in ("function", None)]
 
     def chat(self) -> ChatBody:
-        """The same as a chat. Raises `ApiError` for what a chat would refuse."""
-        others, neutral = self.model_extra or {}, self.neutral
-        given: dict[str, Any] = {n: value for n, value in others.items() if n not in neutral}
+        """Return the same as a chat. Raises `ApiError`, in the chat's names, for what it would refuse."""
+        given = {name: value for name, value in (self.model_extra or {}).items() if name in _COMMON}
         given |= {"model": self.model, "messages": self._messages(), "stream": self.stream}
         given["max_tokens"] = self.max_output_tokens
         if self.reasoning is not None:
             given["reasoning_effort"] = self.reasoning.effort
         if self.text is not None and self.text.format is not None:
-            form = self.text.format.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
-            form = {"json_schema": form} if self.text.format.type == "json_schema" else form
-            given["response_format"] = {"type": self.text.format.type} | form
-        shown = set(FunctionTool.model_fields)
+            form = {n: value for n, value in self.text.format.items() if value is not None}
+            if form.get("type") == "json_schema":
+                form = {"type": form.pop("type"), "json_schema": form}
+            given["response_format"] = form
         given["tools"] = [
-            {"type": "function", "function": tool.model_dump(include=shown)}
-            for tool in self.tools or ()
-            if isinstance(tool, FlatTool)
+            {"type": tool.get("type"), "function": {n: tool[n] for n in tool if n != "type"}}
+            for tool in self.functions
         ]
         choice = self.tool_choice
         if isinstance(choice, FlatChoice):
@@ -177,46 +115,193 @@ class ResponsesBody(TolerantBody):
         return parse_body(ChatBody, given)
 
     def _messages(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+        """A chat's. Ids and states that come back from an earlier answer say nothing here."""
+        messages: list[dict[str, Any]] = []
         if self.instructions:
-            found.append({"role": "system", "content": self.instructions})
+            messages.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
-            return [*found, {"role": "user", "content": self.input}]
+            return [*messages, {"role": "user", "content": self.input}]
         for item in self.input:
-            match item:
-                case MessageItem():
-                    content = None if item.content is None else plain_text(item.content)
-                    found.append({"role": item.role, "content": content})
-                case CallItem():
+            match item.get("type"):
+                case "message" | None:
+                    messages.append({name: item.get(name) for name in ("role", "content")})
+                case "function_call":
                     # Calls, and what is said before them, are one message of a chat.
-                    if not found or found[-1]["role"] != "assistant":
-                        found.append({"role": "assistant", "content": None})
-                    call = {"name": item.name, "arguments": item.arguments}
-                    calls = found[-1].setdefault("tool_calls", [])
-                    calls.append({"id": item.call_id, "function": call})
-                case OutputItem():
-                    answer = {"tool_call_id": item.call_id, "content": plain_text(item.output)}
-                    found.append({"role": "tool"} | answer)
-        return found
+                    if not messages or messages[-1]["role"] != "assistant":
+                        messages.append({"role": "assistant", "content": None})
+                    call = {name: item[name] for name in ("name", "arguments") if name in item}
+                    calls = messages[-1].setdefault("tool_calls", [])
+                    calls.append({"id": item.get("call_id"), "function": call})
+                case "function_call_output":
+                    answer = {"tool_call_id": item.get("call_id"), "content": item.get("output")}
+                    messages.append({"role": "tool"} | answer)
+                case "item_reference":
+                    message = "input: nothing is stored here: send the item itself"
+                    raise ApiError(400, message, param="input")
+        return messages
+
+    def named(self, ignored: Iterable[str]) -> set[str]:
+        """Return what a chat ignored, by its names here, and the kinds of items and tools that are."""
+        # Templates drop the thoughts of earlier turns.
+        known = ("message", "function_call", "function_call_output", "reasoning", None)
+        items = [] if isinstance(self.input, str) else self.input
+        kinds = {f"input.{item['type']}" for item in items if item.get("type") not in known}
+        kinds |= {
+            f"tools.{tool['type']}" for tool in self.tools or () if tool not in self.functions
+        }
+        own = {str(_NAMES.get(name, name)).replace(".function.", ".") for name in ignored}
+        return {name for name in own if not name.startswith("messages.")} | kinds | self.ignored
 
 
-PARAMETERS = {"max_tokens": "max_output_tokens", "messages": "input", "response_format": "text"}
-"""A chat's by their names here, where they have others."""
+@contextmanager
+def own_names() -> Iterator[None]:
+    """Inside, errors about a chat's parameters name those of /v1/responses."""
+    try:
+        yield
+    except ApiError as error:
+        given = error.body["error"]
+        name, dot, rest = (given["param"] or "").partition(".")
+        if (own := _NAMES.get(name)) is not None:
+            given["param"] = own + dot + rest
+            given["message"] = given["message"].replace(name, own, 1)
+        raise
 
-_COMMON = frozenset(
-    {
-        *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "repetition_penalty"),
-        *("frequency_penalty", "presence_penalty", "logit_bias", "chat_template_kwargs"),
-        "parallel_tool_calls",
-    }
-)
-"""Parameters of a chat that mean the same here."""
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "previous_response_id": (),
-    "conversation": (),
-    "prompt": (),
-    "background": (False,),
-    "truncation": ("disabled",),
-    "top_logprobs": (0,),
-}
-"""Values that change nothing, as None does, of parameters that are not supported."""
+
+class ResponsesReply(Reply):
+    """One response; there is one choice."""
+
+    def __init__(self, model: ServedModel, body: ChatBody, asked: ResponsesBody) -> None:
+        super().__init__(model, body)
+        self._output: list[dict[str, Any]] = []
+        self._number = 0
+        form = asked.text.format if asked.text is not None else None
+        choice, absent = asked.tool_choice, dict.fromkeys(("description", "parameters", "strict"))
+        self._response: dict[str, Any] = {
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "model": body.model,
+            "output": self._output,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "metadata": {},
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": body.reasoning_effort, "summary": None},
+            "store": False,
+            "temperature": body.temperature,
+            "text": {"format": form or {"type": "text"}},
+            "tool_choice": choice.model_dump()
+            if isinstance(choice, FlatChoice)
+            else choice or "auto",
+            "tools": [absent | tool for tool in asked.functions],
+            "top_p": body.top_p,
+            "truncation": "disabled",
+            "usage": None,
+        }
+
+    def whole(self, choices: Sequence[Choice]) -> Iterator[bytes]:
+        [choice] = choices
+        for _ in self._grow(choice, choice.text, choice.generation.finish_reason):
+            pass
+        yield dumped(self._response).encode()
+
+    def opening(self, choice: Choice) -> bytes:
+        kinds = ("response.created", "response.in_progress")
+        return self._events({"type": kind, "response": self._response} for kind in kinds)
+
+    def chunk(
+        self, choice: Choice, text: str, scores: list[TokenScore], finish: str | None
+    ) -> bytes:
+        return self._events(self._grow(choice, text, finish))
+
+    def failure(self, error: ApiError) -> bytes:
+        failed = {"code": "server_error", "message": str(error)}
+        self._response |= {"status": "failed", "error": failed}
+        return self._events([{"type": "response.failed", "response": self._response}])
+
+    def end(self, choices: Sequence[Choice]) -> bytes:
+        return b""
+
+    def _events(self, events: Iterable[dict[str, Any]]) -> bytes:
+        lines = []
+        for content in events:
+            content = {"type": content["type"], "sequence_number": self._number} | content
+            self._number += 1
+            lines.append(f"event: {content['type']}\ndata: {dumped(content)}\n\n")
+        return "".join(lines).encode()
+
+    def _grow(self, choice: Choice, text: str, finish: str | None) -> Iterator[dict[str, Any]]:
+        """Events of a piece of text, and of the end."""
+        for piece in choice.read(text, is_last=finish is not None):
+            yield from self._say(piece) if isinstance(piece, str) else self._call(piece)
+        if finish is None:
+            return
+        if not self._output:
+            yield from self._say("")
+        status = "completed" if finish == "stop" else "incomplete"
+        yield from self._close(status)
+        usage = self._usage([choice])
+        self._response |= {
+            "status": status,
+            "incomplete_details": None if finish == "stop" else {"reason": "max_output_tokens"},
+            "usage": {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": usage["prompt_tokens_details"],
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage["total_tokens"],
+            },
+        }
+        yield {"type": f"response.{status}", "response": self._response}
+
+    def _at(self, kind: str, **more: Any) -> dict[str, Any]:
+        """An event about the last item."""
+        item, place = self._output[-1], len(self._output) - 1
+        more = more if "item" in more else more | {"item_id": item["id"]}
+        return {"type": f"response.{kind}", "output_index": place} | more
+
+    def _is_open(self, kind: str | None = None) -> bool:
+        """Whether the last item, of that type, still grows."""
+        item = self._output[-1] if self._output else {"status": None}
+        return item["status"] == "in_progress" and kind in (None, item["type"])
+
+    def _add(self, prefix: str, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        yield from self._close("completed")
+        self._output.append({"id": f"{prefix}_{uuid.uuid4().hex}", "status": "in_progress"} | item)
+        yield self._at("output_item.added", item=self._output[-1])
+
+    def _say(self, text: str) -> Iterator[dict[str, Any]]:
+        if not self._is_open("message"):
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            yield from self._add("msg", {"type": "message", "role": "assistant", "content": []})
+            self._output[-1]["content"].append(part)
+            yield self._at("content_part.added", part=part, content_index=0)
+        if text:
+            self._output[-1]["content"][0]["text"] += text
+            yield self._at("output_text.delta", delta=text, logprobs=[], content_index=0)
+
+    def _call(self, piece: CallPiece) -> Iterator[dict[str, Any]]:
+        if piece.name is not None:
+            call = {"call_id": piece.id, "name": piece.name, "arguments": ""}
+            yield from self._add("fc", {"type": "function_call"} | call)
+        if piece.arguments:
+            self._output[-1]["arguments"] += piece.arguments
+            yield self._at("function_call_arguments.delta", delta=piece.arguments)
+
+    def _close(self, status: str) -> Iterator[dict[str, Any]]:
+        if not self._is_open():
+            return
+        item = self._output[-1]
+        if item["type"] == "message":
+            [part] = item["content"]
+            yield self._at("output_text.done", text=part["text"], logprobs=[], content_index=0)
+            yield self._at("content_part.done", part=part, content_index=0)
+        else:
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            yield self._at("function_call_arguments.done", **done)
+        item["status"] = status
+        yield self._at("output_item.done", item=item)

@@ -6,43 +6,33 @@ the value that changes nothing; those that cannot change it are accepted and nam
 """
 
 import difflib
-import re
-from typing import Annotated, Any, ClassVar, TypeVar
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 
+from sparse_bitnet.generation.grammar import Grammar
 from sparse_bitnet.generation.sampling_options import RANGES, SamplingOptions
 from sparse_bitnet.serve.api_error import ApiError, invalid_body
-from sparse_bitnet.serve.messages import Message, StrictModel, ignored_below
-from sparse_bitnet.serve.response_format import Formed
-from sparse_bitnet.serve.tools import WithTools
+from sparse_bitnet.serve.messages import (
+    FunctionTool,
+    Message,
+    NamedTool,
+    StrictModel,
+    Tool,
+    ignored_below,
+)
 
 MOST_CHOICES = 128
-MOST_STOP_STRINGS = 16
-_MOST_BIASES = 1024
 _SEEDS = 2**64
-_MOST_VALUES = 20_000
-"""Strings, lists and objects of a body. Nothing else runs while it is read."""
-_MOST_NUMBERS = 200_000
-_VALUE = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{,]', re.DOTALL)
 
-
-def _within(name: str) -> Any:
-    """A sampling option's limits, checked here so that the complaint names the parameter."""
-    least, most = RANGES[name]
-    return Field(ge=least, le=most)
-
-
-def _whole(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-WHOLE = BeforeValidator(_whole)
-"""JSON has one kind of numbers: some clients write 100 as 100.0."""
+# JSON has one kind of numbers: some clients write 100 as 100.0.
+WHOLE = BeforeValidator(lambda x: int(x) if isinstance(x, float) and x.is_integer() else x)
 Limit = Annotated[int, Field(ge=-1), WHOLE]
 """Most tokens; -1: as many as there is room for."""
+TopScores = Annotated[int, Field(ge=0, le=20), WHOLE]
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
-# `fail_fast`: thousands of wrong elements need no thousands of complaints.
+# `fail_fast`: thousands of wrong elements need no thousands of objections.
 TokenIds = Annotated[
     list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)
 ]
@@ -51,6 +41,16 @@ Prompts = Annotated[
 ]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+Schema = dict[str, Any]
+Words = Annotated[list[Annotated[str, Field(max_length=10_000)]], Field(min_length=1)]
+
+
+def _within(name: str) -> Any:
+    """A sampling option's limits, checked here so that the message names the parameter."""
+    least, most = RANGES[name]
+    return Field(ge=least, le=most)
+
+
 # fmt: off
 _IGNORED = frozenset({
     "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
@@ -59,39 +59,15 @@ _IGNORED = frozenset({
     "priority", "request_id", "cache_prompt", "id_slot", "return_progress", "timings_per_token",
 })
 # fmt: on
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "ignore_eos": (False,),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
-    "min_tokens": (0,),
-    "mirostat": (0,),
-    "skip_special_tokens": (True,),
-    "stop_token_ids": ([],),
-    "typical_p": (1,),
-    "use_beam_search": (False,),
-}
-"""Values that change nothing, as None does, of parameters that are not supported."""
 
 
 def listed(given: Any) -> list[str | list[int]]:
-    """Texts or token ids, of which a client may also have given one alone."""
+    """Return texts or token ids as a list, of which a client may also have given one alone."""
     return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 
 
-class StreamOptions(StrictModel):
-    """What a stream says besides its text."""
-
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
-    """With it, in every event, as vLLM does."""
-    include_obfuscation: bool | None = None
-    """Ignored: nothing is padded."""
-
-
 class TolerantBody(StrictModel):
-    """Of a request to a model. Parameters that change nothing are passed over, others refused by name."""
+    """A request to a model. Parameters that change nothing are ignored, others refused by name."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -106,11 +82,24 @@ class TolerantBody(StrictModel):
 
     @property
     def neutral(self) -> dict[str, tuple[Any, ...]]:
-        return _NEUTRAL
+        """Values that change nothing, as None does, of parameters that are not supported."""
+        return {
+            "add_generation_prompt": (True,),
+            "continue_final_message": (False,),
+            "ignore_eos": (False,),
+            "include_stop_str_in_output": (False,),
+            "length_penalty": (1,),
+            "min_tokens": (0,),
+            "mirostat": (0,),
+            "skip_special_tokens": (True,),
+            "stop_token_ids": ([],),
+            "typical_p": (1,),
+            "use_beam_search": (False,),
+        }
 
     @property
     def ignored(self) -> set[str]:
-        """Names of those that cannot change the output, and of what is ignored in others."""
+        """Names of what is given and has no effect, here and in the parts."""
         return (self.others.keys() & _IGNORED) | ignored_below(self)
 
     def check(self) -> None:
@@ -129,16 +118,79 @@ class TolerantBody(StrictModel):
                 raise ApiError(400, message, param=name, code="unsupported_parameter")
 
 
-class _Body(Formed, TolerantBody):
+class StreamOptions(StrictModel):
+    """What a stream says besides its text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """With it, in every event, as vLLM does."""
+    include_obfuscation: bool | None = None
+    """Ignored: nothing is padded."""
+
+
+class PlainText(StrictModel):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObject(StrictModel):
+    """Any JSON object, or one of a schema, as llama.cpp takes it."""
+
+    type: Literal["json_object"]
+    json_schema: Annotated[Schema | None, Field(alias="schema")] = None
+
+
+class NamedSchema(StrictModel):
+    """A schema with what clients tell about it."""
+
+    name: str | None = None
+    description: str | None = None
+    json_schema: Annotated[Schema | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class JsonSchema(StrictModel):
+    """JSON of a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+class StructuredOutputs(StrictModel):
+    """vLLM's; exactly one of them."""
+
+    json_schema: Annotated[str | Schema | None, Field(alias="json")] = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Words | None = None
+    grammar: str | None = None
+
+
+def _json_grammar(schema: str | Schema | None, is_strict: bool = True) -> Grammar:
+    if isinstance(schema, str):
+        return Grammar.json_text(schema)
+    if schema is None:
+        return Grammar.json_object()
+    return Grammar.json_schema(schema, is_strict=is_strict)
+
+
+def _format_grammar(given: PlainText | JsonObject | JsonSchema) -> Grammar | None:
+    if isinstance(given, PlainText):
+        return None
+    if isinstance(given, JsonObject):
+        return _json_grammar(given.json_schema)
+    return _json_grammar(given.json_schema.json_schema, is_strict=bool(given.json_schema.strict))
+
+
+class _Body(TolerantBody):
     """What both kinds of request for text have."""
 
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     max_tokens: Limit | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES), WHOLE] | None = 1
-    stop: StopString | Annotated[list[StopString], Field(max_length=MOST_STOP_STRINGS)] | None = (
-        None
-    )
+    stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
     temperature: Annotated[float, _within("temperature")] | None = None
     top_p: Annotated[float, _within("top_p")] | None = None
     top_k: Annotated[int, Field(ge=-1), WHOLE] | None = None
@@ -146,49 +198,80 @@ class _Body(Formed, TolerantBody):
     repetition_penalty: Annotated[float, _within("repetition_penalty")] | None = None
     frequency_penalty: Annotated[float, _within("frequency_penalty")] | None = None
     presence_penalty: Annotated[float, _within("presence_penalty")] | None = None
-    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=_MOST_BIASES)] | None = None
+    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=_SEEDS), WHOLE] | None = None
+    response_format: (
+        Annotated[PlainText | JsonObject | JsonSchema, Field(discriminator="type")] | None
+    ) = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: Words | None = None
+    guided_grammar: str | None = None
+    json_schema: Schema | None = None
+    """llama.cpp's, as `grammar`."""
+    grammar: str | None = None
 
     default_tokens: ClassVar[int | None] = None
     """Most tokens to generate where nothing is said; None: what there is room for."""
 
     @property
-    def wanted_tokens(self) -> int | None:
-        """Most tokens to generate, if that is said; -1: as many as there is room for."""
-        return self.max_tokens
-
-    @property
     def limit(self) -> str:
-        """The parameter that says so."""
+        """The parameter that says how many tokens to generate."""
         return "max_tokens"
 
     @property
+    def wanted_tokens(self) -> int | None:
+        """Most tokens to generate, if that is said; -1: as many as there is room for."""
+        return getattr(self, self.limit)
+
+    @property
     def choices(self) -> int:
+        """Texts for each prompt."""
         return self.n or 1
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
+        """One or several, as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
-    def continuous_usage(self) -> bool:
-        options = self.stream_options
-        return options is not None and options.include_usage and options.continuous_usage_stats
-
     def sampling(self, seed: int) -> SamplingOptions:
-        """`seed` may be any integer."""
-        given = {name: getattr(self, name) for name in (*RANGES, "top_k")}
+        """How tokens are chosen; `seed` may be any integer."""
+        given: dict[str, Any] = {name: getattr(self, name) for name in (*RANGES, "top_k")}
         if self.top_k == -1:
             given["top_k"] = 0
         if self.logit_bias:
-            found = {int(token): added for token, added in self.logit_bias.items()}
-            given["logit_bias"] = tuple(found.items())
-        named: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+            biases = {int(token): added for token, added in self.logit_bias.items()}
+            given["logit_bias"] = tuple(biases.items())
+        named = {name: value for name, value in given.items() if value is not None}
         return SamplingOptions(seed=seed % _SEEDS, **named)
+
+    def form(self) -> Grammar | None:
+        """Which texts are meant; None: any. Raises `UserError` for rules that are none, and `ApiError`
+        for two forms at once."""
+        outputs = self.structured_outputs or StructuredOutputs()
+        given: list[tuple[str, Any, Callable[[Any], Grammar | None]]] = [
+            ("response_format", self.response_format, _format_grammar),
+            ("json_schema", self.json_schema, _json_grammar),
+            ("grammar", self.grammar or None, Grammar.rules),
+        ]
+        makers: dict[str, Callable[[Any], Grammar]] = {
+            "json": _json_grammar,
+            "regex": Grammar.regex,
+            "choice": Grammar.choice,
+            "grammar": Grammar.rules,
+        }
+        for kind, make in makers.items():
+            field = "json_schema" if kind == "json" else kind
+            given += [(f"guided_{kind}", getattr(self, f"guided_{kind}"), make)]
+            given += [(f"structured_outputs.{kind}", getattr(outputs, field), make)]
+        made = {name: make(value) for name, value, make in given if value is not None}
+        if outputs.json_object:
+            made["structured_outputs.json_object"] = Grammar.json_object()
+        made = {name: grammar for name, grammar in made.items() if grammar is not None}
+        if len(made) > 1:
+            raise ApiError(400, f"give one of {', '.join(made)}", param=next(iter(made)))
+        return next(iter(made.values()), None)
 
     def check(self) -> None:
         super().check()
@@ -201,7 +284,10 @@ class CompletionBody(_Body):
 
     prompt: str | TokenIds | Prompts
     echo: bool | None = False
-    logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
+    logprobs: TopScores | None = None
+
+    default_tokens: ClassVar[int | None] = 16
+    """As OpenAI has it, where there is room."""
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -210,10 +296,7 @@ class CompletionBody(_Body):
 
     @property
     def neutral(self) -> dict[str, tuple[Any, ...]]:
-        return _NEUTRAL | {"best_of": (self.choices,), "suffix": ("",)}
-
-    default_tokens: ClassVar[int | None] = 16
-    """As OpenAI has it, where there is room."""
+        return super().neutral | {"best_of": (self.choices,), "suffix": ("",)}
 
     @property
     def top_scores(self) -> int | None:
@@ -226,13 +309,13 @@ class CompletionBody(_Body):
             raise ApiError(400, "max_tokens 0 needs echo: true", param="max_tokens")
 
 
-class ChatBody(WithTools, _Body):
+class ChatBody(_Body):
     """POST /v1/chat/completions"""
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000, fail_fast=True)]
     max_completion_tokens: Limit | None = None
     logprobs: bool | None = False
-    top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
+    top_logprobs: TopScores | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the template."""
     reasoning_effort: str | None = None
@@ -240,21 +323,44 @@ class ChatBody(WithTools, _Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     """vLLM's; without either, an assistant's message at the end is continued."""
-
-    @property
-    def continues(self) -> bool:
-        """Whether the last message is the beginning of the answer."""
-        last = self.messages[-1]
-        is_open = last.role == "assistant" and not last.tool_calls
-        usual = is_open and not self.add_generation_prompt
-        return usual if self.continue_final_message is None else self.continue_final_message
+    tools: Annotated[list[Tool] | None, Field(max_length=128, fail_fast=True)] = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
 
     _in_thought: bool = PrivateAttr(False)
     """Whether the prompt ends inside a thought, known once the template has written it."""
 
     @property
+    def _is_answered(self) -> bool:
+        """The last message is an assistant's text."""
+        return self.messages[-1].role == "assistant" and not self.messages[-1].tool_calls
+
+    @property
+    def continues(self) -> bool:
+        """Whether the last message is the beginning of the answer."""
+        if self.continue_final_message is None:
+            return self._is_answered and not self.add_generation_prompt
+        return self.continue_final_message
+
+    @property
+    def functions(self) -> list[FunctionTool]:
+        """Those that may be called."""
+        return [] if self.tool_choice == "none" else [tool.function for tool in self.tools or ()]
+
+    @property
+    def named_function(self) -> str | None:
+        """The one that has to be called."""
+        choice = self.tool_choice
+        return choice.function.name if isinstance(choice, NamedTool) else None
+
+    @property
+    def calls_are_forced(self) -> bool:
+        """The answer is calls and nothing else."""
+        return self.tool_choice == "required" or self.named_function is not None
+
+    @property
     def neutral(self) -> dict[str, tuple[Any, ...]]:
-        return _NEUTRAL | {
+        return super().neutral | {
             "functions": ([],),
             "function_call": ("none", "auto"),
             "modalities": (["text"],),
@@ -262,12 +368,6 @@ class ChatBody(WithTools, _Body):
             "verbosity": ("medium",),
             "web_search_options": (),
         }
-
-    @property
-    def wanted_tokens(self) -> int | None:
-        """As of completions, under either name."""
-        asked = self.max_completion_tokens
-        return self.max_tokens if asked is None else asked
 
     @property
     def limit(self) -> str:
@@ -280,31 +380,50 @@ class ChatBody(WithTools, _Body):
 
     def check(self) -> None:
         super().check()
-        if self.top_logprobs is not None and not self.logprobs:
-            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
-            message = "give max_completion_tokens or max_tokens, not both"
-            raise ApiError(400, message, param="max_tokens")
-        if self.wanted_tokens == 0:
-            raise ApiError(400, f"{self.limit} must be at least 1", param=self.limit)
-        last = self.messages[-1]
-        if self.continue_final_message and (last.role != "assistant" or last.tool_calls):
-            message = "continue_final_message needs an assistant's message without calls at the end"
-            raise ApiError(400, message, param="continue_final_message")
-        self.check_tools()
+        names = [tool.function.name for tool in self.tools or ()]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        named = self.named_function
+        for is_wrong, param, message in (
+            (
+                self.top_logprobs is not None and not self.logprobs,
+                "top_logprobs",
+                "top_logprobs needs logprobs: true",
+            ),
+            (
+                self.max_tokens is not None and self.max_completion_tokens is not None,
+                "max_tokens",
+                "give max_completion_tokens or max_tokens, not both",
+            ),
+            (self.wanted_tokens == 0, self.limit, f"{self.limit} must be at least 1"),
+            (
+                self.continue_final_message and not self._is_answered,
+                "continue_final_message",
+                "continue_final_message needs an assistant's message without calls at the end",
+            ),
+            (twice, "tools", f"two tools have the same name, {twice!r}"),
+            (
+                named is not None and named not in names,
+                "tool_choice",
+                f"tool_choice: {named!r:.66} is not one of the tools",
+            ),
+            (
+                self.tool_choice == "required" and not names,
+                "tool_choice",
+                "tool_choice required needs tools",
+            ),
+        ):
+            if is_wrong:
+                raise ApiError(400, message, param=param)
 
 
 Body = CompletionBody | ChatBody
-
-
 Kind = TypeVar("Kind", bound=StrictModel)
 
 
 def parse_body(kind: type[Kind], given: bytes | dict[str, Any]) -> Kind:
-    """A request body of that kind. Raises `ApiError` 400 that names the parameter."""
+    """Return a request body of that kind. Raises `ApiError` 400 that names the parameter."""
     try:
         if isinstance(given, bytes):
-            _check_size(given)
             parsed = kind.model_validate_json(given)
         else:
             parsed = kind.model_validate(given)
@@ -312,21 +431,3 @@ def parse_body(kind: type[Kind], given: bytes | dict[str, Any]) -> Kind:
         raise invalid_body(error) from error
     parsed.check()
     return parsed
-
-
-def _check_size(raw: bytes) -> None:
-    if sum(map(raw.count, b'",[{')) <= _MOST_VALUES:
-        return
-    values = numbers = 0
-    # Commas in texts do not count.
-    for match in _VALUE.finditer(raw):
-        if match[0] == b",":
-            numbers += 1
-        else:
-            values += 1
-        if values > _MOST_VALUES or numbers > _MOST_NUMBERS:
-            raise ApiError(
-                400,
-                f"the body has more than {_MOST_VALUES:,} texts, lists and objects or "
-                f"{_MOST_NUMBERS:,} numbers: send less at once",
-            )

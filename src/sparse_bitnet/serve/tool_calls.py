@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tool calls in a model's text: how each family of templates writes them, read as the text comes."""
+"""Tool calls in a model's text: how each family of templates writes them, read as the text comes, and as
+rules that a text has to keep."""
 
 import json
 import re
@@ -8,7 +9,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from sparse_bitnet.generation.grammar import Grammar, json_rule, lark_text
 from sparse_bitnet.generation.text import overlap
+from sparse_bitnet.serve.messages import FunctionTool
 
 
 @dataclass(frozen=True)
@@ -227,3 +230,76 @@ class ToolCallReader:
             return None
         arguments = found.get("arguments", found.get("parameters", {}))
         return self._start(name, arguments if isinstance(arguments, str) else json.dumps(arguments))
+
+
+def tool_grammar(
+    syntax: ToolSyntax,
+    functions: Sequence[FunctionTool],
+    *,
+    is_forced: bool = False,
+    is_single: bool = False,
+    answer: str = "",
+    in_thought: bool = False,
+) -> Grammar | None:
+    """Return rules for texts with calls of these functions, whose arguments fit the schema of a forced
+    call or a strict function; None where any text may be written.
+
+    Args:
+        syntax: how the model writes calls.
+        functions: those that may be called.
+        is_forced: at least one call and nothing else.
+        is_single: one call at most; else any number.
+        answer: the Lark rule of a text without calls; "": any text.
+        in_thought: the prompt has begun a thought.
+    """
+    # Where a call is the model's choice, only a strict schema binds it: no other is looked at.
+    bound = [function for function in functions if is_forced or function.strict]
+    if not (bound or is_single or answer):
+        return None
+    bodies = []
+    for place, function in enumerate(functions):
+        head = f'{{"name": {json.dumps(function.name)}, "{syntax.arguments}": '
+        is_bound = is_forced or function.strict
+        schema = (function.parameters if is_bound else None) or {"type": "object"}
+        rule = json_rule(schema, bool(function.strict))
+        # A rule and a line for each: its comment names the one that an error is about.
+        bodies.append(f'body_{place}: {lark_text(head)} {rule} "}}" // tool {function.name}')
+    opening, closing = (lark_text(tag) if tag else "" for tag in (syntax.opening, syntax.closing))
+    space = lark_text("\n") if opening else ""
+    more = "" if is_single else f"({lark_text(syntax.between)} call)*"
+    begins, ends = (
+        "|".join(map(re.escape, tags)).replace("/", r"\/") for tags in (THOUGHT, END_OF_THOUGHT)
+    )
+    before = "END" if in_thought else ""
+    rules = [
+        "%llguidance {}",
+        f"inside: {space} body {space} {closing}",
+        "body: " + " | ".join(f"body_{place}" for place in range(len(bodies))),
+        *bodies,
+        f"call: {opening} inside",
+    ]
+    if is_forced or answer:
+        rules.append(f"start: call {more}" + (f" | text\ntext: {answer}" if not is_forced else ""))
+    elif opening:
+        rules += [
+            "start: opened inside | REST" if is_single else "start: (opened inside)* REST",
+            f"opened[lazy]: {before} (SPOKEN BEGIN END)* SPOKEN {opening}",
+            rf"SPOKEN: /(.|\n)*/ & ~/(.|\n)*({begins})(.|\n)*/",
+            r"REST: /(.|\n)*/",
+        ]
+    else:
+        # What is read as a call has to be one.
+        lead = rf"(/[ \t\r\n]|{re.escape(PYTHON_TAG)}/ | BEGIN END)"
+        rules += [
+            f"start: {'LEAD' if in_thought else 'LEAD?'} call {more} | TEXT",
+            f"LEAD: {before} {lead}" + ("*" if in_thought else "+"),
+            rf'TEXT: /(.|\n)*/ & ~({before} {lead}* "{{" /(.|\n)*/)',
+        ]
+    if not (is_forced or answer):
+        rules += [
+            f"BEGIN: /{begins}/",
+            rf"END: (/(.|\n)*/ & ~/(.|\n)*({ends})(.|\n)*/) /{ends}/",
+        ]
+    names = ", ".join(function.name for function in bound)
+    about = f"{'tool' if len(bound) == 1 else 'tools'} {names:.1000}" if bound else ""
+    return Grammar.lark("\n".join(rules), about)
