@@ -85,19 +85,19 @@ def write_weight_report(
     make_folder(out)
     counts = [
         {
-            "checkpoint": checkpoint.label,
-            "weight": checkpoint.weight,
-            "all": {"name": "all layers", "block": None} | as_json(pool(checkpoint.layers)),
-            "layers": [as_json(layer) for _, layer in checkpoint.layers.iterrows()],
+            "checkpoint": each.label,
+            "weight": each.weight,
+            "all": {"name": "all layers", "block": None} | as_json(pool(each.layers)),
+            "layers": [as_json(layer) for _, layer in each.layers.iterrows()],
             "history": [
                 {
                     "step": step,
                     "near_zero_mass": dict(zip(layers.name, _masses(layers), strict=True)),
                 }
-                for step, layers in checkpoint.history
+                for step, layers in each.history
             ],
         }
-        for checkpoint in checkpoints
+        for each in checkpoints
     ]
     write_atomic(out / "weights.json", json.dumps(counts))
     write_atomic(out / "weights.html", weight_page(checkpoints, pattern))
@@ -105,7 +105,13 @@ def write_weight_report(
 
 def weight_page(checkpoints: Sequence[CheckpointWeights], pattern: NMPattern) -> str:
     """Return a self-contained HTML page with all figures and the numbers of each checkpoint."""
-    profiles = [(c.label, c.weight, _masses(c.layers)) for c in checkpoints]
+    heat_maps = []
+    for c in checkpoints:
+        if c.history:
+            steps, layers = zip(*c.history, strict=True)
+            masses = np.array([_masses(each) for each in layers])
+            drawn = near_zero_heat_maps([(c.label, steps, masses)], list(c.layers.name))
+            heat_maps.append((c.label, drawn))
     return render(
         "weights.html.j2",
         title="What the weights look like",
@@ -115,12 +121,11 @@ def weight_page(checkpoints: Sequence[CheckpointWeights], pattern: NMPattern) ->
             [(textwrap.fill(c.label, 30), c.weight, pool(c.layers)) for c in checkpoints]
         ),
         thresholds=[
-            (c.label, threshold_overlay([(c.label, c.weight, depth_parts(c.layers))], name=name))
-            for number, c in enumerate(checkpoints)
-            for name in [f"thresholds-{number}"]
+            (c.label, threshold_overlay([(c.label, c.weight, depth_parts(c.layers))]))
+            for c in checkpoints
         ],
-        profile=layer_profile(profiles),
-        heat_maps=[(c.label, _heat_map(c)) for c in checkpoints if c.history],
+        profile=layer_profile([(c.label, c.weight, _masses(c.layers)) for c in checkpoints]),
+        heat_maps=heat_maps,
     )
 
 
@@ -128,25 +133,12 @@ def _masses(layers: pd.DataFrame) -> list[float]:
     return list(shares(layers)["near_zero_mass"])
 
 
-def _heat_map(checkpoint: CheckpointWeights) -> str:
-    steps = [step for step, _ in checkpoint.history]
-    matrix = np.array([_masses(layers) for _, layers in checkpoint.history])
-    return near_zero_heat_maps([(checkpoint.label, steps, matrix)], list(checkpoint.layers.name))
-
-
 def summary_table(checkpoints: Sequence[CheckpointWeights]) -> Table:
     """Return one line per checkpoint."""
-    lines = []
-    for checkpoint in checkpoints:
-        whole = pool(checkpoint.layers)
-        of_all = [f"{100 * share:.1f} %" for share in shares(whole).values()]
-        heads = ("near-zero mass", "zero codes", "zeros in the forward")
-        lines.append(
-            {
-                "checkpoint": checkpoint.label,
-                "layers": f"{len(checkpoint.layers)}",
-                "weights": f"{whole.weights:,}",
-                **dict(zip(heads, of_all, strict=True)),
-            }
-        )
-    return table(lines)
+    wholes = [pool(each.layers) for each in checkpoints]
+    heads = ("near-zero mass", "zero codes", "zeros in the forward")
+    return table(
+        {"checkpoint": each.label, "layers": f"{len(each.layers)}", "weights": f"{whole.weights:,}"}
+        | {h: f"{100 * v:.1f} %" for h, v in zip(heads, shares(whole).values(), strict=True)}
+        for each, whole in zip(checkpoints, wholes, strict=True)
+    )

@@ -9,7 +9,7 @@ and axes take the colour of the page around them (`currentColor`), series the CS
 import io
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.resources import as_file, files
 from typing import TYPE_CHECKING, Any
@@ -110,32 +110,30 @@ def standalone(svg: str) -> str:
     return svg + ("" if svg.endswith("\n") else "\n")
 
 
-# Table 2 and the course of training.
+# Table 2, the course of training, and the paper's figures 2 and 4.
 
 
 def cost_figure(results: Results) -> str:
     """Draw what sparsity costs at the main size, beside the paper's own: groups of a bar a format."""
     pattern = results.setting["pattern"]
     models = {"this run": perplexities(four_models(results, results.main))}
-    models |= {f"paper, {size}": found for size, found in paper_models(pattern).items()}
-    groups = list(models)
-    with canvas("cost-bars", size=(SIZE[0], 1.0 + 0.6 * len(groups))) as (figure, axes):
+    models |= {f"paper, {size}": theirs for size, theirs in paper_models(pattern).items()}
+    with canvas("cost-bars", size=(SIZE[0], 1.0 + 0.6 * len(models))) as (figure, axes):
         for weight, offset in (("full", -0.19), ("ternary", 0.19)):
-            costs = [costs_of(found)[f"{weight}-{pattern}"] for found in models.values()]
-            mean = np.array([cost.mean() for cost in costs])
-            low, high = (np.array([f(cost) for cost in costs]) for f in (min, max))
+            costs = [costs_of(own)[f"{weight}-{pattern}"] for own in models.values()]
+            known = pd.DataFrame([cost.agg(["mean", "min", "max"]) for cost in costs])
             bars = axes.barh(
-                np.arange(len(groups)) + offset,
-                mean,
+                np.arange(len(models)) + offset,
+                known["mean"].to_numpy(),
                 0.34,
-                xerr=_range_around(mean, low, high),
+                xerr=_range_around(known),
                 error_kw={"ecolor": INK, "elinewidth": 1.2},
                 color=COLOURS[weight],
                 label=LABELS[weight],
             )
             axes.bar_label(bars, fmt="%+.1f", padding=3)
         axes.axvline(0, color=INK, linewidth=0.9)
-        axes.set_yticks(range(len(groups)), groups)
+        axes.set_yticks(range(len(models)), list(models))
         axes.invert_yaxis()
         axes.grid(False, axis="y")
         axes.tick_params(axis="y", length=0)
@@ -143,14 +141,52 @@ def cost_figure(results: Results) -> str:
         axes.margins(x=0.15)
         axes.set_xlabel(f"perplexity of {pattern} over dense (%)")
         figure.legend(loc="outside upper center", ncols=2)
-        return svg_text(
-            figure, "cost-bars", "Perplexity increase through sparsity, by weight format"
-        )
+        title = "Perplexity increase through sparsity, by weight format"
+        return svg_text(figure, "cost-bars", title)
 
 
-def _range_around(mean: Any, low: Any, high: Any) -> np.ndarray:
-    """Return [below, above], never negative by the rounding of a mean."""
-    return np.maximum([mean - low, high - mean], 0)
+def _range_around(known: pd.DataFrame) -> np.ndarray:
+    """Return [below, above] the mean, never negative by its rounding."""
+    mean = known["mean"]
+    return np.maximum([mean - known["min"], known["max"] - mean], 0)
+
+
+def _curves(
+    name: str,
+    title: str,
+    y_label: str,
+    lines: Iterable[tuple[pd.DataFrame, dict[str, Any]]],
+    *,
+    limits: tuple[float, float] | None = None,
+    log: bool = False,
+) -> str:
+    """Draw lines over the optimiser steps, each with a style for `plot`.
+
+    A line is indexed by step and has a `mean`, and with `min` and `max` a band around it. Limits of the
+    y axis that include 0 show a line there.
+    """
+    with canvas(name) as (figure, axes):
+        if log:
+            axes.set_yscale("log")
+        if limits and limits[0] < 0 < limits[1]:
+            axes.axhline(0, color=INK, linewidth=0.9)
+        for line, style in lines:
+            axes.plot(line.index, line["mean"], **style)
+            if "min" in line:
+                area = {"color": style["color"], "alpha": 0.15, "linewidth": 0}
+                axes.fill_between(line.index, line["min"], line["max"], **area)
+        if log:
+            bottom, top = axes.get_ylim()
+            for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+                set_formatter(_plain_number if top > 3 * bottom else "{x:g}")
+            axes.tick_params(axis="y", which="minor", labelsize=7)
+        axes.set(xlabel="optimiser step", ylabel=y_label, ylim=limits)
+        axes.legend()
+        return svg_text(figure, name, title)
+
+
+def _plain_number(value: float, _: float) -> str:
+    return f"{value:g}" if f"{value:.0e}"[0] in "1235" else ""
 
 
 def course_figures(results: Results) -> dict[str, str]:
@@ -159,22 +195,65 @@ def course_figures(results: Results) -> dict[str, str]:
     `loss` and `flips` are of the first seed.
     """
     curves = {
-        format: [results.curves[results.curves.run == name] for name in rows.name]
+        format: [results.curves[results.curves.run == name].set_index("step") for name in rows.name]
         for format, rows in four_models(results, results.main).items()
     }
-    first = {format: of_seeds[0] for format, of_seeds in curves.items()}
+    # The first steps fall from log(vocabulary) and would flatten all that follows.
+    highest = min(
+        own[0].loss.dropna().iloc[len(own[0].loss.dropna()) // 10] for own in curves.values()
+    )
+    lowest = min(
+        own[0][["loss", "validation_loss"]].ffill().iloc[-1].min() for own in curves.values()
+    )
+    margin = 0.12 * max(highest - lowest, 5e-4)
+    losses = [
+        line
+        for format, (first, *_) in curves.items()
+        for line in (
+            (_mean(first.loss), _style(format)),
+            (_mean(first.validation_loss), _dots(format)),
+        )
+    ]
+    costs = {f: _sparsity_cost(curves[f], curves[dense_of(f)]) for f in curves if f != dense_of(f)}
+    # The first steps, where every model still learns the unigrams, say nothing.
+    seen = np.concatenate([[0.0], *(cost["mean"][len(cost) // 20 :] for cost in costs.values())])
+    room = 0.12 * max(seen.max() - seen.min(), 1e-3)
+    # Zero has no place on a logarithmic axis: a gap.
+    flips = [
+        (_mean(100 * curves[f][0].flip_rate.where(curves[f][0].flip_rate > 0)), _style(f))
+        for f in costs
+    ]
+    of_weight = {f: f.partition("-")[0] for f in costs}
     return {
-        "loss": _loss_curves(first),
-        "sparsity-costs": _sparsity_cost_curves(curves),
-        "flips": _flip_rate_curves({f: own for f, own in first.items() if f != dense_of(f)}),
+        "loss": _curves(
+            "loss",
+            "Training loss of each model over optimiser steps",
+            "loss (nats per token)",
+            losses,
+            limits=(lowest - margin, highest + margin / 2),
+        ),
+        "sparsity-costs": _curves(
+            "cost",
+            "Training loss of sparse minus dense models over steps",
+            "sparse minus dense loss (nats)",
+            [
+                (cost, {"color": COLOURS[of_weight[f]], "label": of_weight[f]})
+                for f, cost in costs.items()
+            ],
+            limits=(seen.min() - room, seen.max() + room),
+        ),
+        "flips": _curves(
+            "flips",
+            "Mask flip rate of the sparse models over optimiser steps",
+            "mask flip rate (% per step)",
+            flips,
+            log=True,
+        ),
     }
 
 
-def _finish_steps(axes: "Axes", y_label: str) -> None:
-    axes.set_xlabel("optimiser step")
-    axes.set_ylabel(y_label)
-    axes.margins(x=0.01)
-    axes.legend()
+def _mean(values: pd.Series) -> pd.DataFrame:
+    return values.dropna().to_frame("mean")
 
 
 def _style(format: str) -> dict[str, Any]:
@@ -185,75 +264,22 @@ def _style(format: str) -> dict[str, Any]:
     return line | {"linewidth": 4, "alpha": 0.4}
 
 
-def _loss_curves(curves: Mapping[str, pd.DataFrame]) -> str:
-    """Draw training loss over steps, validation loss as dots."""
-    lowest = highest = math.inf
-    with canvas("loss") as (figure, axes):
-        for format, curve in curves.items():
-            logged, held_out = curve.dropna(subset="loss"), curve.dropna(subset="validation_loss")
-            axes.plot(logged.step, logged.loss, **_style(format))
-            colour = COLOURS[format.partition("-")[0]]
-            face = colour if format == dense_of(format) else "none"
-            dots = {"color": colour, "markerfacecolor": face, "markersize": 4}
-            axes.plot(held_out.step, held_out.validation_loss, "o", **dots)
-            lowest = min(lowest, *logged.loss[-1:], *held_out.validation_loss[-1:])
-            # The first steps fall from log(vocabulary) and would flatten all that follows.
-            highest = min(highest, logged.loss.iloc[len(logged) // 10])
-        if highest - lowest > 1e-3:
-            margin = 0.06 * (highest - lowest)
-            axes.set_ylim(lowest - 2 * margin, highest + 2 * margin)
-        _finish_steps(axes, "loss (nats per token)")
-        return svg_text(figure, "loss", "Training loss of each model over optimiser steps")
+def _dots(format: str) -> dict[str, Any]:
+    """Return the style of held-out losses: filled dots for a dense model."""
+    colour = COLOURS[format.partition("-")[0]]
+    face = colour if format == dense_of(format) else "none"
+    dots = {"color": colour, "markerfacecolor": face, "markersize": 4}
+    return {"marker": "o", "linestyle": "none"} | dots
 
 
-def _sparsity_cost_curves(curves: Mapping[str, Sequence[pd.DataFrame]]) -> str:
-    """Draw the loss of sparse runs minus that of their dense twins on the same batches, by format."""
-    loss = {
-        format: pd.concat(
-            [own.dropna(subset="loss").set_index("step").loss for own in runs], axis=1
-        )
-        for format, runs in curves.items()
-    }
-    seen = [0.0]
-    with canvas("cost") as (figure, axes):
-        axes.axhline(0, color=INK, linewidth=0.9)
-        for format in loss:
-            if format == dense_of(format):
-                continue
-            cost = loss[format] - loss[dense_of(format)]
-            cost = cost.rolling(SMOOTH, center=True, min_periods=1).mean()
-            mean, weight = cost.mean(axis=1), format.partition("-")[0]
-            band = {"color": COLOURS[weight], "alpha": 0.18, "linewidth": 0}
-            axes.plot(cost.index, mean, color=COLOURS[weight], label=weight)
-            axes.fill_between(cost.index, cost.min(axis=1), cost.max(axis=1), **band)
-            # The first steps, where every model still learns the unigrams, say nothing.
-            seen += list(mean[len(mean) // 20 :])
-        margin = 0.12 * max(max(seen) - min(seen), 1e-3)
-        axes.set_ylim(min(seen) - margin, max(seen) + margin)
-        _finish_steps(axes, "sparse minus dense loss (nats)")
-        return svg_text(figure, "cost", "Training loss of sparse minus dense models over steps")
-
-
-def _flip_rate_curves(curves: Mapping[str, pd.DataFrame]) -> str:
-    """Draw the share of mask positions that changed between steps, logarithmic, in percent."""
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    with canvas("flips") as (figure, axes):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        for format, curve in curves.items():
-            logged = curve.dropna(subset="flip_rate")
-            # Zero has no place on a logarithmic axis: leave a gap.
-            flips = 100 * logged.flip_rate.where(logged.flip_rate > 0)
-            axes.plot(logged.step, flips, **_style(format))
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        _finish_steps(axes, "mask flip rate (% per step)")
-        title = "Mask flip rate of the sparse models over optimiser steps"
-        return svg_text(figure, "flips", title)
-
-
-# The paper's figures 2 and 4.
+def _sparsity_cost(sparse: list[pd.DataFrame], dense: list[pd.DataFrame]) -> pd.DataFrame:
+    """Return by step the smoothed losses of sparse runs minus those of their dense twins on the same
+    batches: mean, least and greatest of the seeds."""
+    first, second = (
+        pd.concat([own.loss.dropna() for own in runs], axis=1) for runs in (sparse, dense)
+    )
+    cost = (first - second).rolling(SMOOTH, center=True, min_periods=1).mean()
+    return cost.agg(["mean", "min", "max"], axis=1)
 
 
 def sweep_figure(results: Results) -> str | None:
@@ -262,15 +288,9 @@ def sweep_figure(results: Results) -> str | None:
     ours = {}
     for weight in LABELS:
         costs = [100 * (results.relative(f"{weight}-{pattern}") - 1) for pattern in patterns]
-        known = pd.DataFrame(
-            {
-                place: cost.agg(["mean", "min", "max"])
-                for place, cost in enumerate(costs)
-                if len(cost)
-            }
-        )
-        if known.shape[1] > min(2, len(patterns) - 2):
-            ours[weight] = known.T
+        known = {x: cost.agg(["mean", "min", "max"]) for x, cost in enumerate(costs) if len(cost)}
+        if len(known) > min(2, len(patterns) - 2):
+            ours[weight] = pd.DataFrame(known).T
     if not ours:
         return None
     markers = {"full": "o", "ternary": "s"}
@@ -278,16 +298,9 @@ def sweep_figure(results: Results) -> str | None:
         axes.axhline(10, color=INK, linewidth=1, linestyle=(0, (4, 3)))
         axes.text(0.0, 10.4, "10 %", fontsize=8)
         for weight, known in ours.items():
-            axes.errorbar(
-                known.index,
-                known["mean"],
-                yerr=_range_around(known["mean"], known["min"], known["max"]),
-                color=COLOURS[weight],
-                marker=markers[weight],
-                markersize=5,
-                capsize=3,
-                label=LABELS[weight],
-            )
+            style = {"color": COLOURS[weight], "marker": markers[weight], "label": LABELS[weight]}
+            ranges = _range_around(known)
+            axes.errorbar(known.index, known["mean"], yerr=ranges, markersize=5, capsize=3, **style)
         for weight, theirs in paper()["sweep"].items():
             axes.plot(
                 range(len(patterns)),
@@ -301,8 +314,7 @@ def sweep_figure(results: Results) -> str | None:
                 label=f"paper 0.5B, {LABELS[weight]}",
             )
         axes.set_xticks(range(len(patterns)), patterns)
-        axes.set_xlabel("pattern (kept : group)")
-        axes.set_ylabel("perplexity increase over dense (%)")
+        axes.set(xlabel="pattern (kept : group)", ylabel="perplexity increase over dense (%)")
         axes.legend(loc="upper left", bbox_to_anchor=(0.06, 1.0))
         title = "Perplexity increase over the dense model by N:M pattern"
         return svg_text(figure, "norm-ppl", title)
@@ -312,48 +324,28 @@ def ablation_figures(results: Results) -> dict[str, str]:
     """Draw figure 4: validation perplexity and flip rate by step; {} with fewer than two designs."""
     runs = {name: results.by_seed(format).name for name, format in ABLATIONS.items()}
     runs = {name: own for name, own in runs.items() if len(own)}
-    curves = results.curves
-    shown = {
-        "ablation-ppl": ("validation perplexity", np.exp(curves.validation_loss), 0.15),
-        "ablation-flips": ("mask flip rate (% per step)", 100 * curves.flip_rate, 0.0),
-    }
-    return {
-        name: _design_curves(f"{results.name}-{name}", y_label, bands, skip)
-        for name, (y_label, values, skip) in (shown.items() if len(runs) > 1 else ())
-        for bands in [{d: _band(curves, values, set(own)) for d, own in runs.items()}]
-    }
+    curves, drawn = results.curves, {}
+    for name, y_label, values, skip in (
+        ("ablation-ppl", "validation perplexity", np.exp(curves.validation_loss), 0.15),
+        ("ablation-flips", "mask flip rate (% per step)", 100 * curves.flip_rate, 0.0),
+    ):
+        bands = [_band(curves, values, set(own), skip) for own in runs.values()]
+        styles = (s | {"label": d} for d, s in zip(runs, _DESIGN_STYLES, strict=False))
+        what = y_label.partition(" (")[0].capitalize()
+        title = f"{what} of the four training designs over the steps"
+        lines = zip(bands, styles, strict=True)
+        if len(runs) > 1:
+            drawn[name] = _curves(f"{results.name}-{name}", title, y_label, lines, log=True)
+    return drawn
 
 
-def _band(curves: pd.DataFrame, values: pd.Series, runs: set[str]) -> pd.DataFrame:
-    """Return mean and range of the runs by step."""
+def _band(curves: pd.DataFrame, values: pd.Series, runs: set[str], skip: float) -> pd.DataFrame:
+    """Return mean and range of the runs by step, without the first share `skip` of the steps."""
     known = values[curves.run.isin(runs) & (values > 0)]
     band = known.groupby(curves.step).agg(["mean", "min", "max", "count"])
     # Steps that not every seed reached in the same stretch would make the band jump.
-    return band[band["count"] == len(runs)]
-
-
-def _design_curves(name: str, y_label: str, bands: Mapping[str, pd.DataFrame], skip: float) -> str:
-    """Draw a curve with its range for each design, logarithmic, without the first share `skip`."""
-    with canvas(name) as (figure, axes):
-        axes.set_yscale("log")
-        for (design, band), style in zip(bands.items(), _DESIGN_STYLES, strict=False):
-            shown = band[band.index >= skip * band.index.max()]
-            area = {"color": style["color"], "alpha": 0.15, "linewidth": 0}
-            axes.plot(shown.index, shown["mean"], label=design, **style)
-            axes.fill_between(shown.index, shown["min"], shown["max"], **area)
-        bottom, top = axes.get_ylim()
-        for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-            set_formatter(_plain_number if top > 3 * bottom else "{x:g}")
-        axes.tick_params(axis="y", which="minor", labelsize=7)
-        axes.set_xlabel("optimiser step")
-        axes.set_ylabel(y_label)
-        axes.legend()
-        what = y_label.partition(" (")[0].capitalize()
-        return svg_text(figure, name, f"{what} of the four training designs over the steps")
-
-
-def _plain_number(value: float, _: float) -> str:
-    return f"{value:g}" if f"{value:.0e}"[0] in "1235" else ""
+    band = band[band["count"] == len(runs)]
+    return band[band.index >= skip * band.index.max()]
 
 
 # Weights: figures 1, 5, 6 and 7.

@@ -33,9 +33,9 @@ def paper_gains(phase: str) -> dict[int, float]:
 
     Empty for another phase.
     """
-    found = paper()["throughput"].get(phase, {"sizes": [], "dense": [], "6:8": []})
-    pairs = zip(found["6:8"], found["dense"], strict=True)
-    return dict(zip(found["sizes"], (sparse / dense for sparse, dense in pairs), strict=True))
+    theirs = paper()["throughput"].get(phase, {"sizes": [], "dense": [], "6:8": []})
+    columns = zip(theirs["sizes"], theirs["6:8"], theirs["dense"], strict=True)
+    return {size: sparse / dense for size, sparse, dense in columns}
 
 
 def paper_accuracies(tasks: Iterable[str]) -> dict[str, dict[str, float]]:

@@ -4,7 +4,7 @@
 setting.json      what all runs share: scale, sizes, recipe, text, precision
 results.jsonl     one line a finished run; see `COLUMNS`
 details.jsonl.gz  one line a finished run: its thinned curves, and a dense one's weights over training
-downstream.jsonl  one line a model scored on tasks; see `downstream`
+downstream.jsonl  one line a model that was scored on tasks, in finished sets
 notes.md          what people make of the results
 data/, runs/      prepared text, and run folders with checkpoints; not for a repository
 """
@@ -27,7 +27,6 @@ from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet_paper.scales import DENSE_PATTERN, Scale, four_formats
 
 SETTING, ROWS, DETAILS = "setting.json", "results.jsonl", "details.jsonl.gz"
-DOWNSTREAM = "downstream.jsonl"
 
 COLUMNS = {
     "name": "of its folder and its details",
@@ -51,7 +50,7 @@ COLUMNS = {
     "flip_rate": "share of mask positions that changed at the last step; None of a dense model",
     "seconds": "spent in optimiser steps",
     "tokens_per_second": "median over the optimiser steps",
-    "product_share": "operations a second over those of large products there; None where not measured",
+    "product_share": "operations a second over those of large products, in finished sets; else None",
     "device": '"cpu" or "cuda"',
     "precision": 'compute type: "bfloat16" or "float32"',
     "checkpoint": "folder of the trained model, relative to the results file",
@@ -70,7 +69,7 @@ Measured = tuple[dict[str, Any], dict[str, Any]]
 _MAY_CHANGE = ("summary", "patterns", "sparse_percents")
 """Keys of a setting that say which runs are wanted, and nothing about those that are there."""
 
-_WHICH_RUNS = ("name", "seeds", "workers", "plain_names", "needs_gpu")
+_WHICH_RUNS = ("name", "seeds", "plain_names")
 _OF_ONE_RUN = ("data", "out", "model", "format", "seed", "data_seed", "steps", "sparse_fraction")
 
 
@@ -115,8 +114,8 @@ class Results:
 
     @property
     def scores(self) -> list[dict[str, Any]]:
-        """Lines of downstream.jsonl; see `downstream`."""
-        return self._lines(DOWNSTREAM, ("run", "asked", "tasks", "questions"))
+        """Lines of downstream.jsonl: accuracies and numbers of questions by task."""
+        return self._lines("downstream.jsonl", ("run", "tasks", "questions"))
 
     def _lines(self, name: str, keys: Sequence[str]) -> list[dict[str, Any]]:
         path = self.path / name
@@ -322,23 +321,13 @@ def setting_changes(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> lis
     # A field of the recipe that did not exist when it was written has its default.
     recipe = _shared(TrainConfig()) | stored["recipe"]
     there = {**stored, "recipe": recipe, "sizes": wanted["sizes"] | stored["sizes"]}
-    old, new = (
-        {name: value for name, value in _leaves(each) if name.partition(".")[0] not in _MAY_CHANGE}
-        for each in (there, wanted)
-    )
+    # What is no object in nested JSON, by its path.
+    (old,), (new,) = (pd.json_normalize(dict(each)).to_dict("records") for each in (there, wanted))
     return [
         f"{name} {json.dumps(old.get(name))} -> {json.dumps(new.get(name))}"
         for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name)
+        if old.get(name) != new.get(name) and name.partition(".")[0] not in _MAY_CHANGE
     ]
-
-
-def _leaves(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield what is no object in nested JSON, by its path."""
-    if not isinstance(value, dict):
-        yield where, value
-    for key, inner in value.items() if isinstance(value, dict) else ():
-        yield from _leaves(inner, f"{where}.{key}" if where else key)
 
 
 def _shared(recipe: TrainConfig) -> dict[str, Any]:

@@ -173,7 +173,7 @@ EXPERIMENTS: dict[str, Callable[[Scale], list[Run]]] = {
     "schedule": schedule,
     "search": search,
 }
-"""Experiments by their names on the command line. Table 1 scores the models of table 2."""
+"""Experiments by their names on the command line."""
 
 _ALL = EXPERIMENTS | {"ideas": ideas}
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables of a set of results, and how a table is shown on a terminal and in Markdown."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -12,12 +11,9 @@ import numpy as np
 import pandas as pd
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet_paper.claims import (
-    NOTHING,
-    cost_estimate,
-)
+from sparse_bitnet_paper.claims import NOTHING, cost_estimate
 from sparse_bitnet_paper.paper import paper, paper_gains, paper_perplexities
-from sparse_bitnet_paper.results import Results
+from sparse_bitnet_paper.results import Results, read_lines
 from sparse_bitnet_paper.scales import DENSE_PATTERN
 from sparse_bitnet_paper.statistics import Estimate, holm, residual_of
 
@@ -139,15 +135,6 @@ def dense_of(format: str) -> str:
     return f"{format.partition('-')[0]}-{DENSE_PATTERN}"
 
 
-def seeds_note(seeds: Mapping[str, int]) -> str:
-    """Return what a table says of its spreads; `seeds`: how many each of its rows or columns has."""
-    counts = ", ".join(f"{name} {count}" for name, count in seeds.items())
-    return (
-        f"Seeds: {counts}. Over several: mean, then least..greatest. Δ and percentages pair models of "
-        "one seed, which share initial weights and batches."
-    )
-
-
 # Table 2.
 
 
@@ -166,17 +153,20 @@ def four_models(results: Results, model: str) -> dict[str, pd.DataFrame]:
 def perplexity_columns(perplexity: pd.DataFrame) -> pd.DataFrame:
     """Return PPL, Δ and Δ % of the four models, from perplexities: a row a seed, a column a format."""
     lines = []
-    for format in perplexity:
-        own, dense = perplexity[format], perplexity[dense_of(format)]
-        sparse = format != dense_of(format)
-        lines.append(
-            {
-                "model": label(format),
-                "PPL": spread(own, ".2f"),
-                "Δ": spread(own - dense, "+.2f") if sparse else NOTHING,
-                "Δ %": spread(100 * (own / dense - 1), "+.1f") if sparse else NOTHING,
+    for format, own in perplexity.items():
+        line = {
+            "model": label(str(format)),
+            "PPL": spread(own, ".2f"),
+            "Δ": NOTHING,
+            "Δ %": NOTHING,
+        }
+        if (base := dense_of(str(format))) != format:
+            dense = perplexity[base]
+            line |= {
+                "Δ": spread(own - dense, "+.2f"),
+                "Δ %": spread(100 * (own / dense - 1), "+.1f"),
             }
-        )
+        lines.append(line)
     return table(lines).frame if lines else pd.DataFrame()
 
 
@@ -225,14 +215,13 @@ def comparison_table(rows: Mapping[str, pd.DataFrame]) -> Table:
     return _beside_paper({"this run": columns}, sparse.partition("-")[2], notes)
 
 
-def perplexity_table(results: Results) -> Table | None:
-    """Return table 2 at every size that has all four models for a seed; None where there is none."""
-    ours, seeds = {}, {}
-    for model in results.models:
-        if rows := four_models(results, model):
-            ours[model] = perplexity_columns(perplexities(rows))
-            seeds[model] = len(rows[results.four_formats[0]])
-    return _beside_paper(ours, results.setting["pattern"], [seeds_note(seeds)]) if ours else None
+def perplexity_table(results: Results) -> tuple[Table, list[tuple[str, int]]] | None:
+    """Return table 2 at every size that has all four models for a seed, and how many, or None."""
+    rows = {model: four_models(results, model) for model in results.models}
+    found = {model: perplexities(own) for model, own in rows.items() if own}
+    ours = {model: perplexity_columns(own) for model, own in found.items()}
+    seeds = [(model, len(own)) for model, own in found.items()]
+    return (_beside_paper(ours, results.setting["pattern"], []), seeds) if ours else None
 
 
 def other_text(results: Results) -> dict[str, dict[str, Any]]:
@@ -242,15 +231,10 @@ def other_text(results: Results) -> dict[str, dict[str, Any]]:
         texts = {f: results.by_seed(f, model=model).other_text for f in results.four_formats}
         ppl = pd.DataFrame({f: own.str["perplexity"] for f, own in texts.items()}).dropna()
         if len(ppl):
-            names = texts[results.four_formats[0]].dropna().str["name"]
-            ppl = ppl.astype(float)
-            cost, columns = cost_estimate(np.log(ppl)), perplexity_columns(ppl)
-            found[model] = {
-                "columns": columns,
-                "count": len(ppl),
-                "cost": cost,
-                "name": names.iloc[0],
-            }
+            name = texts[results.four_formats[0]].dropna().str["name"].iloc[0]
+            cost = cost_estimate(np.log(ppl := ppl.astype(float)))
+            columns = perplexity_columns(ppl)
+            found[model] = {"columns": columns, "count": len(ppl), "cost": cost, "name": name}
     return found
 
 
@@ -281,12 +265,11 @@ def beside_chance(results: Results) -> dict[str, Any]:
     """
     from scipy.stats import binomtest
 
-    asked = results.scores[-1]["asked"]
     found = [
         (line["run"], task, binomtest(round(scores["acc"] * n), n, CHANCE[task], "greater").pvalue)
         for line in results.scores
         for task, scores in line["tasks"].items()
-        if line["asked"] == asked and task in CHANCE and (n := line["questions"].get(task))
+        if task in CHANCE and (n := line["questions"].get(task))
     ]
     rejected = zip(found, holm([p for _, _, p in found]), strict=True)
     return {
@@ -305,25 +288,23 @@ def throughput_table(path: Path) -> Table:
     """
     measured = ["phase", "tokens", "batch", "threads"]
     try:
-        rows = pd.DataFrame([json.loads(line) for line in path.read_text("utf-8").splitlines()])
+        rows = pd.DataFrame([line for _, line in read_lines(path)])
         rows = rows[rows.date == rows.date.iloc[-1]]
-        shown = rows[
-            (rows.kv_cache == "float16") & ((rows.phase == "prefill") | (rows.tokens == 0))
-        ]
+        shown = rows[rows.kv_cache.eq("float16") & (rows.phase.eq("prefill") | rows.tokens.eq(0))]
         speeds = shown.pivot_table("tokens_per_second", measured, "pattern", "max", sort=False)
         dense = speeds.pop(DENSE_PATTERN)
         made, widest = rows.iloc[0], rows.spread.max()
         if speeds.empty or speeds.isna().any(axis=None):
             raise LookupError
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(
             f"{path}: no run of dense and sparse models in turn, as of `sparse-bitnet bench --pattern "
             "8:8 6:8 --out`"
         ) from error
     lines = []
     for (phase, tokens, batch, threads), sparse in speeds.iterrows():
-        base, gains = dense[phase, tokens, batch, threads], paper_gains(phase).values()
-        gpu = paper()["throughput"][phase]["gpu"]
+        base, theirs = dense[phase, tokens, batch, threads], paper()["throughput"][phase]
+        gains = paper_gains(phase).values()
         size = f"{tokens} tokens" if phase == "prefill" else f"batch {batch}"
         lines.append(
             {
@@ -331,7 +312,7 @@ def throughput_table(path: Path) -> Table:
                 "dense": f"{base:.1f}",
                 **{p: f"{speed:.1f}\n{speed / base:.2f}x" for p, speed in sparse.items()},
                 "ours on a GPU": "not measured",
-                "paper's 3B, 6:8 over dense": f"{min(gains):.2f}x to {max(gains):.2f}x ({gpu})",
+                "paper's 3B, 6:8 over dense": f"{min(gains):.2f}x to {max(gains):.2f}x ({theirs['gpu']})",
             }
         )
     note = (

@@ -26,7 +26,6 @@ from sparse_bitnet.ops.select_ternary import absmean
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet_paper.weight_counts import BIN_WIDTH, NEAR_ZERO, RANGE
 
-_BLOCK_WEIGHTS = 1 << 22
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -47,38 +46,31 @@ def count_weights(
     pattern = pattern or config.pattern
     pattern.check_divides(weight.shape[-1], name)
     weight = weight.detach()
-    selection = select(weight, config)
-    unpruned = None  # the codes of absmean follow from its scale
+    selection, mean, values = select(weight, config), absmean(weight), weight.float()
     if config.weight == "ternary" and not config.is_plain:
-        unpruned = select(weight, config, kept=config.pattern.m).codes
-    mean = absmean(weight)
-    weight_scale = mean if selection.weight_scale is None else selection.weight_scale
-    # One scale, or one for each weight.
-    weight_scale = spread_scale(weight_scale, weight.shape[-1]).expand(weight.shape)
-    parts = []
-    rows = max(1, _BLOCK_WEIGHTS // weight.shape[-1])
-    for start in range(0, weight.shape[0], rows):
-        part = slice(start, start + rows)
-        values = weight[part].float()
-        relative = values / mean
-        codes = (values / weight_scale[part]).round() if unpruned is None else unpruned[part]
-        thresholds = relative.new_empty(0)
-        if not pattern.is_dense:
-            groups = relative.abs().unflatten(-1, (-1, pattern.m))
-            thresholds = groups.topk(pattern.n + 1).values[..., -1]
-        parts.append(
-            {
-                "weights": values.numel(),
-                "absolute_sum": values.abs().sum(dtype=torch.float64).item(),
-                "near_zero": int((relative.abs() < NEAR_ZERO).sum()),
-                "code_zeros": int((codes == 0).sum()),
-                "zeros": _zeros(values, *(x if x is None else x[part] for x in selection[:2])),
-                "groups": thresholds.numel(),
-                "histogram": _histogram(relative, -RANGE),
-                "thresholds": _histogram(thresholds, 0.0),
-            }
-        )
-    return {"name": name, "block": _block_index(name), **pd.DataFrame(parts).sum()}
+        codes = select(weight, config, kept=config.pattern.m).codes
+    else:  # the codes of absmean follow from its scale
+        scale = mean if selection.weight_scale is None else selection.weight_scale
+        codes = (values / spread_scale(scale, weight.shape[-1])).round()
+    relative, used = values / mean, selection.codes
+    thresholds = relative.new_empty(0)
+    if not pattern.is_dense:
+        groups = relative.abs().unflatten(-1, (-1, pattern.m))
+        thresholds = groups.topk(pattern.n + 1).values[..., -1]
+    if used is None:
+        used = values if selection.mask is None else values * selection.mask
+    return {
+        "name": name,
+        "block": _block_index(name),
+        "weights": values.numel(),
+        "absolute_sum": values.abs().sum(dtype=torch.float64).item(),
+        "near_zero": int((relative.abs() < NEAR_ZERO).sum()),
+        "code_zeros": int((codes == 0).sum()),
+        "zeros": int((used == 0).sum()),
+        "groups": thresholds.numel(),
+        "histogram": _histogram(relative, -RANGE),
+        "thresholds": _histogram(thresholds, 0.0),
+    }
 
 
 def count_model(model: nn.Module, *, pattern: NMPattern | None = None) -> pd.DataFrame:
@@ -143,12 +135,6 @@ def _block_matrices(folder: Path) -> Iterator[tuple[str, Tensor]]:
         weight = files.read(key)
         if weight.dtype in _FLOATS:
             yield name, weight
-
-
-def _zeros(values: Tensor, codes: Tensor | None, mask: Tensor | None) -> int:
-    if codes is not None:
-        return int((codes == 0).sum())
-    return int((values == 0).sum() if mask is None else (values * mask == 0).sum())
 
 
 def _histogram(values: Tensor, low: float) -> np.ndarray:

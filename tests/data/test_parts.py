@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text prepared by many processes, and reading of very much of it."""
 
+import multiprocessing
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,6 @@ from sparse_bitnet.data.preparation import prepare
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.data.sources import HubSource, parse_source, part_of
 from sparse_bitnet.errors import UserError
-from sparse_bitnet_paper.workers import forked_from_imports
 
 
 @pytest.fixture
@@ -48,7 +48,9 @@ def test_parts_prepared_at_once_are_the_same_documents(texts, tmp_path, tokenize
     )
     out = tmp_path / "parts"
     processes = [
-        forked_from_imports().Process(target=one_part, args=(texts, out, part, tokenizer_folder))
+        multiprocessing.get_context("forkserver").Process(
+            target=one_part, args=(texts, out, part, tokenizer_folder)
+        )
         for part in range(3)
     ]
     for process in processes:

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from made_up_results import SCALE, paper_perplexity
-from sparse_bitnet_paper.claims import claims, collapse_densities, flips_by_tenth
+from sparse_bitnet_paper.claims import claims, collapse_densities
 from sparse_bitnet_paper.runs import ABLATIONS
 from sparse_bitnet_paper.statistics import (
     EXCLUDED,
@@ -82,25 +82,10 @@ def test_a_seed_counts_with_all_four_models(make_set):
     assert [(c.estimate.mean, c.estimate.half_width) for c in main_claims(results)] == before
 
 
-def test_sizes_are_compared_with_those_of_the_paper_that_have_their_place(make_set):
-    results = make_set()
-    large = results.rows[results.rows.model == "qwen2.5-1m"].assign(model="qwen2.5-3m")
-    results.setting["sizes"]["qwen2.5-3m"] = 1
-    results.rows = pd.concat([results.rows, large], ignore_index=True)
-    assert [c.model for c in claims(results) if "shrinks" in c.text] == ["qwen2.5-1m"]
-    assert main_claims(results, "qwen2.5-3m")[0].expected is None
-
-
 def test_collapse_is_where_the_straight_line_between_patterns_crosses(make_set):
     found = collapse_densities(make_set())
     assert found.full.between(0.5, 0.625).all()  # the paper: between 5:8 and 4:8
     assert found.ternary.between(0.375, 0.5).all()  # between 4:8 and 3:8
-
-
-def test_without_a_collapse_there_is_nothing_to_compare(make_set):
-    results = make_set(lambda config: 30.0)
-    assert collapse_densities(results).empty
-    assert not [claim for claim in claims(results) if "later" in claim.text]
 
 
 def test_a_model_that_never_collapses_counts_as_doing_so_at_the_sparsest(make_set):
@@ -108,18 +93,6 @@ def test_a_model_that_never_collapses_counts_as_doing_so_at_the_sparsest(make_se
         return 30.0 if config.format.startswith("ternary") else paper_perplexity(config)
 
     assert set(collapse_densities(make_set(never)).ternary) == {0.25}
-
-
-def test_other_learning_rates_and_schedules_stay_out_of_the_comparisons(make_set):
-    results = make_set()
-    rows = results.by_seed("ternary-6:8")
-    assert list(rows.index) == [0, 1, 2]
-    assert set(rows.learning_rate) == {results.learning_rate}
-    assert set(rows.sparse_percent) == {100}
-    assert set(results.by_seed("ternary-8:8").sparse_percent) == {0}
-    halves = results.by_seed("ternary-6:8", sparse_percent=50)
-    assert set(halves.perplexity).isdisjoint(rows.perplexity)
-    assert results.by_seed("ternary-6:8", recipe="bf16 masters").empty
 
 
 def test_the_main_claim_is_judged_at_searched_rates_too(make_set):
@@ -136,31 +109,6 @@ def test_the_main_claim_is_judged_at_searched_rates_too(make_set):
     for searched in (together, own):
         assert searched.estimate.mean == pytest.approx(shared.estimate.mean + more, abs=0.2)
         assert searched.estimate.count == 2  # without the seed that chose the rate
-
-
-def test_one_rate_that_is_best_for_each_and_for_all_is_one_claim(make_set):
-    found = main_claims(make_set(lambda config: 30 + config.learning_rate))
-    assert [claim.text.rpartition(", ")[2] for claim in found[1:]] == [
-        "all at the rate of the search"
-    ]
-
-
-def test_flips_are_compared_by_tenths(make_set):
-    found = flips_by_tenth(make_set())
-    assert [tenth.mean for tenth in found["mask without grad"]] == pytest.approx([-2.0] * 10)
-    assert [tenth.mean for tenth in found["mask from quantized weight"]] == pytest.approx(
-        [1.0] * 10
-    )
-
-
-def test_masks_that_come_to_rest_count_as_still(make_set):
-    results = make_set()
-    frozen = results.by_seed(ABLATIONS["mask without grad"]).name
-    rest = results.curves.run.isin(set(frozen)) & (results.curves.step > 550)
-    results.curves.loc[rest, ["flip_rate", "flip_noise"]] = None
-    still = flips_by_tenth(results)["mask without grad"]
-    assert still[4].mean == pytest.approx(-2.0)
-    assert all(tenth.mean < -10 for tenth in still[6:])
 
 
 def claim_of(values, expected=None, **more):

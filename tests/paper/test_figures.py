@@ -2,8 +2,6 @@
 """Figures are well-formed, self-contained SVG that takes its colours from the page."""
 
 import re
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 
 import numpy as np
@@ -63,11 +61,6 @@ def test_svg_is_self_contained_and_themed(drawn):
     ]
 
 
-def test_same_input_same_bytes(make_set):
-    results = make_set(seeds=1, names=["table2"])
-    assert figures.course_figures(results) == figures.course_figures(results)
-
-
 def test_figures_without_runs_are_none(make_set):
     results = make_set(seeds=1, names=["search"])
     assert figures.sweep_figure(results) is None
@@ -81,16 +74,3 @@ def test_flat_and_still_curves_can_be_drawn(make_set):
     results.curves[["flip_rate", "flip_noise"]] = 0.0
     for svg in figures.course_figures(results).values():
         ElementTree.fromstring(svg)
-
-
-def test_matplotlib_is_imported_late_and_without_pyplot():
-    code = """
-import sys
-from sparse_bitnet_paper.figures import layer_profile
-assert not any(name.startswith(("matplotlib", "torch")) for name in sys.modules)
-layer_profile([("a", "full", [0.3, 0.4])])
-import matplotlib
-assert "matplotlib.pyplot" not in sys.modules
-assert matplotlib.rcParams["axes.grid"] is False
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -10,10 +10,9 @@ import torch
 from sparse_bitnet.checkpoint.build_model import PRESETS, build_model
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.layer import SparseBitConfig
-from sparse_bitnet_paper.paper import paper
 from sparse_bitnet_paper.results import Results
-from sparse_bitnet_paper.runs import ABLATIONS, EXPERIMENTS, NOT_IN_NAME, Run, config_hash, plan
-from sparse_bitnet_paper.scales import PAPER_SWEEP, SCALES, find_scale, four_formats
+from sparse_bitnet_paper.runs import EXPERIMENTS, NOT_IN_NAME, plan
+from sparse_bitnet_paper.scales import SCALES, find_scale, four_formats
 
 ROOT = Path(__file__).parents[2]
 ALL = list(EXPERIMENTS)
@@ -64,16 +63,6 @@ def test_a_run_that_several_experiments_ask_for_is_one_run():
     assert planned == {run.name: run.config for run in asked}
 
 
-def test_names_are_readable_and_follow_the_config():
-    run = plan(find_scale("cpu"), ["schedule"], seeds=1)[1]
-    assert run.name.startswith("0.3m-ternary-6-8-rho25-lr")
-    assert run.name.endswith(config_hash(run.config))
-    moved = dataclasses.replace(run.config, data="elsewhere", out="there", keep_checkpoints=9)
-    assert Run(config=moved, purpose="").name == run.name
-    for change in ({"steps": 7}, {"format": "ternary-5:8"}, {"data_seed": 5}, {"threads": 3}):
-        assert config_hash(dataclasses.replace(run.config, **change)) != config_hash(run.config)
-
-
 def test_seed_zero_of_everything_comes_first_and_the_main_size_before_others():
     scale = find_scale("cpu")
     runs = plan(scale, ALL)
@@ -87,30 +76,6 @@ def test_seeds_on_request_replace_those_of_the_scale():
     assert {run.config.seed for run in plan(find_scale("cpu"), ALL, seeds=2)} == {0, 1}
     with pytest.raises(UserError, match="at least 1"):
         plan(find_scale("cpu"), ALL, seeds=0)
-
-
-def test_experiments_are_those_of_the_paper():
-    scale = find_scale("cpu")
-    assert list(PAPER_SWEEP) == list(paper()["sweep"]["full"])
-    assert formats(EXPERIMENTS["sweep"](scale)) == {
-        f"{weight}-{pattern}" for weight in ("full", "ternary") for pattern in PAPER_SWEEP
-    }
-    assert formats(EXPERIMENTS["ablations"](scale)) == set(ABLATIONS.values())
-    fractions = {
-        (run.config.format, run.config.sparse_fraction) for run in EXPERIMENTS["schedule"](scale)
-    }
-    assert fractions == {("ternary-8:8", 1.0)} | {
-        ("ternary-6:8", share) for share in (0.25, 0.5, 0.75, 1.0)
-    }
-    rates = {run.config.learning_rate for run in EXPERIMENTS["search"](scale)}
-    assert rates == set(scale.size(scale.main).search)
-
-
-def test_dense_runs_keep_the_checkpoints_that_the_heat_maps_need():
-    for run in plan(find_scale("cpu"), ALL):
-        assert run.config.keep_checkpoints == (0 if run.is_dense else 1)
-        if run.is_dense:
-            assert 16 <= run.config.steps / run.config.checkpoint_every <= 18
 
 
 @pytest.mark.parametrize(("folder", "names"), [("cpu", ALL), ("cpu-ideas", ["ideas"])])

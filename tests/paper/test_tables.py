@@ -5,27 +5,16 @@ import dataclasses
 import io
 import json
 
-import pandas as pd
 import pytest
 from rich.console import Console
 
 from made_up_results import SCALE, row_of
 from sparse_bitnet.errors import UserError
-from sparse_bitnet_paper.claims import average_accuracies
-from sparse_bitnet_paper.paper import paper_gains
 from sparse_bitnet_paper.quickstart import verdict
-from sparse_bitnet_paper.results import json_lines
 from sparse_bitnet_paper.runs import plan
 from sparse_bitnet_paper.tables import (
-    CHANCE,
-    beside_chance,
     comparison_table,
     four_models,
-    label,
-    paper_models,
-    recipes,
-    sparsity_costs,
-    spread,
     throughput_table,
 )
 
@@ -98,18 +87,6 @@ def test_a_terminal_shows_every_number(models, seeds, width):
             assert word in shown.markdown()
 
 
-def test_paper_costs_are_those_it_prints():
-    columns = {size: sparsity_costs(found).loc[0] for size, found in paper_models("6:8").items()}
-    printed_full = {"0.5B": 5.5, "1.5B": 3.3, "3B": 2.8}
-    for size, own in columns.items():
-        assert own["full-6:8"] == pytest.approx(printed_full[size], abs=0.05)
-    # Section 4.2: at 2:4, +18.8 % for BF16 and +5.7 % for BitNet.
-    sweep = sparsity_costs(paper_models("2:4")["0.5B"]).loc[0]
-    assert list(sweep) == pytest.approx([18.8, 5.7], abs=0.05)
-    assert max(paper_gains("prefill").values()) == pytest.approx(1.30, abs=0.01)
-    assert paper_gains("train") == {}
-
-
 def test_verdict_states_values_and_limits(models):
     text = verdict(models())
     for words in ("+4.0 %", "-0.5 %", "+5.5 % and +1.2 %", "indicative", "--seeds 3"):
@@ -119,54 +96,6 @@ def test_verdict_states_values_and_limits(models):
     assert "for 3 of 3 seeds" in several
     assert "(+4.0.." in several
     assert "long enough" not in several
-
-
-def test_layers_that_stay_dense_are_no_part_of_a_model_s_kind(make_set):
-    change = lambda row: row | {"format": f"{row['format']},dense_layers=down_proj"}  # noqa: E731
-    results = make_set(seeds=1, names=["ablations"], change=change)
-    assert list(results.rows.variant[:2]) == ["ternary-6:8", "ternary-6:8,mask_gradient=masked"]
-    assert list(results.by_seed("ternary-6:8").index) == [0]
-
-
-def test_labels_and_spreads():
-    assert label("ternary-2:4") == "ternary, 2:4"
-    assert label("full-8:8") == "full, dense"
-    assert spread([1.0, 3.0, float("nan")], ".1f") == "2.0\n1.0..3.0"
-    assert spread([], ".1f") == "-"
-
-
-def test_recipes_of_as_many_steps_share_a_residual(make_set):
-    results = make_set(lambda config: 30.0, names=["table2"])
-    rows = results.rows[results.rows.model == SCALE.main]
-    changed = rows.assign(recipe="bf16 masters", loss=rows.loss + 0.1 * rows.variant.eq("full-6:8"))
-    shorter = rows.assign(recipe="512 sequences a step", steps=1)
-    results.rows = pd.concat([rows, changed, shorter], ignore_index=True)
-    found = {name: cost for name, (_, cost) in recipes(results).items()}
-    assert list(found) == ["", "512 sequences a step", "bf16 masters"]
-    assert found["bf16 masters"].mean == pytest.approx(10)
-    assert (
-        found[""].freedom == found["bf16 masters"].freedom > found["512 sequences a step"].freedom
-    )
-
-
-def scored(results, **acc):
-    """Two models scored on 1,000 questions of each task; the second as `acc` says."""
-    lines = []
-    for number, name in enumerate(results.rows.name[:2]):
-        tasks = {task: {"acc": acc.get(task, 0.5) if number else CHANCE[task]} for task in CHANCE}
-        questions = dict.fromkeys(CHANCE, 1000)
-        lines.append({"run": name, "asked": ["paper"], "tasks": tasks, "questions": questions})
-    (results.path / "downstream.jsonl").write_text(json_lines(lines))
-    return beside_chance(results)
-
-
-def test_only_models_above_chance_are_named(make_set):
-    results = make_set(seeds=1, names=["table2"])
-    found = scored(results, hellaswag=0.27, arc_easy=0.23, piqa=0.52)
-    assert (found["tests"], found["above"]) == (10, [])
-    found = scored(results, hellaswag=0.30, arc_easy=0.25)  # 25 + 3.65 standard deviations
-    assert found["above"] == [f"{results.rows.name[1]} in hellaswag"]
-    assert average_accuracies(results).average[0] == pytest.approx(20 * sum(CHANCE.values()))
 
 
 ROW = {

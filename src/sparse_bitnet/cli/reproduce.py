@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from sparse_bitnet.cli.arguments import Positional, command
-from sparse_bitnet.errors import UserError, check_least, refuse_unused
+from sparse_bitnet.errors import UserError, check_least
 from sparse_bitnet.layer_config import DenseLayersOption
 from sparse_bitnet_paper.runs import EXPERIMENTS, plan
 from sparse_bitnet_paper.scales import Scale, find_scale
@@ -23,10 +23,10 @@ class ReproduceConfig(DenseLayersOption):
 
     experiments: Annotated[tuple[str, ...], Positional("[EXPERIMENT ...]")] = ("all",)
     """all, or some of table2, sweep, ablations, schedule and search; not part of all: ideas (every score,
-    quantizer, activation and schedule) and table1 (after table2), which scores its models on tasks."""
+    quantizer, activation and schedule)."""
 
     scale: str = "cpu"
-    """smoke (seconds), cpu (1 to 2.5 hours on 2 cores), gpu (25 minutes, one H200) or paper."""
+    """smoke (seconds) or cpu (1 to 2.5 hours on 2 cores)."""
 
     out: Path | None = None
     """Folder of the results, new or continued; default runs/SCALE."""
@@ -38,22 +38,13 @@ class ReproduceConfig(DenseLayersOption):
     """Text prepared by `sparse-bitnet prepare`, instead of the scale's own."""
 
     workers: int | None = None
-    """Runs trained at once; default: one for each core, four on a GPU."""
+    """Runs trained at once; default: one for each core."""
 
     threads: int | None = None
     """CPU threads of each run; default: the scale's own."""
 
     budget_minutes: float | None = None
     """Start only runs that would end within this many minutes."""
-
-    tasks: str = "paper"
-    """Of table1: lm-eval task names joined by commas; paper stands for its five."""
-
-    include_path: Path | None = None
-    """Of table1: folder of data sets or task files, for use without network; see `evaluate`."""
-
-    limit: int | None = None
-    """Of table1: score only this many questions of each task, the first ones."""
 
     dry_run: bool = False
     """Print what would be trained, and train nothing."""
@@ -66,22 +57,18 @@ def main(options: ReproduceConfig) -> None:
     Args:
         options: what to train.
     """
-    check_least(options, workers=1, budget_minutes=0, limit=1)
+    check_least(options, workers=1, budget_minutes=0)
     scale = dataclasses.replace(find_scale(options.scale), dense_layers=options.dense_globs)
     if options.threads is not None:
         recipe = dataclasses.replace(scale.recipe, threads=options.threads)
         scale = dataclasses.replace(scale, recipe=recipe)
     names = options.experiments
     chosen = [each for name in names for each in (EXPERIMENTS if name == "all" else (name,))]
-    chosen = [name for name in dict.fromkeys(chosen) if name != "table1"]
+    chosen = list(dict.fromkeys(chosen))
     from rich.console import Console
 
     console = Console()
     out = options.out or Path("runs") / scale.name
-    if "table1" not in names:
-        refuse_unused(options, ("tasks", "include_path", "limit"), "it is of table1")
-    else:
-        chosen = list(dict.fromkeys([*chosen, "table2"]))
     if options.dry_run:
         dry_run(scale, chosen, out, options, console)
         return
@@ -95,36 +82,15 @@ def main(options: ReproduceConfig) -> None:
         budget_minutes=options.budget_minutes,
         console=console,
     )
-    if "table1" in names:
-        run_tasks(scale, out, options)
-
-
-def run_tasks(scale: Scale, out: Path, options: ReproduceConfig) -> None:
-    """Score table 2's models, of seed 0 unless more are asked for."""
-    from sparse_bitnet_paper.downstream import score
-
-    count = score(
-        scale,
-        out,
-        options.tasks.split(","),
-        include_path=options.include_path,
-        limit=options.limit,
-        seeds=options.seeds or 1,
-        on_model=lambda name: print(f"scoring {name}"),
-    )
-    print(f"{count} models scored; `sparse-bitnet report {out}` shows table 1")
 
 
 def run(
     scale: Scale, experiments: list[str], *, out: Path, console: "Console", **options: Any
 ) -> None:
     """Train and report in one line how it ended; `options` are those of `reproduce`."""
-    from sparse_bitnet.training.device import resolve_device
     from sparse_bitnet.training.run_folder import Interrupted
     from sparse_bitnet_paper.reproduce import reproduce
 
-    if scale.needs_gpu and resolve_device("auto").type == "cpu":
-        raise UserError(f"scale {scale.name} needs GPUs; --dry-run says how many hours of which")
     try:
         outcome = reproduce(scale, experiments, out, console=console, **options)
     except Interrupted as stop:
@@ -146,14 +112,7 @@ def dry_run(
     """Print which runs there are, which are done in `out`, and how long the others take."""
     from sparse_bitnet.presets import PRESETS
     from sparse_bitnet.progress import duration
-    from sparse_bitnet.training.device import resolve_device
-    from sparse_bitnet_paper.record import (
-        GPU_FLOPS,
-        UTILISATION,
-        flops,
-        seconds,
-        trained_weights,
-    )
+    from sparse_bitnet_paper.record import seconds, trained_weights
     from sparse_bitnet_paper.reproduce import default_workers
     from sparse_bitnet_paper.results import Results
     from sparse_bitnet_paper.tables import table
@@ -161,42 +120,26 @@ def dry_run(
     rows, runs = Results(out).rows, plan(scale, experiments, options.seeds)
     done = {run.name for run in runs} & set(rows.name)
     print(f"{out}: {len(done)} of {len(runs)} runs are done")
-    elsewhere = scale.needs_gpu and resolve_device("auto").type == "cpu"
     workers, vocab = options.workers or default_workers(scale), scale.text.get("vocab_size")
-    lines, left, work = [], 0.0, {"all runs": 0.0}
+    lines, left = [], 0.0
     for model in dict.fromkeys(run.config.model for run in runs):
         own = [run for run in runs if run.config.model == model]
         config, count = own[0].config, sum(run.name not in done for run in own)
         tokens = config.steps * config.tokens_per_step
-        line = {
-            "model": model,
-            "runs": f"{len(own)}",
-            "done": f"{len(own) - count}",
-            "tokens": f"{tokens:.3g}",
-            "a weight": f"{tokens / trained_weights(PRESETS[model], vocab):.1f}",
-        }
-        if elsewhere:
-            work[model] = count * flops(config, vocab)
-            work["all runs"] += work[model]
-        else:
-            minutes = count * seconds(config, rows, vocab) / workers / 60 if count else 0.0
-            left += 60 * minutes
-            line["minutes"] = f"{minutes:.1f}"
-        lines.append(line)
-    table(lines).print(console, f"Scale {scale.name}: {scale.summary}")
-    if elsewhere:
-        hours = (
-            {"model": model}
-            | {
-                f"{g} h": f"{each / (rate * UTILISATION) / 3600:,.2f}"
-                for g, rate in GPU_FLOPS.items()
+        minutes = count * seconds(config, rows, vocab) / workers / 60 if count else 0.0
+        left += 60 * minutes
+        lines.append(
+            {
+                "model": model,
+                "runs": f"{len(own)}",
+                "done": f"{len(own) - count}",
+                "tokens": f"{tokens:.3g}",
+                "a weight": f"{tokens / trained_weights(PRESETS[model], vocab):.1f}",
+                "minutes": f"{minutes:.1f}",
             }
-            for model, each in sorted(work.items(), key=lambda item: item[0] == "all runs")
         )
-        table(hours).print(console, "Hours of what is left on one GPU")
-        note = f"At {100 * UTILISATION:.0f} % of the dense bfloat16 rate."
-    else:
-        note = f"About {duration(left)} left on this machine, {workers} runs at once."
+    table(lines).print(console, f"Scale {scale.name}: {scale.summary}")
+    note = f"About {duration(left)} left on this machine, {workers} runs at once."
     console.print(note, style="dim", highlight=False)
     for run in runs:
         mark = "done" if run.name in done else "    "
