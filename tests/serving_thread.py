@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from sparse_bitnet.generation.conversation import ChatTemplate
 from sparse_bitnet.generation.grammar import TokenGrammars
-from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
+from sparse_bitnet.generation.scheduler import ThreadedScheduler
 from sparse_bitnet.generation.text import TextTokenizer
 from sparse_bitnet.serve.app import create_app
 from sparse_bitnet.serve.entrance import AllowedHosts

@@ -135,21 +135,21 @@ def test_unknown_token_and_empty_text_are_refused(model):
 def test_evaluate_prepared_data(model_folder, prepared):
     found = evaluate(model_folder, prepared, precision="float32", device="cpu", context_length=32)
     dataset = TokenDataset.open(prepared, "validation")
-    assert found.result.tokens == len(dataset) - 1
-    assert found.result.text_bytes == dataset.manifest.splits["validation"].text_bytes
+    assert found.tokens == len(dataset) - 1
+    assert found.text_bytes == dataset.manifest.splits["validation"].text_bytes
     assert found.format == "ternary-6:8"
     assert found.precision == "float32"
     flat = found.to_dict()
-    assert flat["perplexity"] == found.result.perplexity
+    assert flat["perplexity"] == found.perplexity
     assert flat["checkpoint"] == str(model_folder)
     assert json.loads(json.dumps(flat)) == flat
 
 
 def test_first_tokens_only(model_folder, prepared):
     found = evaluate(model_folder, prepared, device="cpu", max_tokens=100, context_length=32)
-    assert found.result.tokens == 100
-    assert found.result.bits_per_byte is None
+    assert found.tokens == 100
+    assert found.bits_per_byte is None
 
 
 def test_default_context_is_that_of_the_model(model_folder, prepared):
-    assert evaluate(model_folder, prepared, device="cpu").result.context_length == 2048
+    assert evaluate(model_folder, prepared, device="cpu").context_length == 2048

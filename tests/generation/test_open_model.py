@@ -14,7 +14,7 @@ from sparse_bitnet.cli.main import main
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.engine.protocol import ContextFull
 from sparse_bitnet.errors import EngineLacks, UserError
-from sparse_bitnet.generation.open_model import open_engine, open_model
+from sparse_bitnet.generation.open_model import end_tokens, open_engine, open_model
 
 pytest.importorskip("sparse_bitnet._cpu")
 
@@ -54,12 +54,6 @@ def test_the_engine_asked_for_or_the_fastest_that_can(folder, model, engine, exp
 def test_what_cannot_be_honoured_is_refused(folder, model, options, words):
     with pytest.raises(UserError, match=words):
         open_model(folder / model, EngineOptions(**options))
-
-
-@pytest.mark.parametrize("name", ["threads", "context_length", "cache_tokens"])
-def test_options_are_checked(name):
-    with pytest.raises(UserError, match=f"--{name.replace('_', '-')} 0"):
-        EngineOptions(**{name: 0})
 
 
 def test_an_architecture_that_the_engine_lacks_falls_back_and_says_so(folder, tmp_path):
@@ -177,3 +171,29 @@ def test_experts_and_other_layers_are_named(tmp_path: Path, family: str) -> None
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
     with pytest.raises(EngineLacks, match=f"not '{family}'; use --engine transformers"):
         open_engine(tmp_path, EngineOptions(engine="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        (None, None, set()),
+        (None, {}, set()),
+        (None, {"eos_token_id": 3}, {3}),
+        ({"eos_token_id": [1, 2]}, {"eos_token_id": 3}, {1, 2}),
+        ({"eos_token_id": None}, {"eos_token_id": 3}, {3}),
+    ],
+)
+def test_end_tokens_are_the_generation_configs_before_the_models(
+    tmp_path, generation, config, expected
+):
+    for name, content in (("generation_config.json", generation), ("config.json", config)):
+        if content is not None:
+            (tmp_path / name).write_text(json.dumps(content))
+    assert end_tokens(tmp_path) == expected
+
+
+@pytest.mark.parametrize("content", ['{"eos_token_id": "x"}', '{"eos_token_id": [true]}', "[]"])
+def test_damaged_end_tokens_are_refused(tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UserError, match=r"config\.json"):
+        end_tokens(tmp_path)

@@ -98,6 +98,8 @@ def test_temperature_0_is_the_most_likely_token_after_the_penalty():
     logits = np.array([1.0, 3.0, 2.5, -1.0], np.float32)
     greedy = SamplingOptions(temperature=0)
     assert greedy.is_greedy
+    assert SamplingOptions(temperature=1e-300).is_greedy
+    assert not SamplingOptions(temperature=1e-4).is_greedy
     assert Sampler(greedy, [1]).draw(logits) == 1
     penalised = SamplingOptions(temperature=0, repetition_penalty=1.5)
     sampler = Sampler(penalised, [1])
@@ -216,8 +218,3 @@ def test_the_edges_of_the_options_give_numbers(changes):
         assert np.isfinite(kept.scores.max())
         sampler = Sampler(options, [0, 1, 3, 999])
         assert all(sampler.draw(logits) != 2 for _ in range(20))
-
-
-def test_temperatures_next_to_0_are_0():
-    assert SamplingOptions(temperature=1e-300).is_greedy
-    assert not SamplingOptions(temperature=1e-4).is_greedy

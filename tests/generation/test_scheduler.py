@@ -3,7 +3,6 @@
 
 import gc
 import queue
-import threading
 import time
 from contextlib import contextmanager
 
@@ -13,12 +12,15 @@ from tokenizers import Tokenizer, decoders, models
 
 from scripted_engine import ScriptedEngine, greedy, logits_after
 from sparse_bitnet.engine.protocol import ContextFull
-from sparse_bitnet.generation import request as request_module
-from sparse_bitnet.generation.prefix_cache import PrefixCache
 from sparse_bitnet.generation.request import GenerationRequest, score
 from sparse_bitnet.generation.sampling_options import SamplingOptions
-from sparse_bitnet.generation.scheduler import Observer, Scheduler
-from sparse_bitnet.generation.scheduler_thread import QueueFull, Stopping, ThreadedScheduler
+from sparse_bitnet.generation.scheduler import (
+    Observer,
+    QueueFull,
+    Scheduler,
+    Stopping,
+    ThreadedScheduler,
+)
 from sparse_bitnet.generation.text import TextTokenizer
 
 VOCAB = 300
@@ -106,20 +108,6 @@ def test_many_generations_get_their_own_tokens(sink):
         assert generation.finish_reason == "length"
 
 
-def test_draws_do_not_depend_on_neighbours(sink):
-    prompts = random_prompts(9)
-    with running(ScriptedEngine()) as scheduler:
-        [alone] = scheduler.submit([sink.request(prompts[0], 20, seed=7)])
-        sink.wait(1)
-        together = scheduler.submit(
-            [sink.request(p, 20, seed=i) for i, p in enumerate(prompts[1:])]
-            + [sink.request(prompts[0], 20, seed=7), sink.request(prompts[0], 20, seed=8)]
-        )
-        sink.wait(len(together))
-    assert generated(together[-2]) == generated(alone)
-    assert generated(together[-1]) != generated(alone)
-
-
 class Pauses(Observer):
     """Counts how often a sequence had to give its pages back."""
 
@@ -127,19 +115,6 @@ class Pauses(Observer):
 
     def preempted(self):
         self.count += 1
-
-
-def test_full_cache_pauses_and_resumes_without_changing_tokens(sink):
-    pauses = Pauses()
-    engine = ScriptedEngine(cache_tokens=64 * 8, context_length=400)
-    prompts = random_prompts(6, 60)
-    with running(engine, observer=pauses) as scheduler:
-        scheduler.submit([sink.request(p, 200) for p in prompts])
-        ended = sink.wait(6)
-    assert pauses.count, "the test is to run out of cache"
-    for generation in ended:
-        assert generated(generation) == greedy(generation.request.prompt, 200, VOCAB)
-        assert sink.texts[generation].split() == [str(token) for token in generated(generation)]
 
 
 def test_long_prompt_does_not_hold_up_the_others(sink):
@@ -164,25 +139,6 @@ def test_prompts_share_a_slice(sink):
         first, second = sink.wait(2)
     assert (first.request.prompt, second.request.prompt) == (short, long)
     assert engine.batches[0] == [472, 40]
-
-
-def test_the_more_generate_the_fewer_prompt_tokens_a_step_has(sink):
-    engine, first = ScriptedEngine(), [sink.request([number], 40) for number in range(20)]
-    scheduler = Scheduler(engine, max_running=32, prefill_slice=32)
-    long = sink.request(range(2, 202), 1)
-    # The second one's prompt comes when twenty generate.
-    list(scheduler.run([*first, long]))
-    mixed = [batch for batch in engine.batches if len(batch) == 21]
-    assert mixed
-    assert {sum(batch) - 20 for batch in mixed if batch[-1] > 1} <= {22, 200 % 22}
-
-
-def test_outputs_are_announced_once_a_step(sink):
-    told = []
-    scheduler = Scheduler(ScriptedEngine())
-    scheduler.delivered = lambda: told.append(len(sink.times))
-    list(scheduler.run([sink.request([number], 3) for number in range(5)]))
-    assert sorted(set(told)) == [5, 10, 15]
 
 
 def test_ended_sequences_serve_later_prompts(sink):
@@ -234,21 +190,6 @@ def test_kept_sequences_make_room(sink):
         assert generated(generation) == greedy(generation.request.prompt, 100, VOCAB)
 
 
-def test_end_tokens_and_stop_strings_end_early(sink):
-    expected = greedy([5, 6], 30, VOCAB)
-    with running(ScriptedEngine()) as scheduler:
-        ends = frozenset([expected[4]])
-        stop = (f"{expected[2]} {expected[3]} ",)
-        by_token, by_string = scheduler.submit(
-            [sink.request([5, 6], 30, stop_tokens=ends), sink.request([5, 6], 30, stop=stop)]
-        )
-        sink.wait(2)
-    assert (by_token.finish_reason, by_string.finish_reason) == ("stop", "stop")
-    assert generated(by_token) == expected[:5]
-    assert sink.texts[by_token] == "".join(f"{token} " for token in expected[:4])
-    assert sink.texts[by_string] == "".join(f"{token} " for token in expected[:2])
-
-
 def test_failures_stay_with_the_one_that_fails(sink):
     engine = ScriptedEngine(fails=lambda tokens: 299 in tokens)
     good = random_prompts(5)
@@ -290,17 +231,6 @@ def test_logits_that_are_no_numbers_fail_their_own_generation(sink):
         assert generation.finish_reason == "error"
         assert "damaged" in str(generation.failure)
     assert generated(good) == greedy([8], 5, VOCAB)
-
-
-def test_scores_are_numbers_that_json_has():
-    found = score(np.array([0, -np.inf, -np.inf], np.float32), 2, 2)
-    assert (found.logprob, found.top) == (-9999.0, ((0, 0.0), (1, -9999.0)))
-
-
-def test_scores_hold_nothing_that_garbage_collection_visits():
-    found = score(np.zeros(30, np.float32), 2, 20)
-    assert len(found.top) == 20
-    assert not any(gc.is_tracked(one) for one in gc.get_referents(found) if one is not type(found))
 
 
 def test_requests_for_many_take_turns_with_others(sink):
@@ -441,63 +371,11 @@ def test_with_room_for_all_that_they_become_none_is_paused(sink, ahead, paused):
     assert bool(pauses.count) == paused
 
 
-def test_requests_are_data_until_they_run(sink, monkeypatch):
-    """So that any number of them is refused for little."""
-    monkeypatch.setattr(request_module, "Sampler", None)
-    monkeypatch.setattr(request_module, "GeneratedText", None)
-    prompt = [1] * 1000
-    requests = [sink.request(prompt, 1, stop=("a",)) for _ in range(200)]
-    with pytest.raises(QueueFull):
-        ThreadedScheduler(ScriptedEngine(), max_queue=3).submit(requests)
-
-
-def test_score_of_ties_names_lower_tokens_first():
+def test_scores_name_lower_tokens_of_ties_first_and_are_numbers_that_json_has():
     logits = np.zeros(10, dtype=np.float32)
     logits[7] = 1
     found = score(logits, 0, 3)
     assert [token for token, _ in found.top] == [7, 0, 1]
     assert found.logprob == pytest.approx(-np.log(9 + np.e))
-
-
-def test_submitting_from_many_threads(sink):
-    prompts = random_prompts(24, 30)
-    with running(ScriptedEngine(), max_running=5, max_queue=100) as scheduler:
-        threads = [
-            threading.Thread(target=lambda p=p: scheduler.submit([sink.request(p, 6)]))
-            for p in prompts
-        ]
-        for thread in threads:
-            thread.start()
-        ended = sink.wait(24)
-        for thread in threads:
-            thread.join()
-    for generation in ended:
-        assert generated(generation) == greedy(generation.request.prompt, 6, VOCAB)
-
-
-def test_prefix_cache_keeps_the_longest_and_most_recent():
-    engine = ScriptedEngine()
-    cache = PrefixCache(2)
-
-    def keep(*tokens):
-        sequence = engine.new_sequence()
-        sequence._tokens += tokens
-        cache.keep(sequence, np.asarray(tokens, dtype=np.int32))
-        return sequence
-
-    def find(*tokens):
-        return cache.longest(np.asarray(tokens, dtype=np.int32))
-
-    short = keep(1, 2)
-    long = keep(1, 2, 3)
-    assert not short.is_open, "the longer one serves all that it could"
-    again = keep(1, 2)
-    assert not again.is_open, "the one that is there serves all that this one could"
-    other = keep(5, 6)
-    assert find(1, 2, 9) == (long, 2)
-    assert find(8) == (None, 0)
-    keep(7)
-    assert not other.is_open, "the least recently used goes first"
-    assert long.is_open
-    cache.clear()
-    assert engine.sequences == []
+    found = score(np.array([0, -np.inf, -np.inf], np.float32), 2, 2)
+    assert (found.logprob, found.top) == (-9999.0, ((0, 0.0), (1, -9999.0)))

@@ -4,7 +4,6 @@
 import shutil
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
@@ -16,8 +15,8 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.grammar import Grammar, TokenGrammars
 from sparse_bitnet.generation.request import GenerationRequest
 from sparse_bitnet.generation.sampling_options import SamplingOptions
-from sparse_bitnet.generation.scheduler import Observer, Scheduler
-from sparse_bitnet.generation.speculation import ForwardCosts, PromptLookup, Speculation
+from sparse_bitnet.generation.scheduler import Scheduler
+from sparse_bitnet.generation.speculation import ForwardCosts, Speculation
 from sparse_bitnet.generation.text import TextTokenizer
 
 VOCAB = 40
@@ -132,29 +131,6 @@ def test_a_form_is_kept_whatever_is_guessed():
         assert 0 < done.accepted_tokens < done.guessed_tokens
 
 
-def test_drawn_tokens_have_the_distribution_of_the_model(request_of):
-    """Chi-square of 6,000 draws, each of which depends on the one before."""
-    count, size = 6000, 6
-
-    def logits(tokens, width):
-        row = np.full(width, -np.inf, np.float32)
-        row[:size] = np.random.default_rng(tokens[-1]).standard_normal(size) * 1.5
-        return row
-
-    engine = engine_of(logits, context_length=count + 10, cache_tokens=1 << 16)
-    request = request_of([0], count, sampling=SamplingOptions(seed=3))
-    [outputs], done = texts_of(engine, [request], speculation(engine))
-    assert done.accepted_tokens > count / 10
-    assert done.guessed_tokens > done.accepted_tokens
-    drawn = [0] + [output.token for output in outputs]
-    seen = np.zeros((size, size))
-    np.add.at(seen, (drawn[:-1], drawn[1:]), 1)
-    chances = np.exp([logits([token], size) for token in range(size)])
-    expected = chances / chances.sum(1, keepdims=True) * seen.sum(1, keepdims=True)
-    statistic = ((seen - expected) ** 2 / expected).sum()
-    assert statistic < 59.7  # of 30 degrees of freedom, 0.1 % lie above
-
-
 def test_a_text_that_repeats_itself_takes_fewer_forwards(request_of):
     engine = engine_of()
     _, done = texts_of(engine, [request_of([1, 2, 3], 400)], speculation(engine))
@@ -188,27 +164,6 @@ def test_a_full_cache_and_a_paused_text(request_of):
     assert done.accepted_tokens > 0
 
 
-def test_an_engine_that_fails_on_a_guess(request_of):
-    """The text ends with the error, and nothing is left open."""
-    engine = engine_of(fails=lambda tokens: len(tokens) > 150)
-    with pytest.raises(RuntimeError, match="told to fail"):
-        texts_of(engine, [request_of([1, 2, 3], 400)], speculation(engine))
-    assert engine.sequences == []
-
-
-def test_guesses_are_counted(request_of):
-    class Counts(Observer):
-        tokens = accepted = 0
-
-        def guessed(self, tokens, accepted):
-            self.tokens += tokens
-            self.accepted += accepted
-
-    engine, counts = engine_of(), Counts()
-    _, done = texts_of(engine, [request_of([1, 2])], speculation(engine), observer=counts)
-    assert (counts.tokens, counts.accepted) == (done.guessed_tokens, done.accepted_tokens)
-
-
 def test_a_draft_model_guesses_where_the_text_does_not(request_of):
     requests = [request_of([1, 2, 3], 80), request_of([9], 80, sampling=SamplingOptions(seed=2))]
     expected, _ = texts_of(engine_of(logits_after), requests)
@@ -230,35 +185,6 @@ def test_a_draft_model_guesses_where_the_text_does_not(request_of):
     assert texts_of(engine, requests, speculation(engine, draft=small))[0] == expected
     full = engine_of(logits_after, cache_tokens=64)
     assert texts_of(engine, requests, speculation(engine, draft=full))[0] == expected
-
-
-def test_prompt_lookup_continues_the_longest_match():
-    lookup = PromptLookup()
-    context = [1, 2, 3, 4, 5, 9, 2, 3, 7, 1, 2, 3]
-    lookup.read(context)
-    tokens, chances = lookup.guess(context, 3)
-    assert tokens == [4, 5, 9]
-    assert 1 > chances[0] > chances[1] > chances[2] > 0
-    context += [4, 5]
-    lookup.read(context)
-    assert lookup.guess(context, 2)[0] == [9, 2]
-    assert lookup.guess(context, 1)[1][0] > chances[0]
-    context.append(33)
-    lookup.read(context)
-    assert lookup.guess(context, 2) == ([], [])
-
-
-def test_costs_between_those_that_were_measured():
-    costs = ForwardCosts()
-    assert costs.seconds(1) < costs.seconds(2)
-    costs.add(1, 10.0)
-    assert costs.seconds(1) == 10
-    assert 10 < costs.seconds(3) < 20
-    costs.add(5, 30.0)
-    assert costs.seconds(3) == 20
-    for _ in range(30):
-        costs.add(5, 50.0)
-    assert 49 < costs.seconds(5) < 50
 
 
 def test_the_command_guesses_and_refuses_drafts_that_do_not_fit(tmp_path, capsys):

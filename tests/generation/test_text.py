@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens to text, one at a time: whole characters only, and the text of the tokenizer itself."""
+"""Tokens to text, one at a time: whole characters, as the tokenizer itself, up to a stop string."""
 
+import itertools
 import json
 import os
 
@@ -13,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.data.tokenizer import tokenised, train_tokenizer
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.generation.text import TextStream, TextTokenizer
+from sparse_bitnet.generation.text import StopStrings, TextStream, TextTokenizer
 
 TEXTS = [
     "plain words, and some   spaces\n\n",
@@ -149,3 +150,67 @@ def test_a_tokenizer_that_cannot_encode_is_an_error_of_the_user(folder, tmp_path
     if fault == "no unknown token":
         with pytest.raises(UserError, match=r"^the tokenizer.json cannot encode this text: Word"):
             next(tokenised(Tokenizer.from_str(json.dumps(content)), ["b"], 0, np.dtype("u2")))
+
+
+def shown_until(pieces, stop):
+    """Texts let through one by one, and the stop string found."""
+    strings = StopStrings(stop)
+    shown = [strings.feed(piece) for piece in pieces]
+    return [*shown, strings.flush()], strings.found
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stop", "shown", "found"),
+    [
+        (["one ", "two"], [], ["one ", "two", ""], None),
+        (["one", " two\n", "\nthree"], ["\n\n"], ["one", " two", "", ""], "\n\n"),
+        (["a<|e", "nd|>b"], ["<|end|>"], ["a", "", ""], "<|end|>"),
+        (["a<|e", "x"], ["<|end|>"], ["a", "<|ex", ""], None),
+        (["a<|e"], ["<|end|>"], ["a", "<|e"], None),
+        (["aab"], ["ab"], ["a", ""], "ab"),
+        (["aa", "b"], ["aab", "ab"], ["", "", ""], "aab"),
+        (["abcd"], ["abcd", "bc"], ["a", ""], "bc"),
+        (["stop", "more"], ["stop"], ["", "", ""], "stop"),
+    ],
+)
+def test_stop_strings_let_nothing_of_themselves_through(pieces, stop, shown, found):
+    assert shown_until(pieces, stop) == (shown, found)
+
+
+@given(
+    st.text("ab", max_size=20),
+    st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+    st.lists(st.integers(0, 20), max_size=6),
+)
+def test_the_cutting_of_the_text_does_not_matter(text, stop, cuts):
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = [text[a:b] for a, b in itertools.pairwise(places)]
+    shown, found = shown_until(pieces, stop)
+    assert ("".join(shown), found) == (
+        "".join(shown_until(text, stop)[0]),
+        shown_until(text, stop)[1],
+    )
+    whole = "".join(shown)
+    assert text.startswith(whole)
+    assert not any(string in whole for string in stop)
+    assert whole == text or text.startswith(whole + found)
+
+
+@pytest.mark.parametrize(
+    ("stop", "shown"),
+    [
+        (["<|end|>"], ["a", "", ""]),
+        (["a<|end|>b"], ["", "", ""]),
+        (["<|end|>b"], ["a", "", ""]),
+        (["<|end|>c", "b"], ["a", "", ""]),
+        (["<|end|>c"], ["a", "", "b"]),
+        (["ab"], ["", "a", "b"]),
+    ],
+)
+def test_a_stop_string_may_name_a_special_token_which_is_not_shown(stop, shown):
+    strings = StopStrings(stop)
+    assert [
+        strings.feed("a"),
+        strings.feed("<|end|>", is_shown=False),
+        strings.feed("b") + strings.flush(),
+    ] == shown

@@ -91,19 +91,6 @@ def test_a_text_does_not_depend_on_its_company(engine, tokenizer, max_batch):
     assert tokens_of(other) != tokens_of(together)
 
 
-def test_pieces_of_the_stream_make_up_the_text(engine, tokenizer):
-    pieces = [[] for _ in PROMPTS]
-    found = run(
-        engine,
-        PROMPTS,
-        tokenizer,
-        on_token=lambda number, token, piece: pieces[number].append((token, piece)),
-    )
-    for text, streamed in zip(found.texts, pieces, strict=True):
-        assert [token for token, _ in streamed] == text.tokens
-        assert "".join(piece for _, piece in streamed) == text.text
-
-
 def test_end_tokens_and_stop_strings_end_a_text(engine, tokenizer):
     (whole,) = run(engine, [PROMPTS[2]], tokenizer).texts
     end = whole.tokens[4]
@@ -132,33 +119,6 @@ def test_a_stop_string_that_names_a_special_token_ends_a_text(engine, tokenizer)
     assert text.finish_reason == "stop"
     assert text.tokens == whole.tokens[: first + 1]
     assert text.text == tokenizer.decode(whole.tokens[:first])
-
-
-def test_a_kept_sequence_is_not_computed_again(engine, tokenizer):
-    prefixes = PrefixCache()
-    prompt = list(range(100, 180))
-    first = run(engine, [prompt], tokenizer, prefixes=prefixes)
-    again = run(engine, [prompt], tokenizer, prefixes=prefixes)
-    assert tokens_of(first) == tokens_of(again)
-    assert again.texts[0].cached_tokens == 79
-    assert again.prefill_tokens == 1
-    longer = [*prompt, *first.texts[0].tokens[:5], 7]
-    more = run(engine, [longer], tokenizer, prefixes=prefixes)
-    assert more.texts[0].cached_tokens == 85
-    assert tokens_of(more) == tokens_of(run(engine, [longer], tokenizer))
-    prefixes.clear()
-
-
-def test_prompts_of_one_call_share_what_they_begin_with(engine, tokenizer):
-    shared = list(range(100, 200))
-    prompts = [[*shared, 5], [*shared, 6, 7], [*shared, 8]]
-    alone = [run(engine, [prompt], tokenizer) for prompt in prompts]
-    engine.computed.clear()
-    together = run(engine, prompts, tokenizer)
-    assert tokens_of(together) == [tokens_of(result)[0] for result in alone]
-    # The second text of the first prompt's is drawn beside the others' prompts.
-    assert engine.computed[:2] == [[101], [1, 2, 1]]
-    assert [text.cached_tokens for text in together.texts] == [0, 100, 100]
 
 
 def test_long_prompts_are_computed_in_pieces_and_can_be_cancelled(model, tokenizer):
@@ -212,13 +172,6 @@ def test_a_small_cache_serves_many_prompts_one_after_the_other(model, tokenizer)
     engine.close()
 
 
-def test_a_prompt_and_its_text_may_fill_context_and_cache_exactly(model, tokenizer):
-    engine = TransformersEngine(model, context_length=128, cache_tokens=128)
-    prompt = list(range(1, 117))
-    assert len(run(engine, [prompt], tokenizer).texts[0].tokens) == 12
-    engine.close()
-
-
 @pytest.mark.parametrize(
     ("prompt", "new", "error", "words"),
     [
@@ -232,19 +185,6 @@ def test_what_cannot_work_is_refused_before_any_work(engine, tokenizer, prompt, 
     with pytest.raises(error, match=words):
         run(engine, [[1], prompt], tokenizer, max_new_tokens=new)
     assert engine.computed == []
-
-
-def test_an_error_gives_all_sequences_back(model, tokenizer):
-    class Failing(TransformersEngine):
-        def forward(self, batch, logits="last"):
-            if len(batch[0][0]) > 5:
-                raise RuntimeError("out of order")
-            return super().forward(batch, logits)
-
-    engine = Failing(model)
-    with pytest.raises(RuntimeError, match="out of order"):
-        run(engine, PROMPTS, tokenizer, max_batch=2)
-    assert not engine.sequences
 
 
 def test_options_are_checked():

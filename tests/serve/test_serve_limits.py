@@ -172,7 +172,7 @@ def serve_in_this_process(grace):
     """In a child process: signals go to its main thread."""
     from serving_thread import byte_tokenizer
     from sparse_bitnet.generation.grammar import TokenGrammars
-    from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
+    from sparse_bitnet.generation.scheduler import ThreadedScheduler
     from sparse_bitnet.serve.app import create_app
     from sparse_bitnet.serve.entrance import AllowedHosts
     from sparse_bitnet.serve.generations import ServedModel

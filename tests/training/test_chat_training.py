@@ -246,7 +246,7 @@ def test_evaluate_scores_answers_as_training_does(
     chat_run: Any, chats: Path, data: Path, tmp_path: Path
 ) -> None:
     result = train(config := chat_run(validation_tokens=0, sequence_length=64))
-    whole = evaluation(config.out, data, context_length=64, precision="float32").result
+    whole = evaluation(config.out, data, context_length=64, precision="float32")
     assert (whole.tokens, whole.text_bytes) == (result.validation_tokens, None)
     assert whole.mean_nll == pytest.approx(result.validation_loss, rel=1e-5)
 

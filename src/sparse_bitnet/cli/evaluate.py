@@ -228,19 +228,18 @@ def _score_text(
             chat=config.chat,
             on_batch=progress.line("scoring", "tokens"),
         )
-    result = found.result
     rows = {
         "checkpoint": found.checkpoint,
         "format": found.format,
         "data": found.data,
-        "perplexity": f"{result.perplexity:.4f}",
-        "mean loss": f"{result.mean_nll:.6f} nats per token",
-        "tokens": f"{result.tokens:,}",
-        "context": f"{result.context_length} tokens, stride {result.stride}",
+        "perplexity": f"{found.perplexity:.4f}",
+        "mean loss": f"{found.mean_nll:.6f} nats per token",
+        "tokens": f"{found.tokens:,}",
+        "context": f"{found.context_length} tokens, stride {found.stride}",
         "computed in": f"{found.precision} on {found.device}",
     }
-    if result.bits_per_byte is not None:
-        rows["bits per byte"] = f"{result.bits_per_byte:.4f} ({result.text_bytes:,} bytes)"
+    if found.bits_per_byte is not None:
+        rows["bits per byte"] = f"{found.bits_per_byte:.4f} ({found.text_bytes:,} bytes)"
     table = Table(box=box.SIMPLE, show_header=False)
     table.add_column(style="dim")
     table.add_column(overflow="fold")

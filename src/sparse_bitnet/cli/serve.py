@@ -103,7 +103,7 @@ def main(
     from sparse_bitnet.generation.conversation import ChatTemplate
     from sparse_bitnet.generation.open_model import open_model
     from sparse_bitnet.generation.pooling import Pooling, read_pooling
-    from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
+    from sparse_bitnet.generation.scheduler import ThreadedScheduler
     from sparse_bitnet.serve.app import create_app
     from sparse_bitnet.serve.entrance import AllowedHosts
     from sparse_bitnet.serve.generations import ServedModel

@@ -156,44 +156,50 @@ def load_tasks(
     a task that two groups hold.
     """
     _import_lm_eval()
+    from lm_eval.tasks import TaskManager
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
     asked = [name for task in tasks for name in task.split(",")]
     names = [name for task in asked for name in (PAPER_TASKS if task == "paper" else (task,))]
-    with tempfile.TemporaryDirectory() as made:
-        if include_path is not None and Path(include_path).is_dir():
-            write_task_files(names, Path(include_path), Path(made))
-        manager = _task_manager(names, include_path, made)
-        return _load(names, manager), manager
-
-
-def _load(names: Sequence[str], manager: "TaskManager") -> list[Any]:
-    known = set(manager.all_tasks)
     loaded: dict[str, Any] = {}
     held: set[str] = set()
-    for name in names:
-        if name not in known:
-            raise UserError(
-                f"task {name!r} is unknown to lm-eval; `lm-eval ls tasks` lists its tasks, "
-                "--include-path adds others"
-            )
-        with _lm_eval_errors(f"task {name}") as logged:
-            found = manager.load(name)
-        if logged:
-            raise UserError(f"task {name}: lm-eval: {logged[0]}")
-        for part, task in found["tasks"].items():
-            check_answers(part, task)
-            if lacking := [each for each, mean in task.aggregation().items() if mean is None]:
-                raise UserError(f"task {part}: lm-eval has no such aggregation of {lacking[0]}")
-        if name in found["groups"]:
-            held |= found["tasks"].keys() | found["groups"].keys() - {name}
-            loaded[name] = found["groups"][name]
+    with tempfile.TemporaryDirectory() as made:
+        if include_path is None:
+            manager = TaskManager()
+        elif not Path(include_path).is_dir():
+            raise UserError(f"--include-path {include_path}: no such folder")
         else:
-            loaded |= found["tasks"]
+            write_task_files(names, Path(include_path), Path(made))
+            paths: list[str | Path] = [made, str(include_path)]  # the user's own task files win
+            manager = TaskManager(include_path=paths, include_defaults=False)
+            # Reading the thousands of files that come with lm-eval takes seconds: only where needed.
+            if not set(names) <= set(manager.all_tasks):
+                manager = TaskManager(include_path=paths)
+        for name in names:
+            if name not in manager.all_tasks:
+                raise UserError(
+                    f"task {name!r} is unknown to lm-eval; `lm-eval ls tasks` lists its tasks, "
+                    "--include-path adds others"
+                )
+            with _lm_eval_errors(f"task {name}") as logged:
+                found = manager.load(name)
+            if logged:
+                raise UserError(f"task {name}: lm-eval: {logged[0]}")
+            for part, task in found["tasks"].items():
+                check_answers(part, task)
+                if lacking := [each for each, mean in task.aggregation().items() if mean is None]:
+                    raise UserError(f"task {part}: lm-eval has no such aggregation of {lacking[0]}")
+            if name in found["groups"]:
+                held |= found["tasks"].keys() | found["groups"].keys() - {name}
+                loaded[name] = found["groups"][name]
+            else:
+                loaded |= found["tasks"]
     kept = [item for name, item in loaded.items() if name not in held]
     try:
         manager.load(kept)
     except ValueError as error:
         raise UserError(f"--tasks: {error}; score one group at a time") from error
-    return kept
+    return kept, manager
 
 
 @contextmanager
@@ -230,22 +236,6 @@ def _lm_eval_errors(failure: str) -> Iterator[list[str]]:
     finally:
         logger.removeHandler(handler)
         logger.propagate = propagates
-
-
-def _task_manager(
-    names: Sequence[str], include_path: str | Path | None, made: str
-) -> "TaskManager":
-    from lm_eval.tasks import TaskManager
-
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    if include_path is None:
-        return TaskManager()
-    if not Path(include_path).is_dir():
-        raise UserError(f"--include-path {include_path}: no such folder")
-    paths: list[str | Path] = [made, str(include_path)]  # the user's own task files win
-    own = TaskManager(include_path=paths, include_defaults=False)
-    # Reading the thousands of files that come with lm-eval takes seconds: only where needed.
-    return own if set(names) <= set(own.all_tasks) else TaskManager(include_path=paths)
 
 
 def _import_lm_eval() -> Any:

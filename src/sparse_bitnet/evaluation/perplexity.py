@@ -260,7 +260,7 @@ def _engine_loss(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class Evaluation(Perplexity):
     """A perplexity with what was evaluated, on what, and how."""
 
     checkpoint: str
@@ -273,13 +273,6 @@ class Evaluation:
     data: str
     precision: str
     device: str
-    result: Perplexity
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able, flat."""
-        fields = dataclasses.asdict(self)
-        del fields["result"]
-        return fields | self.result.to_dict()
 
 
 def evaluate(
@@ -357,7 +350,7 @@ def evaluate(
         data=text.name,
         precision=precision,
         device=where,
-        result=result,
+        **vars(result),
     )
 
 

@@ -41,7 +41,7 @@ PAPER_TASKS = tuple(_TASKS)
 def write_task_files(names: Iterable[str], data: Path, out: Path) -> None:
     """Write a task file to `out` for every one of `names` of which there is data.
 
-    Raises `UserError` where the data has not the split that is asked.
+    Raises `UserError` where the data lacks the split that is asked.
     """
     import lm_eval.tasks
 
@@ -57,20 +57,20 @@ def write_task_files(names: Iterable[str], data: Path, out: Path) -> None:
                 "that split has it in its name"
             )
         kind = splits[task.split][0].suffix
-        same = {split: [p for p in found if p.suffix == kind] for split, found in splits.items()}
-        wanted = {split: same[split] for split in ("train", task.split) if same.get(split)}
+        wanted = {
+            split: [str(path.absolute()) for path in splits[split] if path.suffix == kind]
+            for split in ("train", task.split)
+            if split in splits
+        }
         config = {
             "include": str(own / task.yaml),
             "task": name,
             "dataset_path": _READERS[kind],
             "dataset_name": None,
             "dataset_kwargs": {
-                "data_files": {
-                    split: [str(path.absolute()) for path in found]
-                    for split, found in wanted.items()
-                }
+                "data_files": {key: paths for key, paths in wanted.items() if paths}
             },
-            "training_split": "train" if "train" in wanted else None,
+            "training_split": "train" if wanted.get("train") else None,
             "validation_split": None,
             "test_split": None,
             f"{task.split}_split": task.split,
@@ -96,18 +96,14 @@ def check_answers(name: str, task: Any) -> None:
 
 
 def _files(data: Path, name: str, task: _Task) -> list[Path]:
-    """All files of a data set, without those of its other configurations."""
+    """Return all files of a data set, without those of its other configurations."""
     owner, _, short = task.name.partition("/")
-    found = set(data.glob(f"{name}*"))
+    files = set(data.glob(f"{name}*"))
     for place in (data / name, data / short, data / owner / short):
-        inside = set(place.rglob("*"))
-        named = {
-            path
-            for path in inside
-            if any(part.startswith(task.config) for part in path.relative_to(place).parts)
-        }
-        found |= inside if place.name == name and not named else named
-    return sorted(path for path in found if path.suffix in _READERS)
+        inside = {path: path.relative_to(place).parts for path in place.rglob("*")}
+        named = {p for p, parts in inside.items() if any(x.startswith(task.config) for x in parts)}
+        files |= set(inside) if place.name == name and not named else named
+    return sorted(path for path in files if path.suffix in _READERS)
 
 
 def _by_split(files: list[Path], data: Path) -> dict[str, list[Path]]:

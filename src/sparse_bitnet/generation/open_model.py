@@ -272,6 +272,7 @@ def runnable_folder(checkpoint: str | Path, options: EngineOptions) -> str:
         resolve_checkpoint,
         unsuited,
     )
+    from sparse_bitnet.engine.architecture import read_architecture
 
     name = resolve_checkpoint(checkpoint)
     if is_gguf(name) and (_packed_folder(Path(name)) / CONFIG_FILE).is_file():
@@ -280,8 +281,15 @@ def runnable_folder(checkpoint: str | Path, options: EngineOptions) -> str:
     is_file = found.folder.is_file()
     if found.kind != "foreign" and is_file:
         raise unsuited(found)
-    if found.kind != "foreign" or not (is_file or _suits_cpu(found.config, options)):
+    if found.kind != "foreign":
         return str(found.folder)
+    if not is_file:
+        if options.engine == "transformers" or options.device == "cuda":
+            return str(found.folder)
+        try:
+            read_architecture(found.config, str(found.folder))
+        except EngineLacks:
+            return str(found.folder)
     from filelock import FileLock
 
     target = _packed_folder(found.folder)
@@ -295,18 +303,6 @@ def runnable_folder(checkpoint: str | Path, options: EngineOptions) -> str:
             print(f"packing {checkpoint} into {target}, once", file=sys.stderr)
             import_checkpoint(name, target, packed="auto")
     return str(target)
-
-
-def _suits_cpu(config: dict[str, Any], options: EngineOptions) -> bool:
-    from sparse_bitnet.engine.architecture import read_architecture
-
-    if options.engine == "transformers" or options.device == "cuda":
-        return False
-    try:
-        read_architecture(config, CONFIG_FILE)
-    except EngineLacks:
-        return False
-    return True
 
 
 def _packed_folder(path: Path) -> Path:

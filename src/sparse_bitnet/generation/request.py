@@ -264,6 +264,12 @@ class Generation:
         """All but the token drawn last is in the cache."""
         return self.generated > 0 and self.missing == 1
 
+    def entry(self, size: int) -> tuple[EngineSequence, list[int]]:
+        """Return its part of a forward: the sequence and the next tokens, guessed ones last."""
+        assert self.sequence is not None
+        tokens = self.context[self.in_cache : self.in_cache + size]
+        return self.sequence, tokens + self.guess[: size - len(tokens)]
+
     def largest_cache(self, ahead: int | None) -> int:
         """Tokens in the cache when this many more have been drawn, or all (None)."""
         request = self.request

@@ -2,26 +2,37 @@
 """Continuous batching: every running generation moves by one token a step, new prompts by a slice, so
 that long prompts do not hold up the others.
 
-`generate` and the evaluation step it by `run`, a server in a thread (scheduler_thread.py). Sequences of
-ended generations are kept while the cache has room, and later prompts start from them. When the cache is
+`generate` and the evaluation step it by `run`, a server in a thread of its own. Sequences of ended
+generations are kept while the cache has room, and later prompts start from them. When the cache is
 full, kept sequences go first; then the youngest generation is paused: its sequence is given back, and it
 is computed again from its tokens when there is room.
 """
 
+import itertools
+import logging
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
-from sparse_bitnet.engine.protocol import CacheFull, EngineSequence, InferenceEngine, WhichLogits
+from sparse_bitnet.engine.protocol import (
+    CacheFull,
+    ContextFull,
+    EngineSequence,
+    InferenceEngine,
+    WhichLogits,
+)
+from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.prefix_cache import PrefixCache, shared_length
 from sparse_bitnet.generation.request import FinishReason, Generation, GenerationRequest, Output
 from sparse_bitnet.generation.speculation import Speculation
+
+_log = logging.getLogger(__name__)
 
 _PREFILL_ALONE = 512
 _WORTH_WAITING = 32
@@ -167,7 +178,7 @@ class Scheduler:
         try:
             while True:
                 room = max(2 * self.max_running - len(self._waiting), 0)
-                self._waiting.extend(map(Generation, islice(source, room)))
+                self._waiting.extend(map(Generation, itertools.islice(source, room)))
                 if is_cancelled is not None and is_cancelled():
                     self._waiting.extend(map(Generation, source))
                     for generation in self._under_way():
@@ -308,11 +319,18 @@ class Scheduler:
                 started = time.perf_counter()
                 drawing = [(g, size) for g, size in batch if g.is_drawing]
                 before = sum(g.generated for g, _ in drawing)
-                results = self._run(batch, which)
+                entries = [generation.entry(size) for generation, size in batch]
+                results = self._engine.forward(entries, which)
                 if self._speculation is not None and len(drawing) == len(batch):
                     passed = time.perf_counter() - started
                     self._speculation.costs.add(sum(size for _, size in batch), passed)
-                self._take([generation for generation, _ in batch], results, which)
+                for (generation, _), logits in zip(batch, results, strict=which != "none"):
+                    try:
+                        for output in generation.take(logits, which):
+                            self._hand_out(generation, output)
+                    except Exception as error:
+                        self._fail(generation, error)
+                self.delivered()
                 drawn = sum(g.generated for g, _ in drawing) - before
                 self._count(batch, drawing, drawn, time.perf_counter() - started)
                 return
@@ -355,28 +373,6 @@ class Scheduler:
             done.guessed_tokens += guessed
             done.accepted_tokens += accepted
             self._observer.guessed(guessed, accepted)
-
-    def _run(self, batch: list[tuple[Generation, int]], which: WhichLogits) -> list[np.ndarray]:
-        entries = []
-        for generation, size in batch:
-            assert generation.sequence is not None
-            at = generation.in_cache
-            tokens = generation.context[at : at + size]
-            tokens += generation.guess[: size - len(tokens)]
-            entries.append((generation.sequence, tokens))
-        return self._engine.forward(entries, which)
-
-    def _take(
-        self, generations: list[Generation], results: list[np.ndarray], which: WhichLogits
-    ) -> None:
-        """Hand out what each makes of its results."""
-        for generation, logits in zip(generations, results, strict=which != "none"):
-            try:
-                for output in generation.take(logits, which):
-                    self._hand_out(generation, output)
-            except Exception as error:
-                self._fail(generation, error)
-        self.delivered()
 
     def _hand_out(self, generation: Generation, output: Output) -> None:
         if generation.generated:
@@ -427,3 +423,136 @@ class Scheduler:
         except Exception as error:
             generation.failure = error
             self._failed.append(generation)
+
+
+class QueueFull(Exception):
+    """No room in the waiting queue; trying later helps."""
+
+
+class Stopping(Exception):
+    """The scheduler takes no more requests."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """How busy a scheduler is."""
+
+    waiting: int
+    running: int
+    free_tokens: int
+    cache_tokens: int
+    kept_prefixes: int
+
+
+class ThreadedScheduler(Scheduler):
+    """Its methods may be called from any thread; requests report through `deliver`."""
+
+    def __init__(self, engine: InferenceEngine, *, max_queue: int = 128, **options: Any) -> None:
+        """
+        Args:
+            max_queue: generations that may wait beside those that run.
+            options: of `Scheduler`.
+        """
+        super().__init__(engine, **options)
+        self.max_queue = max_queue
+        self._stop_at: float | None = None
+        self._groups = itertools.count()
+        self._cache_tokens = self._free_tokens = engine.free_tokens
+        self._thread = threading.Thread(target=self._loop, name="scheduler", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
+        """Queue all of them or none.
+
+        Raises `ContextFull` for a prompt that leaves no room for its `max_tokens`, `QueueFull`, and
+        `Stopping`.
+        """
+        for request in requests:
+            if len(request.prompt) + request.max_tokens > self.capacity:
+                raise ContextFull(
+                    f"the prompt has {len(request.prompt)} tokens and max_tokens is "
+                    f"{request.max_tokens}: together above the context length of "
+                    f"{self.capacity} tokens; shorten one of them"
+                )
+        with self._lock:
+            if self._stop_at is not None:
+                raise Stopping("the server is shutting down")
+            room = self.max_queue + max(self.max_running - len(self._running), 0)
+            if len(self._waiting) + len(requests) > room:
+                raise QueueFull(f"{len(self._waiting)} requests are waiting already; try later")
+            group = next(self._groups)
+            generations = [Generation(request, group) for request in requests]
+            self._waiting.extend(generations)
+            self._lock.notify()
+        return generations
+
+    def cancel(self, *generations: Generation) -> None:
+        """End generations soon; does nothing to those that have ended."""
+        for generation in generations:
+            generation.cancel_asked = True
+        with self._lock:
+            self._lock.notify()
+
+    def stop(self, grace: float = 0.0) -> None:
+        """Take no more requests, end waiting ones now and running ones after `grace` seconds at the
+        latest. Returns at once; the thread ends when all have ended."""
+        with self._lock:
+            at = time.monotonic() + grace
+            self._stop_at = at if self._stop_at is None else min(self._stop_at, at)
+            self._lock.notify()
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait for the thread; whether it has ended."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    @property
+    def is_alive(self) -> bool:
+        """The thread takes steps."""
+        return self._thread.is_alive()
+
+    @property
+    def stopping(self) -> bool:
+        """`stop` was called."""
+        return self._stop_at is not None
+
+    def load(self) -> Load:
+        """How busy it is."""
+        with self._lock:
+            return Load(
+                len(self._waiting),
+                len(self._running),
+                self._free_tokens,
+                self._cache_tokens,
+                len(self._prefixes),
+            )
+
+    def _loop(self) -> None:
+        while True:
+            with self._lock:
+                while not (self._waiting or self._running or self.stopping):
+                    self._lock.wait()
+                if self.stopping and not (self._waiting or self._running):
+                    break
+            self._step()
+            # A defect of ours must not silence the server: those it hit have ended with an error.
+            for generation in self._failed:
+                is_defect = not isinstance(generation.failure, UserError)
+                trace = generation.failure if is_defect else None
+                _log.error("a generation failed: %r", generation.failure, exc_info=trace)
+            self._failed.clear()
+            self._free_tokens = self._engine.free_tokens
+        self._prefixes.clear()
+        self._free_tokens = self._engine.free_tokens
+
+    def _end_unwanted(self) -> None:
+        super()._end_unwanted()
+        stop_at = self._stop_at
+        late = stop_at is not None and time.monotonic() >= stop_at
+        for generation in self._under_way() if stop_at is not None else ():
+            if late or not generation.started:
+                self._end(generation, "shutdown")

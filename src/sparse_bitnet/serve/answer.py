@@ -17,7 +17,7 @@ from sparse_bitnet.engine.protocol import ContextFull
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.grammar import FormLost
 from sparse_bitnet.generation.request import Generation, GenerationRequest, Output, TokenScore
-from sparse_bitnet.generation.scheduler_thread import QueueFull, Stopping, ThreadedScheduler
+from sparse_bitnet.generation.scheduler import QueueFull, Stopping, ThreadedScheduler
 from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.generations import Deliver, Prepared, ServedModel, prepare, try_form
 from sparse_bitnet.serve.replies import ChatReply, Choice, Reply, call_reader

@@ -11,7 +11,7 @@ from fastapi import Request, Response
 from pydantic import Field
 
 from sparse_bitnet.generation.request import Generation, GenerationRequest
-from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
+from sparse_bitnet.generation.scheduler import ThreadedScheduler
 from sparse_bitnet.serve.answer import (
     Answering,
     cancelled_when_gone,

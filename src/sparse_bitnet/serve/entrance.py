@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
+from sparse_bitnet.generation.scheduler import ThreadedScheduler
 from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.prometheus import ServerMetrics
 

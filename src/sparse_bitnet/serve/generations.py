@@ -14,7 +14,7 @@ from sparse_bitnet.generation.conversation import ChatTemplate
 from sparse_bitnet.generation.grammar import Form, Grammar, TokenGrammars
 from sparse_bitnet.generation.pooling import Pooling
 from sparse_bitnet.generation.request import Generation, GenerationRequest, Output
-from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
+from sparse_bitnet.generation.scheduler import ThreadedScheduler
 from sparse_bitnet.generation.text import TextTokenizer
 from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.schema import Body, ChatBody, CompletionBody

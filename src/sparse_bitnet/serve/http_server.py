@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.generation.scheduler_thread import ThreadedScheduler
+from sparse_bitnet.generation.scheduler import ThreadedScheduler
 from sparse_bitnet.host import most_open_files
 
 _LAST_EVENTS_SECONDS = 5
