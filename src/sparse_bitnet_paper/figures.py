@@ -282,8 +282,8 @@ def _sparsity_cost(sparse: list[pd.DataFrame], dense: list[pd.DataFrame]) -> pd.
     return cost.agg(["mean", "min", "max"], axis=1)
 
 
-def sweep_figure(results: Results) -> str | None:
-    """Draw figure 2, the increase of perplexity over patterns; None before the sweep has runs."""
+def sweep_figure(results: Results) -> dict[str, str]:
+    """Draw figure 2, the increase of perplexity over patterns; {} before the sweep has runs."""
     patterns = results.setting["patterns"]
     ours = {}
     for weight in LABELS:
@@ -292,7 +292,7 @@ def sweep_figure(results: Results) -> str | None:
         if len(known) > min(2, len(patterns) - 2):
             ours[weight] = pd.DataFrame(known).T
     if not ours:
-        return None
+        return {}
     markers = {"full": "o", "ternary": "s"}
     with canvas("norm-ppl") as (figure, axes):
         axes.axhline(10, color=INK, linewidth=1, linestyle=(0, (4, 3)))
@@ -317,7 +317,7 @@ def sweep_figure(results: Results) -> str | None:
         axes.set(xlabel="pattern (kept : group)", ylabel="perplexity increase over dense (%)")
         axes.legend(loc="upper left", bbox_to_anchor=(0.06, 1.0))
         title = "Perplexity increase over the dense model by N:M pattern"
-        return svg_text(figure, "norm-ppl", title)
+        return {"norm-ppl": svg_text(figure, "norm-ppl", title)}
 
 
 def ablation_figures(results: Results) -> dict[str, str]:

@@ -111,21 +111,14 @@ def _is_of_the_paper(results: Results) -> bool:
 
 def _chapter(results: Results, judgements: Sequence[Claim]) -> dict[str, Any]:
     """Return what the template shows of a set beside its tables: claims, notes and drawings."""
-    notes, drawn, weights = results.path / "notes.md", {}, {}
-    of_the_paper = _is_of_the_paper(results)
+    notes, of_the_paper = results.path / "notes.md", _is_of_the_paper(results)
+    weights = figures.dense_figures(results) if of_the_paper else {}
+    drawn = {name: svg for name, svg in weights.items() if name in figures.OF_WEIGHTS}
     if of_the_paper:
-        weights = figures.dense_figures(results)
-        drawn = {"norm-ppl": figures.sweep_figure(results), **figures.ablation_figures(results)}
-        drawn |= {name: svg for name, svg in weights.items() if name in figures.OF_WEIGHTS}
+        drawn = {**figures.sweep_figure(results), **figures.ablation_figures(results), **drawn}
     try:
         text = notes.read_text(encoding="utf-8").strip() if notes.is_file() else ""
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {notes}: {error}") from error
-    return {
-        "results": results,
-        "of_the_paper": of_the_paper,
-        "claims": judgements,
-        "notes": text,
-        "drawn": {name: svg for name, svg in drawn.items() if svg},
-        "weights": weights,
-    }
+    chapter = {"results": results, "of_the_paper": of_the_paper, "claims": judgements}
+    return chapter | {"notes": text, "drawn": drawn, "weights": weights}

@@ -45,20 +45,8 @@ class Run:
     purpose: str
     """The run's place in its table or figure."""
 
-    plain_name: bool = False
-    """Whether seed and format alone name the run."""
-
-    @property
-    def name(self) -> str:
-        """Readable prefix and `config_hash`; or seed and format alone."""
-        config = self.config
-        if self.plain_name:
-            return f"seed-{config.seed}/{config.format.replace(':', 'of')}"
-        parts = [config.model.removeprefix("qwen2.5-"), re.sub(r"[:,=]", "-", config.format)]
-        if config.sparse_fraction != 1:
-            parts.append(f"rho{100 * config.sparse_fraction:g}")
-        parts += [f"lr{config.learning_rate:g}", f"seed{config.seed}", config_hash(config)]
-        return "-".join(parts)
+    name: str
+    """Readable prefix and `config_hash`; or seed and format alone."""
 
     @property
     def is_dense(self) -> bool:
@@ -102,7 +90,13 @@ def run_of(scale: Scale, model: str, format: str, seed: int, purpose: str, **cha
         keep_checkpoints=0 if dense else 1,
         **changes,
     )
-    return Run(config=config, purpose=purpose, plain_name=scale.plain_names)
+    if scale.plain_names:
+        name = f"seed-{seed}/{config.format.replace(':', 'of')}"
+    else:
+        rho = "" if config.sparse_fraction == 1 else f"-rho{100 * config.sparse_fraction:g}"
+        shown = model.removeprefix("qwen2.5-") + "-" + re.sub(r"[:,=]", "-", config.format) + rho
+        name = f"{shown}-lr{config.learning_rate:g}-seed{seed}-{config_hash(config)}"
+    return Run(config=config, purpose=purpose, name=name)
 
 
 def table2(scale: Scale) -> list[Run]:
@@ -136,14 +130,18 @@ def ablations(scale: Scale) -> list[Run]:
 
 def schedule(scale: Scale) -> list[Run]:
     """Dense-to-sparse training: only the last rho percent of the steps are sparse (table 4)."""
-    runs = []
-    for seed in range(scale.seeds["schedule"]):
-        for percent in scale.sparse_percents:
-            format = "ternary-6:8" if percent else "ternary-8:8"
-            fraction = percent / 100 if percent else 1.0
-            purpose = f"schedule, {percent} % of the steps sparse"
-            runs.append(run_of(scale, scale.main, format, seed, purpose, sparse_fraction=fraction))
-    return runs
+    return [
+        run_of(
+            scale,
+            scale.main,
+            "ternary-6:8" if percent else "ternary-8:8",
+            seed,
+            f"schedule, {percent} % of the steps sparse",
+            sparse_fraction=percent / 100 if percent else 1.0,
+        )
+        for seed in range(scale.seeds["schedule"])
+        for percent in scale.sparse_percents
+    ]
 
 
 def search(scale: Scale) -> list[Run]:
@@ -188,22 +186,13 @@ def plan(scale: Scale, experiments: Sequence[str], seeds: int | None = None) -> 
     """
     if unknown := [name for name in experiments if name not in _ALL]:
         raise UserError(f"experiment {unknown[0]!r} is unknown: choose one of {', '.join(_ALL)}")
+    if seeds is not None and seeds < 1:
+        raise UserError(f"seeds={seeds}: at least 1")
     if seeds is not None:
-        scale = with_seeds(scale, seeds)
+        sizes = tuple(dataclasses.replace(size, seeds=seeds) for size in scale.sizes)
+        scale = dataclasses.replace(scale, sizes=sizes, seeds=dict.fromkeys(scale.seeds, seeds))
     runs: dict[str, Run] = {}
     for name in experiments:
         for run in _ALL[name](scale):
             runs.setdefault(run.name, run)
     return sorted(runs.values(), key=lambda run: (run.config.seed, run.config.model != scale.main))
-
-
-def with_seeds(scale: Scale, seeds: int) -> Scale:
-    """Return the scale with that many seeds of every experiment. Raises `UserError` below 1."""
-    if seeds < 1:
-        raise UserError(f"seeds={seeds}: at least 1")
-    sizes = tuple(dataclasses.replace(size, seeds=seeds) for size in scale.sizes)
-    return dataclasses.replace(
-        scale,
-        sizes=sizes,
-        seeds={name: seeds if count else 0 for name, count in scale.seeds.items()},
-    )

@@ -29,7 +29,7 @@ def drawn(make_set):
     return {
         "costs": figures.cost_figure(results),
         **figures.course_figures(results),
-        "norm-ppl": figures.sweep_figure(results),
+        **figures.sweep_figure(results),
         "ablation-flips": figures.ablation_figures(results)["ablation-flips"],
         "histogram": figures.weight_histograms([("a", "full", parts["all"])] * 3),
         "thresholds": figures.threshold_overlay([("a <&>", "ternary", parts)] * 2),
@@ -63,7 +63,7 @@ def test_svg_is_self_contained_and_themed(drawn):
 
 def test_figures_without_runs_are_none(make_set):
     results = make_set(seeds=1, names=["search"])
-    assert figures.sweep_figure(results) is None
+    assert figures.sweep_figure(results) == {}
     assert figures.ablation_figures(results) == {}
     results.rows = results.rows[:0]
     assert figures.dense_figures(results) == {}

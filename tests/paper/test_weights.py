@@ -24,14 +24,16 @@ from sparse_bitnet.nn.convert import convert_
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.nn.selection import select
 from sparse_bitnet.pattern import NMPattern
-from sparse_bitnet_paper.analyze import (
+from sparse_bitnet_paper.weight_counts import BIN_CENTRES, BIN_WIDTH, as_json, shares
+from sparse_bitnet_paper.weights import (
+    count_checkpoint,
+    count_model,
+    count_weights,
     read_checkpoint,
     summary_table,
     weight_page,
     write_weight_report,
 )
-from sparse_bitnet_paper.weight_counts import BIN_CENTRES, BIN_WIDTH, as_json, shares
-from sparse_bitnet_paper.weights import count_checkpoint, count_model, count_weights
 
 PATTERN = NMPattern(6, 8)
 

@@ -35,7 +35,7 @@ def main(options: AnalyzeConfig) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from sparse_bitnet_paper.analyze import read_checkpoint, summary_table, write_weight_report
+    from sparse_bitnet_paper.weights import read_checkpoint, summary_table, write_weight_report
 
     pattern = NMPattern.parse(options.pattern)
     if pattern.is_dense:
