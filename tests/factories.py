@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small layers and models that tests build."""
 
+import copy
 from typing import Any
 
 import torch
 from torch import nn
 
+from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.nn.layer import SparseBitConfig, SparseBitLinear
 
 # The paper's variants, as named in its section "Optimization design", and sparse full precision.
@@ -89,3 +91,12 @@ def tiny_model(
     torch.manual_seed(seed)
     config = tiny_config(family, **changes)
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def changed(checkpoint: Checkpoint, **values: Any) -> Checkpoint:
+    """A copy of an opened checkpoint with other attributes or methods."""
+    other = copy.copy(checkpoint)
+    for name in ("stored", "dense_linears", "embeddings"):
+        vars(other).pop(name, None)
+    vars(other).update(values)
+    return other

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from factories import tiny_config
-from sparse_bitnet.checkpoint import packed_loading
-from sparse_bitnet.checkpoint.hub import save_pretrained
+from sparse_bitnet.checkpoint.hub import register, save_pretrained
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.nn.convert import convert_
@@ -51,7 +50,7 @@ def make_packed(
     """
     from transformers import AutoModelForCausalLM
 
-    packed_loading.register()
+    register()
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(tiny_model_config(family, **changes))
 

@@ -6,7 +6,9 @@ needs it, our checkpoints become loadable by its `from_pretrained`.
 """
 
 import importlib
+import importlib.abc
 import importlib.machinery
+import importlib.util
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -45,7 +47,6 @@ _PUBLIC = {
 __all__ = [*_PUBLIC, "__version__"]  # noqa: PLE0604
 
 _REGISTRY = "transformers.quantizers.auto"
-_REGISTERED = ("sparse_bitnet.checkpoint.hub", "sparse_bitnet.checkpoint.packed_loading")
 
 
 def __getattr__(name: str):
@@ -59,21 +60,23 @@ def __dir__() -> list[str]:
 
 
 def _register() -> None:
-    for module in _REGISTERED:
-        importlib.import_module(module).register()
+    importlib.import_module("sparse_bitnet.checkpoint.hub").register()
 
 
-class _AfterRegistry:
-    """Enters our quantizers right after transformers' registry of them has been imported."""
+class _AfterRegistry(importlib.abc.MetaPathFinder):
+    """Enters our quantizers right after transformers' registry of them has been imported.
+
+    transformers has no entry point for quantizers, and to enter them at once would import it, and torch,
+    with this package, which the engine runs without.
+    """
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if name != _REGISTRY:
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        found = (finder.find_spec(name, path, target) for finder in others)
-        spec = next((spec for spec in found if spec is not None), None)
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
         if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module

@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast, Zamba2Config
 
 from factories import MODEL_FAMILIES, tiny_model
-from sparse_bitnet.checkpoint import packed_loading
-from sparse_bitnet.checkpoint.hub import save_pretrained
+from sparse_bitnet.checkpoint.hub import register, save_pretrained
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
@@ -266,7 +265,7 @@ def test_transformers_alone_refuses_the_folder_and_says_what_to_import(
 
     folder = saved
     if kind == "packed":
-        packed_loading.register()
+        register()
         folder = pack_checkpoint(saved, tmp_path / "packed").folder
     for name in ("sparse_bitnet", "sparse_bitnet_packed"):
         monkeypatch.delitem(AUTO_QUANTIZATION_CONFIG_MAPPING, name, raising=False)

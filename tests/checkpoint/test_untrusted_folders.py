@@ -187,11 +187,11 @@ def test_pipes_and_endless_files_are_refused(folder: Path) -> None:
             check(folder)
     (folder / "config.json").unlink()
     with open(folder / "trainer_state.json", "wb") as file:  # which nobody reads
-        file.truncate(17 << 20)
+        file.truncate(129 << 20)
     check_folder(folder)
     with open(folder / "generation_config.json", "wb") as file:
-        file.truncate(17 << 20)
-    with pytest.raises(UserError, match="more than the 16,777,216 that are read of it"):
+        file.truncate(129 << 20)
+    with pytest.raises(UserError, match="more than the 134,217,728 that are read of it"):
         check_folder(folder)
 
 

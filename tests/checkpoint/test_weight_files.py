@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sparse_bitnet.checkpoint import weight_files
 from sparse_bitnet.checkpoint.weight_files import INDEX_FILE, WeightFiles, refuse_wrapped
 from sparse_bitnet.errors import UserError
 
@@ -66,20 +65,6 @@ def test_a_whole_file_comes_before_an_index_that_was_left(tmp_path: Path) -> Non
     index(tmp_path, {"a": "model-1.safetensors"})
     save_file({"a": TENSORS["a"]}, tmp_path / "model.safetensors")
     assert torch.equal(WeightFiles.in_folder(tmp_path).read("a"), TENSORS["a"])
-
-
-def test_what_has_not_changed_is_compared_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, table = tmp_path / "model.safetensors", TENSORS["a"]
-    reads = []
-    read = weight_files._read
-    monkeypatch.setattr(weight_files, "_read", lambda *args: (reads.append(args), read(*args))[1])
-    for second, count in ((table, 2), (table, 2), (-table, 4)):
-        if second is not table or not reads:
-            save_file({"a": table, "b": second.clone()}, path)
-        assert WeightFiles.in_folder(tmp_path).equal("a", "b") is (second is table)
-        assert len(reads) == count
 
 
 def test_incomplete_and_damaged_folders(tmp_path: Path) -> None:

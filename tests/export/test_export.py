@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exporting: folders that are complete, appear whole, and replace nothing."""
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -11,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from factories import changed
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.cli.main import main
@@ -86,7 +86,7 @@ def test_a_folder_is_complete(checkpoint: Path, tmp_path: Path, format: str) -> 
     ],
 )
 def test_the_rope_also_stands_where_transformers_4_looks(source, tmp_path, changes, expected):
-    own = dataclasses.replace(source, config=source.config | changes)
+    own = changed(source, config=source.config | changes)
     kind = {"quantization_config": None, "dtype": torch.float32, "model_card": ""}
     write_folder(tmp_path / "out", own, [], **kind)
     config = json.loads((tmp_path / "out" / "config.json").read_text("utf-8"))
@@ -110,7 +110,7 @@ def test_special_tokens_are_named_as_transformers_4_and_5_read_them(
 
 def test_a_scale_whose_reciprocal_float16_lacks_is_refused(source, tmp_path: Path) -> None:
     layer = next(iter(source.layers))
-    tiny = dataclasses.replace(
+    tiny = changed(
         source,
         ternary=lambda name: source.ternary(name)._replace(weight_scale=torch.tensor(1.2e-5)),
     )

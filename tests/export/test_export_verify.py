@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from factories import changed
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.cli.main import main
 from sparse_bitnet.errors import UserError
@@ -220,7 +221,7 @@ def test_the_command_exits_with_2_when_out_of_bounds(
         codes, weight_scale = wrong.ternary(layer)
         return codes, 2 * weight_scale
 
-    faulty = dataclasses.replace(wrong, ternary=doubled)
+    faulty = changed(wrong, ternary=doubled)
     monkeypatch.setattr(export_checkpoint, "open_checkpoint", lambda checkpoint, *kinds: faulty)
     command = ["export", str(checkpoint), str(tmp_path / "out"), "--format", "bitnet", "--verify"]
     with pytest.raises(SystemExit) as stopped:
@@ -252,7 +253,7 @@ def test_reading_gives_float32_log_probabilities(exported: Path) -> None:
 
 
 def test_a_packed_source(checkpoint: Path, tmp_path: Path) -> None:
-    from sparse_bitnet.checkpoint.packed_loading import register
+    from sparse_bitnet.checkpoint.hub import register
     from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 
     register()

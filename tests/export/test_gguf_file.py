@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """GGUF files: what is refused before writing, and what gguf-py reads back."""
 
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from factories import tiny_model
+from factories import changed, tiny_model
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.checkpoint.load import load_tokenizer
@@ -29,7 +28,7 @@ gguf = pytest.importorskip("gguf", reason="pip install gguf")
 
 def with_rows(source: Checkpoint, columns: int) -> Checkpoint:
     layers = {name: (rows, columns) for name, (rows, _) in source.layers.items()}
-    return dataclasses.replace(source, layers=layers)
+    return changed(source, layers=layers)
 
 
 def test_rows_that_do_not_fill_a_block_are_stored_in_the_next_type(source: Checkpoint) -> None:
@@ -146,7 +145,7 @@ def test_other_architectures_are_written(family: str, checkpoint: Path, tmp_path
 )
 def test_architectures_it_does_not_cover(source: Checkpoint, changes, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        check(dataclasses.replace(source, config=source.config | changes), Q2_0, "f16")
+        check(changed(source, config=source.config | changes), Q2_0, "f16")
 
 
 def test_full_precision_is_refused(make_checkpoint, tmp_path: Path) -> None:
@@ -156,7 +155,7 @@ def test_full_precision_is_refused(make_checkpoint, tmp_path: Path) -> None:
 
 
 def test_q8_0_embeddings_need_rows_of_32(source: Checkpoint) -> None:
-    narrow = dataclasses.replace(source, others={"model.embed_tokens.weight": (9, 68)})
+    narrow = changed(source, others={"model.embed_tokens.weight": (9, 68)})
     with pytest.raises(
         UserError, match=r"embed_tokens.weight has rows of 68.*use --embeddings f16"
     ):
@@ -172,7 +171,7 @@ def test_scales_beyond_float16_are_refused_and_nothing_is_left(
         ternary = source.ternary(layer)
         return ternary._replace(weight_scale=ternary.weight_scale * 0 + 1.03e-6)
 
-    faulty = dataclasses.replace(source, ternary=tiny)
+    faulty = changed(source, ternary=tiny)
     monkeypatch.setattr(export_checkpoint, "open_checkpoint", lambda checkpoint, *kinds: faulty)
     with pytest.raises(UserError, match=r"weight scale 1.03e-06 is too far out for float16"):
         export("any", tmp_path / "out", ExportConfig(format="gguf-q2_0"))
@@ -233,7 +232,7 @@ def test_gguf_py_reads_it_back(make_checkpoint, tmp_path: Path, block, embedding
 
 def test_absent_biases_become_zeros(source: Checkpoint) -> None:
     kept = {name: shape for name, shape in source.others.items() if "bias" not in name}
-    tensors = plan(dataclasses.replace(source, others=kept), Q2_0, "f16")
+    tensors = plan(changed(source, others=kept), Q2_0, "f16")
     biases = {tensor.name: tensor for tensor in tensors if tensor.name.endswith("bias")}
     assert len(biases) == 6
     assert biases["blk.1.attn_k.bias"].shape == (32,)
@@ -242,5 +241,5 @@ def test_absent_biases_become_zeros(source: Checkpoint) -> None:
 
 def test_an_untied_head_is_written(make_checkpoint, source: Checkpoint) -> None:
     head = {"lm_head.weight": (392, 64)}
-    untied = dataclasses.replace(source, others=source.others | head)
+    untied = changed(source, others=source.others | head)
     assert "output.weight" in [tensor.name for tensor in plan(untied, Q2_0, "f16")]

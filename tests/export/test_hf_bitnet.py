@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hugging Face bitnet: bytes, refusals, and transformers' own loader."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from factories import tiny_model
+from factories import changed, tiny_model
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.errors import UserError
@@ -41,7 +40,7 @@ def test_one_byte_by_hand() -> None:
 
 def test_rows_that_do_not_divide_are_refused_by_name(source: Checkpoint) -> None:
     name = "model.layers.0.mlp.up_proj"
-    other = dataclasses.replace(source, layers=source.layers | {name: (190, 64)})
+    other = changed(source, layers=source.layers | {name: (190, 64)})
     with pytest.raises(UserError, match=rf"layer {name} has 190 rows.*compressed-tensors-w8a8"):
         FOLDER_FORMATS["bitnet"].check(other)
 

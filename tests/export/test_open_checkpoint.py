@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Opening what is to be exported."""
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from factories import changed
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
@@ -133,7 +133,7 @@ def test_full_precision_formats_have_effective_weights_only(make_checkpoint) -> 
 
 
 def test_models_without_int8_activations_are_refused(source: Checkpoint) -> None:
-    other = dataclasses.replace(source, format=SparseBitConfig(activation="none"))
+    other = changed(source, format=SparseBitConfig(activation="none"))
     with pytest.raises(UserError, match="trained without int8 activations"):
         require_ternary_int8(other, "bitnet")
 
@@ -185,7 +185,9 @@ def test_missing_and_misshapen_weights_are_named(checkpoint: Path, tmp_path: Pat
     with pytest.raises(UserError, match=f"lacks {norm}"):
         open_checkpoint(folder)
     save_file(tensors | {name: tensors[name][:4].clone()}, folder / "model.safetensors")
-    with pytest.raises(UserError, match=rf"{name} is \[4, 64\], its config.json asks \[192, 64\]"):
+    with pytest.raises(
+        UserError, match=rf"{name} is F32 \[4, 64\], its config.json asks floats \[192, 64\]"
+    ):
         open_checkpoint(folder)
 
 

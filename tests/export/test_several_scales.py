@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models trained with a scale for each row or group: packed, run and exported as they are, or refused."""
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from factories import tiny_model
+from factories import changed, tiny_model
 from packed_models import typical_error
 from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.checkpoint.load import from_pretrained
@@ -155,7 +154,7 @@ def test_scales_of_several_kinds_in_one_model(
         codes, scale = source.ternary(layer)
         return TernaryWeight(codes, scale.mean() if layer == first else scale)
 
-    pack_checkpoint(dataclasses.replace(source, ternary=ternary), tmp_path / "packed", format="i2")
+    pack_checkpoint(changed(source, ternary=ternary), tmp_path / "packed", format="i2")
     if not is_held:
         with pytest.raises(UserError, match="has a scale for every 64 weights of a row"):
             exported(tmp_path / "packed", tmp_path / "out", format)

@@ -210,19 +210,19 @@ REFUSALS: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "missing codes": (
         lambda f: rewrite(f, {f"{LAYER}.weight_packed": None}, {}),
-        f"tensor {LAYER}.weight_packed is missing",
+        f"lacks {LAYER}.weight_packed",
     ),
     "surplus tensor": (
         lambda f: rewrite(f, {"extra": torch.zeros(1)}, {}),
-        "tensor extra is not part of Qwen2ForCausalLM",
+        "tensor extra is not part of the model",
     ),
     "other size": (
         lambda f: rewrite(f, {f"{LAYER}.weight_packed": OVERFULL[:, :12]}, {}),
-        rf"tensor {LAYER}.weight_packed is torch.uint8 \[32, 12\], the model needs",
+        rf"{LAYER}.weight_packed is U8 \[32, 12\], its config.json asks uint8 \[32, 13\]",
     ),
     "other type": (
         lambda f: rewrite(f, {f"{LAYER}.weight_packed": OVERFULL.view(torch.int8)}, {}),
-        f"tensor {LAYER}.weight_packed is torch.int8",
+        f"{LAYER}.weight_packed is I8",
     ),
     "layer elsewhere": (
         lambda f: rewrite(f, {}, {"layers": {"model.norm": [64, 64]}}),

@@ -7,9 +7,9 @@ size need the memory of its largest tensor.
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +17,13 @@ from sparse_bitnet.checkpoint.model_folder import CONFIG_FILE, read_json_if_ther
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.packing.metadata import PackedMetadata
-from sparse_bitnet.packing.tensor_file import TensorFile
+from sparse_bitnet.packing.tensor_file import DTYPES, FLOATS, TensorFile
 from sparse_bitnet.packing.ternary import TernaryWeight
 from sparse_bitnet.pattern import NMPattern
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
-
-    from sparse_bitnet.nn.selection import Selection
 
 TRAINED_CONTEXT = "trained_context_length"
 """Key of a packed folder's config.json; other readers ignore it."""
@@ -34,21 +32,21 @@ _PIECE_VALUES = 1 << 24
 """Values of an embedding read at a time."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class StoredModel:
-    """What a user names, found; of its files only config.json is read."""
+    """A stored model of which config.json alone has been read."""
 
     name: str
     """The folder, or the hub id that was given."""
 
     folder: Path
-    """The transformers folder (of a run: its `final`, or its latest checkpoint)."""
+    """The transformers folder (of a run: its `final`, or its latest checkpoint), or the GGUF file."""
 
     kind: str
     """"trained" (of ours, with masters), "packed", "dense", "foreign" (of other tools) or "unknown"."""
 
     reader: str
-    """The file of this package that opens its tensors; empty where none does."""
+    """The subclass of `Checkpoint` that opens its tensors, as MODULE.CLASS; empty where none does."""
 
     config: dict[str, Any]
     """The whole config.json."""
@@ -74,10 +72,12 @@ class StoredModel:
 
     def load(self, **kwargs: Any) -> "PreTrainedModel":
         """The model with its weights; `kwargs` are those of transformers' `from_pretrained`."""
-        from sparse_bitnet.checkpoint.load import from_pretrained, with_weights
+        from sparse_bitnet.checkpoint.load import from_pretrained, load_with
 
         if self.weights is not None:
-            return with_weights(self.model(), self.weights(), **kwargs)
+            model, state = self.model(), self.weights()
+            loader = type(model).from_pretrained
+            return load_with(loader, None, config=model.config, state_dict=state, **kwargs)
         if self.folder.is_file():
             raise UserError(f"{self.folder} is a GGUF file: `sparse-bitnet import` it first")
         return from_pretrained(self.folder, **kwargs)
@@ -89,50 +89,64 @@ class StoredModel:
         return load_tokenizer(self.folder)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Checkpoint(StoredModel):
-    """A stored model, opened."""
+    """A stored model, opened. A subclass for each kind reads its tensors, one at a time.
 
-    tool: str = ""
-    """Of a foreign one: which format it has."""
+    Attributes:
+        format: of the layers; of other tools' as far as their config says.
+        layers: sparse layers, full name -> (out_features, in_features), in the order of the model.
+        others: shape of every tensor that is not a sparse layer's: embeddings, norms, biases, dense
+            linears.
+        dtypes: their types by the file's names, such as "BF16".
+        tool: the format of a foreign one.
+        has_masters: whether `master` returns weights.
+        has_one_scale: whether each matrix has one scale; else what `ternary` returns shows how many.
+        file, metadata: those of a packed one.
+    """
 
-    format: SparseBitConfig
-    """Of the layers; of other tools' as far as their config says."""
+    def __init__(
+        self,
+        stored: StoredModel,
+        *,
+        format: SparseBitConfig,
+        layers: dict[str, tuple[int, int]],
+        others: dict[str, tuple[int, ...]],
+        dtypes: dict[str, str],
+        tool: str = "",
+        has_masters: bool = False,
+        has_one_scale: bool = False,
+    ) -> None:
+        super().__init__(**{field.name: getattr(stored, field.name) for field in fields(stored)})
+        self.format, self.layers, self.others, self.dtypes = format, layers, others, dtypes
+        self.tool, self.has_masters, self.has_one_scale = tool, has_masters, has_one_scale
+        self.file: TensorFile | None = None
+        self.metadata: PackedMetadata | None = None
 
-    layers: dict[str, tuple[int, int]]
-    """Sparse layers: full name -> (out_features, in_features), in the order of the model."""
+    def stored_values(self, name: str, part: slice = slice(None)) -> Any:
+        """What `read` returns, unchecked."""
+        raise NotImplementedError
 
-    others: dict[str, tuple[int, ...]]
-    """Shape of every tensor that is not a sparse layer's: embeddings, norms, biases, dense linears."""
+    def master(self, layer: str) -> "Tensor":
+        """A sparse layer's trained weight. Only where `has_masters`."""
+        raise NotImplementedError
 
-    dtypes: dict[str, str]
-    """Their types by the file's names, such as "BF16"."""
+    def ternary(self, layer: str) -> TernaryWeight:
+        """Codes and scale of a sparse layer. Not for full-precision formats."""
+        raise NotImplementedError
 
-    read: Callable[..., Any]
-    """(name, rows=None): one of `others`, as its own reader would use it, or a slice of its rows: torch's
-    tensor, of a GGUF file an array."""
+    def ternary_rows(self, name: str, part: slice) -> TernaryWeight | None:
+        """Rows of an embedding or head, where they are ternary as the layers are; None where not."""
+        return None
 
-    master: Callable[[str], "Tensor"] | None
-    """A sparse layer's trained weight; None where the checkpoint holds codes alone."""
+    def write_tokenizer(self, folder: Path) -> bool:
+        """Write tokenizer, chat template and end tokens into a folder; False where they are files of
+        `self.folder`, to be copied."""
+        return False
 
-    ternary: Callable[[str], TernaryWeight]
-    """Codes and scale of a sparse layer. Not for full-precision formats."""
-
-    selection: Callable[[str], "Selection"] | None = None
-    """What the format chooses of a sparse layer's trained weight; None where there is none."""
-
-    has_one_scale: bool = True
-    """Each matrix has one scale; else what `ternary` returns shows how many."""
-
-    ternary_rows: Callable[[str, slice], TernaryWeight | None] | None = None
-    """Rows of an embedding or head, where they are ternary as the layers are; None where none can be."""
-
-    write_tokenizer: Callable[[Path], None] | None = None
-    """Writes tokenizer, chat template and end tokens into a folder; None where they lie in `folder`."""
-
-    file: TensorFile | None = None
-    metadata: PackedMetadata | None = None
-    """Of a packed one."""
+    def read(self, name: str, part: slice = slice(None)) -> Any:
+        """One of `others`, as its own reader would use it, or a slice of its rows: torch's tensor, of a
+        GGUF file an array. Raises `UserError`, naming it, for values that are not finite."""
+        return finite(self.stored_values(name, part), name, self.folder)
 
     @cached_property
     def stored(self) -> list[str]:
@@ -151,11 +165,11 @@ class Checkpoint(StoredModel):
 
     def pieces(self, name: str) -> Iterator[Any]:
         """A matrix of `others` as consecutive rows, at most 64 MB of float32 at a time."""
-        return map(partial(self.read, name), self._parts(name))
+        return (self.read(name, part) for part in self._parts(name))
 
     def ternary_pieces(self, name: str) -> Iterator[TernaryWeight | None]:
         """The same of one that is ternary; None for rows that are not."""
-        return map(partial(self.ternary_rows or (lambda *_: None), name), self._parts(name))
+        return (self.ternary_rows(name, part) for part in self._parts(name))
 
     def _parts(self, name: str) -> Iterator[slice]:
         rows, columns = self.others[name]
@@ -163,10 +177,8 @@ class Checkpoint(StoredModel):
         return (slice(first, min(first + step, rows)) for first in range(0, rows, step))
 
     def effective(self, layer: str) -> "Tensor":
-        """The float32 weight a sparse layer multiplies with: codes * scale, or the masked master."""
-        if self.selection is None or self.master is None:
-            return self.ternary(layer).values()
-        return self.selection(layer).effective(self.master(layer).float())
+        """The float32 weight a sparse layer multiplies with."""
+        return self.ternary(layer).values()
 
 
 def trained_context_length(checkpoint: str) -> int | None:
@@ -189,6 +201,34 @@ def finite(values: Any, name: str, where: Path) -> Any:
     if not math.isfinite(abs(values).max()):
         raise UserError(f"{where}: tensor {name} has values that are not finite")
     return values
+
+
+def check_tensors(
+    wanted: "Mapping[str, Tensor]",
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, str],
+    where: object,
+) -> None:
+    """Raise `UserError`, naming the tensor, unless a file holds those of a model and no other.
+
+    Args:
+        wanted: the model's tensors by name, without values; any type of floats suits one of floats.
+        shapes, dtypes: what the file holds.
+        where: folder or file, for messages.
+    """
+    for name in sorted(wanted.keys() ^ shapes.keys()):
+        if name in wanted:
+            raise UserError(f"{where} lacks {name}: the files are incomplete or of another model")
+        raise UserError(f"{where}: tensor {name} is not part of the model in its {CONFIG_FILE}")
+    for name, tensor in wanted.items():
+        kind = str(tensor.dtype).removeprefix("torch.")
+        is_float = tensor.is_floating_point()
+        fits = dtypes[name] in FLOATS if is_float else DTYPES.get(dtypes[name]) == kind
+        if not fits or shapes[name] != tuple(tensor.shape):
+            raise UserError(
+                f"{where}: {name} is {dtypes[name]} {list(shapes[name])}, its {CONFIG_FILE} asks "
+                f"{'floats' if is_float else kind} {list(tensor.shape)}"
+            )
 
 
 def warn_of_zeros(ternary: TernaryWeight, layer: str, foreign: Checkpoint) -> None:

@@ -6,6 +6,9 @@ A run has `final` at its end; before that its checkpoints are split by rows. Who
 RUN/consolidated/step-00000100 with config.json, model.safetensors, train_config.json and state.json.
 """
 
+import io
+import pickle
+import pickletools
 import shutil
 import warnings
 from math import prod
@@ -14,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.metadata as dcp_metadata
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -25,7 +29,6 @@ from sparse_bitnet.checkpoint.model_folder import (
     read_small,
 )
 from sparse_bitnet.checkpoint.saved_steps import FOLDER, MODEL_FOLDER, STATE, SavedStep, damage
-from sparse_bitnet.checkpoint.shard_readers import ShardReader
 from sparse_bitnet.errors import UserError, reason_of
 from sparse_bitnet.files import NO_SPACE, atomic_folder
 
@@ -70,11 +73,68 @@ def consolidated(checkpoint: SavedStep) -> Path:
     return made
 
 
+_HELD = {
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties"),
+        *("ChunkStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size",),
+}
+"""Without `BytesStorageMetadata`, whose values torch unpickles in their turn."""
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads what torch pickles of a checkpoint's tensors, and refuses any other name."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if f"{module}.{name}" == "builtins.getattr":
+            # The first releases of Python 3.11 pickle enums by it.
+            return lambda enum, member: dcp_metadata._MEM_FORMAT_ENCODING[member]
+        if module.startswith("pathlib") and name in ("PosixPath", "WindowsPath"):
+            return lambda *parts: "/".join(parts)
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in _HELD.get(module, ()):
+            return super().find_class(module, name)
+        raise ValueError(f"it names {module}.{name}, which no checkpoint holds")
+
+
+class _ShardReader(dcp.FileSystemReader):
+    """Reads the shards of a folder, whose `.metadata` is a pickle: torch's own runs whatever it names."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        """Return torch's metadata. Raises `OSError`, and `ValueError` for what is none of tensors."""
+        data = (Path(self.path) / ".metadata").read_bytes()
+        try:
+            # Unpickling makes a table as long as an index in the file says.
+            puts = (
+                int(arg or 0) for op, arg, _ in pickletools.genops(data) if op.name.endswith("PUT")
+            )
+            if max(puts, default=0) > len(data):
+                raise ValueError("an index beyond its end")
+            metadata = _Unpickler(io.BytesIO(data)).load()
+            for entry in metadata.state_dict_metadata.values():
+                are_sizes = isinstance(entry.size, torch.Size) and min(entry.size, default=0) >= 0
+                if not (are_sizes and isinstance(entry.properties.dtype, torch.dtype)):
+                    raise ValueError("an entry is no tensor")
+            for place in metadata.storage_data.values():
+                if place.relative_path != Path(place.relative_path).name:
+                    raise ValueError(
+                        f"it names {place.relative_path!r}, which is not in its folder"
+                    )
+            metadata.storage_meta = metadata.storage_meta or dcp_metadata.StorageMeta()
+            metadata.storage_meta.load_id = self.load_id
+        except Exception as error:  # of bytes that anyone made, anything
+            raise ValueError(f".metadata is damaged: {error}") from error
+        return metadata
+
+
 def read_weights(checkpoint: SavedStep) -> dict[str, Tensor]:
     """The parameters of a sharded checkpoint by name, whole. Raises `UserError` as `read_tensors`."""
     shards = checkpoint.path / FOLDER
     try:
-        entries = ShardReader(shards).read_metadata().state_dict_metadata
+        entries = _ShardReader(shards).read_metadata().state_dict_metadata
         there = sum(path.stat().st_size for path in shards.glob("*.distcp"))
         asked = sum(
             prod(entry.size) * entry.properties.dtype.itemsize for entry in entries.values()
@@ -108,7 +168,7 @@ def read_tensors(
     Raises `UserError` when the files are unreadable or lack a tensor.
     """
     try:
-        reader = ShardReader(checkpoint.path / FOLDER)
+        reader = _ShardReader(checkpoint.path / FOLDER)
         stored = reader.read_metadata().state_dict_metadata
         for key in [key for key in state if key.startswith(_MAY_LACK) and key not in stored]:
             del state[key]

@@ -9,7 +9,6 @@ import functools
 import re
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,8 +21,8 @@ from sparse_bitnet.checkpoint.gguf_config import (
     FORMAT,
     ROPE_FACTORS,
     WEIGHT_SCALES,
+    ConfigReader,
     architecture_of,
-    read_config,
 )
 from sparse_bitnet.checkpoint.gguf_file import GgufFile
 from sparse_bitnet.checkpoint.gguf_tokenizer import write_tokenizer
@@ -46,103 +45,47 @@ _LOOKED_AT = 64
 
 
 def find_gguf(path: Path) -> StoredModel:
-    """A GGUF file, found.
+    """The model of a GGUF file, of which the header has been read.
 
     Raises `UserError` for a damaged file and for an architecture or a tensor that is not covered.
     """
-    opened = _Opened(path)
-    linears = opened.linears()
-    is_ternary = any(map(opened.is_ternary, linears))
-    said = [
-        f"tensor {each} is {opened.file.type_name(each)} and not ternary" for each in linears[:1]
+    model = _GgufModel(path)
+    linears = model.linears()
+    is_ternary = any(map(model.is_ternary, linears))
+    first = [
+        f"tensor {each} is {model.gguf.type_name(each)} and not ternary" for each in linears[:1]
     ]
     return StoredModel(
         name=str(path),
         folder=path,
         kind="foreign" if is_ternary else "dense",
-        reader="gguf" if is_ternary else "",
-        config=opened.config,
-        entry={} if is_ternary else {"not_ternary": "".join(said)},
-        model=functools.cache(partial(skeleton, opened.config, path)),
-        weights=None if is_ternary else opened.weights,
+        reader="gguf.GgufCheckpoint" if is_ternary else "",
+        config=model.config,
+        entry={} if is_ternary else {"not_ternary": "".join(first)},
+        model=functools.cache(partial(skeleton, model.config, path)),
+        weights=None if is_ternary else model.all_weights,
     )
 
 
-def read(found: StoredModel) -> Checkpoint:
-    """Its tensors opened.
+class _GgufModel:
+    """What a file says of its model, under the names that transformers gives its tensors."""
 
-    Raises `UserError` for a tensor or a type that is not covered, and for a file without ternary weights.
-    """
-    return _Opened(found.folder).checkpoint(found)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _GgufCheckpoint(Checkpoint):
-    """Whose names follow from the tables above: no model is built for them."""
-
-    @cached_property
-    def stored(self) -> list[str]:
-        return list(self.others)
-
-    @cached_property
-    def dense_linears(self) -> list[str]:
-        return ["lm_head"]
-
-    @cached_property
-    def embeddings(self) -> list[str]:
-        return [f"{name}.weight" for name in _TABLES if f"{name}.weight" in self.others]
-
-
-class _Opened:
     def __init__(self, path: Path) -> None:
-        self.file = GgufFile(path)
-        self.architecture = architecture_of(self.file)
+        self.gguf = GgufFile(path)
+        self.architecture = architecture_of(self.gguf)
         self.names = self._names()
-        self.config = read_config(self.file, self.architecture)
-        self.scales: dict[str, np.float32] = {}
-        """Of layers of which an export of ours remembers them."""
+        self.config = ConfigReader(self.gguf, self.architecture).config()
 
-    def checkpoint(self, found: StoredModel) -> Checkpoint:
-        wanted = self._checked()
-        layers = self._layers(wanted)
-        scales = self.file.metadata.get(WEIGHT_SCALES)
-        if (
-            isinstance(scales, list)
-            and len(scales) == len(layers)
-            and all(type(each) is float for each in scales)
-        ):
-            self.scales = dict(zip(layers, np.array(scales, np.float32), strict=True))
-        if FORMAT not in self.file.metadata:
-            self._settle_i2_s()
-        others = {
-            name: s for name, s in wanted.items() if name.removesuffix(".weight") not in layers
-        }
-        kinds = {self.file.type_name(self.names[f"{layer}.weight"]) for layer in layers}
-        return _GgufCheckpoint(
-            **vars(found),
-            tool=f"GGUF {'/'.join(sorted(kinds))}",
-            format=exported_format(self.file.metadata.get(FORMAT)),
-            layers=layers,
-            others=others,
-            dtypes=dict.fromkeys(others, "F32"),
-            read=self.read,
-            master=None,
-            ternary=self.ternary,
-            has_one_scale=False,
-            ternary_rows=self.ternary_rows,
-            write_tokenizer=partial(write_tokenizer, self.file.metadata, self.file.path),
-        )
-
-    def _checked(self) -> dict[str, tuple[int, ...]]:
+    def checked(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the model. Raises `UserError` unless the file has exactly these."""
         wanted: dict[str, tuple[int, ...]] = {}
         for name, shape in self._wanted():
             if name not in self.names:
-                raise UserError(f"{self.file.path} lacks a tensor for {name}: it is incomplete")
-            own = self.file.tensors[self.names[name]].shape
+                raise UserError(f"{self.gguf.path} lacks a tensor for {name}: it is incomplete")
+            own = self.gguf.tensors[self.names[name]].shape
             if own != shape:
                 raise UserError(
-                    f"{self.file.path}: tensor {self.names[name]} is {list(own)}, its metadata asks "
+                    f"{self.gguf.path}: tensor {self.names[name]} is {list(own)}, its metadata asks "
                     f"{list(shape)}"
                 )
             wanted[name] = shape
@@ -150,7 +93,7 @@ class _Opened:
         if unknown := sorted(self.names.keys() - wanted.keys()):
             # Zeros stand for biases that the model does not have.
             raise UserError(
-                f"{self.file.path}: tensor {self.names[unknown[0]]} is not part of "
+                f"{self.gguf.path}: tensor {self.names[unknown[0]]} is not part of "
                 f"{self.architecture.name} here"
             )
         return wanted
@@ -160,21 +103,21 @@ class _Opened:
         return [
             stored
             for name, stored in self.names.items()
-            if len(self.file.tensors[stored].shape) == 2 and not name.startswith(_TABLES)
+            if len(self.gguf.tensors[stored].shape) == 2 and not name.startswith(_TABLES)
         ]
 
     def is_ternary(self, stored: str) -> bool:
         """Whether a matrix is, as far as its type and its first rows tell."""
-        if self.file.block_type(stored) is not None or self.file.is_quantised(stored):
-            return not self.file.is_quantised(stored)
-        first = self.file.floats(stored, slice(0, _LOOKED_AT))
+        if self.gguf.block_type(stored) is not None or self.gguf.is_quantised(stored):
+            return not self.gguf.is_quantised(stored)
+        first = self.gguf.floats(stored, slice(0, _LOOKED_AT))
         return ternary_of_floats(first, stored) is not None
 
-    def weights(self) -> "dict[str, Tensor]":
-        """All tensors in float32, by transformers' names. Raises `UserError` as `_checked`."""
+    def all_weights(self) -> "dict[str, Tensor]":
+        """All tensors in float32, by transformers' names. Raises `UserError` as `checked`."""
         import torch
 
-        return {name: torch.from_numpy(self.read(name)) for name in self._checked()}
+        return {name: torch.from_numpy(self.values(name)) for name in self.checked()}
 
     def _wanted(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names and shapes of a model of this config, in transformers' order."""
@@ -203,8 +146,8 @@ class _Opened:
         if not config["tie_word_embeddings"]:
             yield f"{_TABLES[1]}.weight", table
 
-    def read(self, name: str, part: slice = slice(None)) -> np.ndarray:
-        """One of the other tensors, or some of its rows, float32."""
+    def values(self, name: str, part: slice = slice(None)) -> np.ndarray:
+        """A tensor, or some of its rows, float32."""
         stored = self.names[name]
         if self._turned(name):
             return self._in_halves(name, self._floats(stored))[part]
@@ -212,124 +155,38 @@ class _Opened:
         return values - offset if offset else values
 
     def _floats(self, stored: str, part: slice = slice(None)) -> np.ndarray:
-        values, factor = self.file.floats(stored, part), self._factor(stored)
+        values, factor = self.gguf.floats(stored, part), self._factor(stored)
         return values if factor == 1 else values * factor
-
-    def ternary(self, layer: str) -> TernaryWeight:
-        found = self._stored_ternary(layer)
-        if found.weight_scale.ndim == 0 and layer in self.scales:
-            exact = self.scales[layer]
-            # Where it is another number, the file has been quantised anew since.
-            if np.float16(exact) == found.weight_scale:
-                found = found._replace(weight_scale=np.asarray(exact))
-        return found
-
-    def _stored_ternary(self, layer: str) -> TernaryWeight:
-        stored = self.names[f"{layer}.weight"]
-        if (block := self.file.block_type(stored)) is not None:
-            codes, scales = self.file.codes(stored, block)
-            scales = scales.astype(np.float32) * self._factor(stored)
-            if self._turned(f"{layer}.weight"):
-                codes = self._in_halves(layer, codes)
-                scales = self._in_halves(layer, scales) if len(scales) > 1 else scales
-            found = with_fewest_scales(codes, scales, layer)
-            # The products are float32; what came as float16 is stored as it came.
-            with np.errstate(over="ignore"):
-                as_half = found.weight_scale.astype(np.float16)
-            if as_half.ndim and np.array_equal(as_half, found.weight_scale):
-                found = found._replace(weight_scale=as_half)
-            return found
-        floats = ternary_of_floats(self.read(f"{layer}.weight"), layer)
-        if floats is None:
-            raise UserError(
-                f"layer {layer} of {self.file.path} is not ternary, as its first rows are"
-            )
-        return floats
-
-    def ternary_rows(self, name: str, part: slice) -> TernaryWeight | None:
-        """Of embedding and head; see `Checkpoint`."""
-        stored = self.names[name]
-        if (block := self.file.block_type(stored)) is None:
-            return ternary_of_floats(self.read(name, part), name)
-        codes, scales = self.file.codes(stored, block, part)
-        if codes.max() > 1:
-            return None
-        return with_fewest_scales(codes, scales.astype(np.float32) * self._factor(stored), name)
 
     def _names(self) -> dict[str, str]:
         """transformers' names of the tensors -> the file's."""
         names = {}
-        for stored in self.file.tensors:
+        for stored in self.gguf.tensors:
             base, _, end = stored.rpartition(".")
             block = re.fullmatch(r"blk\.(0|[1-9][0-9]{0,5})\.(\w+)", base)
             key = block[2] if block else base
             ours = self.architecture.block.get(key, (None,))[0] if block else TOP.get(key)
-            weight = self.file.tensors.get(f"{base}.weight")
+            weight = self.gguf.tensors.get(f"{base}.weight")
             is_scale = end in _SCALES and weight is not None and len(weight.shape) == 2
             if stored == ROPE_FACTORS or (is_scale and ours):
                 continue
             if ours is None or end not in ("weight", "bias"):
                 raise UserError(
-                    f"{self.file.path}: tensor {stored} is not covered; distill and --engine "
+                    f"{self.gguf.path}: tensor {stored} is not covered; distill and --engine "
                     "transformers may take the model that this file was made from"
                 )
             prefix = f"model.layers.{int(block[1])}." if block else ""
             names[f"{prefix}{ours}.{end}"] = stored
         return names
 
-    def _layers(self, wanted: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
-        layers = {}
-        for name, shape in wanted.items():
-            layer = name.removesuffix(".weight")
-            if len(shape) != 2 or layer in _TABLES:
-                continue
-            stored = self.names[name]
-            if not self.is_ternary(stored):
-                raise UserError(
-                    f"{self.file.path}: tensor {stored} is {self.file.type_name(stored)} and not "
-                    "ternary, as others are; llama.cpp runs such files"
-                )
-            layers[layer] = (shape[0], shape[1])
-        if not layers:
-            raise UserError(f"{self.file.path} has no ternary layer")
-        return layers
-
-    def _settle_i2_s(self) -> None:
-        """Which order the codes of I2_S are in; warns where the weights do not tell.
-
-        In a trained model a hidden feature with many zeros in its row of ffn_up has many (or few) in its
-        column of ffn_down: in the order in which the file was written the two correlate, four times as
-        much as in the other, which leaves a quarter of the columns in place.
-        """
-        squares, tells = np.zeros(2), False
-        for layer in range(min(_LAYERS_TOLD_BY, self.config["num_hidden_layers"])):
-            up, down = (f"model.layers.{layer}.mlp.{name}_proj" for name in ("up", "down"))
-            if self.file.block_type(self.names[f"{down}.weight"]) is not I2_S:
-                continue
-            tells = True
-            rows = np.abs(self._stored_ternary(up).codes).mean(1)
-            columns = np.abs(self._stored_ternary(down).codes).mean(0)
-            by_arm = in_arm_order(columns.reshape(-1, I2_S.codes)).reshape(-1)
-            with np.errstate(invalid="ignore"):
-                found = [np.corrcoef(rows, order)[0, 1] for order in (columns, by_arm)]
-            squares += len(rows) * np.nan_to_num(np.square(found))
-        if squares.max() >= _SURE:
-            self.file.i2_s = I2_S_ARM if squares[1] > squares[0] else I2_S
-        elif tells:
-            warnings.warn(
-                f"{self.file.path}: I2_S is read as bitnet.cpp for x86 writes it; its weights do not "
-                "tell whether one for ARM wrote the file: then the model makes no sense",
-                stacklevel=2,
-            )
-
     def _factor(self, stored: str) -> np.float32:
         """What multiplies a matrix beside its own scales."""
         base = stored.removesuffix("weight")
-        found = [base + end for end in _SCALES if base + end in self.file.tensors]
-        factors = [self.file.floats(name) for name in found] or [np.ones(1, np.float32)]
+        found = [base + end for end in _SCALES if base + end in self.gguf.tensors]
+        factors = [self.gguf.floats(name) for name in found] or [np.ones(1, np.float32)]
         if len(factors) > 1 or factors[0].size != 1 or not 0 < abs(factors[0].item()) < np.inf:
             raise UserError(
-                f"{self.file.path}: tensor {found[0]} is not the one scale of its matrix, a number other "
+                f"{self.gguf.path}: tensor {found[0]} is not the one scale of its matrix, a number other "
                 "than zero"
             )
         return np.float32(factors[0].item())
@@ -343,3 +200,139 @@ class _Opened:
         heads = "num_attention_heads" if "q_proj" in name else "num_key_value_heads"
         by_head = values.reshape(self.config[heads], -1, 2, *values.shape[1:])
         return np.ascontiguousarray(by_head.swapaxes(1, 2)).reshape(values.shape)
+
+
+class GgufCheckpoint(_GgufModel, Checkpoint):
+    """A file with ternary weights. Names follow from its tables: no model is built for them."""
+
+    def __init__(self, stored: StoredModel) -> None:
+        """Raises `UserError` for a tensor or a type that is not covered, and where none is ternary."""
+        _GgufModel.__init__(self, stored.folder)
+        wanted, metadata = self.checked(), self.gguf.metadata
+        layers = self._layers(wanted)
+        others = {
+            n: shape for n, shape in wanted.items() if n.removesuffix(".weight") not in layers
+        }
+        scales = metadata.get(WEIGHT_SCALES)
+        scales = scales if isinstance(scales, list) and len(scales) == len(layers) else []
+        self.scales: dict[str, np.float32] = {}
+        """Of layers of which an export of ours remembers them."""
+        if scales and all(type(each) is float for each in scales):
+            self.scales = dict(zip(layers, np.array(scales, np.float32), strict=True))
+        if FORMAT not in metadata:
+            self._settle_i2_s()
+        kinds = {self.gguf.type_name(self.names[f"{layer}.weight"]) for layer in layers}
+        Checkpoint.__init__(
+            self,
+            stored,
+            tool=f"GGUF {'/'.join(sorted(kinds))}",
+            format=exported_format(metadata.get(FORMAT)),
+            layers=layers,
+            others=others,
+            dtypes=dict.fromkeys(others, "F32"),
+        )
+
+    @cached_property
+    def stored(self) -> list[str]:
+        return list(self.others)
+
+    @cached_property
+    def dense_linears(self) -> list[str]:
+        return ["lm_head"]
+
+    @cached_property
+    def embeddings(self) -> list[str]:
+        return [f"{name}.weight" for name in _TABLES if f"{name}.weight" in self.others]
+
+    def stored_values(self, name: str, part: slice = slice(None)) -> np.ndarray:
+        return self.values(name, part)
+
+    def write_tokenizer(self, folder: Path) -> bool:
+        write_tokenizer(self.gguf.metadata, self.gguf.path, folder)
+        return True
+
+    def ternary(self, layer: str) -> TernaryWeight:
+        found = self._stored_ternary(layer)
+        if found.weight_scale.ndim == 0 and layer in self.scales:
+            exact = self.scales[layer]
+            # Where it is another number, the file has been quantised anew since.
+            if np.float16(exact) == found.weight_scale:
+                found = found._replace(weight_scale=np.asarray(exact))
+        return found
+
+    def _stored_ternary(self, layer: str) -> TernaryWeight:
+        stored = self.names[f"{layer}.weight"]
+        if (block := self.gguf.block_type(stored)) is not None:
+            codes, scales = self.gguf.codes(stored, block)
+            scales = scales.astype(np.float32) * self._factor(stored)
+            if self._turned(f"{layer}.weight"):
+                codes = self._in_halves(layer, codes)
+                scales = self._in_halves(layer, scales) if len(scales) > 1 else scales
+            found = with_fewest_scales(codes, scales, layer)
+            # The products are float32; what came as float16 is stored as it came.
+            with np.errstate(over="ignore"):
+                as_half = found.weight_scale.astype(np.float16)
+            if as_half.ndim and np.array_equal(as_half, found.weight_scale):
+                found = found._replace(weight_scale=as_half)
+            return found
+        floats = ternary_of_floats(self.values(f"{layer}.weight"), layer)
+        if floats is None:
+            raise UserError(
+                f"layer {layer} of {self.gguf.path} is not ternary, as its first rows are"
+            )
+        return floats
+
+    def ternary_rows(self, name: str, part: slice) -> TernaryWeight | None:
+        """Of embedding and head; see `Checkpoint`."""
+        stored = self.names[name]
+        if (block := self.gguf.block_type(stored)) is None:
+            return ternary_of_floats(self.values(name, part), name)
+        codes, scales = self.gguf.codes(stored, block, part)
+        if codes.max() > 1:
+            return None
+        return with_fewest_scales(codes, scales.astype(np.float32) * self._factor(stored), name)
+
+    def _layers(self, wanted: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
+        layers = {}
+        for name, shape in wanted.items():
+            layer = name.removesuffix(".weight")
+            if len(shape) != 2 or layer in _TABLES:
+                continue
+            stored = self.names[name]
+            if not self.is_ternary(stored):
+                raise UserError(
+                    f"{self.gguf.path}: tensor {stored} is {self.gguf.type_name(stored)} and not "
+                    "ternary, as others are; llama.cpp runs such files"
+                )
+            layers[layer] = (shape[0], shape[1])
+        if not layers:
+            raise UserError(f"{self.gguf.path} has no ternary layer")
+        return layers
+
+    def _settle_i2_s(self) -> None:
+        """Which order the codes of I2_S are in; warns where the weights do not tell.
+
+        In a trained model a hidden feature with many zeros in its row of ffn_up has many (or few) in its
+        column of ffn_down: in the order in which the file was written the two correlate, four times as
+        much as in the other, which leaves a quarter of the columns in place.
+        """
+        squares, tells = np.zeros(2), False
+        for layer in range(min(_LAYERS_TOLD_BY, self.config["num_hidden_layers"])):
+            up, down = (f"model.layers.{layer}.mlp.{name}_proj" for name in ("up", "down"))
+            if self.gguf.block_type(self.names[f"{down}.weight"]) is not I2_S:
+                continue
+            tells = True
+            rows = np.abs(self._stored_ternary(up).codes).mean(1)
+            columns = np.abs(self._stored_ternary(down).codes).mean(0)
+            by_arm = in_arm_order(columns.reshape(-1, I2_S.codes)).reshape(-1)
+            with np.errstate(invalid="ignore"):
+                found = [np.corrcoef(rows, order)[0, 1] for order in (columns, by_arm)]
+            squares += len(rows) * np.nan_to_num(np.square(found))
+        if squares.max() >= _SURE:
+            self.gguf.i2_s = I2_S_ARM if squares[1] > squares[0] else I2_S
+        elif tells:
+            warnings.warn(
+                f"{self.gguf.path}: I2_S is read as bitnet.cpp for x86 writes it; its weights do not "
+                "tell whether one for ARM wrote the file: then the model makes no sense",
+                stacklevel=2,
+            )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""config.json from the metadata of a GGUF file; the other direction: gguf_metadata.py."""
+"""config.json from the metadata of a GGUF file, and the metadata from config.json."""
 
 from typing import Any
 
@@ -9,10 +9,15 @@ from sparse_bitnet.checkpoint.config_fields import (
     FULL,
     GEMMA3,
     WINDOWED,
+    Fields,
     check_fields,
     gemma_windows,
+    head_size,
     of_all_layers,
+    rope_of,
     shown,
+    unread_setting,
+    windows_of,
 )
 from sparse_bitnet.checkpoint.gguf_architectures import (
     ARCHITECTURES,
@@ -28,23 +33,21 @@ FORMAT, WEIGHT_SCALES = "sparse_bitnet.format", "sparse_bitnet.weight_scales"
 """Metadata of exports of ours, which other readers ignore: the training format, and of each layer the
 scale in float32, which blocks have in float16."""
 
-LAYERS = "block_count"
-SIZES = {
-    LAYERS: "num_hidden_layers",
+_LAYERS = "block_count"
+_SIZES = {
+    _LAYERS: "num_hidden_layers",
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
 }
 """Key of the metadata, after the architecture's name -> field of config.json; others need a rule."""
-KV_HEADS, EPSILON = "attention.head_count_kv", "attention.layer_norm_rms_epsilon"
-HEAD_SIZES = ("attention.key_length", "attention.value_length", "rope.dimension_count")
-WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
-ROPE_BASE, LOCAL_ROPE_BASE = "rope.freq_base", "rope.freq_base_swa"
-SCALING = "rope.scaling"
-_FIRST_LINEAR_NORM = f"blk.0.attn_q{LINEAR_NORM}.weight"
-KINDS = ("linear", "yarn")
-LLAMA3_CONTEXTS = (8192, 4096, 16384, 32768)
+_KV_HEADS, _EPSILON = "attention.head_count_kv", "attention.layer_norm_rms_epsilon"
+_HEAD_SIZES = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+_WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+_ROPE_BASE, _LOCAL_ROPE_BASE = "rope.freq_base", "rope.freq_base_swa"
+_SCALING = "rope.scaling"
+_KINDS = ("linear", "yarn")
 _READ = ("type", "factor", "original_context_length", "finetuned")
 _DEFAULTS = {
     **dict.fromkeys(("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_beta_slow"), 1),
@@ -55,17 +58,15 @@ _READ_ALSO = ("rope.scale_linear", "vocab_size", "pooling_type", "attention.laye
 """Further keys that are understood, or say nothing of a decoder of these architectures."""
 _AS_HERE = {"attention.causal": True, "tensor_data_layout": "Meta AI original pth"}
 """Keys that may have one value."""
-_NAMESPACES = (
-    "general",
-    "tokenizer",
-    "quantize",
-    "imatrix",
-    "split",
-    "sparse_bitnet",
-    "mradermacher",
+_OF_THE_FILE = tuple(
+    f"{name}."
+    for name in (
+        *("general", "tokenizer", "quantize", "imatrix", "split", "sparse_bitnet", "mradermacher"),
+    )
 )
 """Beginnings of keys that describe a file, not what its weights mean."""
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LLAMA3_CONTEXTS = (8192, 4096, 16384, 32768)
 _LARGEST = 3e38
 _SHARED_SCALES = 62
 """Layers of the one Gemma (27B) whose scores are scaled by the share of a head in the hidden size."""
@@ -74,76 +75,73 @@ _SHARED_SCALES = 62
 def architecture_of(file: GgufFile) -> GgufArchitecture:
     """What the file names. Raises `UserError` for an architecture that is not covered."""
     name = str(file.metadata.get("general.architecture"))
-    found = [row for row in ARCHITECTURES if row.name == name]
-    if not found:
+    rows = [row for row in ARCHITECTURES if row.name == name]
+    if not rows:
         known = dict.fromkeys(row.name for row in ARCHITECTURES)
         raise UserError(
             f"{file.path}: its architecture {shown(name)} is not covered; {', '.join(known)} are; "
             "distill and --engine transformers may take the model that this file was made from"
         )
-    has_norms = _FIRST_LINEAR_NORM in file.tensors
-    found = [row for row in found if row.linear_norms == has_norms]
-    if not found:
+    has_norms = f"blk.0.attn_q{LINEAR_NORM}.weight" in file.tensors
+    rows = [row for row in rows if row.linear_norms == has_norms]
+    if not rows:
         raise UserError(f"{file.path}: a norm in each linear of {name} is not covered")
-    return found[-1 if file.metadata.get(f"{name}.{WINDOW}") else 0]
+    return rows[-1 if file.metadata.get(f"{name}.{_WINDOW}") else 0]
 
 
-def read_config(file: GgufFile, architecture: GgufArchitecture) -> dict[str, Any]:
-    """The config.json of a file. Raises `UserError` for what is missing, or not covered."""
-    return _Metadata(file, architecture).config()
+class ConfigReader:
+    """Reads the config.json of a file. Raises `UserError` for what is missing, or not covered."""
 
-
-class _Metadata:
     def __init__(self, file: GgufFile, architecture: GgufArchitecture) -> None:
         self.file, self.architecture, self.name = file, architecture, architecture.name
 
     def config(self) -> dict[str, Any]:
-        embedding = self.file.tensors.get("token_embd.weight")
+        """Return the whole of it."""
+        file, architecture = self.file, self.architecture
+        embedding = file.tensors.get("token_embd.weight")
         if embedding is None or len(embedding.shape) != 2:
-            raise UserError(f"{self.file.path} has no matrix token_embd.weight: it is incomplete")
+            raise UserError(f"{file.path} has no matrix token_embd.weight: it is incomplete")
         self._check_keys()
         config: dict[str, Any] = {
-            "model_type": self.architecture.model_type,
-            **self.architecture.fields,
-            **{name: self._size(key) for key, name in SIZES.items()},
+            "model_type": architecture.model_type,
+            **architecture.fields,
+            **{field: self._size(key) for key, field in _SIZES.items()},
         }
         heads = config["num_attention_heads"]
-        head = self._size(HEAD_SIZES[0], max(1, config["hidden_size"] // heads))
+        head = self._size(_HEAD_SIZES[0], max(1, config["hidden_size"] // heads))
         config |= {
-            "num_key_value_heads": self._size(KV_HEADS, heads),
-            "rms_norm_eps": self._number(EPSILON),
+            "num_key_value_heads": self._size(_KV_HEADS, heads),
+            "rms_norm_eps": self._number(_EPSILON),
             "vocab_size": embedding.shape[0],
-            "tie_word_embeddings": "output.weight" not in self.file.tensors,
-            "attention_bias": "blk.0.attn_q.bias" in self.file.tensors,
+            "tie_word_embeddings": "output.weight" not in file.tensors,
+            "attention_bias": "blk.0.attn_q.bias" in file.tensors,
             "rope_parameters": self._rope(head),
         }
-        tokens = self.file.metadata.get("tokenizer.ggml.tokens")
+        tokens = file.metadata.get("tokenizer.ggml.tokens")
         if isinstance(tokens, list) and len(tokens) > embedding.shape[0]:
             raise UserError(
-                f"{self.file.path}: {len(tokens)} tokens, but rows of token_embd.weight for "
+                f"{file.path}: {len(tokens)} tokens, but rows of token_embd.weight for "
                 f"{embedding.shape[0]}"
             )
         for name in ("bos_token_id", "eos_token_id"):
-            index = self.file.metadata.get(f"tokenizer.ggml.{name}")
+            index = file.metadata.get(f"tokenizer.ggml.{name}")
             has_row = type(index) is int and 0 <= index < embedding.shape[0]
             config[name] = index if has_row else None
-        if self.architecture.own_head_size:
+        if architecture.own_head_size:
             config["head_dim"] = head
-        if self.architecture.linear_norms:
+        if architecture.linear_norms:
             config[LINEAR_NORMS] = config["rms_norm_eps"]
-        if self.architecture.windows:
-            config["sliding_window"] = self._windowed()
-        if self.architecture.model_type == GEMMA3:
-            config |= self._gemma(config)
-        return config
+        if architecture.windows:
+            config["sliding_window"] = self._size(_WINDOW) if self._value(_WINDOW) else None
+        return config | (self._gemma(config) if architecture.model_type == GEMMA3 else {})
 
     def _check_keys(self) -> None:
         """Raise `UserError` for a key that may change what the weights mean and is not read."""
-        read = [*SIZES, KV_HEADS, EPSILON, *HEAD_SIZES, ROPE_BASE, *_READ_ALSO]
-        read += [WINDOW] if self.architecture.windows else []
+        read = [*_SIZES, _KV_HEADS, _EPSILON, *_HEAD_SIZES, _ROPE_BASE, *_READ_ALSO]
+        read += [_WINDOW] if self.architecture.windows else []
         if self.architecture.model_type == GEMMA3:
-            read += [PATTERN, LOCAL_ROPE_BASE, "final_logit_softcapping"]
-        ignored = (f"{self.name}.{SCALING}.", *(f"{name}." for name in _NAMESPACES))
+            read += [_PATTERN, _LOCAL_ROPE_BASE, "final_logit_softcapping"]
+        ignored = (f"{self.name}.{_SCALING}.", *_OF_THE_FILE)
         check_fields(
             {key: v for key, v in self.file.metadata.items() if not key.startswith(ignored)},
             [f"{self.name}.{key}" for key in read],
@@ -152,57 +150,49 @@ class _Metadata:
         )
 
     def _gemma(self, config: dict[str, Any]) -> dict[str, Any]:
-        layers, window = config["num_hidden_layers"], config["sliding_window"]
-        pattern = self.file.metadata.get(f"{self.name}.{PATTERN}")
+        layers, pattern = config["num_hidden_layers"], self._value(_PATTERN)
         if not isinstance(pattern, list):
-            every = () if pattern is None else (self._size(PATTERN),)
+            every = () if pattern is None else (self._size(_PATTERN),)
             pattern = gemma_windows(layers, *every)
         if len(pattern) != layers:
             raise UserError(
-                f"{self.file.path}: {self.name}.{PATTERN} has {len(pattern)} layers, not {layers}"
+                f"{self.file.path}: {self.name}.{_PATTERN} has {len(pattern)} layers, not {layers}"
             )
-        local = {"rope_type": "default", "rope_theta": self._number(LOCAL_ROPE_BASE, 10_000.0)}
+        has_windows = bool(config["sliding_window"])
+        local = {"rope_type": "default", "rope_theta": self._number(_LOCAL_ROPE_BASE, 10_000.0)}
         return {
-            "layer_types": [WINDOWED if window and sees_some else FULL for sees_some in pattern],
-            "query_pre_attn_scalar": gemma_scores(config),
+            "layer_types": [WINDOWED if has_windows and some else FULL for some in pattern],
+            "query_pre_attn_scalar": _gemma_scores(config),
             "rope_parameters": {FULL: config["rope_parameters"], WINDOWED: local},
-            "final_logit_softcapping": self.file.metadata.get(
-                f"{self.name}.final_logit_softcapping"
-            ),
+            "final_logit_softcapping": self._value("final_logit_softcapping"),
         }
-
-    def _windowed(self) -> int | None:
-        return self._size(WINDOW) if self.file.metadata.get(f"{self.name}.{WINDOW}") else None
 
     def _rope(self, head: int) -> dict[str, Any]:
-        rope: dict[str, Any] = {
-            "rope_type": "default",
-            "rope_theta": self._number(ROPE_BASE, 10_000.0),
-        }
-        rotated = self._size(HEAD_SIZES[2], head)
+        rope = {"rope_type": "default", "rope_theta": self._number(_ROPE_BASE, 10_000.0)}
+        rotated = self._size(_HEAD_SIZES[2], head)
         if rotated != head or head % 2:
             raise UserError(
-                f"{self.file.path}: {self.name}.{HEAD_SIZES[2]} is {rotated} of {head}; all values of a "
+                f"{self.file.path}: {self.name}.{_HEAD_SIZES[2]} is {rotated} of {head}; all values of a "
                 "head, an even number, are rotated here"
             )
-        prefix = f"{self.name}.{SCALING}."
+        prefix = f"{self.name}.{_SCALING}."
         for key, value in self.file.metadata.items():
             setting = key.removeprefix(prefix)
             if key.startswith(prefix) and setting not in _READ and value != _DEFAULTS.get(setting):
                 raise UserError(f"{self.file.path}: {key} = {shown(value)} is not covered")
-        kind = self.file.metadata.get(f"{prefix}type", "linear")
-        factor = self._number(f"{SCALING}.factor", self._number("rope.scale_linear", 1))
+        kind = self._value(f"{_SCALING}.type") or "linear"
+        factor = self._number(f"{_SCALING}.factor", self._number("rope.scale_linear", 1))
         if kind == "linear" and factor == 1:
             kind = "none"
-        if kind in KINDS:
+        if kind in _KINDS:
             rope |= {"rope_type": kind, "factor": factor}
             if kind == "yarn":
-                context = self._size(f"{SCALING}.original_context_length")
+                context = self._size(f"{_SCALING}.original_context_length")
                 rope["original_max_position_embeddings"] = context
         elif kind != "none":
             raise UserError(
                 f"{self.file.path}: rope scaling {shown(kind)} is not covered; "
-                f"{' and '.join(KINDS)} are"
+                f"{' and '.join(_KINDS)} are"
             )
         if ROPE_FACTORS in self.file.tensors:
             rope |= self._llama3(rope["rope_theta"], head // 2 if kind == "none" else 0)
@@ -211,13 +201,16 @@ class _Metadata:
     def _llama3(self, theta: float, count: int) -> dict[str, Any]:
         """The parameters that give the factors of the frequencies in the file."""
         factors = self.file.floats(ROPE_FACTORS)
-        for context in LLAMA3_CONTEXTS if factors.shape == (count,) else ():
+        for context in _LLAMA3_CONTEXTS if factors.shape == (count,) else ():
             rope = {"factor": float(factors.max()), "original_max_position_embeddings": context}
-            if np.allclose(factors, llama3_factors(theta, len(factors), rope), rtol=1e-4):
-                return {"rope_type": "llama3", **rope, **LLAMA3}
+            if np.allclose(factors, _llama3_factors(theta, len(factors), rope), rtol=1e-4):
+                return {"rope_type": "llama3", **rope, **_LLAMA3}
         raise UserError(
             f"{self.file.path}: the factors in {ROPE_FACTORS} fit no rope scaling that is covered"
         )
+
+    def _value(self, key: str) -> Any:
+        return self.file.metadata.get(f"{self.name}.{key}")
 
     def _size(self, key: str, default: int | None = None) -> int:
         value = self._number(key, default)
@@ -226,13 +219,9 @@ class _Metadata:
         return value
 
     def _number(self, key: str, default: float | None = None) -> Any:
-        layers = self.file.metadata.get(f"{self.name}.{LAYERS}")
-        value = of_all_layers(self.file.metadata.get(f"{self.name}.{key}", default), layers)
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not 0 < value < _LARGEST
-        ):
+        value = self.file.metadata.get(f"{self.name}.{key}", default)
+        value = of_all_layers(value, self._value(_LAYERS))
+        if type(value) not in (int, float) or not 0 < value < _LARGEST:
             raise UserError(
                 f"{self.file.path}: {self.name}.{key} is {shown(value)}, not a positive number"
             )
@@ -240,14 +229,131 @@ class _Metadata:
         return value if isinstance(value, int) else float(str(np.float32(value)))
 
 
-def llama3_factors(theta: float, count: int, rope: dict[str, Any]) -> np.ndarray:
+def metadata_of(config: dict[str, Any], where: str) -> tuple[GgufArchitecture, dict[str, Any]]:
+    """The architecture of a config.json, and its metadata by key: whole numbers, floats, strings, lists.
+
+    Raises `UserError`, beginning with `where`, for what a file cannot say or llama.cpp would ignore.
+    """
+    fields = Fields(config, f"{where}: ")
+    architecture = _architecture_for(config, where)
+    values: dict[str, Any] = {key: fields.size(field) for key, field in _SIZES.items()}
+    heads = config["num_attention_heads"]
+    head = fields.size("head_dim", head_size(config))
+    values |= {
+        _KV_HEADS: fields.size("num_key_value_heads", heads),
+        _EPSILON: fields["rms_norm_eps"],
+    }
+    only: dict[str, tuple[Any, Any]] = {
+        "a setting that is not read": (unread_setting(config), None)
+    }
+    if not architecture.own_head_size:
+        only["head_dim"] = (head, config["hidden_size"] // heads)
+    else:
+        values |= {**dict.fromkeys(_HEAD_SIZES, head), "vocab_size": fields.size("vocab_size")}
+    if not architecture.biases:
+        only["attention_bias"] = (bool(config.get("attention_bias")), False)
+    if architecture.model_type == "bitnet":
+        only["tie_word_embeddings"] = (bool(config.get("tie_word_embeddings")), True)
+    if architecture.model_type == GEMMA3:
+        local = rope_of(config, where, local=True)
+        only |= {
+            "attn_logit_softcapping": (config.get("attn_logit_softcapping"), None),
+            "final_logit_softcapping": (config.get("final_logit_softcapping"), None),
+            "query_pre_attn_scalar": (
+                config.get("query_pre_attn_scalar", 256),
+                _gemma_scores({**config, "head_dim": head}),
+            ),
+            "rope_type of layers with a window": (local["rope_type"], "default"),
+        }
+        values[_LOCAL_ROPE_BASE] = Fields(local, f"{where}: rope parameter ")["rope_theta"]
+    if any(windows := windows_of(config, where)):
+        values[_WINDOW] = max(windows)
+        has_window = [window > 0 for window in windows]
+        if not architecture.windows:
+            only["sliding_window"] = (max(windows), None)
+        elif architecture.model_type != GEMMA3:
+            only["layers without a window"] = (has_window.count(False), 0)
+        elif has_window != gemma_windows(len(windows)):
+            values[_PATTERN] = has_window
+    for setting, (value, expected) in only.items():
+        _expect(where, setting, value, expected)
+    values |= _rope_metadata(rope_of(config, where), where)
+    return architecture, {f"{architecture.name}.{key}": value for key, value in values.items()}
+
+
+def rope_factors(config: dict[str, Any], where: str) -> np.ndarray | None:
+    """float32 [head_dim / 2]: what divides the frequencies of rope type llama3; None for others."""
+    rope = rope_of(config, where)
+    if rope["rope_type"] != "llama3":
+        return None
+    return _llama3_factors(rope["rope_theta"], head_size(config) // 2, rope)
+
+
+def _architecture_for(config: dict[str, Any], where: str) -> GgufArchitecture:
+    model_type = config.get("model_type")
+    rows = [row for row in ARCHITECTURES if row.model_type == model_type]
+    if not rows:
+        known = dict.fromkeys(row.model_type for row in ARCHITECTURES)
+        raise UserError(
+            f"the GGUF export covers the architectures {', '.join(known)}, not {model_type}; use "
+            "--format bitnet"
+        )
+    own = config.get(LINEAR_NORMS)
+    rows = [row for row in rows if row.linear_norms == bool(own)]
+    if not rows or own not in (None, config.get("rms_norm_eps")):
+        raise UserError(
+            f"{where}: the GGUF export does not cover a norm in each linear of {model_type}"
+        )
+    for row in rows:
+        if all(config.get(field, value) == value for field, value in row.fields.items()):
+            return row
+    ((field, value),) = rows[0].fields.items()
+    _expect(where, field, config.get(field), value)
+    raise AssertionError
+
+
+def _expect(where: str, setting: str, value: object, expected: object) -> None:
+    if value != expected:
+        raise UserError(
+            f"{where}: {setting}={value} is not covered by the GGUF export, which writes {expected}; "
+            "use --format bitnet"
+        )
+
+
+def _rope_metadata(rope: dict[str, Any], where: str) -> dict[str, Any]:
+    kind: str = rope["rope_type"]
+    numbers = Fields(rope, f"{where}: rope parameter ")
+    values: dict[str, Any] = {_ROPE_BASE: numbers["rope_theta"]}
+    known = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
+    if kind in _KINDS:
+        known |= {"factor"}
+        values |= {f"{_SCALING}.type": kind, f"{_SCALING}.factor": numbers["factor"]}
+    if kind == "yarn":
+        known |= {"original_max_position_embeddings"}
+        context_key = f"{_SCALING}.original_context_length"
+        values[context_key] = numbers.size("original_max_position_embeddings")
+    elif kind == "llama3":
+        known |= {"factor", "original_max_position_embeddings", *_LLAMA3}
+        numbers["factor"]
+        _expect(where, "rope frequency factors", {key: rope.get(key) for key in _LLAMA3}, _LLAMA3)
+        context = rope.get("original_max_position_embeddings")
+        _expect(where, "original_max_position_embeddings", context in _LLAMA3_CONTEXTS, True)
+    elif kind not in ("default", "linear"):
+        _expect(where, "rope_type", kind, "default, linear, yarn or llama3")
+    _expect(where, "partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0)
+    others = sorted(key for key, value in rope.items() if key not in known and value is not None)
+    _expect(where, "rope parameters", others, [])
+    return values
+
+
+def _llama3_factors(theta: float, count: int, rope: dict[str, Any]) -> np.ndarray:
     """float32 [count]: what divides the frequencies of rope type llama3, of its parameters."""
     wavelengths = 2 * np.pi * theta ** (np.arange(count) / count)
     smooth = np.clip((rope["original_max_position_embeddings"] / wavelengths - 1) / 3, 0, 1)
     return (1 / ((1 - smooth) / rope["factor"] + smooth)).astype(np.float32)
 
 
-def gemma_scores(config: dict[str, Any]) -> int:
+def _gemma_scores(config: dict[str, Any]) -> int:
     """What llama.cpp takes the root of to scale the scores of Gemma's attention."""
     if config["num_hidden_layers"] == _SHARED_SCALES:
         return config["hidden_size"] // config["num_attention_heads"]

@@ -33,32 +33,11 @@ _FLOATS: dict[int, np.dtype] = {
 }
 _BF16, _Q8_0 = 30, np.dtype([("scale", "<f2"), ("codes", "i1", 32)])
 _PLAIN = {*_FLOATS, 8}
-_NAMES = {
-    **dict(
-        enumerate(("F32", "F16", "Q4_0", "Q4_1", "Q4_2", "Q4_3", "Q5_0", "Q5_1", "Q8_0", "Q8_1"))
-    ),
-    **dict(enumerate(("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_K", "IQ2_XXS", "IQ2_XS"), 10)),
-    **dict(enumerate(("IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS", "I8", "I16"), 18)),
-    **{
-        26: "I32",
-        27: "I64",
-        28: "F64",
-        29: "IQ1_M",
-        30: "BF16",
-        39: "MXFP4",
-        142: "PQ2_0",
-        143: "PTQ1_0",
-    },
-}
+_OF_GGML = """F32 F16 Q4_0 Q4_1 Q4_2 Q4_3 Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K
+IQ2_XXS IQ2_XS IQ3_XXS IQ1_S IQ4_NL IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16"""
+_NAMES = dict(enumerate(_OF_GGML.split())) | {39: "MXFP4", 142: "PQ2_0", 143: "PTQ1_0"}
 _OF_LLAMA_CPP = 100
 """Its types have lower numbers; other tools give theirs higher ones."""
-_NOT_GGUF = {
-    b"vers": "a Git LFS pointer stands in its place: git lfs pull",
-    **dict.fromkeys(
-        (b"lmgg", b"fmgg", b"tjgg", b"algg"), "GGML from before GGUF: convert it again"
-    ),
-}
-"""Beginnings of other files, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +72,10 @@ class GgufFile:
                 mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
             ):
                 reader = _Reader(data)
-                self.metadata, entries, alignment = reader.header()
-                self._padding = max(64, alignment)
-                self.tensors = _placed(entries, reader.aligned(alignment), alignment, len(data))
+                self.metadata, alignment = reader.metadata, reader.alignment
+                self.tensors = reader.tensors
+            # What follows a tensor begins at a multiple of the alignment, of some 32 bytes.
+            self._padding = max(64, alignment)
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror or error}") from error
         except UserError as error:
@@ -113,7 +93,6 @@ class GgufFile:
             return None
         rows, columns = entry.shape
         for block in candidates:
-            # What follows a tensor begins at a multiple of the alignment, of some 32 bytes.
             rest = entry.most - block.tensor_bytes(rows, columns)
             if columns % block.codes == 0 and 0 <= rest < self._padding:
                 return self.i2_s if block is I2_S else block
@@ -204,37 +183,54 @@ class GgufFile:
 
 
 class _Reader:
-    """Goes through a header; `ValueError` and `struct.error` where it makes no sense."""
+    """Goes through a header; raises `ValueError` or `struct.error` where it makes no sense.
+
+    Attributes:
+        metadata: by key.
+        alignment: of the tensors, in bytes.
+        tensors: by name, with their places in the file.
+    """
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data, self._at = data, 0
-
-    def header(self) -> tuple[dict[str, Any], list[tuple[str, GgufEntry]], int]:
         if (magic := self._bytes(4)) not in (_MAGIC, _MAGIC[::-1]):
-            raise ValueError(_NOT_GGUF.get(magic, "it does not begin with GGUF"))
+            raise ValueError("it does not begin with GGUF")
         version = self._number("I")
         if magic != _MAGIC or version >= 1 << 16:
             raise UserError("it is of the other byte order, big-endian: convert the model again")
         if version not in _VERSIONS:
             raise ValueError(f"version {version}, readable are {_VERSIONS}")
         tensors, fields = self._count(24), self._count(13)
-        metadata: dict[str, Any] = {}
+        self.metadata: dict[str, Any] = {}
         for _ in range(fields):
             key = self._string()
-            if key in metadata:
+            if key in self.metadata:
                 raise ValueError(f"{key} is there twice")
-            metadata[key] = self._value(self._number("I"))
-        if (parts := metadata.get("split.count", 0)) > 1:
+            self.metadata[key] = self._value(self._number("I"))
+        if (parts := self.metadata.get("split.count", 0)) > 1:
             raise UserError(f"it is one of {parts} parts: llama-gguf-split --merge FIRST OUT.gguf")
-        alignment = metadata.get("general.alignment", 32)
-        if type(alignment) is not int or not 0 < alignment <= 1 << 16:
-            raise ValueError(f"an alignment of {alignment!r}")
-        return metadata, [self._tensor() for _ in range(tensors)], alignment
+        self.alignment = self.metadata.get("general.alignment", 32)
+        if type(self.alignment) is not int or not 0 < self.alignment <= 1 << 16:
+            raise ValueError(f"an alignment of {self.alignment!r}")
+        self.tensors = self._placed([self._tensor() for _ in range(tensors)])
 
-    def aligned(self, alignment: int) -> int:
-        return -(-self._at // alignment) * alignment
+    def _placed(self, entries: list[tuple[str, int, tuple[int, ...], int]]) -> dict[str, GgufEntry]:
+        """The tensors, of which each ends where the next one begins."""
+        begin = -(-self._at // self.alignment) * self.alignment
+        size = len(self._data) - begin
+        offsets = sorted({offset for *_, offset in entries})
+        ends = dict(zip(offsets, [*offsets[1:], size], strict=True)) if entries else {}
+        if len({name for name, *_ in entries}) < len(entries) or len(offsets) < len(entries):
+            raise ValueError("a tensor is there twice, or two share their bytes")
+        placed = {}
+        for name, type_id, shape, offset in entries:
+            if offset % self.alignment or offset >= size:
+                raise ValueError(f"tensor {name} lies outside the file")
+            placed[name] = GgufEntry(type_id, shape, begin + offset, ends[offset] - offset)
+        return placed
 
-    def _tensor(self) -> tuple[str, GgufEntry]:
+    def _tensor(self) -> tuple[str, int, tuple[int, ...], int]:
+        """Name, type, shape and offset."""
         name = self._string()
         count = self._number("I")
         if count > _MOST_DIMENSIONS:
@@ -242,7 +238,7 @@ class _Reader:
         shape = tuple(self._number("Q") for _ in range(count))[::-1]
         if not all(0 < size < 1 << 40 for size in shape):
             raise ValueError(f"tensor {name} has the shape {list(shape)}")
-        return name, GgufEntry(self._number("I"), shape, self._number("Q"), 0)
+        return name, self._number("I"), shape, self._number("Q")
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -280,25 +276,3 @@ class _Reader:
             raise ValueError("its header is cut off")
         self._at += count
         return found
-
-
-def _placed(
-    entries: list[tuple[str, GgufEntry]], begin: int, alignment: int, size: int
-) -> dict[str, GgufEntry]:
-    """The tensors with their places in the file."""
-    if not entries:
-        raise ValueError("it holds no tensor")
-    offsets = sorted({entry.begin for _, entry in entries})
-    ends = dict(zip(offsets, [*offsets[1:], size - begin], strict=True))
-    owners: dict[int, str] = {}
-    placed: dict[str, GgufEntry] = {}
-    for name, entry in entries:
-        if name in placed:
-            raise ValueError(f"tensor {name} is there twice")
-        if (owner := owners.setdefault(entry.begin, name)) != name:
-            raise ValueError(f"tensors {owner} and {name} share their bytes")
-        if entry.begin % alignment or entry.begin >= size - begin:
-            raise ValueError(f"tensor {name} lies outside the file")
-        most = ends[entry.begin] - entry.begin
-        placed[name] = GgufEntry(entry.type_id, entry.shape, begin + entry.begin, most)
-    return placed

@@ -152,9 +152,10 @@ def write_tokenizer(metadata: dict[str, Any], path: Path, folder: Path) -> None:
         special.get(f"{name}_token") if fields.get(f"add_{name}_token", default) else None
         for name, default in (("bos", begins), ("eos", False))
     ]
+    content = json.loads(tokenizer.to_str())
     if any(around):
-        _surround(tokenizer, *around)
-    tokenizer.save(str(folder / "tokenizer.json"))
+        content["post_processor"] = _around({t: i for i, t in enumerate(tokens)}, *around)
+    write_json(folder / "tokenizer.json", content)
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
     if isinstance(template := metadata.get("tokenizer.chat_template"), str):
         config["chat_template"] = template
@@ -294,9 +295,8 @@ def _implied_merges(
     return (pair for _, pair in found)
 
 
-def _surround(tokenizer: Any, first: str | None, last: str | None) -> None:
-    """Every text begins and ends with these tokens, as the file's reader has it."""
-    from tokenizers.processors import TemplateProcessing
+def _around(ids: dict[str, int], first: str | None, last: str | None) -> dict[str, Any]:
+    """The post-processor that begins and ends every text with these tokens, as tokenizer.json has it."""
 
     def part(kind: str, name: str) -> dict[str, Any]:
         return {kind: {"id": name, "type_id": 0}}
@@ -304,16 +304,9 @@ def _surround(tokenizer: Any, first: str | None, last: str | None) -> None:
     before, after = ([part("SpecialToken", token)] if token else [] for token in (first, last))
     text, other = part("Sequence", "A"), part("Sequence", "B")
     tokens = [token for token in (first, last) if token]
-    content = {
+    return {
         "type": "TemplateProcessing",
         "single": [*before, text, *after],
         "pair": [*before, text, other, *after],
-        "special_tokens": {
-            token: {"id": token, "ids": [tokenizer.token_to_id(token)], "tokens": [token]}
-            for token in tokens
-        },
+        "special_tokens": {t: {"id": t, "ids": [ids[t]], "tokens": [t]} for t in tokens},
     }
-    # As tokenizer.json has it: in the constructor's notation a token has no colon and no dollar in front.
-    processor = TemplateProcessing()
-    processor.__setstate__(json.dumps(content).encode())
-    tokenizer.post_processor = processor

@@ -4,35 +4,28 @@
 The folder is an ordinary transformers checkpoint (config.json, model.safetensors, tokenizer) whose
 config carries `quant_method: "sparse_bitnet"`, a version and the whole `SparseBitConfig`. Once
 `sparse_bitnet` is imported, transformers' own `from_pretrained` gives the trained model back, bit for
-bit; the master weights are stored, so training can go on from there.
+bit; the master weights are stored, so training can continue from there. Packed folders load alike.
 """
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparse_bitnet.checkpoint.load import load_with
-from sparse_bitnet.checkpoint.model_folder import (
-    MASTERS_HELD,
-    WITHOUT_IMPORT,
-    finish_folder,
-)
+from sparse_bitnet.checkpoint.model_folder import MASTERS_HELD, WITHOUT_IMPORT, finish_folder
+from sparse_bitnet.checkpoint.packed_loading import finish_model_, open_packed, prepare_model_
 from sparse_bitnet.checkpoint.weight_files import WeightFiles
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import atomic_folder, check_ours
-from sparse_bitnet.nn.convert import (
-    FORMAT_VERSION,
-    convert_,
-    quantization_config,
-    sparse_layers,
-)
+from sparse_bitnet.nn.convert import FORMAT_VERSION, convert_, quantization_config, sparse_layers
 from sparse_bitnet.nn.layer import SparseBitConfig
+from sparse_bitnet.packing.metadata import QUANT_METHOD, check_version
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-REQUIRED_KEYS = ("version", "format", "modules_to_not_convert")
+_REQUIRED_KEYS = ("version", "format", "modules_to_not_convert")
 
 
 def read_format(entry: dict[str, Any], where: str = "config.json") -> SparseBitConfig:
@@ -44,9 +37,9 @@ def read_format(entry: dict[str, Any], where: str = "config.json") -> SparseBitC
 
     Raises `UserError` for a missing or an unknown key, or a version newer than this package reads.
     """
-    if missing := [key for key in REQUIRED_KEYS if key not in entry]:
+    if missing := [key for key in _REQUIRED_KEYS if key not in entry]:
         raise UserError(f"{where}: quantization_config lacks {', '.join(missing)}")
-    if unknown := sorted(entry.keys() - {"quant_method", *REQUIRED_KEYS}):
+    if unknown := sorted(entry.keys() - {"quant_method", *_REQUIRED_KEYS}):
         raise UserError(
             f"{where}: quantization_config has unknown {', '.join(unknown)}; upgrade sparse-bitnet"
         )
@@ -95,14 +88,7 @@ def save_pretrained(
         finish_folder(temporary, MASTERS_HELD)
 
 
-def with_own_attention(config: Any) -> Any:
-    """The config of a model that is being loaded, without what `finish_folder` put there."""
-    if config._attn_implementation in WITHOUT_IMPORT.values():
-        config._attn_implementation = None
-    return config
-
-
-def check_weights(model: "PreTrainedModel", files: Sequence[str | Path] | None) -> None:
+def _check_weights(model: "PreTrainedModel", files: Sequence[str | Path] | None) -> None:
     """Raise `UserError` when a converted layer's weight is missing from the safetensors `files`, or
     of another shape there.
 
@@ -116,14 +102,13 @@ def check_weights(model: "PreTrainedModel", files: Sequence[str | Path] | None) 
     # Of blocks that share weights only the first one's are stored.
     ties = model.all_tied_weights_keys
     for name, layer in sparse_layers(model).items():
-        weight = f"{name}.weight"
-        expected, found = list(layer.weight.shape), shapes.get(ties.get(weight, weight))
-        if found is None:
+        weight, expected = f"{name}.weight", list(layer.weight.shape)
+        if (shape := shapes.get(ties.get(weight, weight))) is None:
             raise UserError(
                 f"checkpoint lacks {weight}: the files are incomplete or of another model"
             )
-        if found != expected:
-            raise UserError(f"checkpoint's {weight} is {found}, its config.json asks {expected}")
+        if shape != expected:
+            raise UserError(f"checkpoint's {weight} is {shape}, its config.json asks {expected}")
 
 
 def _loaded_names(model: Any, stored: Iterable[str]) -> dict[str, str]:
@@ -140,18 +125,17 @@ def _loaded_names(model: Any, stored: Iterable[str]) -> dict[str, str]:
 
 def _convert_empty_(model: Any, entry: dict[str, Any], files: Sequence[str | Path] | None) -> None:
     """Make an empty model what was saved, and check that the files hold its layers."""
-    where = "config.json"
-    format = read_format(entry, where)
     # A base model without its head has the same names less the prefix.
     prefix = f"{model.base_model_prefix}."
     dense = {name.removeprefix(prefix) for name in entry["modules_to_not_convert"]}
-    convert_(
-        model,
-        format,
-        lambda module, name: name.removeprefix(prefix) not in dense,
-        allow_partial=True,
-    )
-    check_weights(model, files)
+    with warnings.catch_warnings(action="ignore"):
+        convert_(
+            model,
+            read_format(entry),
+            lambda module, name: name.removeprefix(prefix) not in dense,
+            allow_partial=True,
+        )
+    _check_weights(model, files)
 
 
 def _check_comes_back(model: "PreTrainedModel", folder: Path) -> None:
@@ -159,11 +143,11 @@ def _check_comes_back(model: "PreTrainedModel", folder: Path) -> None:
     import torch
 
     config: Any = load_with(type(model.config).from_pretrained, folder)
-    entry = config.quantization_config
-    with torch.device("meta"), warnings.catch_warnings(action="ignore"):
+    with torch.device("meta"):
         empty = type(model)._from_config(config)
         try:
-            _convert_empty_(empty, entry, sorted(folder.glob("*.safetensors")))
+            files = sorted(folder.glob("*.safetensors"))
+            _convert_empty_(empty, config.quantization_config, files)
         except UserError as error:
             raise UserError(
                 f"{type(model).__name__} cannot be saved so that it loads again: {error}"
@@ -171,7 +155,7 @@ def _check_comes_back(model: "PreTrainedModel", folder: Path) -> None:
 
 
 def register() -> None:
-    """Enter "sparse_bitnet" in transformers' quantizer registry (called when that is imported)."""
+    """Enter our two methods in transformers' registry of quantizers; a second call does nothing."""
     from transformers.quantizers.auto import (
         AUTO_QUANTIZER_MAPPING,
         register_quantization_config,
@@ -180,45 +164,62 @@ def register() -> None:
     from transformers.quantizers.base import HfQuantizer
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
-    if "sparse_bitnet" in AUTO_QUANTIZER_MAPPING:
+    if QUANT_METHOD in AUTO_QUANTIZER_MAPPING:
         return
 
-    @register_quantization_config("sparse_bitnet")
-    class SparseBitQuantizationConfig(QuantizationConfigMixin):
-        """The `quantization_config` entry as transformers passes it around."""
+    def registered_entry(method: str, check: Callable[[dict[str, Any]], object]) -> None:
+        @register_quantization_config(method)
+        class Entry(QuantizationConfigMixin):
+            """The `quantization_config` entry as transformers passes it around."""
 
-        def __init__(self, quant_method: str = "sparse_bitnet", **entry: Any) -> None:
-            self.quant_method = quant_method  # type: ignore[assignment]
-            read_format(entry)
-            self.__dict__.update(entry)
+            def __init__(self, quant_method: str = method, **entry: Any) -> None:
+                check(entry)
+                self.__dict__.update(entry, quant_method=quant_method)
 
-    @register_quantizer("sparse_bitnet")
-    class SparseBitQuantizer(HfQuantizer):
-        """Converts the empty model before its weights are read."""
+    registered_entry("sparse_bitnet", read_format)
+    registered_entry(QUANT_METHOD, lambda entry: check_version(entry, "config.json"))
 
+    class Quantizer(HfQuantizer):
         requires_calibration = False
-
-        def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
-            with warnings.catch_warnings(action="ignore"):
-                entry = self.quantization_config.to_dict()
-                _convert_empty_(model, entry, kwargs.get("checkpoint_files"))
+        is_trainable = is_qat_trainable = is_compileable = False
 
         def update_attn_implementation(self, config: Any) -> Any:
-            return with_own_attention(config)
+            # What `finish_folder` put there, to stop a loading without this quantizer.
+            if config._attn_implementation in WITHOUT_IMPORT.values():
+                config._attn_implementation = None
+            return config
 
         update_tp_plan = update_attn_implementation  # of releases that lack the other
 
-        @property
-        def is_trainable(self) -> bool:
-            return True
-
-        @property
-        def is_qat_trainable(self) -> bool:
-            return True
-
-        @property
-        def is_compileable(self) -> bool:
-            return True
-
         def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-            return True
+            return self.is_trainable
+
+    @register_quantizer("sparse_bitnet")
+    class MastersQuantizer(Quantizer):
+        """Converts the empty model before its weights are read."""
+
+        is_trainable = is_qat_trainable = is_compileable = True
+
+        def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+            entry = self.quantization_config.to_dict()
+            _convert_empty_(model, entry, kwargs.get("checkpoint_files"))
+
+    @register_quantizer(QUANT_METHOD)
+    class PackedQuantizer(Quantizer):
+        """Replaces the layers of the empty model and decodes them when they are loaded.
+
+        It saves nothing, which would lack checksums and metadata: copy the folder instead.
+        """
+
+        requires_calibration = True
+
+        def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+            files = kwargs.get("checkpoint_files") or []
+            if len(files) != 1 or not str(files[0]).endswith(".safetensors"):
+                raise UserError("a packed model is one model.safetensors file; pack it again")
+            file, self.metadata = open_packed(files[0])
+            self.metadata.check_config_entry(self.quantization_config.to_dict(), str(files[0]))
+            prepare_model_(model, file, self.metadata)
+
+        def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
+            finish_model_(model, self.metadata)

@@ -15,7 +15,7 @@ from sparse_bitnet.checkpoint.model_folder import (
     TOKENIZER_FILES,
     WITHOUT_IMPORT,
     check_folder,
-    check_sizes,
+    check_layers,
     check_weights_as_stored,
     gguf_inside,
     is_gguf,
@@ -28,7 +28,6 @@ from sparse_bitnet.errors import UserError, library_errors_as
 from sparse_bitnet.packing.metadata import QUANT_METHOD
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 
@@ -46,7 +45,7 @@ def load_with(loader: Callable[..., Any], source: Any, **kwargs: Any) -> Any:
     if isinstance(source, str | Path):
         source = local_folder(source)
         check_folder(source)
-        check_sizes(read_json_if_there(source / CONFIG_FILE), source)
+        check_layers(read_json_if_there(source / CONFIG_FILE), source)
     return loader(source, trust_remote_code=False, **kwargs)
 
 
@@ -75,7 +74,8 @@ def skeleton(config: dict[str, Any], folder: Path) -> "PreTrainedModel":
 def _check_fits(config: dict[str, Any], folder: Path) -> None:
     """Raise `UserError` for a config.json that asks for more values than its weights can hold: all would
     be made before any was missed."""
-    held = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    files = [path for suffix in ("safetensors", "bin") for path in folder.glob(f"*.{suffix}")]
+    held = sum(path.stat().st_size for path in files)
     if not held or quantization_entry(config).get("quant_method") == QUANT_METHOD:
         return
     try:
@@ -86,21 +86,6 @@ def _check_fits(config: dict[str, Any], folder: Path) -> None:
     if asked > 8 * held:
         raise UserError(
             f"{folder}: {CONFIG_FILE} asks for {asked:,} values, more than {held:,} bytes hold"
-        )
-
-
-def _check_method(config: dict[str, Any], folder: Path) -> None:
-    """Raise `UserError` for a quant_method that transformers would skip, taking the stored values for the
-    weights."""
-    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
-
-    entry = quantization_entry(config)
-    method = str(entry.get("quant_method"))
-    is_known = {method, f"{method}_4bit"} & AUTO_QUANTIZATION_CONFIG_MAPPING.keys()
-    if entry and not is_known:
-        raise UserError(
-            f"{folder / CONFIG_FILE}: neither sparse-bitnet nor transformers reads weights of "
-            f"quant_method {method!r}"
         )
 
 
@@ -115,12 +100,19 @@ def from_pretrained(path_or_id: str | Path, **kwargs: Any) -> "PreTrainedModel":
     (transformers alone would leave it random).
     """
     from transformers import AutoModelForCausalLM
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
     folder = local_folder(path_or_id)
     config = read_json_if_there(folder / CONFIG_FILE)
     # With peft, transformers would load the model that an adapter names, from anywhere.
     check_weights_as_stored(config, folder)
-    _check_method(config, folder)
+    method = str((entry := quantization_entry(config)).get("quant_method"))
+    if entry and not {method, f"{method}_4bit"} & AUTO_QUANTIZATION_CONFIG_MAPPING.keys():
+        # transformers would skip it, and take the stored values for the weights.
+        raise UserError(
+            f"{folder / CONFIG_FILE}: neither sparse-bitnet nor transformers reads weights of "
+            f"quant_method {method!r}"
+        )
     _check_fits(config, folder)
     with library_errors_as(f"cannot load a model from {path_or_id}"):
         loaded: Any = load_with(
@@ -145,14 +137,6 @@ def from_pretrained(path_or_id: str | Path, **kwargs: Any) -> "PreTrainedModel":
 def has_tokenizer(folder: Path) -> bool:
     """Whether a model folder has a file that makes a tokenizer."""
     return any(any(folder.glob(file)) for file in ("tokenizer.json", "*.model", "vocab.*"))
-
-
-def with_weights(
-    model: "PreTrainedModel", weights: "dict[str, Tensor]", **kwargs: Any
-) -> "PreTrainedModel":
-    """The model of a skeleton with these weights; `kwargs` are those of `from_pretrained`."""
-    loader = type(model).from_pretrained
-    return load_with(loader, None, config=model.config, state_dict=weights, **kwargs)
 
 
 def load_tokenizer(

@@ -64,9 +64,8 @@ TOKENIZER_FILES = (
     *("chat_template*", "additional_chat_templates/*.jinja"),
 )
 
-_LARGEST = {name: 128 << 20 for name in ("tokenizer.json", "vocab.json", "merges.txt", INDEX_FILE)}
-_LARGEST_OTHER = 16 << 20
-"""Most bytes of a file that holds no weights; published tokenizer.json have up to 33 MB, others 1."""
+_LARGEST = 128 << 20
+"""Most bytes of a file that holds no weights; published tokenizer.json have up to 33 MB."""
 
 POOLING_FILES = "[1-9]_*/config.json"
 """How sentence-transformers makes a vector of a text, layer by layer."""
@@ -77,13 +76,9 @@ _HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:/([\w./-]+\.gguf))?(?:@([\w./-]+)
 """OWNER/NAME, a file in it, a revision."""
 HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "LICENSE*")
 """Files that make a model; on the hub in sub-folders too."""
-_COUNTS_LAYERS = re.compile(r".*_layers?")
-_COUNTS_VALUES = re.compile(
-    r"(hidden|intermediate|vocab|ffn|moe_intermediate)_size|.*_dim|n_embd|n_inner|num_.*"
-)
-_BYTES_A_LAYER = 64
-"""A layer has a tensor, whose entry in a safetensors header alone takes more."""
+_COUNTS = ("_layers", "_layer", "_experts", "_blocks")
 _MOST_LAYERS = 4096
+"""Layers of the largest model that is built: each is a Python object, even without values."""
 _METHODS = (None, "bitnet", "compressed-tensors", "sparse_bitnet", "sparse_bitnet_packed")
 """Methods of quantisation that are read here; the settings of others are for their readers to know."""
 _BITNET = (
@@ -119,7 +114,7 @@ def open_folder(path_or_id: str | Path) -> tuple[Path, dict[str, Any], dict[str,
     stored = read_config(folder)
     layers = stored.get("num_hidden_layers")
     config = {key: of_all_layers(value, layers) for key, value in stored.items()}
-    check_sizes(config, folder)
+    check_layers(config, folder)
     check_weights_as_stored(config, folder)
     return folder, config, quantization_entry(config)
 
@@ -169,13 +164,11 @@ def finish_folder(folder: Path, held: str) -> None:
 
 def read_small(path: Path) -> bytes:
     """A whole file that holds no weights. Raises `UserError` where it is missing or none to read."""
-    try:
+    if not os.path.lexists(path):
+        raise UserError(f"{path.parent} holds no {path.name}")
+    with os_errors_as(f"cannot read {path}"):
         check_file(path)
         return path.read_bytes()
-    except FileNotFoundError as error:
-        raise UserError(f"{path.parent} holds no {path.name}") from error
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def copy_files(source: Path, folder: Path, patterns: tuple[str, ...]) -> None:
@@ -189,34 +182,24 @@ def copy_files(source: Path, folder: Path, patterns: tuple[str, ...]) -> None:
 
 def check_folder(folder: Path) -> None:
     """`check_file` for every file of a model folder, for readers that open them by themselves."""
-    try:
+    with os_errors_as(f"cannot read {folder}"):
         below = (path for name in _READ_BELOW for path in folder.glob(f"{name}/*"))
         for path in (*folder.iterdir(), *below):
             if not path.is_dir():
                 check_file(path, folder)
-    except OSError as error:
-        raise UserError(f"cannot read {error.filename or folder}: {error.strerror}") from error
 
 
-def check_sizes(config: dict[str, Any], folder: Path) -> None:
-    """Raise `UserError` for a config.json of a larger model than the folder's weights can be of, or of
-    more layers than any has: to build it would take memory and time without end."""
-    weights = [path for suffix in ("safetensors", "bin") for path in folder.glob(f"*.{suffix}")]
-    weights = [folder] if folder.is_file() else weights
-    total = sum(path.stat().st_size for path in weights if path.is_file())
+def check_layers(config: dict[str, Any], folder: Path) -> None:
+    """Raise `UserError` for a config.json of more layers than any model has, which would be built for
+    hours before any was missed."""
     for key, value in config.items():
         if isinstance(value, dict) and key != "quantization_config":
-            check_sizes(value, folder)
-        if not isinstance(value, int):
-            continue
-        # A value takes at least a bit.
-        is_layers = _COUNTS_LAYERS.fullmatch(key)
-        most = total // _BYTES_A_LAYER if is_layers else 8 * total
-        said = f"{folder / CONFIG_FILE}: {key} is {value:,}, more than"
-        if total and value > most and (is_layers or _COUNTS_VALUES.fullmatch(key)):
-            raise UserError(f"{said} a model of {total:,} bytes has")
-        if is_layers and value > _MOST_LAYERS:
-            raise UserError(f"{said} the {_MOST_LAYERS:,} layers of any model here")
+            check_layers(value, folder)
+        if isinstance(value, int) and key.endswith(_COUNTS) and value > _MOST_LAYERS:
+            raise UserError(
+                f"{folder / CONFIG_FILE}: {key} is {value:,}, more than the {_MOST_LAYERS:,} of any "
+                "model here"
+            )
 
 
 def check_weights_as_stored(config: dict[str, Any], folder: Path) -> None:
@@ -246,17 +229,16 @@ def check_file(path: Path, folder: Path | None = None) -> None:
     status = real.stat()
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         raise UserError(f"{path} is not a regular file")
-    largest = _LARGEST.get(path.name, _LARGEST_OTHER)
     is_read = path.suffix in _SMALL_SUFFIXES and path.name != "trainer_state.json"
-    if is_read and status.st_size > largest:
+    if is_read and status.st_size > _LARGEST:
         raise UserError(
-            f"{path} has {status.st_size:,} bytes, more than the {largest:,} that are read of it"
+            f"{path} has {status.st_size:,} bytes, more than the {_LARGEST:,} that are read of it"
         )
 
 
 def leads_outside(name: object) -> bool:
     """Whether what a folder's index gives as the name of a file is none below that folder."""
-    if not isinstance(name, str) or not name:
+    if not isinstance(name, str) or not name or "\0" in name:
         return True
     return Path(name).is_absolute() or ".." in Path(name).parts
 
@@ -266,14 +248,9 @@ def file_inside(folder: Path, name: str, index: str = INDEX_FILE) -> Path:
     and for a file that is not there or none to read (`check_file`)."""
     if leads_outside(name):
         raise UserError(f"{folder / index} names {name!r}, which is not a file in its folder")
-    path = folder / name
-    try:
-        check_file(path, folder)
-    except (OSError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{path} is named in {index} but is not there") from error
-    return path
+    with os_errors_as(f"{folder / name} is named in {index} but is not there"):
+        check_file(folder / name, folder)
+    return folder / name
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:

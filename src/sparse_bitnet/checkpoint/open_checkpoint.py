@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a user names -> the stored model that it is: the one way in for every command."""
 
-import dataclasses
 import functools
 import importlib
 from pathlib import Path
-from typing import Any
 
-from sparse_bitnet.checkpoint.checkpoint import Checkpoint, StoredModel, finite
+from sparse_bitnet.checkpoint.checkpoint import Checkpoint, StoredModel
 from sparse_bitnet.checkpoint.load import skeleton
 from sparse_bitnet.checkpoint.model_folder import (
     CONFIG_FILE,
@@ -24,13 +22,13 @@ from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.packing.metadata import QUANT_METHOD
 
 _READERS = {
-    "sparse_bitnet": ("trained", "trained"),
-    QUANT_METHOD: ("packed", "packed"),
-    "bitnet": ("foreign", "bitnet_folders"),
-    "compressed-tensors": ("foreign", "compressed_tensors"),
+    "sparse_bitnet": ("trained", "trained.TrainedCheckpoint"),
+    QUANT_METHOD: ("packed", "packed.PackedCheckpoint"),
+    "bitnet": ("foreign", "foreign.BitnetFolder"),
+    "compressed-tensors": ("foreign", "foreign.CompressedTensors"),
 }
-"""quant_method in config.json -> kind, and the file here whose `read(found)` opens it."""
-_DENSE = ("dense", "trained")
+"""quant_method in config.json -> kind, and the class here that opens it."""
+_DENSE = ("dense", "trained.TrainedCheckpoint")
 _UNKNOWN = ("unknown", "")
 _TABLES = ("lm_head.weight", "embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 """Ends of the names of a head and of the embedding to which it may be tied."""
@@ -98,18 +96,17 @@ def find_checkpoint(path: str | Path) -> StoredModel:
     if kind == "dense" or (is_tied and kind not in ("packed", "unknown")):
         files = WeightFiles.if_any(folder)
     if method is None:
-        from sparse_bitnet.checkpoint.bitnet_folders import has_linear_norms
-        from sparse_bitnet.checkpoint.ternary_folders import found_ternary
+        from sparse_bitnet.checkpoint.foreign import has_linear_norms, ternary_reader
 
         if config.get("architectures") == ["BitnetForCausalLM"]:
             # The first published form of BitNet b1.58.
-            config = {**config, "model_type": "bitnet", "architectures": ["BitNetForCausalLM"]}
-        if (ternary := found_ternary(config, files)) is not None:
-            config, kind, reader = ternary, "foreign", "ternary_folders"
+            config |= {"model_type": "bitnet", "architectures": ["BitNetForCausalLM"]}
+        if (by_looking := ternary_reader(config, files)) is not None:
+            kind, reader = "foreign", by_looking
         elif config.get("model_type") == "bitnet" or has_linear_norms(files):
             kind, reader = _READERS["bitnet"]
     if is_tied and files is not None and _has_own_head(files):
-        config = {**config, "tie_word_embeddings": False}
+        config["tie_word_embeddings"] = False
     return StoredModel(
         name=name,
         folder=folder,
@@ -129,7 +126,7 @@ def _has_own_head(files: WeightFiles) -> bool:
 
 
 def open_checkpoint(path: str | Path, *kinds: str) -> Checkpoint:
-    """As `find_checkpoint`, its tensors opened.
+    """What `find_checkpoint` returns, its tensors opened.
 
     Args:
         path: as there.
@@ -140,12 +137,8 @@ def open_checkpoint(path: str | Path, *kinds: str) -> Checkpoint:
     found = find_checkpoint(path)
     if not found.reader or (kinds and found.kind not in kinds):
         raise unsuited(found, kinds)
-    opened = importlib.import_module(f"sparse_bitnet.checkpoint.{found.reader}").read(found)
-
-    def read(name: str, *part: slice) -> Any:
-        return finite(opened.read(name, *part), name, found.folder)
-
-    return dataclasses.replace(opened, read=read)
+    module, _, name = found.reader.partition(".")
+    return getattr(importlib.import_module(f"sparse_bitnet.checkpoint.{module}"), name)(found)
 
 
 def open_ternary(path: str | Path) -> Checkpoint:

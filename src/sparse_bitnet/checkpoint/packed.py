@@ -18,85 +18,89 @@ if TYPE_CHECKING:
 MODEL_FILE = "model.safetensors"
 
 
-def read(found: StoredModel) -> Checkpoint:
-    """Open a packed folder; a tensor is compared with its checksum when it is read.
+class PackedCheckpoint(Checkpoint):
+    """A packed folder; a tensor is compared with its checksum when it is read."""
 
-    Raises `UserError` for a file that is damaged, truncated, of another version, or not of this config.
-    """
-    file = TensorFile(found.folder / MODEL_FILE)
-    metadata = PackedMetadata.from_json(file.metadata, str(file.path))
-    metadata.check_config_entry(found.entry, str(file.path))
-    int8 = {
-        name
-        for name, stored in file.entries.items()
-        if stored.dtype == "I8" and f"{name}_scale" in file.entries
-    }
-    internal = {f"{name}.weight_packed" for name in metadata.layers}
-    internal |= {f"{name}.weight_scale" for name in metadata.layers}
-    for name, shape in metadata.layers.items():
-        for end in ("packed", "scale"):
-            if f"{name}.weight_{end}" not in file.entries:
-                raise UserError(f"{file.path}: tensor {name}.weight_{end} is missing")
-        _check_scales_entry(file, f"{name}.weight_scale", shape, one=("F32",))
-    hidden = found.config.get("hidden_size")
-    tables = {
-        name: (stored.shape[0], hidden if type(hidden) is int else 0)
-        for name, stored in file.entries.items()
-        if stored.dtype == "U8" and len(stored.shape) == 2 and f"{name}_scale" in file.entries
-    }
-    for name in (*sorted(int8), *tables):
-        internal.add(f"{name}_scale")
-        # Of int8 one a row: rows of one value have no other groups.
-        whole = tables[name] if name in tables else (*file.entries[name].shape[:1], 1)
-        _check_scales_entry(file, f"{name}_scale", whole, one=())
-    others = {name: entry for name, entry in file.entries.items() if name not in internal}
+    file: TensorFile
+    metadata: PackedMetadata
 
-    def ternary(layer: str) -> TernaryWeight:
+    def __init__(self, stored: StoredModel) -> None:
+        """Raises `UserError` for a file that is damaged, truncated, of another version, or not of this
+        config."""
+        file = TensorFile(stored.folder / MODEL_FILE)
+        metadata = PackedMetadata.from_json(file.metadata, str(file.path))
+        metadata.check_config_entry(stored.entry, str(file.path))
+        for name, shape in metadata.layers.items():
+            if f"{name}.weight_packed" not in file.entries:
+                raise UserError(f"{file.path}: tensor {name}.weight_packed is missing")
+            check_scales_entry(file, f"{name}.weight_scale", shape, one=("F32",))
+        internal = {
+            f"{name}.weight_{end}" for name in metadata.layers for end in ("packed", "scale")
+        }
+        hidden = stored.config.get("hidden_size")
+        self._int8: set[str] = set()
+        self._tables: dict[str, tuple[int, int]] = {}
+        for name, entry in file.entries.items():
+            if f"{name}_scale" not in file.entries or name in internal:
+                continue
+            if entry.dtype == "I8":
+                self._int8.add(name)
+                # One scale a row: rows of one value have no other groups.
+                whole = (*entry.shape[:1], 1)
+            elif entry.dtype == "U8" and len(entry.shape) == 2:
+                whole = (entry.shape[0], hidden if type(hidden) is int else 0)
+                self._tables[name] = whole
+            else:
+                continue
+            check_scales_entry(file, f"{name}_scale", whole, one=())
+        internal |= {f"{name}_scale" for name in (*self._int8, *self._tables)}
+        others = {name: entry for name, entry in file.entries.items() if name not in internal}
+        scales = (file.entries[f"{layer}.weight_scale"] for layer in metadata.layers)
+        super().__init__(
+            stored,
+            format=metadata.format,
+            layers=metadata.layers,
+            others={name: self._tables.get(name, entry.shape) for name, entry in others.items()},
+            dtypes={n: "F32" if n in self._tables else others[n].dtype for n in others},
+            has_one_scale=all(scale.shape == (1,) for scale in scales),
+        )
+        self.file, self.metadata = file, metadata
+
+    def ternary(self, layer: str) -> TernaryWeight:
         from sparse_bitnet.packing.codec import unpack
 
-        name = f"{layer}.weight_packed"
-        packed, scale = file.checked(name), file.checked(f"{layer}.weight_scale")
+        name, metadata = f"{layer}.weight_packed", self.metadata
+        packed, scale = self.file.checked(name), self.file.checked(f"{layer}.weight_scale")
         check_scales(scale, f"{layer}.weight_scale")
         whole = metadata.layers[layer]
         codes = unpack(packed, metadata.packed_format, metadata.pattern, whole, name=name)
-        shape = () if scale.shape == (1,) else scale.shape
-        return TernaryWeight(codes, scale.clone().view(shape))
+        return TernaryWeight(codes, scale.clone().view(() if scale.shape == (1,) else scale.shape))
 
-    def ternary_rows(name: str, part: slice) -> TernaryWeight | None:
-        if name not in tables:
+    def ternary_rows(self, name: str, part: slice) -> TernaryWeight | None:
+        if name not in self._tables:
             return None
-        packed, scales = file.checked(name)[part], file.checked(f"{name}_scale")[part]
-        return ternary_table(packed, scales, tables[name][1], name)
+        packed, scales = self.file.checked(name)[part], self.file.checked(f"{name}_scale")[part]
+        return ternary_table(packed, scales, self._tables[name][1], name)
 
-    def tensor(name: str, part: slice = slice(None)) -> "Tensor":
-        if (table := ternary_rows(name, part)) is not None:
+    def stored_values(self, name: str, part: slice = slice(None)) -> "Tensor":
+        if (table := self.ternary_rows(name, part)) is not None:
             return table.values()
-        stored = file.checked(name)[part] if others[name].shape else file.checked(name)
-        return stored * file.checked(f"{name}_scale")[part] if name in int8 else stored.clone()
-
-    return Checkpoint(
-        **vars(found),
-        format=metadata.format,
-        layers=metadata.layers,
-        others={name: tables.get(name, entry.shape) for name, entry in others.items()},
-        dtypes={name: "F32" if name in tables else others[name].dtype for name in others},
-        read=tensor,
-        master=None,
-        ternary=ternary,
-        ternary_rows=ternary_rows,
-        has_one_scale=all(
-            file.entries[f"{layer}.weight_scale"].shape == (1,) for layer in metadata.layers
-        ),
-        file=file,
-        metadata=metadata,
-    )
+        values = self.file.checked(name)
+        values = values[part] if self.others[name] else values
+        if name in self._int8:
+            return values * self.file.checked(f"{name}_scale")[part]
+        return values.clone()
 
 
-def _check_scales_entry(
+def check_scales_entry(
     file: TensorFile, name: str, shape: tuple[int, ...], *, one: tuple[str, ...]
 ) -> None:
-    """`one`: types that a single scale of the whole matrix may have."""
-    scales = file.entries[name]
+    """Raise `UserError` for a tensor of scales that is missing or not of a matrix of this shape.
+
+    `one`: types that a single scale of the whole matrix may have.
+    """
+    if (scales := file.entries.get(name)) is None:
+        raise UserError(f"{file.path}: tensor {name} is missing")
     types = one if scales.shape == (1,) else ("F32", "F16", "BF16")
     if scales.dtype not in types or len(shape) != 2 or scale_group(scales.shape, *shape) is None:
         raise UserError(

@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from sparse_bitnet.checkpoint.checkpoint import stored_tensors
-from sparse_bitnet.checkpoint.hub import with_own_attention
+from sparse_bitnet.checkpoint.checkpoint import check_tensors, stored_tensors
 from sparse_bitnet.checkpoint.model_folder import LINEAR_NORMS, check_folder
-from sparse_bitnet.checkpoint.packed import check_scales, ternary_table
+from sparse_bitnet.checkpoint.packed import check_scales, check_scales_entry, ternary_table
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.packed_linear import PackedSparseBitLinear
-from sparse_bitnet.packing.formats import row_bytes, scale_group
-from sparse_bitnet.packing.metadata import QUANT_METHOD, PackedMetadata, check_version
-from sparse_bitnet.packing.tensor_file import DTYPES, TensorFile
+from sparse_bitnet.packing.formats import row_bytes
+from sparse_bitnet.packing.metadata import PackedMetadata
+from sparse_bitnet.packing.tensor_file import TensorFile
 from sparse_bitnet.pattern import NMPattern
 
 if TYPE_CHECKING:
@@ -55,13 +54,7 @@ def prepare_model_(model: "PreTrainedModel", file: TensorFile, metadata: PackedM
                 f"{file.path}: tensor {name}.weight_packed is for a linear layer [{rows}, "
                 f"{in_features}], which {type(model).__name__} does not have there"
             )
-        entry, scales = (file.entries.get(f"{name}.weight_{end}") for end in ("packed", "scale"))
-        scale_shape = scales.shape if scales else (1,)
-        if scale_group(scale_shape, rows, in_features) is None:
-            raise UserError(
-                f"{file.path}: tensor {name}.weight_scale {list(scale_shape)} holds no scales of a "
-                f"matrix [{rows}, {in_features}]"
-            )
+        check_scales_entry(file, f"{name}.weight_scale", (rows, in_features), one=("F32",))
         epsilon, norm = getattr(model.config, LINEAR_NORMS, None), None
         if epsilon is not None:
             norm = nn.RMSNorm(in_features, eps=epsilon, device=linear.weight.device)
@@ -71,7 +64,7 @@ def prepare_model_(model: "PreTrainedModel", file: TensorFile, metadata: PackedM
             linear.bias,
             config=metadata.format,
             packed_format=metadata.packed_format,
-            scale_shape=scale_shape,
+            scale_shape=file.entries[f"{name}.weight_scale"].shape,
             norm=norm,
             name=name,
             device=linear.weight.device,
@@ -90,12 +83,18 @@ def prepare_model_(model: "PreTrainedModel", file: TensorFile, metadata: PackedM
             stored, groups = (torch.int8, columns), 1
             if form == "ternary":
                 stored = (torch.uint8, row_bytes("i2", NMPattern(1, 1), columns))
-                groups = _table_groups(file, f"{name}.weight_scale", rows, columns)
+                check_scales_entry(file, f"{name}.weight_scale", (rows, columns), one=())
+                groups = file.entries[f"{name}.weight_scale"].shape[1]
             weight = torch.empty(rows, stored[1], dtype=stored[0], device=module.weight.device)
             module.weight = nn.Parameter(weight, requires_grad=False)
             scale = torch.empty(rows, groups, dtype=torch.float32, device=weight.device)
             module.register_buffer("weight_scale", scale)
-    _check_tensors(model, file)
+    check_tensors(
+        stored_tensors(model),
+        {name: entry.shape for name, entry in file.entries.items()},
+        {name: entry.dtype for name, entry in file.entries.items()},
+        file.path,
+    )
 
 
 def finish_model_(model: "PreTrainedModel", metadata: PackedMetadata) -> None:
@@ -139,86 +138,3 @@ def _tables(model: "PreTrainedModel") -> dict[str, Any]:
     if head is not None and f"{names[id(head)]}.weight" not in model.all_tied_weights_keys:
         tables.append(head)
     return {names[id(table)]: table for table in tables}
-
-
-def _table_groups(file: TensorFile, name: str, rows: int, columns: int) -> int:
-    shape = file.entries[name].shape if name in file.entries else ()
-    if len(shape) != 2 or scale_group(shape, rows, columns) is None:
-        raise UserError(f"{file.path}: tensor {name} {list(shape)} holds no scales of groups")
-    return shape[1]
-
-
-def _check_tensors(model: "PreTrainedModel", file: TensorFile) -> None:
-    """The file has every tensor of the model, in its shape and kind, and no other."""
-    wanted = stored_tensors(model)
-    if missing := sorted(wanted.keys() - file.entries.keys()):
-        raise UserError(f"{file.path}: tensor {missing[0]} is missing")
-    if unknown := sorted(file.entries.keys() - wanted.keys()):
-        raise UserError(
-            f"{file.path}: tensor {unknown[0]} is not part of {type(model).__name__} as config.json "
-            "describes it"
-        )
-    for name, tensor in wanted.items():
-        entry = file.entries[name]
-        same_kind = (
-            entry.is_floating_point
-            if tensor.is_floating_point()
-            else getattr(torch, DTYPES[entry.dtype]) == tensor.dtype
-        )
-        if entry.shape != tuple(tensor.shape) or not same_kind:
-            raise UserError(
-                f"{file.path}: tensor {name} is torch.{DTYPES[entry.dtype]} {list(entry.shape)}, the "
-                f"model needs {tensor.dtype} {list(tensor.shape)}"
-            )
-
-
-def register() -> None:
-    """Enter "sparse_bitnet_packed" in transformers' quantizer registry; a second call does nothing."""
-    from transformers.quantizers.auto import (
-        AUTO_QUANTIZER_MAPPING,
-        register_quantization_config,
-        register_quantizer,
-    )
-    from transformers.quantizers.base import HfQuantizer
-    from transformers.utils.quantization_config import QuantizationConfigMixin
-
-    if QUANT_METHOD in AUTO_QUANTIZER_MAPPING:
-        return
-
-    @register_quantization_config(QUANT_METHOD)
-    class PackedQuantizationConfig(QuantizationConfigMixin):
-        """The `quantization_config` entry as transformers passes it around."""
-
-        def __init__(self, quant_method: str = QUANT_METHOD, **entry: Any) -> None:
-            check_version(entry, "config.json")
-            self.__dict__.update(entry, quant_method=quant_method)
-
-    @register_quantizer(QUANT_METHOD)
-    class PackedQuantizer(HfQuantizer):
-        """Replaces the layers of the empty model and decodes them when they are loaded."""
-
-        requires_calibration = True
-
-        def update_attn_implementation(self, config: Any) -> Any:
-            return with_own_attention(config)
-
-        update_tp_plan = update_attn_implementation  # of releases that lack the other
-
-        def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
-            files = kwargs.get("checkpoint_files") or []
-            if len(files) != 1 or not str(files[0]).endswith(".safetensors"):
-                raise UserError("a packed model is one model.safetensors file; pack it again")
-            file, self.metadata = open_packed(files[0])
-            self.metadata.check_config_entry(self.quantization_config.to_dict(), str(files[0]))
-            prepare_model_(model, file, self.metadata)
-
-        def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
-            finish_model_(model, self.metadata)
-
-        @property
-        def is_trainable(self) -> bool:
-            return False
-
-        def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-            # What save_pretrained writes would lack checksums and metadata: copy the folder instead.
-            return False

@@ -5,7 +5,6 @@ import copy
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +16,6 @@ if TYPE_CHECKING:
 
 _WRAPPED = re.compile(r"(^|(?<=\.))_orig_mod\.|^module\.|^base_model\.model\.|^model\.model\.")
 """Prefixes that wrappers of models put before the names of tensors."""
-_COMPARED_ROWS = 4096
-"""At a time."""
-_Place = tuple[Path, str, tuple[int, int, int]]
-"""File, name in it, and its inode, size and time of change."""
 
 
 class WeightFiles:
@@ -33,23 +28,23 @@ class WeightFiles:
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        """Of at least one file. Raises `UserError`, naming it, for one that cannot be read."""
+        """Read the headers of at least one file. Raises `UserError`, naming it, for a damaged one."""
         self.folder = paths[0].parent
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
-        self._paths: dict[str, Path] = {}
-        self._stored: dict[str, str] = {}
+        self._places: dict[str, tuple[Path, str]] = {}
         for path in paths:
             with _opened(path) as file:
                 for name in file.keys():  # noqa: SIM118  (not a mapping)
-                    if name in self._paths:
+                    if name in self._places:
+                        first = self._places[name][0].name
                         raise UserError(
-                            f"{self.folder}: tensor {name} is in {self._paths[name].name} and {path.name}"
+                            f"{self.folder}: tensor {name} is in {first} and {path.name}"
                         )
                     part = file.get_slice(name)
                     self.shapes[name] = tuple(part.get_shape())
                     self.dtypes[name] = part.get_dtype()
-                    self._paths[name] = path
+                    self._places[name] = (path, name)
         # A doubled "model." alone is no obstacle to transformers.
         names = (name for name in self.shapes if not name.startswith("model.model."))
         refuse_wrapped(names, self.folder)
@@ -61,7 +56,19 @@ class WeightFiles:
         Raises `UserError` for a folder without such files, a damaged one, or one that the index names
         but that is not there.
         """
-        return cls(_paths(folder))
+        index, whole = folder / INDEX_FILE, folder / "model.safetensors"
+        if index.is_file() and whole.is_file():
+            return cls([whole])  # as transformers has it, which may leave an index of earlier parts
+        if not index.is_file():
+            if not (paths := sorted(folder.glob("model*.safetensors"))):
+                raise UserError(f"{folder} holds no model*.safetensors")
+            return cls(paths)
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise UserError(f"{index} is damaged: no weight_map")
+        return cls(
+            [file_inside(folder, name) for name in sorted(set(map(str, weight_map.values())))]
+        )
 
     @classmethod
     def if_any(cls, folder: Path) -> "WeightFiles | None":
@@ -70,61 +77,47 @@ class WeightFiles:
 
     def renamed(self, new: Callable[[str], str]) -> "WeightFiles":
         """The same tensors under other names."""
-        found = copy.copy(self)
-        found._stored = {new(name): name for name in self.shapes}
-        for field in ("shapes", "dtypes", "_paths"):
-            setattr(found, field, {new(name): each for name, each in getattr(self, field).items()})
-        return found
+        files = copy.copy(self)
+        for field in ("shapes", "dtypes", "_places"):
+            setattr(files, field, {new(name): each for name, each in getattr(self, field).items()})
+        return files
 
     def __contains__(self, name: str) -> bool:
         return name in self.shapes
 
-    def read(self, name: str, part: slice | None = None) -> "Tensor":
+    def read(self, name: str, part: slice = slice(None)) -> "Tensor":
         """A tensor in its stored dtype, or some of its rows. Raises `UserError` where it is missing."""
-        if name not in self._paths:
+        if name not in self._places:
             raise UserError(f"{self.folder} lacks {name}: the files are incomplete")
-        return _read(self._paths[name], self._stored.get(name, name), part)
+        path, stored = self._places[name]
+        # Opened again each time: the pages of a mapping that stays open would count as our memory.
+        with _opened(path) as file:
+            is_whole = part == slice(None)
+            return file.get_tensor(stored) if is_whole else file.get_slice(stored)[part]
 
     def equal(self, first: str, second: str) -> bool:
-        """Whether two names are matrices of the same bytes. Files that have not changed since are not
-        compared again."""
+        """Whether two matrices have the same bytes."""
+        import torch
+
         shape = self.shapes[first]
         if len(shape) != 2 or shape != self.shapes[second]:
             return False
-        return _equal(self._place(first), self._place(second), shape[0])
-
-    def _place(self, name: str) -> _Place:
-        path = self._paths[name].absolute()
-        state = path.stat()
-        version = (state.st_ino, state.st_size, state.st_mtime_ns)
-        return path, self._stored.get(name, name), version
+        for start in range(0, shape[0], 4096):
+            part = slice(start, start + 4096)
+            one, other = (self.read(name, part).view(torch.uint8) for name in (first, second))
+            if not torch.equal(one, other):
+                return False
+        return True
 
 
 def refuse_wrapped(names: Iterable[str], where: object) -> None:
     """Raise `UserError` for names of tensors as a model in a wrapper has them."""
     for name in names:
-        if found := _WRAPPED.search(name):
+        if prefix := _WRAPPED.search(name):
             raise UserError(
-                f"{where}: tensor {name} is that of a wrapped model ({found[0]}: torch.compile, data "
+                f"{where}: tensor {name} is that of a wrapped model ({prefix[0]}: torch.compile, data "
                 "parallelism, peft or another): save the model inside, without the wrapper"
             )
-
-
-def _read(path: Path, stored: str, part: slice | None) -> "Tensor":
-    # Opened anew each time: the pages of a mapping that stays open would count as our memory.
-    with _opened(path) as file:
-        return file.get_tensor(stored) if part is None else file.get_slice(stored)[part]
-
-
-@cache
-def _equal(first: _Place, second: _Place, rows: int) -> bool:
-    import torch
-
-    for start in range(0, rows, _COMPARED_ROWS):
-        a, b = (_read(*at[:2], slice(start, start + _COMPARED_ROWS)) for at in (first, second))
-        if not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
-            return False
-    return True
 
 
 @contextmanager
@@ -138,19 +131,3 @@ def _opened(path: Path) -> Iterator[Any]:
                 yield file
     except SafetensorError as error:
         raise UserError(f"{path} is damaged: {error}") from error
-
-
-def _paths(folder: Path) -> list[Path]:
-    index, whole = folder / INDEX_FILE, folder / "model.safetensors"
-    if index.is_file() and whole.is_file():
-        paths = [whole]  # as transformers has it, which may leave an index of earlier parts
-    elif index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise UserError(f"{index} is damaged: no weight_map")
-        paths = [file_inside(folder, name) for name in sorted(set(map(str, weight_map.values())))]
-    else:
-        paths = sorted(folder.glob("model*.safetensors"))
-    if not paths:
-        raise UserError(f"{folder} holds no model*.safetensors")
-    return paths

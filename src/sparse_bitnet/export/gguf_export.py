@@ -19,8 +19,13 @@ from torch import Tensor
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.checkpoint.gguf_architectures import GgufArchitecture
-from sparse_bitnet.checkpoint.gguf_config import FORMAT, ROPE_FACTORS, WEIGHT_SCALES
-from sparse_bitnet.checkpoint.gguf_metadata import metadata_of, rope_factors
+from sparse_bitnet.checkpoint.gguf_config import (
+    FORMAT,
+    ROPE_FACTORS,
+    WEIGHT_SCALES,
+    metadata_of,
+    rope_factors,
+)
 from sparse_bitnet.errors import UserError, install
 from sparse_bitnet.export.gguf_vocabulary import GgufVocabulary, add_vocabulary, read_vocabulary
 from sparse_bitnet.export.hf_folder import scale_groups

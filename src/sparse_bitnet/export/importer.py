@@ -4,7 +4,6 @@
 The packed form of a GGUF file is made without torch; masters (masters.py) need it.
 """
 
-import dataclasses
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -74,7 +73,7 @@ def import_checkpoint(
         write_masters(foreign, format, out, partial(_write_tokenizer, foreign), on_progress)
     else:
         pack_checkpoint(
-            _to_pack(foreign, format),
+            _ToPack(foreign, format),
             out,
             format=packed,
             embeddings=embeddings,
@@ -84,38 +83,44 @@ def import_checkpoint(
 
 
 def _write_tokenizer(foreign: Checkpoint, folder: Path) -> None:
-    if foreign.write_tokenizer is not None:
-        foreign.write_tokenizer(folder)
-    else:
+    if not foreign.write_tokenizer(folder):
         copy_tokenizer(foreign.folder, folder)
         copy_files(foreign.folder, folder, (POOLING_FILES,))
         write_generation_config(foreign.folder, folder)
 
 
-def _to_pack(foreign: Checkpoint, format: SparseBitConfig) -> Checkpoint:
+class _ToPack(Checkpoint):
     """The checkpoint as ours with masters would be: float32 beside the codes, in the model's order."""
 
-    def ternary(layer: str) -> TernaryWeight:
-        if foreign.master is not None:
-            from sparse_bitnet.export.masters import ternary_of
+    def __init__(self, foreign: Checkpoint, format: SparseBitConfig) -> None:
+        others = {name: foreign.others[name] for name in foreign.stored}
+        super().__init__(
+            foreign,
+            format=format,
+            layers=foreign.layers,
+            others=others,
+            dtypes=dict.fromkeys(others, "F32"),
+            has_one_scale=foreign.has_one_scale,
+        )
+        self.foreign, self.embeddings = foreign, foreign.embeddings
+        self.config = plain_config(foreign.config)
 
-            return ternary_of(foreign.master(layer), format, layer)
-        found = foreign.ternary(layer)
-        warn_of_zeros(found, layer, foreign)
-        return found
-
-    def read(*arguments: Any) -> Any:
-        values = foreign.read(*arguments)
+    def stored_values(self, name: str, part: slice = slice(None)) -> Any:
+        values = self.foreign.stored_values(name, part)
         return values if isinstance(values, np.ndarray) else values.float()
 
-    others = {name: foreign.others[name] for name in foreign.stored}
-    return dataclasses.replace(
-        foreign,
-        config=plain_config(foreign.config),
-        format=format,
-        others=others,
-        dtypes=dict.fromkeys(others, "F32"),
-        read=read,
-        ternary=ternary,
-        write_tokenizer=partial(_write_tokenizer, foreign),
-    )
+    def ternary(self, layer: str) -> TernaryWeight:
+        if self.foreign.has_masters:
+            from sparse_bitnet.export.masters import ternary_of
+
+            return ternary_of(self.foreign.master(layer), self.format, layer)
+        ternary = self.foreign.ternary(layer)
+        warn_of_zeros(ternary, layer, self.foreign)
+        return ternary
+
+    def ternary_rows(self, name: str, part: slice) -> TernaryWeight | None:
+        return self.foreign.ternary_rows(name, part)
+
+    def write_tokenizer(self, folder: Path) -> bool:
+        _write_tokenizer(self.foreign, folder)
+        return True

@@ -80,7 +80,7 @@ def _plan(foreign: Checkpoint, format: SparseBitConfig) -> Iterator[DeferredTens
 
 
 def _master(foreign: Checkpoint, layer: str, format: SparseBitConfig) -> Tensor:
-    if foreign.master is not None:
+    if foreign.has_masters:
         master = foreign.master(layer)
         if not format.pattern.is_dense:
             ternary_of(master, format, layer)

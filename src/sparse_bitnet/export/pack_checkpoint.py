@@ -117,9 +117,7 @@ def pack_checkpoint(
         check_layout(metadata.packed_format, metadata.pattern, in_features, name)
     with atomic_folder(out) as folder:
         # First: one that cannot be read should not show only after all weights.
-        if checkpoint.write_tokenizer is not None:
-            checkpoint.write_tokenizer(folder)
-        else:
+        if not checkpoint.write_tokenizer(folder):
             read_json_if_there(checkpoint.folder / "generation_config.json")
             copy_files(checkpoint.folder, folder, COPIED)
         _order_vocabulary(folder / "tokenizer.json")
