@@ -24,14 +24,8 @@ struct CacheLineAllocator {
   }
   void deallocate(T* data, std::size_t) { ::operator delete(data, alignment); }
 
-  template <class U>
-  bool operator==(const CacheLineAllocator<U>&) const {
-    return true;
-  }
-  template <class U>
-  bool operator!=(const CacheLineAllocator<U>&) const {
-    return false;
-  }
+  bool operator==(const CacheLineAllocator&) const { return true; }
+  bool operator!=(const CacheLineAllocator&) const { return false; }
 };
 
 template <class T>

@@ -10,6 +10,7 @@
 #include "ops.h"
 #include "packed_format.h"
 #include "platform.h"
+#include "roofline.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -25,6 +26,23 @@ void require_array(std::int64_t count, std::int64_t width) {
 void require_groups(std::int64_t groups, int n, int m) {
   require(packed::is_valid({n, m}), "the pattern is not 1 <= n <= m <= 32");
   require_array(groups, m);
+}
+
+// The roofline of csrc/roofline.h, with threads and memory of its own.
+struct Roofline {
+  ThreadPool pool;
+  std::unique_ptr<HugeBuffer> buffer;
+
+  Roofline(int threads, std::int64_t bytes)
+      : pool(threads), buffer(make_read_buffer(pool, bytes)) {}
+};
+
+constexpr std::int64_t most_bytes = std::int64_t(1) << 46;
+constexpr double most_seconds = 60;
+
+double checked(double seconds) {
+  require(seconds > 0 && seconds <= most_seconds, "seconds out of range");
+  return seconds;
 }
 
 }  // namespace
@@ -84,5 +102,32 @@ NB_MODULE(_cpu, module) {
   bind_matmul(module, kernels);
   bind_memory(module, kernels);
   bind_decoder(module);
-  bind_roofline(module);
+  nb::class_<Roofline>(module, "Roofline", "What this machine can do at most: see csrc/roofline.h.")
+      .def(
+          "__init__",
+          [](Roofline* self, int threads, std::int64_t bytes) {
+            require(threads >= 1 && threads <= most_threads && bytes >= 1 && bytes <= most_bytes,
+                    "threads or bytes out of range");
+            new (self) Roofline(threads, bytes);
+          },
+          "threads"_a, "bytes"_a, unlocked)
+      .def(
+          "read_rate",
+          [](Roofline& self, int prefetch_bytes) {
+            require(prefetch_bytes >= 0 && prefetch_bytes <= most_prefetch_bytes,
+                    "prefetch_bytes out of range");
+            return read_rate(choose_kernels(supported_isas()[0]).roofline, self.pool, *self.buffer,
+                             prefetch_bytes);
+          },
+          "prefetch_bytes"_a, unlocked, "Bytes a second of one pass over the memory.")
+      .def(
+          "int8_rate",
+          [](Roofline& self, const std::string& isa, double seconds) {
+            return int8_rate(choose_kernels(isa).roofline, self.pool, checked(seconds));
+          },
+          "isa"_a, "seconds"_a, unlocked,
+          "Operations a second; a multiply-add is two. ValueError for an unknown isa.")
+      .def(
+          "clock_rate", [](Roofline& self, double seconds) { return clock_rate(self.pool, checked(seconds)); },
+          "seconds"_a, unlocked, "Cycles a second of a thread, while all of them work.");
 }

@@ -35,6 +35,5 @@ constexpr int most_threads = 1024;
 void bind_matmul(nanobind::module_& module, nanobind::class_<Kernels>& kernels);
 void bind_decoder(nanobind::module_& module);
 void bind_memory(nanobind::module_& module, nanobind::class_<Kernels>& kernels);
-void bind_roofline(nanobind::module_& module);
 
 }  // namespace sparse_bitnet

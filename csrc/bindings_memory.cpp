@@ -11,9 +11,8 @@
 #include <nanobind/stl/tuple.h>
 
 #include "bindings.h"
+#include "loading.h"
 #include "platform.h"
-#include "repack.h"
-#include "tables.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -94,7 +93,7 @@ void bind_memory(nb::module_& module, nb::class_<Kernels>& kernels) {
                    [](const HugeBuffer& buffer) { return reinterpret_cast<Address>(buffer.data()); })
       .def_prop_ro("size", &HugeBuffer::size);
 
-  nb::enum_<StoredFormat>(module, "StoredFormat", "See csrc/repack.h.")
+  nb::enum_<StoredFormat>(module, "StoredFormat", "See csrc/loading.h.")
       .value("i2", StoredFormat::i2)
       .value("b3", StoredFormat::b3)
       .value("nm_enum", StoredFormat::nm_enum)

@@ -33,7 +33,6 @@ INLINE Sums dot_int8(const Sums& sums, const Bytes& weights, const Bytes& x) {
 #include "matmul_rows-inl.h"
 #include "matmul_lookup-inl.h"
 #include "matmul_tiles-inl.h"
-#include "matmul_units-inl.h"
 #include "matmul_groups-inl.h"
 #include "matmul_int4-inl.h"
 #if defined(NARROW_SUMS)

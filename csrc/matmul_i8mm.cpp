@@ -22,7 +22,7 @@ namespace i8mm_matmul {
 #include "matmul_neon-inl.h"
 
 constexpr int tile_vectors = 4, tile_tokens = 6;
-constexpr std::int64_t tile_from[weight_formats] = {16, 8, 8, 16, 8, 8};
+constexpr std::int64_t tile_from[weight_formats] = {16, 8, 16, 8, 8};
 
 // Lanes 2 i + j: plus the products of row i and token j.
 INLINE Sums dot_pairs(Sums sums, const Bytes& rows, const Bytes& tokens) {

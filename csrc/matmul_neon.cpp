@@ -24,7 +24,7 @@ namespace neon_matmul {
 constexpr int tile_vectors = 4, tile_tokens = 4;
 // Rows are decoded once for tokens_together tokens, so tiles pay off where decoding is dear. Tiles of
 // int8 would be unsigned.
-constexpr std::int64_t tile_from[weight_formats] = {32, 16, 8, std::int64_t(1) << 62, 16, 16};
+constexpr std::int64_t tile_from[weight_formats] = {32, 16, std::int64_t(1) << 62, 16, 16};
 
 #include "matmul-inl.h"
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "nm_enum.h"
+#include "packed_rows.h"
 
 #include <cstdint>
 #include <cstring>

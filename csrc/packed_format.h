@@ -81,7 +81,6 @@ constexpr int i2_tail_alignment = 16;
 constexpr int b3_block_weights = 320;
 constexpr int b3_block_bytes = 64;
 
-
 constexpr int nm_enum_word_bits = 64;
 
 constexpr bool is_scale_group(std::int64_t group, std::int64_t in_features) {
@@ -181,14 +180,10 @@ constexpr int nm_enum_groups_per_word(Pattern pattern) {
   return best;
 }
 
-constexpr std::int64_t nm_enum_row_bits(Pattern pattern, std::int64_t in_features) {
+constexpr std::int64_t nm_enum_row_bytes(Pattern pattern, std::int64_t in_features) {
   const std::int64_t groups = in_features / coded(pattern).m;
   const int full = nm_enum_groups_per_word(pattern);
-  return groups / full * nm_enum_bits(pattern, full) + nm_enum_bits(pattern, int(groups % full));
-}
-
-constexpr std::int64_t nm_enum_row_bytes(Pattern pattern, std::int64_t in_features) {
-  return divide_up(nm_enum_row_bits(pattern, in_features), 8);
+  return divide_up(groups / full * nm_enum_bits(pattern, full) + nm_enum_bits(pattern, int(groups % full)), 8);
 }
 
 constexpr int nm_enum_code(Pattern pattern, const std::uint8_t* row, std::int64_t in_features,

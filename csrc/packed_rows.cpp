@@ -189,7 +189,6 @@ GroupLimit::GroupLimit(Pattern pattern) : pattern_(packed::coded(pattern)), over
 }
 
 bool GroupLimit::is_broken(std::uint64_t bitmap) const {
-  if (pattern_.m == 1) return false;
   std::uint8_t broken = 0;
   if (8 % pattern_.m == 0) {
     for (int i = 0; i < 64; i += 8) broken |= overfull_[bitmap >> i & 255];
@@ -202,21 +201,18 @@ bool GroupLimit::is_broken(std::uint64_t bitmap) const {
   return broken != 0;
 }
 
-const char* check_groups(const GroupLimit& limit, const std::uint8_t* digits,
-                         std::int64_t columns) {
-  const Pattern pattern = limit.pattern();
-  if (pattern.m == 1) return nullptr;
-  if (64 % pattern.m == 0) {
+const char* GroupLimit::check(const std::uint8_t* digits, std::int64_t columns) const {
+  if (pattern_.m == 1) return nullptr;
+  if (64 % pattern_.m == 0) {
     for (std::int64_t first = 0; first < columns; first += 64) {
-      const std::uint64_t nonzero = nonzeros_of(digits + first);
-      if (limit.is_broken(nonzero & existing(columns - first))) return bad_group;
+      if (is_broken(nonzeros_of(digits + first) & existing(columns - first))) return bad_group;
     }
     return nullptr;
   }
-  for (std::int64_t first = 0; first < columns; first += pattern.m) {
+  for (std::int64_t first = 0; first < columns; first += pattern_.m) {
     int nonzeros = 0;
-    for (int i = 0; i < pattern.m; ++i) nonzeros += digits[first + i] != 1;
-    if (nonzeros > pattern.n) return bad_group;
+    for (int i = 0; i < pattern_.m; ++i) nonzeros += digits[first + i] != 1;
+    if (nonzeros > pattern_.n) return bad_group;
   }
   return nullptr;
 }

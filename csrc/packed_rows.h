@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of packed weights to digits (codes plus one, a byte each) and back: the work of repack.cpp.
+// Rows of packed weights to digits (codes plus one, a byte each) and back: the work of loading.cpp.
 
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "packed_format.h"
 
@@ -27,16 +28,45 @@ class GroupLimit {
  public:
   explicit GroupLimit(packed::Pattern pattern);
   packed::Pattern pattern() const { return pattern_; }
-  // Of 64 weights as a bitmap; m divides 64.
-  bool is_broken(std::uint64_t nonzero) const;
+  // Why a row is no encoding of a matrix, or null.
+  const char* check(const std::uint8_t* digits, std::int64_t columns) const;
 
  private:
+  bool is_broken(std::uint64_t bitmap) const;  // of 64 weights; m divides 64
+
   packed::Pattern pattern_;
   std::uint8_t overfull_[256];
 };
 
-// Why a row is no encoding of a matrix, or null.
-const char* check_groups(const GroupLimit& limit, const std::uint8_t* digits,
-                         std::int64_t columns);
+// nm-enum and nm-sign (packed_format.h) to digits: words to group numbers to the digits of several groups at
+// once. A group of nm-sign is a number below 2^b, and words of as many as 64 bits hold are no words of their own.
+class GroupDecoder {
+ public:
+  // Of nm-sign where pattern.exact.
+  GroupDecoder(packed::Pattern pattern, std::int64_t columns);
+
+  // Bytes that a row must have readable behind its end.
+  static constexpr std::int64_t slack = 16;
+
+  // Fills `digits` and says why the row is damaged, or returns null.
+  const char* decode(const std::uint8_t* row, std::uint8_t* digits) const;
+
+ private:
+  const char* decode_word(std::uint64_t word, int groups, std::uint8_t* digits) const;
+  // Whether there is a group of that number.
+  bool decode_group(std::uint64_t number, std::uint8_t* digits) const;
+  bool decode_signs(std::uint64_t group, std::uint8_t* digits) const;
+  int bits_of(int groups) const;
+
+  packed::Pattern pattern_;
+  std::int64_t columns_;
+  int groups_per_word_;
+  std::uint64_t states_;
+  // Groups that a table entry stands for, 0 where a group is too long for a table; S to that power,
+  // and 2^64 divided by it.
+  int step_groups_;
+  std::uint64_t step_states_, step_reciprocal_;
+  std::vector<std::uint64_t> step_digits_;  // [step_states], digit i in byte i, the rest ones; or no_groups
+};
 
 }  // namespace sparse_bitnet

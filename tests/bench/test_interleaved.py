@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole run over processes that only pretend, and the measuring of an engine that counts."""
+"""A whole run over processes that only pretend, and one of the engine."""
 
 import io
 import json
-import random
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from rich.console import Console
 
-from sparse_bitnet.bench.child import EngineMeter, cache_tokens, read_bytes
+from sparse_bitnet.bench.child import read_bytes
 from sparse_bitnet.bench.interleaved import run, table
 from sparse_bitnet.bench.options import BenchOptions
 from sparse_bitnet.bench.random_model import write_random_model
@@ -40,70 +38,6 @@ def answer(question):
 
 serve(answer)
 """
-
-
-class CountingSequence:
-    def __init__(self, engine: "CountingEngine", length: int) -> None:
-        self._engine, self.length = engine, length
-        engine.open += 1
-
-    def fork(self) -> "CountingSequence":
-        return CountingSequence(self._engine, self.length)
-
-    def close(self) -> None:
-        self._engine.open -= 1
-
-
-class CountingEngine:
-    vocab_size, context_length = 50, 1000
-
-    def __init__(self) -> None:
-        self.open = 0
-        self.calls: list[list[tuple[int, int]]] = []
-
-    def new_sequence(self) -> CountingSequence:
-        return CountingSequence(self, 0)
-
-    def forward(self, batch, logits="last"):
-        assert all(0 <= token < self.vocab_size for _, tokens in batch for token in tokens)
-        self.calls.append([(sequence.length, len(tokens)) for sequence, tokens in batch])
-        for sequence, tokens in batch:
-            sequence.length += len(tokens)
-        return [np.zeros(self.vocab_size, np.float32) for _ in batch]
-
-
-def test_the_meter_asks_the_engine_for_what_it_is_to_measure() -> None:
-    engine = CountingEngine()
-    meter = EngineMeter(engine)
-    engine.calls.clear()
-    assert meter.prefill(100) >= 0
-    assert engine.calls == [[(0, 100)]]
-    engine.calls.clear()
-    meter.decode(context=0, batch=1, steps=3)
-    assert engine.calls == [[(0, 1)], [(1, 1)], [(2, 1)]]
-    engine.calls.clear()
-    for _ in range(2):
-        meter.decode(context=20, batch=2, steps=2)
-    step = [[(20, 1), (20, 1)], [(21, 1), (21, 1)]]
-    assert engine.calls == [[(0, 20)], *step, *step], "the context is computed once"
-    assert engine.open == 1, "only the kept context"
-    engine.context_length = 1
-    EngineMeter(engine)
-    assert engine.calls[-1] == [(0, 1)], "the first forward fits the context"
-
-
-def test_the_cache_has_room_for_every_measurement() -> None:
-    page = pytest.importorskip("sparse_bitnet._cpu").PAGE_TOKENS
-    source = random.Random(0)
-    for _ in range(50):
-        prefills = [source.randrange(1, 500) for _ in range(2)]
-        contexts = [source.randrange(0, 300) for _ in range(2)]
-        batches, steps = [source.randrange(1, 9)], source.randrange(1, 100)
-        pages = cache_tokens(prefills, contexts, batches, steps) // page
-        kept = sum(-(-context // page) for context in contexts)
-        longest = max(contexts) % page + steps
-        worst = max(-(-max(prefills) // page), batches[0] * -(-longest // page))
-        assert pages >= kept + worst
 
 
 def pretend(tmp_path: Path, tiny_folder: Path, **options) -> tuple[list, list[str]]:

@@ -21,8 +21,7 @@
 
 #include "decoder.h"
 #include "isa.h"
-#include "repack.h"
-#include "tables.h"
+#include "loading.h"
 #if defined(_WIN32)
 #include <io.h>
 #else

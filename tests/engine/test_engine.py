@@ -228,13 +228,6 @@ def test_activations_share_a_scale_by_token_or_by_group(tmp_path: Path, qwen: Pa
         Engine.load(qwen, activations="group")
 
 
-def test_caches_are_close(qwen: Path) -> None:
-    expected = reference_logits(qwen, TOKENS)
-    for kv_cache, bound in (("float16", 2e-2), ("int8", 0.1), ("int4", 0.5)):
-        engine = Engine.load(qwen, kv_cache=kv_cache, head="stored", threads=1)
-        assert relative_error(all_logits(engine, TOKENS), expected) < bound
-
-
 def test_sequences(qwen: Path) -> None:
     engine = Engine.load(qwen, threads=1, cache_tokens=256)
     assert (engine.vocab_size, engine.context_length, engine.free_tokens) == (96, 256, 256)
@@ -334,14 +327,6 @@ def test_limits_and_misuse(qwen: Path) -> None:
 def test_options_are_checked(qwen: Path, options: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         Engine.load(qwen, **options)
-
-
-def test_a_measurement_without_memory_is_one_line(
-    qwen: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(format_tuning, "_BYTES", 1 << 62)
-    with pytest.raises(UserError, match="not enough memory for its weights and its cache"):
-        Engine.load(qwen, threads=1)
 
 
 def test_a_very_wide_model_takes_its_prompts_in_smaller_parts(tmp_path: Path) -> None:

@@ -1,14 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sequences of the decoder's cache: forks, truncation, room, and errors that change nothing."""
 
-import ctypes
-import itertools
-import os
-import shutil
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -152,54 +145,6 @@ def test_sequences_that_are_not_there() -> None:
             call()
     assert decoder.decoder.length(other) == 0
     decoder.decoder.forward([], 1, 4)
-
-
-def fail_each_allocation(library: str) -> None:
-    """A step of which one allocation fails, the first, the second ... until there is none, is undone."""
-    memory = ctypes.CDLL(library)
-    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
-    gemma = random_model("gemma3_text", max_position_embeddings=1024, **layers)
-    options = {"threads": 2, "cache": "int8", "cache_tokens": 2048, "head": "int8"}
-    text, other, more = ids_of(600), ids_of(70, 1), ids_of(5, 2)
-    alone = DecoderInMemory(gemma, **options)
-    expected = [alone.logits(ids)[-1] for ids in (text, other, text[:3] + more)]
-    failures = 0
-    for n in itertools.count(1):  # the first one is in the conversion of arguments
-        decoder = DecoderInMemory(gemma, **options)
-        first, second = decoder.decoder.open(), decoder.decoder.open()
-        decoder.forward([(first, text[:3])], "last")
-        free = decoder.decoder.free_tokens
-        memory.fail_after(n)
-        try:
-            rows = decoder.forward([(first, text[3:]), (second, other)], "last")
-            if memory.is_to_fail():
-                break
-        except MemoryError:
-            failures += 1
-            memory.fail_after(-1)
-            assert [decoder.decoder.length(s) for s in (first, second)] == [3, 0]
-            assert decoder.decoder.free_tokens == free
-            rows = decoder.forward([(first, more)], "last")
-            np.testing.assert_array_equal(rows, expected[2:])
-            decoder.decoder.truncate(first, 3)
-            rows = decoder.forward([(first, text[3:]), (second, other)], "last")
-        np.testing.assert_array_equal(rows, expected[:2])
-    memory.fail_after(-1)
-    assert failures > 30
-
-
-@pytest.mark.skipif(sys.platform != "linux" or not shutil.which("g++"), reason="g++ on Linux")
-def test_a_step_for_which_memory_ends_is_undone(tmp_path: Path) -> None:
-    library, folder = str(tmp_path / "memory.so"), Path(__file__).parent
-    source = str(folder / "failing_memory.cpp")
-    subprocess.run(["g++", "-std=c++17", "-shared", "-fPIC", "-o", library, source], check=True)
-    script = f"import test_kv_cache as t; t.fail_each_allocation({library!r})"
-    paths = os.pathsep.join([str(folder), str(folder.parent), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"LD_PRELOAD": library, "PYTHONPATH": paths}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("isa", _cpu.supported_isas(for_tests=True))

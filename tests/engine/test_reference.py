@@ -52,18 +52,6 @@ def test_all_last_and_none(model, engine):
     assert engine.context_length == 64
 
 
-def test_what_a_failed_forward_leaves_in_the_cache_is_no_part_of_the_text(model, engine):
-    one, other = engine.new_sequence(), engine.new_sequence()
-    engine.forward([(one, TOKENS[:2]), (other, TOKENS[:1])], "none")
-    calls, run = [], engine._run
-    engine._run = lambda *given: calls.append(1) or (run(*given) if len(calls) < 2 else 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        engine.forward([(one, TOKENS[2:4]), (other, TOKENS[1:4])])
-    engine._run = run
-    (found,) = engine.forward([(one, TOKENS[2:])], "all")
-    close(found, whole(model, TOKENS)[2:])
-
-
 def test_a_forward_that_is_broken_off_is_undone(model, engine):
     first, second = engine.new_sequence(), engine.new_sequence()
     engine.forward([(first, TOKENS[:4]), (second, TOKENS[:4])])
@@ -122,24 +110,6 @@ def test_limits_are_checked_before_anything_changes(model):
     one.close()
     assert engine.free_tokens == 14
     engine.forward([(two, TOKENS[:9])])
-
-
-@pytest.mark.parametrize("tokens", [[], [96], [-1]])
-def test_tokens_that_the_model_lacks_are_refused(engine, tokens):
-    with pytest.raises(ValueError, match=r"at least one|outside the vocabulary"):
-        engine.forward([(engine.new_sequence(), tokens)])
-
-
-def test_misuse_is_refused(engine):
-    sequence = engine.new_sequence()
-    with pytest.raises(ValueError, match="twice"):
-        engine.forward([(sequence, [1]), (sequence, [2])])
-    with pytest.raises(ValueError, match="the sequence has 0 tokens"):
-        sequence.fork(1)
-    sequence.close()
-    for use in (sequence.fork, lambda: engine.forward([(sequence, [1])])):
-        with pytest.raises(ValueError, match="closed"):
-            use()
 
 
 def test_no_context_beyond_the_positions_of_the_model():

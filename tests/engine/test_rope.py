@@ -55,17 +55,6 @@ def test_frequencies(fields: dict[str, Any], theta: float) -> None:
         assert rope.scaling == pytest.approx(expected.attention_scaling, rel=1e-12)
 
 
-def test_the_original_context_is_that_of_the_config_where_none_is_given() -> None:
-    scaling = {"type": "yarn", "factor": 4.0}
-    sizes = {"hidden_size": 256, "num_attention_heads": 2, "max_position_embeddings": 2048}
-    config = {**sizes, "rope_theta": 1e4, "rope_scaling": scaling}
-    expected = LlamaRotaryEmbedding(LlamaConfig.from_dict(config | {"rope_scaling": {**scaling}}))
-    rope = read_rope(config, 128, "test")
-    torch.testing.assert_close(
-        torch.from_numpy(rope.inverse_frequencies), expected.inv_freq, rtol=3e-7, atol=0
-    )
-
-
 def test_the_frequencies_of_hunyuan() -> None:
     """Whose rope is dynamic by name, with a base that `alpha` stretches."""
     from transformers.models.hunyuan_v1_dense import modeling_hunyuan_v1_dense as hunyuan

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_bitnet.ops.nm_mask import nm_mask_reference
 from sparse_bitnet.ops.quantize_int8 import quantize_int8_reference
 from sparse_bitnet.ops.select_ternary import absmean_reference, select_ternary_reference
 
@@ -64,16 +63,6 @@ def test_mask_and_codes_equal_the_reference(case, scale, isa):
     assert_same(mask, expected_mask)
     assert_same(codes, expected_codes)
     assert_same(kernels.nm_mask(weight, n, m), expected_mask)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("m", range(1, 33))
-def test_every_group_size(isa, m, dtype):
-    generator = torch.Generator().manual_seed(m)
-    weight = torch.randint(-6, 7, (3, 71 * m), generator=generator).to(dtype)
-    kernels = cpu.Kernels(isa)
-    for n in {1, m // 2, 3 * m // 4, m - 1, m} - {0}:
-        assert_same(kernels.nm_mask(weight, n, m), nm_mask_reference(weight, n, m))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loading in C++ against the plain codec: the same codes, the same refusals, the same checksums."""
 
-import ctypes
 import zlib
 from pathlib import Path
 from typing import Any
@@ -180,20 +179,6 @@ def test_lookup_of_full_groups_refuses_others() -> None:
         _cpu.Matrix(_cpu.WeightFormat.i2, 3, 4, 8, 256, 64, address, exact=True)
 
 
-def test_large_matrices_in_many_pieces() -> None:
-    pattern = NMPattern(6, 8)
-    codes = make_codes(pattern, 1500, 100)
-    raw = pack(codes, "nm-enum", pattern).numpy()
-    results = [
-        repack(_cpu.ThreadPool(threads), raw, "nm-enum", pattern, 1500, 800, "b3")
-        for threads in (1, 2, 4)
-    ]
-    for got, crc32, damage in results:
-        assert damage is None
-        assert crc32 == zlib.crc32(raw.tobytes())
-        assert np.array_equal(got, pack(codes, "b3", pattern).numpy())
-
-
 @pytest.mark.parametrize("text", ["2:4", "6:8"])
 def test_rows_that_share_bytes_do_not_depend_on_threads(text: str) -> None:
     pattern = NMPattern.parse(text)
@@ -261,15 +246,6 @@ def test_checksum() -> None:
             part = data[first : first + size]
             for kernels in map(_cpu.Kernels.choose, _cpu.supported_isas()):
                 assert kernels.crc32(data.ctypes.data + first, size) == zlib.crc32(part.tobytes())
-
-
-def test_huge_buffer() -> None:
-    buffer = _cpu.HugeBuffer(5_000_000)
-    assert buffer.address % (1 << 21) == 0
-    assert buffer.size == 5_000_000
-    view = np.ctypeslib.as_array((ctypes.c_uint8 * buffer.size).from_address(buffer.address))
-    assert not view.any()
-    view[:] = 1
 
 
 @pytest.mark.parametrize(

@@ -62,16 +62,6 @@ def test_a_thread_has_a_stretch_of_its_own():
     pytest.fail("no region was split into two stretches")
 
 
-def test_a_pool_ends_at_any_time():
-    for pause in (0.0, 0.0, 0.0005, 0.001):
-        pool = _cpu.ThreadPool(3)
-        visit(pool, 2, 10, 1)
-        time.sleep(pause)
-        del pool
-    for _ in range(20):
-        _cpu.ThreadPool(4)
-
-
 def call_for_a_minute(call) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a file holds, to the layouts in which it is multiplied (matmul.h), read once: packed matrices, checked
+// on the way (the checksum of the bytes as they are, and whether they are the encoding of a matrix of the
+// pattern), and embedding and output head.
+
+#pragma once
+
+#include <cstdint>
+
+#include "matmul.h"
+#include "packed_format.h"
+#include "platform.h"
+
+namespace sparse_bitnet {
+
+struct Loaded {
+  std::uint32_t crc32;  // of all stored bytes
+  bool is_readable;     // whether they could be read
+  const char* damage;   // what is wrong with the rows, or null
+};
+
+// What a file holds: a format of packed_format.h. Those that
+// are run as they are have the number of their WeightFormat, others that of none of ternary weights.
+enum class StoredFormat : int { i2 = 0, b3 = 1, nm_enum = 2, nm_sign = 3 };
+
+struct StoredMatrix {
+  StoredFormat format;
+  packed::Pattern pattern;     // exact where the format is nm_sign
+  std::int64_t rows, columns;  // within the limits of packed_format.h
+  ByteSource bytes;            // rows follow each other, bytes_per_row() each, aligned to nothing
+
+  static std::int64_t bytes_per_row(StoredFormat format, packed::Pattern pattern, std::int64_t columns);
+};
+
+// Writes the rows of `out`, a matrix of ternary weights; what lies between rows is left alone. A
+// damaged matrix is written somehow, within its bounds. Where `out` is the stored bytes themselves, in a mapped
+// file, they are checked alone.
+Loaded repack(const Kernels& kernels, ThreadPool& pool, const StoredMatrix& stored, const Matrix& out);
+
+struct StoredTable {
+  TableType type;  // not int4
+  std::int64_t rows, columns;
+  ByteSource bytes;     // rows follow each other; aligned to nothing
+  const float* scales;  // [rows] of int8
+};
+
+// Rows as they are, `row_stride` bytes apart.
+Loaded copy_table(const Kernels& kernels, ThreadPool& pool, const StoredTable& table, std::uint8_t* out,
+                  std::int64_t row_stride);
+
+// To TableType::int8 (scales [rows], as the op quantize_int8) or int4 (scales
+// [rows, columns / 64], columns a multiple of 64; of several scales for a group the one with the
+// least squared error). The same bits for every thread count and instruction set.
+Loaded quantize_table(const Kernels& kernels, ThreadPool& pool, const StoredTable& table, TableType type,
+                      std::uint8_t* out, std::int64_t row_stride, float* scales);
+
+}  // namespace sparse_bitnet
