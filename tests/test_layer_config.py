@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """SparseBitConfig: its text form, its dict form, and the combinations that it refuses."""
 
-import itertools
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -61,23 +59,6 @@ class TestConfig:
     def test_pattern_may_be_text(self) -> None:
         assert SparseBitConfig(pattern="2:4").pattern == NMPattern(2, 4)
 
-    def test_exactly_the_contradictions_raise(self) -> None:
-        names = ("weight", "mask_source", "scale_source", "mask_gradient", "ste")
-        for values in itertools.product(*(CHOICES[name] for name in names)):
-            fields = dict(zip(names, values, strict=True))
-            for pattern in ("6:8", "8:8"):
-                off_default = {name for name in names[1:] if fields[name] != CHOICES[name][0]}
-                contradicts = (
-                    (fields["weight"] == "full" and off_default - {"mask_gradient"})
-                    or (pattern == "8:8" and off_default - {"ste"})
-                    or {"mask_source", "scale_source"} <= off_default
-                )
-                if contradicts:
-                    with pytest.raises(UserError):
-                        SparseBitConfig(pattern=pattern, **fields)
-                else:
-                    SparseBitConfig(pattern=pattern, **fields)
-
     @pytest.mark.parametrize(
         ("text", "reason"),
         [
@@ -112,9 +93,6 @@ class TestConfig:
         assert not config.keeps_dense("model.layers.1.mlp.updown_proj")
         with pytest.raises(UserError, match="give names of layers"):
             SparseBitConfig(dense_layers=(1,))  # type: ignore[arg-type]
-
-    def test_a_config_without_dense_layers_is_stored_as_before_they_were(self) -> None:
-        assert "dense_layers" not in SparseBitConfig().to_dict()
 
     def test_dict_with_missing_unknown_or_no_fields(self) -> None:
         values = SparseBitConfig().to_dict()

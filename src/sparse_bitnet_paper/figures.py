@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+Line = tuple[pd.DataFrame, dict[str, Any]]
+"""Indexed by step: a `mean`, and with `min` and `max` a band around it; its style for `plot`."""
+
 LABELS = {"full": "full precision", "ternary": "ternary"}
 OF_WEIGHTS = ("layer-profile", "near-zero", "histogram", "thresholds")
 """Figures of `dense_figures`, in the order of a page."""
@@ -155,16 +158,12 @@ def _curves(
     name: str,
     title: str,
     y_label: str,
-    lines: Iterable[tuple[pd.DataFrame, dict[str, Any]]],
+    lines: Iterable[Line],
     *,
     limits: tuple[float, float] | None = None,
     log: bool = False,
 ) -> str:
-    """Draw lines over the optimiser steps, each with a style for `plot`.
-
-    A line is indexed by step and has a `mean`, and with `min` and `max` a band around it. Limits of the
-    y axis that include 0 show a line there.
-    """
+    """Draw lines over the optimiser steps. Limits of the y axis that include 0 show a line there."""
     with canvas(name) as (figure, axes):
         if log:
             axes.set_yscale("log")
@@ -198,57 +197,41 @@ def course_figures(results: Results) -> dict[str, str]:
         format: [results.curves[results.curves.run == name].set_index("step") for name in rows.name]
         for format, rows in four_models(results, results.main).items()
     }
-    # The first steps fall from log(vocabulary) and would flatten all that follows.
-    highest = min(
-        own[0].loss.dropna().iloc[len(own[0].loss.dropna()) // 10] for own in curves.values()
-    )
-    lowest = min(
-        own[0][["loss", "validation_loss"]].ffill().iloc[-1].min() for own in curves.values()
-    )
-    margin = 0.12 * max(highest - lowest, 5e-4)
-    losses = [
-        line
-        for format, (first, *_) in curves.items()
-        for line in (
-            (_mean(first.loss), _style(format)),
-            (_mean(first.validation_loss), _dots(format)),
-        )
-    ]
-    costs = {f: _sparsity_cost(curves[f], curves[dense_of(f)]) for f in curves if f != dense_of(f)}
-    # The first steps, where every model still learns the unigrams, say nothing.
-    seen = np.concatenate([[0.0], *(cost["mean"][len(cost) // 20 :] for cost in costs.values())])
-    room = 0.12 * max(seen.max() - seen.min(), 1e-3)
-    # Zero has no place on a logarithmic axis: a gap.
-    flips = [
-        (_mean(100 * curves[f][0].flip_rate.where(curves[f][0].flip_rate > 0)), _style(f))
-        for f in costs
-    ]
-    of_weight = {f: f.partition("-")[0] for f in costs}
+    losses, flips, costs = list[Line](), list[Line](), list[Line]()
+    for format, runs in curves.items():
+        first, colour = runs[0], COLOURS[format.partition("-")[0]]
+        is_dense = format == dense_of(format)
+        face = colour if is_dense else "none"
+        dots = {"marker": "o", "linestyle": "none", "markersize": 4, "markerfacecolor": face}
+        # A sparse run lies within a line's width of its dense twin: thin over wide.
+        line: dict[str, Any] = {
+            "color": colour,
+            "label": label(format),
+            "linewidth": 4,
+            "alpha": 0.4,
+        }
+        if not is_dense:
+            dashes = {"linestyle": (0, (3.5, 1.6)), "linewidth": 1.3, "zorder": 3}
+            line = {"color": colour, "label": label(format)} | dashes
+            # Zero has no place on a logarithmic axis: a gap.
+            flips.append((_mean(100 * first.flip_rate.where(first.flip_rate > 0)), line))
+            twins = zip(runs, curves[dense_of(format)], strict=True)
+            cost = pd.concat(
+                [own.loss.dropna() - dense.loss.dropna() for own, dense in twins], axis=1
+            )
+            cost = cost.rolling(SMOOTH, center=True, min_periods=1).mean()
+            style = {"color": colour, "label": format.partition("-")[0]}
+            costs.append((cost.agg(["mean", "min", "max"], axis=1), style))
+        losses.append((_mean(first.loss), line))
+        losses.append((_mean(first.validation_loss), {"color": colour} | dots))
+    title = "Training loss of each model over optimiser steps"
+    of_costs = "Training loss of sparse minus dense models over steps"
+    of_flips = "Mask flip rate of the sparse models over optimiser steps"
+    costs_label, flips_label = "sparse minus dense loss (nats)", "mask flip rate (% per step)"
     return {
-        "loss": _curves(
-            "loss",
-            "Training loss of each model over optimiser steps",
-            "loss (nats per token)",
-            losses,
-            limits=(lowest - margin, highest + margin / 2),
-        ),
-        "sparsity-costs": _curves(
-            "cost",
-            "Training loss of sparse minus dense models over steps",
-            "sparse minus dense loss (nats)",
-            [
-                (cost, {"color": COLOURS[of_weight[f]], "label": of_weight[f]})
-                for f, cost in costs.items()
-            ],
-            limits=(seen.min() - room, seen.max() + room),
-        ),
-        "flips": _curves(
-            "flips",
-            "Mask flip rate of the sparse models over optimiser steps",
-            "mask flip rate (% per step)",
-            flips,
-            log=True,
-        ),
+        "loss": _curves("loss", title, "loss (nats per token)", losses, limits=_limits(losses)),
+        "sparsity-costs": _curves("cost", of_costs, costs_label, costs, limits=_limits(costs, 0.0)),
+        "flips": _curves("flips", of_flips, flips_label, flips, log=True),
     }
 
 
@@ -256,30 +239,11 @@ def _mean(values: pd.Series) -> pd.DataFrame:
     return values.dropna().to_frame("mean")
 
 
-def _style(format: str) -> dict[str, Any]:
-    """Return a line style: a sparse run lies within a line's width of its dense twin, thin over wide."""
-    line: dict[str, Any] = {"color": COLOURS[format.partition("-")[0]], "label": label(format)}
-    if format != dense_of(format):
-        return line | {"linestyle": (0, (3.5, 1.6)), "linewidth": 1.3, "zorder": 3}
-    return line | {"linewidth": 4, "alpha": 0.4}
-
-
-def _dots(format: str) -> dict[str, Any]:
-    """Return the style of held-out losses: filled dots for a dense model."""
-    colour = COLOURS[format.partition("-")[0]]
-    face = colour if format == dense_of(format) else "none"
-    dots = {"color": colour, "markerfacecolor": face, "markersize": 4}
-    return {"marker": "o", "linestyle": "none"} | dots
-
-
-def _sparsity_cost(sparse: list[pd.DataFrame], dense: list[pd.DataFrame]) -> pd.DataFrame:
-    """Return by step the smoothed losses of sparse runs minus those of their dense twins on the same
-    batches: mean, least and greatest of the seeds."""
-    first, second = (
-        pd.concat([own.loss.dropna() for own in runs], axis=1) for runs in (sparse, dense)
-    )
-    cost = (first - second).rolling(SMOOTH, center=True, min_periods=1).mean()
-    return cost.agg(["mean", "min", "max"], axis=1)
+def _limits(lines: Sequence[Line], *seen: float) -> tuple[float, float]:
+    """Return y limits for all but the first tenth of each line, which would flatten the rest."""
+    late = np.concatenate([seen, *(line["mean"][len(line) // 10 :] for line, _ in lines)])
+    margin = 0.12 * max(late.max() - late.min(), 1e-3)
+    return late.min() - margin, late.max() + margin
 
 
 def sweep_figure(results: Results) -> dict[str, str]:

@@ -86,10 +86,6 @@ class TestFamilies:
 
 
 class TestConvert:
-    def test_any_module_made_of_linears(self) -> None:
-        model = convert_(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), TERNARY)
-        assert set(sparse_layers(model)) == {"0", "2"}
-
     def test_a_model_without_repeated_blocks_keeps_its_head_dense(self) -> None:
         class Model(nn.Module):
             def __init__(self) -> None:
@@ -188,19 +184,9 @@ class TestConvert:
         assert not sparse_layers(model)
         assert getattr(model.config, "quantization_config", None) is None
 
-    def test_nothing_to_convert(self) -> None:
-        with pytest.raises(UserError, match="no linear layer to convert in Sequential"):
-            convert_(nn.Sequential(nn.ReLU()), TERNARY)
-        with pytest.raises(UserError, match="no linear layer to convert"):
-            convert_(tiny_model(), TERNARY, lambda module, name: False)
-
     def test_a_bare_linear_cannot_be_replaced_in_place(self) -> None:
         with pytest.raises(UserError, match="wrap it"):
             convert_(nn.Linear(8, 8), TERNARY)
-
-    def test_names_are_those_of_the_uncompiled_model(self) -> None:
-        model = convert_(tiny_model(), TERNARY)
-        assert list(sparse_layers(torch.compile(model))) == list(sparse_layers(model))
 
 
 class TestSelected:

@@ -47,17 +47,6 @@ def test_opcheck(op, arguments):
     torch.library.opcheck(op, arguments)
 
 
-def test_compiles_without_graph_breaks():
-    def step(weight, x):
-        scale = ops.absmean(weight)
-        codes, mask = ops.select_ternary(weight, scale, 6, 8)
-        return codes, mask, ops.nm_mask(weight, 2, 4), *ops.quantize_int8(x)
-
-    compiled = torch.compile(step, fullgraph=True)
-    for ours, eager in zip(compiled(WEIGHT, WEIGHT), step(WEIGHT, WEIGHT), strict=True):
-        assert torch.equal(ours, eager)
-
-
 @pytest.mark.parametrize(
     "weight",
     [
@@ -130,11 +119,6 @@ def test_a_missing_extension_is_reported_or_refused(unloaded):
     unloaded.setenv("SPARSE_BITNET_KERNEL", "cpu")
     with pytest.raises(UserError, match=r"cpu: the extension .* reinstall"):
         backends.check_choice()
-
-
-def test_the_instruction_set_can_be_chosen(monkeypatch):
-    monkeypatch.setenv("SPARSE_BITNET_ISA", "generic")
-    assert cpu.Kernels().isa == "generic"
 
 
 def test_an_instruction_set_this_machine_lacks_is_refused(unloaded):

@@ -93,29 +93,6 @@ def test_a_quickstart_is_no_set_to_report(finished):
         markdown_report([Results(Path(finished[0].out))])
 
 
-def test_stopped_quickstart_goes_on(finished, text, tmp_path, monkeypatch):
-    config = small(text, tmp_path / "stopped")
-    train = record.train
-    calls = []
-
-    def stops_at_the_third(run, **options):
-        calls.append(run.format)
-        if len(calls) == 3:
-            raise Interrupted("stopped after step 1 of 3")
-        return train(run, **options)
-
-    monkeypatch.setattr(record, "train", stops_at_the_third)
-    with pytest.raises(Interrupted):
-        quickstart(config)
-    kept = rows_of(config)
-    assert [row["format"] for row in kept] == ["full-8:8", "full-6:8"]
-    monkeypatch.setattr(record, "train", train)
-    quickstart(config)
-    assert rows_of(config)[:2] == kept
-    whole = [row["perplexity"] for row in rows_of(finished[0])]
-    assert [row["perplexity"] for row in rows_of(config)] == whole
-
-
 def test_seeds_and_workers(finished, text, tmp_path):
     """Two seeds, two at a time: the first seed is what one worker trains, the second is another."""
     config = small(text, tmp_path / "q", seeds=2, workers=2)
