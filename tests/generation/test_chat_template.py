@@ -199,17 +199,3 @@ def test_templates_of_any_form_are_one_line_or_none(value):
             ChatTemplate.load(name)
         except UserError as error:
             assert "\n" not in str(error)  # noqa: PT017
-
-
-def test_only_plain_values_reach_the_template():
-    class Rich(str):
-        def dangerous(self):
-            raise AssertionError
-
-    chat = [{"role": Rich("user"), "content": Rich("hi"), "image": object()}]
-    assert (
-        ChatTemplate("{{ messages[0].content }}{{ messages[0].image }}").render(chat)
-        == "hi<object>"
-    )
-    with pytest.raises(UserError, match="refuses"):
-        ChatTemplate("{{ messages[0].content.dangerous() }}").render(chat)

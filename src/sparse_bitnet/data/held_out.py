@@ -34,7 +34,7 @@ class HeldOutText:
     text_bytes: int | None
     vocab_size: int
     chat: np.ndarray | None = None
-    """Of conversations the tokens as they are stored (`data.chat`)."""
+    """The tokens of conversations as they are stored (`data.chat`); None for other text."""
 
     def first(self, most: int) -> tuple[TokenSequence | np.ndarray, int | None]:
         """The tokens, and the bytes of their text: all for 0, or this many scored ones and the one before

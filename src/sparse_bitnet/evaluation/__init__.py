@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trained model is worth on text it has not seen."""
+"""How well a trained model predicts text that it has not seen."""

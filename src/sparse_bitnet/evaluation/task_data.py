@@ -21,10 +21,10 @@ class _Task(NamedTuple):
     yaml: str
     """lm-eval's own file."""
     name: str
-    """Of the data set on the hub."""
+    """The data set's name on the hub."""
     config: str = ""
     split: str = "validation"
-    """Whose questions are asked."""
+    """The split whose questions are asked."""
 
 
 _TASKS = {
@@ -107,8 +107,8 @@ def _files(data: Path, name: str, task: _Task) -> list[Path]:
 
 
 def _by_split(files: list[Path], data: Path) -> dict[str, list[Path]]:
-    """By the word in their names, else in their folders'; files without one are of any split, so they
-    are asked."""
+    """Group files by the word in their names, else in their folders'; files without one are of any split,
+    so they are asked."""
     found: dict[str, list[Path]] = {}
     for path in files:
         splits = [

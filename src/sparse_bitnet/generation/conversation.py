@@ -75,18 +75,13 @@ class ChatTemplate:
         given = {"tools": None, "documents": None, "add_generation_prompt": True}
         given |= self._special_tokens | variables | {"messages": list(messages)}
         try:
-            request = json.dumps([self.source, given], default=_plain)
+            request = json.dumps([self.source, given])
         except (RecursionError, TypeError, ValueError) as error:
             raise UserError(f"the chat is not JSON: {error}") from error
         reply = self._sandbox.ask(request)
         if "error" in reply:
             raise UserError(f"the chat template refuses this chat: {reply['error']}")
         return reply["answer"]
-
-
-def _plain(value: Any) -> Any:
-    """Return what stands for a value that JSON cannot hold: the name of its type."""
-    return dict(value) if isinstance(value, Mapping) else f"<{type(value).__name__}>"
 
 
 class Conversation:

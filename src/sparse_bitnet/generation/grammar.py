@@ -22,7 +22,7 @@ _WHITESPACE = r"\x20|\x0A[\x20\x09]{0,32}"
 _LONGEST = 64
 """Bytes of a token."""
 _MOST_SECONDS, _FREE_SECONDS = 0.5, 0.005
-"""Of processor time: what a text's form may be in debt, and what each call pays back."""
+"""Processor time that a text's form may be in debt, and that each call pays back."""
 _KEPT = 8
 """Grammars at their beginning, the last ones: each takes 5 ms, and an agent's requests share one."""
 _FLAGS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
@@ -40,25 +40,25 @@ class Grammar:
 
     source: str
     rule: str = ""
-    """Of JSON: a Lark rule of other rules."""
+    """A Lark rule for use in other rules; empty where the grammar is not of JSON."""
     is_lark_or_gbnf: bool = False
     """The source is rules as their author wrote them, not yet in llguidance's words."""
     about: str = ""
-    """What an error names: whose schemas the grammar is of."""
+    """Whose schemas the grammar holds, as errors name it."""
 
     @classmethod
     def json_schema(cls, schema: Any, *, is_strict: bool = True) -> Self:
-        """JSON that a schema (object or boolean) describes.
+        """Return the grammar of JSON that a schema (object or boolean) describes.
 
         `is_strict`: keywords that cannot be honoured are refused, later by `TokenGrammars.start`; else
-        they are passed over.
+        they are ignored.
         """
         rule = json_rule(schema, is_strict)
         return replace(cls.lark(f"start: {rule}"), rule=rule)
 
     @classmethod
     def json_text(cls, schema: str) -> Self:
-        """As `json_schema`, of one that is written as JSON itself."""
+        """Return the grammar of a schema written as JSON. Raises `UserError` for any other text."""
         try:
             return cls.json_schema(json.loads(schema))
         except (ValueError, RecursionError) as error:
@@ -66,12 +66,12 @@ class Grammar:
 
     @classmethod
     def json_object(cls) -> Self:
-        """Any JSON object."""
+        """Return the grammar of any JSON object."""
         return cls.json_schema({"type": "object"})
 
     @classmethod
     def regex(cls, pattern: str) -> Self:
-        """A text that a regular expression (of Rust's kind) matches as a whole.
+        """Return the grammar of what a regular expression (Rust's kind) matches as a whole.
 
         Raises `UserError` for half a character (a lone surrogate).
         """
@@ -82,7 +82,7 @@ class Grammar:
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> Self:
-        """One of the texts, all as one terminal: of rules, llguidance takes 2,000 at a place."""
+        """Return the grammar of one of the texts, as one terminal: llguidance takes 2,000 rules there."""
         return cls.lark("start: TEXT\nTEXT: " + " | ".join(map(lark_text, texts)))
 
     @classmethod
@@ -108,12 +108,12 @@ def _llguidance() -> Any:
 
 
 def lark_text(text: str) -> str:
-    """A text as Lark writes it."""
+    """Return a text as Lark writes it."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def json_rule(schema: Any, is_strict: bool) -> str:
-    """A part of Lark rules: JSON of a schema."""
+    """Return a part of Lark rules: JSON of a schema."""
     if schema is True:
         schema = {}
     elif not isinstance(schema, dict):

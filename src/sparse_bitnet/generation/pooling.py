@@ -21,7 +21,7 @@ _SWITCHES: dict[str, Pooling] = {
 
 
 def read_pooling(folder: str | Path) -> Pooling:
-    """That of 1_Pooling/config.json; "lasttoken" where there is none.
+    """Return the pooling of 1_Pooling/config.json; "lasttoken" where there is none.
 
     Raises `UserError` for one that is not supported, and for layers that follow it (N_Dense).
     """
@@ -32,19 +32,13 @@ def read_pooling(folder: str | Path) -> Pooling:
     if not path.is_file():
         return "lasttoken"
     config = read_json_if_there(path)
-    chosen = [
-        name for name, value in config.items() if name.startswith("pooling_") and value is True
-    ]
+    on = [name for name, value in config.items() if name.startswith("pooling_") and value is True]
     named = config.get("pooling_mode")
-    found: Pooling | None = None
-    if named in _SWITCHES.values():
-        found = named
-    elif named is None and len(chosen) == 1:
-        found = _SWITCHES.get(chosen[0])
-    if found is None:
-        what = named or ", ".join(chosen) or "none"
-        raise UserError(f"{path}: pooling by {what}: supported are {', '.join(_SWITCHES.values())}")
-    return found
+    chosen = [named] if named else [_SWITCHES.get(name, name) for name in on]
+    if len(chosen) == 1 and chosen[0] in _SWITCHES.values():
+        return chosen[0]
+    what = ", ".join(map(str, chosen)) or "none"
+    raise UserError(f"{path}: pooling by {what}: supported are {', '.join(_SWITCHES.values())}")
 
 
 class PooledStates:

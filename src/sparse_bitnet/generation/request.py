@@ -59,8 +59,8 @@ def score(logits: np.ndarray, token: int, top: int) -> TokenScore:
     elif top:
         # The partition may leave some of equal values out, so everything as high as its last counts.
         least = np.partition(logits, -top)[-top]
-        found = np.flatnonzero(logits >= least)
-        order = found[np.argsort(-logits[found], kind="stable")][:top]
+        high = np.flatnonzero(logits >= least)
+        order = high[np.argsort(-logits[high], kind="stable")][:top]
     likeliest = [_PAIR.pack(index, _finite(float(logits[index]) - total)) for index in order]
     return TokenScore(token, _finite(float(logits[token]) - total), b"".join(likeliest))
 
@@ -90,7 +90,7 @@ class Output:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """What to generate: data alone, cheap to make in any number."""
+    """A request to generate: data alone, cheap to make in any number."""
 
     prompt: Sequence[int]
     """Token ids, at least one, each in [0, vocab_size)."""
@@ -114,7 +114,7 @@ class GenerationRequest:
     """End-of-sequence tokens, no part of the text."""
 
     form: "Form | None" = None
-    """Which the text has to have, at its beginning; it ends where that is complete."""
+    """Grammar of the text, at its beginning; the text ends where that is complete."""
 
     top_scores: int | None = None
     """Log-probabilities of the tokens and this many of the likeliest ones; None: none."""
@@ -247,7 +247,7 @@ class Generation:
 
     @property
     def wanted(self) -> WhichLogits:
-        """Of the next tokens to forward."""
+        """Which results of the next tokens to forward are needed."""
         if self.request.pooling is not None:
             return "hidden"
         return "all" if self.scores_wanted else "last"
@@ -290,7 +290,7 @@ class Generation:
             self.prompt_scores.append(score(row, token, top))
 
     def take(self, results: np.ndarray, which: WhichLogits) -> list[Output]:
-        """What comes of the results for the tokens just forwarded; nothing while some are missing."""
+        """Return what follows from the results of the tokens just forwarded; nothing while some miss."""
         if which == "all" and self.generated:
             return self._take_guess(results)
         if which == "all":

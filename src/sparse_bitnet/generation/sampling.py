@@ -21,7 +21,7 @@ _FEW = 256
 """Tokens that are sorted rather than divided further."""
 
 _BINS = 1024
-"""Of scores, where there are more."""
+"""Bins of scores, where there are more tokens."""
 
 _BLOCK = 512
 """Probabilities are added in blocks, and singly only in the one that the draw hits."""
@@ -43,7 +43,7 @@ def candidates(
     options: SamplingOptions,
     counts: Mapping[int, int] | None = None,
 ) -> Candidates:
-    """What remains of the logits after all processors; temperature 0 leaves one token. Logits of minus
+    """Return what remains of the logits after all processors; temperature 0 leaves one token. Minus
     infinity are tokens that are never drawn.
 
     Args:
@@ -102,7 +102,7 @@ def _take(kept: Candidates, places: np.ndarray) -> Candidates:
 
 
 def _biased(logits: np.ndarray, bias: Sequence[tuple[int, float]]) -> np.ndarray:
-    """Of tokens beyond the vocabulary nothing is said."""
+    """Add a bias; tokens beyond the vocabulary are ignored."""
     known = [entry for entry in bias if entry[0] < len(logits)]
     if not known:
         return logits
@@ -174,7 +174,7 @@ def uniform(seed: int, place: int) -> float:
 
 
 def _place_of(powers: np.ndarray, chance: float) -> int:
-    """Where the running sum of `powers` passes the share `chance` of the whole."""
+    """Return where the running sum of `powers` passes the share `chance` of the whole."""
     blocks = np.cumsum(np.add.reduceat(powers, np.arange(0, len(powers), _BLOCK)), dtype=np.float64)
     wanted = chance * blocks[-1]
     # Not beyond the end, should rounding make the product the whole sum.

@@ -40,7 +40,7 @@ _WORTH_WAITING = 32
 
 
 class Observer:
-    """What happens, for metrics. Called from the scheduler's thread."""
+    """Receives what happens, for metrics. Called from the scheduler's thread."""
 
     def started(self, prompt_tokens: int, cached_tokens: int) -> None:
         """A generation runs for the first time."""
@@ -63,7 +63,7 @@ class Throughput:
     """Tokens computed, and the time it took. A step's is divided in proportion to its tokens."""
 
     prefill_tokens: int = 0
-    """Of prompts."""
+    """Tokens of prompts."""
 
     prefill_seconds: float = 0.0
     decode_tokens: int = 0
@@ -74,7 +74,7 @@ class Throughput:
     """Computed ahead of those that were drawn."""
 
     accepted_tokens: int = 0
-    """Of those, the ones that were drawn."""
+    """Guessed tokens that were drawn."""
 
     @property
     def prefill_rate(self) -> float | None:
@@ -159,7 +159,7 @@ class Scheduler:
         self._running: list[Generation] = []
         self._failed: list[Generation] = []
         self._lock = threading.Condition()
-        """Of the two lists: other threads may look at them and add to the waiting ones."""
+        """Guards the two lists: other threads may look at them and add to the waiting ones."""
 
     def run(
         self,

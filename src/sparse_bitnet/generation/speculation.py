@@ -29,20 +29,20 @@ _MATCHES = (2, 3, 4, 6, 9)
 """Tokens that repeat earlier ones: bounds of the classes whose guesses are counted together."""
 
 _FIRST_RATES = (0.1, 0.2, 0.3, 0.5, 0.65, 0.8)
-"""Of each class, before anything is counted; as in source code (Python's standard library)."""
+"""Rate of each class before anything is counted; as in source code (Python's standard library)."""
 
 _MEMORY = 0.05
 """Share of the latest count in a rate, and, times five, of the latest forward in its cost."""
 
 _WORTH = 1.05
-"""So many times faster a guess has to look, since other work disturbs what it is reckoned from."""
+"""Minimum expected speedup before a draft is used; absorbs timing noise."""
 
 _UNKNOWN_COST = 0.15
-"""What a further token adds to a forward, as a share of one token's, where none was measured."""
+"""Cost of a further token in a forward, as a share of one token's, where none was measured."""
 
 
 class PromptLookup:
-    """What followed the last tokens of a text when they last occurred in it."""
+    """Guesses what followed the last tokens of a text when they last occurred in it."""
 
     def __init__(self) -> None:
         self._after: tuple[dict[int, int], ...] = tuple({} for _ in _NGRAMS)
@@ -112,13 +112,13 @@ class DraftModel:
     def __init__(self, engine: InferenceEngine) -> None:
         self.engine = engine
         self.token_seconds = 0.0
-        """What a guessed token takes here."""
+        """Seconds that a guessed token takes here."""
 
     def guess(self, text: "_Text", context: Sequence[int], most: int) -> list[int]:
         """At most so many tokens; fewer where context or cache are full, none
         behind a token that the draft model lacks."""
         sequence = text.sequence
-        found: list[int] = []
+        drafted: list[int] = []
         try:
             if sequence is None:
                 sequence = text.sequence = self.engine.new_sequence()
@@ -131,24 +131,24 @@ class DraftModel:
             # Models of one tokenizer can differ in how many unused tokens are added to it.
             if most < 1 or max(new) >= self.engine.vocab_size:
                 return []
-            while len(found) < most:
+            while len(drafted) < most:
                 started = perf_counter()
                 (logits,) = self.engine.forward([(sequence, new)])
                 new = [int(logits.argmax())]
-                found += new
-                if len(found) > 1:
+                drafted += new
+                if len(drafted) > 1:
                     passed = perf_counter() - started
                     self.token_seconds += (passed - self.token_seconds) * 5 * _MEMORY
         except CacheFull:
             pass
-        return found
+        return drafted
 
 
 @dataclass(eq=False)
 class _Text:
     lookup: PromptLookup = field(default_factory=PromptLookup)
     sequence: EngineSequence | None = None
-    """Of the draft model."""
+    """The draft model's."""
     draft_rate: float = 0.6
     guess: list[int] = field(default_factory=list)
     drafted: bool = False
@@ -180,17 +180,23 @@ class Speculation:
         texts = [self._texts.setdefault(generation, _Text()) for generation in generations]
         chances = []
         for generation, text in zip(generations, texts, strict=True):
-            self._count(generation, text)
+            # What came true of the last guess of the draft model.
+            for guessed, token in zip(
+                text.guess if text.drafted else (), generation.context[text.before :], strict=False
+            ):
+                text.draft_rate += ((guessed == token) - text.draft_rate) * 3 * _MEMORY
+                if guessed != token:
+                    break
             text.before = len(generation.context)
             text.lookup.read(generation.context)
             room = min(self._most, generation.request.max_tokens - generation.generated - 1)
-            text.guess, found = text.lookup.guess(generation.context, room)
-            text.drafted = self._draft is not None and (not found or found[0] < text.draft_rate)
+            text.guess, own = text.lookup.guess(generation.context, room)
+            text.drafted = self._draft is not None and (not own or own[0] < text.draft_rate)
             if text.drafted:
                 # Rates are forgotten slowly, so that a draft that failed is tried again.
                 text.draft_rate += (0.5 - text.draft_rate) * _MEMORY / 5
-                found = [text.draft_rate ** (place + 1) for place in range(room)]
-            chances.append(found)
+                own = [text.draft_rate ** (place + 1) for place in range(room)]
+            chances.append(own)
         sizes = self._sizes(chances, texts)
         for generation, text, size in zip(generations, texts, sizes, strict=True):
             if text.drafted:
@@ -206,20 +212,11 @@ class Speculation:
         if text is not None and text.sequence is not None:
             text.sequence.close()
 
-    def _count(self, generation: Generation, text: _Text) -> None:
-        """What came true of the last guess of the draft model."""
-        if text.drafted and text.guess:
-            drawn = generation.context[text.before :]
-            for guessed, token in zip(text.guess, drawn, strict=False):
-                text.draft_rate += ((guessed == token) - text.draft_rate) * 3 * _MEMORY
-                if guessed != token:
-                    break
-
     def _sizes(self, chances: Sequence[Sequence[float]], texts: Sequence[_Text]) -> list[int]:
         """How many tokens of each text's guess make the most tokens a second."""
         # No token's chance is above that of those before it: the best ones are a beginning of each guess.
         tokens = sorted(
-            ((chance, which) for which, found in enumerate(chances) for chance in found),
+            ((chance, which) for which, own in enumerate(chances) for chance in own),
             key=lambda entry: -entry[0],
         )
         drafting = self._draft.token_seconds if self._draft is not None else 0.0

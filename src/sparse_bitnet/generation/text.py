@@ -28,7 +28,7 @@ SPECIAL_TOKENS = (
 )
 
 _USUAL_CHARACTERS = 6
-"""Of a token; most texts have fewer."""
+"""Characters of a token; most texts have fewer."""
 _MARGIN = 256
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -37,9 +37,9 @@ def named_tokens(folder: str | Path) -> dict[str, str]:
     """The texts of `SPECIAL_TOKENS` that a folder names, in whichever file and form they are written."""
     texts: dict[str, str] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
-        found = read_json_if_there(Path(folder) / file)
+        content = read_json_if_there(Path(folder) / file)
         for name in SPECIAL_TOKENS:
-            token = found.get(name)
+            token = content.get(name)
             text = token.get("content") if isinstance(token, dict) else token
             if isinstance(text, str):
                 texts[name] = text
@@ -100,8 +100,8 @@ class TextTokenizer:
     def encode_within(
         self, text: str, most: int, *, add_special_tokens: bool = True
     ) -> list[int] | None:
-        """As `encode`; None for a text of more than `most` tokens, most of which are refused by their
-        beginning."""
+        """Return what `encode` does; None for more than `most` tokens, in most cases found out from the
+        beginning of the text."""
         size = _USUAL_CHARACTERS * most + _MARGIN
         if len(text) > size:
             # What follows changes the last few tokens of a beginning at most.
@@ -126,18 +126,18 @@ class TextTokenizer:
         return self._tokenizer.get_vocab()
 
     def token_bytes(self, token: int) -> bytes:
-        """What one token stands for; empty for a number that the vocabulary lacks."""
-        found = self._known.get(token)
-        if found is None:
+        """Return the bytes that a token stands for; none for a number that the vocabulary lacks."""
+        known = self._known.get(token)
+        if known is None:
             piece = self._tokenizer.id_to_token(token)
             if piece is None:
-                found = b""
+                known = b""
             elif self._to_bytes is None:
-                found = self._tokenizer.decode([token], skip_special_tokens=False).encode()
+                known = self._tokenizer.decode([token], skip_special_tokens=False).encode()
             else:
-                found = self._to_bytes(piece)
-            self._known[token] = found
-        return found
+                known = self._to_bytes(piece)
+            self._known[token] = known
+        return known
 
 
 class TextStream:
@@ -207,7 +207,7 @@ class StopStrings:
         self._stop = tuple(stop)
         self._held = ""
         self._shown: list[bool] = []
-        """Of each held character."""
+        """Whether each held character is shown."""
         self.found: str | None = None
         """The stop string that ended the text."""
 
@@ -232,7 +232,7 @@ class StopStrings:
         return self._give(held[: len(held) - keep], held[len(held) - keep :])
 
     def flush(self) -> str:
-        """What was held back, when the text ended without a stop string."""
+        """Return what was held back, when the text ended without a stop string."""
         return self._give(self._held, "")
 
     def _give(self, text: str, held: str) -> str:
@@ -261,7 +261,7 @@ class GeneratedText:
         self._names = tokenizer.special_tokens
         self._length = self._given = 0
         self.held: deque[int] = deque()
-        """Where tokens begin of which no text has been given out: a stop string may take them."""
+        """Places where tokens begin of which no text has been given out: a stop string may take them."""
 
     @property
     def stopped(self) -> bool:
@@ -278,7 +278,7 @@ class GeneratedText:
         return self._counted(self._stop.feed(text))
 
     def flush(self) -> str:
-        """What was held back, when no token follows."""
+        """Return what was held back, when no token follows."""
         return self._counted(self._stop.feed(self._stream.flush()) + self._stop.flush())
 
     def _counted(self, text: str) -> str:

@@ -26,7 +26,7 @@ OnToken = Callable[[int, int, str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    """What is wanted of each prompt."""
+    """Options for each prompt."""
 
     max_new_tokens: int = 64
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
