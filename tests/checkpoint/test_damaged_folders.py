@@ -132,17 +132,3 @@ def test_layers_without_end_are_refused_without_weights(models: Path, tmp_path: 
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**9}))
     with pytest.raises(UserError, match=r"num_hidden_layers is 1,000,000,000, more than the 4,096"):
         open_checkpoint(tmp_path)
-
-
-@pytest.mark.parametrize("place", ["config_groups", "format", "weights", "input_activations"])
-@pytest.mark.parametrize("value", [True, [], 7])
-def test_groups_that_are_no_tables_are_refused(
-    place: str, value: Any, models: Path, tmp_path: Path
-) -> None:
-    folder = shutil.copytree(models / "compressed-tensors-w2a8", tmp_path / "folder")
-    config = json.loads((folder / "config.json").read_text())
-    entry = config["quantization_config"]
-    (entry if place in entry else next(iter(entry["config_groups"].values())))[place] = value
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"importable|is not read here"):
-        open_checkpoint(folder, "foreign")

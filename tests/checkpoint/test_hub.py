@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast, Zamba2Config
+from transformers import AutoModel, AutoModelForCausalLM, Zamba2Config
 
 from factories import MODEL_FAMILIES, tiny_model
 from sparse_bitnet.checkpoint.hub import register, save_pretrained
@@ -101,47 +101,12 @@ class TestRoundTrip:
         assert loaded.dtype == torch.bfloat16
         assert_same_model(loaded, model)
 
-    def test_several_shards(self, tmp_path: Path) -> None:
-        model = convert_(tiny_model(), SparseBitConfig())
-        model.save_pretrained(tmp_path, max_shard_size="100KB")
-        assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
-        assert_same_model(from_pretrained(tmp_path), model)
-
     def test_reconverted_after_loading_saves_the_new_format(
         self, saved: Path, tmp_path: Path
     ) -> None:
         model = convert_(from_pretrained(saved), SparseBitConfig.parse("full-2:4"))
         model.save_pretrained(tmp_path)
         assert_same_model(from_pretrained(tmp_path), model)
-
-    def test_selection_is_not_saved(self, saved: Path, tmp_path: Path) -> None:
-        model = from_pretrained(saved)
-        for layer in sparse_layers(model).values():
-            layer.select_()
-        save_pretrained(model, tmp_path / "out")
-        assert set(load_file(tmp_path / "out/model.safetensors")) == set(
-            load_file(saved / "model.safetensors")
-        )
-
-    def test_tokenizer_goes_along(self, tmp_path: Path) -> None:
-        from tokenizers import Tokenizer, models
-
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
-        save_pretrained(convert_(tiny_model(), SparseBitConfig()), tmp_path / "out", tokenizer)
-        assert (tmp_path / "out/tokenizer.json").is_file()
-
-    def test_dense_checkpoints_load_too(self, tmp_path: Path) -> None:
-        tiny_model().save_pretrained(tmp_path)
-        assert not sparse_layers(from_pretrained(tmp_path))
-
-    def test_config_holds_the_whole_format_and_a_version(self, saved: Path) -> None:
-        entry = json.loads((saved / "config.json").read_text())["quantization_config"]
-        assert entry == {
-            "quant_method": "sparse_bitnet",
-            "version": 1,
-            "format": SparseBitConfig().to_dict(),
-            "modules_to_not_convert": ["lm_head"],
-        }
 
 
 @pytest.mark.parametrize("order", ["sparse_bitnet, transformers", "transformers, sparse_bitnet"])

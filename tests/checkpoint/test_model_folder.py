@@ -1,24 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """One set of messages for the JSON files of a model folder."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from sparse_bitnet.checkpoint.model_folder import (
-    quantization_entry,
     read_config,
     read_json_if_there,
 )
 from sparse_bitnet.errors import UserError
-
-
-def test_an_object_is_read(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"name": "ä"}), encoding="utf-8")
-    assert read_config(tmp_path) == {"name": "ä"}
-    assert read_json_if_there(tmp_path / "config.json") == {"name": "ä"}
-    assert read_json_if_there(tmp_path / "other.json") == {}
 
 
 @pytest.mark.parametrize(
@@ -44,9 +35,3 @@ def test_what_cannot_be_opened_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").mkdir()
     with pytest.raises(UserError, match=r"cannot read .*config\.json: Is a directory"):
         read_config(tmp_path)
-
-
-@pytest.mark.parametrize("config", [{}, {"quantization_config": None}, {"quantization_config": []}])
-def test_no_quantization(config: dict) -> None:
-    assert quantization_entry(config) == {}
-    assert quantization_entry({"quantization_config": {"bits": 2}}) == {"bits": 2}

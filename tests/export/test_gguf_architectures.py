@@ -159,22 +159,6 @@ def test_llama_cpp_computes_the_same_model(packed, tmp_path: Path, name: str) ->
     assert error.max() < 5e-3
 
 
-@pytest.mark.parametrize("type", ["tq1_0", "tq2_0"])
-@pytest.mark.parametrize("name", IN_LLAMA_CPP)
-def test_logits_of_the_same_file(packed, tmp_path: Path, name: str, type: str) -> None:
-    """llama.cpp's, with activations of 256 and one scale, against the engine's of the imported file."""
-    pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python builds llama.cpp")
-    file = written(packed(name), tmp_path / "out", type)
-    import_checkpoint(file, tmp_path / "back", packed="auto", embeddings="float32")
-    tokens = np.arange(1, 33) * 7 % 392
-    found = llama_cpp_logits(file, tokens)
-    ours = centred(engine_logits(tmp_path / "back", tokens.tolist()))
-    cosine = (found * ours).sum(-1) / np.linalg.norm(found, axis=-1) / np.linalg.norm(ours, axis=-1)
-    error = np.linalg.norm(found - ours, axis=-1) / np.linalg.norm(ours, axis=-1)
-    print(f"{name} {type}: cosine {np.median(cosine):.5f}, relative error {np.median(error):.1e}")
-    assert np.median(cosine) > 0.998
-
-
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [

@@ -143,12 +143,6 @@ def test_a_space_that_only_some_texts_get_is_warned_about(changed) -> None:
         assert read_vocabulary(folder, 392).adds_space
 
 
-def test_a_model_that_is_no_table_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text('{"model": true}')
-    with pytest.raises(UserError, match="not a plain BPE"):
-        read_vocabulary(tmp_path, 392)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -162,13 +156,3 @@ def test_a_model_that_is_no_table_is_refused(tmp_path: Path) -> None:
 def test_what_llama_cpp_would_read_differently_is_refused(changed, changes, message: str) -> None:
     with pytest.raises(UserError, match=message):
         read_vocabulary(changed(**changes), 392)
-
-
-def test_a_vocabulary_beyond_the_embedding_is_refused(checkpoint: Path) -> None:
-    with pytest.raises(UserError, match="has id 383, but the model's vocabulary ends at 383"):
-        read_vocabulary(checkpoint, 383)
-
-
-def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"holds no tokenizer\.json"):
-        read_vocabulary(tmp_path, 392)

@@ -33,11 +33,6 @@ def test_packing_is_transformers_own_and_exact(
     assert torch.equal(unpack_row_planes(packed), codes)
 
 
-def test_one_byte_by_hand() -> None:
-    codes = torch.tensor([[-1], [0], [1], [1]], dtype=torch.int8)
-    assert pack_row_planes(codes).tolist() == [[0b10_10_01_00]]
-
-
 def test_rows_that_do_not_divide_are_refused_by_name(source: Checkpoint) -> None:
     name = "model.layers.0.mlp.up_proj"
     other = changed(source, layers=source.layers | {name: (190, 64)})
@@ -54,20 +49,6 @@ def test_transformers_reads_it(
     assert found is not None
     assert found.failures == []
     assert found.mean_difference < bound
-
-
-def test_stored_scale_is_the_reciprocal(
-    source: Checkpoint, checkpoint: Path, tmp_path: Path
-) -> None:
-    from safetensors.torch import load_file
-
-    export(checkpoint, tmp_path / "out", ExportConfig(format="bitnet", embeddings="f32"))
-    tensors = load_file(tmp_path / "out" / "model.safetensors")
-    for name in source.layers:
-        codes, weight_scale = source.ternary(name)
-        assert torch.equal(unpack_row_planes(tensors[f"{name}.weight"]), codes)
-        assert tensors[f"{name}.weight_scale"].shape == (1,)
-        torch.testing.assert_close(1 / tensors[f"{name}.weight_scale"][0], weight_scale)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])

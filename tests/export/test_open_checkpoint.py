@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from factories import changed
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
@@ -19,7 +18,6 @@ from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
 from sparse_bitnet.export.folder_formats import require_ternary_int8
 from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
-from sparse_bitnet.nn.layer import SparseBitConfig
 
 
 def test_codes_and_effective_weights_are_those_of_the_model(
@@ -74,29 +72,6 @@ def test_a_head_that_the_config_ties_and_the_files_hold_apart_is_kept(
     assert source.model().all_tied_weights_keys == {}
 
 
-def test_sharded_files(checkpoint: Path, source: Checkpoint, tmp_path: Path) -> None:
-    folder = tmp_path / "sharded"
-    shutil.copytree(checkpoint, folder)
-    tensors = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    names = sorted(tensors)
-    files = {
-        "model-00001-of-00002.safetensors": names[:9],
-        "model-00002-of-00002.safetensors": names[9:],
-    }
-    for file, part in files.items():
-        save_file({name: tensors[name] for name in part}, folder / file, {"format": "pt"})
-    index = {"weight_map": {name: file for file, part in files.items() for name in part}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    sharded = open_checkpoint(folder)
-    assert sharded.layers == source.layers
-    layer = next(iter(source.layers))
-    assert torch.equal(sharded.ternary(layer).codes, source.ternary(layer).codes)
-    (folder / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(UserError, match=r"named in model.safetensors.index.json but is not there"):
-        open_checkpoint(folder)
-
-
 @pytest.mark.parametrize("embeddings", ["bf16", "int8", "float32"])
 @pytest.mark.parametrize("packed_format", ["auto", "nm-enum"])
 def test_a_packed_folder_is_the_same_source(
@@ -132,12 +107,6 @@ def test_full_precision_formats_have_effective_weights_only(make_checkpoint) -> 
         require_ternary_int8(source, "bitnet")
 
 
-def test_models_without_int8_activations_are_refused(source: Checkpoint) -> None:
-    other = changed(source, format=SparseBitConfig(activation="none"))
-    with pytest.raises(UserError, match="trained without int8 activations"):
-        require_ternary_int8(other, "bitnet")
-
-
 def test_what_is_no_checkpoint_of_ours_is_refused(edited, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such folder: owner/name, and the hub gives no model"):
         open_checkpoint("owner/name")
@@ -164,11 +133,6 @@ def test_a_checkpoint_of_another_kind_names_what_helps(checkpoint, edited, tmp_p
             open_checkpoint(folder, *kinds)
 
 
-def test_unknown_architectures_are_refused(edited) -> None:
-    with pytest.raises(UserError, match="no causal language model that transformers builds"):
-        open_checkpoint(edited(model_type="t5x"))
-
-
 def test_missing_and_misshapen_weights_are_named(checkpoint: Path, tmp_path: Path) -> None:
     folder = tmp_path / "broken"
     shutil.copytree(checkpoint, folder)
@@ -188,19 +152,4 @@ def test_missing_and_misshapen_weights_are_named(checkpoint: Path, tmp_path: Pat
     with pytest.raises(
         UserError, match=rf"{name} is F32 \[4, 64\], its config.json asks floats \[192, 64\]"
     ):
-        open_checkpoint(folder)
-
-
-def test_damaged_files_are_named(checkpoint: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "broken"
-    shutil.copytree(checkpoint, folder)
-    content = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
-    with pytest.raises(UserError, match=r"model.safetensors is damaged"):
-        open_checkpoint(folder)
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"holds no model\*.safetensors"):
-        open_checkpoint(folder)
-    (folder / "config.json").write_text("{")
-    with pytest.raises(UserError):
         open_checkpoint(folder)

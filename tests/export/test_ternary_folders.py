@@ -14,8 +14,6 @@ from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, open_checkpoint
 from sparse_bitnet.engine.engine import Engine
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.export.export_checkpoint import export
-from sparse_bitnet.export.export_config import ExportConfig
 from sparse_bitnet.export.importer import import_checkpoint
 from sparse_bitnet.packing.two_bits import pack_words
 
@@ -86,18 +84,6 @@ def test_ternary_floats(tmp_path: Path, family: str, scales_of: Any, dtype: torc
     engine.close()
     assert typical_error(computed, found.numpy()) < 1e-5
     assert (found - logits(model)).norm() < 0.05 * logits(model).norm()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_scales_of_any_type_are_exported(tmp_path: Path, dtype: torch.dtype) -> None:
-    model = save_model(tmp_path / "model", "llama", by_row, dtype)
-    import_checkpoint(tmp_path / "model", tmp_path / "packed", packed="i2")
-    for format in ("compressed-tensors-w2a8", "compressed-tensors-w8a8"):
-        export(tmp_path / "packed", tmp_path / format, ExportConfig(format=format))
-        found = open_checkpoint(tmp_path / format)
-        for layer in found.layers:
-            expected = model.state_dict()[f"{layer}.weight"].float()
-            torch.testing.assert_close(found.ternary(layer).values(), expected, rtol=1e-3, atol=0)
 
 
 def test_only_the_beginning_is_ternary(tmp_path: Path) -> None:

@@ -15,10 +15,7 @@ from sparse_bitnet.export.importer import import_checkpoint
 from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.ops.quantize_int8 import quantize_int8_reference
 from sparse_bitnet.packing.ternary import (
-    TableScales,
     TernaryWeight,
-    scales_of_groups,
-    table_scales,
 )
 
 pytest.importorskip("sparse_bitnet._cpu", reason="the extension is not built")
@@ -104,16 +101,6 @@ def test_a_gguf_file_stays_ternary_to_its_logits(tmp_path: Path, group: int, tie
         assert np.array_equal(again.array(name), packed.file.array(name))
 
 
-def test_folders_of_ternary_floats_keep_them_too(tmp_path: Path) -> None:
-    model = with_ternary_tables(64, tie_word_embeddings=False)
-    model.save_pretrained(tmp_path / "hf")
-    import_checkpoint(tmp_path / "hf", tmp_path / "packed", packed="auto")
-    packed = open_checkpoint(tmp_path / "packed")
-    assert packed.metadata.embeddings == "ternary"
-    for name in (EMBEDDING, HEAD):
-        assert torch.equal(packed.read(name), model.state_dict()[name])
-
-
 @pytest.mark.parametrize("ternary", [EMBEDDING, HEAD])
 def test_a_ternary_one_beside_one_that_is_not(tmp_path: Path, ternary: str) -> None:
     model = with_ternary_tables(64, tie_word_embeddings=False)
@@ -148,45 +135,3 @@ def test_a_ternary_one_beside_one_that_is_not(tmp_path: Path, ternary: str) -> N
                 tmp_path / "none", tmp_path / "no", packed="auto", embeddings="ternary"
             )
         assert not (tmp_path / "no").exists()
-
-
-def test_scales_of_a_table_are_as_few_and_as_short_as_hold_them() -> None:
-    codes = np.ones((2, 512), np.int8)
-    half, brain, full = (np.array(x, np.float32) for x in (0.5, 2.0**-60, 0.1))
-    by_row = TernaryWeight(codes, np.array([[0.5], [0.25]], np.float16))
-    by_64 = TernaryWeight(
-        codes, np.full((2, 8), 0.5, np.float32) * np.arange(1, 9, dtype=np.float32)
-    )
-    assert table_scales([TernaryWeight(codes, half), by_row], 512) == TableScales(256, "float16")
-    assert table_scales([by_row, by_64], 512) == TableScales(64, "float16")
-    assert table_scales([TernaryWeight(codes, brain)], 512) == TableScales(256, "bfloat16")
-    assert table_scales([TernaryWeight(codes, full)], 512) == TableScales(256, "float32")
-    assert table_scales([by_row, None], 512) is None
-    assert table_scales([TernaryWeight(np.ones((1, 60), np.int8), half)], 60) is None
-    assert scales_of_groups(by_row, TableScales(256, "float32")).tolist() == [[0.5] * 2, [0.25] * 2]
-    bits = scales_of_groups(TernaryWeight(codes, brain), TableScales(256, "bfloat16"))
-    assert (bits.shape, bits.dtype) == ((2, 2), np.uint16)
-    assert (bits.astype(np.uint32) << 16).view(np.float32).tolist() == [[2.0**-60] * 2] * 2
-
-
-def test_scales_that_are_missing_or_not_finite_are_named(tmp_path: Path) -> None:
-    model = with_ternary_tables(128)
-    write = by_our_layout("Q2_0", 128)
-    path = write_gguf(tmp_path / "m.gguf", model, "qwen3", write, _tokenizer, tables=write)
-    data = bytearray(path.read_bytes())
-    row = by_our_row(model)
-    at = data.index(row)
-    data[at : at + 2] = np.array([np.inf], "<f2").tobytes()
-    path.write_bytes(data)
-    with pytest.raises(UserError, match=r"embed_tokens.* weight scale is not finite"):
-        import_checkpoint(path, tmp_path / "packed", packed="auto")
-    assert not (tmp_path / "packed").exists()
-
-
-def by_our_row(model: Any) -> bytes:
-    """The bytes of the embedding's first block."""
-    from sparse_bitnet.packing.gguf_blocks import READ_TYPES
-
-    block = next(each for each in READ_TYPES if (each.name, each.codes) == ("Q2_0", 128))
-    run = model.model.embed_tokens.weight[:1, :128].detach().numpy()
-    return block.pack(np.sign(run).astype(np.int8), float(np.abs(run).max())).tobytes()
